@@ -1,0 +1,1 @@
+"""The only place that knows differences between jax versions."""

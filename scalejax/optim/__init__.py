@@ -1,0 +1,10 @@
+"""Typed optimizer and schedule configs over optax."""
+
+from scalejax.optim.optimizers import Adam as Adam
+from scalejax.optim.optimizers import AdamW as AdamW
+from scalejax.optim.optimizers import Optimizer as Optimizer
+from scalejax.optim.optimizers import Sgd as Sgd
+from scalejax.optim.schedules import Constant as Constant
+from scalejax.optim.schedules import Schedule as Schedule
+from scalejax.optim.schedules import WarmupCosine as WarmupCosine
+from scalejax.optim.schedules import WarmupLinear as WarmupLinear

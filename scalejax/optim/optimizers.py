@@ -1,0 +1,61 @@
+"""Dense optimizers as data; `build(steps)` gives an optax transformation."""
+
+import dataclasses
+
+import optax
+
+from scalejax.optim.schedules import Constant, Schedule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sgd:
+    """Stochastic gradient descent with optional (heavy-ball) momentum."""
+
+    learning_rate: Schedule = Constant(value=1e-2)
+    momentum: float = 0.0
+
+    def build(self, steps: int) -> optax.GradientTransformation:
+        return optax.sgd(self.learning_rate.build(steps), momentum=self.momentum or None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam (Kingma and Ba, 2015)."""
+
+    learning_rate: Schedule = Constant(value=1e-3)
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+
+    def build(self, steps: int) -> optax.GradientTransformation:
+        return optax.adam(self.learning_rate.build(steps), b1=self.b1, b2=self.b2, eps=self.eps)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019) on matrices; biases and norms are not decayed."""
+
+    learning_rate: Schedule = Constant(value=1e-3)
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 1e-2
+
+    def build(self, steps: int) -> optax.GradientTransformation:
+        return optax.adamw(
+            self.learning_rate.build(steps),
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            mask=_matrices,
+        )
+
+
+Optimizer = Sgd | Adam | AdamW
+
+
+def _matrices(params: optax.Params) -> optax.Params:
+    import jax
+
+    return jax.tree.map(lambda p: p.ndim >= 2, params)

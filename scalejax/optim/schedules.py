@@ -1,0 +1,59 @@
+"""Schedules as data; `build(steps)` gives an optax schedule (step -> value)."""
+
+import dataclasses
+
+import optax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Constant:
+    """The same value at every step."""
+
+    value: float = 1.0
+
+    def build(self, steps: int) -> optax.Schedule:
+        del steps
+        return optax.constant_schedule(self.value)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupCosine:
+    """Linear from 0 to `peak` over the first `warmup` of the run, then cosine down to `final` * peak.
+
+    Attributes:
+      peak: Highest value.
+      warmup: Fraction of the run's steps in [0, 1).
+      final: Fraction of `peak` at the last step.
+    """
+
+    peak: float = 1.0
+    warmup: float = 0.1
+    final: float = 0.0
+
+    def build(self, steps: int) -> optax.Schedule:
+        warm = _warmup_steps(self.warmup, steps)
+        down = optax.cosine_decay_schedule(self.peak, max(1, steps - warm), alpha=self.final)
+        return optax.join_schedules([optax.linear_schedule(0.0, self.peak, max(1, warm)), down], [warm])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupLinear:
+    """Linear from 0 to `peak` over the first `warmup` of the run, then linear down to `final` * peak."""
+
+    peak: float = 1.0
+    warmup: float = 0.1
+    final: float = 0.0
+
+    def build(self, steps: int) -> optax.Schedule:
+        warm = _warmup_steps(self.warmup, steps)
+        down = optax.linear_schedule(self.peak, self.final * self.peak, max(1, steps - warm))
+        return optax.join_schedules([optax.linear_schedule(0.0, self.peak, max(1, warm)), down], [warm])
+
+
+Schedule = Constant | WarmupCosine | WarmupLinear
+
+
+def _warmup_steps(fraction: float, steps: int) -> int:
+    if not 0.0 <= fraction < 1.0:
+        raise ValueError(f"warmup must be a fraction of the run in [0, 1); got {fraction}.")
+    return round(fraction * steps)

@@ -1,0 +1,64 @@
+"""Meshes: one vocabulary of axes for every system.
+
+    replica   across slices or hosts: data parallel, outer axis of HSDP      fsdp      shards parameters and batch
+    expert    shards experts and batch                                        context   shards the sequence
+    tensor    shards features                                                 stage     shards layers
+
+A mesh always has all six axes (most of size 1), in this order, so that a PartitionSpec never has to ask which exist.
+The batch is sharded over `BATCH_AXES`; embedding lookups shard it over all of `AXES`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+AXES = ("replica", "fsdp", "expert", "context", "tensor", "stage")
+BATCH_AXES = ("replica", "fsdp", "expert")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Devices per axis; at most one axis may be -1: whatever is left."""
+
+    replica: int = 1
+    fsdp: int = -1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    stage: int = 1
+
+    def resolve(self, devices: int) -> tuple[int, ...]:
+        """Axis sizes for a number of devices, in the order of `AXES`.
+
+        Raises:
+          ValueError: the sizes do not multiply to `devices`.
+        """
+        sizes = [getattr(self, axis) for axis in AXES]
+        for axis, size in zip(AXES, sizes, strict=True):
+            if size != -1 and size < 1:
+                raise ValueError(f"MeshShape: {axis} must be at least 1, or -1 for whatever is left; got {size}.")
+        if sizes.count(-1) > 1:
+            raise ValueError(f"MeshShape: at most one axis may be -1; got {self}.")
+        fixed = math.prod(s for s in sizes if s != -1)
+        if -1 in sizes and devices % fixed == 0:
+            sizes[sizes.index(-1)] = devices // fixed
+        if math.prod(sizes) != devices:
+            stated = ", ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True) if s != 1) or "all axes 1"
+            raise ValueError(
+                f"MeshShape: axis sizes must multiply to the {devices} devices at hand; got {stated}. "
+                "Change the sizes (--set mesh.fsdp=-1 takes whatever is left), or the number of devices."
+            )
+        return tuple(sizes)
+
+
+def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds a mesh of all devices, every axis of type Auto.
+
+    Devices of one process stay contiguous along the flattened mesh where the topology allows it, which is what lets
+    each process read one contiguous slice of every global batch.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    return jax.make_mesh(shape.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)

@@ -1,0 +1,85 @@
+"""`Experiment`: everything that defines a run, as a tree of frozen dataclasses of plain values."""
+
+import dataclasses
+from typing import Literal
+
+from scalejax import optim
+from scalejax.parallel.embedding.config import RowOptimizer, RowwiseAdagrad
+from scalejax.parallel.embedding.plan import Exchange
+from scalejax.parallel.mesh import MeshShape
+from scalejax.parallel.rules import REPLICATED, Rules
+from scalejax.train.protocols import DataConfig, ModelConfig
+
+ComputeDtype = Literal["platform", "float32", "bfloat16", "float64"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Dtypes of the dense part.
+
+    Attributes:
+      params: Master weights, gradients and optimizer state ("float64" needs jax_enable_x64; parity tests use it).
+      compute: Matrix products and activations; "platform" is bfloat16 on accelerators and float32 on CPU. Losses,
+        norms, softmax and reductions stay in float32 or wider.
+    """
+
+    params: Literal["float32", "float64"] = "float32"
+    compute: ComputeDtype = "platform"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoints:
+    """When to save and what to keep.
+
+    Attributes:
+      every: Steps between checkpoints; the last step is always saved. 0 = only the last.
+      keep_last: Newest checkpoints kept.
+      keep_best: Also kept: the best by `best_metric`.
+      best_metric: Field of the evaluation record; "logloss" and "ne" are better low, "auc" better high.
+    """
+
+    every: int = 1000
+    keep_last: int = 2
+    keep_best: int = 1
+    best_metric: Literal["logloss", "ne", "auc"] = "logloss"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """One run.
+
+    Attributes:
+      model: Architecture.
+      data: Where examples come from; holds the global batch size.
+      steps: Optimizer steps.
+      optimizer: Optimizer of the dense part.
+      row_optimizer: Optimizer of the embedding tables, learning rate included.
+      row_schedule: Factor on the learning rate of the tables, by step.
+      mesh: Devices per mesh axis.
+      rules: Logical axis of a parameter -> mesh axes.
+      exchange: How ids and rows travel between devices.
+      precision: Dtypes.
+      seed: Seeds parameters and dropout (the order of the data has its own seed).
+      log_every: Steps between lines of metrics; these are the windows of windowed metrics.
+      eval_every: Steps between evaluations on the validation split; 0 = only at the end.
+      eval_split: Split scored at intervals.
+      final_split: Split scored at the end.
+      checkpoints: When to save and what to keep.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    steps: int
+    optimizer: optim.Optimizer = optim.Adam()
+    row_optimizer: RowOptimizer = RowwiseAdagrad()
+    row_schedule: optim.Schedule = optim.Constant()
+    mesh: MeshShape = MeshShape()
+    rules: Rules = REPLICATED
+    exchange: Exchange = Exchange()
+    precision: Precision = Precision()
+    seed: int = 0
+    log_every: int = 100
+    eval_every: int = 0
+    eval_split: str = "validation"
+    final_split: str = "test"
+    checkpoints: Checkpoints = Checkpoints()

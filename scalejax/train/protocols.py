@@ -1,0 +1,82 @@
+"""What training knows of a model and of a data set: these protocols and nothing else."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+from flax import nnx
+
+from scalejax.data.batch import Batch
+from scalejax.data.schema import Schema
+from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
+from scalejax.parallel.embedding.jagged import DeviceBatch
+
+
+class Task(Protocol):
+    """A model bound to a schema: what to look up, what to compute, what to minimise. Single-device code."""
+
+    schema: Schema
+
+    def tables(self) -> tuple[TableConfig, ...]:
+        """The embedding tables that the model looks up."""
+        ...
+
+    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module:
+        """Builds the dense part; its `nnx.Param`s carry `logical_axes` metadata."""
+        ...
+
+    def loss(
+        self, model: nnx.Module, embedded: dict[str, jax.Array], batch: DeviceBatch, *, key: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Returns (weighted sum of losses, sum of weights, aux with "logits" float32[B, T]).
+
+        `key` drives dropout; None = evaluation, nothing random.
+        """
+        ...
+
+    def flops_per_example(self) -> int:
+        """FLOPs of forward and backward of the dense part, 6 a multiply-accumulate."""
+        ...
+
+
+@runtime_checkable
+class ModelConfig(Protocol):
+    """A frozen dataclass of plain values that describes an architecture."""
+
+    def task(self, schema: Schema, row_optimizer: RowOptimizer) -> Task: ...
+
+
+class DataSet(Protocol):
+    """Examples of every split, addressed by *global* example number.
+
+    The training stream is infinite: example i of the stream is example i % n of epoch i // n, in the order of that
+    epoch's seeded permutation. Batch k holds stream examples [k * B, (k + 1) * B), whatever the number of processes.
+    """
+
+    schema: Schema
+
+    def num_examples(self, split: str) -> int:
+        """Examples in split "train", "validation" or "test"."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Hex digest of the files, columns, split and order; a run resumes only on equal fingerprints."""
+        ...
+
+    def train_batches(self, *, start_example: int, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+        """This process's contiguous slice of each global batch from stream position `start_example`, without end."""
+        ...
+
+    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+        """One pass in file order; the last batch is filled up with examples of weight 0."""
+        ...
+
+
+@runtime_checkable
+class DataConfig(Protocol):
+    """A frozen dataclass of plain values; constructing one does no I/O, `build()` does."""
+
+    batch_size: int
+    """Global batch size."""
+
+    def build(self) -> DataSet: ...
