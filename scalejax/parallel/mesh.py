@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
+from scalejax.errors import UserError
+
 AXES = ("replica", "fsdp", "expert", "context", "tensor", "stage")
 BATCH_AXES = ("replica", "fsdp", "expert")
 
@@ -34,20 +36,20 @@ class MeshShape:
         """Axis sizes for a number of devices, in the order of `AXES`.
 
         Raises:
-          ValueError: the sizes do not multiply to `devices`.
+          UserError: the sizes do not multiply to `devices`.
         """
         sizes = [getattr(self, axis) for axis in AXES]
         for axis, size in zip(AXES, sizes, strict=True):
             if size != -1 and size < 1:
-                raise ValueError(f"MeshShape: {axis} must be at least 1, or -1 for whatever is left; got {size}.")
+                raise UserError(f"MeshShape: {axis} must be at least 1, or -1 for whatever is left; got {size}.")
         if sizes.count(-1) > 1:
-            raise ValueError(f"MeshShape: at most one axis may be -1; got {self}.")
+            raise UserError(f"MeshShape: at most one axis may be -1; got {self}.")
         fixed = math.prod(s for s in sizes if s != -1)
         if -1 in sizes and devices % fixed == 0:
             sizes[sizes.index(-1)] = devices // fixed
         if math.prod(sizes) != devices:
             stated = ", ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True) if s != 1) or "all axes 1"
-            raise ValueError(
+            raise UserError(
                 f"MeshShape: axis sizes must multiply to the {devices} devices at hand; got {stated}. "
                 "Change the sizes (--set mesh.fsdp=-1 takes whatever is left), or the number of devices."
             )

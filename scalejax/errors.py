@@ -1,0 +1,9 @@
+"""The one exception that stands for a user's mistake."""
+
+
+class UserError(ValueError):
+    """A mistake in what the user gave: arguments, files, recipes, a machine that lacks something.
+
+    The message names the argument, the value received, what was wanted and the next step. The command line prints it
+    alone, without a traceback, and exits with status 2. Anything else that reaches the command line is a bug.
+    """
