@@ -1,0 +1,43 @@
+"""Eight virtual CPU devices, a compile cache inside the checkout, and strictness for every test."""
+
+import os
+import pathlib
+
+_CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
+_CACHE.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+# Before anything imports jax.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
+for _name, _value in {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-16",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # two test processes may compile for a TPU side by side
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TF_CPP_MIN_LOG_LEVEL": "3",
+}.items():
+    os.environ.setdefault(_name, _value)
+
+import jax
+import pytest
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def strict_promotion():
+    """Implicit dtype promotion raises (optax itself needs the standard rules, hence a fixture)."""
+    with jax.numpy_dtype_promotion("strict"):
+        yield
+
+
+@pytest.fixture
+def x64():
+    """64-bit types, for parity tests that must not drown in float32 rounding."""
+    with jax.enable_x64(True):
+        yield
