@@ -1,0 +1,220 @@
+"""Builds the compiled functions of a run from an experiment, a schema and a mesh.
+
+The step, top to bottom: look the rows up (exchange over all devices), dense forward and backward (the compiler places
+its collectives), dense optimizer, sparse update of the rows that were looked up, metric sums. One jitted function; its
+state is donated.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalejax.data.schema import Schema
+from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding.collection import EmbeddingCollection
+from scalejax.parallel.embedding.jagged import DeviceBatch, FeatureLayout, KeyedJagged
+from scalejax.train import metrics
+from scalejax.train.experiment import Experiment, Precision
+from scalejax.train.protocols import Task
+from scalejax.train.state import ModelShape, TrainState, optimizer_shardings
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """The functions of one run; nothing is allocated until `init` is called.
+
+    Attributes:
+      experiment: The run.
+      task: Its model bound to the schema of its data.
+      collection: Its embedding tables on the mesh.
+      mesh: The devices.
+      model: Structure of the dense part.
+      layout: Where each feature lies in the device form of a batch.
+    """
+
+    experiment: Experiment
+    task: Task
+    collection: EmbeddingCollection
+    mesh: Mesh
+    model: ModelShape
+    layout: tuple[FeatureLayout, ...]
+
+    @functools.cached_property
+    def transformation(self) -> optax.GradientTransformation:
+        """The dense optimizer."""
+        return self.experiment.optimizer.build(self.experiment.steps)
+
+    @functools.cached_property
+    def row_schedule(self) -> optax.Schedule:
+        """Factor on the learning rate of the tables, by step."""
+        return self.experiment.row_schedule.build(self.experiment.steps)
+
+    @functools.cached_property
+    def replicated(self) -> NamedSharding:
+        """The sharding of what every device holds whole."""
+        return NamedSharding(self.mesh, P())
+
+    def batch_sharding(self) -> NamedSharding:
+        """Examples over the batch axes."""
+        return NamedSharding(self.mesh, P(meshes.BATCH_AXES))
+
+    @functools.cached_property
+    def state_shardings(self) -> TrainState:
+        """Sharding of every leaf of the state."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
+
+    def abstract_state(self) -> TrainState:
+        """The state as shapes, dtypes and shardings."""
+        shardings = self.model.shardings(self.mesh, self.experiment.rules)
+        optimizer = jax.eval_shape(self.transformation.init, self.model.params)
+        sums = jax.eval_shape(functools.partial(metrics.zeros, len(self.task.schema.labels)))
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        return TrainState(
+            step=_with_sharding(jax.ShapeDtypeStruct((), jnp.int32), self.replicated),
+            params={name: _with_sharding(p, shardings[name]) for name, p in self.model.params.items()},
+            optimizer=jax.tree.map(
+                _with_sharding,
+                optimizer,
+                optimizer_shardings(optimizer, self.model.params, shardings, self.mesh),
+            ),
+            tables=self.collection.abstract_state(),
+            metrics=jax.tree.map(lambda leaf: _with_sharding(leaf, self.replicated), sums),
+            key=_with_sharding(key, self.replicated),
+        )
+
+    def abstract_batch(self) -> DeviceBatch:
+        """One global batch as shapes, dtypes and shardings."""
+        size, schema = self.experiment.data.batch_size, self.task.schema
+        everywhere = NamedSharding(self.mesh, P(meshes.AXES))
+        slots = sum(feature.capacity for feature in self.layout)
+        rows = self.batch_sharding()
+        return DeviceBatch(
+            features=KeyedJagged(
+                values=jax.ShapeDtypeStruct((self.mesh.size, slots), jnp.int32, sharding=everywhere),
+                lengths=jax.ShapeDtypeStruct(
+                    (len(self.layout), size), jnp.int32, sharding=NamedSharding(self.mesh, P(None, meshes.AXES))
+                ),
+                weights=None,
+                layout=self.layout,
+            ),
+            dense=jax.ShapeDtypeStruct((size, len(schema.dense)), jnp.float32, sharding=rows),
+            labels=jax.ShapeDtypeStruct((size, len(schema.labels)), jnp.float32, sharding=rows),
+            weights=jax.ShapeDtypeStruct((size,), jnp.float32, sharding=rows),
+        )
+
+    def init(self) -> TrainState:
+        """A fresh state, equal for equal seeds on every mesh."""
+
+        def create() -> tuple[dict[str, jax.Array], Any, Any, Any]:
+            key = jax.random.key(self.experiment.seed)
+            model = _init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment.precision, self.mesh)
+            params = self.model.take_apart(model)
+            sums = metrics.zeros(len(self.task.schema.labels))
+            return params, self.transformation.init(params), sums, jax.random.fold_in(key, 1)
+
+        shardings = self.state_shardings
+        params, optimizer, sums, key = jax.jit(
+            create, out_shardings=(shardings.params, shardings.optimizer, shardings.metrics, shardings.key)
+        )()
+        tables = self.collection.init(jax.random.fold_in(jax.random.key(self.experiment.seed), 2))
+        step = jax.device_put(jnp.zeros((), jnp.int32), self.replicated)
+        return TrainState(step=step, params=params, optimizer=optimizer, tables=tables, metrics=sums, key=key)
+
+    @functools.cached_property
+    def train_step(self) -> Any:
+        """jitted (state, batch) -> (state, mean loss of the batch); the state is donated."""
+        return jax.jit(
+            self._train_step, donate_argnums=0, out_shardings=(self.state_shardings, self.replicated)
+        )
+
+    @functools.cached_property
+    def eval_step(self) -> Any:
+        """jitted (state, batch) -> logits float32[B, T] on every device."""
+        return jax.jit(self._eval_step, out_shardings=self.replicated)
+
+    @functools.cached_property
+    def take_metrics(self) -> Any:
+        """jitted state -> (state with zeroed sums, sums); the state is donated."""
+
+        def take(state: TrainState) -> tuple[TrainState, metrics.MetricSums]:
+            zero = metrics.zeros(len(self.task.schema.labels))
+            return dataclasses.replace(state, metrics=zero), state.metrics
+
+        return jax.jit(take, donate_argnums=0, out_shardings=(self.state_shardings, self.state_shardings.metrics))
+
+    def _embed(self, tables: Any, features: KeyedJagged) -> tuple[dict[str, jax.Array], Any]:
+        embedded, routing = self.collection.lookup(tables, features)
+        return jax.lax.with_sharding_constraint(embedded, self.batch_sharding()), routing
+
+    def _train_step(self, state: TrainState, batch: DeviceBatch) -> tuple[TrainState, jax.Array]:
+        embedded, routing = self._embed(state.tables, batch.features)
+        key = jax.random.fold_in(state.key, state.step)
+
+        def objective(
+            params: dict[str, jax.Array], embedded: dict[str, jax.Array]
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            model = self.model.put_together(params)
+            total, weight, aux = self.task.loss(model, embedded, batch, key=key)
+            return total / weight, aux
+
+        grad = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
+        (loss, aux), (dense_grads, row_grads) = grad(state.params, embedded)
+        updates, optimizer = self.transformation.update(dense_grads, state.optimizer, state.params)
+        tables = self.collection.update(state.tables, routing, row_grads, self.row_schedule(state.step))
+        state = TrainState(
+            step=state.step + 1,
+            params=optax.apply_updates(state.params, updates),  # pyright: ignore[reportArgumentType]
+            optimizer=optimizer,
+            tables=tables,
+            metrics=metrics.update(state.metrics, aux["logits"], batch.labels, batch.weights),
+            key=state.key,
+        )
+        return state, loss
+
+    def _eval_step(self, state: TrainState, batch: DeviceBatch) -> jax.Array:
+        embedded, _ = self._embed(state.tables, batch.features)
+        model = self.model.put_together(state.params)
+        _, _, aux = self.task.loss(model, embedded, batch, key=None)
+        return aux["logits"]
+
+
+def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
+    """Binds an experiment to a schema and a mesh; allocates nothing.
+
+    Raises:
+      UserError: the batch does not divide over the mesh, or the model and the schema do not fit.
+    """
+    meshes.check_batch(experiment.data.batch_size, mesh)
+    if experiment.steps < 1:
+        raise UserError(f"steps must be at least 1; got {experiment.steps}. Set it with --set steps=N.")
+    task = experiment.model.task(schema, experiment.row_optimizer)
+    collection = EmbeddingCollection(tables=task.tables(), mesh=mesh, exchange=experiment.exchange)
+    abstract = nnx.eval_shape(lambda: _init_model(task, nnx.Rngs(0), experiment.precision, mesh))
+    return Program(
+        experiment=experiment,
+        task=task,
+        collection=collection,
+        mesh=mesh,
+        model=ModelShape.of(abstract),
+        layout=collection.layout(schema, experiment.data.batch_size),
+    )
+
+
+def _init_model(task: Task, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:
+    compute = precision.compute
+    if compute == "platform":
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        compute = precision.params if on_cpu else "bfloat16"
+    return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=jnp.dtype(compute))
+
+
+def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
