@@ -1,0 +1,96 @@
+"""Host batches to device batches: checked, packed into static shapes, placed, and prefetched by a thread."""
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalejax.data.batch import Batch
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding import jagged
+from scalejax.parallel.embedding.jagged import DeviceBatch, KeyedJagged
+from scalejax.train.program import Program
+
+
+def to_device(batch: Batch, program: Program) -> DeviceBatch:
+    """Places this process's slice of a global batch on its devices.
+
+    Args:
+      batch: The slice: global batch size / number of processes examples.
+      program: Gives mesh and layout.
+
+    Raises:
+      UserError: an id out of range, or more ids than a capacity has room for.
+    """
+    mesh = program.mesh
+    processes = len({device.process_index for device in mesh.devices.flat})
+    shards = mesh.size // processes
+    program.collection.check_on_host(batch.features, shards)
+    values, lengths, weights = jagged.pack(batch.features, program.layout, shards)
+    everywhere = NamedSharding(mesh, P(meshes.AXES))
+    rows = program.batch_sharding()
+    size = len(batch) * processes
+
+    def place(array: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
+        return jax.make_array_from_process_local_data(sharding, array, shape)
+
+    return DeviceBatch(
+        features=KeyedJagged(
+            values=place(values, everywhere, (mesh.size, *values.shape[1:])),
+            lengths=place(lengths, NamedSharding(mesh, P(None, meshes.AXES)), (lengths.shape[0], size)),
+            weights=None if weights is None else place(weights, everywhere, (mesh.size, *weights.shape[1:])),
+            layout=program.layout,
+        ),
+        dense=place(batch.dense, rows, (size, *batch.dense.shape[1:])),
+        labels=place(batch.labels, rows, (size, *batch.labels.shape[1:])),
+        weights=place(batch.weights, rows, (size,)),
+    )
+
+
+class Prefetch:
+    """Iterates over device batches that a thread prepares ahead; use as a context manager.
+
+    An exception of the thread (a bad id, a corrupt file) is raised by `__next__` at the batch where it happened.
+    """
+
+    def __init__(self, batches: Iterator[Batch], program: Program, *, depth: int = 2) -> None:
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._fill, args=(batches, program), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        while self._thread.is_alive():  # a blocked put must find room to see the stop
+            try:
+                self._ready.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[tuple[Batch, DeviceBatch]]:
+        return self
+
+    def __next__(self) -> tuple[Batch, DeviceBatch]:
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _fill(self, batches: Iterator[Batch], program: Program) -> None:
+        try:
+            for batch in batches:
+                if self._stop.is_set():
+                    return
+                self._ready.put((batch, to_device(batch, program)))
+            self._ready.put(StopIteration())
+        except BaseException as error:  # handed over to the consumer, which raises it
+            self._ready.put(error)
