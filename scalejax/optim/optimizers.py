@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import optax
 
 from scalejax.optim.schedules import Constant, Schedule
@@ -56,6 +57,4 @@ Optimizer = Sgd | Adam | AdamW
 
 
 def _matrices(params: optax.Params) -> optax.Params:
-    import jax
-
     return jax.tree.map(lambda p: p.ndim >= 2, params)

@@ -1,0 +1,63 @@
+"""Optimizer and schedule configs build what their docstrings say."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalejax import optim
+
+
+def test_warmup_cosine_rises_linearly_peaks_and_ends_at_final():
+    schedule = optim.WarmupCosine(peak=2.0, warmup=0.1, final=0.25).build(1000)
+    values = [float(schedule(step)) for step in (0, 50, 100, 550, 1000)]
+    # Halfway down a cosine from 2 to 0.5 is their mean.
+    np.testing.assert_allclose(values, [0.0, 1.0, 2.0, 1.25, 0.5], atol=1e-6)
+
+
+def test_warmup_linear_falls_linearly():
+    schedule = optim.WarmupLinear(peak=1.0, warmup=0.2, final=0.0).build(10)
+    values = [float(schedule(step)) for step in (1, 2, 6, 10)]
+    np.testing.assert_allclose(values, [0.5, 1.0, 0.5, 0.0], atol=1e-6)
+
+
+def test_schedule_without_warmup_starts_at_its_peak():
+    assert float(optim.WarmupCosine(peak=3.0, warmup=0.0).build(10)(0)) == 3.0
+
+
+def test_warmup_must_be_a_fraction():
+    with pytest.raises(ValueError, match=r"fraction of the run in \[0, 1\); got 100"):
+        optim.WarmupCosine(warmup=100).build(1000)
+
+
+def test_adam_equals_its_equations():
+    rng = np.random.default_rng(0)
+    param = rng.normal(size=5)
+    m, v, want = np.zeros(5), np.zeros(5), param.copy()
+    transformation = optim.Adam(learning_rate=optim.Constant(value=0.1)).build(10)
+    got = {"w": jnp.asarray(param, jnp.float32)}
+    state = transformation.init(got)
+    for t in range(1, 6):
+        grad = rng.normal(size=5)
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+        want -= 0.1 * (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-8)
+        updates, state = transformation.update({"w": jnp.asarray(grad, jnp.float32)}, state, got)
+        got = {"w": got["w"] + updates["w"]}
+    np.testing.assert_allclose(got["w"], want, rtol=2e-5)  # float32 against float64 over five steps
+
+
+def test_adamw_decays_matrices_and_spares_vectors():
+    transformation = optim.AdamW(learning_rate=optim.Constant(value=0.1), weight_decay=0.5).build(1)
+    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    zero = {"kernel": jnp.zeros((2, 2)), "bias": jnp.zeros(2)}
+    updates, _ = transformation.update(zero, transformation.init(params), params)
+    np.testing.assert_allclose(updates["kernel"], -0.05 * np.ones((2, 2)), rtol=1e-6)
+    np.testing.assert_array_equal(updates["bias"], np.zeros(2))
+
+
+def test_sgd_with_momentum_accumulates():
+    transformation = optim.Sgd(learning_rate=optim.Constant(value=1.0), momentum=0.5).build(2)
+    params = {"w": jnp.zeros(1)}
+    state = transformation.init(params)
+    for want in (-1.0, -1.5):
+        updates, state = transformation.update({"w": jnp.ones(1)}, state, params)
+        assert float(updates["w"][0]) == want
