@@ -1,0 +1,17 @@
+"""Flax NNX blocks that two or more models share by meaning.
+
+Blocks are single-device code. Parameters are created in `param_dtype` and cast to `compute_dtype` where they are used;
+norm statistics are computed in `wide(...)`, float32 or wider. Every parameter carries `logical_axes`, a tuple with one
+name per dimension, as plain metadata; a rules table maps the names to mesh axes:
+
+    input    contracted dimension of a matrix          hidden    produced dimension of a matrix, and its bias
+    norm     scale and bias of a normalisation
+"""
+
+from scalejax.nn.dropout import dropout as dropout
+from scalejax.nn.linear import Linear as Linear
+from scalejax.nn.linear import scaled_normal as scaled_normal
+from scalejax.nn.linear import wide as wide
+from scalejax.nn.mlp import Activation as Activation
+from scalejax.nn.mlp import Mlp as Mlp
+from scalejax.nn.norm import LayerNorm as LayerNorm

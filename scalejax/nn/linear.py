@@ -1,0 +1,65 @@
+"""Affine maps, their initialiser, and the dtype in which sums are kept."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+DType = Any
+"""What jax.numpy accepts as a dtype."""
+
+
+def wide(*dtypes: DType) -> jnp.dtype:
+    """float64 if any of `dtypes` is, else float32: where statistics, logits and losses are computed."""
+    return jnp.dtype("float64") if any(jnp.dtype(d) == jnp.dtype("float64") for d in dtypes) else jnp.dtype("float32")
+
+
+def scaled_normal(
+    key: jax.Array, shape: tuple[int, ...], *, fan_in: int, gain: float = 1.0, dtype: DType = jnp.float32
+) -> jax.Array:
+    """Normal with variance gain / fan_in: 2 before a ReLU (He et al., 2015), 1 before a linear map (LeCun, 1998).
+
+    `fan_in` is stated by the caller: the public PyTorch codes of Wukong read it from the wrong axis of W_L.
+    """
+    return (gain / fan_in) ** 0.5 * jax.random.normal(key, shape, dtype)
+
+
+class Linear(nnx.Module):
+    """y = x W + b for a matrix x. W ~ scaled_normal, b = 0."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rngs: nnx.Rngs,
+        gain: float = 1.0,
+        param_dtype: DType = jnp.float32,
+        compute_dtype: DType = jnp.float32,
+        out_dtype: DType | None = None,
+    ):
+        """Creates the parameters.
+
+        Args:
+          in_features: Columns of x.
+          out_features: Columns of y.
+          rngs: Source of the "params" key.
+          gain: Variance of W times in_features.
+          param_dtype: Dtype of W and b.
+          compute_dtype: Dtype of the product's operands.
+          out_dtype: Dtype in which the product is accumulated and returned; None = compute_dtype.
+        """
+        self.kernel = nnx.Param(
+            scaled_normal(rngs.params(), (in_features, out_features), fan_in=in_features, gain=gain, dtype=param_dtype),
+            logical_axes=("input", "hidden"),
+        )
+        self.bias = nnx.Param(jnp.zeros(out_features, param_dtype), logical_axes=("hidden",))
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.out_dtype = self.compute_dtype if out_dtype is None else jnp.dtype(out_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: float[B, in_features], cast to compute_dtype. Returns out_dtype[B, out_features]."""
+        x, kernel = x.astype(self.compute_dtype), self.kernel[...].astype(self.compute_dtype)
+        y = jnp.matmul(x, kernel, preferred_element_type=self.out_dtype)  # B in -> B out
+        return y + self.bias[...].astype(self.out_dtype)[None, :]

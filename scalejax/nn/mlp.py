@@ -1,0 +1,88 @@
+"""Multi-layer perceptron."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scalejax.nn.dropout import dropout
+from scalejax.nn.linear import DType, Linear
+
+Activation = Literal["relu", "gelu", "silu", "linear"]
+
+_ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu, "linear": lambda x: x}
+
+
+class Mlp(nnx.Module):
+    """Linear layers with an activation, then dropout, after each but the last.
+
+    Hidden matrices start with gain 2 (1 if the activation is linear), the last with gain 1, biases at zero.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        rngs: nnx.Rngs,
+        activation: Activation = "relu",
+        final_activation: Activation = "linear",
+        dropout_rate: float = 0.0,
+        param_dtype: DType = jnp.float32,
+        compute_dtype: DType = jnp.float32,
+        out_dtype: DType | None = None,
+    ):
+        """Creates the layers.
+
+        Args:
+          sizes: Width of the input, of each hidden layer, and of the output; at least two.
+          rngs: Source of the "params" key.
+          activation: After each hidden layer.
+          final_activation: After the last layer.
+          dropout_rate: After each hidden activation.
+          param_dtype: Dtype of the parameters.
+          compute_dtype: Dtype of the products' operands.
+          out_dtype: Dtype of the last layer's result; None = compute_dtype.
+        """
+        for choice in (activation, final_activation):
+            if choice not in _ACTIVATIONS:
+                raise ValueError(f"Mlp: activation must be one of {', '.join(_ACTIVATIONS)}; got {choice!r}.")
+        last = len(sizes) - 2
+        self.layers = nnx.List(
+            [
+                Linear(
+                    n_in,
+                    n_out,
+                    rngs=rngs,
+                    gain=1.0 if (final_activation if i == last else activation) == "linear" else 2.0,
+                    param_dtype=param_dtype,
+                    compute_dtype=compute_dtype,
+                    out_dtype=out_dtype if i == last else None,
+                )
+                for i, (n_in, n_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True))
+            ]
+        )
+        self.activation: Activation = activation
+        self.final_activation: Activation = final_activation
+        self.dropout_rate = dropout_rate
+
+    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """x: float[B, sizes[0]] -> out_dtype[B, sizes[-1]]; `key` drives dropout, None = no dropout."""
+        hidden = len(self.layers) - 1
+        keys = [None] * hidden if key is None else list(jax.random.split(key, max(1, hidden)))
+        for i, layer in enumerate(self.layers):
+            x = layer(x)
+            if i < hidden:
+                x = dropout(_ACTIVATIONS[self.activation](x), self.dropout_rate, keys[i])
+        return _ACTIVATIONS[self.final_activation](x)
+
+
+def mlp_macs(sizes: Sequence[int]) -> int:
+    """Multiply-accumulates of one example in the matrices of an `Mlp`."""
+    return sum(a * b for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+
+
+def mlp_parameters(sizes: Sequence[int]) -> int:
+    """Weights and biases of an `Mlp`."""
+    return mlp_macs(sizes) + sum(sizes[1:])
