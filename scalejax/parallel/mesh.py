@@ -11,9 +11,11 @@ The batch is sharded over `BATCH_AXES`; embedding lookups shard it over all of `
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
 
@@ -56,7 +58,7 @@ class MeshShape:
         return tuple(sizes)
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     """Builds a mesh of all devices, every axis of type Auto.
 
     Devices of one process stay contiguous along the flattened mesh where the topology allows it, which is what lets
@@ -64,3 +66,36 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
     """
     devices = list(jax.devices() if devices is None else devices)
     return jax.make_mesh(shape.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Examples (dimension 0) over the batch axes."""
+    return NamedSharding(mesh, P(BATCH_AXES))
+
+
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """Dimension 0 over all axes: how lookups see examples, and how tables lie."""
+    return NamedSharding(mesh, P(tuple(mesh.axis_names)))
+
+
+def check_batch(batch_size: int, mesh: Mesh) -> None:
+    """Refuses a global batch that does not divide over the mesh.
+
+    Raises:
+      UserError: names the axes and their sizes.
+    """
+    if batch_size < 1:
+        raise UserError(f"batch_size must be at least 1; got {batch_size}.")
+    over_batch = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+    for axes, count, what in (
+        (BATCH_AXES, over_batch, "the batch axes"),
+        (tuple(mesh.axis_names), mesh.size, "all axes (embedding lookups use every device)"),
+    ):
+        if batch_size % count:
+            sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape.get(axis, 1) > 1)
+            below, above = batch_size // count * count, (batch_size // count + 1) * count
+            nearest = f"{below} or {above}" if below else f"{above}"
+            raise UserError(
+                f"batch_size {batch_size} does not divide over {what}: {sizes} make {count} shards. The nearest sizes "
+                f"that do: {nearest}; set it with --set data.batch_size=N, or change the mesh with --set mesh.AXIS=N."
+            )

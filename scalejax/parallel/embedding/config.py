@@ -73,7 +73,9 @@ class TableConfig:
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:
-            raise ValueError(f"TableConfig {self.name!r}: rows and dim must be at least 1; got {self.rows}, {self.dim}.")
+            raise ValueError(
+                f"TableConfig {self.name!r}: rows and dim must be at least 1; got {self.rows}, {self.dim}."
+            )
         if not self.features:
             raise ValueError(f"TableConfig {self.name!r}: features must name at least one feature; got none.")
         if self.pooling not in ("sum", "mean", "none"):

@@ -2,6 +2,10 @@
 
 import dataclasses
 
+from scalejax.errors import UserError
+
+KINDS = ("row_wise",)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exchange:
@@ -12,3 +16,53 @@ class Exchange:
     """
 
     capacity_factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not self.capacity_factor >= 1.0:
+            raise UserError(
+                f"Exchange: capacity_factor must be at least 1, what evenly spread ids need; got "
+                f"{self.capacity_factor}. Set it with --set exchange.capacity_factor=2."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TablePlan:
+    """How one table is sharded.
+
+    Attributes:
+      table: Name of the table.
+      kind: "row_wise": row r lives on device r modulo the number of devices (shifted from table to table).
+    """
+
+    table: str
+    kind: str = "row_wise"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ShardingPlan:
+    """How every table is sharded; tables that are not named are row-wise.
+
+    Attributes:
+      tables: One entry per table that is named.
+    """
+
+    tables: tuple[TablePlan, ...] = ()
+
+    def check(self, tables: tuple[str, ...]) -> None:
+        """Refuses what cannot be built.
+
+        Raises:
+          UserError: a table that does not exist or is named twice, or a kind that does not exist.
+        """
+        named = [entry.table for entry in self.tables]
+        for entry in self.tables:
+            if entry.table not in tables:
+                raise UserError(
+                    f"ShardingPlan: there is no table {entry.table!r}; the collection has {', '.join(tables)}."
+                )
+            if named.count(entry.table) > 1:
+                raise UserError(f"ShardingPlan: table {entry.table!r} is named twice; give it one entry.")
+            if entry.kind not in KINDS:
+                raise UserError(
+                    f"ShardingPlan: table {entry.table!r} has kind {entry.kind!r}; known kinds: {', '.join(KINDS)}."
+                )

@@ -1,0 +1,10 @@
+"""Embedding bags: rows of a table looked up and pooled, their gradients by row, and updates of the touched rows."""
+
+from scalejax.kernels.embedding_bag.api import RowPlan as RowPlan
+from scalejax.kernels.embedding_bag.api import embedding_bag as embedding_bag
+from scalejax.kernels.embedding_bag.api import gather_rows as gather_rows
+from scalejax.kernels.embedding_bag.api import plan_rows as plan_rows
+from scalejax.kernels.embedding_bag.api import pool_rows as pool_rows
+from scalejax.kernels.embedding_bag.api import slot_bags as slot_bags
+from scalejax.kernels.embedding_bag.api import sum_by_row as sum_by_row
+from scalejax.kernels.embedding_bag.api import update_rows as update_rows
