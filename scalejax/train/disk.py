@@ -1,0 +1,124 @@
+"""Files that a crash leaves either old or new, and disk errors said in the user's terms."""
+
+import contextlib
+import errno
+import json
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+from scalejax.errors import UserError
+
+_ADVICE = {
+    errno.ENOSPC: ("the disk is full", "Free some space there, or choose a --workdir on another disk"),
+    errno.EDQUOT: ("the disk quota is used up", "Free some space there, or choose a --workdir on another disk"),
+    errno.EFBIG: (
+        "the file is larger than this process may write",
+        "Raise the limit (ulimit -f), or choose another disk",
+    ),
+    errno.EROFS: ("the file system is read-only", "Choose a --workdir that can be written"),
+    errno.EACCES: ("no permission", "Choose a --workdir that can be written, or change its owner"),
+    errno.EPERM: ("not permitted", "Choose a --workdir that can be written, or change its owner"),
+    errno.ENOTDIR: ("part of the path is a file, not a folder", "Choose another --workdir, or move that file away"),
+    errno.EEXIST: ("a file stands where a folder is needed", "Choose another --workdir, or move that file away"),
+    errno.EIO: ("the disk reported an input/output error", "Check the disk; earlier checkpoints may still be readable"),
+    errno.ENAMETOOLONG: ("the path is too long", "Choose a shorter --workdir"),
+}
+
+
+def explain(error: BaseException, doing: str) -> UserError | None:
+    """The message for an error that a disk caused; None if no disk did.
+
+    Args:
+      error: What was raised. Libraries that write from C++ keep only the text of the system's error, so the texts of
+        the whole chain of causes are searched as well as `errno`.
+      doing: What failed, for instance "cannot save checkpoint /data/run/checkpoints/100".
+    """
+    link: BaseException | None = error
+    while link is not None:
+        number = link.errno if isinstance(link, OSError) else None
+        if number is None:
+            text = str(link)
+            number = next((known for known in _ADVICE if os.strerror(known) in text), None)
+        if number in _ADVICE:
+            what, advice = _ADVICE[number]
+            return UserError(f"{doing}: {what} ({os.strerror(number)}). {advice}.")
+        link = link.__cause__ or link.__context__
+    return None
+
+
+@contextlib.contextmanager
+def explained(doing: str) -> Iterator[None]:
+    """Turns disk errors of the block into `UserError`s that begin with `doing`."""
+    try:
+        yield
+    except OSError as error:
+        explanation = explain(error, doing)
+        if explanation is None:
+            raise
+        raise explanation from error
+
+
+def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
+    """Writes a file under another name, syncs it and renames it, so that no reader ever sees half of it.
+
+    Raises:
+      UserError: The disk is full, read-only or otherwise refuses; the old file, if any, is untouched.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    data = content.encode() if isinstance(content, str) else content
+    with explained(f"cannot write {path}"):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes the names in a folder durable, which syncing a file does not."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def finite(value: Any) -> Any:
+    """A copy in which NaN and infinities are None: JSON has no word for them, and many readers refuse Python's."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not (abs(value) < float("inf")):
+        return None
+    return value
+
+
+def write_json(path: pathlib.Path, value: Any) -> None:
+    """Writes JSON, indented, atomically; numbers that are not finite become null."""
+    write_atomically(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: pathlib.Path) -> Any:
+    """Reads JSON.
+
+    Raises:
+      UserError: The file is missing or is not JSON.
+    """
+    try:
+        with explained(f"cannot read {path}"):
+            return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist. Give the folder of a run.") from error
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is damaged: not JSON ({error}). Restore it from a copy, or move it away.") from error

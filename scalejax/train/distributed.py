@@ -1,0 +1,169 @@
+"""Several processes: how they find each other, wait for each other and agree."""
+
+import json
+import socket
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from scalejax import compat
+from scalejax.errors import UserError
+
+INITIALIZATION_TIMEOUT_S = 120
+"""How long a process waits for the others at the start."""
+
+HEARTBEAT_TIMEOUT_S = 60
+"""After how long without a sign of life a process counts as dead; the others are then aborted."""
+
+
+def initialize(
+    coordinator: str | None,
+    processes: int | None,
+    process_id: int | None,
+    *,
+    timeout_s: int = INITIALIZATION_TIMEOUT_S,
+    heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
+) -> None:
+    """Joins the processes of a job. Call it before anything asks jax for devices.
+
+    Without arguments a cluster that jax knows (Slurm, Open MPI, TPU pods, Kubernetes) is joined, and a process that
+    is alone stays alone.
+
+    Args:
+      coordinator: "host:port" of process 0, where it will listen.
+      processes: Number of processes, 1 or more.
+      process_id: This process, 0 <= process_id < processes.
+      timeout_s: Seconds to wait for the others.
+      heartbeat_timeout_s: Seconds of silence after which a process counts as dead.
+    Raises:
+      UserError: Only some of the three are given, one is out of range, the port is taken (process 0), or nobody
+        listens at the coordinator's address (the others). If process 0 waits in vain for the others, jax aborts the
+        process after `timeout_s`; that cannot be caught.
+    """
+    given = {"--coordinator": coordinator, "--processes": processes, "--process-id": process_id}
+    if all(value is None for value in given.values()):
+        if compat.detected_processes() > 1:
+            jax.distributed.initialize(initialization_timeout=timeout_s, heartbeat_timeout_seconds=heartbeat_timeout_s)
+        return
+    if coordinator is None or processes is None or process_id is None:
+        missing = [name for name, value in given.items() if value is None]
+        present = [f"{name} {value}" for name, value in given.items() if value is not None]
+        raise UserError(
+            f"distributed: {', '.join(missing)} missing beside {', '.join(present)}. Give all three, or none of them "
+            "on a cluster that jax detects or for a single process."
+        )
+    host, port = _address(coordinator)
+    if processes < 1:
+        raise UserError(f"--processes must be 1 or more; got {processes}. Give the number of processes of the job.")
+    if not 0 <= process_id < processes:
+        raise UserError(
+            f"--process-id must be between 0 and {processes - 1} for --processes {processes}; got {process_id}. "
+            "Number the processes from 0."
+        )
+    # jax aborts the whole process when it cannot connect or listen, so look before it leaps.
+    if process_id == 0:
+        _check_port_is_free(port, coordinator)
+    else:
+        _wait_for_listener(host, port, timeout_s, process_id)
+    jax.distributed.initialize(
+        coordinator,
+        processes,
+        process_id,
+        initialization_timeout=timeout_s,
+        heartbeat_timeout_seconds=heartbeat_timeout_s,
+    )
+
+
+def is_primary() -> bool:
+    """Whether this process owns the run folder: its lock, its records, its console."""
+    return jax.process_index() == 0
+
+
+def barrier(name: str) -> None:
+    """Waits until every process is at the barrier of this name; nothing to do for a process that is alone."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(name)
+
+
+def broadcast(value: Any) -> Any:
+    """The value of process 0 on every process. `value`: anything that JSON holds; ignored on the other processes."""
+    if jax.process_count() == 1:
+        return value
+    return gather(value if is_primary() else None)[0]
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all processes, by process, on every process. `value`: anything that JSON holds."""
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([data.size], np.int32)).reshape(-1)
+    # A power of two, so that few shapes are ever compiled.
+    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)
+    padded[: data.size] = data
+    rows = multihost_utils.process_allgather(padded).reshape(len(sizes), -1)
+    return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
+
+
+def raise_together(error: BaseException | None) -> None:
+    """Raises on every process when any process has an error, so that none waits for one that gave up.
+
+    Args:
+      error: This process's error, or None. Every process calls this at the same point.
+    Raises:
+      BaseException: `error` itself where it arose.
+      UserError: On the others, the message of the first process that failed with a `UserError`.
+      RuntimeError: On the others, if no process failed with a `UserError`.
+    """
+    if jax.process_count() == 1:
+        reports = []
+    else:
+        reports = gather(None if error is None else [isinstance(error, UserError), f"{error}"])
+    if error is not None:
+        raise error
+    failures = [(process, *report) for process, report in enumerate(reports) if report is not None]
+    for process, is_user_error, message in sorted(failures, key=lambda failure: not failure[1]):
+        kind = UserError if is_user_error else RuntimeError
+        raise kind(f"process {process}: {message}")
+
+
+def _address(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise UserError(
+            f"--coordinator must be HOST:PORT with a port between 1 and 65535; got {coordinator!r}. Give the address "
+            "of the machine of process 0 and a port that is free there, for instance 10.0.0.1:8476."
+        )
+    return host.strip("[]"), int(port)
+
+
+def _check_port_is_free(port: int, coordinator: str) -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("", port))
+        except OSError as error:
+            raise UserError(
+                f"--coordinator {coordinator}: process 0 cannot listen on port {port} ({error.strerror}). Choose "
+                "another port, or end the program that uses it."
+            ) from error
+
+
+def _wait_for_listener(host: str, port: int, timeout_s: float, process_id: int) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+        except OSError as error:
+            if time.monotonic() + 0.1 >= deadline:
+                raise UserError(
+                    f"--coordinator {host}:{port}: process {process_id} found nobody listening there within "
+                    f"{timeout_s:g} s ({error.strerror or error}). Start process 0 with the same --coordinator, and "
+                    "check that its machine and port can be reached from here."
+                ) from error
+            time.sleep(0.1)
+        else:
+            return
