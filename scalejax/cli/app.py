@@ -1,0 +1,61 @@
+"""Puts the commands together, and turns a user's mistake into one message and exit status 2."""
+
+import sys
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+import scalejax
+from scalejax.cli import bench, doctor, eval, plan, recipes, train
+from scalejax.errors import UserError
+
+
+class _Commands(typer.core.TyperGroup):
+    """The group of all commands. Everything else than a UserError or Ctrl-C is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UserError as error:
+            print(f"Error: {error}", file=sys.stderr)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            print("Interrupted.", file=sys.stderr)
+            raise typer.Exit(130) from error
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        del ctx
+        return list(self.commands)  # in the order in which one meets them, not by the alphabet
+
+
+app = typer.Typer(
+    name="scalejax",
+    cls=_Commands,
+    help="Published systems for training large models, in JAX, on TPU, GPU and CPU meshes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # plain help: the same text on every terminal, and no wait for it
+)
+app.command("recipes")(recipes.recipes)
+app.command("train")(train.train)
+app.command("eval")(eval.evaluate)
+app.command("plan")(plan.plan)
+app.command("bench")(bench.bench)
+app.command("doctor")(doctor.doctor)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"scalejax {scalejax.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    del version

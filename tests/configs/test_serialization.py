@@ -1,0 +1,119 @@
+"""Experiments become JSON data exactly, differences are named, and code runs only because the user names it."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import shutil
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from scalejax import configs
+from scalejax.configs import serialization
+from scalejax.errors import UserError
+
+EXAMPLES = pathlib.Path(__file__).parent / "example_recipes.py"
+RECIPE = f"{EXAMPLES}:first"
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    value: object
+
+
+def _through_json(data):
+    return json.loads(json.dumps(data))
+
+
+def test_data_names_types_and_fields():
+    data = serialization.to_data(configs.load(RECIPE))
+    assert data["type"] == "scalejax.train.experiment.Experiment"
+    assert data["fields"]["model"]["fields"]["mlp"]["fields"] == {"hidden": [64, 32], "dropout": 0.0}
+    assert data["fields"]["optimizer"]["type"] == "scalejax.optim.optimizers.Adam"
+
+
+@hypothesis.given(st.floats())
+def test_floats_survive_json_to_the_bit(value):
+    data = _through_json(serialization.to_data(Held(value)))
+    back = data["fields"]["value"]
+    back = float(back["fields"]["value"]) if isinstance(back, dict) else back
+    assert type(back) is float
+    assert (math.isnan(value) and math.isnan(back)) or (value.hex() == back.hex())
+
+
+def test_equal_after_json():
+    experiment = configs.load(RECIPE, ["optimizer=AdamW", "model.mlp.dropout=0.1"])
+    assert serialization.same(experiment, _through_json(serialization.to_data(experiment)))
+
+
+@pytest.mark.parametrize(
+    ("sets", "expected"),
+    [
+        (["steps=11"], ["steps: 10 -> 11"]),
+        (["model.mlp.hidden=64,33"], ["model.mlp.hidden.1: 32 -> 33"]),
+        (["model.mlp.hidden=64"], ["model.mlp.hidden: (64, 32) -> (64,)"]),
+        (["optimizer=AdamW"], ["optimizer: Adam -> AdamW"]),
+        (["data.path=x", "seed=1"], ["data.path: None -> 'x'", "seed: 0 -> 1"]),
+    ],
+)
+def test_diff_names_the_paths(sets, expected):
+    assert serialization.diff(configs.load(RECIPE), configs.load(RECIPE, sets)) == expected
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1.0), (0.0, -0.0), (1, True), (None, 0), ("1", 1), ((), None)])
+def test_types_and_signs_count(a, b):
+    assert not serialization.same(Held(a), Held(b))
+
+
+@pytest.mark.parametrize("value", [[1], {1: 2}, {"a": 1}, object(), len, b"x"])
+def test_refuses_live_objects(value):
+    with pytest.raises(ValueError, match=r"experiment\.value must be a plain value"):
+        serialization.to_data(Held(value))
+
+
+def _recorded(recipe, *sets):
+    return _through_json(serialization.record(recipe, sets, configs.load(recipe, sets)))
+
+
+def test_a_user_file_is_run_again_only_when_it_is_named():
+    recorded = _recorded(RECIPE, "steps=7")
+    with pytest.raises(UserError, match=r"Say which file to run again: --recipe .*example_recipes\.py:first"):
+        serialization.reload(recorded)
+    assert serialization.reload(recorded, recipe=RECIPE).steps == 7
+
+
+def test_a_moved_copy_of_the_file_will_do(tmp_path):
+    copy = tmp_path / "example_recipes.py"
+    shutil.copy(EXAMPLES, copy)
+    assert serialization.reload(_recorded(RECIPE, "steps=7"), recipe=f"{copy}:first").steps == 7
+
+
+def test_a_changed_file_is_refused(tmp_path):
+    changed = tmp_path / "example_recipes.py"
+    changed.write_text(EXAMPLES.read_text() + "\n")
+    with pytest.raises(UserError, match="not the one that the run"):
+        serialization.reload(_recorded(RECIPE), recipe=f"{changed}:first")
+
+
+def test_another_function_of_the_file_is_refused():
+    with pytest.raises(UserError, match="came from function 'first'"):
+        serialization.reload(_recorded(RECIPE), recipe=f"{EXAMPLES}:second")
+
+
+def test_a_recipe_that_has_changed_since_is_refused():
+    recorded = _recorded(RECIPE)
+    recorded["experiment"]["fields"]["steps"] = 5
+    with pytest.raises(UserError, match=r"no longer gives the experiment .*steps: 5 -> 10"):
+        serialization.reload(recorded, recipe=RECIPE)
+
+
+def test_an_importable_recipe_is_run_again_by_itself(tmp_path, monkeypatch):
+    shutil.copy(EXAMPLES, tmp_path / "recipes_of_a_module.py")
+    monkeypatch.syspath_prepend(tmp_path)
+    recorded = _recorded("recipes_of_a_module:second")
+    assert recorded["file_sha256"] is None
+    assert serialization.reload(recorded).steps == 3
+    with pytest.raises(UserError, match="Leave --recipe out"):
+        serialization.reload(recorded, recipe=RECIPE)
