@@ -1,0 +1,139 @@
+"""`summary.json`: the closing table of a run as one flat JSON object, and how its numbers are written out.
+
+    recipe, date, device, mesh, parameters            what ran (texts; all optional)
+    steps, examples                                   how much was trained
+    samples_per_s, step_p50_s, step_p95_s, data_wait_share, compile_s, wall_s, ...      see `timing.StepTimer.summary`
+    peak_rss_bytes, peak_device_bytes                 see `timing.peak_memory`
+    <split>_<metric>                                  quality; split is train, val or test; see `evaluation.evaluate`
+    <split>_<metric>_low, <split>_<metric>_high       95 % bootstrap interval of logloss, ne and auc
+
+Metrics are examples, logloss, ne, auc, gauc, calibration, base_rate and base_logloss (the LogLoss of predicting the
+base rate). With several tasks the key ends in "/task": "test_auc_low/click". An undefined value is null.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+_PREFIXES = {"validation": "val"}
+_SPLITS = {"test": "test", "val": "validation", "train": "train"}
+
+
+def prefix(split: str) -> str:
+    """What the keys of a split begin with: "validation" -> "val", other names unchanged."""
+    return _PREFIXES.get(split, split)
+
+
+def of_evaluation(split: str, values: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of one evaluation as fields of the summary."""
+    return {f"{prefix(split)}_{name}": value for name, value in values.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One metric as texts: its value, its interval ("" if none) and what the base rate scores ("" if nothing)."""
+
+    name: str
+    value: str
+    interval: str
+    base: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """The metrics of one split and task."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+def quality(summary: Mapping[str, Any]) -> list[Section]:
+    """What the summary says of each scored split (test first) and task."""
+    sections = []
+    for start, split in _SPLITS.items():
+        first = f"{start}_logloss"
+        tasks = [key[len(first) :] for key in summary if key == first or key.startswith(first + "/")]
+        sections += [_section(summary, start, split, task) for task in tasks]
+    return sections
+
+
+def _section(summary: Mapping[str, Any], start: str, split: str, task: str) -> Section:
+    def get(metric: str) -> float | None:
+        return summary.get(f"{start}_{metric}{task}")
+
+    rate = get("base_rate")
+    rows = [
+        Row("LogLoss", number(get("logloss")), _interval(get, "logloss"), number(get("base_logloss"))),
+        Row("NE", number(get("ne")), _interval(get, "ne"), number(1.0)),
+        Row("AUC", number(get("auc")), _interval(get, "auc"), number(0.5)),
+    ]
+    if get("gauc") is not None:
+        rows.append(Row("GAUC", number(get("gauc")), _interval(get, "gauc"), number(0.5)))
+    rows.append(Row("calibration", number(get("calibration")), "", number(1.0)))
+    examples = summary.get(f"{start}_examples")
+    title = split + (f", {task[1:]}" if task else "")
+    if examples is not None:
+        title += f": {examples:,} examples"
+    if rate is not None:
+        title += f", {rate:.2%} positive"
+    return Section(title, tuple(rows))
+
+
+def _interval(get: Any, metric: str) -> str:
+    low, high = get(f"{metric}_low"), get(f"{metric}_high")
+    return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+
+
+def speed(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and texts of what the summary says of work, speed and memory."""
+    get = summary.get
+    rows: list[tuple[str, str | None]] = [
+        ("device", get("device")),
+        ("parameters", _whole(get("parameters"))),
+        ("steps", _whole(get("steps"))),
+        ("examples trained", _whole(get("examples"))),
+        ("samples/s", _whole(get("samples_per_s"))),
+        ("step p50 / p95", _pair(get("step_p50_s"), get("step_p95_s"))),
+        ("waiting for data", None if get("data_wait_share") is None else f"{get('data_wait_share'):.1%}"),
+        ("compilation", duration(get("compile_s"))),
+        ("wall time", duration(get("wall_s"))),
+        ("peak device memory", size(get("peak_device_bytes"))),
+        ("peak RSS", size(get("peak_rss_bytes"))),
+    ]
+    return [(name, text) for name, text in rows if text is not None]
+
+
+def number(value: float | None) -> str:
+    """Four decimals; "undefined" for null and NaN."""
+    return "undefined" if value is None or math.isnan(value) else f"{value:.4f}"
+
+
+def duration(seconds: float | None) -> str | None:
+    """Seconds in the unit that suits: "12.3 ms", "4.56 s", "3 min 20 s"."""
+    if seconds is None or math.isnan(seconds):
+        return None
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def size(count: float | None) -> str | None:
+    """Bytes in MB or GB (powers of ten)."""
+    if count is None:
+        return None
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _whole(value: float | None) -> str | None:
+    return None if value is None or math.isnan(value) else f"{round(value):,}"
+
+
+def _pair(a: float | None, b: float | None) -> str | None:
+    first, second = duration(a), duration(b)
+    return None if first is None or second is None else f"{first} / {second}"

@@ -1,0 +1,199 @@
+"""Where the time of a run goes, measured without waiting for the device after every step.
+
+A step is dispatched long before it is done. The timer is handed one small output of each step (not donated, such as the
+mean loss) and waits for the output of the step `in_flight` steps back: the device always has work queued, yet the
+moments at which waits end are the moments at which steps complete. Step times are differences of those moments.
+
+Time is booked by phase:
+
+    data_wait     the loop asked for a batch that was not there yet
+    dispatch      inside the call of the jitted step
+    blocked       waiting for the device (steps to complete, metrics to arrive)
+    checkpoint    the part of saving that holds the loop up
+    compile       first calls; counted apart, in no rate and no step time
+    evaluation    counted apart likewise
+
+`samples_per_s` counts training examples over the wall time after the warm-up steps, compile and evaluation taken out
+and everything else (data, checkpoints, logging) left in.
+"""
+
+import contextlib
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol, get_args
+
+import numpy as np
+
+Phase = Literal["data_wait", "dispatch", "blocked", "checkpoint", "compile", "evaluation"]
+
+_APART = ("compile", "evaluation")
+
+
+class Output(Protocol):
+    """An array that a step returned."""
+
+    def block_until_ready(self) -> Any: ...
+
+
+class StepTimer:
+    """Times the steps of one process.
+
+        timer = StepTimer(warmup_steps=20)
+        with timer.phase("compile"): ...
+        for step in range(...):
+            with timer.phase("data_wait"): batch = next(batches)
+            with timer.phase("dispatch"): state, loss = train_step(state, batch)
+            timer.step_done(examples=batch_size, output=loss)
+            if at the end of a window:
+                writer.timing(step, timer.window())
+        summary |= timer.summary()
+
+    Args:
+      warmup_steps: First steps left out of `samples_per_s` and of the step times of `summary` (caches, first touches).
+        A run no longer than that is measured whole; `measured_steps` tells.
+      in_flight: Steps that may be queued on the device.
+      clock: Seconds, increasing; replaced in tests.
+    """
+
+    def __init__(
+        self, *, warmup_steps: int = 20, in_flight: int = 2, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._clock = clock
+        self._warmup = warmup_steps
+        self._in_flight = in_flight
+        self._start = self._window_start = self._last = clock()
+        self._pending: deque[tuple[int, Output | None]] = deque()
+        self._window_phases = dict.fromkeys(get_args(Phase), 0.0)
+        self._phases = dict.fromkeys(get_args(Phase), 0.0)
+        self._apart_since_last = 0.0
+        self._durations: list[float] = []
+        self._examples: list[int] = []
+        self._window_first = 0
+
+    @contextlib.contextmanager
+    def phase(self, name: Phase) -> Iterator[None]:
+        """Books the time inside the block; blocks must not nest."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._book(name, self._clock() - start)
+
+    def step_done(self, *, examples: int, output: Output | None = None) -> None:
+        """Call once after each step was dispatched.
+
+        Args:
+          examples: Training examples in the step's global batch.
+          output: A small output of the step; None = a step is taken for complete when its dispatch returned.
+        """
+        self._pending.append((examples, output))
+        while len(self._pending) > (0 if output is None else self._in_flight):
+            self._complete()
+
+    def window(self) -> dict[str, float]:
+        """Waits for the steps in flight, returns what happened since the last call, and starts anew.
+
+        Returns:
+          steps, examples, wall_s (compile and evaluation taken out), samples_per_s, step_mean_s, step_p50_s,
+          step_p95_s, data_wait_share (of wall_s), and `<phase>_s` for each phase.
+        """
+        self._drain()
+        now = self._clock()
+        durations = self._durations[self._window_first :]
+        examples = sum(self._examples[self._window_first :])
+        phases = self._window_phases
+        wall = now - self._window_start - sum(phases[name] for name in _APART)
+        result = {
+            "steps": len(durations),
+            "examples": examples,
+            "wall_s": wall,
+            "samples_per_s": examples / wall if wall > 0 else float("nan"),
+            **_quantiles(durations),
+            "data_wait_share": phases["data_wait"] / wall if wall > 0 else float("nan"),
+            **{f"{name}_s": seconds for name, seconds in phases.items()},
+        }
+        self._window_start, self._window_first = now, len(self._durations)
+        self._window_phases = dict.fromkeys(self._window_phases, 0.0)
+        return result
+
+    def summary(self) -> dict[str, float]:
+        """The whole run so far: the timing fields of `summary.json`.
+
+        Returns:
+          samples_per_s, step_mean_s, step_p50_s, step_p95_s and measured_steps (all without warm-up), data_wait_share,
+          compile_s, evaluation_s, checkpoint_s, and wall_s, which leaves nothing out.
+        """
+        self._drain()
+        wall = self._clock() - self._start
+        first = self._warmup if len(self._durations) > self._warmup else 0
+        durations = self._durations[first:]
+        training = wall - sum(self._phases[name] for name in _APART)
+        return {
+            "samples_per_s": sum(self._examples[first:]) / sum(durations) if durations else float("nan"),
+            **_quantiles(durations),
+            "measured_steps": len(durations),
+            "data_wait_share": self._phases["data_wait"] / training if training > 0 else float("nan"),
+            "compile_s": self._phases["compile"],
+            "evaluation_s": self._phases["evaluation"],
+            "checkpoint_s": self._phases["checkpoint"],
+            "wall_s": wall,
+        }
+
+    def _book(self, name: Phase, seconds: float) -> None:
+        self._phases[name] += seconds
+        self._window_phases[name] += seconds
+        if name in _APART:
+            self._apart_since_last += seconds
+
+    def _complete(self) -> None:
+        examples, output = self._pending.popleft()
+        if output is not None:
+            with self.phase("blocked"):
+                output.block_until_ready()
+        now = self._clock()
+        self._durations.append(now - self._last - self._apart_since_last)
+        self._examples.append(examples)
+        self._last, self._apart_since_last = now, 0.0
+
+    def _drain(self) -> None:
+        while self._pending:
+            self._complete()
+
+
+def _quantiles(durations: list[float]) -> dict[str, float]:
+    if not durations:
+        return dict.fromkeys(("step_mean_s", "step_p50_s", "step_p95_s"), float("nan"))
+    p50, p95 = np.percentile(durations, (50, 95))
+    return {"step_mean_s": float(np.mean(durations)), "step_p50_s": float(p50), "step_p95_s": float(p95)}
+
+
+def peak_memory(devices: Iterable[Any] = ()) -> dict[str, int]:
+    """The most memory that this process ever held, by what it is.
+
+    Args:
+      devices: jax devices of this process.
+    Returns:
+      "peak_rss_bytes": resident memory of the process on the host (on CPU that is everything there is), and, where the
+      devices count their own memory, "peak_device_bytes": the largest peak of one device.
+    """
+    result = {"peak_rss_bytes": _peak_rss_bytes()}
+    stats = [device.memory_stats() for device in devices]
+    peaks = [s["peak_bytes_in_use"] for s in stats if s and "peak_bytes_in_use" in s]
+    if peaks:
+        result["peak_device_bytes"] = int(max(peaks))
+    return result
+
+
+def _peak_rss_bytes() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():  # getrusage would count the process that started this one: Linux hands its peak on
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource  # Unix only
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
