@@ -1,0 +1,43 @@
+"""Host-side data: sources, splits, shuffling and batches, in NumPy. Nothing here imports jax.
+
+Names load on first use, so that importing the package costs nothing. (Grain, which drives the read-ahead threads,
+imports jax itself; it is loaded when the first batch is asked for.)
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from scalejax.data.batch import Batch as Batch
+    from scalejax.data.dataset import BatchedDataSet as BatchedDataSet
+    from scalejax.data.flights import FlightsData as FlightsData
+    from scalejax.data.jagged import KeyedJagged as KeyedJagged
+    from scalejax.data.memory import from_columns as from_columns
+    from scalejax.data.schema import Categorical as Categorical
+    from scalejax.data.schema import Schema as Schema
+    from scalejax.data.splits import ByTime as ByTime
+    from scalejax.data.splits import Fractions as Fractions
+
+_HOMES = {
+    "Batch": "batch",
+    "BatchedDataSet": "dataset",
+    "ByTime": "splits",
+    "Categorical": "schema",
+    "FlightsData": "flights",
+    "Fractions": "splits",
+    "KeyedJagged": "jagged",
+    "Schema": "schema",
+    "from_columns": "memory",
+}
+
+__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"scalejax.data.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'scalejax.data' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

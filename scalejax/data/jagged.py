@@ -1,8 +1,49 @@
 """The host form of jagged categorical features."""
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+
+from scalejax.data.schema import Schema
+from scalejax.errors import UserError
+
+
+def lengths_to_offsets(lengths: np.ndarray) -> np.ndarray:
+    """int[M] non-negative lengths -> int64[M + 1] offsets: offsets[0] == 0, offsets[m + 1] - offsets[m] == lengths[m].
+
+    Raises:
+      ValueError: `lengths` is not a vector of non-negative integers.
+    """
+    lengths = np.asarray(lengths)
+    if lengths.ndim != 1 or not np.issubdtype(lengths.dtype, np.integer):
+        raise ValueError(f"lengths_to_offsets: lengths must be an integer vector; got {lengths.dtype}{lengths.shape}.")
+    if lengths.size and lengths.min() < 0:
+        raise ValueError(f"lengths_to_offsets: lengths must not be negative; got {lengths.min()}. Offsets passed?")
+    offsets = np.zeros(lengths.size + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def offsets_to_lengths(offsets: np.ndarray) -> np.ndarray:
+    """int[M + 1] offsets -> int32[M] lengths.
+
+    Raises:
+      ValueError: `offsets` does not start at 0 or decreases.
+    """
+    offsets = np.asarray(offsets)
+    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0:
+        raise ValueError("offsets_to_lengths: offsets must be a vector that starts at 0. Lengths passed?")
+    lengths = np.diff(offsets)
+    if lengths.size and lengths.min() < 0:
+        raise ValueError("offsets_to_lengths: offsets must not decrease. Lengths passed?")
+    return lengths.astype(np.int32)
+
+
+def gather_runs(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Concatenates values[starts[m] : starts[m] + lengths[m]] over m; int[M] starts and lengths."""
+    offsets = lengths_to_offsets(lengths)
+    return values[np.repeat(starts - offsets[:-1], lengths) + np.arange(offsets[-1])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +56,8 @@ class KeyedJagged:
 
         values = [3, 7, 1, 12, 5, 12]      lengths = [[2, 0, 1], [1, 1, 1]]
 
+    Construction checks shapes only; `validate` looks at every id.
+
     Attributes:
       keys: Names of the F features.
       values: int[N], all ids of the first feature, then of the second, each in example order.
@@ -26,3 +69,185 @@ class KeyedJagged:
     values: np.ndarray
     lengths: np.ndarray
     weights: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        if self.lengths.ndim != 2 or self.lengths.shape[0] != len(self.keys):
+            raise ValueError(
+                f"KeyedJagged: lengths must have shape (features, examples) with {len(self.keys)} features; "
+                f"got {self.lengths.shape}."
+            )
+        if self.values.ndim != 1:
+            raise ValueError(f"KeyedJagged: values must be a vector; got shape {self.values.shape}.")
+        if self.weights is not None and self.weights.shape != self.values.shape:
+            raise ValueError(
+                f"KeyedJagged: weights must have one entry per id, shape {self.values.shape}; got {self.weights.shape}."
+            )
+
+    @classmethod
+    def from_dense(cls, columns: Mapping[str, np.ndarray]) -> "KeyedJagged":
+        """int[B] (one id per example) or int[B, L] (L ids per example) for each feature."""
+        arrays = {name: np.asarray(ids) for name, ids in columns.items()}
+        sizes = {name: len(ids) for name, ids in arrays.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"KeyedJagged.from_dense: columns must have equal length; got {sizes}.")
+        widths = [ids[0].size if len(ids) else int(np.prod(ids.shape[1:])) for ids in arrays.values()]
+        examples = next(iter(sizes.values()), 0)
+        lengths = np.broadcast_to(np.array(widths, np.int32).reshape(-1, 1), (len(arrays), examples)).copy()
+        values = [ids.reshape(-1) for ids in arrays.values()]
+        return cls(tuple(arrays), np.concatenate(values) if values else np.zeros(0, np.int32), lengths)
+
+    @classmethod
+    def from_lists(
+        cls,
+        rows: Mapping[str, Sequence[Sequence[int]]],
+        weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
+        dtype: type[np.signedinteger] = np.int32,
+    ) -> "KeyedJagged":
+        """For each feature one list of ids per example (and, if given, equally shaped weights for every feature)."""
+        sizes = {name: len(lists) for name, lists in rows.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"KeyedJagged.from_lists: features must have equally many examples; got {sizes}.")
+        examples = next(iter(sizes.values()), 0)
+        lengths = np.array([[len(ids) for ids in lists] for lists in rows.values()], np.int32)
+        values = np.array([i for lists in rows.values() for ids in lists for i in ids], dtype)
+        flat = None
+        if weights is not None:
+            shapes = {name: [len(w) for w in weights[name]] for name in rows if name in weights}
+            if any(name not in shapes or shapes[name] != [len(i) for i in rows[name]] for name in rows):
+                raise ValueError("KeyedJagged.from_lists: weights must mirror the ids, list for list.")
+            flat = np.array([w for name in rows for ws in weights[name] for w in ws], np.float32)
+        return cls(tuple(rows), values, lengths.reshape(len(rows), examples), flat)
+
+    @property
+    def num_examples(self) -> int:
+        """B."""
+        return self.lengths.shape[1]
+
+    def feature_offsets(self) -> np.ndarray:
+        """int64[F + 1]: the ids of feature f are values[offsets[f] : offsets[f + 1]]."""
+        return lengths_to_offsets(self.lengths.sum(axis=1, dtype=np.int64))
+
+    def offsets(self, key: str) -> np.ndarray:
+        """int64[B + 1] offsets of the examples inside `self[key].values`."""
+        return lengths_to_offsets(self.lengths[self._index(key)])
+
+    def __getitem__(self, key: str) -> "KeyedJagged":
+        """One feature, as views."""
+        f = self._index(key)
+        bounds = self.feature_offsets()
+        ids = slice(bounds[f], bounds[f + 1])
+        weights = None if self.weights is None else self.weights[ids]
+        return KeyedJagged((key,), self.values[ids], self.lengths[f : f + 1], weights)
+
+    def to_lists(self) -> dict[str, list[list[int]]]:
+        """Per feature, the list of ids of each example; for tests and printing."""
+        return {
+            key: [ids.tolist() for ids in np.split(self[key].values, self.offsets(key)[1:-1])]
+            if self.num_examples
+            else []
+            for key in self.keys
+        }
+
+    def slice(self, start: int, stop: int) -> "KeyedJagged":
+        """Examples [start, stop).
+
+        Raises:
+          ValueError: not 0 <= start <= stop <= B.
+        """
+        if not 0 <= start <= stop <= self.num_examples:
+            raise ValueError(
+                f"KeyedJagged.slice: needs 0 <= start <= stop <= {self.num_examples}; got [{start}, {stop})."
+            )
+        flat = lengths_to_offsets(self.lengths.reshape(-1))
+        firsts = np.arange(len(self.keys)) * self.num_examples
+        begins, ends = flat[firsts + start], flat[firsts + stop]
+        pick = gather_runs(np.arange(self.values.size), begins, ends - begins)
+        weights = None if self.weights is None else self.weights[pick]
+        return KeyedJagged(self.keys, self.values[pick], self.lengths[:, start:stop], weights)
+
+    @staticmethod
+    def concatenate(parts: Sequence["KeyedJagged"]) -> "KeyedJagged":
+        """Examples of the first part, then of the second, and so on.
+
+        Raises:
+          ValueError: no parts, unequal keys, or weights in some parts only.
+        """
+        if not parts:
+            raise ValueError("KeyedJagged.concatenate: needs at least one part.")
+        keys = parts[0].keys
+        if any(part.keys != keys for part in parts):
+            raise ValueError(f"KeyedJagged.concatenate: keys must be equal; got {[part.keys for part in parts]}.")
+        if len({part.weights is None for part in parts}) > 1:
+            raise ValueError("KeyedJagged.concatenate: either all parts have weights or none has.")
+        bounds = [part.feature_offsets() for part in parts]
+
+        def interleave(arrays: Sequence[np.ndarray]) -> np.ndarray:
+            pieces = [a[b[f] : b[f + 1]] for f in range(len(keys)) for a, b in zip(arrays, bounds, strict=True)]
+            return np.concatenate(pieces) if pieces else arrays[0]
+
+        weights = None
+        if parts[0].weights is not None:
+            weights = interleave([part.weights for part in parts if part.weights is not None])
+        lengths = np.concatenate([part.lengths for part in parts], axis=1)
+        return KeyedJagged(keys, interleave([part.values for part in parts]), lengths, weights)
+
+    def validate(self, schema: Schema) -> None:
+        """Looks at every length and id.
+
+        Raises:
+          ValueError: keys or lengths contradict `values` or the schema.
+          UserError: an id outside [0, rows), or a feature of fixed length with another number of ids; the message
+            names feature, value, example and range.
+        """
+        if self.keys != schema.keys:
+            raise ValueError(f"KeyedJagged.validate: keys must be {schema.keys}; got {self.keys}.")
+        if self.lengths.size and self.lengths.min() < 0:
+            raise ValueError("KeyedJagged.validate: lengths must not be negative.")
+        bounds = self.feature_offsets()
+        if bounds[-1] != self.values.size:
+            raise ValueError(
+                f"KeyedJagged.validate: lengths add up to {bounds[-1]} ids; got {self.values.size} values."
+            )
+        for f, feature in enumerate(schema.categorical):
+            lengths = self.lengths[f]
+            if feature.length is not None and (wrong := lengths != feature.length).any():
+                example = int(wrong.argmax())
+                raise UserError(
+                    f"Feature {feature.name!r}: example {example} has {lengths[example]} ids; the schema says exactly "
+                    f"{feature.length}. Declare the feature with length=None and a capacity to allow any number."
+                )
+            check_ids(self.values[bounds[f] : bounds[f + 1]], feature.name, feature.rows, lengths=lengths)
+
+    def _index(self, key: str) -> int:
+        if key not in self.keys:
+            raise KeyError(f"KeyedJagged: no feature {key!r}; there are {', '.join(self.keys)}.")
+        return self.keys.index(key)
+
+
+def check_ids(
+    ids: np.ndarray, name: str, rows: int, *, lengths: np.ndarray | None = None, first_example: int = 0, where: str = ""
+) -> None:
+    """Refuses ids outside [0, rows): they are never mapped to another row in silence.
+
+    Args:
+      ids: int[N].
+      name: Feature, for the message.
+      rows: Rows of the feature.
+      lengths: int[B] ids per example, or None for one each; only used to name the example.
+      first_example: Number of the first example, for the message.
+      where: Where the ids come from ("file x, row group 3"), for the message.
+    Raises:
+      UserError: naming the first bad id.
+    """
+    if ids.size == 0 or (ids.min() >= 0 and ids.max() < rows):
+        return
+    bad = int(((ids < 0) | (ids >= rows)).argmax())
+    example = bad if lengths is None else int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
+    place = f"{where}: " if where else ""
+    raise UserError(
+        f"{place}feature {name!r}: id {ids[bad]} of example {first_example + example} is outside [0, {rows}). "
+        f"Correct the data, or declare the feature with more rows (at least {int(ids.max()) + 1})."
+        if ids[bad] >= 0
+        else f"{place}feature {name!r}: id {ids[bad]} of example {first_example + example} is negative; ids lie in "
+        f"[0, {rows}). Give missing values an id of their own."
+    )

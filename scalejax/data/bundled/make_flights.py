@@ -76,7 +76,7 @@ def encode(flights: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, list[str]]]:
 def write(rows: pl.DataFrame, vocabularies: dict[str, list[str]], dropped: int, folder: pathlib.Path) -> None:
     """Writes `flights.parquet`, one row group per month, and `flights.json`."""
     table = rows.to_arrow()
-    options = {"compression": "zstd", "compression_level": 19, "use_dictionary": True, "store_schema": False}
+    options = {"compression": "zstd", "compression_level": 19, "store_schema": False, "write_page_checksum": True}
     with pq.ParquetWriter(folder / "flights.parquet", table.schema, **options) as writer:
         for month in range(12):
             writer.write_table(table.filter(pc.equal(table["month"], month)), row_group_size=table.num_rows)

@@ -1,0 +1,247 @@
+"""The data set that training sees: batches cut from a source of examples, by global example number.
+
+Grain drives the batches with read-ahead threads. An element of its `MapDataset` is a whole batch, never a row: per row
+it reaches some ten thousand rows a second, per batch millions. Grain imports jax, hence it is imported on first use.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+
+from scalejax.data.batch import Batch
+from scalejax.data.permutation import Permutation
+from scalejax.data.records import RecordLayout, Rows, Table
+from scalejax.data.schema import Schema
+from scalejax.data.splits import rows_of
+from scalejax.errors import UserError
+
+Day = tuple[str, int, int]
+
+
+class Examples(Protocol):
+    """Examples of every split, in the order of training and in file order."""
+
+    layout: RecordLayout
+
+    def num_examples(self, split: str) -> int: ...
+
+    def stream(self, start: int, stop: int) -> Rows:
+        """Positions [start, stop) of the infinite training stream."""
+        ...
+
+    def held(self, split: str, start: int, stop: int) -> Rows:
+        """Examples [start, stop) of a split in file order."""
+        ...
+
+    def days(self) -> tuple[Day, ...]:
+        """(name, start, stop) of each period in the first epoch of the stream."""
+        ...
+
+    def fingerprint(self) -> str: ...
+
+
+class TableExamples:
+    """Examples of a table with random access: in memory, or mapped from disk.
+
+    Args:
+      table: All examples.
+      layout: Of their schema.
+      splits: Split -> rows, in file order.
+      seed: Of the order of training; None = file order, the same in every epoch.
+      days: Days of the training rows, or ().
+      fingerprint: Hex digest.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        layout: RecordLayout,
+        splits: dict[str, np.ndarray],
+        *,
+        seed: int | None,
+        fingerprint: str,
+        days: tuple[Day, ...] = (),
+    ) -> None:
+        self.layout = layout
+        self._table, self._splits, self._seed, self._days = table, splits, seed, days
+        self._fingerprint = fingerprint
+        self._epochs: dict[int, Permutation] = {}
+
+    def num_examples(self, split: str) -> int:
+        return rows_of(self._splits, split).size
+
+    def stream(self, start: int, stop: int) -> Rows:
+        train = self._splits["train"]
+        positions = np.arange(start, stop)
+        if self._seed is None:
+            return self._table.take(train[positions % train.size])
+        order = []
+        for epoch in range(start // train.size, (stop - 1) // train.size + 1):
+            first = epoch * train.size
+            order.append(self._permutation(epoch)(np.arange(max(start, first), min(stop, first + train.size)) - first))
+        return self._table.take(train[np.concatenate(order)])
+
+    def held(self, split: str, start: int, stop: int) -> Rows:
+        return self._table.take(rows_of(self._splits, split)[start:stop])
+
+    def days(self) -> tuple[Day, ...]:
+        return self._days
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def _permutation(self, epoch: int) -> Permutation:
+        # Reading threads may both miss; they then make equal objects.
+        found = self._epochs.get(epoch)
+        if found is None:
+            assert self._seed is not None
+            self._epochs = {e: p for e, p in self._epochs.items() if abs(e - epoch) == 1}
+            found = self._epochs[epoch] = Permutation(self._splits["train"].size, self._seed, epoch)
+        return found
+
+
+def day_ranges(period: np.ndarray, name: Callable[[int], str]) -> tuple[Day, ...]:
+    """int[N] non-decreasing period of each training example -> (name, start, stop) of each period that occurs."""
+    starts = np.flatnonzero(np.diff(period, prepend=period[:1] - 1))
+    stops = np.append(starts[1:], period.size)
+    return tuple((name(int(period[a])), int(a), int(b)) for a, b in zip(starts, stops, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Random access to batches by number, the form in which Grain takes data."""
+
+    make: Callable[[int], Batch]
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.make(int(number))
+
+    def __repr__(self) -> str:
+        return "scalejax batches"
+
+
+def _read_ahead(make: Callable[[int], Batch], count: int, threads: int) -> Iterator[Batch]:
+    import grain
+
+    if count == 0:
+        return iter(())
+    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads + 2)
+    return iter(grain.MapDataset.source(_Source(make, count)).to_iter_dataset(options))
+
+
+class BatchedDataSet:
+    """Batches of a fixed global size; implements the `DataSet` protocol of `train.protocols`.
+
+    Every process reads its contiguous slice of each *global* batch, so where a run stands is one number, the global
+    example counter, and it resumes exactly at any number of processes.
+
+    Args:
+      examples: Where they come from.
+      batch_size: Global batch size.
+      threads: Reading threads.
+    """
+
+    def __init__(self, examples: Examples, *, batch_size: int, threads: int = 2) -> None:
+        if batch_size < 1:
+            raise UserError(f"data.batch_size must be at least 1; got {batch_size}.")
+        if threads < 1:
+            raise UserError(f"data.threads must be at least 1; got {threads}.")
+        self.examples, self.batch_size, self.threads = examples, batch_size, threads
+
+    @property
+    def schema(self) -> Schema:
+        """What the examples hold."""
+        return self.examples.layout.schema
+
+    def num_examples(self, split: str) -> int:
+        """Examples in split "train", "validation" or "test"."""
+        return self.examples.num_examples(split)
+
+    def fingerprint(self) -> str:
+        """Hex digest of data, columns, split and order (not of the batch size or of file names)."""
+        return self.examples.fingerprint()
+
+    def days(self) -> tuple[Day, ...]:
+        """(name, start, stop) of each day of the training split, as positions of the training stream.
+
+        Raises:
+          UserError: the stream is not in time order, or the source has no days.
+        """
+        days = self.examples.days()
+        if not days:
+            raise UserError(
+                'this data set has no days: progressive validation needs data.order="time" and a source that knows '
+                "the time of its examples."
+            )
+        return days
+
+    def train_batches(
+        self, *, start_example: int = 0, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch]:
+        """This process's slice of each global batch from stream position `start_example`, without end.
+
+        Raises:
+          UserError: a negative position, or a batch that the processes cannot share evenly.
+        """
+        if start_example < 0:
+            raise UserError(
+                f"start_example must not be negative; got {start_example}. The checkpoint's example counter is damaged: "
+                "resume from an earlier step."
+            )
+        local = self._local(process_index, process_count)
+        if self.num_examples("train") == 0:
+            raise UserError("the training split is empty; change the split or the data.")
+        first = start_example + process_index * local
+
+        def make(number: int) -> Batch:
+            start = first + number * self.batch_size
+            return self.examples.layout.batch(self.examples.stream(start, start + local), local)
+
+        return _read_ahead(make, sys.maxsize, self.threads)
+
+    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+        """One pass over a split in file order; the last batch is filled up with examples of weight 0."""
+        stop = self.num_examples(split)
+        return self._pass(lambda a, b: self.examples.held(split, a, b), 0, stop, process_index, process_count)
+
+    def range_batches(
+        self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch]:
+        """One pass over positions [start, stop) of the training stream, the last batch filled up with weight 0.
+
+        Progressive validation scores `range_batches(*day)` before it trains on the same positions.
+        """
+        if not 0 <= start <= stop:
+            raise UserError(f"range_batches needs 0 <= start <= stop; got [{start}, {stop}).")
+        return self._pass(self.examples.stream, start, stop, process_index, process_count)
+
+    def _pass(
+        self, read: Callable[[int, int], Rows], start: int, stop: int, process_index: int, process_count: int
+    ) -> Iterator[Batch]:
+        local = self._local(process_index, process_count)
+        layout = self.examples.layout
+
+        def make(number: int) -> Batch:
+            a = start + number * self.batch_size + process_index * local
+            a, b = min(a, stop), min(a + local, stop)
+            rows = read(a, b) if a < b else read(stop - 1, stop).take(np.zeros(0, np.int64))
+            return layout.batch(rows, local)
+
+        return _read_ahead(make, -(-(stop - start) // self.batch_size), self.threads)
+
+    def _local(self, process_index: int, process_count: int) -> int:
+        if not 0 <= process_index < process_count:
+            raise ValueError(f"process_index must be in [0, {process_count}); got {process_index}.")
+        if self.batch_size % process_count:
+            raise UserError(
+                f"data.batch_size={self.batch_size} cannot be divided evenly among {process_count} processes; choose a "
+                f"multiple of {process_count}, for example {-(-self.batch_size // process_count) * process_count}."
+            )
+        return self.batch_size // process_count

@@ -1,0 +1,104 @@
+"""Data sets whose examples are arrays in memory."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import numpy as np
+
+from scalejax.data.dataset import BatchedDataSet, TableExamples, day_ranges
+from scalejax.data.encode import Columns, NanPolicy, Scaling, check_schema, encode, fit_numbers, missing_column
+from scalejax.data.records import Ragged, RecordLayout, Rows
+from scalejax.data.schema import Schema
+from scalejax.data.splits import ByTime, Fractions, Split
+from scalejax.errors import UserError
+
+Order = Literal["shuffled", "time"]
+
+
+def from_columns(
+    columns: Columns,
+    schema: Schema,
+    *,
+    batch_size: int,
+    split: Split | Mapping[str, np.ndarray] = Fractions(),  # noqa: B008  frozen
+    order: Order = "shuffled",
+    seed: int = 0,
+    time: str | None = None,
+    day_name: Callable[[int], str] = str,
+    log_shift: Mapping[str, float] | None = None,
+    nan: NanPolicy = "mean",
+    scaling: Scaling = "standard",
+    threads: int = 2,
+    where: str = "columns",
+) -> BatchedDataSet:
+    """Packs columns into records and shuffles them fully.
+
+    Args:
+      columns: Name -> int[N] or int[N, L] ids, `Ragged` lists of ids, number[N] numbers, number[N] labels in {0, 1}.
+      schema: Which columns play which part.
+      batch_size: Global batch size.
+      split: How examples are divided, or the rows of each split.
+      order: "shuffled" = another seeded permutation every epoch; "time" = by the column `time`, or in the order of
+        the rows if there is none.
+      seed: Of the order.
+      time: Integer column with the day of each example; days() and `order="time"` use it.
+      day_name: Day -> its name in days().
+      log_shift: Number column -> shift; log(x + shift) is taken of it.
+      nan: "mean" = a missing number becomes the mean of the training split; "error" = it is refused.
+      scaling: "standard" = numbers get mean 0 and variance 1 on the training split; "none" = they stay.
+      threads: Reading threads.
+      where: Where the columns come from, for messages.
+    Raises:
+      UserError: a column is missing or holds what it must not.
+    """
+    check_schema(schema)
+    layout = RecordLayout(schema)
+    used = [*schema.keys, *schema.dense, *schema.labels]
+    for name in [*used, *([split.column] if isinstance(split, ByTime) else []), *([time] if time else [])]:
+        if name not in columns:
+            raise missing_column(name, columns, where)
+    sizes = {name: len(columns[name]) for name in used}
+    if len(set(sizes.values())) > 1:
+        raise UserError(f"{where}: columns must be equally long; got {sizes}.")
+    examples = sizes[schema.labels[0]]
+    if examples == 0:
+        raise UserError(f"{where}: there are no rows. Point the data at a file that has some.")
+    if isinstance(split, Fractions):
+        splits = split.assign(examples)
+    elif isinstance(split, ByTime):
+        splits = split.assign(array_of(columns, split.column))
+    else:
+        splits = dict(split)
+    days = ()
+    if order == "time" and time is not None:
+        period = array_of(columns, time)
+        splits["train"] = splits["train"][np.argsort(period[splits["train"]], kind="stable")]
+        days = day_ranges(period[splits["train"]].astype(np.int64), day_name)
+    chunk = [(columns, splits["train"], where)]
+    numbers = fit_numbers(chunk, schema.dense, log_shift=log_shift or {}, nan=nan, scaling=scaling)
+    rows = encode(columns, layout, numbers, where=where)
+    examples_ = TableExamples(
+        rows,
+        layout,
+        splits,
+        seed=None if order == "time" else seed,
+        fingerprint=_fingerprint(schema, rows, splits, order, seed),
+        days=days,
+    )
+    return BatchedDataSet(examples_, batch_size=batch_size, threads=threads)
+
+
+def array_of(columns: Columns, name: str) -> np.ndarray:
+    """A column that must hold one value per row."""
+    column = columns[name]
+    if isinstance(column, Ragged):
+        raise UserError(f"column {name!r} holds lists; wanted one value per row.")
+    return column
+
+
+def _fingerprint(schema: Schema, rows: Rows, splits: dict[str, np.ndarray], order: Order, seed: int) -> str:
+    digest = hashlib.sha256(repr((schema, order, seed)).encode())
+    for array in [rows.records, *(a for r in rows.jagged for a in (r.offsets, r.values)), *splits.values()]:
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

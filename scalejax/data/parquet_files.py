@@ -1,0 +1,205 @@
+"""Reading row groups of Parquet files, with a clear error for everything that can be wrong with one."""
+
+import dataclasses
+import hashlib
+import pathlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scalejax.data.encode import missing_column
+from scalejax.data.records import Ragged
+from scalejax.data.schema import Schema
+from scalejax.errors import UserError
+
+# pyarrow reports damage as either; ArrowNotImplementedError as well, when a flipped byte names an unknown codec.
+_DAMAGE = (pa.ArrowException, OSError)
+
+
+@dataclasses.dataclass(frozen=True)
+class RowGroup:
+    """One row group: its file, its number inside the file and its number of rows."""
+
+    file: pathlib.Path
+    number: int
+    rows: int
+
+    @property
+    def where(self) -> str:
+        """For messages."""
+        return f"{self.file}, row group {self.number}"
+
+
+class ParquetFiles:
+    """One Parquet file, or all `*.parquet` of a folder in the order of their names.
+
+    Args:
+      path: File or folder.
+    Raises:
+      UserError: missing, empty, not Parquet, damaged, or files with different columns.
+    """
+
+    def __init__(self, path: str | pathlib.Path) -> None:
+        files = find_files(path, "*.parquet")
+        self._metadata = {file: _footer(file) for file in files}
+        self.path = pathlib.Path(path)
+        self.arrow_schema = self._metadata[files[0]].schema.to_arrow_schema()
+        for file in files[1:]:
+            if not self._metadata[file].schema.to_arrow_schema().equals(self.arrow_schema):
+                raise UserError(f"{file}: its columns differ from those of {files[0]}; files of a folder must agree.")
+        self.groups: tuple[RowGroup, ...] = tuple(
+            RowGroup(file, g, metadata.row_group(g).num_rows)
+            for file, metadata in self._metadata.items()
+            for g in range(metadata.num_row_groups)
+            if metadata.row_group(g).num_rows
+        )
+        if not self.groups:
+            raise UserError(f"{path}: there are no rows. Point data.path at a file that has some.")
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all files."""
+        return sum(group.rows for group in self.groups)
+
+    def check(self, schema: Schema, others: Iterable[str] = ()) -> None:
+        """Looks for the columns of a schema, and for `others` (numbers), and at their types.
+
+        Raises:
+          UserError: naming the column, with the nearest names.
+        """
+        for feature in schema.categorical:
+            type_ = self._type(feature.name)
+            wanted = "integers" if feature.length == 1 else "lists of integers"
+            item = type_ if feature.length == 1 else getattr(type_, "value_type", pa.null())
+            if not pa.types.is_integer(item):
+                raise self._wrong_type(feature.name, wanted, "Code strings as integers when the file is prepared.")
+        for name in (*schema.dense, *others):
+            if not (pa.types.is_integer(self._type(name)) or pa.types.is_floating(self._type(name))):
+                raise self._wrong_type(name, "numbers", "List it as categorical, or convert it.")
+        for name in schema.labels:
+            type_ = self._type(name)
+            if not (pa.types.is_boolean(type_) or pa.types.is_integer(type_) or pa.types.is_floating(type_)):
+                raise self._wrong_type(name, "labels 0 and 1 (boolean or number)", "Convert it.")
+
+    def read(self, group: RowGroup, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
+        """Reads some columns of a row group; nothing else is decoded.
+
+        Integers keep their type, missing numbers become NaN.
+
+        Raises:
+          UserError: the row group is damaged, or has a missing id or label.
+        """
+        try:
+            # A reader per call: they are not thread-safe, and the footer is not parsed again.
+            with pq.ParquetFile(
+                group.file, metadata=self._metadata[group.file], page_checksum_verification=True
+            ) as reader:
+                table = reader.read_row_group(group.number, columns=list(dict.fromkeys(columns)))
+        except FileNotFoundError as error:
+            raise UserError(f"{group.file}: the file has gone while it was in use. Restore it and resume.") from error
+        except _DAMAGE as error:
+            raise UserError(
+                f"{group.where} is damaged ({_first_line(error)}). Restore the file from its source; the other row "
+                "groups may be fine."
+            ) from error
+        if table.num_rows != group.rows:
+            raise UserError(
+                f"{group.where} is damaged ({table.num_rows} rows instead of {group.rows}). Restore the file."
+            )
+        return {name: _to_numpy(table[name], name, group.where) for name in columns}
+
+    def fingerprint(self) -> str:
+        """Hex digest of the footers and sizes: they list the place and, if written, the statistics of every page."""
+        digest = hashlib.sha256()
+        for file in self._metadata:
+            size = file.stat().st_size
+            with file.open("rb") as f:
+                f.seek(max(0, size - 8))
+                footer = 8 + int.from_bytes(f.read(8)[:4], "little")
+                f.seek(max(0, size - footer))
+                digest.update(size.to_bytes(8, "little") + f.read())
+        return digest.hexdigest()
+
+    def _type(self, name: str) -> pa.DataType:
+        index = self.arrow_schema.get_field_index(name)
+        if index < 0:
+            raise missing_column(name, self.arrow_schema.names, str(self.path))
+        return self.arrow_schema.field(index).type
+
+    def _wrong_type(self, name: str, wanted: str, next_step: str) -> UserError:
+        return UserError(f"{self.path}: column {name!r} holds {self._type(name)}; wanted {wanted}. {next_step}")
+
+
+def find_files(path: str | pathlib.Path, pattern: str) -> list[pathlib.Path]:
+    """The file itself, or the files of a folder that match `pattern`, by name.
+
+    Raises:
+      UserError: nothing is there, or a file is empty.
+    """
+    path = pathlib.Path(path)
+    if path.is_dir():
+        files = sorted(path.glob(pattern))
+        if not files:
+            raise UserError(f"{path}: the folder holds no {pattern}. Point data.path at the files.")
+    elif path.exists():
+        files = [path]
+    else:
+        near = f" Did you mean {path.parent / _near}?" if (_near := _nearest_file(path)) else ""
+        raise UserError(f"{path}: there is no such file or folder.{near} Set data.path.")
+    for file in files:
+        try:
+            empty = file.stat().st_size == 0
+            with file.open("rb"):
+                pass
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror}). Check its permissions.") from error
+        if empty:
+            raise UserError(f"{file}: the file is empty (0 bytes). Copy it again from its source.")
+    return files
+
+
+def _nearest_file(path: pathlib.Path) -> str | None:
+    import difflib
+
+    if not path.parent.is_dir():
+        return None
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1, cutoff=0.7)
+    return near[0] if near else None
+
+
+def _footer(file: pathlib.Path) -> pq.FileMetaData:
+    try:
+        return pq.read_metadata(file)
+    except _DAMAGE as error:
+        raise UserError(
+            f"{file}: is not a complete Parquet file ({_first_line(error)}); truncated or damaged? Copy it again from "
+            "its source."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
+
+
+def _to_numpy(column: pa.ChunkedArray, name: str, where: str) -> np.ndarray | Ragged:
+    array = column.combine_chunks() if column.num_chunks != 1 else column.chunk(0)
+    if isinstance(array, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+        values = array.flatten()  # leaves out null lists, which are refused below
+        if array.null_count or values.null_count:
+            raise UserError(
+                f"{where}: column {name!r} has {array.null_count} missing lists and {values.null_count} missing ids; "
+                "wanted an empty list, or an id of its own for what is missing."
+            )
+        lengths = array.value_lengths().to_numpy(zero_copy_only=False)
+        return Ragged(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), values.to_numpy(zero_copy_only=False))
+    if array.null_count and not pa.types.is_floating(array.type):
+        if pa.types.is_integer(array.type):
+            # Ids and labels are refused when they are encoded; a number may be missing.
+            return array.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        raise UserError(
+            f"{where}: column {name!r} has {array.null_count} missing values; wanted a value in every row. "
+            "Fill them in when the file is prepared."
+        )
+    return array.to_numpy(zero_copy_only=False)

@@ -1,0 +1,156 @@
+"""Decoded examples in memory: one row of 32-bit words per example, so that gathering an example is one cache line.
+
+Layout of a record, in words: the ids of every feature of fixed length, then the numbers, then the labels (the last two
+are float32 bits). Features of varying length (multi-hot) are kept beside the records, as offsets and values.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from scalejax.data.batch import Batch
+from scalejax.data.jagged import KeyedJagged, gather_runs, lengths_to_offsets
+from scalejax.data.schema import Schema
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """Lists of ids, one per example.
+
+    Attributes:
+      offsets: int64[N + 1]; list n is values[offsets[n] : offsets[n + 1]].
+      values: int32[M].
+    """
+
+    offsets: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return self.offsets.size - 1
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """int64[N]."""
+        return np.diff(self.offsets)
+
+    def take(self, rows: np.ndarray) -> "Ragged":
+        """Lists number `rows`, int[R], in that order."""
+        starts = self.offsets[rows]
+        lengths = self.offsets[rows + 1] - starts
+        return Ragged(lengths_to_offsets(lengths), gather_runs(self.values, starts, lengths))
+
+    @staticmethod
+    def concatenate(parts: Sequence["Ragged"]) -> "Ragged":
+        """The lists of all parts."""
+        lengths = np.concatenate([part.lengths for part in parts])
+        values = np.concatenate([part.values[part.offsets[0] : part.offsets[-1]] for part in parts])
+        return Ragged(lengths_to_offsets(lengths), values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """N decoded examples.
+
+    Attributes:
+      records: int32[N, W], see the module.
+      jagged: The features of varying length, in schema order.
+    """
+
+    records: np.ndarray
+    jagged: tuple[Ragged, ...] = ()
+
+    def __len__(self) -> int:
+        return self.records.shape[0]
+
+    def take(self, rows: np.ndarray) -> "Rows":
+        """Examples number `rows`, int[R], in that order."""
+        return Rows(self.records.take(rows, axis=0), tuple(r.take(rows) for r in self.jagged))
+
+    @staticmethod
+    def concatenate(parts: Sequence["Rows"]) -> "Rows":
+        """The examples of all parts."""
+        if len(parts) == 1:
+            return parts[0]
+        jagged = zip(*(part.jagged for part in parts), strict=True)
+        return Rows(np.concatenate([p.records for p in parts]), tuple(Ragged.concatenate(j) for j in jagged))
+
+
+class Table(Protocol):
+    """Examples that can be fetched by number; `Rows` in memory, `arrow.MappedTable` on disk."""
+
+    def __len__(self) -> int: ...
+
+    def take(self, rows: np.ndarray) -> Rows: ...
+
+
+class RecordLayout:
+    """Where the columns of a schema lie in a record, and how records become a `Batch`."""
+
+    def __init__(self, schema: Schema) -> None:
+        self.schema = schema
+        self.fixed = tuple(c for c in schema.categorical if c.length is not None)
+        self.jagged = tuple(c for c in schema.categorical if c.length is None)
+        starts = lengths_to_offsets(np.array([c.length for c in self.fixed], np.int64))
+        self.ids = {c.name: slice(int(a), int(b)) for c, a, b in zip(self.fixed, starts, starts[1:], strict=False)}
+        first_number = int(starts[-1])
+        first_label = first_number + len(schema.dense)
+        self.dense = slice(first_number, first_label)
+        self.labels = slice(first_label, first_label + len(schema.labels))
+        self.width = self.labels.stop
+        if schema.group is not None and (schema.group not in self.ids or schema[schema.group].length != 1):
+            raise ValueError(
+                f"Schema: group must be a categorical feature with one id per example; got {schema.group!r}."
+            )
+
+    def empty(self, rows: int) -> np.ndarray:
+        """int32[rows, W], uninitialised."""
+        return np.empty((rows, self.width), np.int32)
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019  a layout lives as long as its data set
+    def _fixed_lengths(self, examples: int) -> np.ndarray:
+        lengths = np.empty((len(self.schema.categorical), examples), np.int32)
+        lengths[:] = np.array([[c.length or 0] for c in self.schema.categorical], np.int32).reshape(-1, 1)
+        lengths.flags.writeable = False
+        return lengths
+
+    def batch(self, rows: Rows, size: int) -> Batch:
+        """The first examples of a batch of `size`; the rest is padding: weight 0, label 0, id 0, empty lists."""
+        missing = size - len(rows)
+        if missing:
+            pad = [Ragged(np.zeros(missing + 1, np.int64), r.values[:0]) for r in rows.jagged]
+            rows = Rows.concatenate([rows, Rows(np.zeros((missing, self.width), np.int32), tuple(pad))])
+        weights = np.ones(size, np.float32)
+        weights[size - missing :] = 0
+        floats = rows.records.view(np.float32)
+        group = self.schema.group
+        return Batch(
+            features=self._features(rows),
+            dense=np.ascontiguousarray(floats[:, self.dense]),
+            labels=np.ascontiguousarray(floats[:, self.labels]),
+            weights=weights,
+            groups=None if group is None else rows.records[:, self.ids[group].start].astype(np.int64),
+        )
+
+    def _features(self, rows: Rows) -> KeyedJagged:
+        lengths = self._fixed_lengths(len(rows))
+        ragged = dict(zip((c.name for c in self.jagged), rows.jagged, strict=True))
+        if ragged:
+            lengths = lengths.copy()
+            for f, feature in enumerate(self.schema.categorical):
+                if feature.name in ragged:
+                    lengths[f] = ragged[feature.name].lengths
+        sizes = [
+            ragged[c.name].values.size if c.length is None else c.length * len(rows) for c in self.schema.categorical
+        ]
+        bounds = lengths_to_offsets(np.array(sizes, np.int64))
+        values = np.empty(bounds[-1], np.int32)
+        for f, feature in enumerate(self.schema.categorical):
+            out = values[bounds[f] : bounds[f + 1]]
+            if feature.length is None:
+                out[:] = ragged[feature.name].values
+            else:
+                out.reshape(-1, feature.length)[:] = rows.records[:, self.ids[feature.name]]
+        return KeyedJagged(self.schema.keys, values, lengths)
