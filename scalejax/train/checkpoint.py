@@ -28,6 +28,7 @@ import types
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from scalejax.errors import UserError
@@ -92,7 +93,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending; as process 0 sees them, on every process."""
-        return distributed.broadcast(_listed(self.folder) if distributed.is_primary() else None)
+        return distributed.on_primary(lambda: _listed(self.folder))
 
     def latest(self) -> int | None:
         """The newest step with a complete checkpoint; None if there is none."""
@@ -134,15 +135,7 @@ class Checkpointer:
             files={},
         )
         json.dumps(host)  # raises here rather than in the background
-        failure: BaseException | None = None
-        try:
-            self._arrays_store().save(
-                self.folder / f"{_SAVING}{step}" / _ARRAYS,
-                args=ocp.args.PyTreeSave({name: _as_numbers(leaf) for name, leaf in arrays.items()}),
-            )
-        except Exception as error:
-            failure = disk.explain(error, self._cannot_save(step)) or error
-        distributed.raise_together(failure)
+        distributed.together(lambda: self._begin_arrays(step, arrays))
         self._finisher = threading.Thread(target=self._finish, args=(manifest,), name=f"checkpoint-{step}")
         self._finisher.start()
         self._newest_saved = step
@@ -190,8 +183,8 @@ class Checkpointer:
         self.wait()
         step = self._existing(step)
         folder = self.folder / str(step)
-        manifest = self._together(lambda: self._checked_manifest(step, abstract_tree))
-        self._together(lambda: self._check_files(step, manifest))
+        manifest = distributed.together(lambda: self._checked_manifest(step, abstract_tree))
+        distributed.together(lambda: self._check_files(step, manifest))
         targets = _named_leaves(abstract_tree)
         arrays = self._arrays_store().restore(
             folder / _ARRAYS,
@@ -222,8 +215,6 @@ class Checkpointer:
         """Before the first save: the folder exists, is seen by all, and holds no remains of a killed process."""
 
         def clear() -> int | None:
-            if not distributed.is_primary():
-                return None
             with disk.explained(f"cannot save checkpoints to {self.folder}"):
                 self.folder.mkdir(parents=True, exist_ok=True)
                 for path in self.folder.iterdir():
@@ -231,10 +222,8 @@ class Checkpointer:
                         shutil.rmtree(path)
             return max(_listed(self.folder), default=None)
 
-        newest = self._together(clear)
-        self._newest_saved = distributed.broadcast(newest)
-        if jax.process_count() > 1:
-            self._together(self._check_shared)
+        self._newest_saved = distributed.on_primary(clear)
+        distributed.together(self._check_shared)
 
     def _check_shared(self) -> None:
         if not self.folder.is_dir():
@@ -242,6 +231,15 @@ class Checkpointer:
                 f"checkpoints: {self.folder} exists for process 0 but not for process {jax.process_index()}. Choose a "
                 "--workdir on a file system that all processes share."
             )
+
+    def _begin_arrays(self, step: int, arrays: dict[str, jax.Array]) -> None:
+        try:
+            self._arrays_store().save(
+                self.folder / f"{_SAVING}{step}" / _ARRAYS,
+                args=ocp.args.PyTreeSave({name: _as_numbers(leaf) for name, leaf in arrays.items()}),
+            )
+        except Exception as error:
+            raise disk.explain(error, self._cannot_save(step)) or error from error
 
     def _finish(self, manifest: "_Manifest") -> None:
         """In the background: waits for the arrays; then, on process 0, makes the checkpoint appear."""
@@ -342,16 +340,6 @@ class Checkpointer:
 
     def _cannot_save(self, step: int) -> str:
         return f"cannot save checkpoint {self.folder / str(step)} (earlier checkpoints are intact)"
-
-    @staticmethod
-    def _together(part: Any) -> Any:
-        result, failure = None, None
-        try:
-            result = part()
-        except UserError as error:
-            failure = error
-        distributed.raise_together(failure)
-        return result
 
 
 def retained(scores: dict[int, float | None], policy: Checkpoints) -> set[int]:
@@ -480,7 +468,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _is_key(leaf: Any) -> bool:
-    return jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _describe(leaf: Any) -> dict[str, Any]:

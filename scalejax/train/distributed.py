@@ -3,7 +3,8 @@
 import json
 import socket
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -11,6 +12,8 @@ from jax.experimental import multihost_utils
 
 from scalejax import compat
 from scalejax.errors import UserError
+
+T = TypeVar("T")
 
 INITIALIZATION_TIMEOUT_S = 120
 """How long a process waits for the others at the start."""
@@ -108,16 +111,38 @@ def gather(value: Any) -> list[Any]:
     return [json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)]
 
 
-def raise_together(error: BaseException | None) -> None:
-    """Raises on every process when any process has an error, so that none waits for one that gave up.
+def together(part: Callable[[], T]) -> T:
+    """Does a part on every process and raises on every process when it fails on any, so that none waits in vain.
 
     Args:
-      error: This process's error, or None. Every process calls this at the same point.
+      part: What this process does; may fail on some processes only.
+    Returns:
+      This process's result.
     Raises:
-      BaseException: `error` itself where it arose.
-      UserError: On the others, the message of the first process that failed with a `UserError`.
-      RuntimeError: On the others, if no process failed with a `UserError`.
+      Exception: What `part` raised, where it did. Elsewhere a `UserError` or, if no process failed with one, a
+        `RuntimeError` that names the process and carries its message.
     """
+    failure: Exception | None = None
+    result = None
+    try:
+        result = part()
+    except Exception as error:
+        failure = error
+    raise_together(failure)
+    return result  # pyright: ignore[reportReturnType]
+
+
+def on_primary(part: Callable[[], T]) -> T:
+    """Does a part on process 0 alone; every process gets its result or its error, as in `together`.
+
+    Args:
+      part: Returns something that JSON holds.
+    """
+    return broadcast(together(lambda: part() if is_primary() else None))
+
+
+def raise_together(error: BaseException | None) -> None:
+    """As `together`, for an error that was kept from earlier. Every process calls this at the same point."""
     if jax.process_count() == 1:
         reports = []
     else:

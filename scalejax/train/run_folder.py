@@ -1,0 +1,394 @@
+"""A run folder: one writer, files that survive a kill, and where a run goes on.
+
+    experiment.json     what is run, as data                      metrics.jsonl   deterministic values, by step
+    environment.json    versions, devices, flags, commit          timing.jsonl    seconds, by step
+    summary.json        the closing table as one flat object      report.html     all of it to look at
+    checkpoints/        see `checkpoint`                          tensorboard/    events
+    run.lock            held by the process that writes
+
+Which folder: `--workdir DIR` names it, and a run found there goes on by default (`--resume auto`). Without it every
+start gets a new folder, runs/NAME-001, runs/NAME-002, ..., so that running a recipe twice never mixes two runs.
+
+The order that makes a killed run go on to the same bits: write the lines of step k, then save checkpoint k. Whatever
+checkpoint survives, every line up to its step is in the file, and `begin` removes those after it.
+"""
+
+import datetime
+import errno
+import fcntl
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import re
+import socket
+import subprocess
+import time
+import types
+from typing import Any, Literal
+
+import jax
+
+import scalejax
+from scalejax.errors import UserError
+from scalejax.train import disk, distributed
+
+Resume = Literal["auto", "never", "must"]
+
+_LOCK_PATIENCE_S = 2.0
+"""The kernel frees the lock of a killed process when its memory is gone, which takes a moment."""
+
+
+def choose(workdir: pathlib.Path | None, recipe: str, resume: Resume, root: pathlib.Path | None = None) -> pathlib.Path:
+    """The folder of a run; the same on every process.
+
+    Args:
+      workdir: The user's choice; None = a new numbered folder.
+      recipe: Names the new folder; of `path.py:function` the letters and digits.
+      resume: "must" needs a workdir: a new folder holds nothing to go on from.
+      root: Where new folders are made; None = runs/ in the current folder.
+    Raises:
+      UserError: "must" without a workdir, or no folder can be made.
+    """
+    if workdir is not None:
+        return workdir.absolute()
+    root = pathlib.Path("runs") if root is None else root
+    name = re.sub(r"[^A-Za-z0-9_.]+", "-", recipe.replace(".py:", "-")).strip("-.") or "run"
+    return pathlib.Path(distributed.on_primary(lambda: str(_new_folder(root, name, resume))))
+
+
+class RunFolder:
+    """The files of one run, held by one writer. On other processes than 0 nothing is locked and nothing written.
+
+    Use it as a context manager, in this order: make it (locks), `resume_step`, restore, `begin`, then write.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        """Makes the folder if need be and locks it.
+
+        Raises:
+          UserError: Another process writes to it; it cannot be written; a file stands in its place; no space is left.
+        """
+        self.path = path.absolute()
+        self.checkpoints = self.path / "checkpoints"
+        self.tensorboard = self.path / "tensorboard"
+        self.report = self.path / "report.html"
+        self._lock: int | None = None
+        self._streams: dict[str, int] = {}
+        distributed.together(self._make_and_lock)
+
+    def __enter__(self) -> "RunFolder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files and frees the lock."""
+        for descriptor in self._streams.values():
+            os.close(descriptor)
+        self._streams.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def resume_step(self, resume: Resume, latest: int | None) -> int | None:
+        """The step to restore; None = begin.
+
+        Args:
+          resume: "auto" goes on from the newest checkpoint or begins; "never" begins, and only in a folder without
+            a run; "must" goes on, and needs a checkpoint.
+          latest: The newest checkpoint in the folder; None if there is none.
+        Raises:
+          UserError: The folder and the wish do not fit.
+        """
+
+        def decide() -> int | None:
+            if resume == "must" and latest is None:
+                raise UserError(
+                    f"--resume must: {self.path} holds no checkpoint to go on from. Give the folder of a run that has "
+                    "saved one, or use --resume auto to begin here."
+                )
+            if resume == "never" and (latest is not None or (self.path / "experiment.json").exists()):
+                state = "no checkpoint yet" if latest is None else f"its newest checkpoint is step {latest}"
+                raise UserError(
+                    f"--resume never: {self.path} already holds a run ({state}). Choose another --workdir, or use "
+                    "--resume auto to go on with it."
+                )
+            return latest
+
+        return distributed.on_primary(decide)
+
+    def begin(self, experiment: dict[str, Any], environment: dict[str, Any], step: int | None) -> list[str]:
+        """Records what is run and cuts metrics and timing back to the restored step.
+
+        Call it after the restore has succeeded: what it removes cannot be written again by a run that fails to start.
+
+        Args:
+          experiment: The resolved experiment as JSON values.
+          environment: `environment_record(...)`.
+          step: The restored step; None when the run begins.
+        Returns:
+          What differs from the experiment before, one line each ("steps: 1000 -> 2000"); the old record is kept as
+          experiment-until-STEP.json.
+        Raises:
+          UserError: A run of another experiment stands here without a checkpoint; metrics are damaged; the disk
+            refuses.
+        """
+
+        def record() -> list[str]:
+            changes = self._record_experiment(experiment, step)
+            disk.write_json(self.path / "environment.json", environment)
+            for name in ("metrics.jsonl", "timing.jsonl"):
+                cut_back(self.path / name, -1 if step is None else step)
+            return changes
+
+        return distributed.on_primary(record)
+
+    def log_metrics(self, record: dict[str, Any]) -> None:
+        """Appends a line to metrics.jsonl: only what an equal run repeats to the bit. NaN and infinities become null.
+
+        Args:
+          record: JSON values with an int "step".
+        Raises:
+          UserError: The disk refuses.
+        """
+        self._append("metrics.jsonl", record)
+
+    def log_timing(self, record: dict[str, Any]) -> None:
+        """Appends a line to timing.jsonl; like `log_metrics`, for what no run repeats."""
+        self._append("timing.jsonl", record)
+
+    def sync(self) -> None:
+        """Makes the lines durable against a loss of power. Call it before saving a checkpoint.
+
+        Raises:
+          UserError: The disk refuses.
+        """
+        with disk.explained(f"cannot write to run folder {self.path}"):
+            for descriptor in self._streams.values():
+                os.fsync(descriptor)
+
+    def write_summary(self, summary: dict[str, Any]) -> None:
+        """Writes summary.json, one flat object.
+
+        Raises:
+          UserError: The disk refuses.
+        """
+        if self._lock is not None:
+            disk.write_json(self.path / "summary.json", summary)
+
+    def write_report(self, html: str) -> None:
+        """Writes report.html.
+
+        Raises:
+          UserError: The disk refuses.
+        """
+        if self._lock is not None:
+            disk.write_atomically(self.report, html)
+
+    def _make_and_lock(self) -> None:
+        if distributed.is_primary():
+            with disk.explained(f"cannot write to run folder {self.path}"):
+                self.path.mkdir(parents=True, exist_ok=True)
+                self._lock = _lock(self.path / "run.lock")
+
+    def _append(self, name: str, record: dict[str, Any]) -> None:
+        if not isinstance(record.get("step"), int):
+            raise ValueError(f"{name}: a record needs an int 'step'; got {record!r}.")
+        if self._lock is None:
+            return
+        line = (json.dumps(disk.finite(record), allow_nan=False) + "\n").encode()
+        with disk.explained(f"cannot write {self.path / name}"):
+            if name not in self._streams:
+                self._streams[name] = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            written = os.write(self._streams[name], line)
+            if written < len(line):  # only a full disk takes less than asked; the next call says so
+                os.write(self._streams[name], line[written:])
+
+    def _record_experiment(self, experiment: dict[str, Any], step: int | None) -> list[str]:
+        path = self.path / "experiment.json"
+        if not path.exists():
+            disk.write_json(path, experiment)
+            return []
+        before = disk.read_json(path)
+        changes = differences(before, disk.finite(experiment))
+        if not changes:
+            return []
+        if step is None:
+            shown = "; ".join(changes[:5]) + (f"; and {len(changes) - 5} more" if len(changes) > 5 else "")
+            raise UserError(
+                f"{self.path} holds another experiment that has saved no checkpoint yet ({shown}). Choose another "
+                "--workdir, or remove that folder."
+            )
+        disk.write_json(self.path / f"experiment-until-{step}.json", before)
+        disk.write_json(path, experiment)
+        return changes
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """The records of a JSONL file; none if it does not exist. A last line that a kill cut short is left out.
+
+    Raises:
+      UserError: A line before the last is damaged.
+    """
+    return [record for record, _ in _complete_lines(path)]
+
+
+def cut_back(path: pathlib.Path, step: int) -> None:
+    """Removes the lines after a step, and a last line that a kill cut short, without touching the bytes of the rest.
+
+    Raises:
+      UserError: A line before the last is damaged, or the disk refuses.
+    """
+    if not path.exists():
+        return
+    kept = b"".join(line for record, line in _complete_lines(path) if record["step"] <= step)
+    if kept != path.read_bytes():
+        disk.write_atomically(path, kept)
+
+
+def differences(before: Any, after: Any, path: str = "") -> list[str]:
+    """What differs between two JSON values, one line each: "steps: 1000 -> 2000"."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        lines = []
+        for key in [*before, *(key for key in after if key not in before)]:
+            where = f"{path}.{key}" if path else str(key)
+            if key not in after:
+                lines.append(f"{where}: {json.dumps(before[key])} -> absent")
+            elif key not in before:
+                lines.append(f"{where}: absent -> {json.dumps(after[key])}")
+            else:
+                lines += differences(before[key], after[key], where)
+        return lines
+    # Through JSON, so that a tuple equals the list it is stored as.
+    old, new = json.dumps(before), json.dumps(after)
+    return [] if old == new else [f"{path}: {old} -> {new}"]
+
+
+def environment_record(mesh: dict[str, int]) -> dict[str, Any]:
+    """What a result may depend on besides the experiment: versions, devices, flags, commit. No host names.
+
+    Args:
+      mesh: Axis -> size.
+    """
+    packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")
+    devices = jax.devices()
+    return {
+        "scalejax": scalejax.__version__,
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in packages if (version := _version(name)) is not None},
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "devices": {"kind": devices[0].device_kind, "platform": devices[0].platform, "count": len(devices)},
+        "processes": jax.process_count(),
+        "mesh": mesh,
+        "flags": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") or name.startswith(("JAX_", "NCCL_"))
+        },
+        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _new_folder(root: pathlib.Path, name: str, resume: Resume) -> pathlib.Path:
+    with disk.explained(f"cannot make a run folder in {root.absolute()}"):
+        root.mkdir(parents=True, exist_ok=True)
+        pattern = re.compile(rf"{re.escape(name)}-(\d+)")
+        numbers = [int(match[1]) for path in root.iterdir() if (match := pattern.fullmatch(path.name))]
+        newest = max(numbers, default=0)
+        if resume == "must":
+            advice = f"for instance --workdir {root / f'{name}-{newest:03d}'}" if newest else "none was begun here"
+            raise UserError(f"--resume must: give the folder of the run to go on with by --workdir ({advice}).")
+        while True:
+            newest += 1
+            path = root.absolute() / f"{name}-{newest:03d}"
+            try:
+                path.mkdir()
+            except FileExistsError:
+                continue  # another start took this number in the meantime
+            return path
+
+
+def _lock(path: pathlib.Path) -> int:
+    """Locks a file for as long as this process lives, however it ends; returns the open descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        deadline = time.monotonic() + _LOCK_PATIENCE_S
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(_held_message(path)) from error
+                time.sleep(0.05)
+            except OSError as error:
+                if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                    raise UserError(
+                        f"{path} cannot be locked: its file system has no locks ({os.strerror(error.errno)}). Choose "
+                        "a --workdir on another file system."
+                    ) from error
+                raise
+        started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        holder = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": started}) + "\n"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, holder.encode(), 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _held_message(path: pathlib.Path) -> str:
+    try:
+        holder = json.loads(path.read_text())
+        who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
+    except (ValueError, KeyError, OSError):
+        who = "another process"
+    return f"run folder {path.parent} is being written by {who}. Wait for it or end it, or choose another --workdir."
+
+
+def _complete_lines(path: pathlib.Path) -> list[tuple[dict[str, Any], bytes]]:
+    try:
+        with disk.explained(f"cannot read {path}"):
+            data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    complete, _, _ = data.rpartition(b"\n")
+    records = []
+    for number, line in enumerate(complete.split(b"\n") if complete else [], start=1):
+        try:
+            record = json.loads(line)
+            if not isinstance(record["step"], int):
+                raise TypeError
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}: line {number} is damaged. Bring the file back from a copy, or remove that line."
+            ) from error
+        records.append((record, line + b"\n"))
+    return records
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Commit of the checkout that runs, "+" if files differ from it; None for an installed package."""
+    root = pathlib.Path(scalejax.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty=+", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None  # no git here, or a checkout of another user
