@@ -30,7 +30,7 @@ def to_device(batch: Batch, program: Program) -> DeviceBatch:
     mesh = program.mesh
     processes = len({device.process_index for device in mesh.devices.flat})
     shards = mesh.size // processes
-    program.collection.check_on_host(batch.features, shards)
+    program.collection.check_on_host(batch.features, shards, program.layout)
     values, lengths, weights = jagged.pack(batch.features, program.layout, shards)
     everywhere = NamedSharding(mesh, P(meshes.AXES))
     rows = program.batch_sharding()

@@ -64,6 +64,8 @@ class Experiment:
       eval_every: Steps between evaluations on the validation split; 0 = only at the end.
       eval_split: Split scored at intervals.
       final_split: Split scored at the end.
+      validation: "split" scores held-out examples only; "progressive" also scores each day of the training stream
+        before it is trained (needs data in time order).
       checkpoints: When to save and what to keep.
     """
 
@@ -82,4 +84,5 @@ class Experiment:
     eval_every: int = 0
     eval_split: str = "validation"
     final_split: str = "test"
+    validation: Literal["split", "progressive"] = "split"
     checkpoints: Checkpoints = Checkpoints()

@@ -58,6 +58,13 @@ class Program:
         return self.experiment.row_schedule.build(self.experiment.steps)
 
     @functools.cached_property
+    def in_flight(self) -> int:
+        """Steps that may be queued: virtual CPU devices share one pool of threads, and the collectives of two queued
+        steps can wait for each other there for ever (seen with 8 devices on 2 cores)."""
+        local = self.mesh.local_mesh.devices
+        return 1 if local.size > 1 and local.flat[0].platform == "cpu" else 3
+
+    @functools.cached_property
     def replicated(self) -> NamedSharding:
         """The sharding of what every device holds whole."""
         return NamedSharding(self.mesh, P())
@@ -149,6 +156,11 @@ class Program:
             return dataclasses.replace(state, metrics=zero), state.metrics
 
         return jax.jit(take, donate_argnums=0, out_shardings=(self.state_shardings, self.state_shardings.metrics))
+
+    @functools.cached_property
+    def faults(self) -> Any:
+        """jitted state -> int32[2] of `EmbeddingCollection.faults`."""
+        return jax.jit(lambda state: self.collection.faults(state.tables), out_shardings=self.replicated)
 
     def _embed(self, tables: Any, features: KeyedJagged) -> tuple[dict[str, jax.Array], Any]:
         embedded, routing = self.collection.lookup(tables, features)

@@ -72,6 +72,17 @@ class DataSet(Protocol):
         ...
 
 
+    def days(self) -> tuple[tuple[str, int, int], ...]:
+        """(name, start, stop) of each day of the training split, as stream positions; data in time order only."""
+        ...
+
+    def range_batches(
+        self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch]:
+        """One pass over stream positions [start, stop), the last batch filled up with examples of weight 0."""
+        ...
+
+
 @runtime_checkable
 class DataConfig(Protocol):
     """A frozen dataclass of plain values; constructing one does no I/O, `build()` does."""

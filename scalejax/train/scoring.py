@@ -1,0 +1,69 @@
+"""Scores of a whole split, gathered to the host on every process."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from scalejax.data.batch import Batch
+from scalejax.train.convert import Prefetch
+from scalejax.train.program import Program
+from scalejax.train.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """Examples of weight > 0 in file order; N of them, T tasks.
+
+    Attributes:
+      logits: float32[N, T].
+      labels: float32[N, T].
+      weights: float32[N].
+      groups: int64[N], or None where the data has no groups.
+    """
+
+    logits: np.ndarray
+    labels: np.ndarray
+    weights: np.ndarray
+    groups: np.ndarray | None
+
+    @property
+    def probabilities(self) -> np.ndarray:
+        """float64[N, T], sigmoid of the logits."""
+        return 1.0 / (1.0 + np.exp(-self.logits.astype(np.float64)))
+
+
+def score(program: Program, state: TrainState, batches: Iterator[Batch]) -> Scores:
+    """Runs the model over one pass of batches; every process passes its slices and gets all scores."""
+    logits: list[jax.Array] = []
+    slices: list[Batch] = []
+    with Prefetch(batches, program) as prefetched:
+        for host, device in prefetched:
+            out = program.eval_step(state, device)
+            out.copy_to_host_async()
+            # Without a bound a long split would queue on the device; virtual devices must not queue at all.
+            if len(logits) >= program.in_flight:
+                logits[-program.in_flight].block_until_ready()
+            logits.append(out)
+            slices.append(host)
+    all_logits = np.concatenate([np.asarray(part) for part in logits])
+    labels = _gather(np.stack([b.labels for b in slices]))
+    weights = _gather(np.stack([b.weights for b in slices]))
+    kept = weights > 0
+    groups = None
+    if all(b.groups is not None for b in slices):
+        groups = _gather(np.stack([np.asarray(b.groups) for b in slices]))[kept]
+    return Scores(all_logits[kept], labels[kept], weights[kept], groups)
+
+
+def _gather(local: np.ndarray) -> np.ndarray:
+    """[batches, examples of this process, ...] -> [all examples, ...] in the order of the global batches."""
+    if jax.process_count() == 1:
+        return local.reshape(-1, *local.shape[2:])
+    # As 32-bit words: jax would cut int64 to int32.
+    words = np.ascontiguousarray(local).view(np.uint32).reshape(*local.shape[:2], -1)
+    whole = multihost_utils.process_allgather(words)  # processes, batches, examples, words
+    whole = np.asarray(whole).transpose(1, 0, 2, 3).reshape(-1, words.shape[-1])
+    return np.ascontiguousarray(whole).view(local.dtype).reshape(-1, *local.shape[2:])
