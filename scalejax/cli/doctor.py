@@ -126,17 +126,18 @@ def _compile_cache() -> dict[str, str | None]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from rich import box, table
+    from rich import markup, table
 
     console = output.console()
 
     def section(title: str, rows: list[tuple[str, str]]) -> None:
-        shown = table.Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
+        shown = table.Table(title=title, title_justify="left", title_style="bold", box=None, show_header=False)
         shown.add_column(no_wrap=True)
         shown.add_column()
         for row in rows:
-            shown.add_row(*row)
-        console.print(shown, markup=False)
+            shown.add_row(*map(markup.escape, row))
+        console.print(shown)
+        console.print()
 
     memory = report["memory_bytes"]
     section(

@@ -86,9 +86,10 @@ def cache_folder() -> pathlib.Path:
 
 
 def make_private(folder: pathlib.Path) -> str | None:
-    """Makes the folder with mode 0700 if it is not there. Returns what is wrong with it, or None."""
+    """Makes the folder and its parent with mode 0700 if not there. Returns what is wrong with it, or None."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         return f"{folder} cannot be made ({error.strerror}). Set {CACHE_VARIABLE} to a folder that only you can write."
     return privacy_problem(folder)

@@ -36,6 +36,7 @@ def evaluate(
         from scalejax.configs import overrides
 
         experiment = overrides.apply(experiment, mesh_sets(mesh))
+    from scalejax.train import console as closing
     from scalejax.train import distributed, loop
 
     distributed.initialize(coordinator, processes, process_id)
@@ -45,7 +46,7 @@ def evaluate(
     split = split or experiment.final_split
     summary = loop.evaluate(experiment, workdir=run_folder, split=split, step=step, console=console)
     if console is not None:
-        output.print_summary(console, summary)
+        console.print(closing.closing_table(summary))
 
 
 def read_record(run_folder: pathlib.Path) -> dict[str, Any]:

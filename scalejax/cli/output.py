@@ -2,12 +2,9 @@
 
 import json
 import pathlib
-from collections.abc import Mapping
 from typing import Any
 
-import rich.box
 import rich.console
-import rich.table
 
 from scalejax.errors import UserError
 
@@ -16,14 +13,6 @@ def console() -> rich.console.Console:
     """Tables and progress go to standard output; in a pipe they are plain and as wide as they need to be."""
     out = rich.console.Console(highlight=False, soft_wrap=False)
     return out if out.is_terminal else rich.console.Console(highlight=False, width=160)
-
-
-def print_summary(out: rich.console.Console, summary: Mapping[str, Any]) -> None:
-    """The flat object of `summary.json` as a table."""
-    table = rich.table.Table(box=rich.box.SIMPLE, show_header=False)
-    for name, value in summary.items():
-        table.add_row(name, f"{value:.5g}" if isinstance(value, float) else str(value))
-    out.print(table, markup=False)
 
 
 def print_json(data: Any) -> None:

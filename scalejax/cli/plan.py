@@ -22,10 +22,12 @@ def plan(
     Prints whether it fits, bytes per chip by kind, FLOPs, every collective with its bytes, and the predicted step.
     """
     environment.prepare()
-    import scalejax.plan
     from scalejax import configs
 
-    result = scalejax.plan.plan(configs.load(recipe, sets or []), topology, mesh)
+    experiment = configs.load(recipe, sets or [])
+    import scalejax.plan
+
+    result = scalejax.plan.plan(experiment, topology, mesh)
     result.render(output.console())
     if json is not None:
         output.write_json(json, result.to_json())

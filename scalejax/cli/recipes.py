@@ -35,15 +35,16 @@ def _list(json: bool) -> None:
               "summary": r.summary, **r.written} for r in found]
         )  # fmt: skip
         return
-    from rich import box, table
+    from rich import box, markup, table
 
     shown = table.Table("recipe", "what", "model", "data", "mesh", box=box.SIMPLE_HEAD, pad_edge=False)
     for recipe in found:
         also = f" = {recipe.path.stem}" if recipe.first else ""
         written = [recipe.written.get(column, "") for column in ("model", "data", "mesh")]
-        shown.add_row(recipe.name + also, recipe.summary, *(_short(text) for text in written))
+        cells = (recipe.name + also, recipe.summary, *map(_short, written))
+        shown.add_row(*map(markup.escape, cells))
     console = output.console()
-    console.print(shown, markup=False)
+    console.print(shown)
     print("Next: scalejax train RECIPE, or scalejax recipes RECIPE to see everything that --set can change.")
 
 

@@ -1,18 +1,14 @@
 """`scalejax train`: from a recipe to a run folder."""
 
 import enum
-import hashlib
 import json
 import pathlib
 import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from scalejax.cli import environment, options, output
-
-if TYPE_CHECKING:
-    from scalejax.train.experiment import Experiment
 
 
 class Resume(enum.StrEnum):
@@ -31,7 +27,7 @@ def train(
         typer.Option(
             "--workdir",
             metavar="DIR",
-            help="Run folder. Default: runs/RECIPE-HASH, one per recipe and settings: the same command resumes.",
+            help="Run folder. Default: a new one, runs/RECIPE-001 and so on.",
         ),
     ] = None,
     resume: Annotated[
@@ -54,15 +50,15 @@ def train(
 
     sets = sets or []
     experiment = configs.load(recipe, sets)
-    if workdir is None:
-        workdir = default_workdir(discovery.find(recipe).slug, experiment)
     record = serialization.record(recipe, sets, experiment)
 
-    from scalejax.train import distributed, loop
+    from scalejax.train import console as closing
+    from scalejax.train import distributed, loop, run_folder
 
     distributed.initialize(coordinator, processes, process_id)
     import jax
 
+    workdir = run_folder.choose(workdir, discovery.find(recipe).slug, resume.value)
     console = output.console() if jax.process_index() == 0 else None
     try:
         summary = loop.train(
@@ -74,7 +70,7 @@ def train(
             print(f"Interrupted. Resume with: {again}")
         raise typer.Exit(130) from error
     if console is not None:
-        output.print_summary(console, summary)
+        console.print(closing.closing_table(summary))
         next_commands = (
             shlex.join(["scalejax", "eval", str(workdir)]),
             f"open {shlex.quote(str(workdir / 'report.html'))}",
@@ -84,11 +80,3 @@ def train(
         print(f"Run folder: {workdir}\nNext:")
         for command in next_commands:
             print(f"  {command}")
-
-
-def default_workdir(slug: str, experiment: "Experiment") -> pathlib.Path:
-    """runs/SLUG-HASH: equal for equal experiments, hence the same on every process and when a command is repeated."""
-    from scalejax.configs import serialization
-
-    text = json.dumps(serialization.to_data(experiment), sort_keys=True)
-    return pathlib.Path("runs") / f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"

@@ -19,7 +19,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from scalejax.errors import UserError
 
@@ -102,13 +102,13 @@ class _Change:
             raise self.unknown(value, annotation, name, done)
         hint = typing.get_type_hints(type(value))[name]
         new = self.into(getattr(value, name), hint, rest, here)
-        return self.construct(lambda: dataclasses.replace(value, **{name: new}))
+        return self.construct(lambda: dataclasses.replace(typing.cast(Any, value), **{name: new}))
 
     def convert(self, value: Any, annotation: Any, path: str) -> Any:
         """Turns the text into a value of type `annotation`; `value` is what is there now."""
         members = _members(annotation)
-        configs = [m for m in members if dataclasses.is_dataclass(m)]
-        plain = [m for m in members if not dataclasses.is_dataclass(m)]
+        configs = [m for m in members if _is_config_type(m)]
+        plain = [m for m in members if not _is_config_type(m)]
         for member in configs:
             if self.text == member.__name__:
                 return self.default(member, path)
@@ -167,7 +167,7 @@ class _Change:
         if not _is_config(value):
             kind = "a tuple: give a position" if isinstance(value, tuple) else f"{show(value)!r} and has no fields"
             return self.error(f"{where} is {kind}; got {self.path!r}.")
-        others = [m for m in _members(annotation) if dataclasses.is_dataclass(m) and name in _settable(m)]
+        others = [m for m in _members(annotation) if _is_config_type(m) and name in _settable(m)]
         if others and done:
             choices = " or ".join(f"--set {done}={m.__name__}" for m in others)
             return self.error(
@@ -187,7 +187,11 @@ class _Change:
         return UserError(f"--set {self.path}={self.text}: {message}")
 
 
-def _is_config(value: object) -> bool:
+def _is_config_type(annotation: Any) -> TypeGuard[type]:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
+def _is_config(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -292,7 +296,7 @@ def _describe(annotation: Any) -> tuple[str, str]:
             parts = [_describe(argument) for argument in arguments]
             words.append(f"{len(parts)} items ({', '.join(of for of, _ in parts)})")
             examples.append(",".join(example for _, example in parts))
-        elif dataclasses.is_dataclass(member):
+        elif _is_config_type(member):
             words.append(f"the type name {member.__name__}")
             examples.append(member.__name__)
         else:

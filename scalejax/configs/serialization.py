@@ -80,7 +80,6 @@ def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pat
     if sha256 is None:
         if recipe is not None and discovery.find(recipe) != discovery.find(named):
             raise UserError(f"--recipe {recipe}: the run {where} came from {named!r}. Leave --recipe out.")
-        recipe = named
     elif recipe is None:
         raise UserError(
             f"The run {where} came from a file of yours, {named!r}. Say which file to run again: --recipe {named}"
@@ -95,12 +94,12 @@ def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pat
             )
         if function and found.function != function:
             raise UserError(f"--recipe {recipe}: the run {where} came from function {function!r} of this file.")
-    experiment = configs.load(recipe, sets)
+    experiment = configs.load(recipe or named, sets)
     differences = diff(recorded["experiment"], experiment)
     if differences:
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise UserError(
-            f"Recipe {recipe!r} no longer gives the experiment of the run {where}: "
+            f"Recipe {named!r} no longer gives the experiment of the run {where}: "
             f"{'; '.join(differences[:_SHOWN])}{more}. It was made with scalejax {recorded['scalejax']}, this is "
             f"{scalejax.__version__}: use the version that made it, or train again."
         )

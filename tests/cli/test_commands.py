@@ -1,0 +1,96 @@
+"""Commands hand to the library exactly what the user gave, and print what comes back."""
+
+import json
+import sys
+import types
+
+import pytest
+
+import scalejax.bench
+import scalejax.plan
+import scalejax.train
+from scalejax.configs import discovery
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """A train loop that writes down its arguments, and the record as the run folder has it."""
+    stub = types.ModuleType("scalejax.train.loop")
+    stub.calls = []
+
+    def train(experiment, **named):
+        stub.calls.append((experiment, named))
+        return {"steps": experiment.steps, "test_auc": 0.75, "test_logloss": 0.5}
+
+    def evaluate(experiment, **named):
+        stub.calls.append((experiment, named))
+        return {"test_auc": 0.76, "test_logloss": 0.5}
+
+    stub.train, stub.evaluate = train, evaluate
+    monkeypatch.setitem(sys.modules, "scalejax.train.loop", stub)
+    monkeypatch.setattr(scalejax.train, "loop", stub, raising=False)
+    return stub
+
+
+def test_train_passes_the_experiment_and_prints_the_summary(invoke, example, loop, tmp_path):
+    workdir = tmp_path / "run"
+    result = invoke(
+        "train", example, "--set", "steps=3", "--set", "seed=9", "--workdir", str(workdir), "--resume", "must"
+    )
+    ((experiment, named),) = loop.calls
+    assert (experiment.steps, experiment.seed) == (3, 9)
+    assert (named["workdir"], named["resume"]) == (workdir, "must")
+    assert type(named["resume"]) is str
+    assert result.exit_code == 0
+    for words in ("0.7500", f"Run folder: {workdir}", f"scalejax eval {workdir}", "report.html", "tensorboard"):
+        assert words in result.stdout
+
+
+def test_every_start_without_workdir_gets_a_folder_of_its_own(invoke, example, loop, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        invoke("train", f"{example}:second")
+    assert [named["workdir"] for _, named in loop.calls] == [
+        tmp_path / "runs" / f"example_recipes-second-00{number}" for number in (1, 2)
+    ]
+
+
+def test_recipes_lists_and_shows(invoke, example):
+    assert "recipe" in invoke("recipes").stdout
+    shown = invoke("recipes", example, "--set", "model.mlp.hidden=5,4").stdout
+    assert "model.mlp.hidden                  = 5,4" in shown
+    assert "mesh.fsdp                         = 2" in shown
+
+
+def test_recipes_as_json_names_them_all(invoke):
+    found = json.loads(invoke("recipes", "--json").stdout)
+    assert [r["name"] for r in found] == [r.name for r in discovery.listing()]
+
+
+def test_plan_passes_its_arguments_and_writes_json(invoke, example, monkeypatch, tmp_path):
+    calls = []
+
+    def plan(experiment, topology, mesh):
+        calls.append((experiment.steps, topology, mesh))
+        return types.SimpleNamespace(render=lambda console: console.print("it fits"), to_json=lambda: {"fits": True})
+
+    monkeypatch.setattr(scalejax.plan, "plan", plan, raising=False)
+    out = tmp_path / "plan.json"
+    result = invoke(
+        "plan", example, "--topology", "v5p:2x2x1", "--mesh", "fsdp=4", "--set", "steps=2", "--json", str(out)
+    )
+    assert calls == [(2, "v5p:2x2x1", "fsdp=4")]
+    assert "it fits" in result.stdout
+    assert json.loads(out.read_text()) == {"fits": True}
+
+
+def test_bench_passes_its_arguments(invoke, monkeypatch, tmp_path):
+    calls = []
+    monkeypatch.setattr(scalejax.bench, "run", lambda name, **named: calls.append((name, named)), raising=False)
+    monkeypatch.setattr(scalejax.bench, "names", lambda: ["wukong_step", "data_pipeline"], raising=False)
+    invoke("bench", "wukong_step", "--against", "torch", "--case", "b1024", "--case", "b8192", "--data", str(tmp_path))
+    ((name, named),) = calls
+    assert name == "wukong_step"
+    assert (named["against"], named["cases"], named["data"]) == ("torch", ["b1024", "b8192"], tmp_path)
+    assert invoke("bench", "--list").stdout == "wukong_step\ndata_pipeline\n"
+    assert invoke("bench").exit_code == 2

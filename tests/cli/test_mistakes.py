@@ -1,0 +1,153 @@
+"""A user's mistake is one message on stderr and exit status 2; a bug keeps its traceback and exits 1."""
+
+import json
+import os
+import sys
+import types
+
+import pytest
+
+import scalejax.train
+from scalejax.errors import UserError
+
+HEADER = "from scalejax.train.experiment import Experiment\n"
+
+
+def _one_message(result, words):
+    """Exit status 2, nothing on stdout, one line on stderr that has these words."""
+    code = result.exit_code if hasattr(result, "exit_code") else result.returncode
+    assert code == 2, result.stderr
+    assert result.stdout == ""
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("Error: ")
+    assert words in lines[0], lines[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f() -> Experiment:\n  return (\n", "line 2: '(' was never closed"),
+        ("x = 1\n", "has no recipe"),
+        (HEADER + "def f() -> Experiment: ...\ndef f() -> Experiment: ...\n", "'f' is ambiguous"),
+        (HEADER + "def g() -> Experiment: ...\n", "has no recipe 'f'"),
+        ("import no_such_package\ndef f() -> 'Experiment': ...\n", "line 1: ModuleNotFoundError"),
+        ("def f() -> 'Experiment': return 3\n", "must return a scalejax.train.experiment.Experiment"),
+    ],
+)
+def test_broken_recipe_file(invoke, tmp_path, text, words):
+    (tmp_path / "mine_broken.py").write_text(text)
+    _one_message(invoke("train", f"{tmp_path}/mine_broken.py:f"), words)
+
+
+@pytest.mark.parametrize("command", [("train",), ("plan", "--topology", "v5e:2x2"), ("recipes",)])
+def test_unknown_recipe(invoke, command):
+    _one_message(invoke(*command, "no-such-recipe"), "Unknown recipe 'no-such-recipe'")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model.layer=3", "Nearest: model.layers"),
+        ("steps=many", "steps must be an integer, for example --set steps=10; got 'many'"),
+        ("model.layers=0", "refused: layers must be at least 1; got 0"),
+        ("steps", "must be path=value"),
+    ],
+)
+def test_bad_override(invoke, example, text, words):
+    _one_message(invoke("train", example, "--set", text), words)
+
+
+def test_missing_recipe_file(invoke):
+    _one_message(invoke("train", "nowhere/mine.py:f"), "'nowhere/mine.py' does not exist")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(None, "does not exist"), ("", "has no experiment.json"), ("{", "cannot be read as JSON"), ("{}", "no record of")],
+)
+def test_eval_of_something_that_is_no_run_folder(invoke, tmp_path, content, words):
+    folder = tmp_path / "run"
+    if content is not None:
+        folder.mkdir()
+    if content:
+        (folder / "experiment.json").write_text(content)
+    _one_message(invoke("eval", str(folder)), words)
+
+
+def test_unwritable_json_file(invoke, example, monkeypatch):
+    result = types.SimpleNamespace(render=lambda console: None, to_json=dict)
+    import scalejax.plan
+
+    monkeypatch.setattr(scalejax.plan, "plan", lambda *arguments: result, raising=False)
+    _one_message(invoke("plan", example, "--topology", "v5e:2x2", "--json", "no/folder/x.json"), "cannot be written")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("train",), ("trian", "x"), ("train", "x", "--resume", "maybe"), ("train", "x", "--steps", "3"), ()]
+)
+def test_usage_errors_exit_with_status_2(invoke, arguments):
+    assert invoke(*arguments).exit_code == 2
+
+
+def test_cpu_devices_against_another_platform(invoke, example, monkeypatch):
+    monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cuda")
+    _one_message(invoke("train", example, "--cpu-devices", "2"), "JAX_PLATFORMS is 'cuda'")
+
+
+@pytest.fixture
+def loop(monkeypatch):
+    """A train loop that does what a test says."""
+    stub = types.ModuleType("scalejax.train.loop")
+    monkeypatch.setitem(sys.modules, "scalejax.train.loop", stub)
+    monkeypatch.setattr(scalejax.train, "loop", stub, raising=False)
+    return stub
+
+
+def test_user_error_of_the_loop_is_one_message(invoke, example, loop):
+    def train(*arguments, **named):
+        raise UserError("mesh must multiply to the 8 devices")
+
+    loop.train = train
+    _one_message(invoke("train", example), "mesh must multiply to the 8 devices")
+
+
+def test_other_exceptions_are_bugs_and_are_raised(invoke, example, loop):
+    def train(*arguments, **named):
+        raise ValueError("a bug")
+
+    loop.train = train
+    with pytest.raises(ValueError, match="a bug"):
+        invoke("train", example)
+
+
+def test_interruption_says_how_to_resume(invoke, example, loop, tmp_path):
+    def train(*arguments, **named):
+        raise KeyboardInterrupt
+
+    loop.train = train
+    result = invoke("train", example, "--set", "steps=7", "--workdir", str(tmp_path / "run"))
+    assert result.exit_code == 130
+    assert f"scalejax train {example} --set=steps=7 --workdir={tmp_path}/run" in result.stdout
+
+
+def test_a_mistake_in_a_process_of_its_own(scalejax):
+    _one_message(scalejax("train", "no-such-recipe"), "Unknown recipe")
+
+
+def test_a_bug_in_a_process_of_its_own_keeps_its_traceback(scalejax, tmp_path):
+    (tmp_path / "a_module.py").write_text(HEADER + "def f() -> Experiment: raise KeyError('bug')\n")
+    result = scalejax("recipes", "a_module:f")
+    assert result.returncode == 1
+    assert "Traceback" in result.stderr
+    assert "KeyError: 'bug'" in result.stderr
+
+
+def test_missing_packages_of_the_command_line(scalejax, tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')\n")
+    _one_message(scalejax("recipes"), "pip install 'scalejax[train]'")
+
+
+def test_json_of_a_bad_recipe_prints_no_json(invoke, example):
+    _one_message(invoke("recipes", example, "--json", "--set", "step=3"), "Nearest: steps")
+    assert json.loads(invoke("recipes", example, "--json").stdout)["experiment"]["fields"]["steps"] == 10
