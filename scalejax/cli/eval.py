@@ -40,9 +40,7 @@ def evaluate(
     from scalejax.train import distributed, loop
 
     distributed.initialize(coordinator, processes, process_id)
-    import jax
-
-    console = output.console() if jax.process_index() == 0 else None
+    console = output.console() if distributed.is_primary() else None
     split = split or experiment.final_split
     summary = loop.evaluate(experiment, workdir=run_folder, split=split, step=step, console=console)
     if console is not None:

@@ -1,14 +1,16 @@
 """`scalejax train`: from a recipe to a run folder."""
 
+import contextlib
 import enum
-import json
 import pathlib
 import shlex
+import sys
 from typing import Annotated
 
 import typer
 
 from scalejax.cli import environment, options, output
+from scalejax.errors import UserError
 
 
 class Resume(enum.StrEnum):
@@ -56,27 +58,38 @@ def train(
     from scalejax.train import distributed, loop, run_folder
 
     distributed.initialize(coordinator, processes, process_id)
-    import jax
-
-    workdir = run_folder.choose(workdir, discovery.find(recipe).slug, resume.value)
-    console = output.console() if jax.process_index() == 0 else None
+    primary = distributed.is_primary()
+    name = discovery.find(recipe).slug
+    folder = run_folder.choose(workdir, name, resume.value)
+    console = output.console() if primary else None
     try:
         summary = loop.train(
-            experiment, workdir=workdir, resume=resume.value, recipe=json.dumps(record), console=console
+            experiment, workdir=folder, resume=resume.value, recipe=name, record=record, console=console
         )
     except KeyboardInterrupt as error:
-        if console is not None:
-            again = shlex.join(["scalejax", "train", recipe, *(f"--set={s}" for s in sets), f"--workdir={workdir}"])
-            print(f"Interrupted. Resume with: {again}")
+        if primary:
+            again = shlex.join(["scalejax", "train", recipe, *(f"--set={s}" for s in sets), f"--workdir={folder}"])
+            print(f"Interrupted. Resume with: {again}", file=sys.stderr)
         raise typer.Exit(130) from error
+    except UserError:
+        if primary and workdir is None:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # only if it is empty: a run that could not begin leaves nothing behind
+        raise
     if console is not None:
         console.print(closing.closing_table(summary))
-        next_commands = (
-            shlex.join(["scalejax", "eval", str(workdir)]),
-            f"open {shlex.quote(str(workdir / 'report.html'))}",
-            shlex.join(["tensorboard", "--logdir", str(workdir)]),
-            shlex.join(["scalejax", "plan", recipe, "--topology", "v5e:2x2"]),
-        )
-        print(f"Run folder: {workdir}\nNext:")
-        for command in next_commands:
-            print(f"  {command}")
+        _print_next(folder, recipe)
+
+
+def _print_next(folder: pathlib.Path, recipe: str) -> None:
+    with contextlib.suppress(ValueError):
+        folder = folder.relative_to(pathlib.Path.cwd())
+    commands = {
+        shlex.join(["scalejax", "eval", str(folder)]): "score the newest checkpoint again",
+        shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
+        shlex.join(["scalejax", "plan", recipe, "--topology", "v5e:2x2"]): "the same recipe on a TPU, compiled here",
+    }
+    print(f"\nRun folder: {folder}\nReport:     {folder / 'report.html'}\nNext:")
+    width = max(map(len, commands))
+    for command, what in commands.items():
+        print(f"  {command:<{width}}  {what}")

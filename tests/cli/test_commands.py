@@ -41,9 +41,25 @@ def test_train_passes_the_experiment_and_prints_the_summary(invoke, example, loo
     assert (experiment.steps, experiment.seed) == (3, 9)
     assert (named["workdir"], named["resume"]) == (workdir, "must")
     assert type(named["resume"]) is str
+    assert named["record"]["sets"] == ["steps=3", "seed=9"]
+    assert named["record"]["experiment"]["fields"]["steps"] == 3
     assert result.exit_code == 0
     for words in ("0.7500", f"Run folder: {workdir}", f"scalejax eval {workdir}", "report.html", "tensorboard"):
         assert words in result.stdout
+
+
+def test_eval_runs_the_recorded_recipe_again(invoke, example, loop, tmp_path):
+    invoke("train", example, "--set", "steps=3", "--workdir", str(tmp_path))
+    (tmp_path / "experiment.json").write_text(json.dumps(loop.calls[0][1]["record"]))
+    refused = invoke("eval", str(tmp_path))
+    assert refused.exit_code == 2
+    assert f"--recipe {example}" in refused.stderr
+    result = invoke("eval", str(tmp_path), "--recipe", example, "--step", "2", "--mesh", "tensor=2")
+    assert "0.7600" in result.stdout
+    experiment, named = loop.calls[1]
+    assert (experiment.steps, experiment.mesh.fsdp, experiment.mesh.tensor) == (3, 1, 2)
+    assert (named["workdir"], named["split"], named["step"]) == (tmp_path, "test", 2)
+    assert "AXIS=N" in invoke("eval", str(tmp_path), "--recipe", example, "--mesh", "data=2").stderr
 
 
 def test_every_start_without_workdir_gets_a_folder_of_its_own(invoke, example, loop, tmp_path, monkeypatch):

@@ -104,21 +104,23 @@ def loop(monkeypatch):
     return stub
 
 
-def test_user_error_of_the_loop_is_one_message(invoke, example, loop):
+def test_user_error_of_the_loop_is_one_message(invoke, example, loop, tmp_path, monkeypatch):
     def train(*arguments, **named):
         raise UserError("mesh must multiply to the 8 devices")
 
     loop.train = train
+    monkeypatch.chdir(tmp_path)
     _one_message(invoke("train", example), "mesh must multiply to the 8 devices")
+    assert list((tmp_path / "runs").iterdir()) == []  # a run that could not begin leaves no folder
 
 
-def test_other_exceptions_are_bugs_and_are_raised(invoke, example, loop):
+def test_other_exceptions_are_bugs_and_are_raised(invoke, example, loop, tmp_path):
     def train(*arguments, **named):
         raise ValueError("a bug")
 
     loop.train = train
     with pytest.raises(ValueError, match="a bug"):
-        invoke("train", example)
+        invoke("train", example, "--workdir", str(tmp_path))
 
 
 def test_interruption_says_how_to_resume(invoke, example, loop, tmp_path):
@@ -128,7 +130,7 @@ def test_interruption_says_how_to_resume(invoke, example, loop, tmp_path):
     loop.train = train
     result = invoke("train", example, "--set", "steps=7", "--workdir", str(tmp_path / "run"))
     assert result.exit_code == 130
-    assert f"scalejax train {example} --set=steps=7 --workdir={tmp_path}/run" in result.stdout
+    assert f"scalejax train {example} --set=steps=7 --workdir={tmp_path}/run" in result.stderr
 
 
 def test_a_mistake_in_a_process_of_its_own(scalejax):
