@@ -1,5 +1,6 @@
 """Multi-layer perceptron."""
 
+import itertools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -60,7 +61,7 @@ class Mlp(nnx.Module):
                     compute_dtype=compute_dtype,
                     out_dtype=out_dtype if i == last else None,
                 )
-                for i, (n_in, n_out) in enumerate(zip(sizes[:-1], sizes[1:], strict=True))
+                for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes))
             ]
         )
         self.activation: Activation = activation
@@ -80,7 +81,7 @@ class Mlp(nnx.Module):
 
 def mlp_macs(sizes: Sequence[int]) -> int:
     """Multiply-accumulates of one example in the matrices of an `Mlp`."""
-    return sum(a * b for a, b in zip(sizes[:-1], sizes[1:], strict=True))
+    return sum(a * b for a, b in itertools.pairwise(sizes))
 
 
 def mlp_parameters(sizes: Sequence[int]) -> int:

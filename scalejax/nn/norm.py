@@ -8,9 +8,9 @@ from scalejax.nn.linear import DType, wide
 
 
 class LayerNorm(nnx.Module):
-    """y = (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al., 2016). scale = 1, bias = 0 at first.
+    """y = (x - mean) / sqrt(var + eps) * scale + bias over the last axis (Ba et al., 2016).
 
-    Statistics are computed in float32 or wider, whatever the dtype of x.
+    Starts with scale 1 and bias 0. Statistics are computed in float32 or wider, whatever the dtype of x.
     """
 
     def __init__(

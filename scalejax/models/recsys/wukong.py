@@ -16,10 +16,11 @@ Equations, in the order of the code (one example; X_i holds n_i vectors of width
 Layer i holds interactions of orders 1 .. 2^(i+1). `X X^T` is never formed by the low-rank kinds. With k < min(n, d) the
 projection by Y loses information (the paper's "nothing is lost" needs k >= min(n, d)), and the published k are below.
 
-What the paper leaves open, and what is done here: Y(X) = MLP(flatten(W_C X)) reshaped to (n, k), with `attention_rows`
-rows in W_C and one hidden layer by default; weights as in `nn.scaled_normal`, biases zero; W_L, W_R, W_C and Y have no
-bias; dropout after hidden activations of the FM blocks and of the head. The layers are unrolled: their first has a shape
-of its own and the deepest published stack has 8, so a scan would save little compilation and cost a copy of the weights.
+What the paper leaves open, and what is done here: Y(X) = MLP(flatten(W_C X)) reshaped to (n, k), with
+`attention_rows` rows in W_C and one hidden layer by default; weights as in `nn.scaled_normal`, biases zero; W_L, W_R,
+W_C and Y have no bias; dropout after hidden activations of the FM blocks and of the head. The layers are unrolled: the
+first has a shape of its own and the deepest published stack has 8, so a scan would save little compilation and cost a
+copy of the weights.
 
 Axes: B examples, n vectors of an example, d width of a vector, k rank, T tasks. Inside the stack X is stored [n, B, d]:
 then every product from the left (W X, Y^T X) is one matrix product over B * d columns, without a transpose.
@@ -37,7 +38,6 @@ from scalejax.data.schema import Schema
 from scalejax.models.recsys.task import CtrTask, check_features, pooled_table
 from scalejax.nn.mlp import mlp_macs, mlp_parameters
 from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
-
 
 FmKind = Literal["lowrank", "plain", "attentive"]
 Normalization = Literal["layer", "none"]
@@ -372,9 +372,7 @@ class WukongLayer(nnx.Module):
 class Wukong(nnx.Module):
     """Embeddings and numbers -> one logit per task."""
 
-    def __init__(
-        self, config: WukongConfig, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any
-    ):
+    def __init__(self, config: WukongConfig, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
         self.before = nnx.Dict(
             {
                 name: nn.Mlp(
@@ -429,9 +427,7 @@ class Wukong(nnx.Module):
             x = layer(x, key=None if key is None else jax.random.fold_in(key, i))
         return x
 
-    def __call__(
-        self, embedded: dict[str, jax.Array], dense: jax.Array, *, key: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, embedded: dict[str, jax.Array], dense: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Returns logits, float32[B, T] (float64 where the model computes in float64)."""
         in_key, stack_key, head_key = (None, None, None) if key is None else jax.random.split(key, 3)
         x = nn.dropout(self.embed(embedded, dense), self.config.embedding_dropout, in_key)  # n_0 B d

@@ -1,0 +1,73 @@
+"""Logistic regression: the floor that every other click model has to clear.
+
+    logits = b + w . dense + sum over features of the looked-up row        (one row entry per task)
+
+The tables are as wide as there are tasks. Everything starts at zero, so the first prediction is 1/2.
+
+Axes: B examples, D numbers, T tasks.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scalejax import nn
+from scalejax.data.schema import Schema
+from scalejax.models.recsys.task import CtrTask, pooled_table
+from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogisticConfig:
+    """Architecture.
+
+    Attributes:
+      pooling: How the rows of a multi-hot feature become one.
+    """
+
+    pooling: Literal["sum", "mean"] = "sum"
+
+    def task(self, schema: Schema, row_optimizer: RowOptimizer) -> CtrTask:
+        """Binds the model to the columns of a data set."""
+        return CtrTask(model=self, schema=schema, row_optimizer=row_optimizer)
+
+    def tables(self, schema: Schema, row_optimizer: RowOptimizer) -> tuple[TableConfig, ...]:
+        tasks = len(schema.labels)
+        return tuple(
+            pooled_table(f, tasks, row_optimizer=row_optimizer, pooling=self.pooling, init_scale=0.0)
+            for f in schema.categorical
+        )
+
+    def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> "Logistic":
+        del rngs  # nothing is drawn
+        return Logistic(schema, param_dtype=param_dtype, compute_dtype=compute_dtype)
+
+    def macs_per_example(self, schema: Schema) -> int:
+        """Multiply-accumulates of one example's forward pass."""
+        return len(schema.dense) * len(schema.labels)
+
+    def dense_parameters(self, schema: Schema) -> int:
+        """Parameters outside the embedding tables."""
+        return (len(schema.dense) + 1) * len(schema.labels)
+
+
+class Logistic(nnx.Module):
+    """Rows and numbers -> one logit per task. Computed in float32 or wider throughout: these are logits."""
+
+    def __init__(self, schema: Schema, *, param_dtype: Any, compute_dtype: Any):
+        tasks = len(schema.labels)
+        self.weight = nnx.Param(jnp.zeros((len(schema.dense), tasks), param_dtype), logical_axes=("input", "hidden"))
+        self.bias = nnx.Param(jnp.zeros(tasks, param_dtype), logical_axes=("hidden",))
+        self.features = schema.keys
+        self.dtype = nn.wide(param_dtype, compute_dtype)
+
+    def __call__(self, embedded: dict[str, jax.Array], dense: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+        """Returns logits, float32[B, T] (float64 where the model computes in float64)."""
+        del key
+        logits = (
+            dense.astype(self.dtype) @ self.weight[...].astype(self.dtype) + self.bias[...].astype(self.dtype)[None]
+        )
+        return logits + sum((embedded[f].astype(self.dtype) for f in self.features), jnp.zeros_like(logits))
