@@ -10,8 +10,8 @@ c = P / N.
     grouped_auc         mean over groups of the AUC inside each group
 
 Predictions are clamped to [1e-12, 1 - 1e-12] inside the logarithms and nowhere else, so one certain and wrong
-prediction costs 27.6 nats instead of infinity. What is undefined (no positive, no negative, no example) is NaN; a library that
-writes 0 or 0.5 instead turns a broken evaluation into a plausible one. NaN scores make every metric NaN.
+prediction costs 27.6 nats instead of infinity. What is undefined (no positive, no negative, no example) is NaN:
+0 or 0.5 in its place would turn a broken evaluation into a plausible one. NaN scores make every metric NaN.
 """
 
 import dataclasses
