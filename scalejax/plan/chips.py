@@ -8,6 +8,7 @@ Sources, by the marks in the table:
   [v5e]  cloud.google.com/tpu/docs/v5e          [v5p]  cloud.google.com/tpu/docs/v5p
   [v6e]  cloud.google.com/tpu/docs/v6e          [7x]   cloud.google.com/tpu/docs/tpu7x
   [jax]  `pltpu.get_tpu_info()` of jax 0.10.2 (per TensorCore there); a test compares the table with it.
+  [libtpu] "exceeds available HBM" of libtpu 0.0.42.1, per device; a test compares the table with it.
   [h100] [h200] NVIDIA data sheets of the SXM parts, dense (no sparsity), NVLink 4: 18 links of 25 GB/s per direction.
 """
 
@@ -26,6 +27,7 @@ class Chip:
       device_kind: `jax.Device.device_kind`.
       devices_per_chip: Devices that jax shows for one chip.
       hbm_bytes: Capacity.
+      usable_hbm_bytes: What the TPU compiler leaves to a program.
       hbm_bytes_per_s: Bandwidth.
       bf16_flops_per_s: Peak of a bfloat16 matrix product that accumulates in float32.
       int8_ops_per_s: Peak of an int8 matrix product; None = the chip has no faster int8 path than bfloat16.
@@ -45,6 +47,7 @@ class Chip:
     device_kind: str
     devices_per_chip: int = 1
     hbm_bytes: int
+    usable_hbm_bytes: int
     hbm_bytes_per_s: float
     bf16_flops_per_s: float
     int8_ops_per_s: float | None
@@ -80,6 +83,7 @@ V5E = Chip(
     name="v5e",
     device_kind="TPU v5 lite",
     hbm_bytes=16 * GIB,  # [v5e] 16 GB; [jax] 17.2e9
+    usable_hbm_bytes=int(15.75 * GIB),  # [libtpu]
     hbm_bytes_per_s=819e9,  # [v5e] 819 GB/s
     bf16_flops_per_s=197e12,  # [v5e]
     int8_ops_per_s=393e12,  # [v5e]
@@ -96,6 +100,7 @@ V5P = Chip(
     name="v5p",
     device_kind="TPU v5",
     hbm_bytes=96 * GIB,  # [v5p] 96 GiB physical, 95 GiB for the user
+    usable_hbm_bytes=int(95.74 * GIB),  # [libtpu]
     hbm_bytes_per_s=2765e9,  # [v5p] 2765 GB/s ([jax] has 2.46e12)
     bf16_flops_per_s=459e12,  # [v5p]
     int8_ops_per_s=918e12,  # [jax]
@@ -112,6 +117,7 @@ V6E = Chip(
     name="v6e",
     device_kind="TPU v6 lite",
     hbm_bytes=32 * GIB,  # [v6e] 32 GB; [jax] 34.4e9
+    usable_hbm_bytes=int(31.25 * GIB),  # [libtpu]
     hbm_bytes_per_s=1638e9,  # [v6e]
     bf16_flops_per_s=918e12,  # [v6e]
     int8_ops_per_s=1836e12,  # [v6e]
@@ -129,6 +135,7 @@ TPU7X = Chip(
     device_kind="TPU7x",
     devices_per_chip=2,  # [7x] "access two TPU devices instead of the single logical core"
     hbm_bytes=192 * GIB,  # [7x]
+    usable_hbm_bytes=2 * int(94.75 * GIB),  # [libtpu]
     hbm_bytes_per_s=7380e9,  # [7x]
     bf16_flops_per_s=2307e12,  # [7x]
     int8_ops_per_s=None,  # [7x] and [jax] name fp8, no int8 path
@@ -145,6 +152,7 @@ H100 = Chip(
     name="h100",
     device_kind="NVIDIA H100 80GB HBM3",
     hbm_bytes=80 * 10**9,  # [h100]
+    usable_hbm_bytes=80 * 10**9,
     hbm_bytes_per_s=3.35e12,  # [h100]
     bf16_flops_per_s=989e12,  # [h100] dense
     int8_ops_per_s=1979e12,  # [h100] dense
@@ -158,6 +166,7 @@ H200 = dataclasses.replace(
     name="h200",
     device_kind="NVIDIA H200",
     hbm_bytes=141 * 10**9,  # [h200]
+    usable_hbm_bytes=141 * 10**9,
     hbm_bytes_per_s=4.8e12,  # [h200]
 )
 

@@ -22,7 +22,6 @@ from scalejax.plan import chips
 from scalejax.plan.chips import Chip
 
 if TYPE_CHECKING:
-    import jax
     from jax.sharding import Mesh
 
     from scalejax.parallel.mesh import MeshShape
@@ -69,16 +68,6 @@ class Topology:
     def devices(self) -> int:
         """Devices that jax shows for them."""
         return self.chips * self.chip.devices_per_chip
-
-
-def prepare_process() -> None:
-    """Sets what a process that only plans wants, where the user did not: jax on the CPU, libtpu quiet.
-
-    Must run before jax makes its first array. Only a command that does nothing else may call it: it keeps the process
-    from the accelerators of this machine.
-    """
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    _quiet_libtpu()
 
 
 def parse(text: str) -> Topology:
@@ -140,7 +129,7 @@ def default_mesh(topology: Topology) -> "MeshShape":
     return MeshShape(replica=topology.slices, fsdp=topology.devices // topology.slices)
 
 
-def abstract_devices(topology: Topology) -> "list[jax.Device]":
+def abstract_devices(topology: Topology) -> list[Any]:
     """Devices of a topology: good for compiling, not for running.
 
     Raises:

@@ -1,0 +1,142 @@
+"""FLOPs of matrix products and convolutions, counted from the traced program.
+
+XLA's cost analysis counts a loop body once and a Pallas kernel as nothing. Here the jaxpr is walked: a scan multiplies
+by its length, a shard_map by the devices that run its body, a kernel counts what it declares or, failing that, its body
+times its grid. The sum is *global*: the work of all devices, none of it counted twice however it is sharded.
+Element-wise work is left out: it is bound by memory, which the plan counts separately.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulFlops:
+    """FLOPs of all devices, two a multiply-accumulate.
+
+    Attributes:
+      by_kind: FLOPs by (dtype of the inputs, precision); precision is "default", "high" or "highest".
+      unbounded_loops: Loops without a static trip count, whose bodies count once.
+    """
+
+    by_kind: Mapping[tuple[str, str], int]
+    unbounded_loops: int
+
+    @property
+    def total(self) -> int:
+        """All of them."""
+        return sum(self.by_kind.values())
+
+
+def count(traced: Any) -> MatmulFlops:
+    """Counts the FLOPs of a traced function.
+
+    Args:
+      traced: What `jitted.trace(*args)` returned, or a closed jaxpr.
+    """
+    closed = traced.jaxpr if hasattr(traced, "lower") else traced
+    sums: collections.Counter[tuple[str, str]] = collections.Counter()
+    unbounded = _walk(closed.jaxpr, 1, sums)
+    return MatmulFlops(dict(sums), unbounded)
+
+
+def _walk(jaxpr: core.Jaxpr, times: int, sums: collections.Counter[tuple[str, str]]) -> int:
+    """Adds the FLOPs of a jaxpr that runs `times` times; returns the number of loops without a trip count."""
+    unbounded = 0
+    for eqn in jaxpr.eqns:
+        name, params = eqn.primitive.name, eqn.params
+        if name == "dot_general":
+            sums[_kind(eqn)] += times * _dot(eqn)
+        elif name == "conv_general_dilated":
+            sums[_kind(eqn)] += times * _convolution(eqn)
+        elif name in ("ragged_dot", "ragged_dot_general"):
+            sums[_kind(eqn)] += times * _ragged(eqn)
+        elif name == "scan":
+            unbounded += _walk(params["jaxpr"].jaxpr, times * params["length"], sums)
+        elif name == "while":
+            unbounded += 1 + _walk(params["body_jaxpr"].jaxpr, times, sums)
+        elif name == "cond":
+            # The most expensive branch: a step may take any of them.
+            trials = []
+            for branch in params["branches"]:
+                trial: collections.Counter[tuple[str, str]] = collections.Counter()
+                trials.append((_walk(branch.jaxpr, times, trial), trial))
+            more, most = max(trials, key=lambda t: t[1].total())
+            unbounded += more
+            sums.update(most)
+        elif name == "shard_map":
+            devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+            unbounded += _walk(_open(params["jaxpr"]), times * devices, sums)
+        elif name == "pallas_call":
+            unbounded += _pallas(eqn, times, sums)
+        else:  # jit, remat, custom_vjp_call, closed_call, ...: whatever holds programs runs them once
+            for inner in _inner(params):
+                unbounded += _walk(inner, times, sums)
+    return unbounded
+
+
+def _pallas(eqn: Any, times: int, sums: collections.Counter[tuple[str, str]]) -> int:
+    estimate = eqn.params.get("cost_estimate")
+    if estimate is not None and estimate.flops:
+        sums[_kind(eqn)] += times * int(estimate.flops)
+        return 0
+    grid = [g for g in eqn.params["grid_mapping"].grid if isinstance(g, int)]
+    return _walk(_open(eqn.params["jaxpr"]), times * math.prod(grid), sums)
+
+
+def _kind(eqn: Any) -> tuple[str, str]:
+    dtypes = [v.aval.dtype for v in eqn.invars if hasattr(v.aval, "dtype")]
+    floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
+    dtype = (floats or dtypes)[0].name
+    precision = eqn.params.get("precision")
+    if isinstance(precision, tuple):
+        precision = precision[0]
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+    name = getattr(precision, "name", str(precision or "default")).lower()
+    if name in ("highest", "float32", "bf16_bf16_f32_x6", "f32_f32_f32"):
+        return dtype, "highest"
+    return dtype, "high" if name in ("high", "tensorfloat32", "bf16_bf16_f32_x3") else "default"
+
+
+def _dot(eqn: Any) -> int:
+    (contract, _), _ = eqn.params["dimension_numbers"]
+    left = eqn.invars[0].aval.shape
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[d] for d in contract)
+
+
+def _convolution(eqn: Any) -> int:
+    kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+    features = numbers.rhs_spec[0]  # output features; the other dimensions are contracted per output element
+    per_output = math.prod(size for d, size in enumerate(kernel) if d != features)
+    return 2 * math.prod(eqn.outvars[0].aval.shape) * per_output
+
+
+def _ragged(eqn: Any) -> int:
+    """Each row meets one group: as many FLOPs as one dense product of all rows."""
+    left, right = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    out = eqn.outvars[0].aval.shape
+    if len(right) == 3:  # [rows, k] x [groups, k, n]
+        return 2 * math.prod(left) * right[-1]
+    # [k, rows] x [rows, n] -> [groups, k, n]: the contraction itself is ragged
+    return 2 * math.prod(left) * out[-1]
+
+
+def _open(jaxpr: Any) -> core.Jaxpr:
+    return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
+
+
+def _inner(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
+    for name, value in params.items():
+        if name in ("update_jaxpr", "update_consts"):  # the combiner of a scatter, run per element
+            continue
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, core.ClosedJaxpr | core.Jaxpr):
+                yield _open(item)

@@ -1,0 +1,128 @@
+"""What a step keeps in the memory of one chip, by kind, and whether it fits."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalejax.plan.chips import Chip
+
+# First field of `train.state.TrainState` -> kind. Tables are told apart by their leaves.
+_FIELDS = {"params": "parameters", "optimizer": "optimizer state", "metrics": "metrics"}
+KINDS = (
+    "parameters", "optimizer state", "tables", "table optimizer state", "batch", "metrics", "other state",
+    "layout padding", "outputs", "temporaries", "code",
+)  # fmt: skip
+"""Everything that `MemoryPlan.bytes_per_chip` may name, in the order in which it is shown."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """Bytes in the main memory of one chip.
+
+    Attributes:
+      fits: Whether the compiler found room.
+      bytes_per_chip: By kind, see `KINDS`. State is updated in place where it is donated: "outputs" are results that
+        found no argument to overwrite. "layout padding" is what tiles add to the arguments (a TPU stores arrays in
+        tiles of 8 x 128 or more). Where the step does not fit, "temporaries" is what the compiler's figure leaves over.
+      hbm_bytes: Memory that a program may use.
+      message: What the compiler said when it found no room, else "".
+    """
+
+    fits: bool
+    bytes_per_chip: dict[str, int]
+    hbm_bytes: int
+    message: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """All kinds."""
+        return sum(self.bytes_per_chip.values())
+
+
+def arguments_by_kind(state: Any, batch: Any) -> dict[str, int]:
+    """Bytes of one device's share of the arguments of a step, without padding.
+
+    Args:
+      state: Pytree of `jax.ShapeDtypeStruct` with shardings, fields as in `train.state.TrainState`.
+      batch: The same for one batch.
+    """
+    found: dict[str, int] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        kind = _kind([_name(part) for part in path])
+        found[kind] = found.get(kind, 0) + bytes_per_device(leaf)
+    found["batch"] = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(batch))
+    return found
+
+
+def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
+    """Bytes of one device's share of an array; an array without sharding is whole on every device."""
+    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, leaf.dtype))
+        shape = leaf.shape
+    count = 1
+    for size in shape:
+        count *= size
+    return count * leaf.dtype.itemsize
+
+
+def of_compiled(state: Any, batch: Any, compiled: Any, chip: Chip) -> MemoryPlan:
+    """Reads the memory of a step that compiled."""
+    stats = compiled.memory_analysis()
+    kinds = arguments_by_kind(state, batch)
+    # An argument that the step never reads is dropped, which can make the sum of the arguments too large.
+    kinds["layout padding"] = max(0, stats.argument_size_in_bytes - sum(kinds.values()))
+    kinds["outputs"] = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    kinds["temporaries"] = stats.temp_size_in_bytes
+    kinds["code"] = stats.generated_code_size_in_bytes
+    return _plan(kinds, chip, fits=True, message="")
+
+
+def of_failure(state: Any, batch: Any, error: Exception, chip: Chip) -> MemoryPlan:
+    """Reads the memory of a step that the compiler refused for want of memory.
+
+    Raises:
+      Exception: `error` itself, if it says anything else.
+    """
+    text = str(error)
+    if "RESOURCE_EXHAUSTED" not in text:
+        raise error
+    kinds = arguments_by_kind(state, batch)
+    needed = needed_bytes(text)
+    if needed is not None:
+        kinds["temporaries"] = max(0, needed - sum(kinds.values()))
+    return _plan(kinds, chip, fits=False, message=text.strip().splitlines()[0])
+
+
+def needed_bytes(message: str) -> int | None:
+    """Bytes that a program needs on one device, from the compiler's out-of-memory message; None if it has no figure."""
+    for pattern in (
+        r"\(([\d.]+)([KMGT]?)B?\) exceeds available HBM",  # "total memory ... (512.00G) exceeds available HBM (15.75G)"
+        r"Used ([\d.]+)([KMGT]?)i?B? of [\d.]+[KMGT]?i?B? hbm",  # "Used 20.1G of 15.75G hbm"
+        r"([\d.]+)([KMGT]?)i?B?[^.\d]{0,80}exceeds available HBM",
+    ):
+        match = re.search(pattern, message)
+        if match:
+            return int(float(match.group(1)) * 1024 ** " KMGT".index(match.group(2) or " "))
+    return None
+
+
+def _plan(kinds: dict[str, int], chip: Chip, *, fits: bool, message: str) -> MemoryPlan:
+    per_chip = {kind: kinds[kind] * chip.devices_per_chip for kind in KINDS if kinds.get(kind)}
+    return MemoryPlan(fits=fits, bytes_per_chip=per_chip, hbm_bytes=chip.usable_hbm_bytes, message=message)
+
+
+def _kind(path: list[str]) -> str:
+    if path[0] == "tables":
+        return "tables" if path[-1] == "rows" else "other state" if "faults" in path else "table optimizer state"
+    return _FIELDS.get(path[0], "other state")
+
+
+def _name(part: Any) -> str:
+    for attribute in ("name", "key", "idx"):
+        if hasattr(part, attribute):
+            return str(getattr(part, attribute))
+    return str(part)

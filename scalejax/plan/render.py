@@ -1,0 +1,99 @@
+"""A plan as tables on a terminal."""
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from scalejax.plan.run import PlanResult
+
+_BAR = 30
+_TERMS = {"compute": "matrix products", "hbm": "memory", "ici": "links between chips", "dcn": "network between slices"}
+
+
+def render(result: "PlanResult", console: "Console") -> None:
+    """Prints what fits, what moves, and what a step waits for."""
+    machine, room = result.topology, result.memory
+    mesh = ", ".join(f"{axis}={size}" for axis, size in result.mesh.items()) or "one device"
+    console.print(f"[bold]{machine.name}[/bold]: {machine.chips} chips, {machine.devices} devices, mesh {mesh}")
+    for warning in result.warnings:
+        console.print(f"[yellow]Warning:[/yellow] {warning}")
+    console.print(_memory(result))
+    verdict = "[green]fits[/green]" if room.fits else "[red]does not fit[/red]"
+    console.print(f"{verdict}: {size(room.total_bytes)} of {size(room.hbm_bytes)} a chip")
+    if room.message:
+        console.print(f"The compiler: {room.message}", markup=False)
+    if result.roofline is not None:
+        console.print(_collectives(result))
+        console.print(_roofline(result))
+        console.print(
+            f"predicted step: at least {seconds(result.roofline.predicted_step_s)}, limited by "
+            f"{_TERMS[result.roofline.limit]}; at most {100 * (result.mfu or 0):.3g} % of peak FLOP/s "
+            f"({result.model_flops:.4g} model FLOPs a step)"
+        )
+    if result.unsharded:
+        console.print(_unsharded(result))
+    console.print(f"compiled in {result.compile_s:.1f} s")
+
+
+def size(count: float) -> str:
+    """Bytes in binary units."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} TiB"
+
+
+def seconds(value: float) -> str:
+    """A time with a unit that suits it."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= scale:
+            return f"{value / scale:.3g} {unit}"
+    return f"{value / 1e-9:.3g} ns"
+
+
+def _memory(result: "PlanResult") -> Table:
+    table = Table(title="Memory of a chip", title_justify="left")
+    table.add_column("kind")
+    table.add_column("bytes", justify="right")
+    table.add_column("share of HBM")
+    for kind, count in result.memory.bytes_per_chip.items():
+        share = count / result.memory.hbm_bytes
+        filled = min(_BAR, round(share * _BAR))
+        table.add_row(kind, size(count), f"{'█' * filled}{'·' * (_BAR - filled)} {100 * share:.2f} %")
+    return table
+
+
+def _collectives(result: "PlanResult") -> Table:
+    table = Table(title="Collectives of a step, per device", title_justify="left")
+    for name in ("kind", "axis", "devices", "count", "bytes", "least to send"):
+        table.add_column(name, justify="left" if name in ("kind", "axis") else "right")
+    for c in result.collectives:
+        table.add_row(c.kind, c.axis, str(c.group_size), str(c.count), size(c.bytes), size(c.minimum_bytes))
+    if not result.collectives:
+        table.add_row("none", "", "", "", "", "")
+    return table
+
+
+def _roofline(result: "PlanResult") -> Table:
+    assert result.roofline is not None
+    table = Table(title="Least time of a step", title_justify="left")
+    table.add_column("resource")
+    table.add_column("time", justify="right")
+    for term, meaning in _TERMS.items():
+        value = getattr(result.roofline, f"{term}_s")
+        mark = " <- limit" if term == result.roofline.limit else ""
+        table.add_row(meaning, f"{seconds(value) if value else '0'}{mark}")
+    return table
+
+
+def _unsharded(result: "PlanResult") -> Table:
+    table = Table(title="Parameters whole on every device because they do not divide", title_justify="left")
+    for name in ("parameter", "shape", "why"):
+        table.add_column(name)
+    for name, shape, reason in result.unsharded:
+        table.add_row(name, "x".join(map(str, shape)), reason)
+    return table

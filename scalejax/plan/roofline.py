@@ -1,0 +1,153 @@
+"""The least time that a step can take: the largest of compute, memory, links and network, each at its peak.
+
+A lower bound with everything overlapped, from published peaks, not a forecast: it says what a step runs out of first
+and what doubling something does to it. XLA's `optimal_seconds` is not used (it can be negative).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scalejax.plan.collectives import Collective, Groups
+from scalejax.plan.flops import MatmulFlops
+from scalejax.plan.topology import Topology
+from scalejax.plan.traffic import Traffic
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Roofline:
+    """Seconds that each resource is busy in one step.
+
+    Attributes:
+      compute_s: Matrix products at the peak of their dtype.
+      hbm_s: Main memory.
+      ici_s: Links between chips, one collective after the other.
+      dcn_s: Network between slices.
+    """
+
+    compute_s: float
+    hbm_s: float
+    ici_s: float
+    dcn_s: float
+
+    @property
+    def predicted_step_s(self) -> float:
+        """The largest of them."""
+        return max(dataclasses.astuple(self))
+
+    @property
+    def limit(self) -> str:
+        """Name of the largest of them: "compute", "hbm", "ici" or "dcn"."""
+        terms = {name.removesuffix("_s"): value for name, value in dataclasses.asdict(self).items()}
+        return max(terms, key=lambda name: terms[name])
+
+
+def predict(
+    topology: Topology, mesh: "Mesh", flops: MatmulFlops, traffic: Traffic, collectives: Sequence[Collective]
+) -> Roofline:
+    """Divides the work of a step by the peaks of the chips.
+
+    Args:
+      topology: The machine.
+      mesh: How the program lies on it.
+      flops: Matrix work of all devices, from the trace.
+      traffic: Work of one device, from the compiled program.
+      collectives: Communication of one device, from the compiled program.
+    """
+    chip = topology.chip
+    # The trace sees kernels, the compiled program sees recomputation and work repeated on several devices: each may
+    # miss what the other has, neither counts too much.
+    traced = sum(
+        work / (topology.chips * chip.matmul_flops_per_s(dtype, precision))
+        for (dtype, precision), work in flops.by_kind.items()
+    )
+    executed = traffic.matmul_flops * chip.devices_per_chip / max(chip.bf16_flops_per_s, chip.int8_ops_per_s or 0.0)
+    times = [collective_seconds(c, topology, mesh) for c in collectives]
+    return Roofline(
+        compute_s=max(traced, executed),
+        hbm_s=traffic.hbm_bytes * chip.devices_per_chip / chip.hbm_bytes_per_s,
+        ici_s=sum(ici for ici, _ in times),
+        dcn_s=sum(dcn for _, dcn in times),
+    )
+
+
+def collective_seconds(collective: Collective, topology: Topology, mesh: "Mesh") -> tuple[float, float]:
+    """Seconds on the links between chips and on the network between slices.
+
+    On a torus a group that spans k axes can use all their links at once: two an axis that closes to a ring, one
+    otherwise. An all_to_all is also limited by the middle of its longest axis: half of all bytes cross it.
+    """
+    if not collective.axes or not collective.count:
+        return 0.0, 0.0
+    group = _place(collective.groups, mesh)
+    payload = collective.bytes / collective.count
+    chip = topology.chip
+    dcn = _bytes_between_slices(collective.kind, payload, group)
+    # Devices of one chip share its link to the network.
+    dcn_s = dcn * chip.devices_per_chip / chip.dcn_bytes_per_s
+    return collective.count * _ici_seconds(collective.kind, payload, group, topology), collective.count * dcn_s
+
+
+@dataclasses.dataclass(frozen=True)
+class _Group:
+    """Where one group lies.
+
+    Attributes:
+      slices: Slices that it spans.
+      members: Devices in its first slice.
+      chips: Chips in its first slice.
+      extents: Chips along each physical axis.
+    """
+
+    slices: int
+    members: int
+    chips: int
+    extents: tuple[int, ...]
+
+
+def _place(groups: Groups, mesh: "Mesh") -> _Group:
+    devices: list[Any] = list(mesh.devices.flat)
+    group = [devices[position] for position in max(groups, key=lambda g: len(set(g)))]
+    slices = {getattr(d, "slice_index", 0) for d in group}
+    first = [d for d in group if getattr(d, "slice_index", 0) == min(slices)]
+    coordinates = {tuple(d.coords) for d in first}
+    extents = tuple(len(set(axis)) for axis in np.array(sorted(coordinates)).T.tolist())
+    return _Group(len(slices), len(set(first)), len(coordinates), extents)
+
+
+def _bytes_between_slices(kind: str, payload: float, group: _Group) -> float:
+    """Bytes that one device sends to other slices when the part inside a slice is done first."""
+    if group.slices == 1:
+        return 0.0
+    if kind == "collective-permute":
+        return payload
+    share = payload * (group.slices - 1) / group.slices
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        return share
+    return share / group.members * (2 if kind == "all-reduce" else 1)
+
+
+def _ici_seconds(kind: str, payload: float, group: _Group, topology: Topology) -> float:
+    chip, shape = topology.chip, topology.shape
+    if group.chips == 1:
+        return 0.0  # between the devices of one chip: no link, the memory counts it
+    # As many groups share the links of a chip as it has devices that are not in this one.
+    per_chip = group.members / group.chips
+    sharing = chip.devices_per_chip / per_chip
+    rings = [
+        chip.wraps(shape, axis) and extent == shape[axis] for axis, extent in enumerate(group.extents[: len(shape)])
+    ]
+    used = [2 if ring else 1 for ring, extent in zip(rings, group.extents, strict=False) if extent > 1]
+    if kind in ("collective-permute", "collective-broadcast"):
+        return payload * chip.devices_per_chip / chip.link_bytes_per_s  # one link to the neighbour
+    injected = payload * (group.chips - 1) / group.chips
+    if kind in ("all-to-all", "ragged-all-to-all"):
+        longest = max(range(len(rings)), key=lambda axis: group.extents[axis] / (2 if rings[axis] else 1))
+        middle = payload * group.extents[longest] / (4 * (2 if rings[longest] else 1))
+        return max(injected / sum(used), middle) * per_chip * sharing / chip.link_bytes_per_s
+    return (2 if kind == "all-reduce" else 1) * injected * sharing / sum(used) / chip.link_bytes_per_s

@@ -1,0 +1,207 @@
+"""Compiles the step of an experiment for a topology and reads from it what it needs and how fast it can be."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Protocol
+
+from scalejax.plan import collectives, flops, hlo, memory, roofline, topology, traffic
+from scalejax.plan.collectives import Collective
+from scalejax.plan.memory import MemoryPlan
+from scalejax.plan.roofline import Roofline
+from scalejax.plan.topology import Topology
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+    from rich.console import Console
+
+    from scalejax.train.experiment import Experiment
+
+
+class StepProgram(Protocol):
+    """What a plan needs of `train.program.Program`."""
+
+    @property
+    def mesh(self) -> "Mesh": ...
+
+    @property
+    def train_step(self) -> Any:
+        """jitted (state, batch) -> anything, the state donated."""
+        ...
+
+    def abstract_state(self) -> Any: ...
+
+    def abstract_batch(self) -> Any: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """What a step needs on a topology.
+
+    Attributes:
+      topology: The machine.
+      mesh: Devices per mesh axis, axes of size 1 left out.
+      memory: Bytes per chip by kind, and whether they fit.
+      flops: FLOPs of the matrix products of one step, all devices together, recomputation included.
+      model_flops: FLOPs that the model defines for one step, nothing recomputed or repeated.
+      collectives: By kind and axis; empty if the step did not compile.
+      roofline: Seconds per resource, or None if the step did not compile.
+      unsharded: Parameters that the rules would shard if their sizes divided: (name, shape, reason).
+      compile_s: Time to trace, lower and compile, here.
+      warnings: What may make the figures wrong.
+    """
+
+    topology: Topology
+    mesh: dict[str, int]
+    memory: MemoryPlan
+    flops: int
+    model_flops: int
+    collectives: tuple[Collective, ...]
+    roofline: Roofline | None
+    unsharded: tuple[tuple[str, tuple[int, ...], str], ...]
+    compile_s: float
+    warnings: tuple[str, ...]
+
+    @property
+    def mfu(self) -> float | None:
+        """Share of the bfloat16 peak that the model's FLOPs have at the predicted time: an upper bound."""
+        if self.roofline is None or not self.roofline.predicted_step_s:
+            return None
+        peak = self.topology.chips * self.topology.chip.bf16_flops_per_s
+        return self.model_flops / (self.roofline.predicted_step_s * peak)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain values; bytes of collectives are per device, `flops` are of all chips."""
+        line = self.roofline
+        return {
+            "topology": self.topology.name,
+            "chips": self.topology.chips,
+            "devices": self.topology.devices,
+            "mesh": self.mesh,
+            "fits": self.memory.fits,
+            "bytes_per_chip": self.memory.bytes_per_chip,
+            "hbm_bytes": self.memory.hbm_bytes,
+            "flops": self.flops,
+            "model_flops": self.model_flops,
+            "collectives": [
+                {
+                    "kind": c.kind,
+                    "axis": c.axis,
+                    "bytes": c.bytes,
+                    "count": c.count,
+                    "group_size": c.group_size,
+                    "minimum_bytes": c.minimum_bytes,
+                }
+                for c in self.collectives
+            ],
+            "roofline": None if line is None else {**dataclasses.asdict(line), "limit": line.limit},
+            "predicted_step_s": None if line is None else line.predicted_step_s,
+            "mfu": self.mfu,
+            "unsharded": [{"name": n, "shape": list(s), "reason": r} for n, s, r in self.unsharded],
+            "compile_s": self.compile_s,
+            "compiler_message": self.memory.message,
+            "warnings": list(self.warnings),
+        }
+
+    def render(self, console: "Console") -> None:
+        """Prints the result as tables."""
+        from scalejax.plan import render
+
+        render.render(self, console)
+
+
+def plan(experiment: "Experiment", topology_name: str, mesh: str | None = None) -> PlanResult:
+    """Compiles the train step of an experiment for a topology that need not be here.
+
+    Args:
+      experiment: The run; its own `mesh` is not used, since it is meant for the machine at hand.
+      topology_name: Such as "v5p:2x2x1"; see `scalejax.plan.topology`.
+      mesh: Devices per axis, such as "fsdp=8,tensor=2". None = a slice's devices on `fsdp`, slices on `replica`.
+
+    Raises:
+      UserError: the topology or the mesh is wrong, libtpu is missing, or the batch does not divide over the mesh.
+    """
+    machine = topology.parse(topology_name)
+    shape = None if mesh is None else topology.parse_mesh(mesh)
+    device_mesh, warnings = topology.make_mesh(machine, shape)
+    from scalejax.train import program as programs
+
+    program = programs.build(experiment, experiment.data.build().schema, device_mesh)
+    placements = experiment.rules.describe(
+        {name: (program.model.logical_axes[name], p.shape) for name, p in program.model.params.items()}, device_mesh
+    )
+    return plan_program(
+        program,
+        machine,
+        model_flops=program.task.flops_per_example() * experiment.data.batch_size,
+        unsharded=tuple((p.name, p.shape, p.reason) for p in placements if p.reason),
+        warnings=tuple(warnings),
+    )
+
+
+def plan_program(
+    program: StepProgram,
+    machine: Topology,
+    *,
+    model_flops: int | None = None,
+    unsharded: tuple[tuple[str, tuple[int, ...], str], ...] = (),
+    warnings: tuple[str, ...] = (),
+) -> PlanResult:
+    """Compiles the step of a program whose mesh lies on a topology.
+
+    Args:
+      program: The step and its abstract arguments.
+      machine: The topology of its mesh.
+      model_flops: FLOPs that the model defines for one step; None = those that are traced.
+      unsharded: See `PlanResult`.
+      warnings: To hand on.
+    """
+    start = time.perf_counter()
+    state, batch = program.abstract_state(), program.abstract_batch()
+    traced = program.train_step.trace(state, batch)
+    counted = flops.count(traced)
+    found: tuple[Collective, ...] = ()
+    line = None
+    notes = list(warnings)
+    if counted.unbounded_loops:
+        notes.append(f"{counted.unbounded_loops} while loops have no fixed trip count: FLOPs count their bodies once.")
+    try:
+        with _no_compile_cache():
+            compiled = traced.lower().compile()
+    except Exception as error:  # the type of an out-of-memory error differs between jax versions
+        room = memory.of_failure(state, batch, error, machine.chip)
+    else:
+        room = memory.of_compiled(state, batch, compiled, machine.chip)
+        module = hlo.parse(compiled.as_text())
+        moved = traffic.of_module(module)
+        each = collectives.of_module(module, program.mesh)
+        line = roofline.predict(machine, program.mesh, counted, moved, each)
+        found = tuple(collectives.total(each))
+        if not moved.trip_counts_known:
+            notes.append("a loop has no readable trip count: bytes and collectives count its body once.")
+    return PlanResult(
+        topology=machine,
+        mesh={axis: size for axis, size in program.mesh.shape.items() if size > 1},
+        memory=room,
+        flops=counted.total,
+        model_flops=counted.total if model_flops is None else model_flops,
+        collectives=found,
+        roofline=line,
+        unsharded=unsharded,
+        compile_s=time.perf_counter() - start,
+        warnings=tuple(notes),
+    )
+
+
+@contextlib.contextmanager
+def _no_compile_cache() -> Iterator[None]:
+    """jax can write a program for absent devices to its cache but not read it back: it warns and compiles again."""
+    import jax
+
+    before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
