@@ -19,7 +19,7 @@ from rich.progress import Progress
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
 from scalejax.train import console as consoles
-from scalejax.train import distributed, evaluation, metrics, report, run_folder, scoring, snapshot, summary
+from scalejax.train import distributed, metrics, run_folder, scoring, snapshot, summary
 from scalejax.train import program as programs
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.convert import Prefetch
@@ -77,7 +77,6 @@ def train(
             closing |= _what_ran(program, recipe, environment)
             if distributed.is_primary():
                 folder.write_summary(closing)
-                report.write_report(folder.path)
     return closing | {"run_folder": str(folder.path)}
 
 
@@ -109,17 +108,14 @@ def evaluate(
     if console is not None:
         console.print(f"Scoring {data.num_examples(split):,} examples of split {split!r} at step {int(state.step)}")
     scores = scoring.score(program, state, _eval_batches(data, split))
-    values = evaluation.evaluate(
-        scores.probabilities,
-        scores.labels,
-        scores.weights,
-        groups=scores.groups,
-        names=program.task.schema.labels,
-        intervals="bootstrap",
-    )
+    values = scoring.measure(scores, program.task.schema.labels, resamples=RESAMPLES)
     return {"recipe": str(workdir), "steps": int(state.step), "examples": host.examples} | summary.of_evaluation(
         split, values
     )
+
+
+RESAMPLES = 1000
+"""Bootstrap resamples behind the intervals of a closing table."""
 
 
 class _Run:
@@ -178,17 +174,8 @@ class _Run:
         closing: dict[str, Any] = {"steps": experiment.steps, "examples": host.examples}
         with self.timer.phase("evaluation"):
             scores = scoring.score(self.program, state, _eval_batches(self.data, split))
-            values = evaluation.evaluate(
-                scores.probabilities,
-                scores.labels,
-                scores.weights,
-                groups=scores.groups,
-                names=self.names,
-                intervals="bootstrap",
-            )
+            values = scoring.measure(scores, self.names, resamples=RESAMPLES)
             self.events.evaluation(experiment.steps, split, values)
-            if distributed.is_primary():
-                evaluation.save_diagrams(self.checkpoints.folder.parent, split, scores.probabilities, scores.labels)
         closing |= summary.of_evaluation(split, values)
         if host.progressive.sums is not None:
             closing |= summary.of_evaluation("progressive", metrics.compute(host.progressive.sums, self.names))
@@ -229,9 +216,7 @@ class _Run:
 
     def _evaluate(self, state: TrainState, step: int, split: str) -> dict[str, float]:
         scores = scoring.score(self.program, state, _eval_batches(self.data, split))
-        values = evaluation.evaluate(
-            scores.probabilities, scores.labels, scores.weights, groups=scores.groups, names=self.names
-        )
+        values = scoring.measure(scores, self.names)
         self.events.evaluation(step, split, values)
         return values
 
@@ -244,7 +229,8 @@ class _Run:
                         first, stop, process_index=jax.process_index(), process_count=jax.process_count()
                     )
                     scores = scoring.score(self.program, state, batches)
-                    sums = metrics.of_scores(scores.logits, scores.labels, scores.weights)
+                    zero = metrics.zeros(len(self.names))
+                    sums = metrics.to_host(metrics.update(zero, scores.logits, scores.labels, scores.weights))
                     host = host.with_day(sums)
                     self.events.evaluation(step - 1, name, metrics.compute(sums, self.names))
         return host
