@@ -8,24 +8,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from scalejax.data.arrow import ArrowData as ArrowData
     from scalejax.data.batch import Batch as Batch
+    from scalejax.data.criteo import CriteoData as CriteoData
     from scalejax.data.dataset import BatchedDataSet as BatchedDataSet
     from scalejax.data.flights import FlightsData as FlightsData
     from scalejax.data.jagged import KeyedJagged as KeyedJagged
     from scalejax.data.memory import from_columns as from_columns
+    from scalejax.data.movielens import MovielensData as MovielensData
+    from scalejax.data.parquet import ParquetData as ParquetData
     from scalejax.data.schema import Categorical as Categorical
     from scalejax.data.schema import Schema as Schema
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
 
 _HOMES = {
+    "ArrowData": "arrow",
     "Batch": "batch",
     "BatchedDataSet": "dataset",
     "ByTime": "splits",
     "Categorical": "schema",
+    "CriteoData": "criteo",
     "FlightsData": "flights",
     "Fractions": "splits",
     "KeyedJagged": "jagged",
+    "MovielensData": "movielens",
+    "ParquetData": "parquet",
     "Schema": "schema",
     "from_columns": "memory",
 }

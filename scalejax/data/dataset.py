@@ -120,8 +120,8 @@ class _Source:
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, number: int) -> Batch:
-        return self.make(int(number))
+    def __getitem__(self, index: int) -> Batch:
+        return self.make(int(index))
 
     def __repr__(self) -> str:
         return "scalejax batches"
@@ -192,8 +192,8 @@ class BatchedDataSet:
         """
         if start_example < 0:
             raise UserError(
-                f"start_example must not be negative; got {start_example}. The checkpoint's example counter is damaged: "
-                "resume from an earlier step."
+                f"start_example must not be negative; got {start_example}. If it comes from a checkpoint, that one is "
+                "damaged: resume from an earlier step."
             )
         local = self._local(process_index, process_count)
         if self.num_examples("train") == 0:

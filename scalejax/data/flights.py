@@ -13,7 +13,7 @@ from scalejax.data.encode import NanPolicy
 from scalejax.data.memory import Order, array_of, from_columns
 from scalejax.data.records import Ragged
 from scalejax.data.schema import Categorical, Schema
-from scalejax.data.splits import SPLITS, Fractions
+from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS
 from scalejax.errors import UserError
 
 # Rows of each feature; the vocabularies are in bundled/flights.json, and a test compares.
@@ -117,4 +117,4 @@ def _split(month: np.ndarray, split: Literal["random", "time"]) -> dict[str, np.
     # The source lists the months as text would sort, 1, 10, 11, 12, 2, ..., 9; the reference split counts rows so.
     rank = np.argsort(np.argsort([str(m + 1) for m in range(12)]))
     source_order = np.argsort(rank[month], kind="stable")
-    return {name: np.sort(source_order[rows]) for name, rows in Fractions().assign(month.size).items()}
+    return {name: np.sort(source_order[rows]) for name, rows in EIGHTY_TEN_TEN.assign(month.size).items()}

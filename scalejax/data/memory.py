@@ -10,7 +10,7 @@ from scalejax.data.dataset import BatchedDataSet, TableExamples, day_ranges
 from scalejax.data.encode import Columns, NanPolicy, Scaling, check_schema, encode, fit_numbers, missing_column
 from scalejax.data.records import Ragged, RecordLayout, Rows
 from scalejax.data.schema import Schema
-from scalejax.data.splits import ByTime, Fractions, Split
+from scalejax.data.splits import EIGHTY_TEN_TEN, ByTime, Fractions, Split
 from scalejax.errors import UserError
 
 Order = Literal["shuffled", "time"]
@@ -21,7 +21,7 @@ def from_columns(
     schema: Schema,
     *,
     batch_size: int,
-    split: Split | Mapping[str, np.ndarray] = Fractions(),  # noqa: B008  frozen
+    split: Split | Mapping[str, np.ndarray] = EIGHTY_TEN_TEN,
     order: Order = "shuffled",
     seed: int = 0,
     time: str | None = None,

@@ -101,7 +101,7 @@ class ParquetFiles:
             raise UserError(f"{group.file}: the file has gone while it was in use. Restore it and resume.") from error
         except _DAMAGE as error:
             raise UserError(
-                f"{group.where} is damaged ({_first_line(error)}). Restore the file from its source; the other row "
+                f"{group.where} is damaged ({first_line(error)}). Restore the file from its source; the other row "
                 "groups may be fine."
             ) from error
         if table.num_rows != group.rows:
@@ -174,12 +174,13 @@ def _footer(file: pathlib.Path) -> pq.FileMetaData:
         return pq.read_metadata(file)
     except _DAMAGE as error:
         raise UserError(
-            f"{file}: is not a complete Parquet file ({_first_line(error)}); truncated or damaged? Copy it again from "
+            f"{file}: is not a complete Parquet file ({first_line(error)}); truncated or damaged? Copy it again from "
             "its source."
         ) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """What an error says, for use inside a message."""
     return str(error).strip().splitlines()[0].rstrip(".") if str(error).strip() else type(error).__name__
 
 

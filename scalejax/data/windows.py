@@ -1,0 +1,148 @@
+"""Streaming Parquet files that do not fit in memory, with an exactly defined partial shuffle.
+
+A streamed file cannot be shuffled as a whole. What is done instead, in epoch e with seed s:
+
+1. The row groups are permuted by `Permutation(groups, s, e)`.
+2. Every `window` consecutive row groups of that order form a window w; their training rows are put one after another.
+3. Inside a window of m rows, `Permutation(m, s, e, w + 1)` gives the order.
+
+Position i of an epoch therefore maps to one row, computable without reading anything before it: a window is decoded
+when a batch first touches it, the next one is decoded ahead, and a few are kept. With order "time" both permutations
+are the identity. For a full permutation convert the file (`arrow.convert`).
+"""
+
+import collections
+import threading
+from collections.abc import Callable, Hashable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+
+from scalejax.data.dataset import Day
+from scalejax.data.encode import Numbers, encode
+from scalejax.data.jagged import lengths_to_offsets
+from scalejax.data.parquet_files import ParquetFiles
+from scalejax.data.permutation import Permutation
+from scalejax.data.records import RecordLayout, Rows
+from scalejax.data.splits import SPLITS
+from scalejax.errors import UserError
+
+# Batches in flight straddle two windows, a third is decoded ahead.
+_KEPT_WINDOWS = 3
+
+
+class WindowExamples:
+    """Examples of Parquet files, decoded window by window (see the module).
+
+    Args:
+      files: Checked against the schema.
+      layout: Of the schema.
+      numbers: Transform of the number columns.
+      split_rows: (split, row group number) -> int64 rows of the split inside that row group, ascending.
+      split_sizes: Split -> int64[groups] examples in each row group.
+      window: Row groups per window.
+      seed: Of the order of training; None = file order.
+      fingerprint: Hex digest.
+      days: Days of the training rows, or ().
+    """
+
+    def __init__(
+        self,
+        files: ParquetFiles,
+        layout: RecordLayout,
+        numbers: Numbers,
+        split_rows: Callable[[str, int], np.ndarray],
+        split_sizes: dict[str, np.ndarray],
+        *,
+        window: int,
+        seed: int | None,
+        fingerprint: str,
+        days: tuple[Day, ...] = (),
+    ) -> None:
+        self.layout = layout
+        self._files, self._numbers = files, numbers
+        self._split_rows, self._sizes = split_rows, split_sizes
+        self._window, self._seed = window, seed
+        self._fingerprint, self._days = fingerprint, days
+        schema = layout.schema
+        self._columns = (*schema.keys, *schema.dense, *schema.labels)
+        self._decoded: collections.OrderedDict[Hashable, Future[Rows]] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._decoders = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scalejax-decode")
+
+    def num_examples(self, split: str) -> int:
+        if split not in self._sizes:
+            raise UserError(f"split {split!r} does not exist; choose one of {', '.join(SPLITS)}.")
+        return int(self._sizes[split].sum())
+
+    def days(self) -> tuple[Day, ...]:
+        return self._days
+
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def stream(self, start: int, stop: int) -> Rows:
+        size = self.num_examples("train")
+        parts = []
+        while start < stop:
+            epoch, position = divmod(start, size)
+            groups, bounds = self._plan(epoch)
+            w = int(np.searchsorted(bounds, position, side="right")) - 1
+            count = min(stop - start, int(bounds[w + 1]) - position)
+            positions = np.arange(position, position + count) - bounds[w]
+            if self._seed is not None:
+                positions = Permutation(int(bounds[w + 1] - bounds[w]), self._seed, epoch, w + 1)(positions)
+            parts.append(self._decode("train", groups[w]).take(positions))
+            following = groups[w + 1] if w + 1 < len(groups) else self._plan(epoch + 1)[0][0]
+            self._request("train", following)
+            start += count
+        return Rows.concatenate(parts) if parts else self._nothing()
+
+    def held(self, split: str, start: int, stop: int) -> Rows:
+        stop = min(stop, self.num_examples(split))
+        bounds = lengths_to_offsets(self._sizes[split])
+        parts = []
+        while start < stop:
+            g = int(np.searchsorted(bounds, start, side="right")) - 1
+            end = min(stop, int(bounds[g + 1]))
+            parts.append(self._decode(split, (g,)).take(np.arange(start, end) - bounds[g]))
+            if g + 1 < len(self._files.groups):
+                self._request(split, (g + 1,))
+            start = end
+        return Rows.concatenate(parts) if parts else self._nothing()
+
+    def _nothing(self) -> Rows:
+        return self._decode("train", (0,)).take(np.zeros(0, np.int64))
+
+    def _plan(self, epoch: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
+        """Row groups of each window of an epoch, and int64[windows + 1] their bounds in positions."""
+        order = np.arange(len(self._files.groups))
+        if self._seed is not None:
+            order = Permutation(order.size, self._seed, epoch)(order)
+        order = order[self._sizes["train"][order] > 0]
+        firsts = range(0, order.size, self._window)
+        groups = [tuple(order[a : a + self._window].tolist()) for a in firsts]
+        return groups, lengths_to_offsets(np.array([self._sizes["train"][list(g)].sum() for g in groups], np.int64))
+
+    def _decode(self, split: str, groups: tuple[int, ...]) -> Rows:
+        return self._request(split, groups).result()
+
+    def _request(self, split: str, groups: tuple[int, ...]) -> "Future[Rows]":
+        with self._lock:
+            found = self._decoded.get((split, groups))
+            if found is None:
+                found = self._decoders.submit(self._read, split, groups)
+                self._decoded[split, groups] = found
+            self._decoded.move_to_end((split, groups))
+            while len(self._decoded) > _KEPT_WINDOWS:
+                self._decoded.popitem(last=False)
+            return found
+
+    def _read(self, split: str, groups: tuple[int, ...]) -> Rows:
+        parts = []
+        for g in groups:
+            group = self._files.groups[g]
+            rows = encode(self._files.read(group, self._columns), self.layout, self._numbers, where=group.where)
+            wanted = self._split_rows(split, g)
+            parts.append(rows if wanted.size == group.rows else rows.take(wanted))
+        return Rows.concatenate(parts)
