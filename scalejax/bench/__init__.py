@@ -1,0 +1,138 @@
+"""`scalejax bench`: how fast a piece of scalejax is, beside the same work in another library, measured in one run.
+
+Each benchmark is a module of this package with three names: `CASES`, `PEERS` and `prepare(case, against, data)`, which
+builds a `harness.Contest`. The harness knows contests and nothing else.
+"""
+
+import contextlib
+import importlib
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from scalejax import errors
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from scalejax.bench.harness import Effort, Result
+
+_NAMES = ("wukong_step", "dlrm_step", "data_pipeline")
+
+_THREADS = 2
+"""CPU threads for both sides, so that numbers of different machines can be compared."""
+
+
+def names() -> tuple[str, ...]:
+    """Benchmarks that `run` knows."""
+    return _NAMES
+
+
+def cases_of(name: str) -> tuple[str, ...]:
+    """Cases of a benchmark, in the order in which they run."""
+    return _benchmark(name).CASES
+
+
+def peers_of(name: str) -> tuple[str, ...]:
+    """What a benchmark can be compared with."""
+    return _benchmark(name).PEERS
+
+
+def run(
+    name: str,
+    against: str | None = None,
+    cases: Sequence[str] | None = None,
+    data: pathlib.Path | None = None,
+    json_path: pathlib.Path | None = None,
+    console: "Console | None" = None,
+    effort: "Effort | None" = None,
+) -> "list[Result]":
+    """Runs a benchmark; checks that outputs are equal before it times them.
+
+    Args:
+      name: One of `names()`.
+      against: One of `peers_of(name)`; None times scalejax alone.
+      cases: Some of `cases_of(name)`; None = all.
+      data: The user's own data instead of what the benchmark bundles or makes, where the case allows it.
+      json_path: File for the results: a JSON array with one object a case, rewritten after every case.
+      console: Where progress and the table go; None = silent.
+      effort: How long to measure; None = the default.
+
+    Returns:
+      One result a case.
+
+    Raises:
+      UserError: unknown name, case or peer; a library that is not installed; a file that cannot be read or written.
+      OutputsDiffer: ours and the peer do not compute the same.
+    """
+    benchmark = _benchmark(name)
+    chosen = [_one_of(case, benchmark.CASES, f"--case of {name}") for case in cases or benchmark.CASES]
+    if against is not None:
+        _one_of(against, benchmark.PEERS, f"--against of {name}")
+
+    from scalejax.bench import harness, machine, output
+
+    json_path = None if json_path is None else pathlib.Path(json_path)
+    if json_path is not None:
+        output.check_writable(json_path)
+    effort = effort or harness.Effort()
+    results: list[Result] = []
+    with contextlib.ExitStack() as threads:
+        threads.enter_context(machine.cpu_threads(_THREADS))
+        if not benchmark.on_cpu():
+            threads.close()  # feeding an accelerator may take every core
+        for case in chosen:
+            with _progress(console, f"{name} {case}", effort.turns * (1 if against is None else 2)) as advance:
+                contest = benchmark.prepare(case, against, data)
+                try:
+                    ours, peer = harness.measure(contest, effort, progress=advance)
+                finally:
+                    contest.close()
+            ours_s, peer_s, ratio, spread = harness.summarize(ours, peer)
+            results.append(
+                harness.Result(
+                    name=name,
+                    case=case,
+                    device=contest.device,
+                    date=machine.today(),
+                    commit=machine.commit(),
+                    ours_s=ours_s,
+                    peer=against,
+                    peer_s=peer_s,
+                    ratio=ratio,
+                    spread=spread,
+                    examples=contest.examples,
+                )
+            )
+            if json_path is not None:
+                json_path.write_text(output.to_json(results))
+    if console is not None:
+        console.print(output.table(results))
+    return results
+
+
+def _benchmark(name: str) -> Any:
+    return importlib.import_module(f"scalejax.bench.{_one_of(name, _NAMES, 'benchmark')}")
+
+
+def _one_of(value: str, allowed: Sequence[str], what: str) -> str:
+    if value in allowed:
+        return value
+    import difflib
+
+    close = difflib.get_close_matches(value, allowed, n=1)
+    hint = f" Did you mean {close[0]}?" if close else ""
+    raise errors.UserError(f"{what} must be one of {', '.join(allowed)}; got {value!r}.{hint}")
+
+
+@contextlib.contextmanager
+def _progress(console: "Console | None", what: str, total: int) -> Any:
+    if console is None:
+        yield lambda: None
+        return
+    from rich import progress
+
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
+    with progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)

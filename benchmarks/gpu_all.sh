@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# Everything worth measuring on a GPU, the most valuable first, in at most ten minutes:
+#
+#     benchmarks/gpu_all.sh [OUTPUT_FOLDER]        # default: gpu_results
+#
+# What does not fit the time is left out and named at the end; what fails does not stop the rest. Peers run on a CPU
+# only, so scalejax is timed alone here. Each JSON file becomes a table with benchmarks/tabulate.py.
+set -uo pipefail
+
+cd "$(dirname "$0")/.."
+out=$(mkdir -p "${1:-gpu_results}" && cd "${1:-gpu_results}" && pwd)
+python=${PYTHON:-python3}
+deadline=$((SECONDS + ${SECONDS_ALLOWED:-570}))
+export XLA_PYTHON_CLIENT_PREALLOCATE=${XLA_PYTHON_CLIENT_PREALLOCATE:-false}
+export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$out/compile_cache}
+install -d -m 0700 "$JAX_COMPILATION_CACHE_DIR" # whoever can write a compile cache can run code in this process
+failed=() skipped=()
+
+step() { # NAME MOST_SECONDS ARGUMENTS...: one command of scalejax, its output in OUTPUT_FOLDER/NAME.log
+    local name=$1 most=$2 left=$((deadline - SECONDS))
+    shift 2
+    if ((left < 20)); then
+        skipped+=("$name")
+        return
+    fi
+    echo "== $name: scalejax $*"
+    PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" timeout --kill-after=5 $((most < left ? most : left)) \
+        "$python" -m scalejax "$@" 2>&1 | tee "$out/$name.log"
+    local status=${PIPESTATUS[0]}
+    if ((status != 0)); then failed+=("$name (exit $status)"); fi
+}
+
+"$python" - <<'CHECK' || exit 2
+import sys
+
+import jax
+
+device = jax.devices()[0]
+print(f"jax {jax.__version__} on {device.device_kind} ({device.platform})")
+sys.exit(0 if device.platform == "gpu" else "gpu_all.sh: jax sees no GPU here")
+CHECK
+
+step doctor 60 doctor
+step wukong_main_job 180 train wukong --workdir "$out/wukong" --resume never
+step wukong_step 180 bench wukong_step --json "$out/wukong_step.json"
+step dlrm_step 150 bench dlrm_step --json "$out/dlrm_step.json"
+step data_pipeline 90 bench data_pipeline --json "$out/data_pipeline.json"
+
+# The closing table of the main job, without its checkpoints.
+if [[ -f $out/wukong/summary.json ]]; then cp "$out/wukong/summary.json" "$out/wukong_main_job.json"; fi
+((${#failed[@]} == 0)) || printf 'failed: %s\n' "${failed[@]}"
+((${#skipped[@]} == 0)) || printf 'left out for lack of time: %s\n' "${skipped[@]}"
+((${#failed[@]} == 0))

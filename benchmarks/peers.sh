@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Installs the libraries that scalejax is compared with into the environment that is active now:
+#
+#     . .venv/bin/activate && benchmarks/peers.sh
+#     PYTHON=/path/to/python benchmarks/peers.sh
+#
+# Every install is held to the torch that all peers were tried with. torch comes as its CPU build where the package
+# index in use offers one (pip's --index-url and PIP_INDEX_URL work as always).
+set -euo pipefail
+
+python=${PYTHON:-python3}
+constraints=$(mktemp)
+trap 'rm -f "$constraints"' EXIT
+cat >"$constraints" <<'PINS'
+torch==2.13.0
+PINS
+
+if ! "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then
+    echo "peers.sh: $python is not in a virtual environment; activate one first, or set PYTHON." >&2
+    exit 2
+fi
+
+"$python" -m pip install --constraint "$constraints" torch
+
+"$python" - <<'CHECK'
+import torch
+
+print(f"torch {torch.__version__}: {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}")
+CHECK

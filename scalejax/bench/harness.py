@@ -1,0 +1,147 @@
+"""Times two ways of doing the same work, turn by turn, and says how they compare.
+
+A *turn* repeats one unit of work (a training step, a batch) until it lasts long enough to be timed, after one untimed
+unit that warms caches up again. Turns alternate: ours, the peer, ours, ... so that whatever else the machine does
+falls on both. Outputs are compared before anything is timed.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Contest:
+    """The same work, twice, ready to be timed.
+
+    Attributes:
+      ours: Does n units and returns when their outputs are there (not when they are merely enqueued).
+      peer: The same in another library; None times ours alone.
+      check: Raises `OutputsDiffer` unless both sides compute the same; called once, before timing.
+      examples: Examples in one unit.
+      device: Where it runs.
+      close: Gives back what the contest holds (worker processes, files).
+    """
+
+    ours: Callable[[int], None]
+    peer: Callable[[int], None] | None
+    check: Callable[[], None]
+    examples: int
+    device: str
+    close: Callable[[], None] = lambda: None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One line of a benchmark.
+
+    Attributes:
+      name: Benchmark.
+      case: Its case.
+      device: What it ran on.
+      date: YYYY-MM-DD.
+      commit: Commit of scalejax.
+      ours_s: Seconds per unit of work, median over turns.
+      peer: Name and version of the peer, or None.
+      peer_s: Seconds per unit for the peer, median over turns.
+      ratio: peer_s / ours_s: above 1 is faster than the peer.
+      spread: Interquartile range over turns, as a share of the median: of the ratio of neighbouring turns, or of our
+        own time where there is no peer.
+      examples: Examples in one unit of work.
+    """
+
+    name: str
+    case: str
+    device: str
+    date: str
+    commit: str
+    ours_s: float
+    peer: str | None
+    peer_s: float | None
+    ratio: float | None
+    spread: float
+    examples: int
+
+
+class OutputsDiffer(AssertionError):
+    """Ours and the peer do not compute the same thing, so timing them would mean nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+      turns: Turns per side.
+      turn_s: Seconds that a turn should last at least.
+    """
+
+    turns: int = 15
+    turn_s: float = 0.25
+
+
+def measure(
+    contest: Contest,
+    effort: Effort,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[list[float], list[float]]:
+    """Checks that outputs are equal, then times both sides in alternating turns.
+
+    Args:
+      contest: What to time.
+      effort: How long.
+      clock: Seconds; tests pass their own.
+      progress: Called after every turn of one side.
+
+    Returns:
+      Seconds per unit, one for each turn: ours, the peer's (empty without a peer).
+
+    Raises:
+      OutputsDiffer: the two sides do not compute the same.
+    """
+    contest.check()
+    sides = [contest.ours] if contest.peer is None else [contest.ours, contest.peer]
+    units = [_units_per_turn(side, effort.turn_s, clock) for side in sides]
+    seconds: list[list[float]] = [[] for _ in sides]
+    for _ in range(effort.turns):
+        for side, count, into in zip(sides, units, seconds, strict=True):
+            side(1)
+            start = clock()
+            side(count)
+            into.append((clock() - start) / count)
+            progress()
+    return seconds[0], seconds[1] if len(seconds) == 2 else []
+
+
+def summarize(ours: Sequence[float], peer: Sequence[float]) -> tuple[float, float | None, float | None, float]:
+    """(ours_s, peer_s, ratio, spread) of turns, as `Result` defines them."""
+    ours_s = statistics.median(ours)
+    if not peer:
+        return ours_s, None, None, relative_spread(ours)
+    peer_s = statistics.median(peer)
+    return ours_s, peer_s, peer_s / ours_s, relative_spread([p / o for p, o in zip(peer, ours, strict=True)])
+
+
+def relative_spread(values: Sequence[float]) -> float:
+    """Interquartile range as a share of the median; 0 for a single value."""
+    if len(values) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return (high - low) / middle
+
+
+def _units_per_turn(side: Callable[[int], None], turn_s: float, clock: Callable[[], float]) -> int:
+    """Units that fill a turn, found by doubling; the runs themselves are the warm-up."""
+    side(1)
+    side(1)
+    count = 1
+    while True:
+        start = clock()
+        side(count)
+        took = clock() - start
+        if took >= turn_s:
+            return count
+        count = max(count + 1, min(2 * count, int(count * turn_s / took) + 1 if took > 0 else 2 * count))

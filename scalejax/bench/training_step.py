@@ -1,0 +1,179 @@
+"""A training step as a contest: the program that `scalejax train` runs, against a peer's step on the same numbers.
+
+One step is forward, backward, dense Adam and row-wise AdaGrad on the rows that the batch touched. Both sides cycle
+through the same batches, which lie on the device already, start from the same parameters, and use the same threads.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
+
+import jax
+import numpy as np
+
+from scalejax import optim
+from scalejax.bench import machine, peers
+from scalejax.bench.harness import Contest, OutputsDiffer
+from scalejax.data.batch import Batch
+from scalejax.data.schema import Schema
+from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding.config import RowwiseAdagrad
+from scalejax.train import convert, program
+from scalejax.train.experiment import Experiment
+from scalejax.train.protocols import ModelConfig
+
+_CONSTANT = optim.Constant(value=1e-3)
+ADAM = optim.Adam(learning_rate=_CONSTANT)
+ROWS = RowwiseAdagrad(learning_rate=0.02)
+
+CHECKED_STEPS = 4
+"""Steps after which outputs are compared once more: every optimizer has then used its state."""
+
+FORWARD_TOLERANCE = 2e-5
+"""On logits of equal parameters, relative to the largest: sums of up to a few thousand float32 products."""
+
+TRAINED_TOLERANCE = 2e-3
+"""On logits after `CHECKED_STEPS`, relative to the largest. Adam's first steps have the size of the learning rate
+whatever the gradient's: a weight whose gradient is rounding noise takes a full step in a direction of chance."""
+
+LOSS_TOLERANCE = 1e-4
+"""On the mean loss after `CHECKED_STEPS`, relative: chance directions average out."""
+
+
+class Peer(Protocol):
+    """A training step in another library."""
+
+    def place(self, batch: Batch) -> Any: ...
+
+    def step(self, batch: Any) -> Any:
+        """One step, complete when it returns."""
+        ...
+
+    def logits(self, batch: Any) -> np.ndarray:
+        """float32[B]."""
+        ...
+
+
+MakePeer = Callable[[dict[str, np.ndarray], list[np.ndarray]], Peer]
+"""(dense parameters by path, rows of each feature's table in the order of the schema) -> a peer that starts there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Given:
+    """A data config for batches that are at hand; only its batch size is ever asked for."""
+
+    batch_size: int
+
+    def build(self) -> NoReturn:
+        raise NotImplementedError("the batches of a benchmark come from the benchmark")
+
+
+def contest(model: ModelConfig, schema: Schema, batches: Sequence[Batch], make_peer: MakePeer | None) -> Contest:
+    """The training step of `model` on one device, and the peer's.
+
+    Raises:
+      UserError: a peer is asked for on an accelerator.
+    """
+    device = jax.devices()[0]
+    if make_peer is not None and device.platform != "cpu":
+        raise UserError(
+            f"--against: peers are timed on a CPU, and jax's first device is {device.device_kind}. "
+            "Set JAX_PLATFORMS=cpu, or leave --against out to time scalejax alone."
+        )
+    experiment = Experiment(
+        model=model, data=_Given(batch_size=len(batches[0])), steps=1_000_000, optimizer=ADAM, row_optimizer=ROWS
+    )
+    built = program.build(experiment, schema, meshes.make_mesh(experiment.mesh, [device]))
+    ours = _Ours(built, batches)
+    if make_peer is None:
+        return Contest(
+            ours=ours.steps, peer=None, check=lambda: None, examples=len(batches[0]), device=machine.device_name(device)
+        )
+    peer = make_peer(ours.parameters(), ours.tables())
+    placed = [peer.place(batch) for batch in batches]
+    turn = itertools.cycle(placed)
+
+    def peer_steps(count: int) -> None:
+        for _ in range(count):
+            peer.step(next(turn))
+
+    def check() -> None:
+        check_equal(ours.logits(0), peer.logits(placed[0]), batches[0], FORWARD_TOLERANCE, "before the first step")
+        ours.steps(CHECKED_STEPS)
+        peer_steps(CHECKED_STEPS)
+        last = CHECKED_STEPS % len(batches)
+        when = f"after {CHECKED_STEPS} steps"
+        check_equal(ours.logits(last), peer.logits(placed[last]), batches[last], TRAINED_TOLERANCE, when)
+
+    return Contest(
+        ours=ours.steps,
+        peer=peer_steps,
+        check=check,
+        examples=len(batches[0]),
+        device=machine.device_name(device),
+    )
+
+
+def torch_step(module: Any, parameters: dict[str, np.ndarray], tables: Sequence[np.ndarray], compiled: bool) -> Peer:
+    """A PyTorch module that starts from our parameters and tables, with the optimizers of `contest`."""
+    peer = peers.load("torch_training")
+    peer.set_parameters(module, peer.from_jax(parameters))
+    settings = peer.Settings(
+        threads=len(machine.usable_cpus()),
+        learning_rate=_CONSTANT.value,
+        row_learning_rate=ROWS.learning_rate,
+        row_eps=ROWS.eps,
+        compiled=compiled,
+    )
+    return peer.TrainingStep(module, tables, settings)
+
+
+def on_cpu() -> bool:
+    """Whether jax's first device is a CPU."""
+    return jax.devices()[0].platform == "cpu"
+
+
+def check_equal(ours: np.ndarray, peer: np.ndarray, batch: Batch, tolerance: float, when: str) -> None:
+    """Compares logits float32[B] and the losses they give.
+
+    Raises:
+      OutputsDiffer: beyond `tolerance` on logits (relative to the largest), or `LOSS_TOLERANCE` on the mean loss.
+    """
+    logits = np.stack([ours, peer]).astype(np.float64)
+    if not np.isfinite(logits).all():
+        raise OutputsDiffer(f"logits {when} are not finite")
+    difference = np.abs(logits[0] - logits[1]).max() / np.abs(logits).max()
+    if difference > tolerance:
+        raise OutputsDiffer(f"logits {when} differ by {difference:.1e} of the largest; {tolerance:.0e} is allowed")
+    losses = (np.logaddexp(0, logits) - logits * batch.labels[:, 0]).mean(1)
+    if abs(losses[0] - losses[1]) > LOSS_TOLERANCE * losses[1]:
+        raise OutputsDiffer(f"mean losses {when} differ: {losses[0]:.7f} here, {losses[1]:.7f} in the peer")
+
+
+class _Ours:
+    """Our side: a program, its state, and the batches on the device."""
+
+    def __init__(self, built: program.Program, batches: Sequence[Batch]) -> None:
+        self._program = built
+        self._state = built.init()
+        self._batches = [convert.to_device(batch, built) for batch in batches]
+        self._turn = itertools.cycle(self._batches)
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self._state, _ = self._program.train_step(self._state, next(self._turn))
+        jax.block_until_ready(self._state)
+
+    def logits(self, index: int) -> np.ndarray:
+        return np.asarray(self._program.eval_step(self._state, self._batches[index]))[:, 0]
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        return {name: np.array(value) for name, value in self._state.params.items()}
+
+    def tables(self) -> list[np.ndarray]:
+        """Rows of the table of each one-hot feature, in the order of the schema."""
+        logical = self._program.collection.to_logical(self._state.tables)
+        table_of = {feature: table.name for table in self._program.task.tables() for feature in table.features}
+        return [np.array(logical[table_of[name]]["rows"]) for name in self._program.task.schema.keys]
