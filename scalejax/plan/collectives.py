@@ -135,6 +135,15 @@ def axes_of(groups: Sequence[Sequence[int]], mesh: "Mesh") -> tuple[str, ...]:
     return tuple(name for name, differs in zip(mesh.axis_names, varies, strict=True) if differs)
 
 
+def positions_along(axes: tuple[str, ...], mesh: "Mesh") -> Groups:
+    """Groups of positions in the flattened mesh that differ along these axes only."""
+    grid = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
+    along = [mesh.axis_names.index(axis) for axis in axes]
+    rest = [axis for axis in range(grid.ndim) if axis not in along]
+    width = math.prod(grid.shape[axis] for axis in along)
+    return tuple(map(tuple, grid.transpose([*rest, *along]).reshape(-1, width).tolist()))
+
+
 def parse_groups(text: str, devices: int) -> Groups:
     """Reads the value of `replica_groups` in any of the forms that XLA writes.
 
