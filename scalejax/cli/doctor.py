@@ -40,7 +40,8 @@ def doctor(
     from scalejax.cli import advisories, requirements
 
     installed = versions()
-    machine = _devices(coordinator, processes, process_id, selftest)
+    with output.native_output_to_stderr():
+        machine = _devices(coordinator, processes, process_id, selftest)
     report = {
         "scalejax": scalejax.__version__,
         "python": platform.python_version(),
@@ -58,10 +59,11 @@ def doctor(
         "missing": {extra: requirements.missing(extra) for extra in requirements.EXTRAS},
     }
     report["healthy"] = machine["problem"] is None and all(v == "ok" for v in machine["selftest"].values())
-    if json:
-        output.print_json(report)
-    else:
-        _print(report)
+    if machine["primary"] or not report["healthy"]:  # of several healthy processes one report is enough
+        if json:
+            output.print_json(report)
+        else:
+            _print(report)
     if not report["healthy"]:
         raise typer.Exit(1)
 
@@ -84,7 +86,14 @@ def _devices(coordinator: str | None, processes: int | None, process_id: int | N
     from scalejax.parallel import mesh as meshes
     from scalejax.train import distributed
 
-    report: dict[str, Any] = {"platform": None, "devices": [], "processes": 0, "mesh": {}, "selftest": {}}
+    report: dict[str, Any] = {
+        "primary": True,
+        "platform": None,
+        "devices": [],
+        "processes": 0,
+        "mesh": {},
+        "selftest": {},
+    }
     distributed.initialize(coordinator, processes, process_id)
     try:
         devices = jax.devices()
@@ -93,6 +102,7 @@ def _devices(coordinator: str | None, processes: int | None, process_id: int | N
     mesh = meshes.make_mesh(meshes.MeshShape(), devices)
     return {
         "problem": None,
+        "primary": distributed.is_primary(),
         "platform": devices[0].platform,
         "processes": jax.process_count(),
         "devices": [

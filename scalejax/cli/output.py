@@ -1,7 +1,11 @@
 """What commands print and write."""
 
+import contextlib
 import json
+import os
 import pathlib
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import rich.console
@@ -31,3 +35,16 @@ def write_json(path: pathlib.Path, data: Any) -> None:
         raise UserError(
             f"--json {path}: cannot be written ({error.strerror}). Give a file in a folder that exists and is writable."
         ) from error
+
+
+@contextlib.contextmanager
+def native_output_to_stderr() -> Iterator[None]:
+    """Sends what C++ libraries print on standard output (Gloo does) to standard error: JSON must stay JSON."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -40,7 +40,7 @@ def _list(json: bool) -> None:
     shown = table.Table("recipe", "what", "model", "data", "mesh", box=box.SIMPLE_HEAD, pad_edge=False)
     for recipe in found:
         also = f" = {recipe.path.stem}" if recipe.first else ""
-        written = [recipe.written.get(column, "") for column in ("model", "data", "mesh")]
+        written = [recipe.written.get(column, "default") for column in ("model", "data", "mesh")]
         cells = (recipe.name + also, recipe.summary, *map(_short, written))
         shown.add_row(*map(markup.escape, cells))
     console = output.console()

@@ -233,13 +233,16 @@ def _arguments(node: ast.FunctionDef, functions: dict[str, ast.FunctionDef], see
         if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
     }
 
+    def meant(value: ast.expr) -> ast.expr:
+        return local.get(value.id, value) if isinstance(value, ast.Name) else value
+
     def from_value(value: ast.AST | None) -> dict[str, str]:
         if isinstance(value, ast.Name):
             return from_value(local.pop(value.id, None))
         if not isinstance(value, ast.Call):
             return {}
         callee = _last_name(value.func)
-        stated = {k.arg: ast.unparse(k.value) for k in value.keywords if k.arg in _COLUMNS}
+        stated = {k.arg: ast.unparse(meant(k.value)) for k in value.keywords if k.arg in _COLUMNS}
         if callee == "replace" and value.args:
             return from_value(value.args[0]) | stated
         if callee in functions and isinstance(value.func, ast.Name) and callee not in seen:

@@ -2,6 +2,11 @@
 
 import importlib.metadata
 import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -117,3 +122,27 @@ def test_missing_packages_of_an_extra_follow_nested_extras(monkeypatch):
 def test_requirements_of_a_checkout_come_from_pyproject():
     names = {r.name for r in requirements.scalejax_requirements()}
     assert {"jax", "numpy", "flax", "typer", "pytest"} <= names
+
+
+@pytest.mark.multiprocess
+def test_two_processes_test_their_collectives_together(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "scalejax", "doctor", "--json", "--cpu-devices", "2", "--processes", "2"]
+    command += ["--coordinator", f"localhost:{port}", "--process-id"]
+    environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    started = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, text=True, env=environ, cwd=tmp_path)
+        for i in range(2)
+    ]
+    try:
+        texts = [process.communicate(timeout=120)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0]
+    report = json.loads(texts[0])
+    assert (report["processes"], len(report["devices"])) == (2, 4)
+    assert set(report["selftest"].values()) == {"ok"}
+    assert texts[1] == ""

@@ -1,0 +1,44 @@
+"""A recipe from the command line to a run folder, and mistakes that only the loop can see."""
+
+import json
+
+import pytest
+
+
+def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
+    workdir = tmp_path / "run"
+    trained = invoke("train", "wukong-smoke", "--set", "steps=4", "--workdir", str(workdir))
+    assert trained.exit_code == 0, trained.stderr
+    assert f"scalejax eval {workdir}" in trained.stdout
+    record = json.loads((workdir / "experiment.json").read_text())
+    assert (record["recipe"], record["sets"]) == ("wukong-smoke", ["steps=4"])
+    summary = json.loads((workdir / "summary.json").read_text())
+    evaluated = invoke("eval", str(workdir))
+    assert evaluated.exit_code == 0, evaluated.stderr
+    assert f"{summary['test_auc']:.4f}" in evaluated.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "mesh.fsdp=3"], "axis sizes must multiply to the 8 devices at hand; got fsdp=3"),
+        (["--set", "data.batch_size=12"], "12"),
+        (["--set", "data.path=nowhere.parquet"], "nowhere.parquet"),
+        (["--resume", "must"], "--resume must"),
+        (["--processes", "2"], "--coordinator, --process-id missing"),
+    ],
+)
+def test_mistakes_that_the_loop_sees(invoke, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("train", "wukong-smoke", *arguments)
+    assert result.exit_code == 2
+    assert words in result.stderr
+    assert result.stderr.startswith("Error: ")
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_workdir_that_cannot_be_made(invoke, tmp_path):
+    (tmp_path / "file").touch()
+    result = invoke("train", "wukong-smoke", "--workdir", str(tmp_path / "file" / "run"))
+    assert result.exit_code == 2
+    assert str(tmp_path / "file" / "run") in result.stderr
