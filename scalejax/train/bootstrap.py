@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scalejax.train import evaluation
+from scalejax.train import exact
 
 Metric = Literal["logloss", "ne", "auc"]
 Verdict = Literal["better", "worse", "no difference shown"]
@@ -61,7 +61,7 @@ class Comparison:
     @property
     def percent(self) -> float:
         """(b - a) / a in percent: relative LogLoss, NE difference."""
-        return evaluation.relative_percent(self.b, self.a)
+        return exact.relative_percent(self.b, self.a)
 
     def __str__(self) -> str:
         d = self.difference
@@ -73,7 +73,7 @@ class Comparison:
 
 def intervals(
     labels: ArrayLike,
-    logits: ArrayLike,
+    predictions: ArrayLike,
     weights: ArrayLike | None = None,
     *,
     resamples: int = 1000,
@@ -84,13 +84,13 @@ def intervals(
 
     Args:
       labels: float[N]. In [0, 1].
-      logits: float[N].
+      predictions: float[N]. In [0, 1].
       weights: float[N], or None for 1 each; drawn along with their examples.
       resamples: More makes the ends steadier; 1,000 take 0.9 s for 33,000 examples on one core.
       level: Share of resamples inside the interval.
       seed: Equal seeds give equal intervals.
     """
-    model = _Model(labels, logits, weights)
+    model = _Model(labels, predictions, weights)
     samples = np.stack([model.metrics(counts) for counts in _draws(len(model), resamples, seed)])
     values = model.metrics(np.ones(len(model)))
     return {m: _interval(values[i], samples[:, i], level) for i, m in enumerate(METRICS)}
@@ -110,7 +110,7 @@ def compare(
 
     Args:
       labels: float[N]. In [0, 1].
-      a, b: float[N]. Logits of both models.
+      a, b: float[N]. Predictions of both models.
       weights, resamples, level, seed: As in `intervals`.
     """
     first, second = _Model(labels, a, weights), _Model(labels, b, weights)
@@ -129,20 +129,21 @@ def compare(
 class _Model:
     """One model's examples in the order of its scores, so that no resample has to be sorted."""
 
-    def __init__(self, labels: ArrayLike, logits: ArrayLike, weights: ArrayLike | None) -> None:
-        y, s = np.asarray(labels, np.float64), np.asarray(logits, np.float64)
+    def __init__(self, labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None) -> None:
+        y, p = np.asarray(labels, np.float64), np.asarray(predictions, np.float64)
         w = np.ones_like(y) if weights is None else np.asarray(weights, np.float64)
-        if y.ndim != 1 or not y.shape == s.shape == w.shape or not len(y):
+        if y.ndim != 1 or not y.shape == p.shape == w.shape or not len(y):
             raise ValueError(
-                f"bootstrap: labels, logits and weights must have one equal shape [N], N > 0; got {y.shape}, {s.shape} "
-                f"and {w.shape}."
+                f"bootstrap: labels, predictions and weights must have one equal shape [N], N > 0; got {y.shape}, "
+                f"{p.shape} and {w.shape}."
             )
-        if not np.isfinite(s).all():
-            raise ValueError(f"bootstrap: {np.sum(~np.isfinite(s))} of {len(s)} logits are not finite.")
-        self._order = np.argsort(s, kind="stable")
-        self._ties = evaluation.Ties.of(s[self._order])
+        if not ((p >= 0) & (p <= 1)).all():
+            wrong = p[~((p >= 0) & (p <= 1))]
+            raise ValueError(f"bootstrap: predictions must lie in [0, 1]; {len(wrong)} do not, such as {wrong[0]}.")
+        self._order = np.argsort(p, kind="stable")
+        self._ties = exact.Ties.of(p[self._order])
         self._positive, self._negative = (w * y)[self._order], (w * (1 - y))[self._order]
-        self._loss = (w * evaluation.cross_entropy(y, evaluation.sigmoid(s)))[self._order]
+        self._loss = (w * exact.cross_entropy(y, p))[self._order]
 
     def __len__(self) -> int:
         return len(self._order)
@@ -155,7 +156,7 @@ class _Model:
         loss = times @ self._loss
         undefined = not (p > 0 and n > 0)
         entropy = np.nan if undefined else -p * np.log(p / (p + n)) - n * np.log(n / (p + n))
-        auc = np.nan if undefined else evaluation.ranked_auc(positive, negative, self._ties)
+        auc = np.nan if undefined else exact.ranked_auc(positive, negative, self._ties)
         return np.array([loss / (p + n) if p + n > 0 else np.nan, loss / entropy, auc])
 
 

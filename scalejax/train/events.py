@@ -14,10 +14,11 @@ metric is called "logloss/task". An undefined or non-finite value is null.
 
     {"attempt": 1, "step": 200, "wall_s": ..., "samples_per_s": ..., "step_p50_s": ..., "data_wait_share": ..., ...}
 
-where `attempt` counts the processes that worked in this folder; lines of earlier attempts stay. TensorBoard events lie
-in `tensorboard/` with tags such as `train/logloss`, `validation/auc` and `timing/samples_per_s`.
+where `attempt` counts the processes that worked in this folder. TensorBoard events lie in `tensorboard/` with tags such
+as `train/logloss`, `validation/auc` and `timing/samples_per_s`.
 """
 
+import io
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scalejax.errors import UserError
+from scalejax.train import disk, run_folder
 
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
@@ -37,29 +38,32 @@ Value = float | int | str | None
 class EventWriter:
     """Writes the records of one run folder; on every process but 0 all methods do nothing.
 
-    Opening cuts `metrics.jsonl` back to `step`, the restored step (0 = nothing was restored, so nothing stays). A
+    Opening cuts the files back to `step`, the restored step (0 = nothing was restored, so nothing stays). A
     record that is already there is not written a second time: a run that was stopped between its last checkpoint and
     its end repeats the final evaluation. Each line is handed to the operating system at once; write the window and the
     evaluation of a step *before* saving its checkpoint.
 
     Raises:
-      UserError: `metrics.jsonl` holds a line that is not a record.
+      UserError: a file holds a line that is not a record, or the disk refuses.
     """
 
     def __init__(self, folder: Path, *, process_index: int = 0, step: int = 0) -> None:
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, io.FileIO] = {}
         self._present: set[tuple[Any, ...]] = set()
         self._board = None
         if process_index != 0:
             return
         from tensorboardX import SummaryWriter  # slow to import, and needed by one process only
 
-        kept = cut_back(folder / METRICS_FILE, step)
-        self._present = {_identity(record) for record in kept}
-        earlier = read(folder / TIMING_FILE)
+        for name in (METRICS_FILE, TIMING_FILE):
+            run_folder.cut_back(folder / name, step if step > 0 else -1)
+        self._present = {_identity(record) for record in run_folder.read_lines(folder / METRICS_FILE)}
+        earlier = run_folder.read_lines(folder / TIMING_FILE)
         self._attempt = 1 + max((record["attempt"] for record in earlier), default=0)
-        _drop_torn_line(folder / TIMING_FILE)
-        self._files = {name: open(folder / name, "a", encoding="utf-8") for name in (METRICS_FILE, TIMING_FILE)}  # noqa: SIM115
+        self._folder = folder
+        with disk.explained(f"cannot write to run folder {folder}"):
+            for name in (METRICS_FILE, TIMING_FILE):
+                self._files[name] = open(folder / name, "ab", buffering=0)  # noqa: SIM115
         self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
 
     def window(self, step: int, values: Mapping[str, Value]) -> None:
@@ -76,6 +80,12 @@ class EventWriter:
             return
         self._line(TIMING_FILE, {"attempt": self._attempt, "step": step, **values})
         self._scalars("timing", step, values)
+
+    def sync(self) -> None:
+        """Makes all lines durable; call it before a checkpoint that comes after them is committed."""
+        for name, file in self._files.items():
+            with disk.explained(f"cannot write {self._folder / name}"):
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         """Closes all files."""
@@ -101,8 +111,11 @@ class EventWriter:
         self._scalars(kind, record["step"], {k: v for k, v in record.items() if k not in ("kind", "step", "split")})
 
     def _line(self, name: str, record: Mapping[str, Value]) -> None:
-        self._files[name].write(to_line(record))
-        self._files[name].flush()
+        with disk.explained(f"cannot write {self._folder / name}"):
+            line = to_line(record).encode()
+            written = self._files[name].write(line)
+            if written < len(line):  # only a full disk takes less than asked; the next call says so
+                self._files[name].write(line[written:])
 
     def _scalars(self, group: str, step: int, values: Mapping[str, Value]) -> None:
         assert self._board is not None
@@ -124,56 +137,6 @@ def plain(value: Any) -> Value:
     if hasattr(value, "item"):
         return plain(value.item())
     return float(value) if math.isfinite(value) else None
-
-
-def read(path: Path) -> list[dict[str, Any]]:
-    """All complete records of a `.jsonl` file, in order; a missing file has none, a torn last line is left out.
-
-    Raises:
-      UserError: a line that is not a JSON object.
-    """
-    if not path.exists():
-        return []
-    records = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline was torn
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise UserError(
-                f"{path}: line {number} is not a JSON object but {line[:80]!r}. The file is damaged: remove that line, "
-                "or start in another folder with --workdir."
-            )
-        records.append(record)
-    return records
-
-
-def cut_back(path: Path, step: int) -> list[dict[str, Any]]:
-    """Removes the records after `step` (all of them if `step` is 0), atomically; returns those that stay."""
-    if not path.exists():
-        return []
-    records = read(path)
-    if not all(isinstance(record.get("step"), int) for record in records):
-        raise UserError(f"{path}: a record has no step. Start in another folder with --workdir.")
-    stays = [step > 0 and record["step"] <= step for record in records]
-    content = path.read_bytes()
-    lines = content.split(b"\n")[:-1]
-    left = b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay)
-    if left != content:
-        part = path.with_suffix(".part")
-        part.write_bytes(left)
-        os.replace(part, path)
-    return [record for record, stay in zip(records, stays, strict=True) if stay]
-
-
-def _drop_torn_line(path: Path) -> None:
-    if path.exists():
-        content = path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if whole != content:
-            os.truncate(path, len(whole))
 
 
 def _identity(record: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -244,6 +244,37 @@ def to_host(sums: MetricSums) -> HostSums:
     return HostSums(examples=int(host.examples), nonfinite=np.asarray(host.nonfinite, np.int64), **floats)
 
 
+def of_scores(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, bins: int = BINS) -> HostSums:
+    """The sums of examples that were scored already, in float64; they add to those of the devices.
+
+    Args:
+      logits: float[N, T].
+      labels: float[N, T]. In [0, 1].
+      weights: float[N].
+    """
+    l, y = np.asarray(logits, np.float64), np.asarray(labels, np.float64)
+    w = np.asarray(weights, np.float64)[:, None]
+    counts = w > 0
+    with np.errstate(invalid="ignore"):  # what is not finite is counted below
+        loss = np.where(counts, np.logaddexp(0, l) - l * y, 0)
+    place = np.float32(_SOFTNESS) / (np.float32(_SOFTNESS) + np.abs(np.asarray(logits, np.float32))) / 2
+    place = np.where(l >= 0, 1 - place, place)
+    scored = counts & np.isfinite(l)
+    index = np.minimum((np.where(scored, place, 0) * bins).astype(np.int64), bins - 1)
+    sides = (np.where(scored, w * (1 - y), 0), np.where(scored, w * y, 0))
+    histogram = [[np.bincount(index[:, t], side[:, t], bins) for side in sides] for t in range(l.shape[1])]
+    prediction = np.where(counts, 0.5 * (1 + np.tanh(l / 2)), 0)
+    return HostSums(
+        examples=int(counts.sum()),
+        nonfinite=np.sum(counts & ~np.isfinite(loss), axis=0),
+        weight=np.sum(w * np.ones_like(y), axis=0),
+        positive=np.sum(w * y, axis=0),
+        cross_entropy=np.sum(w * loss, axis=0),
+        prediction=np.sum(w * prediction, axis=0),
+        histogram=np.array(histogram, np.float64),
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Lifetime:
     """Everything seen since the first step: the float64 sum of all windows, saved with every checkpoint.

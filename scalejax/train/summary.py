@@ -1,14 +1,16 @@
 """`summary.json`: the closing table of a run as one flat JSON object, and how its numbers are written out.
 
-    recipe, date, device, mesh, parameters            what ran (texts; all optional)
+    recipe, date, device, mesh                        what ran, as texts
+    dense_parameters, table_parameters, flops_per_example
     steps, examples                                   how much was trained
     samples_per_s, step_p50_s, step_p95_s, data_wait_share, compile_s, wall_s, ...      see `timing.StepTimer.summary`
     peak_rss_bytes, peak_device_bytes                 see `timing.peak_memory`
-    <split>_<metric>                                  quality; split is train, val or test; see `evaluation.evaluate`
+    <split>_<metric>                                  quality; split is train, val, test or progressive
     <split>_<metric>_low, <split>_<metric>_high       95 % bootstrap interval of logloss, ne and auc
 
-Metrics are examples, logloss, ne, auc, gauc, calibration, base_rate and base_logloss (the LogLoss of predicting the
-base rate). With several tasks the key ends in "/task": "test_auc_low/click". An undefined value is null.
+Metrics are those of `evaluation.evaluate`: examples, logloss, ne, auc, gauc, calibration, base_rate; progressive
+validation has auc_hist and auc_error_bound instead of auc. With several tasks the key ends in "/task":
+"test_auc_low/click". An undefined value is null. All fields are optional for a reader.
 """
 
 import dataclasses
@@ -17,7 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _PREFIXES = {"validation": "val"}
-_SPLITS = {"test": "test", "val": "validation", "train": "train"}
+_SPLITS = {"test": "test", "val": "validation", "progressive": "progressive", "train": "train"}
 
 
 def prefix(split: str) -> str:
@@ -64,10 +66,15 @@ def _section(summary: Mapping[str, Any], start: str, split: str, task: str) -> S
 
     rate = get("base_rate")
     rows = [
-        Row("LogLoss", number(get("logloss")), _interval(get, "logloss"), number(get("base_logloss"))),
+        Row("LogLoss", number(get("logloss")), _interval(get, "logloss"), number(_base_logloss(rate))),
         Row("NE", number(get("ne")), _interval(get, "ne"), number(1.0)),
-        Row("AUC", number(get("auc")), _interval(get, "auc"), number(0.5)),
     ]
+    if get("auc_hist") is not None:
+        bound = get("auc_error_bound")
+        sure = "" if bound is None else f"± {bound:.4f} by binning"
+        rows.append(Row("AUC", number(get("auc_hist")), sure, number(0.5)))
+    else:
+        rows.append(Row("AUC", number(get("auc")), _interval(get, "auc"), number(0.5)))
     if get("gauc") is not None:
         rows.append(Row("GAUC", number(get("gauc")), _interval(get, "gauc"), number(0.5)))
     rows.append(Row("calibration", number(get("calibration")), "", number(1.0)))
@@ -80,6 +87,12 @@ def _section(summary: Mapping[str, Any], start: str, split: str, task: str) -> S
     return Section(title, tuple(rows))
 
 
+def _base_logloss(rate: float | None) -> float | None:
+    if rate is None or not 0 < rate < 1:
+        return None
+    return -rate * math.log(rate) - (1 - rate) * math.log1p(-rate)
+
+
 def _interval(get: Any, metric: str) -> str:
     low, high = get(f"{metric}_low"), get(f"{metric}_high")
     return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
@@ -90,11 +103,11 @@ def speed(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     get = summary.get
     rows: list[tuple[str, str | None]] = [
         ("device", get("device")),
-        ("parameters", _whole(get("parameters"))),
+        ("parameters, dense / tables", _both(_whole(get("dense_parameters")), _whole(get("table_parameters")))),
         ("steps", _whole(get("steps"))),
         ("examples trained", _whole(get("examples"))),
         ("samples/s", _whole(get("samples_per_s"))),
-        ("step p50 / p95", _pair(get("step_p50_s"), get("step_p95_s"))),
+        ("step p50 / p95", _both(duration(get("step_p50_s")), duration(get("step_p95_s")))),
         ("waiting for data", None if get("data_wait_share") is None else f"{get('data_wait_share'):.1%}"),
         ("compilation", duration(get("compile_s"))),
         ("wall time", duration(get("wall_s"))),
@@ -134,6 +147,5 @@ def _whole(value: float | None) -> str | None:
     return None if value is None or math.isnan(value) else f"{round(value):,}"
 
 
-def _pair(a: float | None, b: float | None) -> str | None:
-    first, second = duration(a), duration(b)
+def _both(first: str | None, second: str | None) -> str | None:
     return None if first is None or second is None else f"{first} / {second}"

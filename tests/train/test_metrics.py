@@ -250,6 +250,16 @@ def test_lifetime_adds_windows_and_survives_json_to_the_bit():
         np.testing.assert_array_equal(getattr(life.sums, field.name), getattr(unbroken.sums, field.name))
 
 
+def test_sums_of_finished_scores_equal_those_of_the_devices():
+    batch = examples(8, 64, tasks=2)
+    batch[0][3, 1] = np.nan
+    batch[2][3] = 1.0
+    host, device = metrics.of_scores(*batch, bins=BINS), metrics.to_host(summed([batch], tasks=2))
+    np.testing.assert_array_equal(host.histogram, device.histogram)  # sums of halves, and bins in the same float32
+    for field in dataclasses.fields(metrics.HostSums):
+        np.testing.assert_allclose(getattr(host, field.name), getattr(device, field.name), rtol=1e-6)  # float32
+
+
 def test_refuses_shapes_that_do_not_fit():
     with pytest.raises(ValueError, match=r"\[B, 1\]"):
         metrics.update(metrics.zeros(1), jnp.zeros(8), jnp.zeros(8), jnp.ones(8))
