@@ -14,11 +14,8 @@ orbax restored other numbers without a word (in 28 of 42 trials; its metadata fi
 A save copies the arrays to the host before it returns, so the caller may donate them to the next step at once.
 """
 
-import concurrent.futures
 import dataclasses
-import hashlib
 import json
-import logging
 import math
 import os
 import pathlib
@@ -28,26 +25,19 @@ import types
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import orbax.checkpoint as ocp
 
 from scalejax.errors import UserError
 from scalejax.train import disk, distributed
+from scalejax.train import manifest as manifests
+from scalejax.train.array_store import ArrayStore
 from scalejax.train.experiment import Checkpoints
-
-FORMAT_VERSION = 1
-"""Raised when a reader of today could not read the checkpoints of tomorrow."""
+from scalejax.train.manifest import Damaged, Manifest
 
 _SAVING = "saving-"
 _REMOVING = "removing-"
 _ARRAYS = "arrays"
-_MANIFEST = "manifest.json"
 
 _BETTER_HIGH = frozenset({"auc"})
-
-# Below this size a replicated array is written by one device alone: splitting it over the replicas costs a dispatch
-# per slice on the training thread (8 CPU devices, 41 arrays: 27 ms a save against 6).
-_SMALLEST_SPLIT_BYTES = 16 * 2**20
 
 
 class Checkpointer:
@@ -74,7 +64,7 @@ class Checkpointer:
         self.folder = folder.absolute()
         self._policy = policy
         self._identity = dict(identity)
-        self._store: ocp.AsyncCheckpointer | None = None
+        self._store: ArrayStore | None = None
         self._finisher: threading.Thread | None = None
         self._error: BaseException | None = None
         self._newest_saved: int | None = None
@@ -87,9 +77,12 @@ class Checkpointer:
     ) -> None:
         if error is None:
             self.close()
-        elif self._finisher is not None:
-            # The block's own error is the news, and other processes may not come to agree: only let the save end.
+            return
+        # The block's own error is the news, and other processes may not come to agree: only let the save end.
+        if self._finisher is not None:
             self._finisher.join()
+        if self._store is not None:
+            self._store.discard()
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending; as process 0 sees them, on every process."""
@@ -122,19 +115,18 @@ class Checkpointer:
             self._prepare()
         if self._newest_saved is not None and step <= self._newest_saved:
             raise ValueError(f"save: step must be greater than the latest, {self._newest_saved}; got {step}.")
-        arrays = _named_leaves(tree)
+        arrays = manifests.named_leaves(tree)
         for name, leaf in arrays.items():
             if not isinstance(leaf, jax.Array):
                 raise ValueError(f"save: {name} must be a jax.Array; got {type(leaf).__name__}.")
-        manifest = _Manifest(
+        manifest = Manifest(
             step=step,
             identity=self._identity,
             metrics=None if metrics is None else {name: float(value) for name, value in metrics.items()},
-            host=host,
-            arrays={name: _describe(leaf) for name, leaf in arrays.items()},
+            host=json.loads(json.dumps(host)),  # a copy, and what is no JSON raises here rather than in the background
+            arrays={name: manifests.describe(leaf) for name, leaf in arrays.items()},
             files={},
         )
-        json.dumps(host)  # raises here rather than in the background
         distributed.together(lambda: self._begin_arrays(step, arrays))
         self._finisher = threading.Thread(target=self._finish, args=(manifest,), name=f"checkpoint-{step}")
         self._finisher.start()
@@ -151,9 +143,11 @@ class Checkpointer:
         self._finisher.join()
         self._finisher = None
         error, self._error = self._error, None
-        if error is not None:
-            self._newest_saved = None  # this step is not there; look again
-        distributed.raise_together(error)
+        try:
+            distributed.raise_together(error)
+        except BaseException:
+            self._newest_saved = None  # that step is not there: look again
+            raise
 
     def close(self) -> None:
         """Waits for the save in progress and ends the background threads.
@@ -185,30 +179,18 @@ class Checkpointer:
         folder = self.folder / str(step)
         manifest = distributed.together(lambda: self._checked_manifest(step, abstract_tree))
         distributed.together(lambda: self._check_files(step, manifest))
-        targets = _named_leaves(abstract_tree)
-        arrays = self._arrays_store().restore(
-            folder / _ARRAYS,
-            args=ocp.args.PyTreeRestore(
-                item={name: _as_abstract_numbers(leaf) for name, leaf in targets.items()},
-                restore_args={name: _restore_args(leaf) for name, leaf in targets.items()},
-            ),
-        )
-        leaves = [_as_target(arrays[name], leaf) for name, leaf in targets.items()]
+        targets = manifests.named_leaves(abstract_tree)
+        arrays = self._arrays_store().read(folder / _ARRAYS, targets)
+        leaves = [arrays[name] for name in targets]
         return jax.tree.unflatten(jax.tree.structure(abstract_tree), leaves), manifest.host
 
     def metrics(self, step: int) -> dict[str, float] | None:
         """The evaluation that was saved with a step; None where there was none."""
-        return _read_manifest(self.folder / str(step)).metrics
+        return manifests.read(self.folder / str(step)).metrics
 
-    def _arrays_store(self) -> ocp.AsyncCheckpointer:
+    def _arrays_store(self) -> ArrayStore:
         if self._store is None:
-            _quiet_orbax()
-            handler = ocp.type_handlers.ArrayHandler(
-                min_slice_bytes_for_replica_parallel=_SMALLEST_SPLIT_BYTES,
-                enable_write_sharding_file=False,  # the sharding always comes from the target
-            )
-            registry = ocp.type_handlers.create_type_handler_registry((jax.Array, handler))
-            self._store = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(type_handler_registry=registry))
+            self._store = ArrayStore()
         return self._store
 
     def _prepare(self) -> None:
@@ -234,37 +216,41 @@ class Checkpointer:
 
     def _begin_arrays(self, step: int, arrays: dict[str, jax.Array]) -> None:
         try:
-            self._arrays_store().save(
-                self.folder / f"{_SAVING}{step}" / _ARRAYS,
-                args=ocp.args.PyTreeSave({name: _as_numbers(leaf) for name, leaf in arrays.items()}),
-            )
+            self._arrays_store().write(self.folder / f"{_SAVING}{step}" / _ARRAYS, arrays)
         except Exception as error:
-            raise disk.explain(error, self._cannot_save(step)) or error from error
+            self._abandon(step)
+            explanation = disk.explain(error, self._cannot_save(step))
+            if explanation is None:
+                raise
+            raise explanation from error
 
-    def _finish(self, manifest: "_Manifest") -> None:
+    def _finish(self, manifest: Manifest) -> None:
         """In the background: waits for the arrays; then, on process 0, makes the checkpoint appear."""
         try:
-            self._arrays_store().wait_until_finished()
+            self._arrays_store().wait()
             if distributed.is_primary():
                 self._commit(manifest)
                 self._remove_others()
         except BaseException as error:
             self._error = disk.explain(error, self._cannot_save(manifest.step)) or error
-            if distributed.is_primary():
-                # A full disk should not stay full of a checkpoint that will never be.
-                shutil.rmtree(self.folder / f"{_SAVING}{manifest.step}", ignore_errors=True)
+            self._abandon(manifest.step)
 
-    def _commit(self, manifest: "_Manifest") -> None:
+    def _abandon(self, step: int) -> None:
+        """After a failure. A full disk should not stay full of a checkpoint that will never be."""
+        if self._store is not None:
+            self._store.discard()
+            self._store = None
+        if distributed.is_primary():
+            shutil.rmtree(self.folder / f"{_SAVING}{step}", ignore_errors=True)
+
+    def _commit(self, manifest: Manifest) -> None:
         saving = self.folder / f"{_SAVING}{manifest.step}"
-        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            names = _files(saving)
-            digests = list(pool.map(lambda name: _digest(saving / name, durable=True), names))
-        _write_manifest(saving, dataclasses.replace(manifest, files=dict(zip(names, digests, strict=True))))
+        manifests.write(saving, dataclasses.replace(manifest, files=manifests.digests(saving)))
         for folder in saving.rglob("*"):
             if folder.is_dir():
-                disk.sync_folder(folder)
+                disk.sync(folder)
         os.rename(saving, self.folder / str(manifest.step))
-        disk.sync_folder(self.folder)
+        disk.sync(self.folder)
 
     def _remove_others(self) -> None:
         scores = {step: self._score(step) for step in _listed(self.folder)}
@@ -275,10 +261,10 @@ class Checkpointer:
 
     def _score(self, step: int) -> float | None:
         try:
-            metrics = _read_manifest(self.folder / str(step)).metrics
+            metrics = manifests.read(self.folder / str(step)).metrics
         except UserError:
             return None  # damaged; whoever restores it will be told
-        return None if metrics is None else metrics[self._policy.best_metric]
+        return None if metrics is None else metrics.get(self._policy.best_metric)
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -293,18 +279,18 @@ class Checkpointer:
             )
         return step
 
-    def _checked_manifest(self, step: int, abstract_tree: Any) -> "_Manifest":
+    def _checked_manifest(self, step: int, abstract_tree: Any) -> Manifest:
         try:
-            manifest = _read_manifest(self.folder / str(step))
-        except _Damaged as damage:
+            manifest = manifests.read(self.folder / str(step))
+        except Damaged as damage:
             raise self._damaged(step, damage) from damage
         differences = [
-            f"{name} is {_excerpt(manifest.identity.get(name), wanted)} in the checkpoint and "
-            f"{_excerpt(wanted, manifest.identity.get(name))} here"
+            f"{name} is {manifests.excerpt(manifest.identity.get(name), wanted)} in the checkpoint and "
+            f"{manifests.excerpt(wanted, manifest.identity.get(name))} here"
             for name, wanted in sorted(self._identity.items())
             if manifest.identity.get(name) != wanted
         ]
-        differences += describe_mismatch(abstract_tree, manifest.arrays)
+        differences += manifests.describe_mismatch(abstract_tree, manifest.arrays)
         if differences:
             shown = differences[:8] + ([f"and {len(differences) - 8} more"] if len(differences) > 8 else [])
             raise UserError(
@@ -314,19 +300,19 @@ class Checkpointer:
             )
         return manifest
 
-    def _check_files(self, step: int, manifest: "_Manifest") -> None:
+    def _check_files(self, step: int, manifest: Manifest) -> None:
         # Every process reads a part; together they have read all.
         names = sorted(manifest.files)[jax.process_index() :: jax.process_count()]
         try:
-            _check_files(self.folder / str(step), {name: manifest.files[name] for name in names})
-        except _Damaged as damage:
+            manifests.check_files(self.folder / str(step), {name: manifest.files[name] for name in names})
+        except Damaged as damage:
             raise self._damaged(step, damage) from damage
 
-    def _damaged(self, step: int, damage: "_Damaged") -> UserError:
+    def _damaged(self, step: int, damage: Damaged) -> UserError:
         for earlier in reversed([other for other in _listed(self.folder) if other < step]):
             try:
-                manifest = _read_manifest(self.folder / str(earlier))
-                _check_files(self.folder / str(earlier), manifest.files)
+                manifest = manifests.read(self.folder / str(earlier))
+                manifests.check_files(self.folder / str(earlier), manifest.files)
             except UserError:
                 continue
             advice = (
@@ -356,174 +342,9 @@ def retained(scores: dict[int, float | None], policy: Checkpoints) -> set[int]:
     return set(last) | {step for _, step in sorted(scored)[: policy.keep_best]}
 
 
-def describe_mismatch(abstract_tree: Any, stored: dict[str, dict[str, Any]]) -> list[str]:
-    """Says how a tree differs from what a checkpoint holds; empty if it does not.
-
-    Args:
-      abstract_tree: Pytree of arrays or jax.ShapeDtypeStruct.
-      stored: Name of a leaf -> {"shape": [...], "dtype": ...}, as in a manifest.
-    """
-    wanted = {name: _describe(leaf) for name, leaf in _named_leaves(abstract_tree).items()}
-    differences = [
-        f"{name} is {_short(stored[name])} in the checkpoint and {_short(wanted[name])} here"
-        for name in wanted
-        if name in stored and stored[name] != wanted[name]
-    ]
-    differences += [f"{name} {_short(wanted[name])} is not in the checkpoint" for name in wanted if name not in stored]
-    differences += [f"{name} {_short(stored[name])} is only in the checkpoint" for name in stored if name not in wanted]
-    return differences
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Manifest:
-    """What `manifest.json` holds, besides the version of the format and its own digest."""
-
-    step: int
-    identity: dict[str, str]
-    metrics: dict[str, float] | None
-    host: dict[str, Any]
-    arrays: dict[str, dict[str, Any]]
-    files: dict[str, dict[str, Any]]
-
-
-class _Damaged(UserError):
-    """A file of a checkpoint is missing or is not as it was written."""
-
-
-def _write_manifest(folder: pathlib.Path, manifest: _Manifest) -> None:
-    content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
-    disk.write_atomically(
-        folder / _MANIFEST, json.dumps({"sha256": _content_digest(content), "content": content}, indent=1) + "\n"
-    )
-
-
-def _read_manifest(folder: pathlib.Path) -> _Manifest:
-    path = folder / _MANIFEST
-    try:
-        record = json.loads(path.read_bytes())
-        content = record["content"]
-        intact = record["sha256"] == _content_digest(content)
-    except FileNotFoundError as error:
-        raise _Damaged(f"file {path} is missing") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise _Damaged(f"file {path} is damaged") from error
-    if not intact:
-        raise _Damaged(f"file {path} is damaged")
-    # The digest is right, so this is a statement and not an accident.
-    if content["format_version"] > FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {folder} has format {content['format_version']} and this scalejax reads up to "
-            f"{FORMAT_VERSION}: it was written by a newer version. Upgrade with `pip install -U scalejax`."
-        )
-    return _Manifest(**{field.name: content[field.name] for field in dataclasses.fields(_Manifest)})
-
-
-def _content_digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def _check_files(folder: pathlib.Path, files: dict[str, dict[str, Any]]) -> None:
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = list(pool.map(lambda name: _digest(folder / name, durable=False), files))
-    for (name, expected), actual in zip(files.items(), found, strict=True):
-        if actual is None:
-            raise _Damaged(f"file {folder / name} is missing")
-        if actual != expected:
-            detail = (
-                f"{actual['bytes']} bytes, written with {expected['bytes']}"
-                if actual["bytes"] != expected["bytes"]
-                else "its SHA-256 is not the one it was written with"
-            )
-            raise _Damaged(f"file {folder / name} is damaged ({detail})")
-
-
-def _digest(path: pathlib.Path, *, durable: bool) -> dict[str, Any] | None:
-    try:
-        with open(path, "rb") as file:
-            if durable:
-                os.fsync(file.fileno())
-            return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    except FileNotFoundError:
-        return None
-
-
-def _files(folder: pathlib.Path) -> list[str]:
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
 def _listed(folder: pathlib.Path) -> list[int]:
     try:
         with disk.explained(f"cannot list checkpoints in {folder}"):
             return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
     except FileNotFoundError:
         return []
-
-
-def _named_leaves(tree: Any) -> dict[str, Any]:
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    if len(named) != len(leaves):
-        raise ValueError("checkpoint: two leaves of the tree have the same name; dots in keys can do that.")
-    return named
-
-
-def _is_key(leaf: Any) -> bool:
-    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def _describe(leaf: Any) -> dict[str, Any]:
-    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
-
-
-def _short(description: dict[str, Any]) -> str:
-    return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"
-
-
-def _excerpt(text: str | None, other: str | None) -> str:
-    """A text short enough for a message, around the place where it begins to differ from the other."""
-    if text is None:
-        return "absent"
-    if len(text) <= 60:
-        return repr(text)
-    same = next((at for at, (a, b) in enumerate(zip(text, other or "", strict=False)) if a != b), len(other or ""))
-    begin = max(0, same - 20)
-    return repr(("..." if begin else "") + text[begin : begin + 60] + ("..." if begin + 60 < len(text) else ""))
-
-
-def _as_numbers(leaf: jax.Array) -> jax.Array:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _as_abstract_numbers(leaf: Any) -> jax.ShapeDtypeStruct:
-    if leaf.sharding is None:
-        raise ValueError("restore: every leaf of abstract_tree needs a sharding.")
-    if not _is_key(leaf):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-    data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
-
-
-def _restore_args(leaf: Any) -> ocp.ArrayRestoreArgs:
-    numbers = _as_abstract_numbers(leaf)
-    return ocp.ArrayRestoreArgs(sharding=numbers.sharding, global_shape=numbers.shape, dtype=numbers.dtype)
-
-
-def _as_target(array: jax.Array, leaf: Any) -> jax.Array:
-    if not _is_key(leaf):
-        return array
-    implementation = []  # only a traced or a real key can be asked for it
-    jax.eval_shape(lambda key: implementation.append(jax.random.key_impl(key)), leaf)
-    return jax.random.wrap_key_data(array, impl=implementation[0])
-
-
-def _quiet_orbax() -> None:
-    logger = logging.getLogger("absl")
-    if not any(isinstance(item, _NotFromOrbax) for item in logger.filters):
-        logger.addFilter(_NotFromOrbax())
-
-
-class _NotFromOrbax(logging.Filter):
-    """Keeps orbax's remarks off the terminal. Its errors reach the user as exceptions, raised again by `wait`."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return f"{os.sep}orbax{os.sep}" not in record.pathname

@@ -36,7 +36,9 @@ def explain(error: BaseException, doing: str) -> UserError | None:
       doing: What failed, for instance "cannot save checkpoint /data/run/checkpoints/100".
     """
     link: BaseException | None = error
-    while link is not None:
+    seen: list[BaseException] = []
+    while link is not None and link not in seen:
+        seen.append(link)
         number = link.errno if isinstance(link, OSError) else None
         if number is None:
             text = str(link)
@@ -79,12 +81,12 @@ def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
-        sync_folder(path.parent)
+        sync(path.parent)
 
 
-def sync_folder(folder: pathlib.Path) -> None:
-    """Makes the names in a folder durable, which syncing a file does not."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: pathlib.Path) -> None:
+    """Makes the bytes of a file, or the names in a folder, durable. Neither does the other."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

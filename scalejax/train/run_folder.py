@@ -144,6 +144,9 @@ class RunFolder:
             disk.write_json(self.path / "environment.json", environment)
             for name in ("metrics.jsonl", "timing.jsonl"):
                 cut_back(self.path / name, -1 if step is None else step)
+            # A summary speaks of the end of a run, and this one has just begun again.
+            with disk.explained(f"cannot write to run folder {self.path}"):
+                (self.path / "summary.json").unlink(missing_ok=True)
             return changes
 
         return distributed.on_primary(record)

@@ -1,0 +1,164 @@
+"""What one checkpoint is, of which run, and the digest of each of its files."""
+
+import concurrent.futures
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+from typing import Any
+
+import jax
+
+from scalejax.errors import UserError
+from scalejax.train import disk
+
+FORMAT_VERSION = 1
+"""Raised when a reader of today could not read the checkpoints of tomorrow."""
+
+FILE = "manifest.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What `manifest.json` holds, besides the version of the format and its own digest."""
+
+    step: int
+    identity: dict[str, str]
+    metrics: dict[str, float] | None
+    host: dict[str, Any]
+    arrays: dict[str, dict[str, Any]]
+    files: dict[str, dict[str, Any]]
+
+
+class Damaged(UserError):
+    """A file of a checkpoint is missing or is not as it was written."""
+
+
+def write(folder: pathlib.Path, manifest: Manifest) -> None:
+    """Writes `manifest.json` atomically, with a digest of itself."""
+    content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
+    disk.write_atomically(
+        folder / FILE, json.dumps({"sha256": _content_digest(content), "content": content}, indent=1) + "\n"
+    )
+
+
+def read(folder: pathlib.Path) -> Manifest:
+    """Reads and checks `manifest.json`.
+
+    Raises:
+      Damaged: It is missing, cut short or altered.
+      UserError: A newer scalejax wrote it, or the disk refuses.
+    """
+    path = folder / FILE
+    try:
+        with disk.explained(f"cannot read {path}"):
+            record = json.loads(path.read_bytes())
+        content = record["content"]
+        intact = record["sha256"] == _content_digest(content)
+    except FileNotFoundError as error:
+        raise Damaged(f"file {path} is missing") from error
+    except UserError:
+        raise
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"file {path} is damaged") from error
+    if not intact:
+        raise Damaged(f"file {path} is damaged")
+    # The digest is right, so this is a statement and not an accident.
+    if content["format_version"] > FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {folder} has format {content['format_version']} and this scalejax reads up to "
+            f"{FORMAT_VERSION}: it was written by a newer version. Upgrade with `pip install -U scalejax`."
+        )
+    return Manifest(**{field.name: content[field.name] for field in dataclasses.fields(Manifest)})
+
+
+def _content_digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_files(folder: pathlib.Path, files: dict[str, dict[str, Any]]) -> None:
+    """Compares files with the digests they were written with.
+
+    Raises:
+      Damaged: One is missing, cut short or altered.
+    """
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(lambda item: _check_file(folder / item[0], item[1]), sorted(files.items())):
+            pass
+
+
+def _check_file(path: pathlib.Path, expected: dict[str, Any]) -> None:
+    try:
+        actual = digest(path)
+    except FileNotFoundError as error:
+        raise Damaged(f"file {path} is missing") from error
+    if actual["bytes"] != expected["bytes"]:
+        raise Damaged(f"file {path} is damaged ({actual['bytes']} bytes, written with {expected['bytes']})")
+    if actual != expected:
+        raise Damaged(f"file {path} is damaged (its SHA-256 is not the one it was written with)")
+
+
+def digest(path: pathlib.Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file."""
+    with disk.explained(f"cannot read {path}"), open(path, "rb") as file:
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def digests(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Makes every file below a folder durable and digests it: path relative to the folder -> size and SHA-256."""
+
+    def sync_and_digest(name: str) -> dict[str, Any]:
+        disk.sync(folder / name)
+        return digest(folder / name)
+
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(names, pool.map(sync_and_digest, names), strict=True))
+
+
+def describe_mismatch(abstract_tree: Any, stored: dict[str, dict[str, Any]]) -> list[str]:
+    """Says how a tree differs from what a checkpoint holds; empty if it does not.
+
+    Args:
+      abstract_tree: Pytree of arrays or jax.ShapeDtypeStruct.
+      stored: Name of a leaf -> {"shape": [...], "dtype": ...}, as in a manifest.
+    """
+    wanted = {name: describe(leaf) for name, leaf in named_leaves(abstract_tree).items()}
+    differences = [
+        f"{name} is {_short(stored[name])} in the checkpoint and {_short(wanted[name])} here"
+        for name in wanted
+        if name in stored and stored[name] != wanted[name]
+    ]
+    differences += [f"{name} {_short(wanted[name])} is not in the checkpoint" for name in wanted if name not in stored]
+    differences += [f"{name} {_short(stored[name])} is only in the checkpoint" for name in stored if name not in wanted]
+    return differences
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """Path of a leaf, joined by dots -> the leaf, in the order of `jax.tree.leaves`."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
+    if len(named) != len(leaves):
+        raise ValueError("checkpoint: two leaves of the tree have the same name; dots in keys can do that.")
+    return named
+
+
+def describe(leaf: Any) -> dict[str, Any]:
+    """Shape and dtype as JSON values; the dtype of a typed PRNG key names its implementation."""
+    return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
+
+
+def _short(description: dict[str, Any]) -> str:
+    return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"
+
+
+def excerpt(text: str | None, other: str | None) -> str:
+    """A text short enough for a message, around the place where it begins to differ from the other."""
+    if text is None:
+        return "absent"
+    if len(text) <= 60:
+        return repr(text)
+    same = next((at for at, (a, b) in enumerate(zip(text, other or "", strict=False)) if a != b), len(other or ""))
+    begin = max(0, same - 20)
+    return repr(("..." if begin else "") + text[begin : begin + 60] + ("..." if begin + 60 < len(text) else ""))
