@@ -21,10 +21,12 @@ class Precision:
       params: Master weights, gradients and optimizer state ("float64" needs jax_enable_x64; parity tests use it).
       compute: Matrix products and activations; "platform" is bfloat16 on accelerators and float32 on CPU. Losses,
         norms, softmax and reductions stay in float32 or wider.
+      tables: Rows of the embedding tables at rest; None = what the model's tables say.
     """
 
     params: Literal["float32", "float64"] = "float32"
     compute: ComputeDtype = "platform"
+    tables: Literal["float32", "bfloat16", "float64"] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

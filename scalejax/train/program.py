@@ -208,7 +208,10 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     if experiment.steps < 1:
         raise UserError(f"steps must be at least 1; got {experiment.steps}. Set it with --set steps=N.")
     task = experiment.model.task(schema, experiment.row_optimizer)
-    collection = EmbeddingCollection(tables=task.tables(), mesh=mesh, exchange=experiment.exchange)
+    tables, dtype = task.tables(), experiment.precision.tables
+    if dtype is not None:
+        tables = tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
+    collection = EmbeddingCollection(tables=tables, mesh=mesh, exchange=experiment.exchange)
     abstract = nnx.eval_shape(lambda: _init_model(task, nnx.Rngs(0), experiment.precision, mesh))
     return Program(
         experiment=experiment,

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from scalejax.data.batch import Batch
-from scalejax.train import bootstrap, evaluation
+from scalejax.train import bootstrap, exact
 from scalejax.train.convert import Prefetch
 from scalejax.train.program import Program
 from scalejax.train.state import TrainState
@@ -51,17 +51,17 @@ def measure(scores: Scores, names: Sequence[str], *, resamples: int = 0) -> dict
 def _measure(
     labels: np.ndarray, logits: np.ndarray, weights: np.ndarray, groups: np.ndarray | None, resamples: int
 ) -> dict[str, float]:
-    predictions = evaluation.sigmoid(logits)
+    predictions = exact.sigmoid(logits)
     values = {
-        "logloss": evaluation.logloss(labels, predictions, weights),
-        "ne": evaluation.normalized_entropy(labels, predictions, weights),
-        "auc": evaluation.auc(labels, logits, weights),
-        "calibration": evaluation.calibration(labels, predictions, weights),
-        "base_rate": evaluation.base_rate(labels, weights),
-        "base_logloss": evaluation.base_logloss(labels, weights),
+        "logloss": exact.logloss(labels, predictions, weights),
+        "ne": exact.normalized_entropy(labels, predictions, weights),
+        "auc": exact.auc(labels, logits, weights),
+        "calibration": exact.calibration(labels, predictions, weights),
+        "base_rate": exact.base_rate(labels, weights),
+        "base_logloss": exact.base_logloss(labels, weights),
     }
     if groups is not None:
-        values["gauc"] = evaluation.grouped_auc(labels, logits, groups, weights, weighting="examples").value
+        values["gauc"] = exact.grouped_auc(labels, logits, groups, weights, weighting="examples").value
     if resamples:
         for metric, interval in bootstrap.intervals(labels, logits, weights, resamples=resamples).items():
             values |= {f"{metric}_low": interval.low, f"{metric}_high": interval.high}
