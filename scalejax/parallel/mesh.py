@@ -10,10 +10,12 @@ The batch is sharded over `BATCH_AXES`; embedding lookups shard it over all of `
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -99,3 +101,48 @@ def check_batch(batch_size: int, mesh: Mesh) -> None:
                 f"batch_size {batch_size} does not divide over {what}: {sizes} make {count} shards. The nearest sizes "
                 f"that do: {nearest}; set it with --set data.batch_size=N, or change the mesh with --set mesh.AXIS=N."
             )
+
+
+def check_processes(mesh: Mesh) -> None:
+    """Refuses a mesh on which a process's devices are not consecutive.
+
+    Each process reads one consecutive slice of every global batch, so its shards must lie next to each other.
+
+    Raises:
+      UserError: names the first process that comes back.
+    """
+    order = [device.process_index for device in mesh.devices.flat]
+    runs = [p for i, p in enumerate(order) if i == 0 or order[i - 1] != p]
+    for number, process in enumerate(runs):
+        if process in runs[:number]:
+            raise UserError(
+                f"The devices of each process must be consecutive along the mesh, but process {process} comes back "
+                f"after process {runs[number - 1]} (order {runs}). Give the axes that cross processes (replica, then "
+                "fsdp) the larger sizes, so that context, tensor and stage stay inside a process."
+            )
+
+
+def arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> Any:
+    """Devices in the shape of a mesh, along the links of the topology where that is possible.
+
+    Where no assignment of whole physical axes exists a physical axis is split, with a warning: neighbours of a mesh
+    axis are then not always neighbours on the wire.
+
+    Args:
+      sizes: Size per axis of `AXES`.
+      devices: All devices of a topology.
+
+    Returns:
+      NumPy array of devices in that shape, for `jax.sharding.Mesh`.
+    """
+    try:
+        return mesh_utils.create_device_mesh(tuple(sizes), list(devices))
+    except (NotImplementedError, ValueError, AssertionError):
+        arranged = mesh_utils.create_device_mesh(tuple(sizes), list(devices), allow_split_physical_axes=True)
+        stated = ", ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True) if s != 1)
+        warnings.warn(
+            f"The mesh {stated} does not map to whole physical axes of this topology; a physical axis is split, and "
+            "collectives along it share links. Sizes that are products of physical axes avoid this.",
+            stacklevel=2,
+        )
+        return arranged

@@ -11,6 +11,7 @@ the occurrences of one row. Either way a sum depends on its own occurrences and 
 is in the batch or on where it lies; that is what makes updates equal to the bit however a table is sharded.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,6 +82,7 @@ def sum_by_slot_tree(grads: jax.Array, order: jax.Array, slots: jax.Array, capac
     return sorted_segment_sum_tree(grads[order], slots, capacity)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def sorted_segment_sum(values: jax.Array, segments: jax.Array, capacity: int) -> jax.Array:
     """Sums of equal, non-decreasing segments; the fold on CPUs, the tree elsewhere."""
     return lax.platform_dependent(
@@ -91,6 +93,17 @@ def sorted_segment_sum(values: jax.Array, segments: jax.Array, capacity: int) ->
         ),
         default=lambda v, s: sorted_segment_sum_tree(v, s, capacity),
     )
+
+
+def _segment_sum_forward(values: jax.Array, segments: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+    return sorted_segment_sum(values, segments, capacity), segments
+
+
+def _segment_sum_backward(capacity: int, segments: jax.Array, grads: jax.Array) -> tuple[jax.Array, None]:
+    return grads.at[segments].get(mode="fill", fill_value=0), None
+
+
+sorted_segment_sum.defvjp(_segment_sum_forward, _segment_sum_backward)
 
 
 def sorted_segment_sum_tree(values: jax.Array, segments: jax.Array, capacity: int) -> jax.Array:

@@ -102,7 +102,7 @@ def _deal_in(
     width = -(-span // devices)
     low = jnp.arange(devices) * span  # N
     first = _first_at_or_above(low, _residue(device, member, devices), devices)
-    sent = block.at[first[:, None] + jnp.arange(width)].get(mode="clip")  # N width ...
+    sent = block.at[first[:, None] + jnp.arange(width)[None, :]].get(mode="clip")  # N width ...
     arrived = lax.all_to_all(sent, axes, 0, 0, tiled=True)
     row = device * span + jnp.arange(span)
     owner = (row + member.shift) % devices
@@ -133,7 +133,7 @@ def _deal_out(
             width = -(-span // devices)
             residues = _residue(jnp.arange(devices), member, devices)  # of each receiver
             first = _first_at_or_above(device * span, residues, devices) * devices + residues - device * span
-            sent = body.at[first[:, None] + jnp.arange(width) * devices].get(mode="clip")
+            sent = body.at[first[:, None] + jnp.arange(width)[None, :] * devices].get(mode="clip")
             arrived = lax.all_to_all(sent, axes, 0, 0, tiled=True)
             source = jnp.minimum(row // span, devices - 1)
             place = local - _first_at_or_above(source * span, row % devices, devices)

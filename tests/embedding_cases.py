@@ -1,0 +1,135 @@
+"""Tables, batches and literal NumPy oracles that several embedding tests share."""
+
+import jax
+import numpy as np
+
+from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
+from scalejax.data.schema import Categorical, Schema
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding import jagged
+from scalejax.parallel.embedding.config import Adagrad, RowwiseAdagrad, Sgd, TableConfig
+
+SHARED_ROWS, BIG_ROWS, TINY_ROWS = 13, 1030, 3
+"""None divides by 8; one has fewer rows than devices, one more than a granule of the stored form."""
+
+SCHEMA = Schema(
+    categorical=(
+        Categorical(name="one", rows=SHARED_ROWS),
+        Categorical(name="bag", rows=SHARED_ROWS, length=None, capacity=4),
+        Categorical(name="fixed", rows=BIG_ROWS, length=2),
+        Categorical(name="sequence", rows=TINY_ROWS, length=3),
+        Categorical(name="mean_bag", rows=BIG_ROWS, length=None, capacity=4),
+    )
+)
+
+
+def tables_of(optimizer):
+    """Two features on one table, fixed and jagged, sum, mean and none, two widths."""
+    return (
+        TableConfig(name="shared", rows=SHARED_ROWS, dim=4, features=("one", "bag"), optimizer=optimizer),
+        TableConfig(name="big", rows=BIG_ROWS, dim=4, features=("fixed",), optimizer=optimizer),
+        TableConfig(name="means", rows=BIG_ROWS, dim=4, features=("mean_bag",), pooling="mean", optimizer=optimizer),
+        TableConfig(name="tiny", rows=TINY_ROWS, dim=3, features=("sequence",), pooling="none", optimizer=optimizer),
+    )
+
+
+def batch(size, *, weighted=False, seed=0):
+    """Host batch of SCHEMA with empty bags and many duplicates."""
+    rng = np.random.default_rng(seed)
+    lengths, values = [], []
+    for feature in SCHEMA.categorical:
+        own = np.full(size, feature.length) if feature.length is not None else rng.integers(0, 4, size)
+        lengths.append(own)
+        values.append(rng.zipf(1.3, own.sum()) % feature.rows)
+    values = np.concatenate(values)
+    weights = rng.normal(size=values.size).astype(np.float32) if weighted else None
+    return HostKeyedJagged(SCHEMA.keys, values, np.stack(lengths).astype(np.int32), weights)
+
+
+def schema_of(lengths, rows):
+    return Schema(categorical=tuple(Categorical(name=n, rows=rows, length=k) for n, k in lengths.items()))
+
+
+def device_features(collection, host, size, schema=SCHEMA):
+    """Device form of a host batch; abstract if there is none."""
+    if len(schema.categorical) == 5 and host is not None and len(host.keys) == 1:
+        schema = Schema(categorical=schema.categorical[:1])
+    layout = collection.layout(schema, size)
+    shards = collection.mesh.size
+    everywhere = meshes.everywhere(collection.mesh)
+    along = jax.sharding.NamedSharding(collection.mesh, jax.sharding.PartitionSpec(None, meshes.AXES))
+    if host is None:
+        slots = sum(f.capacity for f in layout)
+        return jagged.KeyedJagged(
+            jax.ShapeDtypeStruct((shards, slots), np.int32, sharding=everywhere),
+            jax.ShapeDtypeStruct((len(layout), size), np.int32, sharding=along),
+            None,
+            layout,
+        )
+    collection.check_on_host(host, shards, layout)
+    values, lengths, weights = jagged.pack(host, layout, shards)
+    return jagged.KeyedJagged(
+        jax.device_put(values, everywhere),
+        jax.device_put(lengths, along),
+        None if weights is None else jax.device_put(weights, everywhere),
+        layout,
+    )
+
+
+def occurrences(tables, host):
+    """(table, feature, example, position in its bag, id, weight) of every id."""
+    of_feature = {name: table for table in tables for name in table.features}
+    at = 0
+    for f, name in enumerate(host.keys):
+        for example, length in enumerate(host.lengths[f]):
+            for position in range(length):
+                weight = 1.0 if host.weights is None else float(host.weights[at])
+                yield of_feature[name], name, example, position, int(host.values[at]), weight
+                at += 1
+
+
+def numpy_lookup(tables, logical, host):
+    examples, out = host.lengths.shape[1], {}
+    for table in tables:
+        for name in table.features:
+            f = host.keys.index(name)
+            shape = (examples, table.dim)
+            if table.pooling == "none":
+                shape = (examples, int(host.lengths[f, 0]), table.dim)
+            out[name] = np.zeros(shape)
+    for table, name, example, position, row, weight in occurrences(tables, host):
+        vector = weight * logical[table.name]["rows"][row].astype(np.float64)
+        if table.pooling == "mean":
+            vector = vector / host.lengths[host.keys.index(name), example]
+        if table.pooling == "none":
+            out[name][example, position] = vector
+        else:
+            out[name][example] += vector
+    return out
+
+
+def numpy_update(tables, logical, host, grads):
+    """One float64 optimizer step on the touched rows; returns (new logical state, touched rows by table)."""
+    sums: dict = {table.name: {} for table in tables}
+    for table, name, example, position, row, weight in occurrences(tables, host):
+        grad = grads[name][example].astype(np.float64)
+        if table.pooling == "none":
+            grad = grad[position]
+        if table.pooling == "mean":
+            grad = grad / host.lengths[host.keys.index(name), example]
+        sums[table.name][row] = sums[table.name].get(row, 0.0) + weight * grad
+    new = {name: {leaf: value.copy() for leaf, value in leaves.items()} for name, leaves in logical.items()}
+    for table in tables:
+        leaves, opt = new[table.name], table.optimizer
+        for row, grad in sums[table.name].items():
+            grad = grad + opt.weight_decay * leaves["rows"][row]
+            match opt:
+                case Sgd():
+                    leaves["rows"][row] -= opt.learning_rate * grad
+                    continue
+                case Adagrad():
+                    leaves["accumulator"][row] += grad**2
+                case RowwiseAdagrad():
+                    leaves["accumulator"][row] += (grad**2).mean()
+            leaves["rows"][row] -= opt.learning_rate * grad / (np.sqrt(leaves["accumulator"][row]) + opt.eps)
+    return new, {name: set(rows) for name, rows in sums.items()}

@@ -1,0 +1,45 @@
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.mesh import MeshShape
+
+
+def test_whatever_is_left_goes_to_the_open_axis():
+    mesh = meshes.make_mesh(MeshShape(tensor=2))
+    assert dict(mesh.shape) == {"replica": 1, "fsdp": 4, "expert": 1, "context": 1, "tensor": 2, "stage": 1}
+
+
+def test_sizes_that_do_not_multiply_to_the_devices_are_refused():
+    with pytest.raises(UserError, match="must multiply to the 8 devices at hand; got fsdp=3"):
+        meshes.make_mesh(MeshShape(fsdp=3))
+
+
+def test_a_batch_that_does_not_divide_names_axes_and_sizes():
+    mesh = meshes.make_mesh(MeshShape(replica=2, tensor=2))
+    meshes.check_batch(16, mesh)
+    with pytest.raises(UserError, match=r"batch_size 6 does not divide over the batch axes: replica=2, fsdp=2 make 4"):
+        meshes.check_batch(6, mesh)
+    with pytest.raises(UserError, match=r"batch_size 12 does not divide over all axes .*tensor=2 make 8.*8 or 16"):
+        meshes.check_batch(12, mesh)
+    with pytest.raises(UserError, match="at least 1"):
+        meshes.check_batch(0, mesh)
+
+
+def test_processes_are_consecutive_along_the_mesh():
+    mesh = meshes.make_mesh(MeshShape())
+    meshes.check_processes(mesh)
+
+    devices = np.empty(8, object)
+    devices[:] = [types.SimpleNamespace(process_index=i % 2) for i in range(8)]
+    shuffled = types.SimpleNamespace(devices=devices)
+    with pytest.raises(UserError, match="process 0 comes back"):
+        meshes.check_processes(shuffled)
+
+
+def test_a_default_mesh_covers_all_devices():
+    assert meshes.make_mesh(MeshShape()).size == len(jax.devices())
