@@ -73,7 +73,8 @@ class CriteoData:
     """Examples in the Criteo schema.
 
     Attributes:
-      path: A text file or a folder of them (`*.txt`, `*.tsv`, `day_*`, also gzipped; read into memory), or what `to_parquet` made.
+      path: A text file or a folder of them (`*.txt`, `*.tsv`, `day_*`, also gzipped; read into memory), or what
+        `to_parquet` made.
       coding: Of text files; a converted file has its own.
       split: The lines are in time order, so `Fractions(by="position")` is a split by time.
       log_shift: log(x + log_shift) is taken of the integers.

@@ -131,6 +131,6 @@ def _rows_of(keys: np.ndarray, of: np.ndarray, name: str) -> np.ndarray:
     rows = order[at]
     if (unknown := of[rows] != keys).any():
         raise UserError(
-            f"ml-100k.inter rates with {name} {keys[unknown][0]!r}, which is not described. Download it again."
+            f"ml-100k.inter rates with {name} {str(keys[unknown][0])!r}, which is not described. Download it again."
         )
     return rows

@@ -1,6 +1,7 @@
 """Reading row groups of Parquet files, with a clear error for everything that can be wrong with one."""
 
 import dataclasses
+import difflib
 import hashlib
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -146,8 +147,7 @@ def find_files(path: str | pathlib.Path, pattern: str) -> list[pathlib.Path]:
     elif path.exists():
         files = [path]
     else:
-        near = f" Did you mean {path.parent / _near}?" if (_near := _nearest_file(path)) else ""
-        raise UserError(f"{path}: there is no such file or folder.{near} Set data.path.")
+        raise UserError(f"{path}: there is no such file or folder.{_nearest_file(path)} Set data.path.")
     for file in files:
         try:
             empty = file.stat().st_size == 0
@@ -160,13 +160,10 @@ def find_files(path: str | pathlib.Path, pattern: str) -> list[pathlib.Path]:
     return files
 
 
-def _nearest_file(path: pathlib.Path) -> str | None:
-    import difflib
-
-    if not path.parent.is_dir():
-        return None
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.iterdir()], n=1, cutoff=0.7)
-    return near[0] if near else None
+def _nearest_file(path: pathlib.Path) -> str:
+    present = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, present, n=1, cutoff=0.7)
+    return f" Did you mean {path.parent / near[0]}?" if near else ""
 
 
 def _footer(file: pathlib.Path) -> pq.FileMetaData:

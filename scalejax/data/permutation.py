@@ -22,7 +22,7 @@ def key_of(*parts: int) -> int:
     """One 64-bit key from several integers; different tuples give unrelated keys."""
     key = 0
     for part in parts:
-        state = np.array([((key + part) * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK], np.uint64)
+        state = np.array([((key + int(part)) * 0x9E3779B97F4A7C15 + 0xD1B54A32D192ED03) & _MASK], np.uint64)
         key = int(mix(state)[0])
     return key
 

@@ -1,0 +1,122 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalejax.data.jagged import KeyedJagged, lengths_to_offsets, offsets_to_lengths
+from scalejax.data.schema import Categorical, Schema
+from scalejax.errors import UserError
+
+Lists = dict[str, list[list[int]]]
+
+
+@st.composite
+def features(draw: st.DrawFn, examples: int | None = None) -> Lists:
+    """The oracle: plain lists of lists."""
+    count = draw(st.integers(0, 6)) if examples is None else examples
+    row = st.lists(st.integers(0, 9), max_size=4)
+    return {key: draw(st.lists(row, min_size=count, max_size=count)) for key in ("a", "b", "c")}
+
+
+@given(features())
+def test_lists_survive_the_round_trip(lists: Lists) -> None:
+    assert KeyedJagged.from_lists(lists).to_lists() == lists
+
+
+@given(features())
+def test_getitem_is_one_feature(lists: Lists) -> None:
+    whole = KeyedJagged.from_lists(lists)
+    for key in lists:
+        assert whole[key].to_lists() == {key: lists[key]}
+
+
+@given(features(), st.integers(0, 6), st.integers(0, 6))
+def test_slice_equals_slicing_the_lists(lists: Lists, start: int, stop: int) -> None:
+    count = len(lists["a"])
+    start, stop = sorted((min(start, count), min(stop, count)))
+    part = KeyedJagged.from_lists(lists).slice(start, stop)
+    assert part.to_lists() == {key: rows[start:stop] for key, rows in lists.items()}
+
+
+@given(st.lists(features(), min_size=1, max_size=4))
+def test_concatenate_equals_adding_the_lists(parts: list[Lists]) -> None:
+    whole = KeyedJagged.concatenate([KeyedJagged.from_lists(p) for p in parts])
+    assert whole.to_lists() == {key: [row for part in parts for row in part[key]] for key in parts[0]}
+
+
+@given(features(examples=5), st.integers(0, 5))
+def test_slices_concatenate_to_the_whole_with_weights(lists: Lists, cut: int) -> None:
+    weights = {key: [[0.5 * i for i in ids] for ids in rows] for key, rows in lists.items()}
+    whole = KeyedJagged.from_lists(lists, weights)
+    again = KeyedJagged.concatenate([whole.slice(0, cut), whole.slice(cut, 5)])
+    np.testing.assert_array_equal(again.values, whole.values)
+    np.testing.assert_array_equal(again.lengths, whole.lengths)
+    assert again.weights is not None
+    np.testing.assert_array_equal(again.weights, 0.5 * whole.values)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=20))
+def test_offsets_and_lengths_are_inverse(lengths: list[int]) -> None:
+    offsets = lengths_to_offsets(np.array(lengths, np.int32))
+    assert offsets.tolist() == [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    assert offsets_to_lengths(offsets).tolist() == lengths
+
+
+def test_rejects_lengths_passed_as_offsets_and_the_reverse() -> None:
+    with pytest.raises(ValueError, match="Lengths passed"):
+        offsets_to_lengths(np.array([2, 0, 1]))
+    with pytest.raises(ValueError, match="Offsets passed"):
+        lengths_to_offsets(np.array([0, -2]))
+
+
+def test_from_dense_takes_one_or_several_ids_per_example() -> None:
+    jagged = KeyedJagged.from_dense({"one": np.array([4, 5]), "two": np.array([[1, 2], [3, 4]])})
+    assert jagged.to_lists() == {"one": [[4], [5]], "two": [[1, 2], [3, 4]]}
+    assert jagged.lengths.dtype == np.int32
+
+
+def test_construction_checks_shapes() -> None:
+    ids = np.arange(3)
+    with pytest.raises(ValueError, match="lengths must have shape"):
+        KeyedJagged(("a",), ids, np.array([1, 1, 1]))
+    with pytest.raises(ValueError, match="one entry per id"):
+        KeyedJagged(("a",), ids, np.ones((1, 3), np.int32), np.ones(2, np.float32))
+    with pytest.raises(KeyError, match="no feature 'b'"):
+        KeyedJagged(("a",), ids, np.ones((1, 3), np.int32))["b"]
+    with pytest.raises(ValueError, match="0 <= start"):
+        KeyedJagged(("a",), ids, np.ones((1, 3), np.int32)).slice(2, 4)
+
+
+SCHEMA = Schema(
+    categorical=(Categorical(name="genre", rows=5, length=None, capacity=2.0), Categorical(name="user", rows=9))
+)
+
+
+@given(
+    st.lists(st.lists(st.integers(-2, 6), max_size=3), min_size=3, max_size=3),
+    st.lists(st.integers(-2, 10), min_size=3, max_size=3),
+)
+@settings(max_examples=200)
+def test_validate_refuses_exactly_the_ids_outside_the_range(genres: list[list[int]], users: list[int]) -> None:
+    jagged = KeyedJagged.from_lists({"genre": genres, "user": [[u] for u in users]})
+    bad = [("genre", n, i) for n, ids in enumerate(genres) for i in ids if not 0 <= i < 5]
+    bad += [("user", n, i) for n, i in enumerate(users) if not 0 <= i < 9]
+    if not bad:
+        jagged.validate(SCHEMA)
+        return
+    with pytest.raises(UserError) as error:
+        jagged.validate(SCHEMA)
+    name, example, value = bad[0]
+    rows = {"genre": 5, "user": 9}[name]
+    for part in (f"feature {name!r}", f"id {value} of example {example} ", f"[0, {rows})"):
+        assert part in str(error.value)
+
+
+def test_validate_refuses_a_wrong_number_of_ids() -> None:
+    with pytest.raises(UserError, match="example 1 has 2 ids; the schema says exactly 1"):
+        KeyedJagged.from_lists({"genre": [[1], []], "user": [[1], [2, 3]]}).validate(SCHEMA)
+
+
+def test_validate_refuses_lengths_that_do_not_fit_the_values() -> None:
+    with pytest.raises(ValueError, match="add up to 4 ids; got 3"):
+        KeyedJagged(("genre", "user"), np.zeros(3, np.int32), np.ones((2, 2), np.int32)).validate(SCHEMA)
