@@ -30,7 +30,7 @@ class ArrayStore:
 
     def write(self, folder: pathlib.Path, arrays: dict[str, jax.Array]) -> None:
         """Begins to write; returns when the arrays are copied to the host and may be donated."""
-        numbers = {name: _as_numbers(leaf) for name, leaf in arrays.items()}
+        numbers = {name: _as_numbers(leaf) for name, leaf in arrays.items() if leaf.size}  # orbax refuses empty ones
         self._checkpointer.save(folder, args=ocp.args.PyTreeSave(numbers))
 
     def wait(self) -> None:
@@ -39,13 +39,13 @@ class ArrayStore:
 
     def read(self, folder: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         """Reads arrays into the shardings of `targets`, whose shapes and dtypes are those that were written."""
-        numbers = {name: _as_abstract_numbers(name, leaf) for name, leaf in targets.items()}
+        numbers = {name: _as_abstract_numbers(name, leaf) for name, leaf in targets.items() if leaf.size}
         arguments = {
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
             for name, leaf in numbers.items()
         }
         arrays = self._checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=numbers, restore_args=arguments))
-        return {name: _as_target(arrays[name], leaf) for name, leaf in targets.items()}
+        return {name: _as_target(arrays.get(name), leaf) for name, leaf in targets.items()}
 
     def close(self) -> None:
         """Ends the background threads."""
@@ -74,7 +74,9 @@ def _as_abstract_numbers(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
 
 
-def _as_target(array: jax.Array, leaf: Any) -> jax.Array:
+def _as_target(array: jax.Array | None, leaf: Any) -> jax.Array:
+    if array is None:
+        return jax.jit(lambda: jnp.empty(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
     if not _is_key(leaf):
         return array
     implementation = []  # only a traced or a real key can be asked for it

@@ -36,17 +36,16 @@ def explain(error: BaseException, doing: str) -> UserError | None:
       doing: What failed, for instance "cannot save checkpoint /data/run/checkpoints/100".
     """
     link: BaseException | None = error
-    seen: list[BaseException] = []
-    while link is not None and link not in seen:
-        seen.append(link)
-        number = link.errno if isinstance(link, OSError) else None
-        if number is None:
-            text = str(link)
-            number = next((known for known in _ADVICE if os.strerror(known) in text), None)
+    while link is not None:
+        if isinstance(link, OSError):
+            number = link.errno
+        else:
+            number = next((known for known in _ADVICE if os.strerror(known) in str(link)), None)
         if number in _ADVICE:
             what, advice = _ADVICE[number]
             return UserError(f"{doing}: {what} ({os.strerror(number)}). {advice}.")
-        link = link.__cause__ or link.__context__
+        # Not __context__: what was being handled when this arose may have nothing to do with it.
+        link = link.__cause__ if link.__cause__ is not link else None
     return None
 
 
