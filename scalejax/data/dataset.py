@@ -20,6 +20,10 @@ from scalejax.errors import UserError
 
 Day = tuple[str, int, int]
 
+# The order is computed in blocks, so that small batches do not pay the overhead of many short NumPy calls.
+_ORDER_BLOCK = 32_768
+_KEPT_ORDER_BLOCKS = 4
+
 
 class Examples(Protocol):
     """Examples of every split, in the order of training and in file order."""
@@ -68,21 +72,22 @@ class TableExamples:
         self.layout = layout
         self._table, self._splits, self._seed, self._days = table, splits, seed, days
         self._fingerprint = fingerprint
-        self._epochs: dict[int, Permutation] = {}
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def num_examples(self, split: str) -> int:
         return rows_of(self._splits, split).size
 
     def stream(self, start: int, stop: int) -> Rows:
         train = self._splits["train"]
-        positions = np.arange(start, stop)
         if self._seed is None:
-            return self._table.take(train[positions % train.size])
-        order = []
-        for epoch in range(start // train.size, (stop - 1) // train.size + 1):
-            first = epoch * train.size
-            order.append(self._permutation(epoch)(np.arange(max(start, first), min(stop, first + train.size)) - first))
-        return self._table.take(train[np.concatenate(order)])
+            return self._table.take(train[np.arange(start, stop) % train.size])
+        rows = []
+        while start < stop:
+            epoch, position = divmod(start, train.size)
+            block, offset = divmod(position, _ORDER_BLOCK)
+            rows.append(self._order(epoch, block)[offset : offset + stop - start])
+            start += rows[-1].size
+        return self._table.take(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
     def held(self, split: str, start: int, stop: int) -> Rows:
         return self._table.take(rows_of(self._splits, split)[start:stop])
@@ -93,13 +98,17 @@ class TableExamples:
     def fingerprint(self) -> str:
         return self._fingerprint
 
-    def _permutation(self, epoch: int) -> Permutation:
-        # Reading threads may both miss; they then make equal objects.
-        found = self._epochs.get(epoch)
+    def _order(self, epoch: int, block: int) -> np.ndarray:
+        """Rows at positions [block * _ORDER_BLOCK, (block + 1) * _ORDER_BLOCK) of an epoch."""
+        # Reading threads may both miss; they then compute equal arrays.
+        found = self._orders.get((epoch, block))
         if found is None:
             assert self._seed is not None
-            self._epochs = {e: p for e, p in self._epochs.items() if abs(e - epoch) == 1}
-            found = self._epochs[epoch] = Permutation(self._splits["train"].size, self._seed, epoch)
+            train = self._splits["train"]
+            start = block * _ORDER_BLOCK
+            positions = np.arange(start, min(start + _ORDER_BLOCK, train.size))
+            found = train[Permutation(train.size, self._seed, epoch)(positions)]
+            self._orders = dict([*self._orders.items(), ((epoch, block), found)][-_KEPT_ORDER_BLOCKS:])
         return found
 
 

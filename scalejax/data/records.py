@@ -13,7 +13,7 @@ import numpy as np
 
 from scalejax.data.batch import Batch
 from scalejax.data.jagged import KeyedJagged, gather_runs, lengths_to_offsets
-from scalejax.data.schema import Schema
+from scalejax.data.schema import Categorical, Schema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,22 +135,30 @@ class RecordLayout:
         )
 
     def _features(self, rows: Rows) -> KeyedJagged:
-        lengths = self._fixed_lengths(len(rows))
+        examples = len(rows)
+        lengths = self._fixed_lengths(examples)
+        if not self.jagged:
+            values = np.empty(self.dense.start * examples, np.int32)
+            self._copy_ids(rows.records, values, self.schema.categorical)
+            return KeyedJagged(self.schema.keys, values, lengths)
+        lengths = lengths.copy()
         ragged = dict(zip((c.name for c in self.jagged), rows.jagged, strict=True))
-        if ragged:
-            lengths = lengths.copy()
-            for f, feature in enumerate(self.schema.categorical):
-                if feature.name in ragged:
-                    lengths[f] = ragged[feature.name].lengths
-        sizes = [
-            ragged[c.name].values.size if c.length is None else c.length * len(rows) for c in self.schema.categorical
-        ]
-        bounds = lengths_to_offsets(np.array(sizes, np.int64))
-        values = np.empty(bounds[-1], np.int32)
+        pieces = []
         for f, feature in enumerate(self.schema.categorical):
-            out = values[bounds[f] : bounds[f + 1]]
-            if feature.length is None:
-                out[:] = ragged[feature.name].values
+            if feature.name in ragged:
+                lengths[f] = ragged[feature.name].lengths
+                pieces.append(ragged[feature.name].values)
             else:
-                out.reshape(-1, feature.length)[:] = rows.records[:, self.ids[feature.name]]
-        return KeyedJagged(self.schema.keys, values, lengths)
+                pieces.append(rows.records[:, self.ids[feature.name]].reshape(-1))
+        return KeyedJagged(self.schema.keys, np.concatenate(pieces), lengths)
+
+    def _copy_ids(self, records: np.ndarray, values: np.ndarray, features: Sequence[Categorical]) -> None:
+        """Fills `values` feature after feature; features with one id each, the usual case, in a single copy."""
+        if all(feature.length == 1 for feature in features):
+            values.reshape(len(features), -1)[:] = records[:, : len(features)].T
+            return
+        stop = 0
+        for feature in features:
+            words = self.ids[feature.name]
+            start, stop = stop, stop + (words.stop - words.start) * len(records)
+            values[start:stop].reshape(len(records), -1)[:] = records[:, words]
