@@ -133,3 +133,51 @@ def numpy_update(tables, logical, host, grads):
                     leaves["accumulator"][row] += (grad**2).mean()
             leaves["rows"][row] -= opt.learning_rate * grad / (np.sqrt(leaves["accumulator"][row]) + opt.eps)
     return new, {name: set(rows) for name, rows in sums.items()}
+
+
+def random_logical(collection, seed=11):
+    """Logical state with rows in [-0.3, 0.3] and accumulators in [0.1, 0.2]."""
+    rng = np.random.default_rng(seed)
+    logical = {}
+    for table in collection.tables:
+        leaves = collection.abstract_logical()[table.name]
+        logical[table.name] = {
+            name: (rng.uniform(-0.3, 0.3, leaf.shape) if name == "rows" else rng.uniform(0.1, 0.2, leaf.shape)).astype(
+                leaf.dtype
+            )
+            for name, leaf in leaves.items()
+        }
+    return logical
+
+
+def places(collection):
+    """(stack, table, device and local row of every row): the placement, spelled out row by row."""
+    devices = collection.mesh.size
+    for stack in collection.stacks:
+        offset = 0
+        for number, member in enumerate(stack.members):
+            table = member.config
+            where = [((row + number) % devices, offset + row // devices) for row in range(table.rows)]
+            yield stack.name, table.name, np.array(where).T
+            offset += -(-table.rows // devices)
+
+
+def numpy_stack(collection, logical):
+    """The view of a logical state, placed on the devices."""
+    abstract, devices = collection.abstract_state(), collection.mesh.size
+    state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
+    for stack, table, (device, local) in places(collection):
+        for name, view in state["stacks"][stack].items():
+            view.reshape(devices, -1, *view.shape[1:])[device, local] = logical[table][name]
+    return jax.tree.map(lambda array, leaf: jax.device_put(array, leaf.sharding), state, abstract)
+
+
+def numpy_unstack(collection, state):
+    """The logical state of a view."""
+    logical: dict = {}
+    for stack, table, (device, local) in places(collection):
+        for name, view in state["stacks"][stack].items():
+            view = np.asarray(view)
+            view = view.reshape(collection.mesh.size, -1, *view.shape[1:])
+            logical.setdefault(table, {})[name] = view[device, local]
+    return logical
