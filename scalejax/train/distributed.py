@@ -21,6 +21,8 @@ INITIALIZATION_TIMEOUT_S = 120
 HEARTBEAT_TIMEOUT_S = 60
 """After how long without a sign of life a process counts as dead; the others are then aborted."""
 
+_LOOPBACK = ("127.0.0.1", "localhost")
+
 
 def initialize(
     coordinator: str | None,
@@ -66,15 +68,18 @@ def initialize(
             f"--process-id must be between 0 and {processes - 1} for --processes {processes}; got {process_id}. "
             "Number the processes from 0."
         )
+    # A job on one machine has no reason to listen to others; jax would listen on every interface.
+    bind_address = coordinator if host in _LOOPBACK else None
     # jax aborts the whole process when it cannot connect or listen, so look before it leaps.
     if process_id == 0:
-        _check_port_is_free(port, coordinator)
+        _check_port_is_free(host if host in _LOOPBACK else "", port, coordinator)
     else:
         _wait_for_listener(host, port, timeout_s, process_id)
     jax.distributed.initialize(
         coordinator,
         processes,
         process_id,
+        coordinator_bind_address=bind_address,
         initialization_timeout=timeout_s,
         heartbeat_timeout_seconds=heartbeat_timeout_s,
     )
@@ -165,11 +170,11 @@ def _address(coordinator: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _check_port_is_free(port: int, coordinator: str) -> None:
+def _check_port_is_free(host: str, port: int, coordinator: str) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind(("", port))
+            listener.bind((host, port))
         except OSError as error:
             raise UserError(
                 f"--coordinator {coordinator}: process 0 cannot listen on port {port} ({error.strerror}). Choose "
