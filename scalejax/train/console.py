@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -48,7 +49,9 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
     Args:
       summary: The content of `summary.json` (see `scalejax.train.summary`).
     """
-    table = Table(title=str(summary.get("recipe", "")) or None, title_justify="left", show_edge=False, pad_edge=False)
+    table = Table(
+        title=str(summary.get("recipe", "")) or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
     table.add_column("")
     table.add_column("value", justify="right", style="bold")
     table.add_column("95 % interval", justify="right", style="dim")

@@ -66,7 +66,7 @@ def _section(summary: Mapping[str, Any], start: str, split: str, task: str) -> S
 
     rate = get("base_rate")
     rows = [
-        Row("LogLoss", number(get("logloss")), _interval(get, "logloss"), number(_base_logloss(rate))),
+        Row("LogLoss", number(get("logloss")), _interval(get, "logloss"), number(base_logloss(rate))),
         Row("NE", number(get("ne")), _interval(get, "ne"), number(1.0)),
     ]
     if get("auc_hist") is not None:
@@ -87,7 +87,8 @@ def _section(summary: Mapping[str, Any], start: str, split: str, task: str) -> S
     return Section(title, tuple(rows))
 
 
-def _base_logloss(rate: float | None) -> float | None:
+def base_logloss(rate: float | None) -> float | None:
+    """LogLoss of predicting the base rate; None where it is missing, 0 or 1."""
     if rate is None or not 0 < rate < 1:
         return None
     return -rate * math.log(rate) - (1 - rate) * math.log1p(-rate)
