@@ -329,13 +329,14 @@ def _column(array: pa.Array, name: str, where: str) -> np.ndarray:
     digits = _NIBBLES[text]
     if not wrong.any():
         digits = digits.reshape(-1, 8)
-        wrong[np.flatnonzero(lengths)[(digits == 255).any(axis=1)]] = True
+        if digits.size and digits.max() == 255:
+            wrong[np.flatnonzero(lengths)[(digits == 255).any(axis=1)]] = True
     if wrong.any():
         row = int(wrong.argmax())
         raise UserError(
             f"{where}: column {name} holds {array[row].as_py()!r} {row} lines further; wanted 8 hex digits or nothing."
         )
     values = np.full(len(array), -1, np.int64)
-    weights = 16 ** np.arange(7, -1, -1, dtype=np.int64)
-    values[lengths == 8] = digits.astype(np.int64) @ weights
+    octets = digits[:, 0::2] << 4 | digits[:, 1::2]
+    values[lengths == 8] = octets.view(">u4")[:, 0]
     return values

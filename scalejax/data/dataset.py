@@ -163,11 +163,7 @@ class BatchedDataSet:
         if threads < 1:
             raise UserError(f"data.threads must be at least 1; got {threads}.")
         self.examples, self.batch_size, self.threads = examples, batch_size, threads
-
-    @property
-    def schema(self) -> Schema:
-        """What the examples hold."""
-        return self.examples.layout.schema
+        self.schema: Schema = examples.layout.schema
 
     def num_examples(self, split: str) -> int:
         """Examples in split "train", "validation" or "test"."""
