@@ -19,7 +19,7 @@ from rich.progress import Progress
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
 from scalejax.train import console as consoles
-from scalejax.train import distributed, metrics, run_folder, scoring, snapshot, summary
+from scalejax.train import distributed, evaluation, metrics, run_folder, scoring, snapshot, summary
 from scalejax.train import program as programs
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.convert import Prefetch
@@ -108,14 +108,10 @@ def evaluate(
     if console is not None:
         console.print(f"Scoring {data.num_examples(split):,} examples of split {split!r} at step {int(state.step)}")
     scores = scoring.score(program, state, _eval_batches(data, split))
-    values = scoring.measure(scores, program.task.schema.labels, resamples=RESAMPLES)
+    values = scores.measure(program.task.schema.labels, intervals="bootstrap")
     return {"recipe": str(workdir), "steps": int(state.step), "examples": host.examples} | summary.of_evaluation(
         split, values
     )
-
-
-RESAMPLES = 1000
-"""Bootstrap resamples behind the intervals of a closing table."""
 
 
 class _Run:
@@ -174,8 +170,17 @@ class _Run:
         closing: dict[str, Any] = {"steps": experiment.steps, "examples": host.examples}
         with self.timer.phase("evaluation"):
             scores = scoring.score(self.program, state, _eval_batches(self.data, split))
-            values = scoring.measure(scores, self.names, resamples=RESAMPLES)
+            values = scores.measure(self.names, intervals="bootstrap")
             self.events.evaluation(experiment.steps, split, values)
+            if distributed.is_primary():
+                evaluation.save_diagrams(
+                    self.checkpoints.folder.parent,
+                    split,
+                    scores.probabilities,
+                    scores.labels,
+                    scores.weights,
+                    names=self.names,
+                )
         closing |= summary.of_evaluation(split, values)
         if host.progressive.sums is not None:
             closing |= summary.of_evaluation("progressive", metrics.compute(host.progressive.sums, self.names))
@@ -216,7 +221,7 @@ class _Run:
 
     def _evaluate(self, state: TrainState, step: int, split: str) -> dict[str, float]:
         scores = scoring.score(self.program, state, _eval_batches(self.data, split))
-        values = scoring.measure(scores, self.names)
+        values = scores.measure(self.names)
         self.events.evaluation(step, split, values)
         return values
 

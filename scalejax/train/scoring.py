@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from scalejax.data.batch import Batch
-from scalejax.train import bootstrap, exact
+from scalejax.train import evaluation, exact
 from scalejax.train.convert import Prefetch
 from scalejax.train.program import Program
 from scalejax.train.state import TrainState
@@ -30,42 +31,17 @@ class Scores:
     weights: np.ndarray
     groups: np.ndarray | None
 
+    @property
+    def probabilities(self) -> np.ndarray:
+        """float64[N, T], sigmoid of the logits."""
+        return exact.sigmoid(self.logits)
 
+    def measure(self, names: Sequence[str], *, intervals: Literal["none", "bootstrap"] = "none") -> dict[str, float]:
+        """All metrics; keys end in "/name" where there are several tasks (see `evaluation.evaluate`)."""
+        return evaluation.evaluate(
+            self.probabilities, self.labels, self.weights, groups=self.groups, names=names, intervals=intervals
+        )
 
-def measure(scores: Scores, names: Sequence[str], *, resamples: int = 0) -> dict[str, float]:
-    """All metrics of scored examples; keys end in "/name" where there are several tasks.
-
-    Args:
-      scores: From `score`.
-      names: One per task.
-      resamples: Bootstrap resamples for 95 % intervals of logloss, ne and auc; 0 = no intervals.
-    """
-    values: dict[str, float] = {"examples": len(scores.weights)}
-    for task, name in enumerate(names):
-        end = f"/{name}" if len(names) > 1 else ""
-        columns = scores.labels[:, task], scores.logits[:, task], scores.weights
-        values |= {f"{metric}{end}": value for metric, value in _measure(*columns, scores.groups, resamples).items()}
-    return values
-
-
-def _measure(
-    labels: np.ndarray, logits: np.ndarray, weights: np.ndarray, groups: np.ndarray | None, resamples: int
-) -> dict[str, float]:
-    predictions = exact.sigmoid(logits)
-    values = {
-        "logloss": exact.logloss(labels, predictions, weights),
-        "ne": exact.normalized_entropy(labels, predictions, weights),
-        "auc": exact.auc(labels, logits, weights),
-        "calibration": exact.calibration(labels, predictions, weights),
-        "base_rate": exact.base_rate(labels, weights),
-        "base_logloss": exact.base_logloss(labels, weights),
-    }
-    if groups is not None:
-        values["gauc"] = exact.grouped_auc(labels, logits, groups, weights, weighting="examples").value
-    if resamples:
-        for metric, interval in bootstrap.intervals(labels, logits, weights, resamples=resamples).items():
-            values |= {f"{metric}_low": interval.low, f"{metric}_high": interval.high}
-    return values
 
 def score(program: Program, state: TrainState, batches: Iterator[Batch]) -> Scores:
     """Runs the model over one pass of batches; every process passes its slices and gets all scores."""

@@ -1,0 +1,94 @@
+"""A run that was killed goes on to the same bits."""
+
+import json
+import pathlib
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+STEPS = 40
+SETS = (f"steps={STEPS}", "log_every=5", "eval_every=20", "checkpoints.every=4", "data.batch_size=64")
+
+
+def _command(workdir: pathlib.Path, *more: str) -> list[str]:
+    sets = [part for item in SETS for part in ("--set", item)]
+    return [sys.executable, "-m", "scalejax", "train", "wukong-smoke", *sets, "--workdir", str(workdir), "--cpu-devices", "1", *more]
+
+
+def _train(workdir: pathlib.Path, *more: str) -> None:
+    done = subprocess.run(_command(workdir, *more), capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _kill_after(workdir: pathlib.Path, seconds: float, *, steps_begun: int) -> None:
+    """Starts the run and kills it some time after it has written its window of `steps_begun`."""
+    process = subprocess.Popen(_command(workdir), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = workdir / "metrics.jsonl"
+    deadline = time.monotonic() + 300
+    try:
+        while process.poll() is None and time.monotonic() < deadline:
+            if metrics.exists() and any(
+                json.loads(line)["step"] >= steps_begun for line in metrics.read_text().splitlines(keepends=True)
+                if line.endswith("\n")
+            ):
+                break
+            time.sleep(0.01)
+        time.sleep(seconds)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=60)
+
+
+def _arrays(workdir: pathlib.Path, step: int = STEPS) -> dict[str, np.ndarray]:
+    with ocp.PyTreeCheckpointer() as reader:
+        return {name: np.asarray(leaf) for name, leaf in reader.restore(workdir / "checkpoints" / str(step) / "arrays").items()}
+
+
+def _assert_equal_runs(left: pathlib.Path, right: pathlib.Path) -> None:
+    assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
+    first, second = _arrays(left), _arrays(right)
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        np.testing.assert_array_equal(value, second[name], err_msg=name)
+    ends = [json.loads((folder / "summary.json").read_text()) for folder in (left, right)]
+    assert [ends[0][k] for k in ("test_auc", "test_logloss")] == [ends[1][k] for k in ("test_auc", "test_logloss")]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("runs") / "uninterrupted"
+    _train(workdir)
+    return workdir
+
+
+def _killed_runs(workdir: pathlib.Path, kills: int, seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(kills):
+        _kill_after(workdir, rng.uniform(0, 0.3), steps_begun=rng.randrange(0, STEPS, 5))
+    _train(workdir)
+
+
+def test_killed_run_goes_on_to_the_same_bits(uninterrupted, tmp_path):
+    _killed_runs(tmp_path / "killed", kills=2, seed=0)
+    _assert_equal_runs(uninterrupted, tmp_path / "killed")
+
+
+@pytest.mark.slow
+def test_run_killed_ten_times_goes_on_to_the_same_bits(uninterrupted, tmp_path):
+    _killed_runs(tmp_path / "killed", kills=10, seed=1)
+    _assert_equal_runs(uninterrupted, tmp_path / "killed")
+
+
+def test_finished_run_is_not_trained_again(uninterrupted):
+    before = _arrays(uninterrupted)
+    lines = (uninterrupted / "metrics.jsonl").read_bytes()
+    _train(uninterrupted)
+    assert (uninterrupted / "metrics.jsonl").read_bytes() == lines
+    after = _arrays(uninterrupted)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
