@@ -1,6 +1,7 @@
 """What every click model shares: the loss, and the task that training and planning see."""
 
 import dataclasses
+import difflib
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol
 
@@ -86,7 +87,8 @@ class CtrTask:
 
 def bce_with_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
     """-y log p - (1 - y) log(1 - p) for p = sigmoid(logits), elementwise; finite for every finite logit."""
-    return jax.nn.softplus(logits) - labels * logits
+    # Not softplus(z) - y z: that cancels where a confident prediction is right.
+    return labels * jax.nn.softplus(-logits) + (1 - labels) * jax.nn.softplus(logits)
 
 
 def pooled_table(
@@ -113,7 +115,8 @@ def check_features(where: str, names: Iterable[str], schema: Schema) -> None:
     """Raises UserError if a config names a categorical feature that the schema lacks."""
     for name in names:
         if name not in schema.keys:
+            near = difflib.get_close_matches(name, schema.keys, n=3, cutoff=0.0)
             raise UserError(
-                f"{where}: {name!r} is not a categorical feature of the data; there are {', '.join(schema.keys)}. "
-                "Change the model's config, or the columns of the data."
+                f"{where}: {name!r} is not one of the {len(schema.keys)} categorical features of the data; the nearest "
+                f"are {', '.join(near)}. Change the model's config, or the columns of the data."
             )

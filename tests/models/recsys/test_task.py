@@ -1,0 +1,97 @@
+"""The loss that every click model shares."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from scalejax.models.recsys.dcnv2 import DcnV2Config
+from scalejax.models.recsys.dlrm import DlrmConfig
+from scalejax.models.recsys.logistic import LogisticConfig
+from scalejax.models.recsys.task import bce_with_logits
+from scalejax.models.recsys.wukong import WukongConfig
+from scalejax.train.protocols import ModelConfig
+
+WUKONG = WukongConfig(
+    dim=4, layers=1, fm_outputs=2, lcb_outputs=2, rank=2, fmb_hidden=(5,), head_hidden=(), bottom_hidden=()
+)
+DLRM = DlrmConfig(dim=4, bottom_hidden=(6,), top_hidden=(5,))
+DCNV2 = DcnV2Config(dim=4, deep_hidden=(5,), bottom_hidden=(6,), cross_rank=3)
+CONFIGS = [WUKONG, DLRM, DCNV2, LogisticConfig()]
+
+
+def test_cross_entropy_equals_its_definition_and_stays_finite(x64):
+    logits = np.array([-30.0, -2.0, 0.0, 3.0, 30.0])
+    for label in (0.0, 1.0, 0.3):
+        want = label * np.logaddexp(0, -logits) + (1 - label) * np.logaddexp(0, logits)
+        got, slope = jax.vmap(jax.value_and_grad(bce_with_logits), in_axes=(0, None))(jnp.asarray(logits), label)
+        np.testing.assert_allclose(got, want, rtol=1e-12)
+        np.testing.assert_allclose(slope, 1 / (1 + np.exp(-logits)) - label, rtol=1e-12, atol=1e-15)
+    value, slope = jax.value_and_grad(lambda z: bce_with_logits(z, jnp.asarray(0.0)))(jnp.asarray(1e4))
+    assert (value, slope) == (1e4, 1.0)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_loss_is_the_weighted_sum_of_the_mean_over_tasks(config, schema, optimizer, examples, randomised, x64):
+    task = config.task(schema, optimizer)
+    assert isinstance(config, ModelConfig)
+    graph, state = nnx.split(randomised(task.init(nnx.Rngs(0), param_dtype=jnp.float64, compute_dtype=jnp.float64)))
+    embedded, batch = examples(task)
+    total, weight, aux = jax.jit(lambda s, e, b: task.loss(nnx.merge(graph, s), e, b))(state, embedded, batch)
+    z = np.asarray(nnx.merge(graph, state)(embedded, batch.dense))
+    y, w = np.asarray(batch.labels, float), np.asarray(batch.weights, float)
+    each = np.logaddexp(0, z) - y * z
+    np.testing.assert_allclose(total, (w[:, None] * each).sum() / 2, rtol=1e-12)
+    np.testing.assert_allclose(weight, w.sum(), rtol=1e-12)
+    assert total.dtype == weight.dtype == jnp.float64
+    assert aux["logits"].dtype == jnp.float32
+    assert aux["logits"].shape == (6, 2)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_padding_of_weight_zero_adds_nothing_to_loss_or_gradient(config, schema, optimizer, examples):
+    task = config.task(schema, optimizer)
+    graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.float32))
+    embedded, batch = examples(task, dtype=np.float32)
+
+    @jax.jit
+    def gradient(embedded, batch):
+        return jax.grad(lambda s, e: task.loss(nnx.merge(graph, s), e, batch)[0], argnums=(0, 1))(state, embedded)
+
+    half = batch.weights.at[3:].set(0.0)
+    dense, rows = gradient(embedded, dataclasses.replace(batch, weights=half))
+    changed = dataclasses.replace(batch, weights=half, dense=batch.dense.at[3:].add(1.0))
+    for a, b in zip(jax.tree.leaves(dense), jax.tree.leaves(gradient(embedded, changed)[0]), strict=True):
+        assert np.array_equal(a, b)
+    assert all(not np.any(g[3:]) for g in jax.tree.leaves(rows))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+def test_strict_promotion_holds_and_gradients_are_finite(config, dtype, schema, optimizer, examples, strict_promotion):
+    task = config.task(schema, optimizer)
+    graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=dtype))
+    embedded, batch = examples(task, dtype=np.float32)
+
+    @jax.jit
+    def step(state, embedded):
+        return jax.value_and_grad(
+            lambda s, e: task.loss(nnx.merge(graph, s), e, batch, key=jax.random.key(0))[0], argnums=(0, 1)
+        )(state, embedded)
+
+    value, gradients = step(state, embedded)
+    assert value.dtype == jnp.float32
+    assert all(np.isfinite(g).all() and g.dtype == jnp.float32 for g in jax.tree.leaves(gradients))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
+def test_counts_equal_the_real_model(config, schema, optimizer, examples, dot_flops):
+    task = config.task(schema, optimizer)
+    graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.float32))
+    embedded, batch = examples(task, size=4, dtype=np.float32)
+    assert sum(p.size for p in jax.tree.leaves(state)) == task.dense_parameters()
+    forward = dot_flops(jax.make_jaxpr(lambda s, e: task.loss(nnx.merge(graph, s), e, batch)[0])(state, embedded))
+    assert 3 * forward == 4 * task.flops_per_example()
