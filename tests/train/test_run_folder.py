@@ -183,7 +183,7 @@ def test_every_start_without_a_workdir_gets_a_new_folder(tmp_path):
     assert choose(None, "wukong", "auto", root) == root / "wukong-042"
     assert choose(None, "my/path.py:big run", "auto", root) == root / "my-path-big-run-001"
     assert choose(tmp_path / "x", "wukong", "must", root) == tmp_path / "x"
-    with pytest.raises(UserError, match="--resume must: give the folder .*--workdir .*wukong-042"):
+    with pytest.raises(UserError, match=r"--resume must: give the folder .*--workdir .*wukong-042"):
         choose(None, "wukong", "must", root)
 
 
