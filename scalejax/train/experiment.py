@@ -79,7 +79,7 @@ class Experiment:
     row_schedule: optim.Schedule = optim.Constant()
     mesh: MeshShape = MeshShape()
     rules: Rules = REPLICATED
-    exchange: Exchange = Exchange()
+    exchange: Exchange = Exchange(roomy_below_bytes=32 * 2**20)
     precision: Precision = Precision()
     seed: int = 0
     log_every: int = 100

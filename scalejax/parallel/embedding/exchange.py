@@ -55,6 +55,8 @@ class Route:
 def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange, devices: int) -> int:
     """K: slots per destination. Ids of a table of V rows reach min(N, V) devices."""
     total = sum(look.feature.capacity for look in found)
+    if devices * total * stack.dim * stack.wide_dtype.itemsize <= exchange.roomy_below_bytes:
+        return total
     wanted = SLACK
     for member in stack.members:
         slots = slots_of_table(found, member)

@@ -13,9 +13,13 @@ class Exchange:
 
     Attributes:
       capacity_factor: Slots per destination, as a multiple of what evenly spread ids would need.
+      roomy_below_bytes: While the rows of one exchange take at most this many bytes on a device even with room for the
+        worst case (all ids go to one device), they get that room, and no batch can be too uneven. Larger exchanges go
+        by `capacity_factor`, so that memory per device falls as devices are added.
     """
 
     capacity_factor: float = 2.0
+    roomy_below_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.capacity_factor >= 1.0:
