@@ -4,6 +4,7 @@
 `environment.prepare` has set what jax reads at import.
 """
 
+import os
 import sys
 
 
@@ -20,4 +21,13 @@ def main() -> None:
         message = f"the command line needs {error.name!r}, which is not installed: pip install 'scalejax[train]'"
         print(f"Error: {message}", file=sys.stderr)
         sys.exit(2)
-    app(prog_name="scalejax")
+    try:
+        app(prog_name="scalejax")
+    except SystemExit as stop:
+        if stop.code != 130:
+            raise
+        # Threads of jax and of the input pipeline may be in the middle of something: an orderly end of the interpreter
+        # would pull it away under them (seen: a segmentation fault during compilation). Files are closed by now.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)

@@ -2,6 +2,9 @@
 
 import json
 import os
+import pathlib
+import signal
+import subprocess
 import sys
 import types
 
@@ -153,3 +156,19 @@ def test_missing_packages_of_the_command_line(scalejax, tmp_path):
 def test_json_of_a_bad_recipe_prints_no_json(invoke, example):
     _one_message(invoke("recipes", example, "--json", "--set", "step=3"), "Nearest: steps")
     assert json.loads(invoke("recipes", example, "--json").stdout)["experiment"]["fields"]["steps"] == 10
+
+
+def test_ctrl_c_in_a_process_of_its_own_is_status_130(tmp_path):
+    (tmp_path / "waits.py").write_text(
+        "import time\ndef f() -> 'Experiment':\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+    command = [sys.executable, "-m", "scalejax", "train", "waits.py"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (130, "Interrupted.\n")
