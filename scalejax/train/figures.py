@@ -233,12 +233,12 @@ def _new(title: str) -> tuple[Figure, Axes]:
 
 
 def _frame(axes: Axes, points: Points) -> None:
-    """Fits the frame to what follows the first twentieth of the steps, where losses start high; says what it cuts."""
+    """Fits the frame to what follows the first tenth of the steps, where losses start high; says what it cuts."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     if len(finite) < 2:
         return
     last = max(x for x, _ in finite)
-    settled = [y for x, y in finite if x > 0.05 * last]
+    settled = [y for x, y in finite if x > 0.1 * last]
     low, high = min(settled), max(settled)
     pad = 0.07 * (high - low) or 0.01 * abs(high) or 0.01
     low, high = low - pad, high + pad
