@@ -1,7 +1,7 @@
 """The train loop: restore or begin, then step, log, evaluate, save.
 
-Nothing in the loop waits for the step it has just dispatched. The order within a step is fixed, because it is what makes
-a killed run go on to the same bits: score the days that the next batch begins, step, write the window, write the
+Nothing in the loop waits for the step it has just dispatched. The order within a step is fixed, because it is what
+makes a killed run go on to the same bits: score the days that the next batch begins, step, write the window, write the
 evaluation, then save. Whatever checkpoint survives, every line up to its step is in `metrics.jsonl`.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
@@ -19,7 +20,7 @@ from rich.progress import Progress
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
 from scalejax.train import console as consoles
-from scalejax.train import distributed, evaluation, metrics, run_folder, scoring, snapshot, summary
+from scalejax.train import distributed, evaluation, metrics, report, run_folder, scoring, snapshot, summary
 from scalejax.train import program as programs
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.convert import Prefetch
@@ -77,6 +78,7 @@ def train(
             closing |= _what_ran(program, recipe, environment)
             if distributed.is_primary():
                 folder.write_summary(closing)
+                report.write_report(folder.path)
     return closing | {"run_folder": str(folder.path)}
 
 
@@ -112,6 +114,10 @@ def evaluate(
     return {"recipe": str(workdir), "steps": int(state.step), "examples": host.examples} | summary.of_evaluation(
         split, values
     )
+
+
+_LIFETIME = ("logloss", "ne", "calibration")
+"""Metrics that a window's record also holds for the whole run so far."""
 
 
 class _Run:
@@ -188,9 +194,7 @@ class _Run:
             self.checkpoints.wait()
         return closing | self.timer.summary() | peak_memory(self.program.mesh.local_mesh.devices.flat)
 
-    def _log(
-        self, state: TrainState, host: HostState, step: int
-    ) -> tuple[TrainState, HostState, dict[str, str]]:
+    def _log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:
         """Writes the window that ends here; the one place where training waits for the device."""
         state, sums = self.program.take_metrics(state)
         with self.timer.phase("blocked"):
@@ -209,7 +213,8 @@ class _Run:
         lifetime = metrics.compute(host.lifetime.sums, self.names)
         rate = float(self.learning_rate(step))
         record = {"examples": host.examples, "learning_rate": rate, **values}
-        self.events.window(step, record | {f"lifetime_{name}": lifetime[name] for name in lifetime if "ne" in name})
+        whole_run = {f"lifetime_{name}": value for name, value in lifetime.items() if name.split("/")[0] in _LIFETIME}
+        self.events.window(step, record | whole_run)
         timing = self.timer.window()
         self.events.timing(step, timing)
         shown = consoles.progress_fields(
@@ -235,7 +240,8 @@ class _Run:
                     )
                     scores = scoring.score(self.program, state, batches)
                     zero = metrics.zeros(len(self.names))
-                    sums = metrics.to_host(metrics.update(zero, scores.logits, scores.labels, scores.weights))
+                    arrays = (jnp.asarray(a) for a in (scores.logits, scores.labels, scores.weights))
+                    sums = metrics.to_host(metrics.update(zero, *arrays))
                     host = host.with_day(sums)
                     self.events.evaluation(step - 1, name, metrics.compute(sums, self.names))
         return host
@@ -290,5 +296,6 @@ def _progress(console: Console | None, steps: int, start: int) -> Iterator[Any]:
         yield lambda step, fields: None
         return
     with Progress(*consoles.progress_columns(), console=console) as progress:
-        task = progress.add_task("train", total=steps, completed=start, **consoles.progress_fields())
+        fields: dict[str, Any] = consoles.progress_fields()
+        task = progress.add_task("train", total=steps, completed=start, **fields)
         yield lambda step, fields: progress.update(task, completed=step, **fields)

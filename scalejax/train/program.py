@@ -100,21 +100,22 @@ class Program:
     def abstract_batch(self) -> DeviceBatch:
         """One global batch as shapes, dtypes and shardings."""
         size, schema = self.experiment.data.batch_size, self.task.schema
-        everywhere = NamedSharding(self.mesh, P(meshes.AXES))
         slots = sum(feature.capacity for feature in self.layout)
-        rows = self.batch_sharding()
+        rows = P(meshes.BATCH_AXES)
+
+        def leaf(shape: tuple[int, ...], dtype: Any, spec: P) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, spec))
+
         return DeviceBatch(
             features=KeyedJagged(
-                values=jax.ShapeDtypeStruct((self.mesh.size, slots), jnp.int32, sharding=everywhere),
-                lengths=jax.ShapeDtypeStruct(
-                    (len(self.layout), size), jnp.int32, sharding=NamedSharding(self.mesh, P(None, meshes.AXES))
-                ),
+                values=leaf((self.mesh.size, slots), jnp.int32, P(meshes.AXES)),
+                lengths=leaf((len(self.layout), size), jnp.int32, P(None, meshes.AXES)),
                 weights=None,
                 layout=self.layout,
             ),
-            dense=jax.ShapeDtypeStruct((size, len(schema.dense)), jnp.float32, sharding=rows),
-            labels=jax.ShapeDtypeStruct((size, len(schema.labels)), jnp.float32, sharding=rows),
-            weights=jax.ShapeDtypeStruct((size,), jnp.float32, sharding=rows),
+            dense=leaf((size, len(schema.dense)), jnp.float32, rows),
+            labels=leaf((size, len(schema.labels)), jnp.float32, rows),
+            weights=leaf((size,), jnp.float32, rows),
         )
 
     def init(self) -> TrainState:
@@ -138,9 +139,7 @@ class Program:
     @functools.cached_property
     def train_step(self) -> Any:
         """jitted (state, batch) -> (state, mean loss of the batch); the state is donated."""
-        return jax.jit(
-            self._train_step, donate_argnums=0, out_shardings=(self.state_shardings, self.replicated)
-        )
+        return jax.jit(self._train_step, donate_argnums=0, out_shardings=(self.state_shardings, self.replicated))
 
     @functools.cached_property
     def eval_step(self) -> Any:
@@ -231,5 +230,5 @@ def _init_model(task: Task, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) ->
     return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=jnp.dtype(compute))
 
 
-def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+def _with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

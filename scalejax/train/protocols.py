@@ -71,7 +71,6 @@ class DataSet(Protocol):
         """One pass in file order; the last batch is filled up with examples of weight 0."""
         ...
 
-
     def days(self) -> tuple[tuple[str, int, int], ...]:
         """(name, start, stop) of each day of the training split, as stream positions; data in time order only."""
         ...
@@ -87,7 +86,9 @@ class DataSet(Protocol):
 class DataConfig(Protocol):
     """A frozen dataclass of plain values; constructing one does no I/O, `build()` does."""
 
-    batch_size: int
-    """Global batch size."""
+    @property
+    def batch_size(self) -> int:
+        """Global batch size."""
+        ...
 
     def build(self) -> DataSet: ...

@@ -18,7 +18,19 @@ SETS = (f"steps={STEPS}", "log_every=5", "eval_every=20", "checkpoints.every=4",
 
 def _command(workdir: pathlib.Path, *more: str) -> list[str]:
     sets = [part for item in SETS for part in ("--set", item)]
-    return [sys.executable, "-m", "scalejax", "train", "wukong-smoke", *sets, "--workdir", str(workdir), "--cpu-devices", "1", *more]
+    return [
+        sys.executable,
+        "-m",
+        "scalejax",
+        "train",
+        "wukong-smoke",
+        *sets,
+        "--workdir",
+        str(workdir),
+        "--cpu-devices",
+        "1",
+        *more,
+    ]
 
 
 def _train(workdir: pathlib.Path, *more: str) -> None:
@@ -34,7 +46,8 @@ def _kill_after(workdir: pathlib.Path, seconds: float, *, steps_begun: int) -> N
     try:
         while process.poll() is None and time.monotonic() < deadline:
             if metrics.exists() and any(
-                json.loads(line)["step"] >= steps_begun for line in metrics.read_text().splitlines(keepends=True)
+                json.loads(line)["step"] >= steps_begun
+                for line in metrics.read_text().splitlines(keepends=True)
                 if line.endswith("\n")
             ):
                 break
@@ -47,7 +60,10 @@ def _kill_after(workdir: pathlib.Path, seconds: float, *, steps_begun: int) -> N
 
 def _arrays(workdir: pathlib.Path, step: int = STEPS) -> dict[str, np.ndarray]:
     with ocp.PyTreeCheckpointer() as reader:
-        return {name: np.asarray(leaf) for name, leaf in reader.restore(workdir / "checkpoints" / str(step) / "arrays").items()}
+        return {
+            name: np.asarray(leaf)
+            for name, leaf in reader.restore(workdir / "checkpoints" / str(step) / "arrays").items()
+        }
 
 
 def _assert_equal_runs(left: pathlib.Path, right: pathlib.Path) -> None:
