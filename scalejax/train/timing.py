@@ -30,6 +30,8 @@ import numpy as np
 Phase = Literal["data_wait", "dispatch", "blocked", "checkpoint", "compile", "evaluation"]
 
 _APART = ("compile", "evaluation")
+_WAITS = ("blocked", "checkpoint", "evaluation")
+"""Phases in which the loop waits for the device anyway: steps in flight are waited for and timed first."""
 
 
 class Output(Protocol):
@@ -76,6 +78,8 @@ class StepTimer:
     @contextlib.contextmanager
     def phase(self, name: Phase) -> Iterator[None]:
         """Books the time inside the block; blocks must not nest."""
+        if name in _WAITS:
+            self._drain()
         start = self._clock()
         try:
             yield
@@ -151,8 +155,9 @@ class StepTimer:
     def _complete(self) -> None:
         examples, output = self._pending.popleft()
         if output is not None:
-            with self.phase("blocked"):
-                output.block_until_ready()
+            start = self._clock()
+            output.block_until_ready()
+            self._book("blocked", self._clock() - start)
         now = self._clock()
         self._durations.append(now - self._last - self._apart_since_last)
         self._examples.append(examples)

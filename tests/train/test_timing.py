@@ -96,6 +96,21 @@ def test_compile_and_evaluation_count_apart(clock):
     assert summary["wall_s"] == pytest.approx(7 + 5 + 2, rel=0.01)
 
 
+def test_steps_in_flight_are_timed_before_something_else_waits(clock):
+    timer, device = timing.StepTimer(clock=clock), Device(clock)
+    for _ in range(4):
+        train(timer, device, clock, steps=5, device_s=0.1)
+        with timer.phase("blocked"):  # as for metrics: they arrive when all steps are done
+            clock.forward(max(0.0, device.free_at - clock.now) + 0.02)
+        with timer.phase("evaluation"):
+            clock.forward(3)
+    window = timer.window()
+    assert window["step_p50_s"] == pytest.approx(0.1)
+    assert window["step_p95_s"] < 0.13  # the first step after a wait bears what the wait left to do
+    assert window["evaluation_s"] == 12
+    assert window["blocked_s"] == pytest.approx(20 * 0.1 + 4 * 0.02, rel=0.02)
+
+
 def test_warm_up_steps_are_left_out_of_the_rate_unless_there_is_nothing_else(clock):
     timer, device = timing.StepTimer(clock=clock, warmup_steps=5), Device(clock)
     train(timer, device, clock, steps=5, device_s=1.0)
