@@ -26,20 +26,25 @@ from scalejax.train.protocols import ModelConfig
 
 _CONSTANT = optim.Constant(value=1e-3)
 ADAM = optim.Adam(learning_rate=_CONSTANT)
-ROWS = RowwiseAdagrad(learning_rate=0.02)
+ROWS = RowwiseAdagrad(learning_rate=0.002)
 
 CHECKED_STEPS = 4
 """Steps after which outputs are compared once more: every optimizer has then used its state."""
 
 FORWARD_TOLERANCE = 2e-5
-"""On logits of equal parameters, relative to the largest: sums of up to a few thousand float32 products."""
+"""Largest difference of logits that come from equal parameters, over the largest logit: float32 sums of up to a few
+thousand products."""
+
+FIRST_STEP_TOLERANCE = 1e-4
+"""The same after one step: now gradients have such errors as well, and AdaGrad's first step divides by the gradient."""
 
 TRAINED_TOLERANCE = 2e-3
-"""On logits after `CHECKED_STEPS`, relative to the largest. Adam's first steps have the size of the learning rate
-whatever the gradient's: a weight whose gradient is rounding noise takes a full step in a direction of chance."""
+"""Mean difference of logits after `CHECKED_STEPS`, over the mean size of a logit. Not the largest difference: with
+10^5 to 10^8 hidden activations a few lie so close to 0 that rounding decides whether a ReLU is open, and the rows of
+such an example then take another step. Small batches in the tests are held to less."""
 
 LOSS_TOLERANCE = 1e-4
-"""On the mean loss after `CHECKED_STEPS`, relative: chance directions average out."""
+"""Relative, on the mean loss, always."""
 
 
 class Peer(Protocol):
@@ -100,12 +105,16 @@ def contest(model: ModelConfig, schema: Schema, batches: Sequence[Batch], make_p
             peer.step(next(turn))
 
     def check() -> None:
-        check_equal(ours.logits(0), peer.logits(placed[0]), batches[0], FORWARD_TOLERANCE, "before the first step")
-        ours.steps(CHECKED_STEPS)
-        peer_steps(CHECKED_STEPS)
-        last = CHECKED_STEPS % len(batches)
-        when = f"after {CHECKED_STEPS} steps"
-        check_equal(ours.logits(last), peer.logits(placed[last]), batches[last], TRAINED_TOLERANCE, when)
+        done = 0
+        for steps, tolerance, size in (
+            (0, FORWARD_TOLERANCE, np.max),
+            (1, FIRST_STEP_TOLERANCE, np.max),
+            (CHECKED_STEPS, TRAINED_TOLERANCE, np.mean),
+        ):
+            ours.steps(steps - done)
+            peer_steps(steps - done)
+            done, at = steps, steps % len(batches)
+            check_equal(ours.logits(at), peer.logits(placed[at]), batches[at], f"after {steps} steps", tolerance, size)
 
     return Contest(
         ours=ours.steps,
@@ -135,18 +144,25 @@ def on_cpu() -> bool:
     return jax.devices()[0].platform == "cpu"
 
 
-def check_equal(ours: np.ndarray, peer: np.ndarray, batch: Batch, tolerance: float, when: str) -> None:
+def check_equal(
+    ours: np.ndarray,
+    peer: np.ndarray,
+    batch: Batch,
+    when: str,
+    tolerance: float,
+    size: Callable[[np.ndarray], float] = np.max,
+) -> None:
     """Compares logits float32[B] and the losses they give.
 
     Raises:
-      OutputsDiffer: beyond `tolerance` on logits (relative to the largest), or `LOSS_TOLERANCE` on the mean loss.
+      OutputsDiffer: size(differences) is beyond `tolerance` * size(logits), or mean losses beyond `LOSS_TOLERANCE`.
     """
     logits = np.stack([ours, peer]).astype(np.float64)
     if not np.isfinite(logits).all():
         raise OutputsDiffer(f"logits {when} are not finite")
-    difference = np.abs(logits[0] - logits[1]).max() / np.abs(logits).max()
+    difference = size(np.abs(logits[0] - logits[1])) / size(np.abs(logits))
     if difference > tolerance:
-        raise OutputsDiffer(f"logits {when} differ by {difference:.1e} of the largest; {tolerance:.0e} is allowed")
+        raise OutputsDiffer(f"logits {when} differ by {difference:.1e} of their size; {tolerance:.0e} is allowed")
     losses = (np.logaddexp(0, logits) - logits * batch.labels[:, 0]).mean(1)
     if abs(losses[0] - losses[1]) > LOSS_TOLERANCE * losses[1]:
         raise OutputsDiffer(f"mean losses {when} differ: {losses[0]:.7f} here, {losses[1]:.7f} in the peer")

@@ -11,10 +11,10 @@ from scalejax.data.jagged import KeyedJagged
 from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
 
-# Categorical cardinalities of Criteo Terabyte as MLPerf preprocesses it (mlcommons/training, recommendation_v2,
-# torchrec_dlrm, num_embeddings_per_feature); they add up to 204,184,588.
-_CRITEO_ROWS = (39884406, 39043, 17289, 7420, 20263, 3, 7120, 1543, 63, 38532951, 2953546, 403346, 10, 2208, 11938, 155,
-                4, 976, 14, 39979771, 25641295, 39664984, 585935, 12972, 108, 36)  # fmt: skip
+# Categorical cardinalities of Criteo Terabyte in MLPerf's DLRM v2 (facebookresearch/dlrm, torchrec_dlrm,
+# num_embeddings_per_feature); they add up to 204,184,588.
+_CRITEO_ROWS = (40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938, 155,
+                4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36)  # fmt: skip
 CRITEO_DENSE = 13
 CRITEO_MOST_ROWS = 100_000
 """Tables are cut off here, so that 26 of them with d=128 take 0.5 GB and not 105."""

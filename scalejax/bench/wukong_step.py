@@ -28,13 +28,14 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     """The contest of a case."""
     schema, batches = workloads.for_case(case, data)
     model = CRITEO if case == "criteo" else FLIGHTS
-    make = None if against is None else functools.partial(_torch, model, schema, against == "torch-compile")
+    make = None if against is None else functools.partial(torch_peer, model, schema, against == "torch-compile")
     return training_step.contest(model, schema, batches, make)
 
 
-def _torch(
+def torch_peer(
     model: WukongConfig, schema: Schema, compiled: bool, parameters: dict[str, np.ndarray], tables: list[np.ndarray]
 ) -> training_step.Peer:
+    """The model in PyTorch, with our parameters and tables."""
     peer = peers.load("torch_wukong")
     module = peer.Wukong(
         model.dim,

@@ -10,7 +10,7 @@ Written as somebody who wants PyTorch to be fast on a CPU would write it:
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -57,6 +57,9 @@ class TrainingStep:
       model: (embedded float32[B, F, d], dense float32[B, D]) -> logits float32[B].
       tables: Rows of each feature's table, float32[rows, d], in the order of the features.
       settings: Learning rates, threads, eager or compiled.
+
+    Attributes:
+      adam: The dense optimizer.
     """
 
     def __init__(self, model: nn.Module, tables: Sequence[np.ndarray], settings: Settings) -> None:
@@ -66,7 +69,7 @@ class TrainingStep:
         self._rows = torch.from_numpy(np.concatenate(tables).astype(np.float32))
         self._sums = torch.zeros(len(self._rows))
         self._first = np.cumsum([0, *(len(table) for table in tables[:-1])])
-        self._adam = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
+        self.adam = torch.optim.Adam(model.parameters(), lr=settings.learning_rate, fused=True)
         objective: Callable[..., torch.Tensor] = self._objective
         self._loss = torch.compile(objective) if settings.compiled else objective
 
@@ -83,8 +86,8 @@ class TrainingStep:
         embedded = nn.functional.embedding(batch.ids, self._rows).requires_grad_()
         loss = self._loss(embedded, batch.dense, batch.labels)
         loss.backward()
-        self._adam.step()
-        self._adam.zero_grad(set_to_none=True)
+        self.adam.step()
+        self.adam.zero_grad(set_to_none=True)
         assert embedded.grad is not None
         self._update_rows(batch.ids, embedded.grad)
         return loss.detach()
@@ -93,6 +96,10 @@ class TrainingStep:
     def logits(self, batch: Tensors) -> np.ndarray:
         """float32[B] logits, always eager."""
         return self._model(nn.functional.embedding(batch.ids, self._rows), batch.dense).numpy()
+
+    def named_parameters(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Dense parameters, as arrays that share their memory."""
+        return ((name, value.detach().numpy()) for name, value in self._model.named_parameters())
 
     def tables(self) -> np.ndarray:
         """float32[all rows, d], the tables under each other."""

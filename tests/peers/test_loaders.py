@@ -1,0 +1,35 @@
+"""Our data pipeline and torch's DataLoader deliver the same rows."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed; benchmarks/peers.sh installs it")
+
+from scalejax.bench import data_pipeline, harness
+
+pytestmark = pytest.mark.peers
+
+
+@pytest.mark.parametrize("case", data_pipeline.CASES)
+def test_an_epoch_holds_the_same_rows(case):
+    contest = data_pipeline.prepare(case, "torch", None, groups=2)
+    try:
+        contest.check()
+        contest.ours(3)
+        assert contest.peer is not None
+        contest.peer(3)
+    finally:
+        contest.close()
+
+
+def test_missing_rows_are_found(monkeypatch):
+    from scalejax.bench.peers import torch_loader
+
+    whole = torch_loader.from_memory
+
+    def without_the_last(ids, dense, labels, batch_size, workers):
+        return whole(np.concatenate([ids[:-1], ids[:1]]), dense, labels, batch_size, workers)
+
+    monkeypatch.setattr(torch_loader, "from_memory", without_the_last)
+    with pytest.raises(harness.OutputsDiffer):
+        data_pipeline.prepare("memory", "torch", None, groups=1).check()
