@@ -211,10 +211,10 @@ class _Run:
         host = host.with_window(window)
         assert host.lifetime.sums is not None
         lifetime = metrics.compute(host.lifetime.sums, self.names)
-        rate = float(self.learning_rate(step))
+        rate = float(np.asarray(self.learning_rate(step)))
         record = {"examples": host.examples, "learning_rate": rate, **values}
-        whole_run = {f"lifetime_{name}": value for name, value in lifetime.items() if name.split("/")[0] in _LIFETIME}
-        self.events.window(step, record | whole_run)
+        so_far = {f"lifetime_{name}": value for name, value in lifetime.items() if name.split("/")[0] in _LIFETIME}
+        self.events.window(step, record | so_far)
         timing = self.timer.window()
         self.events.timing(step, timing)
         shown = consoles.progress_fields(
