@@ -23,7 +23,7 @@ class MatmulFlops:
 
     Attributes:
       by_kind: FLOPs by (dtype of the inputs, precision); precision is "default", "high" or "highest".
-      unbounded_loops: Loops without a static trip count, whose bodies count once.
+      unbounded_loops: Loops with matrix work but without a static trip count, whose bodies count once.
     """
 
     by_kind: Mapping[tuple[str, str], int]
@@ -61,7 +61,9 @@ def _walk(jaxpr: core.Jaxpr, times: int, sums: collections.Counter[tuple[str, st
         elif name == "scan":
             unbounded += _walk(params["jaxpr"].jaxpr, times * params["length"], sums)
         elif name == "while":
-            unbounded += 1 + _walk(params["body_jaxpr"].jaxpr, times, sums)
+            before = sums.total()
+            unbounded += _walk(params["body_jaxpr"].jaxpr, times, sums)
+            unbounded += sums.total() > before
         elif name == "cond":
             # The most expensive branch: a step may take any of them.
             trials = []
@@ -120,13 +122,8 @@ def _convolution(eqn: Any) -> int:
 
 
 def _ragged(eqn: Any) -> int:
-    """Each row meets one group: as many FLOPs as one dense product of all rows."""
-    left, right = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-    out = eqn.outvars[0].aval.shape
-    if len(right) == 3:  # [rows, k] x [groups, k, n]
-        return 2 * math.prod(left) * right[-1]
-    # [k, rows] x [rows, n] -> [groups, k, n]: the contraction itself is ragged
-    return 2 * math.prod(left) * out[-1]
+    """Each row meets one group, so all rows together cost one dense product, whichever dimension is ragged."""
+    return 2 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]
 
 
 def _open(jaxpr: Any) -> core.Jaxpr:

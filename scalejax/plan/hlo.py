@@ -78,6 +78,12 @@ class Instruction:
         return found
 
     @property
+    def label(self) -> str:
+        """Where it comes from in the user's program, else its name."""
+        match = re.search(r'op_name="([^"]+)"', self.attributes)
+        return match.group(1) if match else self.name
+
+    @property
     def bytes(self) -> int:
         """Bytes of the result."""
         return sum(array.bytes for array in self.arrays)

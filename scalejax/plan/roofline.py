@@ -5,6 +5,7 @@ and what doubling something does to it. XLA's `optimal_seconds` is not used (it 
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -71,8 +72,8 @@ def predict(
     return Roofline(
         compute_s=max(traced, executed),
         hbm_s=traffic.hbm_bytes * chip.devices_per_chip / chip.hbm_bytes_per_s,
-        ici_s=sum(ici for ici, _ in times),
-        dcn_s=sum(dcn for _, dcn in times),
+        ici_s=math.fsum(ici for ici, _ in times),
+        dcn_s=math.fsum(dcn for _, dcn in times),
     )
 
 
@@ -111,13 +112,20 @@ class _Group:
 
 
 def _place(groups: Groups, mesh: "Mesh") -> _Group:
+    """Where the widest group lies (of a permute: the pair that is furthest apart)."""
     devices: list[Any] = list(mesh.devices.flat)
-    group = [devices[position] for position in max(groups, key=lambda g: len(set(g)))]
-    slices = {getattr(d, "slice_index", 0) for d in group}
-    first = [d for d in group if getattr(d, "slice_index", 0) == min(slices)]
-    coordinates = {tuple(d.coords) for d in first}
-    extents = tuple(len(set(axis)) for axis in np.array(sorted(coordinates)).T.tolist())
-    return _Group(len(slices), len(set(first)), len(coordinates), extents)
+    widest = None
+    for positions in groups:
+        group = [devices[position] for position in set(positions)]
+        slices = {getattr(d, "slice_index", 0) for d in group}
+        first = [d for d in group if getattr(d, "slice_index", 0) == min(slices)]
+        coordinates = np.array(sorted({tuple(d.coords) for d in first}))
+        extents = tuple(len(set(axis)) for axis in coordinates.T.tolist())
+        found = _Group(len(slices), len(first), len(coordinates), extents)
+        if widest is None or (found.slices, found.chips) > (widest.slices, widest.chips):
+            widest = found
+    assert widest is not None  # a collective has at least one group
+    return widest
 
 
 def _bytes_between_slices(kind: str, payload: float, group: _Group) -> float:

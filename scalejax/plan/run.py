@@ -165,7 +165,7 @@ def plan_program(
     line = None
     notes = list(warnings)
     if counted.unbounded_loops:
-        notes.append(f"{counted.unbounded_loops} while loops have no fixed trip count: FLOPs count their bodies once.")
+        notes.append(f"{counted.unbounded_loops} loops run as often as the data say; their FLOPs count once.")
     try:
         with _no_compile_cache():
             compiled = traced.lower().compile()
@@ -178,8 +178,7 @@ def plan_program(
         each = collectives.of_module(module, program.mesh)
         line = roofline.predict(machine, program.mesh, counted, moved, each)
         found = tuple(collectives.total(each))
-        if not moved.trip_counts_known:
-            notes.append("a loop has no readable trip count: bytes and collectives count its body once.")
+        notes += [f"a loop runs as often as the data say; its bytes count once: {x}" for x in moved.unbounded_loops]
     return PlanResult(
         topology=machine,
         mesh={axis: size for axis, size in program.mesh.shape.items() if size > 1},

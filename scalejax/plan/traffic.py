@@ -34,28 +34,29 @@ class Traffic:
       hbm_bytes: Bytes read from and written to main memory.
       matmul_flops: FLOPs of the products and convolutions that the compiler kept, recomputation and work that is
         repeated on several devices included; kernels written by hand count nothing here.
-      trip_counts_known: False if some loop has no readable trip count and counts once.
+      unbounded_loops: Names of the loops that run as often as the data say; each counts once.
     """
 
     hbm_bytes: int
     matmul_flops: int
-    trip_counts_known: bool
+    unbounded_loops: tuple[str, ...]
 
 
 def of_module(module: hlo.Module) -> Traffic:
     """Adds up the traffic of a compiled program."""
-    moved, flops, known = 0, 0, True
+    moved, flops, unbounded = 0, 0, {}
     for execution in module.executions():
         computation = execution.computation
-        known = known and execution.known
         for instruction in computation.instructions:
-            if instruction.opcode == "dot":
+            if instruction.opcode == "while" and hlo.trip_count(module, computation, instruction) is None:
+                unbounded[instruction.label] = None
+            elif instruction.opcode == "dot":
                 flops += execution.count * _dot_flops(computation, instruction)
             elif instruction.opcode == "convolution":
                 flops += execution.count * _convolution_flops(computation, instruction)
             if not execution.fused:
                 moved += execution.count * _bytes(module, computation, instruction)
-    return Traffic(moved, flops, known)
+    return Traffic(moved, flops, tuple(unbounded))
 
 
 def _memory(arrays: tuple[hlo.Array, ...]) -> int:

@@ -1,0 +1,12 @@
+"""Everything here needs the TPU compiler, and no TPU."""
+
+import importlib.util
+
+import pytest
+
+
+def pytest_collection_modifyitems(items):
+    if importlib.util.find_spec("libtpu") is None:
+        for item in items:
+            if "/aot/" in item.path.as_posix():
+                item.add_marker(pytest.mark.skip(reason="needs libtpu: pip install 'scalejax[plan]'"))

@@ -1,0 +1,153 @@
+"""FLOPs of traced programs against products of their sizes, of compiled ones against XLA where no loop hides work."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalejax.plan import flops, hlo, traffic
+
+
+def _shape(*dims, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(dims, dtype)
+
+
+def _count(function, *args):
+    return flops.count(jax.jit(function).trace(*args))
+
+
+def _mlp_gradient(w, x):
+    return jax.grad(lambda w, x: jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, w)[0]))(w, x)
+
+
+def test_a_scan_multiplies_by_its_length_and_the_backward_pass_doubles():
+    # 7 layers of [3, 8] @ [8, 8]: one product forward, two backward.
+    assert _count(_mlp_gradient, _shape(7, 8, 8), _shape(3, 8)).total == 7 * 3 * (2 * 3 * 8 * 8)
+
+
+def test_remat_counts_what_it_computes_again():
+    def plain(w, x):
+        return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+
+    product = 2 * 3 * 8 * 8
+    args = (_shape(8, 8), _shape(3, 8))
+    extra = _count(jax.grad(jax.checkpoint(plain)), *args).total - _count(jax.grad(plain), *args).total
+    assert extra == 2 * product
+
+
+def test_batched_products_by_dtype_and_precision():
+    def products(a, b, c):
+        exact = jnp.einsum("bij,bjk->bik", a, b, precision="highest")
+        return exact, jnp.dot(c, c, preferred_element_type=jnp.int32)
+
+    found = _count(products, _shape(5, 3, 4), _shape(5, 4, 6), _shape(2, 2, dtype=jnp.int8))
+    assert found.by_kind == {("float32", "highest"): 2 * 5 * 3 * 4 * 6, ("int8", "default"): 2 * 8}
+
+
+def test_shard_map_counts_all_devices_of_its_manual_axes():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    sharded = jax.shard_map(
+        lambda x, w: x @ w, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"), axis_names={"data"}
+    )
+    assert _count(sharded, _shape(8, 4), _shape(4, 4)).total == 2 * 8 * 4 * 4
+
+
+def test_ragged_products_cost_one_product_of_all_rows_in_each_direction():
+    sizes = _shape(3, dtype=jnp.int32)
+    dense = 2 * 16 * 4 * 5
+    assert _count(jax.lax.ragged_dot, _shape(16, 4), _shape(3, 4, 5), sizes).total == dense
+
+    def both(x, w, sizes):
+        return jax.grad(lambda x, w: jnp.sum(jax.lax.ragged_dot(x, w, sizes) ** 2), argnums=(0, 1))(x, w)
+
+    assert _count(both, _shape(16, 4), _shape(3, 4, 5), sizes).total == 3 * dense
+
+
+def test_a_kernel_counts_its_body_times_its_grid_or_what_it_declares():
+    def kernel(x_ref, w_ref, o_ref):
+        o_ref[...] = x_ref[...] @ w_ref[...]
+
+    def call(x, w, **kwargs):
+        specs = [pl.BlockSpec((16, 8), lambda i: (i, 0)), pl.BlockSpec((8, 32), lambda i: (0, 0))]
+        out = pl.BlockSpec((16, 32), lambda i: (i, 0))
+        return pl.pallas_call(
+            kernel, out_shape=_shape(64, 32), grid=(4,), in_specs=specs, out_specs=out, interpret=True, **kwargs
+        )(x, w)
+
+    args = (_shape(64, 8), _shape(8, 32))
+    assert _count(call, *args).total == 2 * 64 * 8 * 32
+    stated = pl.CostEstimate(flops=123, bytes_accessed=0, transcendentals=0)
+    assert _count(lambda x, w: call(x, w, cost_estimate=stated), *args).total == 123
+
+
+def test_a_loop_without_a_trip_count_is_reported_if_it_multiplies_matrices():
+    def loop(step):
+        return lambda x: jax.lax.while_loop(lambda c: jnp.sum(c) < 3, step, x)
+
+    assert _count(loop(lambda c: c @ c), _shape(8, 8)) == flops.MatmulFlops({("float32", "default"): 1024}, 1)
+    assert _count(loop(lambda c: c + 1), _shape(8, 8)).unbounded_loops == 0
+
+
+def test_a_conditional_counts_its_most_expensive_branch():
+    found = _count(lambda i, x: jax.lax.cond(i, lambda: x @ x @ x, lambda: x @ x), _shape(dtype=bool), _shape(8, 8))
+    assert found.total == 2 * 1024
+
+
+def _convolution(x, k):
+    return jax.lax.conv_general_dilated(x, k, (2, 2), "VALID")
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes"),
+    [
+        (lambda x, w: jax.nn.relu(x @ w), ((64, 32), (32, 16))),
+        (lambda x: jnp.einsum("bfd,bgd->bfg", x, x), ((16, 12, 8),)),
+        (_convolution, ((4, 3, 17, 17), (6, 3, 3, 3))),
+    ],
+)
+def test_compiled_work_equals_xla_and_the_trace_where_nothing_loops(function, shapes):
+    traced = jax.jit(function).trace(*(_shape(*s) for s in shapes))
+    compiled = traced.lower().compile()
+    found = traffic.of_module(hlo.parse(compiled.as_text()))
+    costs = compiled.cost_analysis()
+    assert found.matmul_flops == flops.count(traced).total
+    # XLA adds element-wise FLOPs.
+    assert costs["flops"] == pytest.approx(found.matmul_flops, rel=0.1)
+    assert found.hbm_bytes == pytest.approx(costs["bytes accessed"], rel=0.01)
+
+
+def test_compiled_work_counts_loop_bodies_as_often_as_they_run():
+    traced = jax.jit(_mlp_gradient).trace(_shape(7, 8, 8), _shape(3, 8))
+    compiled = traced.lower().compile()
+    found = traffic.of_module(hlo.parse(compiled.as_text()))
+    assert found.matmul_flops == flops.count(traced).total
+    assert found.unbounded_loops == ()
+    assert compiled.cost_analysis()["flops"] < found.matmul_flops  # which counts each body once
+
+
+def test_a_lookup_and_an_update_touch_rows_not_tables():
+    table, ids, rows = _shape(10_000, 64), _shape(16, dtype=jnp.int32), _shape(16, 64)
+    table_bytes = 10_000 * 64 * 4
+
+    def bytes_of(function, *args, **kwargs):
+        compiled = jax.jit(function, **kwargs).lower(*args).compile()
+        return traffic.of_module(hlo.parse(compiled.as_text())).hbm_bytes
+
+    assert bytes_of(lambda t, i: t[i], table, ids) < table_bytes / 50
+    assert bytes_of(lambda t, i, r: t.at[i].add(r), table, ids, rows, donate_argnums=0) < table_bytes / 10
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "pairs"),
+    [
+        ([8, 3, 6], {}, 18),  # no padding: every tap of every output
+        ([8, 3, 8], {"pad": "1_1"}, 22),  # two taps fall off
+        ([4, 4, 4], {"pad": "0_0", "stride": "3", "lhs_dilate": "4"}, 4),  # a batch in disguise: one tap an output
+        ([8, 2, 4], {"stride": "2"}, 8),
+        ([8, 2, 6], {"rhs_dilate": "2"}, 12),
+    ],
+)
+def test_windows_count_only_positions_that_hold_data(sizes, window, pairs):
+    assert traffic._window_positions(sizes, window, 0) == pairs
