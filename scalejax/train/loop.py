@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 from rich.progress import Progress
@@ -212,7 +211,7 @@ class _Run:
         assert host.lifetime.sums is not None
         lifetime = metrics.compute(host.lifetime.sums, self.names)
         rate = float(np.asarray(self.learning_rate(step)))
-        record = {"examples": host.examples, "learning_rate": rate, **values}
+        record = {"examples_seen": host.examples, "learning_rate": rate, **values}
         so_far = {f"lifetime_{name}": value for name, value in lifetime.items() if name.split("/")[0] in _LIFETIME}
         self.events.window(step, record | so_far)
         timing = self.timer.window()
@@ -239,14 +238,13 @@ class _Run:
                         first, stop, process_index=jax.process_index(), process_count=jax.process_count()
                     )
                     scores = scoring.score(self.program, state, batches)
-                    zero = metrics.zeros(len(self.names))
-                    arrays = (jnp.asarray(a) for a in (scores.logits, scores.labels, scores.weights))
-                    sums = metrics.to_host(metrics.update(zero, *arrays))
+                    sums = metrics.of_scores(scores.logits, scores.labels, scores.weights)
                     host = host.with_day(sums)
                     self.events.evaluation(step - 1, name, metrics.compute(sums, self.names))
         return host
 
     def _save(self, state: TrainState, host: HostState, step: int, scored: dict[str, float] | None) -> None:
+        self.events.sync()
         best = self.experiment.checkpoints.best_metric
         kept = None if scored is None else {best: _first(scored, best)}
         self.checkpoints.save(step, snapshot.to_stored(self.program, state), host.to_dict(), kept)

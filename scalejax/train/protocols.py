@@ -15,7 +15,10 @@ from scalejax.parallel.embedding.jagged import DeviceBatch
 class Task(Protocol):
     """A model bound to a schema: what to look up, what to compute, what to minimise. Single-device code."""
 
-    schema: Schema
+    @property
+    def schema(self) -> Schema:
+        """Columns of the data."""
+        ...
 
     def tables(self) -> tuple[TableConfig, ...]:
         """The embedding tables that the model looks up."""
@@ -53,7 +56,10 @@ class DataSet(Protocol):
     epoch's seeded permutation. Batch k holds stream examples [k * B, (k + 1) * B), whatever the number of processes.
     """
 
-    schema: Schema
+    @property
+    def schema(self) -> Schema:
+        """Columns of the data."""
+        ...
 
     def num_examples(self, split: str) -> int:
         """Examples in split "train", "validation" or "test"."""
