@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from scalejax.data.binning import quantile_bins
 from scalejax.data.dataset import BatchedDataSet
 from scalejax.data.encode import NanPolicy
 from scalejax.data.memory import Order, array_of, from_columns
@@ -47,6 +48,9 @@ class FlightsData:
       calendar_day: "include" adds the day of the year as a feature. Under the random split it tells the model how bad
         a day was; under the time split it is refused, since no day of the test split is ever trained.
       order: "shuffled" = a new permutation every epoch; "time" = by day, which progressive validation needs.
+      number_bins: Also give each number as a categorical feature `<name>_bin` of this many bins, which hold equally
+        many training examples, and one more for a missing value; 0 = off. The numbers stay as they are. Nothing is
+        added that the columns do not hold: embeddings of bins let a model bend a number's effect and cross it.
       batch_size: Global batch size.
       seed: Seeds the order of training; the split is always the same.
       nan: What becomes of missing weather: "mean" = the mean of the training split (0 after standardisation);
@@ -59,6 +63,7 @@ class FlightsData:
     split: Literal["random", "time"] = "random"
     calendar_day: Literal["omit", "include"] = "omit"
     order: Order = "shuffled"
+    number_bins: int = 0
     batch_size: int = 1024
     seed: int = 0
     nan: NanPolicy = "mean"
@@ -68,6 +73,8 @@ class FlightsData:
     def schema(self) -> Schema:
         """What batches hold; does no I/O."""
         rows = FEATURES | ({"calendar_day": DAYS} if self.calendar_day == "include" else {})
+        if self.number_bins:
+            rows |= {_bin_of(name): self.number_bins + 1 for name in NUMBERS}
         categorical = tuple(Categorical(name=name, rows=n) for name, n in rows.items())
         return Schema(categorical=categorical, dense=NUMBERS, labels=("late",), group=self.group)
 
@@ -82,13 +89,16 @@ class FlightsData:
                 'data.calendar_day="include" does not go with data.split="time": the days of the test split are never '
                 'trained. Set data.calendar_day="omit", or data.split="random".'
             )
-        schema = self.schema()
-        columns, where = self._read(schema)
+        columns, where = self._read(dataclasses.replace(self, number_bins=0).schema())
+        split = _split(array_of(columns, "month"), self.split)
+        if self.number_bins:
+            for name in NUMBERS:
+                columns[_bin_of(name)] = quantile_bins(array_of(columns, name), split["train"], self.number_bins)
         return from_columns(
             columns,
-            schema,
+            self.schema(),
             batch_size=self.batch_size,
-            split=_split(array_of(columns, "month"), self.split),
+            split=split,
             order=self.order,
             seed=self.seed,
             time="calendar_day",
@@ -109,6 +119,10 @@ class FlightsData:
             names = list(dict.fromkeys([*schema.keys, *schema.dense, *schema.labels, "month", "calendar_day"]))
             groups = [files.read(group, names) for group in files.groups]
         return {n: np.concatenate([array_of(group, n) for group in groups]) for n in names}, str(files.path)
+
+
+def _bin_of(name: str) -> str:
+    return f"{name}_bin"
 
 
 def _split(month: np.ndarray, split: Literal["random", "time"]) -> dict[str, np.ndarray]:

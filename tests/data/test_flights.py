@@ -119,3 +119,33 @@ def test_a_missing_file_is_refused(tmp_path: pathlib.Path) -> None:
     (tmp_path / "flights.parquet").write_bytes(b"x")
     with pytest.raises(UserError, match=r"no such file.*Did you mean .*flights\.parquet"):
         FlightsData(path=str(tmp_path / "flight.parquet")).build()
+
+
+def test_bins_of_numbers_hold_equal_shares_of_the_training_split() -> None:
+    data = FlightsData(number_bins=8, batch_size=8192).build()
+    assert [f.rows for f in data.schema.categorical if f.name == "wx_temp_bin"] == [9]
+    assert data.schema == FlightsData(number_bins=8).schema()
+    batches = whole(data, "train")
+    for name in ("wx_temp", "distance"):
+        bins = np.concatenate([b.features[f"{name}_bin"].values[b.weights > 0] for b in batches])
+        number = np.concatenate([b.dense[b.weights > 0, NUMBERS.index(name)] for b in batches])
+        shares = np.bincount(bins, minlength=9)[:8] / bins.size
+        assert shares.min() > 0.06, (name, shares)  # 1/8 apart from ties at the edges
+        assert shares.max() < 0.2, (name, shares)
+        known = bins < 8
+        order = np.argsort(number[known], kind="stable")
+        assert (np.diff(bins[known][order]) >= 0).all()
+    pressure = np.concatenate([b.features["wx_pressure_bin"].values[b.weights > 0] for b in batches])
+    assert round(float((pressure == 8).mean()), 2) == 0.11  # missing in the file
+
+
+def test_bins_leave_the_other_columns_alone() -> None:
+    binned = next(FlightsData(number_bins=4, batch_size=64).build().eval_batches("test"))
+    plain = next(FlightsData(batch_size=64).build().eval_batches("test"))
+    np.testing.assert_array_equal(binned.dense, plain.dense)
+    np.testing.assert_array_equal(binned.features["flight"].values, plain.features["flight"].values)
+
+
+def test_one_bin_is_refused() -> None:
+    with pytest.raises(UserError, match=r"number_bins must be 0 \(off\) or at least 2; got 1"):
+        FlightsData(number_bins=1).build()
