@@ -13,4 +13,5 @@ from scalejax.plan.run import PlanResult as PlanResult
 from scalejax.plan.run import StepProgram as StepProgram
 from scalejax.plan.run import plan as plan
 from scalejax.plan.run import plan_program as plan_program
+from scalejax.plan.stablehlo import stated_collectives as stated_collectives
 from scalejax.plan.topology import Topology as Topology

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def render(result: "PlanResult", console: "Console") -> None:
     mesh = ", ".join(f"{axis}={size}" for axis, size in result.mesh.items()) or "one device"
     console.print(f"[bold]{machine.name}[/bold]: {machine.chips} chips, {machine.devices} devices, mesh {mesh}")
     for warning in result.warnings:
-        console.print(f"[yellow]Warning:[/yellow] {warning}")
+        console.print(f"[yellow]Warning:[/yellow] {escape(warning)}")
     console.print(_memory(result))
     verdict = "[green]fits[/green]" if room.fits else "[red]does not fit[/red]"
     console.print(f"{verdict}: {size(room.total_bytes)} of {size(room.hbm_bytes)} a chip")
@@ -95,5 +96,5 @@ def _unsharded(result: "PlanResult") -> Table:
     for name in ("parameter", "shape", "why"):
         table.add_column(name)
     for name, shape, reason in result.unsharded:
-        table.add_row(name, "x".join(map(str, shape)), reason)
+        table.add_row(escape(name), "x".join(map(str, shape)), escape(reason))
     return table

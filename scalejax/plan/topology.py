@@ -172,9 +172,10 @@ def make_mesh(topology: Topology, shape: "MeshShape | None" = None) -> "tuple[Me
     try:
         sizes = (shape or default_mesh(topology)).resolve(topology.devices)
     except UserError as error:
+        stated = ", ".join(f"{axis}={getattr(shape, axis)}" for axis in AXES if getattr(shape, axis) != 1)
         raise UserError(
             f"mesh: the sizes must multiply to the {topology.devices} devices of {topology.name} "
-            f"({topology.chips} chips); got {shape}. Try --mesh fsdp={topology.devices}."
+            f"({topology.chips} chips); got {stated or 'all sizes 1'}. Try fsdp={topology.devices}."
         ) from error
     if sizes[0] % topology.slices:
         raise UserError(

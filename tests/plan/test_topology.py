@@ -76,7 +76,7 @@ def test_refuses_what_is_no_mesh(text, said):
 def test_a_mesh_that_does_not_multiply_names_devices_and_a_size_that_works():
     with pytest.raises(UserError, match=r"multiply to the 8 devices of tpu7x:2x2x1 \(4 chips\)") as error:
         topology.make_mesh(topology.parse("tpu7x:2x2x1"), topology.parse_mesh("fsdp=4"))
-    assert "--mesh fsdp=8" in str(error.value)
+    assert "got fsdp=4. Try fsdp=8" in str(error.value)
 
 
 def test_only_replica_may_cross_slices():
