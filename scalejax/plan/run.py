@@ -197,10 +197,13 @@ def plan_program(
 def _no_compile_cache() -> Iterator[None]:
     """jax can write a program for absent devices to its cache but not read it back: it warns and compiles again."""
     import jax
+    from jax.experimental.compilation_cache import compilation_cache
 
     before = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax asks the flag once a process, and may have asked already
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()

@@ -212,7 +212,7 @@ class _Run:
         lifetime = metrics.compute(host.lifetime.sums, self.names)
         rate = float(np.asarray(self.learning_rate(step)))
         record = {"examples_seen": host.examples, "learning_rate": rate, **values}
-        so_far = {f"lifetime_{key}": value for key, value in lifetime.items() if key.split("/")[0] in _LIFETIME}
+        so_far = {f"lifetime_{key}": x for key, x in lifetime.items() if key.split("/")[0] in _LIFETIME}
         self.events.window(step, record | so_far)
         timing = self.timer.window()
         self.events.timing(step, timing)
