@@ -167,7 +167,7 @@ def plan_program(
     if counted.unbounded_loops:
         notes.append(f"{counted.unbounded_loops} loops run as often as the data say; their FLOPs count once.")
     try:
-        with _no_compile_cache():
+        with no_compile_cache():
             compiled = traced.lower().compile()
     except Exception as error:  # the type of an out-of-memory error differs between jax versions
         room = memory.of_failure(state, batch, error, machine.chip)
@@ -194,7 +194,7 @@ def plan_program(
 
 
 @contextlib.contextmanager
-def _no_compile_cache() -> Iterator[None]:
+def no_compile_cache() -> Iterator[None]:
     """jax can write a program for absent devices to its cache but not read it back: it warns and compiles again."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache

@@ -204,8 +204,8 @@ class _Run:
         if window.nonfinite.any():
             raise UserError(
                 f"The loss of {int(window.nonfinite.sum())} examples was not finite in the steps up to {step}. Nothing "
-                "was saved after the last checkpoint. Lower the learning rates (--set optimizer.learning_rate.peak=..., "
-                "--set row_optimizer.learning_rate=...) and start again from it."
+                "was saved after the last checkpoint. Lower the learning rates, --set optimizer.learning_rate.peak=... "
+                "and --set row_optimizer.learning_rate=..., and start again from it."
             )
         host = host.with_window(window)
         assert host.lifetime.sums is not None

@@ -10,3 +10,12 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "/aot/" in item.path.as_posix():
                 item.add_marker(pytest.mark.skip(reason="needs libtpu: pip install 'scalejax[plan]'"))
+
+
+@pytest.fixture(autouse=True)
+def _no_compile_cache():
+    """What was compiled for absent devices cannot be read back from the cache that other tests share."""
+    from scalejax.plan import run
+
+    with run.no_compile_cache():
+        yield
