@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import io
 import json
 import os
 import pathlib
@@ -81,6 +82,22 @@ def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
                 temporary.unlink(missing_ok=True)
             raise
         sync(path.parent)
+
+
+def append(file: io.FileIO, data: bytes, path: pathlib.Path) -> None:
+    """Hands all bytes to the operating system at once.
+
+    Args:
+      file: Unbuffered.
+      data: What to write.
+      path: Of the file, for messages.
+    Raises:
+      UserError: The disk refuses.
+    """
+    with explained(f"cannot write {path}"):
+        written = file.write(data)
+        if written < len(data):  # only a full disk takes less than asked; the next call says so
+            file.write(data[written:])
 
 
 def sync(path: pathlib.Path) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from scalejax.train import disk, run_folder
+from scalejax.train.tensorboard import ScalarWriter
 
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
@@ -53,8 +54,6 @@ class EventWriter:
         self._board = None
         if process_index != 0:
             return
-        from tensorboardX import SummaryWriter  # slow to import, and needed by one process only
-
         for name in (METRICS_FILE, TIMING_FILE):
             run_folder.cut_back(folder / name, step if step > 0 else -1)
         self._present = {_identity(record) for record in run_folder.read_lines(folder / METRICS_FILE)}
@@ -64,7 +63,11 @@ class EventWriter:
         with disk.explained(f"cannot write to run folder {folder}"):
             for name in (METRICS_FILE, TIMING_FILE):
                 self._files[name] = open(folder / name, "ab", buffering=0)  # noqa: SIM115
-        self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=step + 1)
+        try:
+            self._board = ScalarWriter(folder / TENSORBOARD_FOLDER, first_step=step + 1)
+        except BaseException:
+            self.close()
+            raise
 
     def window(self, step: int, values: Mapping[str, Value]) -> None:
         """Adds the training metrics of the window that ends with `step`."""
@@ -111,18 +114,12 @@ class EventWriter:
         self._scalars(kind, record["step"], {k: v for k, v in record.items() if k not in ("kind", "step", "split")})
 
     def _line(self, name: str, record: Mapping[str, Value]) -> None:
-        with disk.explained(f"cannot write {self._folder / name}"):
-            line = to_line(record).encode()
-            written = self._files[name].write(line)
-            if written < len(line):  # only a full disk takes less than asked; the next call says so
-                self._files[name].write(line[written:])
+        disk.append(self._files[name], to_line(record).encode(), self._folder / name)
 
     def _scalars(self, group: str, step: int, values: Mapping[str, Value]) -> None:
         assert self._board is not None
-        for name, value in values.items():
-            number = plain(value)
-            if isinstance(number, (int, float)):
-                self._board.add_scalar(f"{group}/{name}", number, step)
+        numbers = {f"{group}/{name}": plain(value) for name, value in values.items()}
+        self._board.add(step, {tag: number for tag, number in numbers.items() if isinstance(number, (int, float))})
 
 
 def to_line(record: Mapping[str, Value]) -> str:

@@ -61,7 +61,8 @@ def choose(workdir: pathlib.Path | None, recipe: str, resume: Resume, root: path
 class RunFolder:
     """The files of one run, held by one writer. On other processes than 0 nothing is locked and nothing written.
 
-    Use it as a context manager, in this order: make it (locks), `resume_step`, restore, `begin`, then write.
+    Use it as a context manager, in this order: make it (locks), `resume_step`, restore, `begin`, `write_summary`. The
+    lines in between are for `events.EventWriter`, the report for `report.write_report`.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -72,10 +73,7 @@ class RunFolder:
         """
         self.path = path.absolute()
         self.checkpoints = self.path / "checkpoints"
-        self.tensorboard = self.path / "tensorboard"
-        self.report = self.path / "report.html"
         self._lock: int | None = None
-        self._streams: dict[str, int] = {}
         distributed.together(self._make_and_lock)
 
     def __enter__(self) -> "RunFolder":
@@ -87,10 +85,7 @@ class RunFolder:
         self.close()
 
     def close(self) -> None:
-        """Closes the files and frees the lock."""
-        for descriptor in self._streams.values():
-            os.close(descriptor)
-        self._streams.clear()
+        """Frees the lock."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -151,30 +146,6 @@ class RunFolder:
 
         return distributed.on_primary(record)
 
-    def log_metrics(self, record: dict[str, Any]) -> None:
-        """Appends a line to metrics.jsonl: only what an equal run repeats to the bit. NaN and infinities become null.
-
-        Args:
-          record: JSON values with an int "step".
-        Raises:
-          UserError: The disk refuses.
-        """
-        self._append("metrics.jsonl", record)
-
-    def log_timing(self, record: dict[str, Any]) -> None:
-        """Appends a line to timing.jsonl; like `log_metrics`, for what no run repeats."""
-        self._append("timing.jsonl", record)
-
-    def sync(self) -> None:
-        """Makes the lines durable against a loss of power. Call it before saving a checkpoint.
-
-        Raises:
-          UserError: The disk refuses.
-        """
-        with disk.explained(f"cannot write to run folder {self.path}"):
-            for descriptor in self._streams.values():
-                os.fsync(descriptor)
-
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Writes summary.json, one flat object.
 
@@ -184,33 +155,11 @@ class RunFolder:
         if self._lock is not None:
             disk.write_json(self.path / "summary.json", summary)
 
-    def write_report(self, html: str) -> None:
-        """Writes report.html.
-
-        Raises:
-          UserError: The disk refuses.
-        """
-        if self._lock is not None:
-            disk.write_atomically(self.report, html)
-
     def _make_and_lock(self) -> None:
         if distributed.is_primary():
             with disk.explained(f"cannot write to run folder {self.path}"):
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = _lock(self.path / "run.lock")
-
-    def _append(self, name: str, record: dict[str, Any]) -> None:
-        if not isinstance(record.get("step"), int):
-            raise ValueError(f"{name}: a record needs an int 'step'; got {record!r}.")
-        if self._lock is None:
-            return
-        line = (json.dumps(disk.finite(record), allow_nan=False) + "\n").encode()
-        with disk.explained(f"cannot write {self.path / name}"):
-            if name not in self._streams:
-                self._streams[name] = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            written = os.write(self._streams[name], line)
-            if written < len(line):  # only a full disk takes less than asked; the next call says so
-                os.write(self._streams[name], line[written:])
 
     def _record_experiment(self, experiment: dict[str, Any], step: int | None) -> list[str]:
         path = self.path / "experiment.json"

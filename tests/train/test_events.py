@@ -1,9 +1,11 @@
 """The records of a run: equal files for equal runs, whatever interrupted them."""
 
 import json
+import struct
 
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from scalejax.errors import UserError
 from scalejax.train.events import EventWriter, to_line
@@ -73,8 +75,45 @@ def test_processes_other_than_0_touch_nothing(tmp_path):
 
 def test_tensorboard_holds_what_the_files_hold(tmp_path):
     record_steps(tmp_path, 1, 2)
-    (events,) = (tmp_path / "tensorboard").iterdir()
-    content = events.read_bytes()
-    for tag in (b"train/logloss", b"train/auc", b"validation/auc", b"timing/wall_s"):
-        assert tag in content
-    assert b"train/ne" not in content  # undefined
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    events = read_events(path)
+    assert events[0].file_version == "brain.Event:2"
+    assert (events[1].step, events[1].session_log.status) == (1, 1)  # START: later events of other files are hidden
+    scalars = {(e.step, value.tag): value.simple_value for e in events for value in e.summary.value}
+    assert scalars[2, "train/auc"] == np.float32(2 / 7)
+    assert scalars[2, "validation/examples"] == 5
+    assert {tag for _, tag in scalars} == {  # without the NE, which is undefined
+        "train/logloss", "train/auc", "train/examples", "validation/auc", "validation/examples", "timing/wall_s",
+    }  # fmt: skip
+
+
+def test_writers_that_begin_in_the_same_second_share_no_file(tmp_path):
+    record_steps(tmp_path, 1, 1)
+    record_steps(tmp_path, 2, 2, restored=1)
+    files = sorted((tmp_path / "tensorboard").iterdir())
+    assert len(files) == 2
+    assert sorted(max(e.step for e in read_events(path)) for path in files) == [1, 2]
+
+
+def read_events(path):
+    """The records of an event file: length, its masked checksum, message, its masked checksum."""
+    content, events = path.read_bytes(), []
+    while content:
+        (size,) = struct.unpack("<Q", content[:8])
+        assert masked_crc32c(content[:8]) == int.from_bytes(content[8:12], "little")
+        data = content[12 : 12 + size]
+        assert masked_crc32c(data) == int.from_bytes(content[12 + size : 16 + size], "little")
+        events.append(Event.FromString(data))
+        content = content[16 + size :]
+    return events
+
+
+def masked_crc32c(data):
+    """Of the TFRecord format, bit by bit: CRC-32C (polynomial 0x82F63B78 reflected), rotated and offset."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    crc ^= 0xFFFFFFFF
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF

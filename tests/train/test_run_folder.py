@@ -18,11 +18,12 @@ from scalejax.train.run_folder import RunFolder, choose, cut_back, differences, 
 EXPERIMENT = {"type": "Experiment", "steps": 100, "optimizer": {"type": "Adam", "learning_rate": 0.1}}
 
 HOLDER = """
-import pathlib, sys, time
+import pathlib, sys
+from scalejax.train.events import EventWriter
 from scalejax.train.run_folder import RunFolder
-with RunFolder(pathlib.Path(sys.argv[1])) as folder:
+with RunFolder(pathlib.Path(sys.argv[1])) as folder, EventWriter(folder.path) as events:
     for step in range(10**9):
-        folder.log_metrics({"step": step, "loss": 1.0 / (step + 1)})
+        events.window(step, {"loss": 1.0 / (step + 1)})
         if step == 100:
             print("holding", flush=True)
 """
@@ -85,27 +86,6 @@ def test_a_damaged_line_before_the_last_is_an_error_naming_it(tmp_path):
             read(path)
 
 
-def test_a_resumed_run_repeats_the_bytes_of_an_uninterrupted_one(tmp_path):
-    def log(folder: RunFolder, first: int, last: int) -> None:
-        for step in range(first, last):
-            folder.log_metrics({"step": step, "loss": math.sin(step), "auc": math.nan if step % 7 == 0 else 0.5})
-            folder.log_timing({"step": step, "step_s": 0.1})
-
-    with RunFolder(tmp_path / "whole") as folder:
-        folder.begin(EXPERIMENT, {}, None)
-        log(folder, 1, 101)
-    with RunFolder(tmp_path / "resumed") as folder:
-        folder.begin(EXPERIMENT, {}, None)
-        log(folder, 1, 78)
-    with open(tmp_path / "resumed" / "metrics.jsonl", "ab") as file:
-        file.write(b'{"step": 78, "loss": 0.5')
-    with RunFolder(tmp_path / "resumed") as folder:
-        assert folder.begin(EXPERIMENT, {}, 50) == []
-        log(folder, 51, 101)
-    for name in ("metrics.jsonl", "timing.jsonl", "experiment.json"):
-        assert (tmp_path / "resumed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
 @pytest.mark.parametrize(
     ("resume", "latest", "holds_run", "expected"),
     [
@@ -146,7 +126,7 @@ def test_a_changed_experiment_is_reported_and_the_old_record_kept(tmp_path):
 def test_another_experiment_without_a_checkpoint_is_not_overwritten(tmp_path):
     with RunFolder(tmp_path) as folder:
         folder.begin(EXPERIMENT, {}, None)
-        folder.log_metrics({"step": 10})
+        (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n')
         with pytest.raises(UserError, match=r"another experiment that has saved no checkpoint yet \(steps: 100 -> 5\)"):
             folder.begin({**EXPERIMENT, "steps": 5}, {}, None)
         assert [record["step"] for record in read_lines(tmp_path / "metrics.jsonl")] == [10]
@@ -161,17 +141,10 @@ def test_differences_name_paths_and_ignore_what_json_does_not_keep():
     ]
 
 
-def test_numbers_that_are_not_finite_are_written_as_null(tmp_path):
+def test_numbers_that_are_not_finite_are_null_in_the_summary(tmp_path):
     with RunFolder(tmp_path) as folder:
-        folder.log_metrics({"step": 1, "auc": math.nan, "losses": [math.inf, 1.0]})
         folder.write_summary({"auc": -math.inf, "ne": 0.5})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "auc": null, "losses": [null, 1.0]}\n'
     assert json.loads((tmp_path / "summary.json").read_text()) == {"auc": None, "ne": 0.5}
-
-
-def test_a_line_needs_a_step(tmp_path):
-    with RunFolder(tmp_path) as folder, pytest.raises(ValueError, match="needs an int 'step'"):
-        folder.log_metrics({"loss": 1.0})
 
 
 def test_every_start_without_a_workdir_gets_a_new_folder(tmp_path):
@@ -199,14 +172,16 @@ def test_a_file_in_the_place_of_the_folder_is_one_message(tmp_path):
 DISK = """
 import pathlib, sys
 from scalejax.errors import UserError
+from scalejax.train.events import EventWriter
 from scalejax.train.run_folder import RunFolder
 step = 0
 try:
     with RunFolder(pathlib.Path(sys.argv[1]) / "run") as folder:
         folder.begin({"steps": 1}, {}, None)
-        while True:
-            step += 1
-            folder.log_metrics({"step": step, "text": "x" * 1000})
+        with EventWriter(folder.path) as events:
+            while True:
+                step += 1
+                events.window(step, {"text": "x" * 1000})
 except UserError as error:
     print(step, error)
     sys.exit(2)
