@@ -35,7 +35,7 @@ def slot_bags(lengths: jax.Array, slots: int) -> jax.Array:
 
 def pool_rows(rows: jax.Array, bags: jax.Array, num_bags: int, pooling: str) -> jax.Array:
     """Bags are non-decreasing."""
-    pooled = sorted_segment_sum(rows, bags, num_bags)
+    pooled: jax.Array = sorted_segment_sum(rows, bags, num_bags)  # pyright: ignore[reportAssignmentType]
     if pooling == "mean":
         counts = jnp.zeros(num_bags, jnp.int32).at[bags].add(1, mode="drop", indices_are_sorted=True)
         pooled = pooled / jnp.maximum(counts, 1).astype(pooled.dtype)[:, None]

@@ -22,14 +22,14 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
-from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding import host_check, initial, optimizers, stored
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.exchange import Route, bucket_capacity, fetch_rows, route, send_grads
+from scalejax.parallel.embedding.exchange import Route, bucket_capacity, fetch_rows, route
 from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged
-from scalejax.parallel.embedding.occurrences import Shard, lookups, pool, slots_of_table, unpool
+from scalejax.parallel.embedding.occurrences import Shard, lookups, pool, unpool
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
 from scalejax.parallel.embedding.stacks import Stack, stack_tables
+from scalejax.parallel.embedding.update import update_stack, update_stack_one_by_one
 from scalejax.parallel.mesh import check_batch
 
 State = dict[str, Any]
@@ -175,11 +175,9 @@ class EmbeddingCollection:
                     devices=self.mesh.size,
                     capacity=self._capacity(stack, features.layout),
                 )
-                rows = fetch_rows(tables[stack.name], way, axes=self.axes, devices=self.mesh.size)
-                rows = rows.astype(stack.wide_dtype)
-                for look in found[stack.name]:
-                    part = rows[look.occurrence : look.occurrence + look.feature.capacity]
-                    embedded[look.feature.name] = pool(shard, look, part)
+                parts = fetch_rows(tables[stack.name], way, found[stack.name], axes=self.axes, devices=self.mesh.size)
+                for look, rows in zip(found[stack.name], parts, strict=True):
+                    embedded[look.feature.name] = pool(shard, look, rows.astype(stack.wide_dtype))
                 routes[stack.name], faults = way, faults + counts
             return embedded, routes, faults[None]
 
@@ -209,6 +207,7 @@ class EmbeddingCollection:
         """
         features = routing.features
         found = {stack.name: lookups(stack, features.layout) for stack in self.stacks}
+        one_by_one = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
 
         def local(stacks: Any, routes: Any, values: Any, lengths: Any, weights: Any, grads: Any, scale: Any) -> Any:
             shard = Shard(values[0], lengths, None if weights is None else weights[0])
@@ -219,19 +218,18 @@ class EmbeddingCollection:
                 ]
                 # Without the barrier a compiler may fuse the products into the sums below as multiply-adds, and not
                 # where an exchange lies between: equal to the bit on any number of devices needs the same roundings.
-                slots = jax.lax.optimization_barrier(jnp.concatenate(slots))
-                rows, slots = send_grads(slots, routes[stack.name], axes=self.axes, devices=self.mesh.size)
-                capacity = self._distinct_rows(stack, features.layout, rows.shape[0])
-                plan = ops.plan_rows(rows, num_rows=stack.local_rows, capacity=capacity)
-                leaves = stacks[stack.name]
-                names = ("rows", *optimizers.state_shapes(stack.optimizer, 0, 0))
-                arrays = ops.update_rows(
-                    tuple(leaves[name] for name in names),
-                    plan,
-                    ops.sum_by_row(slots, plan),
-                    optimizers.step(stack.optimizer, scale.astype(stack.wide_dtype)),
+                slots = jax.lax.optimization_barrier(slots)
+                update = update_stack_one_by_one if one_by_one else update_stack
+                new[stack.name] = update(
+                    stack,
+                    found[stack.name],
+                    stacks[stack.name],
+                    routes[stack.name],
+                    slots,
+                    scale.astype(stack.wide_dtype),
+                    axes=self.axes,
+                    devices=self.mesh.size,
                 )
-                new[stack.name] = dict(zip(names, arrays, strict=True))
             return new
 
         all_axes = P(self.axes)
@@ -348,13 +346,6 @@ class EmbeddingCollection:
 
     def _capacity(self, stack: Stack, layout: tuple[FeatureLayout, ...]) -> int:
         return bucket_capacity(stack, lookups(stack, layout), self.exchange, self.mesh.size)
-
-    def _distinct_rows(self, stack: Stack, layout: tuple[FeatureLayout, ...], arriving: int) -> int:
-        """Distinct rows that one device can meet in a step, at most."""
-        found, bound = lookups(stack, layout), 0
-        for member in stack.members:
-            bound += min(self.mesh.size * slots_of_table(found, member), member.local_rows)
-        return min(arriving, bound)
 
     def _everywhere(self, function: Any, *, in_specs: Any, out_specs: Any) -> Any:
         # Every axis is manual and gradients never pass through, so there is no replication to keep track of.

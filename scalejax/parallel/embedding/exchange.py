@@ -100,26 +100,27 @@ def route(
     return Route(arrived.reshape(-1), slots, inverse.reshape(-1)), jnp.stack([bad, lost])
 
 
-def fetch_rows(table: jax.Array, way: Route, *, axes: tuple[str, ...], devices: int) -> jax.Array:
-    """The row of every occurrence: [occurrences, dim]; zeros where it has none."""
+def fetch_rows(
+    table: jax.Array, way: Route, found: tuple[Lookup, ...], *, axes: tuple[str, ...], devices: int
+) -> list[jax.Array]:
+    """The row of every occurrence, per feature: [slots, dim] each; zeros where there is none."""
+
+    def part(array: jax.Array, look: Lookup) -> jax.Array:
+        return array[look.occurrence : look.occurrence + look.feature.capacity]
+
+    if way.slots is None:
+        # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
+        return [xla.gather_rows(table, part(way.rows, look)) for look in found]
+    slots = way.slots
     rows = xla.gather_rows(table, way.rows)
-    if way.slots is None:
-        return rows
     rows = lax.all_to_all(rows.reshape(devices, -1, rows.shape[-1]), axes, 0, 0, tiled=True)
-    return rows.reshape(-1, rows.shape[-1]).at[way.slots].get(mode="fill", fill_value=0)
+    rows = rows.reshape(-1, rows.shape[-1])
+    return [rows.at[part(slots, look)].get(mode="fill", fill_value=0) for look in found]
 
 
-def send_grads(grads: jax.Array, way: Route, *, axes: tuple[str, ...], devices: int) -> tuple[jax.Array, jax.Array]:
-    """Gradients of the occurrences to the owners of their rows.
-
-    Returns:
-      (int32[M] local rows, float[M, dim] gradients), in summation order; rows of empty slots are `local_rows`.
-    """
-    if way.slots is None:
-        if way.order is None:
-            return way.rows, grads
-        return way.rows[way.order], grads[way.order]
+def send_grads(grads: jax.Array, way: Route, *, axes: tuple[str, ...], devices: int) -> jax.Array:
+    """Gradients of the occurrences -> float[N * K, dim], at the owners of their rows, beside `way.rows`."""
     assert way.order is not None
     sent = grads.at[way.order].get(mode="fill", fill_value=0)
     arrived = lax.all_to_all(sent.reshape(devices, -1, sent.shape[-1]), axes, 0, 0, tiled=True)
-    return way.rows, arrived.reshape(-1, arrived.shape[-1])
+    return arrived.reshape(-1, arrived.shape[-1])
