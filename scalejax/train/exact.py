@@ -253,8 +253,9 @@ def reliability(
         weight=weight,
         predicted=np.add.reduceat(w * p, starts) / weight,
         observed=observed,
-        low=np.maximum(centre - spread, 0),
-        high=np.minimum(centre + spread, 1),
+        # The interval holds the observed rate; where that is 0 or 1 both ends meet it, and rounding must not pass it.
+        low=np.clip(centre - spread, 0, observed),
+        high=np.clip(centre + spread, observed, 1),
     )
 
 

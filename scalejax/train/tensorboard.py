@@ -25,7 +25,10 @@ class ScalarWriter:
     """
 
     def __init__(self, folder: Path, *, first_step: int) -> None:
-        from tensorboardX.proto.event_pb2 import Event, SessionLog  # slow to import, and needed by one process only
+        from tensorboardX.proto.event_pb2 import (  # slow to import, and needed by one process only
+            Event,  # pyright: ignore[reportAttributeAccessIssue]
+            SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+        )
 
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
         with disk.explained(f"cannot write to {folder}"):
@@ -38,8 +41,8 @@ class ScalarWriter:
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one value per tag."""
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._write(Event(wall_time=time.time(), step=step, summary=summary))

@@ -161,6 +161,13 @@ def test_grouped_auc_of_one_group_is_the_auc():
     assert ev.grouped_auc([], [], []).groups == 0
 
 
+@pytest.mark.parametrize("label", [0, 1])
+def test_reliability_interval_holds_the_observed_rate_when_all_labels_are_equal(label):
+    for n in range(1, 60):  # rounding passed the rate at some sizes, and no error bar can be negative
+        bins = ev.reliability(np.full(n, label), np.full(n, 0.3))
+        assert bins.low[0] <= bins.observed[0] <= bins.high[0]
+
+
 def test_reliability_bins_hold_every_example_once():
     labels, logits, weights = examples(5, 400)
     p = ev.sigmoid(logits)
