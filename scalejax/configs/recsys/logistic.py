@@ -1,0 +1,30 @@
+"""Logistic regression (the floor).
+
+scalejax train logistic
+"""
+
+from scalejax.configs.recsys import _flights
+from scalejax.models.recsys import logistic
+from scalejax.train.experiment import Experiment
+
+_MODEL = logistic.LogisticConfig()
+
+
+def flights() -> Experiment:
+    """Logistic regression on the bundled New York flights; half a minute on two cores."""
+    return _flights.experiment(_MODEL)
+
+
+def flights_day() -> Experiment:
+    """Logistic regression on the flights with the day of the year as a feature."""
+    return _flights.with_day(_MODEL)
+
+
+def flights_time() -> Experiment:
+    """Logistic regression on the flights, trained on January to October and tested on December."""
+    return _flights.by_time(_MODEL)
+
+
+def smoke() -> Experiment:
+    """A few steps of a tiny Logistic regression."""
+    return _flights.smoke(logistic.LogisticConfig())

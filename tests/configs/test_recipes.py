@@ -1,0 +1,58 @@
+"""Every recipe can be built anywhere, and every smoke recipe trains."""
+
+import pathlib
+
+import pytest
+
+from scalejax import configs
+from scalejax.configs import discovery
+from scalejax.errors import UserError
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import loop
+from scalejax.train import program as programs
+
+RECIPES = {recipe.name: recipe for recipe in discovery.listing()}
+SMOKES = [name for name in RECIPES if name.endswith("-smoke")]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_builds_without_reading_anything(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    experiment = configs.load(name)
+    assert experiment.steps > 0
+    assert RECIPES[name].summary
+    assert not list(tmp_path.iterdir())
+    if experiment.eval_every:
+        assert experiment.eval_every <= experiment.steps
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if "movielens" not in n and "criteo" not in n])
+def test_model_fits_the_columns_of_its_data(name: str) -> None:
+    experiment = configs.load(name)
+    program = programs.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))  # pyright: ignore
+    assert sum(p.size for p in program.model.params.values()) == program.task.dense_parameters()
+
+
+@pytest.mark.parametrize("name", SMOKES)
+def test_smoke_trains_and_sums_up(name: str, tmp_path: pathlib.Path) -> None:
+    closing = loop.train(configs.load(name), workdir=tmp_path / "run", recipe=name)
+    assert closing["steps"] == 12
+    for field in ("test_auc", "test_auc_low", "test_logloss", "test_ne", "samples_per_s"):
+        assert closing[field] > 0, field
+    assert 0.4 < closing["test_auc"] < 0.8
+    assert closing["recipe"] == name
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+@pytest.mark.parametrize("name", ["wukong-criteo", "wukong-movielens", "dlrm-movielens", "dcnv2-movielens"])
+def test_data_that_a_user_has_to_bring_is_asked_for(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"no such file or folder.*Set data\.path"):
+        configs.load(name).data.build()
+
+
+def test_the_bare_name_is_the_flights() -> None:
+    for stem in ("wukong", "dlrm", "dcnv2", "logistic"):
+        assert configs.load(stem) == configs.load(f"{stem}-flights")
