@@ -67,7 +67,8 @@ def duration(seconds: float | None) -> str:
     """Seconds with a unit that suits them."""
     if seconds is None:
         return "-"
-    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+    # 999.5 would be shown with three digits as 1e+03.
+    for limit, factor, unit in ((0.9995e-3, 1e6, "us"), (0.9995, 1e3, "ms")):
         if seconds < limit:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds:.3g} s"

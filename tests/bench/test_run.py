@@ -151,7 +151,10 @@ def test_markdown_shows_command_device_and_ratio():
     assert re.search(r"\| wukong_step \| b1024 \| 2 ms \| torch \| 3 ms \| 1\.50 \| 3\.1% \| 512,000 \|", text)
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [(None, "-"), (5e-6, "5 us"), (0.0123, "12.3 ms"), (2.0, "2 s")])
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(None, "-"), (5e-6, "5 us"), (0.0123, "12.3 ms"), (2.0, "2 s"), (0.9996, "1 s"), (0.999, "999 ms")],
+)
 def test_durations_carry_a_unit(seconds, shown):
     assert output.duration(seconds) == shown
 
