@@ -1,0 +1,67 @@
+"""A data set of a few hundred rows and a recipe on it: whole runs in a second or two."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from scalejax.configs.recsys import wukong
+from scalejax.data import Categorical, ParquetData
+from scalejax.train.experiment import Experiment
+
+ROWS = 640
+FEATURES = (Categorical(name="shop", rows=37), Categorical(name="hour", rows=11), Categorical(name="item", rows=101))
+"""No number of rows divides by 8."""
+
+RECIPE = """
+import pathlib
+from scalejax.train.experiment import Experiment
+import small_run
+
+def small() -> Experiment:
+    return small_run.experiment(pathlib.Path(__file__).with_name("rows.parquet"))
+"""
+
+
+def columns(rows: int = ROWS) -> dict[str, np.ndarray]:
+    """Columns of which the label depends on the shop and one number; 4 days of equal length."""
+    rng = np.random.default_rng(0)
+    ids = {f.name: rng.integers(f.rows, size=rows).astype(np.int32) for f in FEATURES}
+    numbers = {name: rng.normal(size=rows).astype(np.float32) for name in ("price", "age")}
+    label = rng.random(rows) < 1 / (1 + np.exp(-(ids["shop"] / 18 - 1) - numbers["price"]))
+    return {**ids, **numbers, "label": label.astype(np.int8), "day": np.arange(rows) * 4 // rows}
+
+
+def write(path: pathlib.Path, changed: dict[str, np.ndarray] | None = None) -> pathlib.Path:
+    """Writes the columns, some of them replaced, in row groups of 160."""
+    table = pa.table({**columns(), **(changed or {})})
+    pq.write_table(table, path, row_group_size=160, write_page_checksum=True)
+    return path
+
+
+def write_recipe(folder: pathlib.Path) -> str:
+    """Writes data and recipe file into a folder; returns the name of the recipe for the command line."""
+    write(folder / "rows.parquet")
+    (folder / "recipe.py").write_text(RECIPE)
+    return f"{folder / 'recipe.py'}:small"
+
+
+def data(path: pathlib.Path, **changes: object) -> ParquetData:
+    """The data set on a file that `write` wrote."""
+    whole = ParquetData(
+        path=str(path),
+        categorical=FEATURES,
+        dense=("price", "age"),
+        group="hour",
+        time="day",
+        batch_size=64,
+        threads=1,
+    )
+    return dataclasses.replace(whole, **changes)
+
+
+def experiment(path: pathlib.Path, **changes: object) -> Experiment:
+    """Twelve steps of a tiny Wukong; a window every 4, an evaluation and a checkpoint every 6."""
+    return dataclasses.replace(wukong.smoke(), **{"data": data(path), **changes})
