@@ -7,7 +7,7 @@ import typer
 import typer.core
 
 import scalejax
-from scalejax.cli import bench, doctor, eval, plan, recipes, train
+from scalejax.cli import bench, doctor, eval, plan, recipes, report, train
 from scalejax.errors import UserError
 
 
@@ -41,6 +41,7 @@ app = typer.Typer(
 app.command("recipes")(recipes.recipes)
 app.command("train")(train.train)
 app.command("eval")(eval.evaluate)
+app.command("report")(report.report)
 app.command("plan")(plan.plan)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)

@@ -66,7 +66,8 @@ def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
     """Writes a file under another name, syncs it and renames it, so that no reader ever sees half of it.
 
     Raises:
-      UserError: The disk is full, read-only or otherwise refuses; the old file, if any, is untouched.
+      UserError: The folder is not there, or the disk is full, read-only or otherwise refuses; the old file, if any, is
+        untouched.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     data = content.encode() if isinstance(content, str) else content
@@ -77,9 +78,11 @@ def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
+            if isinstance(error, FileNotFoundError):
+                raise UserError(f"cannot write {path}: its folder does not exist. Make it, or name another.") from error
             raise
         sync(path.parent)
 

@@ -83,16 +83,20 @@ def read_run(folder: pathlib.Path) -> Run:
     )
 
 
-def write_report(folder: pathlib.Path) -> pathlib.Path:
-    """Writes `report.html` into a run folder.
+def write_report(folder: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.Path:
+    """Writes the report of a run.
 
+    Args:
+      folder: Run folder.
+      target: File to write; None = `report.html` in the folder.
     Returns:
       Its path.
     Raises:
       UserError: no run folder, a damaged file, or the disk refuses.
     """
     run = read_run(folder)
-    target = run.path / "report.html"
+    if target is None:
+        target = run.path / "report.html"
     disk.write_atomically(target, render(run))
     return target
 

@@ -9,7 +9,7 @@ import re
 import pytest
 import typer.testing
 
-COMMANDS = ("", "recipes", "train", "eval", "plan", "bench", "doctor")
+COMMANDS = ("", "recipes", "train", "eval", "report", "plan", "bench", "doctor")
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
@@ -22,7 +22,8 @@ def help_text(command: str) -> str:
         app, arguments, prog_name="scalejax", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80", "NO_COLOR": "1"}
     )
     assert result.exit_code == 0, result.output
-    text = re.sub(r" <(str|text|path|int|integer)>", "", result.output.replace("{RECIPE}", "RECIPE"))
+    text = re.sub(r" <(str|text|path|int|integer|list\[Path\])>", "", result.output)
+    text = re.sub(r"\{(RECIPE|RUN_FOLDER)\}", r"\1", text)
     text = re.sub(r"\n {10,}", " ", text)  # continued descriptions
     return "\n".join(re.sub(r"(?<=\S) {2,}", "  ", line).rstrip() for line in text.splitlines()) + "\n"
 
