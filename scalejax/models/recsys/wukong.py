@@ -219,25 +219,20 @@ class WukongConfig:
 
 
 _FLIGHTS = WukongConfig(
-    dim=16, layers=2, fm_outputs=8, lcb_outputs=8, rank=8, fmb_hidden=(64,), head_hidden=(64,), bottom_hidden=(64,)
+    dim=32,
+    layers=2,
+    fm_outputs=8,
+    lcb_outputs=9,  # with fm_outputs 17, as many as go in (9 features, 7 bins, numbers): the residual is the identity
+    rank=24,
+    fmb_hidden=(256,),
+    head_hidden=(256, 128),
+    bottom_hidden=(64,),
 )
 
 SIZES = {
-    "S": _FLIGHTS,
-    "M": dataclasses.replace(
-        _FLIGHTS, dim=32, layers=3, rank=12, fmb_hidden=(128,), head_hidden=(128,), bottom_hidden=(128,)
-    ),
-    "L": dataclasses.replace(
-        _FLIGHTS,
-        dim=32,
-        layers=4,
-        fm_outputs=16,
-        lcb_outputs=16,
-        rank=16,
-        fmb_hidden=(256, 256),
-        head_hidden=(256,),
-        bottom_hidden=(256,),
-    ),
+    "S": dataclasses.replace(_FLIGHTS, dim=16, rank=12, fmb_hidden=(128,), head_hidden=(128, 64)),
+    "M": _FLIGHTS,
+    "L": dataclasses.replace(_FLIGHTS, fm_outputs=16, lcb_outputs=16, fmb_hidden=(512,)),
 }
 """Sizes for small data (some ten features, some 10^5 examples). The published ones: `wukong_scaling.TABLE_5`."""
 
