@@ -61,6 +61,8 @@ class Experiment:
       rules: Logical axis of a parameter -> mesh axes.
       exchange: How ids and rows travel between devices.
       precision: Dtypes.
+      microbatch: Most examples that a device puts through the dense part at once; gradients add up over the parts and
+        one update follows. None = 1,024 on CPU, where temporaries then stay in the caches, and everything elsewhere.
       seed: Seeds parameters and dropout (the order of the data has its own seed).
       log_every: Steps between lines of metrics; these are the windows of windowed metrics.
       eval_every: Steps between evaluations on the validation split; 0 = only at the end.
@@ -81,6 +83,7 @@ class Experiment:
     rules: Rules = REPLICATED
     exchange: Exchange = Exchange(roomy_below_bytes=32 * 2**20)
     precision: Precision = Precision()
+    microbatch: int | None = None
     seed: int = 0
     log_every: int = 100
     eval_every: int = 0

@@ -7,6 +7,7 @@ state is donated.
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from scalejax.parallel.embedding.jagged import DeviceBatch, FeatureLayout, Keyed
 from scalejax.train import metrics
 from scalejax.train.experiment import Experiment, Precision
 from scalejax.train.protocols import Task
-from scalejax.train.state import ModelShape, TrainState, optimizer_shardings
+from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,16 +169,7 @@ class Program:
     def _train_step(self, state: TrainState, batch: DeviceBatch) -> tuple[TrainState, jax.Array]:
         embedded, routing = self._embed(state.tables, batch.features)
         key = jax.random.fold_in(state.key, state.step)
-
-        def objective(
-            params: dict[str, jax.Array], embedded: dict[str, jax.Array]
-        ) -> tuple[jax.Array, dict[str, jax.Array]]:
-            model = self.model.put_together(params)
-            total, weight, aux = self.task.loss(model, embedded, batch, key=key)
-            return total / weight, aux
-
-        grad = jax.value_and_grad(objective, argnums=(0, 1), has_aux=True)
-        (loss, aux), (dense_grads, row_grads) = grad(state.params, embedded)
+        loss, logits, dense_grads, row_grads = self._gradients(state.params, embedded, batch, key)
         updates, optimizer = self.transformation.update(dense_grads, state.optimizer, state.params)
         tables = self.collection.update(state.tables, routing, row_grads, self.row_schedule(state.step))
         state = TrainState(
@@ -185,10 +177,75 @@ class Program:
             params=optax.apply_updates(state.params, updates),  # pyright: ignore[reportArgumentType]
             optimizer=optimizer,
             tables=tables,
-            metrics=metrics.update(state.metrics, aux["logits"], batch.labels, batch.weights),
+            metrics=metrics.update(state.metrics, logits, batch.labels, batch.weights),
             key=state.key,
         )
         return state, loss
+
+    def _gradients(
+        self, params: Params, embedded: dict[str, jax.Array], batch: DeviceBatch, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Params, dict[str, jax.Array]]:
+        """Mean loss of the global batch, logits, and gradients of that loss, in `parts` passes."""
+
+        def total(params: Params, embedded: dict[str, jax.Array], batch: DeviceBatch, key: jax.Array) -> Any:
+            total, weight, aux = self.task.loss(self.model.put_together(params), embedded, batch, key=key)
+            return total, (weight, aux["logits"])
+
+        grad = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
+        # A task's loss does not read the ids, which have no axis of examples to cut.
+        examples = (embedded, batch.dense, batch.labels, batch.weights)
+
+        def one(examples: Any, key: jax.Array) -> Any:
+            embedded, dense, labels, weights = examples
+            part = DeviceBatch(features=batch.features, dense=dense, labels=labels, weights=weights)
+            return grad(params, embedded, part, key)
+
+        if self.parts == 1:
+            (loss, (weight, logits)), (dense_grads, row_grads) = one(examples, key)
+        else:
+
+            def body(carry: Any, part: Any) -> Any:
+                (loss, (weight, logits)), (dense_grads, row_grads) = one(part[0], part[1])
+                return jax.tree.map(jnp.add, carry, (loss, weight, dense_grads)), (logits, row_grads)
+
+            parts = jax.tree.map(self._cut, examples)
+            keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(self.parts))
+            shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts), key)
+            zero = (shapes[0][0], shapes[0][1][0], shapes[1][0])
+            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zero)
+            (loss, weight, dense_grads), (logits, row_grads) = jax.lax.scan(body, zero, (parts, keys))
+            logits, row_grads = jax.tree.map(self._join, (logits, row_grads))
+
+        def mean(x: jax.Array) -> jax.Array:
+            return x / weight.astype(x.dtype)
+
+        return mean(loss), logits, jax.tree.map(mean, dense_grads), jax.tree.map(mean, row_grads)
+
+    @functools.cached_property
+    def parts(self) -> int:
+        """Passes of the dense part in a step: the fewest that divide a device's examples and are small enough."""
+        local = self.experiment.data.batch_size // self._batch_shards
+        most = self.experiment.microbatch
+        if most is None:
+            most = 1024 if self.mesh.devices.flat[0].platform == "cpu" else local
+        return next(parts for parts in range(1, local + 1) if local % parts == 0 and local // parts <= most)
+
+    @functools.cached_property
+    def _batch_shards(self) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in meshes.BATCH_AXES)
+
+    def _cut(self, x: jax.Array) -> jax.Array:
+        """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples."""
+        shards, parts = self._batch_shards, self.parts
+        x = x.reshape(shards, parts, -1, *x.shape[1:]).swapaxes(0, 1)
+        x = x.reshape(parts, -1, *x.shape[3:])
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(None, meshes.BATCH_AXES)))
+
+    def _join(self, x: jax.Array) -> jax.Array:
+        """The inverse of `_cut`."""
+        shards, parts = self._batch_shards, self.parts
+        x = x.reshape(parts, shards, -1, *x.shape[2:]).swapaxes(0, 1)
+        return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[3:]), self.batch_sharding())
 
     def _eval_step(self, state: TrainState, batch: DeviceBatch) -> jax.Array:
         embedded, _ = self._embed(state.tables, batch.features)
@@ -206,6 +263,8 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     meshes.check_batch(experiment.data.batch_size, mesh)
     if experiment.steps < 1:
         raise UserError(f"steps must be at least 1; got {experiment.steps}. Set it with --set steps=N.")
+    if experiment.microbatch is not None and experiment.microbatch < 1:
+        raise UserError(f"microbatch must be at least 1, or None; got {experiment.microbatch}.")
     task = experiment.model.task(schema, experiment.row_optimizer)
     tables, dtype = task.tables(), experiment.precision.tables
     if dtype is not None:

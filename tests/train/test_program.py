@@ -117,3 +117,20 @@ def test_fsdp_shards_what_divides():
     assert sharded
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if not leaf.sharding.is_fully_replicated]
     assert len(moments) == 2 * len(sharded)  # both moments of Adam are sharded like their parameter
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_microbatches_add_up_to_the_whole_batch(x64, devices):
+    model = dataclasses.replace(configs.load("wukong-smoke").model, dropout=0.0)
+    precision = Precision(params="float64", compute="float64", tables="float64")
+    whole = _experiment(precision=precision, model=model, microbatch=64)
+    losses, state = _run(whole, devices, steps=5)
+    parts, other = _run(dataclasses.replace(whole, microbatch=2), devices, steps=5)
+    np.testing.assert_allclose(parts, losses, rtol=1e-12)  # float64 sums in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other["params"], state["params"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other["tables"], state["tables"])
+
+
+def test_microbatch_must_be_positive():
+    with pytest.raises(UserError, match="microbatch must be at least 1, or None; got 0"):
+        program.build(_experiment(microbatch=0), FlightsData().schema(), make_mesh(MeshShape(), jax.devices()[:1]))
