@@ -227,7 +227,8 @@ class Program:
         local = self.experiment.data.batch_size // self._batch_shards
         most = self.experiment.microbatch
         if most is None:
-            most = 1024 if self.mesh.devices.flat[0].platform == "cpu" else local
+            width = sum(table.dim * len(table.features) for table in self.collection.tables)
+            most = max(1, min(1024, 2**20 // width)) if self.mesh.devices.flat[0].platform == "cpu" else local
         return next(parts for parts in range(1, local + 1) if local % parts == 0 and local // parts <= most)
 
     @functools.cached_property
