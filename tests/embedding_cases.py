@@ -108,30 +108,36 @@ def numpy_lookup(tables, logical, host):
     return out
 
 
-def numpy_update(tables, logical, host, grads):
-    """One float64 optimizer step on the touched rows; returns (new logical state, touched rows by table)."""
+def numpy_update(tables, logical, host, grads, dtype=np.float64):
+    """One optimizer step on the touched rows; returns (new logical state, touched rows by table).
+
+    In float32 every operation is rounded by itself and gradients are added one by one, by example, feature, position;
+    means are products with the reciprocal.
+    """
     sums: dict = {table.name: {} for table in tables}
-    for table, name, example, position, row, weight in occurrences(tables, host):
-        grad = grads[name][example].astype(np.float64)
+    in_order = sorted(occurrences(tables, host), key=lambda o: (o[2], o[0].features.index(o[1]), o[3]))
+    for table, name, example, position, row, weight in in_order:
+        grad = grads[name][example].astype(dtype)
         if table.pooling == "none":
             grad = grad[position]
         if table.pooling == "mean":
-            grad = grad / host.lengths[host.keys.index(name), example]
-        sums[table.name][row] = sums[table.name].get(row, 0.0) + weight * grad
-    new = {name: {leaf: value.copy() for leaf, value in leaves.items()} for name, leaves in logical.items()}
+            grad = grad * (dtype(1) / dtype(host.lengths[host.keys.index(name), example]))
+        sums[table.name][row] = sums[table.name].get(row, dtype(0)) + dtype(weight) * grad
+    new = {name: {leaf: value.astype(dtype) for leaf, value in leaves.items()} for name, leaves in logical.items()}
     for table in tables:
         leaves, opt = new[table.name], table.optimizer
+        rate = dtype(opt.learning_rate)
         for row, grad in sums[table.name].items():
-            grad = grad + opt.weight_decay * leaves["rows"][row]
+            grad = grad + dtype(opt.weight_decay) * leaves["rows"][row]
             match opt:
                 case Sgd():
-                    leaves["rows"][row] -= opt.learning_rate * grad
-                    continue
+                    leaves["rows"][row] -= rate * grad
                 case Adagrad():
-                    leaves["accumulator"][row] += grad**2
+                    leaves["accumulator"][row] += grad * grad
+                    leaves["rows"][row] -= rate * grad / (np.sqrt(leaves["accumulator"][row]) + dtype(opt.eps))
                 case RowwiseAdagrad():
-                    leaves["accumulator"][row] += (grad**2).mean()
-            leaves["rows"][row] -= opt.learning_rate * grad / (np.sqrt(leaves["accumulator"][row]) + opt.eps)
+                    leaves["accumulator"][row] += sum(grad * grad) * dtype(1 / table.dim)
+                    leaves["rows"][row] -= rate / (np.sqrt(leaves["accumulator"][row]) + dtype(opt.eps)) * grad
     return new, {name: set(rows) for name, rows in sums.items()}
 
 

@@ -138,9 +138,7 @@ def update_rows(
 ) -> tuple[jax.Array, ...]:
     """One gather and one sorted, unique scatter per array; math in the dtype of `grads`."""
     before = tuple(a.at[distinct].get(mode="fill", fill_value=0).astype(grads.dtype) for a in arrays)
-    # What the compiler fuses into the step decides where it contracts a product and a sum into one rounding; alone
-    # between barriers the step is compiled the same way in every program, and gives the same bits.
-    after = step(*lax.optimization_barrier((before, grads)))
+    after = step(before, grads)
     return tuple(
         a.at[distinct].set(n.astype(a.dtype), mode="drop", indices_are_sorted=True, unique_indices=True)
         for a, n in zip(arrays, after, strict=True)

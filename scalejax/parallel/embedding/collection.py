@@ -28,6 +28,7 @@ from scalejax.parallel.embedding.exchange import Route, bucket_capacity, fetch_r
 from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged
 from scalejax.parallel.embedding.occurrences import Shard, lookups, pool, unpool
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
+from scalejax.parallel.embedding.rounding import runtime_zero
 from scalejax.parallel.embedding.stacks import Stack, stack_tables
 from scalejax.parallel.embedding.update import update_stack, update_stack_one_by_one
 from scalejax.parallel.mesh import check_batch
@@ -211,14 +212,12 @@ class EmbeddingCollection:
 
         def local(stacks: Any, routes: Any, values: Any, lengths: Any, weights: Any, grads: Any, scale: Any) -> Any:
             shard = Shard(values[0], lengths, None if weights is None else weights[0])
-            new = {}
+            new, zero = {}, runtime_zero(lengths[0, 0])
             for stack in self.stacks:
                 slots = [
-                    unpool(shard, look, grads[look.feature.name].astype(stack.wide_dtype)) for look in found[stack.name]
+                    unpool(shard, look, grads[look.feature.name].astype(stack.wide_dtype), zero)
+                    for look in found[stack.name]
                 ]
-                # Without the barrier a compiler may fuse the products into the sums below as multiply-adds, and not
-                # where an exchange lies between: equal to the bit on any number of devices needs the same roundings.
-                slots = jax.lax.optimization_barrier(slots)
                 update = update_stack_one_by_one if one_by_one else update_stack
                 new[stack.name] = update(
                     stack,
@@ -226,7 +225,7 @@ class EmbeddingCollection:
                     stacks[stack.name],
                     routes[stack.name],
                     slots,
-                    scale.astype(stack.wide_dtype),
+                    optimizers.step(stack.optimizer, scale.astype(stack.wide_dtype), zero),
                     axes=self.axes,
                     devices=self.mesh.size,
                 )

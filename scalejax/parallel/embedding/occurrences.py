@@ -18,6 +18,7 @@ from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding.jagged import FeatureLayout
+from scalejax.parallel.embedding.rounding import rounded
 from scalejax.parallel.embedding.stacks import Member, Stack
 
 
@@ -162,19 +163,22 @@ def pool(shard: Shard, look: Lookup, rows: jax.Array) -> jax.Array:
     return pooled / length if pooling == "mean" and length > 1 else pooled
 
 
-def unpool(shard: Shard, look: Lookup, grads: jax.Array) -> jax.Array:
-    """Gradient of `pool`: [b, dim] or [b, length, dim] -> one gradient per slot; zeros in unused slots."""
+def unpool(shard: Shard, look: Lookup, grads: jax.Array, zero: jax.Array) -> jax.Array:
+    """Gradient of `pool`: [b, dim] or [b, length, dim] -> one gradient per slot; zeros in unused slots.
+
+    `zero` is from `rounding.runtime_zero`: what is summed by row later has been rounded by itself.
+    """
     length, pooling = look.feature.length, look.member.config.pooling
+    if pooling == "mean" and length != 1:
+        # A product with the reciprocal, which is what compilers make of a division, or not.
+        counts = shard.lengths[look.row] if length is None else jnp.full(shard.examples, length)
+        share = 1 / jnp.maximum(counts, 1).astype(grads.dtype)
+        grads = rounded(grads * share[:, None], zero)
     if length is None:
-        if pooling == "mean":
-            counts = jnp.maximum(shard.lengths[look.row], 1)
-            grads = grads / counts.astype(grads.dtype)[:, None]
         slots = grads.at[shard.bags(look)].get(mode="fill", fill_value=0)
     elif pooling == "none":
         slots = grads.reshape(-1, grads.shape[-1])
     else:
-        if pooling == "mean" and length > 1:
-            grads = grads / length
         slots = grads if length == 1 else jnp.repeat(grads, length, axis=0)
     weights = shard.weights_of(look)
-    return slots if weights is None else slots * weights.astype(slots.dtype)[:, None]
+    return slots if weights is None else rounded(slots * weights.astype(slots.dtype)[:, None], zero)

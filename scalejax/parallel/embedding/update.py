@@ -23,7 +23,7 @@ def update_stack(
     leaves: Leaves,
     way: Route,
     grads: list[jax.Array],
-    learning_rate_scale: jax.Array,
+    step: optimizers.Step,
     *,
     axes: tuple[str, ...],
     devices: int,
@@ -36,7 +36,7 @@ def update_stack(
       leaves: Local rows [L, dim] and row states.
       way: From the lookup.
       grads: Per feature, the gradient of each of its slots, [slots, dim], in the dtype of the computation.
-      learning_rate_scale: Factor on the learning rate.
+      step: The row optimizer.
       axes: All mesh axes.
       devices: Their product.
     """
@@ -52,7 +52,7 @@ def update_stack(
         tuple(leaves[name] for name in names),
         plan,
         ops.sum_by_row(occurrences, plan),
-        optimizers.step(stack.optimizer, learning_rate_scale),
+        step,
     )
     return dict(zip(names, arrays, strict=True))
 
@@ -63,7 +63,7 @@ def update_stack_one_by_one(
     leaves: Leaves,
     way: Route,
     grads: list[jax.Array],
-    learning_rate_scale: jax.Array,
+    step: optimizers.Step,
     *,
     axes: tuple[str, ...],
     devices: int,
@@ -73,7 +73,6 @@ def update_stack_one_by_one(
     del axes
     names = _names(stack)
     arrays = tuple(leaves[name] for name in names)
-    step = optimizers.step(stack.optimizer, learning_rate_scale)
     for members in _alike(stack, found):
         bound = max(member.local_rows for member in members)
         parts = [_occurrences(member, found, way, grads) for member in members]
