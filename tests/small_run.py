@@ -7,12 +7,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from scalejax import optim
 from scalejax.configs.recsys import wukong
 from scalejax.data import Categorical, ParquetData
 from scalejax.train.experiment import Experiment
 
 ROWS = 640
-FEATURES = (Categorical(name="shop", rows=37), Categorical(name="hour", rows=11), Categorical(name="item", rows=101))
+FEATURES = (Categorical(name="shop", rows=37), Categorical(name="hour", rows=11), Categorical(name="item", rows=1101))
 """No number of rows divides by 8."""
 
 RECIPE = """
@@ -63,5 +64,12 @@ def data(path: pathlib.Path, **changes: object) -> ParquetData:
 
 
 def experiment(path: pathlib.Path, **changes: object) -> Experiment:
-    """Twelve steps of a tiny Wukong; a window every 4, an evaluation and a checkpoint every 6."""
-    return dataclasses.replace(wukong.smoke(), **{"data": data(path), **changes})
+    """Twelve steps of a tiny Wukong; a window every 4, an evaluation and a checkpoint every 6.
+
+    Learning rates are constant: runs of any number of steps share one compiled step.
+    """
+    constant = {
+        "optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)),
+        "row_schedule": optim.Constant(),
+    }
+    return dataclasses.replace(wukong.smoke(), **{"data": data(path), **constant, **changes})

@@ -127,7 +127,7 @@ def as_text(path):
         pytest.param(as_text, ["'shop'", "string", "wanted integers", "Code strings"], id="column of the wrong type"),
         pytest.param(change("label", 7, 2), ["label 'label' is 2 in row 7", "wanted 0 or 1"], id="label"),
         pytest.param(change("shop", 300, 37), ["'shop'", "37", "[0, 37)"], id="id too large"),
-        pytest.param(change("item", 0, -1), ["'item'", "-1", "[0, 101)"], id="id negative"),
+        pytest.param(change("item", 0, -1), ["'item'", "-1", "[0, 1101)"], id="id negative"),
     ],
 )
 def test_data_that_cannot_be_trained_on(tmp_path, harm, words):

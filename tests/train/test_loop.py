@@ -1,0 +1,295 @@
+"""Whole runs in this process: what they record, keep, refuse, and how they go on."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import small_run
+
+from scalejax import optim
+from scalejax.errors import UserError
+from scalejax.parallel.embedding.config import RowwiseAdagrad
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import convert, loop, program, snapshot
+from scalejax.train import summary as summaries
+from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.experiment import Checkpoints
+from scalejax.train.run_folder import read_lines
+
+FROZEN = {
+    "optimizer": optim.Adam(learning_rate=optim.Constant(value=0.0)),
+    "row_optimizer": RowwiseAdagrad(learning_rate=0.0),
+}
+"""Nothing is learned."""
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """The small data set."""
+    return small_run.write(tmp_path_factory.mktemp("data") / "rows.parquet")
+
+
+@pytest.fixture(scope="module")
+def trained(rows, tmp_path_factory):
+    """A finished run and its summary; do not write to it."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return folder, loop.train(small_run.experiment(rows), workdir=folder)
+
+
+@pytest.fixture
+def run(trained, tmp_path):
+    """A copy of the finished run."""
+    return pathlib.Path(shutil.copytree(trained[0], tmp_path / "run"))
+
+
+def evaluations(folder):
+    """Evaluation records by (step, split)."""
+    lines = read_lines(folder / "metrics.jsonl")
+    return {(r["step"], r["split"]): r for r in lines if r["kind"] == "evaluation"}
+
+
+def windows(folder):
+    return [r for r in read_lines(folder / "metrics.jsonl") if r["kind"] == "window"]
+
+
+def steps_kept(folder):
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
+def stored(experiment, folder, step=None, devices=None):
+    """The state of a checkpoint, restored on the first `devices` devices and taken off them again: name -> array."""
+    data = experiment.data.build()
+    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices]))
+    with Checkpointer(folder / "checkpoints", experiment.checkpoints, snapshot.identity(built, data)) as checkpoints:
+        tree, _ = checkpoints.restore(step, snapshot.abstract_stored(built))
+    tree = snapshot.to_stored(built, snapshot.from_stored(built, tree))
+    tree["key"] = jax.random.key_data(tree["key"])
+    return jax.tree.map(np.asarray, tree)
+
+
+def assert_equal_trees(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_summary_has_what_the_closing_table_shows_and_all_of_it_is_finite(trained):
+    folder, summary = trained
+    quality = {f"test_{name}" for name in ("logloss", "ne", "auc", "calibration", "base_rate", "examples")}
+    intervals = {f"test_{name}_{end}" for name in ("logloss", "ne", "auc") for end in ("low", "high")}
+    speed = {"samples_per_s", "step_p50_s", "step_p95_s", "data_wait_share", "compile_s", "wall_s", "peak_rss_bytes"}
+    what = {"steps", "examples", "recipe", "date", "device", "mesh", "dense_parameters", "table_parameters"}
+    assert quality | intervals | speed | what <= summary.keys()
+    assert all(math.isfinite(value) for value in summary.values() if not isinstance(value, str))
+    assert (summary["steps"], summary["examples"], summary["test_examples"]) == (12, 12 * 64, small_run.ROWS // 10)
+    assert json.loads((folder / "summary.json").read_text()) == {k: v for k, v in summary.items() if k != "run_folder"}
+    assert summary["table_parameters"] == 8 * sum(feature.rows for feature in small_run.FEATURES)
+
+
+def test_windows_and_evaluations_come_at_their_intervals_and_at_the_end(trained):
+    folder, _ = trained
+    assert [(r["step"], r["examples_seen"]) for r in windows(folder)] == [(4, 256), (8, 512), (12, 768)]
+    assert list(evaluations(folder)) == [(6, "validation"), (12, "validation"), (12, "test")]
+
+
+def test_an_end_between_intervals_is_logged_scored_and_saved(rows, tmp_path):
+    loop.train(small_run.experiment(rows, steps=5), workdir=tmp_path)
+    assert [r["step"] for r in windows(tmp_path)] == [4, 5]
+    assert list(evaluations(tmp_path)) == [(5, "validation"), (5, "test")]
+    assert steps_kept(tmp_path) == [5]
+
+
+def test_equal_runs_write_equal_metrics(trained, rows, tmp_path):
+    loop.train(small_run.experiment(rows), workdir=tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == (trained[0] / "metrics.jsonl").read_bytes()
+    assert_equal_trees(stored(small_run.experiment(rows), tmp_path), stored(small_run.experiment(rows), trained[0]))
+
+
+def test_report_is_one_file_with_its_pictures(trained):
+    page = (trained[0] / "report.html").read_text()
+    sources = re.findall(r'src="([^"]{0,20})', page)
+    assert len(sources) >= 5  # curves and diagrams
+    assert all(source.startswith("data:image/") for source in sources)
+
+
+def test_evaluate_gives_what_the_loop_logged(trained, rows):
+    folder, summary = trained
+    experiment = small_run.experiment(rows)
+    for step, split in ((6, "validation"), (12, "test")):
+        logged = evaluations(folder)[step, split]
+        again = loop.evaluate(experiment, workdir=folder, split=split, step=step)
+        assert again[f"{summaries.prefix(split)}_auc"] == logged["auc"]
+        assert again[f"{summaries.prefix(split)}_logloss"] == logged["logloss"]
+    assert again["test_auc"] == summary["test_auc"]
+    assert loop.evaluate(experiment, workdir=folder)["steps"] == 12
+    other_batch = dataclasses.replace(experiment, data=small_run.data(rows, batch_size=16))
+    # Another batch size rounds float32 sums of a matrix product differently.
+    assert loop.evaluate(other_batch, workdir=folder)["test_logloss"] == pytest.approx(
+        summary["test_logloss"], abs=1e-6
+    )
+
+
+def test_best_and_last_checkpoints_are_kept(rows, tmp_path):
+    experiment = small_run.experiment(
+        rows,
+        steps=8,
+        eval_every=2,
+        checkpoints=Checkpoints(every=1, keep_last=2, keep_best=1),
+    )
+    loop.train(experiment, workdir=tmp_path)
+    losses = {step: r["logloss"] for (step, split), r in evaluations(tmp_path).items() if split == "validation"}
+    assert list(losses) == [2, 4, 6, 8]
+    assert steps_kept(tmp_path) == sorted({7, 8, min(losses, key=losses.__getitem__)})
+
+
+def test_a_longer_run_goes_on_where_the_shorter_one_ended(rows, tmp_path):
+    # A constant learning rate: a schedule would depend on the number of steps.
+    whole = small_run.experiment(
+        rows, row_schedule=optim.Constant(), optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-2))
+    )
+    loop.train(whole, workdir=tmp_path / "whole")
+    loop.train(dataclasses.replace(whole, steps=8), workdir=tmp_path / "parts")
+    loop.train(whole, workdir=tmp_path / "parts", resume="must")
+    assert windows(tmp_path / "parts") == windows(tmp_path / "whole")
+    assert_equal_trees(stored(whole, tmp_path / "parts"), stored(whole, tmp_path / "whole"))
+
+
+def test_resume_never_refuses_a_folder_with_a_run_and_must_one_without(run, rows, tmp_path):
+    experiment = small_run.experiment(rows)
+    before = (run / "metrics.jsonl").read_bytes()
+    with pytest.raises(UserError, match="--resume never"):
+        loop.train(experiment, workdir=run, resume="never")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(UserError, match="--resume must"):
+        loop.train(experiment, workdir=tmp_path / "new", resume="must")
+
+
+def by_day(rows, **changes):
+    """An experiment on the first epoch in time order, scored by day before it is trained."""
+    return small_run.experiment(
+        rows, data=small_run.data(rows, order="time"), steps=8, validation="progressive", log_every=8, **changes
+    )
+
+
+def test_each_day_is_scored_before_it_is_trained(rows, tmp_path):
+    loop.train(by_day(rows), workdir=tmp_path / "learning")
+    summary = loop.train(by_day(rows, **FROZEN), workdir=tmp_path / "frozen")
+    days = {split: r for (_, split), r in evaluations(tmp_path / "learning").items() if split not in DATA_SPLITS}
+    untrained = {split: r for (_, split), r in evaluations(tmp_path / "frozen").items() if split not in DATA_SPLITS}
+    data = small_run.data(rows, order="time").build()
+    assert list(days) == list(untrained) == [name for name, _, _ in data.days()]
+    first, *later = days
+    assert days[first]["logloss"] == untrained[first]["logloss"]
+    assert all(days[day]["logloss"] != untrained[day]["logloss"] for day in later)
+    # Oracle: nothing is learned, so the sum over the days is one window over the training split.
+    (window,) = windows(tmp_path / "frozen")
+    assert summary["progressive_examples"] == data.num_examples("train") == window["examples"]
+    assert summary["progressive_logloss"] == pytest.approx(window["logloss"], abs=1e-6)  # other order of float32 sums
+
+
+DATA_SPLITS = ("train", "validation", "test")
+
+
+def test_days_are_scored_at_the_step_that_begins_them(rows, tmp_path):
+    loop.train(by_day(rows), workdir=tmp_path)
+    data = small_run.data(rows, order="time").build()
+    wanted = [(name, first // 64) for name, first, _ in data.days()]
+    lines = evaluations(tmp_path)
+    assert [(split, step) for step, split in lines if split not in DATA_SPLITS] == wanted
+
+
+def test_progressive_validation_survives_an_interruption(rows, tmp_path):
+    experiment = by_day(rows, checkpoints=Checkpoints(every=3), eval_every=0)
+    whole = loop.train(experiment, workdir=tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
+    resumed = loop.train(experiment, workdir=tmp_path / "cut", resume="must")
+    assert (tmp_path / "cut" / "metrics.jsonl").read_bytes() == (tmp_path / "whole" / "metrics.jsonl").read_bytes()
+    assert resumed["progressive_logloss"] == whole["progressive_logloss"]
+
+
+def test_progressive_validation_needs_data_in_time_order(rows, tmp_path):
+    experiment = small_run.experiment(rows, data=small_run.data(rows, time=None), validation="progressive")
+    with pytest.raises(UserError, match="progressive validation needs"):
+        loop.train(experiment, workdir=tmp_path)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_earlier_checkpoints(rows, run):
+    diverging = small_run.experiment(
+        rows,
+        steps=20,
+        log_every=2,
+        optimizer=optim.AdamW(learning_rate=optim.Constant(value=1e38)),
+        row_optimizer=RowwiseAdagrad(learning_rate=1e38),
+        checkpoints=Checkpoints(every=1),
+    )
+    with pytest.raises(UserError, match=r"not finite in the steps up to 1\d.*Lower the learning rates"):
+        loop.train(diverging, workdir=run)
+    assert loop.evaluate(small_run.experiment(rows), workdir=run, step=12)["steps"] == 12
+
+
+class Failing:
+    """A data set that cannot read a batch."""
+
+    def __init__(self, whole, bad):
+        self._whole, self._bad = whole, bad
+
+    def __getattr__(self, name):
+        return getattr(self._whole, name)
+
+    def train_batches(self, **position):
+        for number, batch in enumerate(self._whole.train_batches(**position)):
+            if number == self._bad:
+                raise UserError(f"batch {number} cannot be read")
+            yield batch
+
+
+@dataclasses.dataclass(frozen=True)
+class FailingData:
+    """Configuration of `Failing`."""
+
+    whole: object
+    bad: int
+
+    @property
+    def batch_size(self):
+        return self.whole.batch_size
+
+    def build(self):
+        return Failing(self.whole.build(), self.bad)
+
+
+def test_a_batch_that_cannot_be_read_ends_the_run_where_it_is_needed(rows, tmp_path):
+    data = FailingData(small_run.data(rows), bad=6)
+    with pytest.raises(UserError, match="batch 6 cannot be read"):
+        loop.train(small_run.experiment(rows, data=data, log_every=1), workdir=tmp_path)
+    assert [r["step"] for r in windows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert steps_kept(tmp_path) == [6]
+
+
+def test_prefetch_raises_at_the_batch_and_ends_when_left_early(rows):
+    experiment = small_run.experiment(rows)
+    data = experiment.data.build()
+    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
+    with convert.Prefetch(Failing(data, 3).train_batches(start_example=0), built) as prefetched:
+        assert sum(1 for _ in zip(range(3), prefetched, strict=False)) == 3
+        with pytest.raises(UserError, match="batch 3 cannot be read"):
+            next(prefetched)
+    with convert.Prefetch(data.train_batches(start_example=0), built) as prefetched:
+        next(prefetched)  # leaving must not wait for a stream without end
+    with convert.Prefetch(data.eval_batches("test"), built) as prefetched:
+        assert len(list(prefetched)) == 1
+
+
+def test_a_checkpoint_is_the_same_on_any_number_of_devices(trained, rows):
+    experiment = small_run.experiment(rows)
+    eight = stored(experiment, trained[0], devices=8)
+    assert_equal_trees(eight, stored(experiment, trained[0], devices=1))
+    assert_equal_trees(eight, stored(experiment, trained[0], devices=2))
+    item = eight["tables"]["item"]  # 1101 rows: a part that is sharded and one that is not
+    assert (item["rows_body"].shape, item["rows_tail"].shape) == ((1024, 8), (77, 8))
