@@ -26,19 +26,18 @@ class LayerNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: float[..., features]. Returns compute_dtype[..., features]."""
         dtype = wide(x.dtype, self.compute_dtype)
-        flat = x.astype(dtype).reshape(-1, x.shape[-1])
-        scale, bias = (p[...].astype(dtype)[None, :] for p in (self.scale, self.bias))
-        y: jax.Array = layer_norm(flat, scale, bias, self.eps)
-        return y.reshape(x.shape).astype(self.compute_dtype)
+        scale, bias = (p[...].astype(dtype).reshape(*(1,) * (x.ndim - 1), -1) for p in (self.scale, self.bias))
+        y: jax.Array = layer_norm(x.astype(dtype), scale, bias, self.eps)
+        return y.astype(self.compute_dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """LayerNorm of each row: x float[N, D], scale and bias float[1, D], all of one dtype, in which it is computed.
+    """LayerNorm over the last axis: x float[..., D], scale and bias float[1, ..., D], all of the dtype of the result.
 
     The gradient is written out. Left to itself, XLA on a CPU recomputes the normalised rows, reductions included, in
     each of their three uses: forward and backward of float32[16, 8192, 32] took 17.4 ms of CPU time, this takes 12.5
-    (AMD EPYC, 2 cores, jax 0.10.2, 2026-11).
+    (AMD EPYC, 2 cores, jax 0.10.2, 2026-11). Leading axes are not merged: any of them may be sharded.
     """
     return _forward(x, scale, bias, eps)[0]
 
@@ -55,7 +54,8 @@ def _backward(eps, saved, g):
     normal, inverse, scale = saved
     h = g * scale
     x = inverse * (h - h.mean(-1, keepdims=True) - normal * (h * normal).mean(-1, keepdims=True))
-    return x, (g * normal).sum(0, keepdims=True), g.sum(0, keepdims=True)
+    rows = tuple(range(g.ndim - 1))
+    return x, (g * normal).sum(rows, keepdims=True), g.sum(rows, keepdims=True)
 
 
 layer_norm.defvjp(_forward, _backward)

@@ -1,12 +1,14 @@
 """The loss that every click model shares."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalejax.models.recsys.dcnv2 import DcnV2Config
 from scalejax.models.recsys.dlrm import DlrmConfig
@@ -95,3 +97,33 @@ def test_counts_equal_the_real_model(config, schema, optimizer, examples, dot_fl
     assert sum(p.size for p in jax.tree.leaves(state)) == task.dense_parameters()
     forward = dot_flops(jax.make_jaxpr(lambda s, e: task.loss(nnx.merge(graph, s), e, batch)[0])(state, embedded))
     assert 3 * forward == 4 * task.flops_per_example()
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*CONFIGS, dataclasses.replace(WUKONG, fm="attentive"), dataclasses.replace(WUKONG, fm="plain")],
+    ids=["wukong", "dlrm", "dcnv2", "logistic", "wukong_attentive", "wukong_plain"],
+)
+def test_a_sharded_batch_needs_no_collective_but_the_sums_and_gives_the_same_gradient(
+    config, schema, optimizer, examples, x64
+):
+    """A reshape that merges the batch into a leading axis would show up as an all-gather."""
+    task = config.task(schema, optimizer)
+    graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float64, compute_dtype=jnp.float64))
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
+    over_batch, everywhere = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
+    embedded, batch = examples(task, size=16)
+
+    def step(state, embedded, dense, labels, weights):
+        now = dataclasses.replace(batch, dense=dense, labels=labels, weights=weights)
+        return jax.value_and_grad(lambda s, e: task.loss(nnx.merge(graph, s), e, now)[0], argnums=(0, 1))(
+            state, embedded
+        )
+
+    args = (state, embedded, batch.dense, batch.labels, batch.weights)
+    placed = jax.device_put(args, (everywhere, over_batch, over_batch, over_batch, over_batch))
+    compiled = jax.jit(step, out_shardings=(everywhere, (everywhere, over_batch))).lower(*placed).compile()
+    kinds = set(re.findall(r"(all-\w+|collective-permute|reduce-scatter)(?:-start)?\(", compiled.as_text() or ""))
+    assert kinds == {"all-reduce"}
+    for a, b in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)  # sums over the batch in another order
