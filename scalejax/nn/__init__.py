@@ -15,3 +15,4 @@ from scalejax.nn.linear import wide as wide
 from scalejax.nn.mlp import Activation as Activation
 from scalejax.nn.mlp import Mlp as Mlp
 from scalejax.nn.norm import LayerNorm as LayerNorm
+from scalejax.nn.products import products as products

@@ -123,6 +123,5 @@ class Dlrm(nnx.Module):
 def pairs(x: jax.Array) -> jax.Array:
     """Inner products of all pairs of vectors: float[n, B, d] -> wide[B, n (n - 1) / 2], rows of the lower triangle."""
     n, b, _ = x.shape
-    products = jnp.einsum("nbd,mbd->bnm", x, x, preferred_element_type=nn.wide(x.dtype))
     lower = np.flatnonzero(np.tri(n, k=-1))
-    return products.reshape(b, n * n)[:, lower]
+    return nn.products(x, x).reshape(b, n * n)[:, lower]

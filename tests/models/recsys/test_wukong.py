@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
+from scalejax import nn
 from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.models.recsys import wukong
@@ -151,7 +152,7 @@ def test_sum_over_pairs_equals_half_of_square_of_sum_minus_sum_of_squares(x64):
 def test_low_rank_form_equals_gram_times_y_in_value_and_gradient(x64):
     rng = np.random.default_rng(0)
     x, y, weight = (jnp.asarray(rng.normal(size=s)) for s in ((9, 2, 4), (9, 3), (2, 9, 3)))
-    fast = lambda x, y: (wukong.products(x, wukong.mix(y.T, x)) * weight).sum()  # noqa: E731
+    fast = lambda x, y: (nn.products(x, wukong.mix(y.T, x)) * weight).sum()  # noqa: E731
     slow = lambda x, y: (jnp.einsum("nbd,mbd,mk->bnk", x, x, y) * weight).sum()  # noqa: E731
     for a, b in zip(
         jax.tree.leaves(jax.jit(jax.value_and_grad(fast, argnums=(0, 1)))(x, y)),
@@ -165,7 +166,7 @@ def test_low_rank_form_equals_gram_times_y_in_value_and_gradient(x64):
 def test_gram_is_recovered_from_the_low_rank_form_exactly_when_rank_suffices(n, d, k, x64):
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(n, d)), rng.normal(size=(n, k))
-    z = np.asarray(wukong.products(jnp.asarray(x)[:, None], wukong.mix(jnp.asarray(y).T, jnp.asarray(x)[:, None])))[0]
+    z = np.asarray(nn.products(jnp.asarray(x)[:, None], wukong.mix(jnp.asarray(y).T, jnp.asarray(x)[:, None])))[0]
     gram = x @ x.T
     error = np.linalg.norm(z @ np.linalg.pinv(y.T @ z, rcond=1e-10) @ z.T - gram) / np.linalg.norm(gram)
     if k >= min(n, d):
