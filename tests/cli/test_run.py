@@ -3,17 +3,18 @@
 import json
 
 import pytest
+import small_run
 
 
 def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
-    workdir = tmp_path / "run"
-    trained = invoke("train", "wukong-smoke", "--set", "steps=4", "--workdir", str(workdir))
+    recipe, workdir = small_run.write_recipe(tmp_path), tmp_path / "run"
+    trained = invoke("train", recipe, "--set", "steps=4", "--workdir", str(workdir))
     assert trained.exit_code == 0, trained.stderr
     assert f"scalejax eval {workdir}" in trained.stdout
     record = json.loads((workdir / "experiment.json").read_text())
-    assert (record["recipe"], record["sets"]) == ("wukong-smoke", ["steps=4"])
+    assert (record["recipe"], record["sets"]) == (recipe, ["steps=4"])
     summary = json.loads((workdir / "summary.json").read_text())
-    evaluated = invoke("eval", str(workdir))
+    evaluated = invoke("eval", str(workdir), "--recipe", recipe)
     assert evaluated.exit_code == 0, evaluated.stderr
     assert f"{summary['test_auc']:.4f}" in evaluated.stdout
 
