@@ -36,9 +36,9 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     """LayerNorm over the last axis: x float[..., D], scale and bias float[1, ..., D], all of the dtype of the result.
 
     The gradient is written out and keeps the normalised rows, for the CPU's sake: forward and backward of
-    float32[16, 8192, 32] took 13.5 ms of CPU time instead of 18.5 (AMD EPYC, 2 shared cores, jax 0.10.2, 2026-11, memory
-    reused between steps). Without the barrier it was no faster than autodiff, presumably because XLA then recomputes the
-    normalised rows in each use. Leading axes are not merged: any of them may be sharded.
+    float32[16, 8192, 32] took 13.5 ms of CPU time instead of 18.5 (AMD EPYC, 2 shared cores, jax 0.10.2, 2026-11,
+    memory reused between steps). Without the barrier it was no faster than autodiff, presumably because XLA then
+    recomputes the normalised rows in each use. Leading axes are not merged: any of them may be sharded.
     """
     return _forward(x, scale, bias, eps)[0]
 
