@@ -11,10 +11,10 @@ def products(x: jax.Array, z: jax.Array) -> jax.Array:
     """Inner products of each example's vectors: float[n, B, d], float[k, B, d] -> wide[B, n, k].
 
     The gradient is written out for the CPU's sake, whose batched products are fast only where both operands lie batch
-    first and row by row. Given copies in that form, forward and backward at (n, B, d, k) = (16, 1024, 16, 8) took 0.60
-    ms of CPU time instead of 1.05, at (16, 8192, 32, 12) 9.7 instead of 13.5 and at (27, 4096, 128, 24) 48 instead of 52
-    (AMD EPYC, 2 shared cores, jax 0.10.2, 2026-11, memory reused between steps; where each step faults its memory in
-    anew, the last case gains nothing).
+    first and row by row. Given copies in that form, forward and backward took, in ms of CPU time, at (n, B, d, k) =
+    (16, 1024, 16, 8) 0.60 instead of 1.05, at (16, 8192, 32, 12) 9.7 instead of 13.5, at (27, 4096, 128, 24) 48 instead
+    of 52 (AMD EPYC, 2 shared cores, jax 0.10.2, 2026-11, memory reused between steps; where each step faults its memory
+    in anew, the last case gains nothing).
     """
     return jnp.einsum("nbd,kbd->bnk", x, z, preferred_element_type=wide(x.dtype))
 
