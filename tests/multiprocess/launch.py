@@ -32,7 +32,8 @@ class Worker:
     def stdout(self) -> str:
         """What it has printed so far."""
         lines = self.stdout_path.read_text().splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("[Gloo]"))  # C++ remarks on every connection
+        # C++ remarks on every connection, whose threads tear each other's lines.
+        return "".join(line for line in lines if "[Gloo]" not in line and "peer ranks" not in line)
 
     def kill(self) -> None:
         """SIGKILL to it and its children (jax.distributed swallows SIGTERM)."""
