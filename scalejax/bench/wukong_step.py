@@ -8,12 +8,21 @@ import numpy as np
 from scalejax.bench import peers, training_step, workloads
 from scalejax.bench.harness import Contest
 from scalejax.data.schema import Schema
-from scalejax.models.recsys.wukong import SIZES, WukongConfig
+from scalejax.models.recsys.wukong import WukongConfig
 
 CASES = ("b1024", "b8192", "criteo")
 PEERS = ("torch", "torch-compile")
 
-FLIGHTS = SIZES["S"]
+FLIGHTS = WukongConfig(
+    dim=16,
+    layers=2,
+    fm_outputs=8,
+    lcb_outputs=9,
+    rank=12,
+    fmb_hidden=(128,),
+    head_hidden=(128, 64),
+    bottom_hidden=(64,),
+)
 
 CRITEO = WukongConfig(dim=128, layers=2, fm_outputs=8, lcb_outputs=8, rank=24, fmb_hidden=(512,), head_hidden=(512,))
 """Of the grid that the paper searched on Criteo Terabyte (appendix A); about 60 GFLOP a step of 4,096 examples."""

@@ -176,6 +176,10 @@ class _Run:
         with self.timer.phase("evaluation"):
             scores = scoring.score(self.program, state, _eval_batches(self.data, split))
             values = scores.measure(self.names, intervals="bootstrap")
+        with self.timer.phase("checkpoint"):
+            # Before anything else is written: if the disk is full, the checkpoint is what the user must hear of.
+            self.checkpoints.wait()
+        with self.timer.phase("evaluation"):
             self.events.evaluation(experiment.steps, split, values)
             if distributed.is_primary():
                 evaluation.save_diagrams(
@@ -189,8 +193,6 @@ class _Run:
         closing |= summary.of_evaluation(split, values)
         if host.progressive.sums is not None:
             closing |= summary.of_evaluation("progressive", metrics.compute(host.progressive.sums, self.names))
-        with self.timer.phase("checkpoint"):
-            self.checkpoints.wait()
         return closing | self.timer.summary() | peak_memory(self.program.mesh.local_mesh.devices.flat)
 
     def _log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:

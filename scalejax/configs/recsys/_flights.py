@@ -14,7 +14,6 @@ from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.train.experiment import Checkpoints, Experiment
 from scalejax.train.protocols import ModelConfig
 
-DROPOUT = 0.2
 SCHEDULE_WARMUP = 0.05
 
 

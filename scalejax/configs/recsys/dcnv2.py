@@ -7,9 +7,7 @@ from scalejax.configs.recsys import _flights, _movielens
 from scalejax.models.recsys import dcnv2
 from scalejax.train.experiment import Experiment
 
-_MODEL = dcnv2.DcnV2Config(
-    dim=32, cross_layers=2, bottom_hidden=(64,), deep_hidden=(256, 128), dropout=_flights.DROPOUT
-)
+_MODEL = dcnv2.DcnV2Config(dim=32, cross_layers=2, bottom_hidden=(64,), deep_hidden=(256, 128))
 
 
 def flights() -> Experiment:

@@ -5,7 +5,6 @@ scalejax train wukong --set model.layers=4 --set steps=1000
 """
 
 import dataclasses
-from typing import Literal
 
 from scalejax import optim
 from scalejax.configs.recsys import _flights, _movielens
@@ -17,38 +16,34 @@ from scalejax.train.experiment import Experiment
 
 def flights() -> Experiment:
     """Wukong M on the bundled New York flights; about a minute on two idle cores, test AUC 0.778 (one seed)."""
-    return _flights.experiment(_size("M"))
+    return _flights.experiment(wukong.SIZES["M"])
 
 
 def flights_small() -> Experiment:
     """Wukong S on the flights, same training."""
-    return _flights.experiment(_size("S"))
+    return _flights.experiment(wukong.SIZES["S"])
 
 
 def flights_large() -> Experiment:
     """Wukong L on the flights, same training."""
-    return _flights.experiment(_size("L"))
+    return _flights.experiment(wukong.SIZES["L"])
 
 
 def flights_day() -> Experiment:
     """Wukong M on the flights with the day of the year as a feature."""
-    return _flights.with_day(_size("M"))
+    return _flights.with_day(wukong.SIZES["M"])
 
 
 def flights_time() -> Experiment:
     """Wukong M on the flights, trained on January to October and tested on December."""
-    return _flights.by_time(_size("M"))
+    return _flights.by_time(wukong.SIZES["M"])
 
 
 def flights_progressive() -> Experiment:
     """Wukong M on the flights day by day: each day is scored before it is trained; one pass."""
     return dataclasses.replace(
-        _flights.by_time(_size("M"), order="time"), steps=265, validation="progressive", eval_every=0
+        _flights.by_time(wukong.SIZES["M"], order="time"), steps=265, validation="progressive", eval_every=0
     )
-
-
-def _size(name: Literal["S", "M", "L"]) -> wukong.WukongConfig:
-    return dataclasses.replace(wukong.SIZES[name], dropout=_flights.DROPOUT)
 
 
 def movielens() -> Experiment:

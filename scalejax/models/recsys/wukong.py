@@ -81,6 +81,8 @@ class WukongConfig:
       head_hidden: Hidden widths of the MLP that makes the logits.
       bottom_hidden: Hidden widths of the MLP on the dense features.
       dense_vectors: d-vectors that the dense features become, all together.
+      feature_vectors: d-vectors of each categorical feature that neither `important` nor `narrow` names; its table is
+        feature_vectors * d wide.
       important: Features with several d-vectors.
       narrow: Groups of features with narrow tables.
       pooling: How the rows of a multi-hot feature become one.
@@ -103,6 +105,7 @@ class WukongConfig:
     head_hidden: tuple[int, ...] = (2048,)
     bottom_hidden: tuple[int, ...] = (512, 256)
     dense_vectors: int = 1
+    feature_vectors: int = 1
     important: tuple[Important, ...] = ()
     narrow: tuple[NarrowGroup, ...] = ()
     pooling: Literal["sum", "mean"] = "sum"
@@ -113,7 +116,8 @@ class WukongConfig:
     normalization: Normalization = "layer"
 
     def __post_init__(self) -> None:
-        for name in ("dim", "layers", "fm_outputs", "lcb_outputs", "rank", "attention_rows", "dense_vectors"):
+        at_least_one = ("dim", "layers", "fm_outputs", "lcb_outputs", "rank", "attention_rows")
+        for name in (*at_least_one, "dense_vectors", "feature_vectors"):
             if getattr(self, name) < 1:
                 raise ValueError(f"WukongConfig: {name} must be at least 1; got {getattr(self, name)}.")
         for name, choices in (("fm", FmKind), ("normalization", Normalization), ("activation", nn.Activation)):
@@ -139,7 +143,7 @@ class WukongConfig:
         return CtrTask(model=self, schema=schema, row_optimizer=row_optimizer)
 
     def tables(self, schema: Schema, row_optimizer: RowOptimizer) -> tuple[TableConfig, ...]:
-        """One table per feature: d wide, vectors * d if important, narrower in a narrow group."""
+        """One table per feature: as many times d wide as it has vectors, narrower in a narrow group."""
         narrow = {f: group.dim for group in self.narrow for f in group.features}
         wide = {f: vectors * self.dim for f, vectors in self.wide_features(schema)}
         return tuple(
@@ -160,7 +164,7 @@ class WukongConfig:
         """(feature, number of d-vectors) for the features outside the narrow groups, in the order of the schema."""
         narrow = {f for group in self.narrow for f in group.features}
         vectors = {i.feature: i.vectors for i in self.important}
-        return tuple((f, vectors.get(f, 1)) for f in schema.keys if f not in narrow)
+        return tuple((f, vectors.get(f, self.feature_vectors)) for f in schema.keys if f not in narrow)
 
     def input_vectors(self, schema: Schema) -> int:
         """n_0."""
@@ -219,22 +223,46 @@ class WukongConfig:
 
 
 _FLIGHTS = WukongConfig(
-    dim=32,
+    dim=8,
     layers=2,
-    fm_outputs=8,
-    lcb_outputs=9,  # with fm_outputs 17, as many as go in (9 features, 7 bins, numbers): the residual is the identity
+    fm_outputs=32,
+    lcb_outputs=36,  # with fm_outputs 68, as many as go in (9 features, 7 bins, numbers): the residual is the identity
     rank=24,
     fmb_hidden=(256,),
     head_hidden=(256, 128),
     bottom_hidden=(64,),
+    dense_vectors=4,
+    feature_vectors=4,
 )
 
 SIZES = {
-    "S": dataclasses.replace(_FLIGHTS, dim=16, rank=12, fmb_hidden=(128,), head_hidden=(128, 64)),
+    "S": dataclasses.replace(
+        _FLIGHTS,
+        fm_outputs=16,
+        lcb_outputs=18,
+        rank=12,
+        fmb_hidden=(128,),
+        head_hidden=(128, 64),
+        dense_vectors=2,
+        feature_vectors=2,
+    ),
     "M": _FLIGHTS,
-    "L": dataclasses.replace(_FLIGHTS, fm_outputs=16, lcb_outputs=16, fmb_hidden=(512,)),
+    "L": dataclasses.replace(
+        _FLIGHTS,
+        fm_outputs=64,
+        lcb_outputs=72,
+        rank=24,
+        fmb_hidden=(512,),
+        head_hidden=(512, 256),
+        dense_vectors=8,
+        feature_vectors=8,
+    ),
 }
-"""Sizes for small data (some ten features, some 10^5 examples). The published ones: `wukong_scaling.TABLE_5`."""
+"""Sizes for small data (some ten features, some 10^5 examples). The published ones: `wukong_scaling.TABLE_5`.
+
+All have vectors of width 8 and grow by their number: on the flights, 4 vectors of 8 for each feature did better than one
+of 32 in a table as wide (docs/systems.md).
+"""
 
 
 class Mix(nnx.Module):

@@ -30,6 +30,7 @@ TINY = WukongConfig(
 FULL = dataclasses.replace(
     TINY,
     dense_vectors=2,
+    feature_vectors=2,
     important=(Important(feature="c1", vectors=3),),
     narrow=(NarrowGroup(features=("c0", "c3"), dim=2, vectors=2, hidden=(5,)),),
 )
@@ -312,8 +313,8 @@ def test_parameter_and_flop_formulas_equal_the_real_model(
 
 def test_tables_are_as_wide_as_the_role_of_their_feature_asks(schema, optimizer):
     dims = {t.name: t.dim for t in FULL.task(schema, optimizer).tables()}
-    assert dims == {"c0": 2, "c1": 12, "c2": 4, "c3": 2, "c4": 4}
-    assert FULL.input_vectors(schema) == 2 + (3 + 1 + 1) + 2
+    assert dims == {"c0": 2, "c1": 12, "c2": 8, "c3": 2, "c4": 8}
+    assert FULL.input_vectors(schema) == 2 + (3 + 2 + 2) + 2
 
 
 @pytest.mark.parametrize("size", sorted(wukong.SIZES))
