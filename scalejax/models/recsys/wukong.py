@@ -223,45 +223,36 @@ class WukongConfig:
 
 
 _FLIGHTS = WukongConfig(
-    dim=8,
+    dim=4,
     layers=2,
-    fm_outputs=32,
-    lcb_outputs=36,  # with fm_outputs 68, as many as go in (9 features, 7 bins, numbers): the residual is the identity
-    rank=24,
+    fm_outputs=64,
+    lcb_outputs=72,  # with fm_outputs 136, as many as go in (9 features, 7 bins, numbers): the residual is the identity
+    rank=12,
     fmb_hidden=(256,),
     head_hidden=(256, 128),
     bottom_hidden=(64,),
-    dense_vectors=4,
-    feature_vectors=4,
+    dense_vectors=8,
+    feature_vectors=8,
+    normalization="none",
 )
 
 SIZES = {
     "S": dataclasses.replace(
         _FLIGHTS,
         fm_outputs=16,
-        lcb_outputs=18,
-        rank=12,
+        lcb_outputs=52,
         fmb_hidden=(128,),
         head_hidden=(128, 64),
-        dense_vectors=2,
-        feature_vectors=2,
+        dense_vectors=4,
+        feature_vectors=4,
     ),
     "M": _FLIGHTS,
-    "L": dataclasses.replace(
-        _FLIGHTS,
-        fm_outputs=64,
-        lcb_outputs=72,
-        rank=24,
-        fmb_hidden=(512,),
-        head_hidden=(512, 256),
-        dense_vectors=8,
-        feature_vectors=8,
-    ),
+    "L": dataclasses.replace(_FLIGHTS, dim=8, fm_outputs=32, lcb_outputs=36, rank=24, fmb_hidden=(512,)),
 }
 """Sizes for small data (some ten features, some 10^5 examples). The published ones: `wukong_scaling.TABLE_5`.
 
-All have vectors of width 8 and grow by their number: on the flights, 4 vectors of 8 for each feature did better than one
-of 32 in a table as wide (docs/systems.md).
+On the flights many short vectors did better than one long vector in a table as wide, and the stack did better without
+LayerNorm, which takes the length of such vectors away (benchmarks/results/quality.md).
 """
 
 
