@@ -80,7 +80,7 @@ class ArrowData:
     """Examples of a file that `convert` wrote, shuffled fully without being read into memory.
 
     Attributes:
-      path: The file.
+      path: The file, or a folder that holds one `*.arrow`.
       order: "shuffled", or "time" = in the order of the file.
       verify: "checksums" = read the file once when it is opened and compare; "nothing" = do not.
       batch_size: Global batch size.
@@ -95,11 +95,19 @@ class ArrowData:
     seed: int = 0
     threads: int = 2
 
+    def schema(self) -> Schema:
+        """What batches hold; reads no examples.
+
+        Raises:
+          UserError: as `build`, checksums apart.
+        """
+        return MappedTable(self.path).layout.schema
+
     def build(self) -> BatchedDataSet:
         """Maps the file.
 
         Raises:
-          UserError: it is missing, damaged, or not made by `convert`.
+          UserError: it is missing, damaged, not made by `convert`, or one of several.
         """
         table = MappedTable(self.path)
         if self.verify == "checksums":
@@ -121,13 +129,18 @@ class MappedTable:
     """Random access to the examples of a converted file; nothing is copied but what is asked for.
 
     Args:
-      path: The file.
+      path: The file, or a folder that holds one `*.arrow`.
     Raises:
-      UserError: missing, damaged, or not made by `convert`.
+      UserError: missing, damaged, not made by `convert`, or several files.
     """
 
     def __init__(self, path: str | pathlib.Path) -> None:
-        (self.path,) = find_files(path, "*.arrow")[:1]
+        self.path, *others = find_files(path, "*.arrow")
+        if others:
+            raise UserError(
+                f"{path}: the folder holds {1 + len(others)} *.arrow files; wanted one. Point data.path at the one to "
+                f"read, for example {self.path}."
+            )
         try:
             mapped = pa.memory_map(str(self.path))
             self._reader = pa.ipc.open_file(mapped)

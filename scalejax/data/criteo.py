@@ -48,6 +48,7 @@ _NIBBLES = np.full(256, 255, np.uint8)
 for _digits in (b"0123456789abcdef", b"0123456789ABCDEF"):
     _NIBBLES[np.frombuffer(_digits, np.uint8)] = np.arange(16)
 
+_TYPES = {LABEL: pa.int8()} | dict.fromkeys(INTEGERS, pa.int32()) | dict.fromkeys(HASHES, pa.binary())
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 Progress = Callable[[int, int], None]
@@ -99,6 +100,15 @@ class CriteoData:
     seed: int = 0
     threads: int = 2
 
+    def schema(self) -> Schema:
+        """What batches hold. Of text with `Hashed` ids nothing is read, with `Counted` ids all; else the footer.
+
+        Raises:
+          UserError: as `build`.
+        """
+        converted = self._converted()
+        return _schema(_rows_in(converted) if converted else _Coder.fit(self.coding, pathlib.Path(self.path)).rows)
+
     def build(self) -> BatchedDataSet:
         """Reads or opens the files.
 
@@ -107,8 +117,8 @@ class CriteoData:
         """
         path = pathlib.Path(self.path)
         log_shift = tuple((name, self.log_shift) for name in INTEGERS)
-        if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):
-            schema = _schema(_rows_in(ParquetFiles(path)))
+        if converted := self._converted():
+            schema = _schema(_rows_in(converted))
             return parquet.ParquetData(
                 path=self.path,
                 categorical=schema.categorical,
@@ -140,6 +150,12 @@ class CriteoData:
             threads=self.threads,
             where=self.path,
         )
+
+    def _converted(self) -> ParquetFiles | None:
+        """What `to_parquet` made, or None where `path` is text."""
+        path = pathlib.Path(self.path)
+        found = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
+        return ParquetFiles(path) if found else None
 
 
 def to_parquet(
@@ -287,31 +303,44 @@ def _text_files(source: pathlib.Path) -> list[pathlib.Path]:
 
 def _read_text(source: pathlib.Path) -> Iterator[tuple[Lines, int]]:
     """Blocks of lines: label int8, integers float64 with NaN, hashes int64 with -1 = missing; and bytes read."""
-    types = {LABEL: pa.int8()} | dict.fromkeys(INTEGERS, pa.int32()) | dict.fromkeys(HASHES, pa.binary())
     before = 0
     for file in _text_files(source):
         first_row = 0
-        try:
-            raw = pa.OSFile(str(file))
-            codec = _CODECS.get(file.suffix)
-            reader = pyarrow.csv.open_csv(
-                raw if codec is None else pa.CompressedInputStream(raw, codec),
-                read_options=pyarrow.csv.ReadOptions(column_names=list(types), block_size=16 << 20),
-                parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
-                convert_options=pyarrow.csv.ConvertOptions(
-                    column_types=types, null_values=[""], strings_can_be_null=True, check_utf8=False
-                ),
-            )
-            for batch in reader:
-                where = f"{file}, line {first_row + 1} and following"
-                yield {name: _column(batch.column(name), name, where) for name in types}, before + raw.tell()
-                first_row += batch.num_rows
-        except pa.ArrowInvalid as error:
-            raise UserError(
-                f"{file}: is not in the Criteo schema after line {first_row} ({first_line(error)}); wanted a label, 13 "
-                "integers and 26 hashes, tab separated, empty = missing."
-            ) from error
+        for batch, position in _read_blocks(file):
+            where = f"{file}, line {first_row + 1} and following"
+            yield {name: _column(batch.column(name), name, where) for name in _TYPES}, before + position
+            first_row += batch.num_rows
         before += file.stat().st_size
+
+
+def _read_blocks(file: pathlib.Path) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Blocks of lines as pyarrow reads them, and bytes read."""
+    codec = _CODECS.get(file.suffix)
+    raw = pa.OSFile(str(file))
+    done = 0
+    try:
+        reader = pyarrow.csv.open_csv(
+            raw if codec is None else pa.CompressedInputStream(raw, codec),
+            read_options=pyarrow.csv.ReadOptions(column_names=list(_TYPES), block_size=16 << 20),
+            parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False, ignore_empty_lines=False),
+            convert_options=pyarrow.csv.ConvertOptions(
+                column_types=_TYPES, null_values=[""], strings_can_be_null=True, check_utf8=False
+            ),
+        )
+        for batch in reader:
+            done += batch.num_rows
+            yield batch, raw.tell()
+    except pa.ArrowInvalid as error:
+        raise UserError(
+            f"{file}: is not in the Criteo schema after line {done} ({first_line(error)}); wanted a label, 13 "
+            "integers and 26 hashes, tab separated, empty = missing."
+        ) from error
+    except OSError as error:
+        wanted = "" if codec is None else f", or not {codec}"
+        raise UserError(
+            f"{file}: cannot be read after line {done} ({first_line(error)}); truncated, damaged{wanted}? Copy it "
+            "again from its source."
+        ) from error
 
 
 def _column(array: pa.Array, name: str, where: str) -> np.ndarray:

@@ -45,6 +45,14 @@ class MovielensData:
     seed: int = 0
     threads: int = 2
 
+    def schema(self) -> Schema:
+        """What batches hold; reads the files, which define the ids.
+
+        Raises:
+          UserError: as `build`.
+        """
+        return self.build().schema
+
     def build(self) -> BatchedDataSet:
         """Reads the files.
 

@@ -61,7 +61,7 @@ def assert_equal(found, expected, batches: int) -> None:
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_a_converted_file_holds_the_same_examples(memory: BatchedDataSet, path: pathlib.Path, split: str) -> None:
     mapped = ArrowData(path=str(path), batch_size=32).build()
-    assert mapped.schema == memory.schema
+    assert mapped.schema == memory.schema == ArrowData(path=str(path)).schema()
     assert mapped.num_examples(split) == memory.num_examples(split)
     assert_equal(mapped.eval_batches(split), memory.eval_batches(split), 100)
 
@@ -98,6 +98,13 @@ def test_truncated_foreign_and_missing_files_are_refused(path: pathlib.Path, tmp
         writer.write_table(table)
     with pytest.raises(UserError, match="was not written by"):
         ArrowData(path=str(foreign)).build()
+
+
+def test_a_folder_holds_one_file(memory: BatchedDataSet, path: pathlib.Path) -> None:
+    assert ArrowData(path=str(path.parent)).build().schema == memory.schema
+    arrow.convert(memory, path.with_name("more.arrow"))
+    with pytest.raises(UserError, match=r"holds 2 \*\.arrow files; wanted one\. Point data\.path at .*more\.arrow"):
+        ArrowData(path=str(path.parent)).build()
 
 
 def test_a_flipped_byte_names_the_record_batch(path: pathlib.Path) -> None:

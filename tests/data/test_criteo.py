@@ -79,7 +79,8 @@ def test_counted_ids_are_ordered_by_frequency(text: pathlib.Path) -> None:
         kept = sorted((v for v in counts if counts[v] >= 5), key=lambda v: (-counts[v], int(v, 16)))
         of = {"": 0} | {v: 1 for v in counts} | {v: 2 + i for i, v in enumerate(kept)}
         assert found[name].tolist() == [of[v] for v in values]
-        assert data.build().schema[name].rows == 2 + len(kept)
+        assert data.schema()[name].rows == 2 + len(kept)
+    assert data.build().schema == data.schema()
 
 
 @pytest.mark.parametrize("coding", [Hashed(rows=500), Counted(min_count=3)], ids=["hashed", "counted"])
@@ -93,7 +94,9 @@ def test_a_converted_file_gives_the_same_examples(
     assert pq.read_metadata(out).num_row_groups == 5
     assert seen[-1] == (text.stat().st_size, text.stat().st_size)
     direct = columns(CriteoData(path=str(text), split=ALL, coding=coding))
-    converted = columns(CriteoData(path=str(out), split=ALL, access=access))  # pyright: ignore
+    data = CriteoData(path=str(out), split=ALL, access=access)  # pyright: ignore
+    assert data.schema() == data.build().schema == CriteoData(path=str(text), coding=coding).schema()
+    converted = columns(data)
     for name, column in direct.items():
         np.testing.assert_allclose(converted[name], column, atol=1e-6)  # sums of the statistics in another order
 
@@ -139,6 +142,43 @@ def test_a_truncated_line_is_refused(text: pathlib.Path) -> None:
     text.write_text(text.read_text()[:-30])
     with pytest.raises(UserError, match=r"train\.txt: is not in the Criteo schema .*Expected 40 columns"):
         CriteoData(path=str(text)).build()
+
+
+def _flip(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 0xFF]) + data[middle + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[: len(data) // 2], "Truncated compressed stream"),
+        (lambda data: data[:-8], "Truncated compressed stream"),
+        (lambda data: data[:5], "Truncated compressed stream"),
+        (_flip, "zlib inflate failed"),
+        (lambda data: gzip.decompress(data), "zlib inflate failed: incorrect header check"),
+    ],
+    ids=["cut", "no_checksum", "cut_header", "flipped", "not_gzip"],
+)
+def test_a_damaged_gzip_file_is_refused(text: pathlib.Path, tmp_path: pathlib.Path, damage, said: str) -> None:
+    path = tmp_path / "train.txt.gz"
+    path.write_bytes(damage(gzip.compress(text.read_bytes())))
+    message = (
+        rf"train\.txt\.gz: cannot be read after line \d+ \({said}.*\); .* not gzip\? Copy it again from its source"
+    )
+    with pytest.raises(UserError, match=message):
+        CriteoData(path=str(path)).build()
+
+
+def test_the_schema_of_hashed_text_needs_no_data() -> None:
+    schema = CriteoData(path="not/here", coding=Hashed(rows=10)).schema()
+    assert schema.keys == HASHES
+    assert schema.dense == INTEGERS
+    assert {feature.rows for feature in schema.categorical} == {10}
+    with pytest.raises(UserError, match="no such file"):
+        CriteoData(path="not/here", coding=Counted()).schema()
+    with pytest.raises(UserError, match="no such file"):
+        CriteoData(path="not/here.parquet").schema()
 
 
 def test_missing_and_empty_files_are_refused(tmp_path: pathlib.Path) -> None:

@@ -39,6 +39,7 @@ def path(tmp_path: pathlib.Path) -> str:
 
 def test_ratings_users_and_films_are_joined(path: str) -> None:
     data = MovielensData(path=path, batch_size=16).build()
+    assert data.schema == MovielensData(path=path).schema()
     assert data.schema.keys == ("user_id", "age", "gender", "occupation", "item_id", "release_year", "class")
     assert [data.num_examples(s) for s in ("train", "validation", "test")] == [160, 20, 20]
     assert data.schema["class"].length is None
