@@ -71,6 +71,9 @@ class _Given:
 
     batch_size: int
 
+    def schema(self) -> NoReturn:
+        raise NotImplementedError("the schema of a benchmark comes from the benchmark")
+
     def build(self) -> NoReturn:
         raise NotImplementedError("the batches of a benchmark come from the benchmark")
 

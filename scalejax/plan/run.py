@@ -127,7 +127,7 @@ def plan(experiment: "Experiment", topology_name: str, mesh: str | None = None) 
     device_mesh, warnings = topology.make_mesh(machine, shape)
     from scalejax.train import program as programs
 
-    program = programs.build(experiment, experiment.data.build().schema, device_mesh)
+    program = programs.build(experiment, experiment.data.schema(), device_mesh)
     placements = experiment.rules.describe(
         {name: (program.model.logical_axes[name], p.shape) for name, p in program.model.params.items()}, device_mesh
     )

@@ -45,6 +45,9 @@ class Data:
     batch_size: int = 8
     path: str | None = None
 
+    def schema(self) -> Any:
+        raise NotImplementedError
+
     def build(self) -> Any:
         raise NotImplementedError
 

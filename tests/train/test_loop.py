@@ -260,6 +260,9 @@ class FailingData:
     def batch_size(self):
         return self.whole.batch_size
 
+    def schema(self):
+        return self.whole.schema()
+
     def build(self):
         return Failing(self.whole.build(), self.bad)
 
