@@ -193,6 +193,30 @@ def test_checkpoint_that_a_kill_left_half_written_is_passed_over(recipe, run):
     assert_usable(recipe, run, 12)
 
 
+def test_fewer_steps_than_were_trained(recipe, run):
+    before = (run / "metrics.jsonl").read_bytes()
+    result = invoke("train", recipe, "--workdir", run, "--set", "steps=6")
+    assert_one_message(result.exit_code, result.stderr, "steps=6", str(run), "12 steps", "another --workdir")
+    assert (run / "metrics.jsonl").read_bytes() == before
+    assert_usable(recipe, run, 12)
+
+
+def test_what_is_not_finite_is_not_saved_however_seldom_the_log_is_written(recipe, run):
+    diverging = ["steps=40", "log_every=40", "eval_every=0", "checkpoints.every=2", "row_optimizer.learning_rate=1e38"]
+    settings = [word for one in diverging for word in ("--set", one)]
+    result = invoke("train", recipe, "--workdir", run, *settings)
+    assert_one_message(result.exit_code, result.stderr, "not finite in the steps up to 14", "Lower the learning rates")
+    assert_usable(recipe, run, 12)
+
+
+@pytest.mark.parametrize(
+    ("fraction", "field"), [("validation=0", "eval_split"), ("validation=0.2", "final_split")], ids=["eval", "final"]
+)
+def test_split_without_examples(recipe, tmp_path, fraction, field):
+    result = invoke("train", recipe, "--workdir", tmp_path / "run", "--set", f"data.split.{fraction}")
+    assert_one_message(result.exit_code, result.stderr, field, "no examples", "data.split")
+
+
 def test_two_runs_in_one_folder(recipe, run):
     with RunFolder(run):
         result = invoke("train", recipe, "--workdir", run)

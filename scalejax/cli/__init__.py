@@ -6,6 +6,10 @@
 
 import os
 import sys
+import threading
+
+LEAVE_S = 10
+"""How long a process of several that ends with an error waits for the others to end as well."""
 
 
 def main() -> None:
@@ -25,9 +29,28 @@ def main() -> None:
         app(prog_name="scalejax")
     except SystemExit as stop:
         if stop.code != 130:
+            if stop.code:
+                _leave_in_time(stop.code if isinstance(stop.code, int) else 1)
             raise
         # Threads of jax and of the input pipeline may be in the middle of something: an orderly end of the interpreter
         # would pull it away under them (seen: a segmentation fault during compilation). Files are closed by now.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130)
+    except BaseException:
+        _leave_in_time(1)
+        raise
+
+
+def _leave_in_time(status: int) -> None:
+    """Ends this process soon if it is one of several.
+
+    An error that all processes meet ends them all at once. One that a process meets alone leaves the others in the
+    middle of a step; jax would let them and this one wait for each other for minutes. When this one is gone they fail.
+    """
+    jax = sys.modules.get("jax")
+    if jax is None or not jax.distributed.is_initialized():
+        return
+    timer = threading.Timer(LEAVE_S, os._exit, [status])
+    timer.daemon = True
+    timer.start()

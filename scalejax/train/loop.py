@@ -59,13 +59,14 @@ def train(
       UserError: bad input, named with what to do.
     """
     data = experiment.data.build()
+    _check_splits(data, eval_split=experiment.eval_split, final_split=experiment.final_split)
     program = programs.build(experiment, data.schema, make_mesh(experiment.mesh))
     timer = StepTimer(in_flight=program.in_flight - 1)
     with (
         RunFolder(run_folder.choose(workdir, recipe, resume)) as folder,
         Checkpointer(folder.checkpoints, experiment.checkpoints, snapshot.identity(program, data)) as checkpoints,
     ):
-        start = folder.resume_step(resume, checkpoints.latest())
+        start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.steps)
         with timer.phase("compile"):
             state, host = _begin(program) if start is None else _restore(program, checkpoints, start)
         environment = run_folder.environment_record(_mesh_sizes(program))
@@ -102,6 +103,7 @@ def evaluate(
       UserError: no such checkpoint, another model or other data, a damaged file.
     """
     data = experiment.data.build()
+    _check_splits(data, split=split)
     program = programs.build(experiment, data.schema, make_mesh(experiment.mesh))
     identity = snapshot.identity(program, data)
     with Checkpointer(pathlib.Path(workdir) / "checkpoints", experiment.checkpoints, identity) as checkpoints:
@@ -196,19 +198,12 @@ class _Run:
         return closing | self.timer.summary() | peak_memory(self.program.mesh.local_mesh.devices.flat)
 
     def _log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:
-        """Writes the window that ends here; the one place where training waits for the device."""
+        """Writes the window that ends here; here and before a save training waits for the device."""
+        self._check(state, step)
         state, sums = self.program.take_metrics(state)
         with self.timer.phase("blocked"):
             window = metrics.to_host(sums)
-            faults = np.asarray(self.program.faults(state))
-        self.program.collection.check_faults(faults)
         values = metrics.compute(window, self.names)
-        if window.nonfinite.any():
-            raise UserError(
-                f"The loss of {int(window.nonfinite.sum())} examples was not finite in the steps up to {step}. Nothing "
-                "was saved after the last checkpoint. Lower the learning rates, --set optimizer.learning_rate.peak=... "
-                "and --set row_optimizer.learning_rate=..., and start again from it."
-            )
         host = host.with_window(window)
         assert host.lifetime.sums is not None
         lifetime = metrics.compute(host.lifetime.sums, self.names)
@@ -224,6 +219,19 @@ class _Run:
             auc=_first(values, "auc_hist"),
         )
         return state, host, shown
+
+    def _check(self, state: TrainState, step: int) -> None:
+        """Nothing that is not finite, and no lookup that went wrong, is ever logged or saved."""
+        with self.timer.phase("blocked"):
+            faults = np.asarray(self.program.faults(state))
+            nonfinite = int(np.asarray(state.metrics.nonfinite).sum())
+        self.program.collection.check_faults(faults)
+        if nonfinite:
+            raise UserError(
+                f"The loss of {nonfinite} examples was not finite in the steps up to {step}. Nothing was saved after "
+                "the last checkpoint. Lower the learning rates, --set optimizer.learning_rate.peak=... and "
+                "--set row_optimizer.learning_rate=..., and start again from it."
+            )
 
     def _evaluate(self, state: TrainState, step: int, split: str) -> dict[str, float]:
         scores = scoring.score(self.program, state, _eval_batches(self.data, split))
@@ -246,10 +254,21 @@ class _Run:
         return host
 
     def _save(self, state: TrainState, host: HostState, step: int, scored: dict[str, float] | None) -> None:
+        self._check(state, step)
         self.events.sync()
         best = self.experiment.checkpoints.best_metric
         kept = None if scored is None else {best: _first(scored, best)}
         self.checkpoints.save(step, snapshot.to_stored(self.program, state), host.to_dict(), kept)
+
+
+def _check_splits(data: DataSet, **splits: str) -> None:
+    """Before anything is trained for scores that cannot be had."""
+    for field, split in splits.items():
+        if data.num_examples(split) == 0:
+            raise UserError(
+                f"{field}: split {split!r} has no examples, and it is scored. Give it a share of the data "
+                "(--set data.split...), or name another split."
+            )
 
 
 def _begin(program: Program) -> tuple[TrainState, HostState]:

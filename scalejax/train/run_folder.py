@@ -90,13 +90,14 @@ class RunFolder:
             os.close(self._lock)
             self._lock = None
 
-    def resume_step(self, resume: Resume, latest: int | None) -> int | None:
+    def resume_step(self, resume: Resume, latest: int | None, *, steps: int) -> int | None:
         """The step to restore; None = begin.
 
         Args:
           resume: "auto" goes on from the newest checkpoint or begins; "never" begins, and only in a folder without
             a run; "must" goes on, and needs a checkpoint.
           latest: The newest checkpoint in the folder; None if there is none.
+          steps: How many the run is to have.
         Raises:
           UserError: The folder and the wish do not fit.
         """
@@ -112,6 +113,11 @@ class RunFolder:
                 raise UserError(
                     f"--resume never: {self.path} already holds a run ({state}). Choose another --workdir, or use "
                     "--resume auto to go on with it."
+                )
+            if latest is not None and latest > steps:
+                raise UserError(
+                    f"steps={steps}: {self.path} has already been trained for {latest} steps. Give more steps to go "
+                    "on, or another --workdir to begin again."
                 )
             return latest
 

@@ -9,6 +9,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from scalejax.data.batch import Batch
+from scalejax.errors import UserError
 from scalejax.train import evaluation, exact
 from scalejax.train.convert import Prefetch
 from scalejax.train.program import Program
@@ -44,7 +45,11 @@ class Scores:
 
 
 def score(program: Program, state: TrainState, batches: Iterator[Batch]) -> Scores:
-    """Runs the model over one pass of batches; every process passes its slices and gets all scores."""
+    """Runs the model over one pass of batches; every process passes its slices and gets all scores.
+
+    Raises:
+      UserError: a score is not finite.
+    """
     logits: list[jax.Array] = []
     slices: list[Batch] = []
     with Prefetch(batches, program) as prefetched:
@@ -57,6 +62,12 @@ def score(program: Program, state: TrainState, batches: Iterator[Batch]) -> Scor
             logits.append(out)
             slices.append(host)
     all_logits = np.concatenate([np.asarray(part) for part in logits])
+    if not np.isfinite(all_logits).all():
+        raise UserError(
+            f"The scores of {int((~np.isfinite(all_logits)).any(1).sum())} examples are not finite at step "
+            f"{int(state.step)}: these parameters are of no use. Take an earlier checkpoint (--step), or train again "
+            "with lower learning rates."
+        )
     labels = _gather(np.stack([b.labels for b in slices]))
     weights = _gather(np.stack([b.weights for b in slices]))
     kept = weights > 0

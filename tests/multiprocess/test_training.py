@@ -96,6 +96,15 @@ def test_a_mistake_is_one_message_of_each_process(recipe, by_two):
         assert "Traceback" not in one.stderr
 
 
+def test_an_error_of_process_0_alone_ends_the_whole_job_soon(recipe, tmp_path):
+    worker = pathlib.Path(__file__).with_name("failing_worker.py")
+    workers = start_workers(worker, 2, 1, ["train", recipe, "--workdir", str(tmp_path / "run")])
+    first, other = finish(workers, timeout_s=120, patience_s=60)
+    assert first.returncode == 2, first.stderr
+    assert "Error: cannot write" in first.stderr
+    assert other.returncode not in (0, -9), other.stderr
+
+
 def test_losses_and_parameters_agree_in_float64(recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
     rows = pathlib.Path(recipe.partition(":")[0]).with_name("rows.parquet")

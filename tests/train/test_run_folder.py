@@ -106,10 +106,10 @@ def test_where_a_run_goes_on(tmp_path, resume, latest, holds_run, expected):
             folder.begin(EXPERIMENT, {}, None)
         if isinstance(expected, str):
             with pytest.raises(UserError) as error:
-                folder.resume_step(resume, latest)
+                folder.resume_step(resume, latest, steps=100)
             assert f"--resume {resume}: {tmp_path} {expected}" in str(error.value)
         else:
-            assert folder.resume_step(resume, latest) == expected
+            assert folder.resume_step(resume, latest, steps=100) == expected
 
 
 def test_a_changed_experiment_is_reported_and_the_old_record_kept(tmp_path):

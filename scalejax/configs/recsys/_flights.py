@@ -17,14 +17,14 @@ from scalejax.train.protocols import ModelConfig
 SCHEDULE_WARMUP = 0.05
 
 
-def experiment(model: ModelConfig, data: FlightsData | None = None) -> Experiment:
+def experiment(model: ModelConfig, data: FlightsData | None = None, l2: float = 1e-4) -> Experiment:
     """Two epochs of `model` on the random split."""
     return Experiment(
         model=model,
         data=data or FlightsData(number_bins=64),
         steps=512,
         optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=4e-3, warmup=SCHEDULE_WARMUP)),
-        row_optimizer=RowwiseAdagrad(learning_rate=0.3, weight_decay=1e-4),
+        row_optimizer=RowwiseAdagrad(learning_rate=0.3, weight_decay=l2),
         row_schedule=optim.WarmupCosine(peak=1.0, warmup=SCHEDULE_WARMUP),
         log_every=32,
         eval_every=256,

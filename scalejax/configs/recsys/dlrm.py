@@ -7,7 +7,7 @@ from scalejax.configs.recsys import _flights, _movielens
 from scalejax.models.recsys import dlrm
 from scalejax.train.experiment import Experiment
 
-_MODEL = dlrm.DlrmConfig(dim=32, bottom_hidden=(64,), top_hidden=(256, 128))
+_MODEL = dlrm.DlrmConfig(dim=32, bottom_hidden=(64,), top_hidden=(512, 256))
 
 
 def flights() -> Experiment:
