@@ -24,13 +24,17 @@ class Fractions:
       validation: Share of the validation split.
       by: "random" = seeded; "position" = the first examples train, the last test (a time split of a file in time
         order).
-      seed: Seed of "random"; the order of training has its own.
+      seed: Seed of "random", in [0, 2**32); the order of training has its own.
     """
 
     train: float = 0.8
     validation: float = 0.1
     by: Literal["random", "position"] = "random"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 2**32:  # what numpy.random.RandomState takes
+            raise ValueError(f"Fractions: seed must be at least 0 and less than 2**32; got {self.seed}.")
 
     def assign(self, examples: int) -> dict[str, np.ndarray]:
         """Rows of each split, int64, ascending.

@@ -30,8 +30,11 @@ class WarmupCosine:
     warmup: float = 0.1
     final: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_warmup(self)
+
     def build(self, steps: int) -> optax.Schedule:
-        warm = _warmup_steps(self.warmup, steps)
+        warm = round(self.warmup * steps)
         down = optax.cosine_decay_schedule(self.peak, max(1, steps - warm), alpha=self.final)
         return optax.join_schedules([optax.linear_schedule(0.0, self.peak, max(1, warm)), down], [warm])
 
@@ -44,8 +47,11 @@ class WarmupLinear:
     warmup: float = 0.1
     final: float = 0.0
 
+    def __post_init__(self) -> None:
+        _check_warmup(self)
+
     def build(self, steps: int) -> optax.Schedule:
-        warm = _warmup_steps(self.warmup, steps)
+        warm = round(self.warmup * steps)
         down = optax.linear_schedule(self.peak, self.final * self.peak, max(1, steps - warm))
         return optax.join_schedules([optax.linear_schedule(0.0, self.peak, max(1, warm)), down], [warm])
 
@@ -53,7 +59,8 @@ class WarmupLinear:
 Schedule = Constant | WarmupCosine | WarmupLinear
 
 
-def _warmup_steps(fraction: float, steps: int) -> int:
-    if not 0.0 <= fraction < 1.0:
-        raise ValueError(f"warmup must be a fraction of the run in [0, 1); got {fraction}.")
-    return round(fraction * steps)
+def _check_warmup(schedule: WarmupCosine | WarmupLinear) -> None:
+    if not 0.0 <= schedule.warmup < 1.0:
+        raise ValueError(
+            f"{type(schedule).__name__}: warmup must be a fraction of the run in [0, 1); got {schedule.warmup}."
+        )

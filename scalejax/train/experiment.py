@@ -45,6 +45,10 @@ class Checkpoints:
     keep_best: int = 1
     best_metric: Literal["logloss", "ne", "auc"] = "logloss"
 
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"Checkpoints: every must be at least 1, or 0 for only the last step; got {self.every}.")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -53,7 +57,7 @@ class Experiment:
     Attributes:
       model: Architecture.
       data: Where examples come from; holds the global batch size.
-      steps: Optimizer steps.
+      steps: Optimizer steps, fewer than 2**31: they are counted in 32 bits.
       optimizer: Optimizer of the dense part.
       row_optimizer: Optimizer of the embedding tables, learning rate included.
       row_schedule: Factor on the learning rate of the tables, by step.
@@ -63,7 +67,7 @@ class Experiment:
       precision: Dtypes.
       microbatch: Most examples that a device puts through the dense part at once; gradients add up over the parts and
         one update follows. None = 1,024 on CPU, where temporaries then stay in the caches, and everything elsewhere.
-      seed: Seeds parameters and dropout (the order of the data has its own seed).
+      seed: Seeds parameters and dropout, in [0, 2**32) (the order of the data has its own seed).
       log_every: Steps between lines of metrics; these are the windows of windowed metrics.
       eval_every: Steps between evaluations on the validation split; 0 = only at the end.
       eval_split: Split scored at intervals.
@@ -91,3 +95,17 @@ class Experiment:
     final_split: str = "test"
     validation: Literal["split", "progressive"] = "split"
     checkpoints: Checkpoints = Checkpoints()
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.steps < 2**31:
+            raise ValueError(f"Experiment: steps must be at least 1 and less than 2**31; got {self.steps}.")
+        if self.microbatch is not None and self.microbatch < 1:
+            raise ValueError(f"Experiment: microbatch must be at least 1, or None; got {self.microbatch}.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"Experiment: seed must be at least 0 and less than 2**32; got {self.seed}.")
+        if self.log_every < 1:
+            raise ValueError(f"Experiment: log_every must be at least 1; got {self.log_every}.")
+        if self.eval_every < 0:
+            raise ValueError(
+                f"Experiment: eval_every must be at least 1, or 0 for only the end; got {self.eval_every}."
+            )

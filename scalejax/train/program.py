@@ -259,13 +259,11 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     """Binds an experiment to a schema and a mesh; allocates nothing.
 
     Raises:
-      UserError: the batch does not divide over the mesh, or the model and the schema do not fit.
+      UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, or the
+        model and the schema do not fit.
     """
     meshes.check_batch(experiment.data.batch_size, mesh)
-    if experiment.steps < 1:
-        raise UserError(f"steps must be at least 1; got {experiment.steps}. Set it with --set steps=N.")
-    if experiment.microbatch is not None and experiment.microbatch < 1:
-        raise UserError(f"microbatch must be at least 1, or None; got {experiment.microbatch}.")
+    _check_precision(experiment.precision)
     task = experiment.model.task(schema, experiment.row_optimizer)
     tables, dtype = task.tables(), experiment.precision.tables
     if dtype is not None:
@@ -280,6 +278,16 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
         model=ModelShape.of(abstract),
         layout=collection.layout(schema, experiment.data.batch_size),
     )
+
+
+def _check_precision(precision: Precision) -> None:
+    """Refuses float64 where jax would quietly compute in float32."""
+    for field in dataclasses.fields(precision):
+        if getattr(precision, field.name) == "float64" and jnp.result_type(float) != jnp.float64:
+            raise UserError(
+                f"precision.{field.name} is float64, but this jax has 64-bit types switched off and would use float32. "
+                f"Set JAX_ENABLE_X64=1 in the environment, or choose another type with --set precision.{field.name}=..."
+            )
 
 
 def _init_model(task: Task, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:

@@ -24,9 +24,11 @@ def test_schedule_without_warmup_starts_at_its_peak():
     assert float(optim.WarmupCosine(peak=3.0, warmup=0.0).build(10)(0)) == 3.0
 
 
-def test_warmup_must_be_a_fraction():
-    with pytest.raises(ValueError, match=r"fraction of the run in \[0, 1\); got 100"):
-        optim.WarmupCosine(warmup=100).build(1000)
+@pytest.mark.parametrize("schedule", [optim.WarmupCosine, optim.WarmupLinear])
+@pytest.mark.parametrize("warmup", [1, 100, -0.1])
+def test_warmup_must_be_a_fraction(schedule, warmup):
+    with pytest.raises(ValueError, match=rf"{schedule.__name__}: .*fraction of the run in \[0, 1\); got {warmup}"):
+        schedule(warmup=warmup)
 
 
 def test_adam_equals_its_equations():

@@ -104,9 +104,11 @@ def test_batch_that_does_not_divide_names_the_axis():
         program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
 
 
-def test_steps_must_be_positive():
-    with pytest.raises(UserError, match="steps must be at least 1; got 0"):
-        program.build(_experiment(steps=0), FlightsData().schema(), make_mesh(MeshShape(), jax.devices()[:1]))
+@pytest.mark.parametrize("field", ["params", "compute", "tables"])
+def test_float64_needs_64_bit_types(field):
+    experiment = _experiment(precision=Precision(**{field: "float64"}))
+    with pytest.raises(UserError, match=rf"precision\.{field} is float64.*JAX_ENABLE_X64=1"):
+        program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
 
 
 def test_fsdp_shards_what_divides():
@@ -129,8 +131,3 @@ def test_microbatches_add_up_to_the_whole_batch(x64, devices):
     np.testing.assert_allclose(parts, losses, rtol=1e-12)  # float64 sums in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other["params"], state["params"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other["tables"], state["tables"])
-
-
-def test_microbatch_must_be_positive():
-    with pytest.raises(UserError, match="microbatch must be at least 1, or None; got 0"):
-        program.build(_experiment(microbatch=0), FlightsData().schema(), make_mesh(MeshShape(), jax.devices()[:1]))

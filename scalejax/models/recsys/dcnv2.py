@@ -51,6 +51,10 @@ class DcnV2Config:
     embedding_scale: float | None = None
     dropout: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"DcnV2Config: dropout must lie in [0, 1); got {self.dropout}.")
+
     def task(self, schema: Schema, row_optimizer: RowOptimizer) -> CtrTask:
         """Binds the model to the columns of a data set."""
         return CtrTask(model=self, schema=schema, row_optimizer=row_optimizer)

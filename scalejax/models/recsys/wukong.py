@@ -120,6 +120,9 @@ class WukongConfig:
         for name in (*at_least_one, "dense_vectors", "feature_vectors"):
             if getattr(self, name) < 1:
                 raise ValueError(f"WukongConfig: {name} must be at least 1; got {getattr(self, name)}.")
+        for name in ("dropout", "embedding_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"WukongConfig: {name} must lie in [0, 1); got {getattr(self, name)}.")
         for name, choices in (("fm", FmKind), ("normalization", Normalization), ("activation", nn.Activation)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(
