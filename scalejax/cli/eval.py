@@ -1,5 +1,6 @@
 """`scalejax eval`: score a checkpoint of a run folder on a split."""
 
+import dataclasses
 import json
 import pathlib
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +25,12 @@ def evaluate(
     ] = None,
     recipe: options.RecipeFile = None,
     mesh: options.MeshSizes = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size", metavar="N", min=1, help="Examples per batch over all devices. Default: that of the run."
+        ),
+    ] = None,
     cpu_devices: options.CpuDevices = None,
     coordinator: options.Coordinator = None,
     processes: options.Processes = None,
@@ -33,9 +40,13 @@ def evaluate(
     environment.prepare(cpu_devices=cpu_devices)
     experiment = load_run(run_folder, recipe)
     if mesh is not None:
+        from scalejax.parallel.mesh import parse_mesh
+
+        experiment = dataclasses.replace(experiment, mesh=parse_mesh(mesh))
+    if batch_size is not None:
         from scalejax.configs import overrides
 
-        experiment = overrides.apply(experiment, mesh_sets(mesh))
+        experiment = overrides.apply(experiment, [f"data.batch_size={batch_size}"])
     from scalejax.train import console as closing
     from scalejax.train import distributed, loop
 
@@ -78,20 +89,3 @@ def load_run(run_folder: pathlib.Path, recipe: str | None) -> "Experiment":
     from scalejax.configs import serialization
 
     return serialization.reload(read_record(run_folder), recipe=recipe, where=run_folder)
-
-
-def mesh_sets(mesh: str) -> list[str]:
-    """`fsdp=4,tensor=2` as overrides: axes that are not named become 1.
-
-    Raises:
-      UserError: not of that form, or an axis that does not exist.
-    """
-    from scalejax.parallel.mesh import AXES
-
-    sizes = {}
-    for part in mesh.split(","):
-        axis, equals, size = (text.strip() for text in part.partition("="))
-        if axis not in AXES or not equals:
-            raise UserError(f"--mesh {mesh}: must be AXIS=N,... with axes of {', '.join(AXES)}; got {part!r}.")
-        sizes[axis] = size
-    return [f"mesh.{axis}={sizes.get(axis, 1)}" for axis in AXES]

@@ -9,7 +9,9 @@ The batch is sharded over `BATCH_AXES`; embedding lookups shard it over all of `
 """
 
 import dataclasses
+import difflib
 import math
+import re
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -55,9 +57,31 @@ class MeshShape:
             stated = ", ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True) if s != 1) or "all axes 1"
             raise UserError(
                 f"MeshShape: axis sizes must multiply to the {devices} devices at hand; got {stated}. "
-                "Change the sizes (--set mesh.fsdp=-1 takes whatever is left), or the number of devices."
+                "Change the number of devices, or the sizes: fsdp=-1 takes whatever is left (train: "
+                "--set mesh.fsdp=-1, eval: --mesh fsdp=-1)."
             )
         return tuple(sizes)
+
+
+def parse_mesh(text: str) -> MeshShape:
+    """Reads mesh sizes such as `fsdp=8,tensor=2`; an axis that is not named has size 1, and `-1` takes what is left.
+
+    Raises:
+      UserError: an axis does not exist, is named twice, or its size is no whole number.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, equals, size = (word.strip() for word in part.partition("="))
+        if not equals or not re.fullmatch(r"-?\d+", size):
+            raise UserError(f"mesh: must look like fsdp=8,tensor=2; got {part!r} in {text!r}. Give AXIS=SIZE.")
+        if axis not in AXES:
+            near = difflib.get_close_matches(axis, AXES, n=1)
+            hint = f"Did you mean {near[0]}?" if near else f"The axes are {', '.join(AXES)}."
+            raise UserError(f"mesh: axis must be one of {', '.join(AXES)}; got {axis!r} in {text!r}. {hint}")
+        if axis in sizes:
+            raise UserError(f"mesh: each axis may be given once; got {axis} twice in {text!r}. Drop one of them.")
+        sizes[axis] = int(size)
+    return MeshShape(**{"fsdp": 1, **sizes})
 
 
 def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
@@ -99,7 +123,8 @@ def check_batch(batch_size: int, mesh: Mesh) -> None:
             nearest = f"{below} or {above}" if below else f"{above}"
             raise UserError(
                 f"batch_size {batch_size} does not divide over {what}: {sizes} make {count} shards. The nearest sizes "
-                f"that do: {nearest}; set it with --set data.batch_size=N, or change the mesh with --set mesh.AXIS=N."
+                f"that do: {nearest}; set it with --set data.batch_size=N (eval: --batch-size N), or change the mesh "
+                "with --set mesh.AXIS=N (eval and plan: --mesh AXIS=N,...)."
             )
 
 

@@ -18,6 +18,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from scalejax.errors import UserError
+from scalejax.parallel.mesh import parse_mesh as parse_mesh
 from scalejax.plan import chips
 from scalejax.plan.chips import Chip
 
@@ -97,29 +98,6 @@ def parse(text: str) -> Topology:
             f"{chip.link_axes} positive sizes, and slices is at least 1; got {text!r}. {_nearest(chip, shape)}"
         )
     return Topology(chip, shape, slices)
-
-
-def parse_mesh(text: str) -> "MeshShape":
-    """Reads mesh sizes such as `fsdp=8,tensor=2`; an axis that is not named has size 1, and `-1` takes what is left.
-
-    Raises:
-      UserError: an axis does not exist, is named twice, or its size is no whole number.
-    """
-    from scalejax.parallel.mesh import AXES, MeshShape
-
-    sizes: dict[str, int] = {}
-    for part in text.split(","):
-        axis, equals, size = (word.strip() for word in part.partition("="))
-        if not equals or not re.fullmatch(r"-?\d+", size):
-            raise UserError(f"mesh: must look like fsdp=8,tensor=2; got {part!r} in {text!r}. Give AXIS=SIZE.")
-        if axis not in AXES:
-            near = difflib.get_close_matches(axis, AXES, n=1)
-            hint = f"Did you mean {near[0]}?" if near else f"The axes are {', '.join(AXES)}."
-            raise UserError(f"mesh: axis must be one of {', '.join(AXES)}; got {axis!r} in {text!r}. {hint}")
-        if axis in sizes:
-            raise UserError(f"mesh: each axis may be given once; got {axis} twice in {text!r}. Drop one of them.")
-        sizes[axis] = int(size)
-    return MeshShape(**{"fsdp": 1, **sizes})
 
 
 def default_mesh(topology: Topology) -> "MeshShape":

@@ -59,7 +59,28 @@ def test_eval_runs_the_recorded_recipe_again(invoke, example, loop, tmp_path):
     experiment, named = loop.calls[1]
     assert (experiment.steps, experiment.mesh.fsdp, experiment.mesh.tensor) == (3, 1, 2)
     assert (named["workdir"], named["split"], named["step"]) == (tmp_path, "test", 2)
-    assert "AXIS=N" in invoke("eval", str(tmp_path), "--recipe", example, "--mesh", "data=2").stderr
+    assert experiment.data.batch_size == 8
+    invoke("eval", str(tmp_path), "--recipe", example, "--batch-size", "24")
+    experiment, _ = loop.calls[2]
+    assert (experiment.data.batch_size, experiment.mesh.fsdp) == (24, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--mesh", "data=2"), "axis must be one of replica, fsdp"),
+        (("--mesh", "fsdp=4,fsdp=2"), "got fsdp twice"),
+        (("--mesh", "fsdp"), "Give AXIS=SIZE"),
+        (("--batch-size", "0"), "--batch-size"),
+    ],
+)
+def test_eval_refuses_a_wrong_mesh_or_batch_size(invoke, example, loop, tmp_path, arguments, words):
+    invoke("train", example, "--workdir", str(tmp_path))
+    (tmp_path / "experiment.json").write_text(json.dumps(loop.calls.pop()[1]["record"]))
+    refused = invoke("eval", str(tmp_path), "--recipe", example, *arguments)
+    assert refused.exit_code == 2
+    assert words in refused.stderr
+    assert not loop.calls
 
 
 def test_every_start_without_workdir_gets_a_folder_of_its_own(invoke, example, loop, tmp_path, monkeypatch):

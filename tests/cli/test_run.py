@@ -17,6 +17,13 @@ def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
     evaluated = invoke("eval", str(workdir), "--recipe", recipe)
     assert evaluated.exit_code == 0, evaluated.stderr
     assert f"{summary['test_auc']:.4f}" in evaluated.stdout
+    elsewhere = ("eval", str(workdir), "--recipe", recipe, "--mesh", "fsdp=4,tensor=2")
+    refused = invoke(*elsewhere, "--batch-size", "12")
+    assert refused.exit_code == 2
+    assert "--batch-size N" in refused.stderr
+    resized = invoke(*elsewhere, "--batch-size", "16")
+    assert resized.exit_code == 0, resized.stderr
+    assert f"{summary['test_auc']:.4f}" in resized.stdout
 
 
 @pytest.mark.parametrize(

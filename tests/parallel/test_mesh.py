@@ -15,8 +15,30 @@ def test_whatever_is_left_goes_to_the_open_axis():
 
 
 def test_sizes_that_do_not_multiply_to_the_devices_are_refused():
-    with pytest.raises(UserError, match="must multiply to the 8 devices at hand; got fsdp=3"):
+    with pytest.raises(UserError, match=r"must multiply to the 8 devices at hand; got fsdp=3.*eval: --mesh fsdp=-1"):
         meshes.make_mesh(MeshShape(fsdp=3))
+
+
+def test_reads_mesh_sizes():
+    assert meshes.parse_mesh("fsdp=8, tensor=2") == MeshShape(fsdp=8, tensor=2)
+    assert meshes.parse_mesh("tensor=4") == MeshShape(fsdp=1, tensor=4)
+    assert meshes.parse_mesh("replica=2,fsdp=-1").resolve(16) == (2, 8, 1, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fdsp=3", "Did you mean fsdp?"),
+        ("fsdp:3", "AXIS=SIZE"),
+        ("fsdp=two", "AXIS=SIZE"),
+        ("fsdp=2,fsdp=3", "fsdp twice"),
+        ("", "AXIS=SIZE"),
+    ],
+)
+def test_refuses_what_is_no_mesh(text, said):
+    with pytest.raises(UserError, match="mesh: ") as error:
+        meshes.parse_mesh(text)
+    assert said in str(error.value)
 
 
 def test_a_batch_that_does_not_divide_names_axes_and_sizes():
@@ -24,8 +46,12 @@ def test_a_batch_that_does_not_divide_names_axes_and_sizes():
     meshes.check_batch(16, mesh)
     with pytest.raises(UserError, match=r"batch_size 6 does not divide over the batch axes: replica=2, fsdp=2 make 4"):
         meshes.check_batch(6, mesh)
-    with pytest.raises(UserError, match=r"batch_size 12 does not divide over all axes .*tensor=2 make 8.*8 or 16"):
+    with pytest.raises(
+        UserError, match=r"batch_size 12 does not divide over all axes .*tensor=2 make 8.*8 or 16"
+    ) as error:
         meshes.check_batch(12, mesh)
+    assert "--set data.batch_size=N (eval: --batch-size N)" in str(error.value)
+    assert "--set mesh.AXIS=N (eval and plan: --mesh AXIS=N,...)" in str(error.value)
     with pytest.raises(UserError, match="at least 1"):
         meshes.check_batch(0, mesh)
 

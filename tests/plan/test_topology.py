@@ -51,28 +51,6 @@ def test_refuses_what_is_no_topology_and_names_a_near_one(text, said):
     assert said in str(error.value)
 
 
-def test_reads_mesh_sizes():
-    assert topology.parse_mesh("fsdp=8, tensor=2") == MeshShape(fsdp=8, tensor=2)
-    assert topology.parse_mesh("tensor=4") == MeshShape(fsdp=1, tensor=4)
-    assert topology.parse_mesh("replica=2,fsdp=-1").resolve(16) == (2, 8, 1, 1, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("fdsp=3", "Did you mean fsdp?"),
-        ("fsdp:3", "AXIS=SIZE"),
-        ("fsdp=two", "AXIS=SIZE"),
-        ("fsdp=2,fsdp=3", "fsdp twice"),
-        ("", "AXIS=SIZE"),
-    ],
-)
-def test_refuses_what_is_no_mesh(text, said):
-    with pytest.raises(UserError, match="mesh: ") as error:
-        topology.parse_mesh(text)
-    assert said in str(error.value)
-
-
 def test_a_mesh_that_does_not_multiply_names_devices_and_a_size_that_works():
     with pytest.raises(UserError, match=r"multiply to the 8 devices of tpu7x:2x2x1 \(4 chips\)") as error:
         topology.make_mesh(topology.parse("tpu7x:2x2x1"), topology.parse_mesh("fsdp=4"))
