@@ -32,14 +32,14 @@ def experiment(model: ModelConfig, data: FlightsData | None = None, l2: float = 
     )
 
 
-def with_day(model: ModelConfig) -> Experiment:
+def with_day(model: ModelConfig, l2: float = 1e-4) -> Experiment:
     """With the day of the year as a feature."""
-    return experiment(model, FlightsData(number_bins=64, calendar_day="include"))
+    return experiment(model, FlightsData(number_bins=64, calendar_day="include"), l2)
 
 
-def by_time(model: ModelConfig, order: Literal["shuffled", "time"] = "shuffled") -> Experiment:
+def by_time(model: ModelConfig, order: Literal["shuffled", "time"] = "shuffled", l2: float = 1e-4) -> Experiment:
     """Trained on January to October, tested on December."""
-    return experiment(model, FlightsData(number_bins=64, split="time", order=order))
+    return experiment(model, FlightsData(number_bins=64, split="time", order=order), l2)
 
 
 def smoke(model: ModelConfig) -> Experiment:

@@ -8,23 +8,24 @@ from scalejax.models.recsys import logistic
 from scalejax.train.experiment import Experiment
 
 _MODEL = logistic.LogisticConfig()
+_L2 = 3e-4
 
 
 def flights() -> Experiment:
     """Logistic regression on the bundled New York flights; half a minute on two cores."""
-    return _flights.experiment(_MODEL)
+    return _flights.experiment(_MODEL, l2=_L2)
 
 
 def flights_day() -> Experiment:
     """Logistic regression on the flights with the day of the year as a feature."""
-    return _flights.with_day(_MODEL)
+    return _flights.with_day(_MODEL, l2=_L2)
 
 
 def flights_time() -> Experiment:
     """Logistic regression on the flights, trained on January to October and tested on December."""
-    return _flights.by_time(_MODEL)
+    return _flights.by_time(_MODEL, l2=_L2)
 
 
 def smoke() -> Experiment:
-    """A few steps of a tiny Logistic regression."""
+    """A few steps of a tiny logistic regression."""
     return _flights.smoke(logistic.LogisticConfig())
