@@ -10,9 +10,10 @@ from scalejax.bench import data_pipeline, harness
 pytestmark = pytest.mark.peers
 
 
+@pytest.mark.parametrize("peer", data_pipeline.PEERS)
 @pytest.mark.parametrize("case", data_pipeline.CASES)
-def test_an_epoch_holds_the_same_rows(case):
-    contest = data_pipeline.prepare(case, "torch", None, groups=2)
+def test_an_epoch_holds_the_same_rows(case, peer):
+    contest = data_pipeline.prepare(case, peer, None, groups=6)
     try:
         contest.check()
         contest.ours(3)

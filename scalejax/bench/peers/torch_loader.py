@@ -55,10 +55,13 @@ class _RowGroups(IterableDataset[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         file = pq.ParquetFile(self._path, memory_map=True)
-        groups = torch.randperm(file.num_row_groups).tolist()
         worker = get_worker_info()
-        if worker is not None:
-            groups = groups[worker.id :: worker.num_workers]
+        if worker is None:
+            groups = torch.randperm(file.num_row_groups).tolist()
+        else:
+            # The seed that all workers of an epoch share: each by its own would deal the groups out differently.
+            shared = torch.Generator().manual_seed(worker.seed - worker.id)
+            groups = torch.randperm(file.num_row_groups, generator=shared).tolist()[worker.id :: worker.num_workers]
         left: list[tuple[np.ndarray, ...]] = []
         for start in range(0, len(groups), self._window):
             columns = [*self._ids, *self._dense, self._label]
