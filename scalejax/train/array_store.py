@@ -53,8 +53,14 @@ class ArrayStore:
 
     def discard(self) -> None:
         """Ends the background threads after a failure, whose other errors orbax would raise at its next use."""
+        # Arrays fail one by one; orbax raises the first error, and asyncio would print the others when it forgets them.
+        logging.getLogger("asyncio").addFilter(_not_of_forgotten_errors)
         with contextlib.suppress(Exception):
             self._checkpointer.close()
+
+
+def _not_of_forgotten_errors(record: logging.LogRecord) -> bool:
+    return "exception was never retrieved" not in record.getMessage()
 
 
 def _is_key(leaf: Any) -> bool:

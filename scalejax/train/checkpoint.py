@@ -21,6 +21,7 @@ import os
 import pathlib
 import shutil
 import threading
+import time
 import types
 from typing import Any
 
@@ -241,7 +242,7 @@ class Checkpointer:
             self._store.discard()
             self._store = None
         if distributed.is_primary():
-            shutil.rmtree(self.folder / f"{_SAVING}{step}", ignore_errors=True)
+            _remove_for_good(self.folder / f"{_SAVING}{step}")
 
     def _commit(self, manifest: Manifest) -> None:
         saving = self.folder / f"{_SAVING}{manifest.step}"
@@ -340,6 +341,20 @@ def retained(scores: dict[int, float | None], policy: Checkpoints) -> set[int]:
     sign = -1.0 if policy.best_metric in _BETTER_HIGH else 1.0
     scored = [(sign * score, step) for step, score in scores.items() if score is not None and not math.isnan(score)]
     return set(last) | {step for _, step in sorted(scored)[: policy.keep_best]}
+
+
+def _remove_for_good(folder: pathlib.Path, tries: int = 25, pause_s: float = 0.1) -> None:
+    """Removes a folder that failed writes may still be filling from their threads, until it stays away.
+
+    If it does not within a few seconds, the next run in this folder removes it before it saves.
+    """
+    absent = 0
+    for _ in range(tries):
+        shutil.rmtree(folder, ignore_errors=True)
+        absent = 0 if folder.exists() else absent + 1
+        if absent == 3:
+            return
+        time.sleep(pause_s)
 
 
 def _listed(folder: pathlib.Path) -> list[int]:
