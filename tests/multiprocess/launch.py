@@ -32,14 +32,20 @@ class Worker:
     def stdout(self) -> str:
         """What it has printed so far."""
         lines = self.stdout_path.read_text().splitlines(keepends=True)
-        # C++ remarks on every connection, whose threads tear each other's lines.
-        return "".join(line for line in lines if "[Gloo]" not in line and "peer ranks" not in line)
+        return "".join(line for line in lines if not _of_gloo(line))
 
     def kill(self) -> None:
         """SIGKILL to it and its children (jax.distributed swallows SIGTERM)."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _of_gloo(line: str) -> bool:
+    """Whether a line is a piece of a remark that C++ makes on every connection; its threads tear each other's lines."""
+    words = line.replace("[Gloo]", "Rank").split()
+    known = "Rank is connected to peer ranks. Expected number of connected peer ranks is :".split()
+    return bool(words) and all(word in known or word.isdecimal() for word in words)
 
 
 def free_port() -> int:
