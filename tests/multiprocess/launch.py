@@ -44,7 +44,7 @@ class Worker:
 def _of_gloo(line: str) -> bool:
     """Whether a line is a piece of a remark that C++ makes on every connection; its threads tear each other's lines."""
     words = line.replace("[Gloo]", "Rank").split()
-    known = "Rank is connected to peer ranks. Expected number of connected peer ranks is :".split()
+    known = {"Rank", "is", "connected", "to", "peer", "ranks.", "Expected", "number", "of", "ranks", ":"}
     return bool(words) and all(word in known or word.isdecimal() for word in words)
 
 
