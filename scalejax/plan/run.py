@@ -122,8 +122,10 @@ def plan(experiment: "Experiment", topology_name: str, mesh: str | None = None) 
     Raises:
       UserError: the topology or the mesh is wrong, libtpu is missing, or the batch does not divide over the mesh.
     """
+    from scalejax.parallel import mesh as meshes
+
     machine = topology.parse(topology_name)
-    shape = None if mesh is None else topology.parse_mesh(mesh)
+    shape = None if mesh is None else meshes.parse_mesh(mesh)
     device_mesh, warnings = topology.make_mesh(machine, shape)
     from scalejax.train import program as programs
 

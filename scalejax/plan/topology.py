@@ -18,7 +18,6 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from scalejax.errors import UserError
-from scalejax.parallel.mesh import parse_mesh as parse_mesh
 from scalejax.plan import chips
 from scalejax.plan.chips import Chip
 

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from plan import small_programs
 
+from scalejax.parallel import mesh as meshes
 from scalejax.plan import explain_sharding, plan_program, topology
 from scalejax.plan.collectives import total
 
@@ -17,7 +18,7 @@ CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 
 def _plan(name, mesh=None, **sizes):
     machine = topology.parse(name)
-    device_mesh, warnings = topology.make_mesh(machine, None if mesh is None else topology.parse_mesh(mesh))
+    device_mesh, warnings = topology.make_mesh(machine, None if mesh is None else meshes.parse_mesh(mesh))
     assert warnings == []
     return plan_program(small_programs.MlpProgram(device_mesh, **sizes), machine)
 

@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
 from scalejax.plan import chips, memory, topology
 
 pytestmark = pytest.mark.aot
@@ -19,7 +20,7 @@ SMALL = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 
 def _mesh(name, mesh=None):
     machine = topology.parse(name)
-    return machine, *topology.make_mesh(machine, None if mesh is None else topology.parse_mesh(mesh))
+    return machine, *topology.make_mesh(machine, None if mesh is None else meshes.parse_mesh(mesh))
 
 
 @pytest.mark.parametrize("name", SMALL)

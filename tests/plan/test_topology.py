@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import chips, topology
 
@@ -53,13 +54,13 @@ def test_refuses_what_is_no_topology_and_names_a_near_one(text, said):
 
 def test_a_mesh_that_does_not_multiply_names_devices_and_a_size_that_works():
     with pytest.raises(UserError, match=r"multiply to the 8 devices of tpu7x:2x2x1 \(4 chips\)") as error:
-        topology.make_mesh(topology.parse("tpu7x:2x2x1"), topology.parse_mesh("fsdp=4"))
+        topology.make_mesh(topology.parse("tpu7x:2x2x1"), meshes.parse_mesh("fsdp=4"))
     assert "got fsdp=4. Try fsdp=8" in str(error.value)
 
 
 def test_only_replica_may_cross_slices():
     with pytest.raises(UserError, match="replica must be a multiple of the 2 slices"):
-        topology.make_mesh(topology.parse("v5p:2x2x1,slices=2"), topology.parse_mesh("fsdp=8"))
+        topology.make_mesh(topology.parse("v5p:2x2x1,slices=2"), meshes.parse_mesh("fsdp=8"))
 
 
 def test_the_default_mesh_is_fsdp_inside_and_replica_across_slices():
