@@ -11,6 +11,8 @@ import tempfile
 import time
 from collections.abc import Sequence
 
+_START = pathlib.Path(__file__).with_name("worker_start.py")
+
 
 @dataclasses.dataclass(frozen=True)
 class Finished:
@@ -30,22 +32,14 @@ class Worker:
     stderr_path: pathlib.Path
 
     def stdout(self) -> str:
-        """What it has printed so far."""
-        lines = self.stdout_path.read_text().splitlines(keepends=True)
-        return "".join(line for line in lines if not _of_gloo(line))
+        """What Python has printed on it so far."""
+        return self.stdout_path.read_text(encoding="utf-8")
 
     def kill(self) -> None:
         """SIGKILL to it and its children (jax.distributed swallows SIGTERM)."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-def _of_gloo(line: str) -> bool:
-    """Whether a line is a piece of a remark that C++ makes on every connection; its threads tear each other's lines."""
-    words = line.replace("[Gloo]", "Rank").split()
-    known = {"Rank", "is", "connected", "to", "peer", "ranks.", "Expected", "number", "of", "ranks", ":"}
-    return bool(words) and all(word in known or word.isdecimal() for word in words)
 
 
 def free_port() -> int:
@@ -78,7 +72,8 @@ def start_workers(
     folder = pathlib.Path(tempfile.mkdtemp(prefix="workers-"))
     workers = []
     for index in range(processes):
-        command = [sys.executable, *([str(script)] if isinstance(script, pathlib.Path) else script), *map(str, args)]
+        program = [str(script)] if isinstance(script, pathlib.Path) else script
+        command = [sys.executable, str(_START), *program, *map(str, args)]
         if processes > 1:
             command += ["--coordinator", coordinator, "--processes", str(processes), "--process-id", str(index)]
         out, err = folder / f"{index}.out", folder / f"{index}.err"
