@@ -163,7 +163,12 @@ def test_ctrl_c_in_a_process_of_its_own_is_status_130(tmp_path):
         "import time\ndef f() -> 'Experiment':\n    print('waiting', flush=True)\n    time.sleep(60)\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
-    command = [sys.executable, "-m", "scalejax", "train", "waits.py"]
+    # Programs that a script started with & inherit an ignored SIGINT, and with it this test's: ask for the usual one.
+    program = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "runpy.run_module('scalejax', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", program, "train", "waits.py"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ
     ) as process:
