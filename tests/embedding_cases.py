@@ -1,5 +1,7 @@
 """Tables, batches and literal NumPy oracles that several embedding tests share."""
 
+import dataclasses
+
 import jax
 import numpy as np
 
@@ -7,7 +9,18 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import jagged
-from scalejax.parallel.embedding.config import Adagrad, RowwiseAdagrad, Sgd, TableConfig
+from scalejax.parallel.embedding.config import (
+    Adagrad,
+    Adam,
+    Lamb,
+    LarsSgd,
+    PartialRowwiseAdam,
+    PartialRowwiseLamb,
+    RowwiseAdagrad,
+    Sgd,
+    TableConfig,
+)
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 
 SHARED_ROWS, BIG_ROWS, TINY_ROWS = 13, 1030, 3
 """None divides by 8; one has fewer rows than devices, one more than a granule of the stored form."""
@@ -31,6 +44,41 @@ def tables_of(optimizer):
         TableConfig(name="means", rows=BIG_ROWS, dim=4, features=("mean_bag",), pooling="mean", optimizer=optimizer),
         TableConfig(name="tiny", rows=TINY_ROWS, dim=3, features=("sequence",), pooling="none", optimizer=optimizer),
     )
+
+
+OPTIMIZERS = {
+    "sgd": Sgd(learning_rate=0.1, weight_decay=0.01),
+    "sgd decoupled": Sgd(learning_rate=0.1, weight_decay=0.01, weight_decay_mode="decoupled"),
+    "adagrad": Adagrad(learning_rate=0.1),
+    "rowwise": RowwiseAdagrad(learning_rate=0.1, weight_decay=0.01),
+    "rowwise max norm": RowwiseAdagrad(learning_rate=0.1, max_norm=0.9),
+    "adam": Adam(learning_rate=0.1, weight_decay=0.01, weight_decay_mode="decoupled"),
+    "partial adam": PartialRowwiseAdam(learning_rate=0.1),
+    "lamb": Lamb(learning_rate=0.1, weight_decay=0.01),
+    "partial lamb": PartialRowwiseLamb(learning_rate=0.1),
+    "lars": LarsSgd(learning_rate=1.0, weight_decay=0.01),
+}
+
+
+def wide_tables(optimizer):
+    return tuple(dataclasses.replace(table, dim=32) for table in tables_of(optimizer))
+
+
+def plan_of(kind, tables, replicas="shard"):
+    columns = 2 if kind in ("column_wise", "table_column_wise", "grid") else 1
+    return ShardingPlan(
+        tables=tuple(TablePlan(table=t.name, kind=kind, columns=columns) for t in tables), replicas=replicas
+    )
+
+
+def given_grads(tables, host, seed=5):
+    """Given, not computed: a gradient that the model computes may differ in its last bit from mesh to mesh."""
+    rng = np.random.default_rng(seed)
+    shapes = {t.name: {"rows": np.zeros((t.rows, t.dim), np.float32)} for t in tables}
+    return {
+        name: rng.normal(size=value.shape).astype(np.float32)
+        for name, value in numpy_lookup(tables, shapes, host).items()
+    }
 
 
 def batch(size, *, weighted=False, seed=0):
@@ -108,7 +156,7 @@ def numpy_lookup(tables, logical, host):
     return out
 
 
-def numpy_update(tables, logical, host, grads, dtype=np.float64):
+def numpy_update(tables, logical, host, grads, dtype=np.float64, updates=0):
     """One optimizer step on the touched rows; returns (new logical state, touched rows by table).
 
     In float32 every operation is rounded by itself and gradients are added one by one, by example, feature, position;
@@ -125,20 +173,70 @@ def numpy_update(tables, logical, host, grads, dtype=np.float64):
         sums[table.name][row] = sums[table.name].get(row, dtype(0)) + dtype(weight) * grad
     new = {name: {leaf: value.astype(dtype) for leaf, value in leaves.items()} for name, leaves in logical.items()}
     for table in tables:
-        leaves, opt = new[table.name], table.optimizer
-        rate = dtype(opt.learning_rate)
         for row, grad in sums[table.name].items():
-            grad = grad + dtype(opt.weight_decay) * leaves["rows"][row]
-            match opt:
-                case Sgd():
-                    leaves["rows"][row] -= rate * grad
-                case Adagrad():
-                    leaves["accumulator"][row] += grad * grad
-                    leaves["rows"][row] -= rate * grad / (np.sqrt(leaves["accumulator"][row]) + dtype(opt.eps))
-                case RowwiseAdagrad():
-                    leaves["accumulator"][row] += sum(grad * grad) * dtype(1 / table.dim)
-                    leaves["rows"][row] -= rate / (np.sqrt(leaves["accumulator"][row]) + dtype(opt.eps)) * grad
+            _numpy_step(table, new[table.name], row, grad, updates, dtype)
     return new, {name: set(rows) for name, rows in sums.items()}
+
+
+def sum_of_squares(x):
+    """By blocks of 16 columns, each a binary tree of halves, then block after block."""
+    blocks = np.pad(x * x, (0, -len(x) % 16)).reshape(-1, 16)
+    while blocks.shape[1] > 1:
+        half = blocks.shape[1] // 2
+        blocks = blocks[:, :half] + blocks[:, half:]
+    total = blocks[0, 0]
+    for block in blocks[1:, 0]:
+        total = total + block
+    return total
+
+
+def _numpy_step(table, leaves, row, grad, updates, dtype):
+    opt = table.optimizer
+    rate, decay = dtype(opt.learning_rate), dtype(opt.weight_decay)
+    w = leaves["rows"][row].copy()
+    own_decay = isinstance(opt, Lamb | LarsSgd)
+    if decay and opt.weight_decay_mode == "l2" and not own_decay:
+        grad = grad + decay * w
+    match opt:
+        case Sgd():
+            change = rate * grad
+        case Adagrad():
+            leaves["accumulator"][row] += grad * grad
+            change = rate * grad / (np.sqrt(leaves["accumulator"][row]) + dtype(opt.eps))
+        case RowwiseAdagrad(statistic="slice") if leaves["accumulator"].ndim == 2:
+            accumulator = leaves["accumulator"][row]
+            parts = np.split(grad, len(accumulator))
+            accumulator += np.array([sum_of_squares(part) * dtype(1 / len(part)) for part in parts])
+            factors = rate / (np.sqrt(accumulator) + dtype(opt.eps))
+            change = np.concatenate([factor * part for factor, part in zip(factors, parts, strict=True)])
+        case RowwiseAdagrad():
+            leaves["accumulator"][row] += sum_of_squares(grad) * dtype(1 / table.dim)
+            change = rate / (np.sqrt(leaves["accumulator"][row]) + dtype(opt.eps)) * grad
+        case LarsSgd():
+            norm, slope = np.sqrt(sum_of_squares(w)), np.sqrt(sum_of_squares(grad))
+            adapted = opt.eta * norm / (slope + decay * norm) if norm and slope else opt.eta
+            leaves["momentum"][row] = opt.momentum * leaves["momentum"][row] + rate * adapted * (grad + decay * w)
+            change = leaves["momentum"][row]
+        case Adam() | PartialRowwiseAdam() | Lamb():
+            by_row = isinstance(opt, PartialRowwiseAdam | PartialRowwiseLamb)
+            square = (grad * grad).mean() if by_row else grad * grad
+            leaves["moment1"][row] = opt.beta1 * leaves["moment1"][row] + (1 - opt.beta1) * grad
+            leaves["moment2"][row] = opt.beta2 * leaves["moment2"][row] + (1 - opt.beta2) * square
+            first = leaves["moment1"][row] / (1 - opt.beta1 ** (updates + 1))
+            second = leaves["moment2"][row] / (1 - opt.beta2 ** (updates + 1))
+            direction = first / (np.sqrt(second) + opt.eps)
+            if isinstance(opt, Lamb):
+                direction = direction + decay * w
+                ratio = np.sqrt((w * w).sum()) / np.sqrt((direction * direction).sum())
+                direction = ratio * direction
+            change = rate * direction
+    if decay and opt.weight_decay_mode == "decoupled" and not own_decay:
+        w = (1 - rate * decay) * w
+    w = w - change
+    if opt.max_norm is not None:
+        norm = np.sqrt(sum_of_squares(w))
+        w = w * dtype(min(1.0, opt.max_norm / norm))
+    leaves["rows"][row] = w
 
 
 def random_logical(collection, seed=11):
@@ -157,33 +255,51 @@ def random_logical(collection, seed=11):
 
 
 def places(collection):
-    """(stack, table, device and local row of every row): the placement, spelled out row by row."""
-    devices = collection.mesh.size
+    """(stack, member, device and local row of every row): the placement, spelled out row by row.
+
+    A device is numbered among those that hold one copy of the tables.
+    """
     for stack in collection.stacks:
-        offset = 0
+        ends = [0] * collection.group_devices
         for number, member in enumerate(stack.members):
-            table = member.config
-            where = [((row + number) % devices, offset + row // devices) for row in range(table.rows)]
-            yield stack.name, table.name, np.array(where).T
-            offset += -(-table.rows // devices)
+            ranks = member.ranks or (0,)
+            n = len(ranks)
+            rows = range(member.config.rows)
+            where = [(ranks[(row + number) % n], ends[ranks[(row + number) % n]] + row // n) for row in rows]
+            yield stack, member, np.array(where).T
+            for rank in ranks:
+                ends[rank] += -(-member.config.rows // n)
 
 
-def numpy_stack(collection, logical):
+def numpy_stack(collection, logical, updates=0):
     """The view of a logical state, placed on the devices."""
-    abstract, devices = collection.abstract_state(), collection.mesh.size
+    abstract = collection.abstract_state()
     state = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), abstract)
-    for stack, table, (device, local) in places(collection):
-        for name, view in state["stacks"][stack].items():
-            view.reshape(devices, -1, *view.shape[1:])[device, local] = logical[table][name]
+    state["updates"] = np.asarray(updates, np.int32)
+    for stack, member, (device, local) in places(collection):
+        for name, view in state["stacks"][stack.name].items():
+            by_device = view.reshape(stack.devices, -1, *view.shape[1:])
+            by_device[device, local] = _columns(collection, member, logical[member.config.name][name])
     return jax.tree.map(lambda array, leaf: jax.device_put(array, leaf.sharding), state, abstract)
 
 
 def numpy_unstack(collection, state):
     """The logical state of a view."""
-    logical: dict = {}
-    for stack, table, (device, local) in places(collection):
-        for name, view in state["stacks"][stack].items():
+    shapes = collection.abstract_logical()
+    logical = {t: {name: np.zeros(x.shape, x.dtype) for name, x in leaves.items()} for t, leaves in shapes.items()}
+    for stack, member, (device, local) in places(collection):
+        for name, view in state["stacks"][stack.name].items():
             view = np.asarray(view)
-            view = view.reshape(collection.mesh.size, -1, *view.shape[1:])
-            logical.setdefault(table, {})[name] = view[device, local]
+            view = view.reshape(stack.devices, -1, *view.shape[1:])
+            leaf = logical[member.config.name][name]
+            _columns(collection, member, leaf)[...] = view[device, local]
     return logical
+
+
+def _columns(collection, member, leaf):
+    """The part of a leaf of a table that a member holds, as a view."""
+    if leaf.ndim == 1:
+        return leaf
+    if leaf.shape[1] == member.config.dim:
+        return leaf[:, member.start : member.stop]
+    return leaf[:, member.start // (member.stop - member.start)]  # one statistic a slice

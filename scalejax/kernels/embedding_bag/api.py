@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scalejax.kernels.embedding_bag import reference, xla
+from scalejax.kernels.embedding_bag import fixed_point, reference, xla
 
 Implementation = Literal["reference", "xla"]
-Summation = Literal["fold", "tree"]
+Summation = Literal["fold", "tree", "fixed"]
 
 
 def embedding_bag(
@@ -143,7 +143,8 @@ def sum_by_row(grads: jax.Array, plan: RowPlan, *, summation: Summation | None =
       grads: float[N, D], per occurrence; summed in this dtype.
       plan: From `plan_rows`.
       summation: "fold" adds one by one (a scatter-add, fast and ordered on CPUs only), "tree" in a binary tree over
-        the occurrences of a row; None = "fold" on CPUs, "tree" elsewhere. The two differ by rounding.
+        the occurrences of a row; None = "fold" on CPUs, "tree" elsewhere. "fixed" adds in fixed point (float32 only):
+        the same to the bit in any order of the occurrences. The three differ by rounding.
 
     Returns:
       [U, D]: row i belongs to plan.rows[i]; zeros at fillers.
@@ -152,6 +153,9 @@ def sum_by_row(grads: jax.Array, plan: RowPlan, *, summation: Summation | None =
     capacity = plan.rows.shape[0]
     if summation == "fold":
         return xla.sum_by_slot_fold(grads, plan.order, plan.slots, capacity)
+    if summation == "fixed":
+        by_occurrence = jnp.zeros_like(plan.slots).at[plan.order].set(plan.slots, unique_indices=True)
+        return fixed_point.sum_by_slot_fixed(grads, by_occurrence, capacity)
     if summation == "tree":
         return xla.sum_by_slot_tree(grads, plan.order, plan.slots, capacity)
     return lax.platform_dependent(

@@ -1,16 +1,19 @@
 """Embedding tables over all devices of a mesh: a dataclass of plain values and pure functions.
 
-    embedded, routing = collection.lookup(state, batch.features)
+    routing = collection.exchange_ids(batch.features)
+    embedded = collection.fetch(state, routing)
     grads = jax.grad(loss)(embedded)
     state = collection.update(state, routing, grads, learning_rate_scale)
 
-Lookup and update are shard_maps over all mesh axes. An update is exact and deterministic: the gradients of a row are
-summed in the order of examples, features, positions, then its optimizer runs once. Given identical gradients per
-occurrence the result is the same to the bit on any number of devices.
+`lookup` is the first two in one. Each is a shard_map over all mesh axes. The exchange of ids reads no state, so that it
+can run a step ahead. An update is exact and deterministic: the gradients of a row are summed in the order of examples,
+features, positions (or in fixed point, where no order matters), then its optimizer runs once. Given identical gradients
+per occurrence the result is the same to the bit on any number of devices and under any plan.
 """
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -22,20 +25,31 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
-from scalejax.parallel.embedding import host_check, initial, optimizers, stored
-from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.exchange import Route, bucket_capacity, fetch_rows, route
+from scalejax.kernels.embedding_bag import RowPlan
+from scalejax.parallel.embedding import host_check, initial, stored
+from scalejax.parallel.embedding.config import GRANULE_COLUMNS, TableConfig
+from scalejax.parallel.embedding.exchange import Route, bucket_capacity, fetch, route
 from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged
-from scalejax.parallel.embedding.occurrences import Shard, lookups, pool, unpool
-from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
+from scalejax.parallel.embedding.occurrences import Lookup, Shard, lookups
+from scalejax.parallel.embedding.plan import Exchange, ShardingPlan, place
 from scalejax.parallel.embedding.rounding import runtime_zero
 from scalejax.parallel.embedding.stacks import Stack, stack_tables
-from scalejax.parallel.embedding.update import update_stack, update_stack_one_by_one
+from scalejax.parallel.embedding.update import (
+    Accumulate,
+    Place,
+    StepInputs,
+    plan_update,
+    update_dense,
+    update_stack,
+    update_stack_one_by_one,
+)
 from scalejax.parallel.mesh import check_batch
 
 State = dict[str, Any]
-"""{"stacks": {stack: {"rows": [N * L, dim], "accumulator": ...}}, "faults": int32[N, 2]}: sharded over all mesh axes on
-dimension 0. Faults count, per device, bad ids and ids that an exchange had no room for, since the state was made."""
+"""{"stacks": {stack: {"rows": [N * L, dim], "accumulator": ...}}, "updates": int32[], "faults": int32[M, 2]}.
+
+Stacks are sharded on dimension 0 over the devices that they are dealt out over, or copied. Updates are counted since the
+tables began; faults count, per device, bad ids and ids that an exchange had no room for, since the state was made."""
 
 
 @jax.tree_util.register_dataclass
@@ -46,11 +60,13 @@ class Routing:
     Attributes:
       features: The ids that were looked up.
       routes: Per stack, where its occurrences went.
-      faults: int32[N, 2], bad ids and ids without room of this lookup, per device.
+      plans: Per stack, which occurrences belong to which row; stacks without one plan when they are updated.
+      faults: int32[M, 2], bad ids and ids without room of this lookup, per device.
     """
 
     features: KeyedJagged
     routes: dict[str, Route]
+    plans: dict[str, RowPlan]
     faults: jax.Array
 
 
@@ -60,15 +76,19 @@ class EmbeddingCollection:
 
     Attributes:
       tables: The tables; every feature belongs to one table.
-      mesh: All its axes together shard the rows.
+      mesh: All its axes together shard examples, and rows unless the plan says otherwise.
       plan: How each table is sharded; None = all row-wise.
-      exchange: Room in the exchange.
+      exchange: Room in the exchange, and what travels.
+      accumulate: How the gradients of a row add up. "ordered": one by one in the order of examples, features, positions,
+        the same to the bit for the same batch on any mesh. "exact": in fixed point, the same to the bit also if the
+        batch is permuted or cut in another way (float32 tables).
     """
 
     tables: tuple[TableConfig, ...]
     mesh: Mesh
     plan: ShardingPlan | None = None
     exchange: Exchange = dataclasses.field(default_factory=Exchange)
+    accumulate: Accumulate = "ordered"
 
     def __post_init__(self) -> None:
         names = [table.name for table in self.tables]
@@ -81,17 +101,56 @@ class EmbeddingCollection:
                 f"EmbeddingCollection: a feature belongs to one table; {', '.join(twice)} appear in several. For "
                 "several embeddings of one feature use a wider table and split its vector."
             )
-        (self.plan or ShardingPlan()).check(tuple(names))
+        if self.accumulate not in ("ordered", "exact"):
+            raise ValueError(
+                f"EmbeddingCollection: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}."
+            )
+        for stack in self.stacks:  # which refuse a plan that cannot be built
+            sliced = [member.config.name for member in stack.members if not member.whole]
+            if self.accumulate == "exact" and sliced and stack.dim % GRANULE_COLUMNS:
+                raise UserError(
+                    f"EmbeddingCollection: table {sliced[0]!r} has slices of {stack.dim} columns, but accumulate='exact' "
+                    f"needs multiples of {GRANULE_COLUMNS}. Use fewer slices."
+                )
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that rows are sharded over: all."""
+        """The mesh axes that examples are sharded over: all."""
         return tuple(self.mesh.axis_names)
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """The mesh axes whose devices together hold one copy of the tables."""
+        copies = self.plan is not None and self.plan.replicas == "copy"
+        return tuple(axis for axis in self.axes if not (copies and axis == "replica"))
+
+    @property
+    def group_devices(self) -> int:
+        """Devices that together hold one copy of the tables."""
+        return math.prod(self.mesh.shape[axis] for axis in self.group)
 
     @functools.cached_property
     def stacks(self) -> tuple[Stack, ...]:
-        """Tables of equal width, dtype and optimizer, stacked."""
-        return stack_tables(self.tables, self.mesh.size)
+        """Tables, or slices of them, of equal width, dtype and optimizer, stacked."""
+        inside = math.prod(size for axis, size in self.mesh.shape.items() if axis != "replica")
+        slices = place(
+            self.tables, self.plan or ShardingPlan(), devices=self.group_devices, devices_per_host=inside
+        )
+        return stack_tables(self.tables, slices, self.group_devices)
+
+    @functools.cached_property
+    def _moves(self) -> stored.Axes:
+        return stored.Axes(self.axes, self.mesh.size, self.group, self.group_devices)
+
+    def _axes_of(self, stack: Stack) -> Place:
+        if stack.spread == "copied":
+            return Place((), self.axes if self.mesh.size > 1 else ())
+        copies = tuple(axis for axis in self.axes if axis not in self.group)
+        return Place(self.group, copies if self.group_devices < self.mesh.size else ())
+
+    def _spec(self, stack: Stack) -> P:
+        """How the arrays of a stack lie on the mesh."""
+        return P() if stack.spread == "copied" else P(self.group)
 
     def layout(self, schema: Schema, batch_size: int) -> tuple[FeatureLayout, ...]:
         """Where each feature lies in the device form of a global batch.
@@ -130,66 +189,130 @@ class EmbeddingCollection:
           UserError: an id out of range, a weight that is not a number, or more ids for one device than its buckets have
             room for; says which feature, what was met and what to set.
         """
-        host_check.check(self.stacks, features, shards, layout, self.exchange, self.mesh.size)
+        host_check.check(self.stacks, features, shards, layout, self.exchange)
 
     def abstract_state(self) -> State:
         """The state as shapes, dtypes and shardings."""
-        everywhere, devices = NamedSharding(self.mesh, P(self.axes)), self.mesh.size
         stacks = {}
         for stack in self.stacks:
-            rows = devices * stack.local_rows
-            leaves = {"rows": jax.ShapeDtypeStruct((rows, stack.dim), stack.dtype, sharding=everywhere)}
-            for name, shape in optimizers.state_shapes(stack.optimizer, rows, stack.dim).items():
-                leaves[name] = jax.ShapeDtypeStruct(shape, stack.wide_dtype, sharding=everywhere)
-            stacks[stack.name] = leaves
-        return {"stacks": stacks, "faults": jax.ShapeDtypeStruct((devices, 2), jnp.int32, sharding=everywhere)}
+            sharding = NamedSharding(self.mesh, self._spec(stack))
+            stacks[stack.name] = {
+                name: jax.ShapeDtypeStruct(
+                    stack.leaf_shape(kind, stack.devices * stack.local_rows),
+                    stack.dtype if name == "rows" else stack.wide_dtype,
+                    sharding=sharding,
+                )
+                for name, kind in stack.leaves.items()
+            }
+        everywhere, whole = NamedSharding(self.mesh, P(self.axes)), NamedSharding(self.mesh, P())
+        return {
+            "stacks": stacks,
+            "updates": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+            "faults": jax.ShapeDtypeStruct((self.mesh.size, 2), jnp.int32, sharding=everywhere),
+        }
 
     def init(self, key: jax.Array) -> State:
         """A fresh state: a row depends on the key, the name of its table and its number, and on no mesh."""
-        fill = functools.partial(initial.local_state, self.stacks, axes=self.axes, devices=self.mesh.size)
+        shapes = self.abstract_state()
+
+        def fill(key: jax.Array) -> Any:
+            return {
+                stack.name: initial.local_leaves(
+                    stack, key, jax.lax.axis_index(self.group) if stack.devices > 1 else 0
+                )
+                for stack in self.stacks
+            }
 
         def create(key: jax.Array) -> State:
-            stacks = self._everywhere(fill, in_specs=P(), out_specs=P(self.axes))(key)
-            return {"stacks": stacks, "faults": jnp.zeros((self.mesh.size, 2), jnp.int32)}
+            specs = jax.tree.map(lambda leaf: leaf.sharding.spec, shapes["stacks"])
+            stacks = self._everywhere(fill, in_specs=P(), out_specs=specs)(key)
+            return {
+                "stacks": stacks,
+                "updates": jnp.zeros((), jnp.int32),
+                "faults": jnp.zeros((self.mesh.size, 2), jnp.int32),
+            }
 
-        return jax.jit(create, out_shardings=self._shardings(self.abstract_state()))(key)
+        return jax.jit(create, out_shardings=self._shardings(shapes))(key)
 
     def lookup(self, state: State, features: KeyedJagged) -> tuple[dict[str, jax.Array], Routing]:
-        """Rows of all features.
+        """Rows of all features: `exchange_ids`, then `fetch`."""
+        routing = self.exchange_ids(features)
+        return self.fetch(state, routing), routing
 
-        Returns:
-          {feature: float[B, dim], or [B, length, dim] for pooling "none"}, sharded over all mesh axes along B, in
-          float32 or wider; and what `update` needs. Bad ids and ids without room embed as zeros and are counted in the
-          routing.
+    def exchange_ids(self, features: KeyedJagged) -> Routing:
+        """Sends ids to the devices that own their rows, and sorts what arrives by row. Reads no state.
+
+        Bad ids and ids without room are counted in the result; they will embed as zeros.
         """
-        found = {stack.name: lookups(stack, features.layout) for stack in self.stacks}
+        found = self._found(features)
 
-        def local(tables: dict[str, jax.Array], values: Any, lengths: Any, weights: Any) -> Any:
+        def local(values: Any, lengths: Any, weights: Any) -> Any:
             shard = Shard(values[0], lengths, None if weights is None else weights[0])
-            embedded, routes, faults = {}, {}, jnp.zeros(2, jnp.int32)
+            routes, plans, faults = {}, {}, jnp.zeros(2, jnp.int32)
             for stack in self.stacks:
+                where = self._axes_of(stack)
                 way, counts = route(
                     shard,
                     stack,
                     found[stack.name],
-                    axes=self.axes,
-                    devices=self.mesh.size,
-                    capacity=self._capacity(stack, features.layout),
+                    axes=where.route_axes,
+                    capacity=bucket_capacity(stack, found[stack.name], self.exchange),
                 )
-                parts = fetch_rows(tables[stack.name], way, found[stack.name], axes=self.axes, devices=self.mesh.size)
-                for look, rows in zip(found[stack.name], parts, strict=True):
-                    embedded[look.feature.name] = pool(shard, look, rows.astype(stack.wide_dtype))
                 routes[stack.name], faults = way, faults + counts
-            return embedded, routes, faults[None]
+                if self._plans_ahead(stack):
+                    copies = self.mesh.size // stack.devices
+                    plans[stack.name] = plan_update(stack, found[stack.name], way, where, copies)
+            return routes, plans, faults[None]
+
+        all_axes = P(self.axes)
+        routes, plans, faults = self._everywhere(
+            local, in_specs=(all_axes, P(None, self.axes), all_axes), out_specs=all_axes
+        )(features.values, features.lengths, features.weights)
+        return Routing(features, routes, plans, faults)
+
+    def fetch(self, state: State, routing: Routing) -> dict[str, jax.Array]:
+        """Rows of all features, from where their ids went.
+
+        Returns:
+          {feature: float[B, dim], or [B, length, dim] for pooling "none"}, sharded over all mesh axes along B, in
+          float32 or wider.
+        """
+        features, found = routing.features, self._found(routing.features)
+
+        def local(tables: dict[str, jax.Array], routes: Any, values: Any, lengths: Any, weights: Any) -> Any:
+            shard = Shard(values[0], lengths, None if weights is None else weights[0])
+            zero = runtime_zero(lengths[0, 0])
+            slices: dict[str, list[tuple[int, jax.Array]]] = {}
+            for stack in self.stacks:
+                parts = fetch(
+                    tables[stack.name],
+                    routes[stack.name],
+                    shard,
+                    stack,
+                    found[stack.name],
+                    zero,
+                    exchange=self.exchange,
+                    axes=self._axes_of(stack).route_axes,
+                )
+                for look, part in zip(found[stack.name], parts, strict=True):
+                    slices.setdefault(look.feature.name, []).append((look.member.start, part))
+            # A feature of a table that is cut into columns has a part in each of its slices.
+            return {
+                name: parts[0][1]
+                if len(parts) == 1
+                else jnp.concatenate([part for _, part in sorted(parts, key=lambda p: p[0])], axis=-1)
+                for name, parts in slices.items()
+            }
 
         tables = {name: leaves["rows"] for name, leaves in state["stacks"].items()}
         all_axes = P(self.axes)
-        embedded, routes, faults = self._everywhere(
-            local, in_specs=(all_axes, all_axes, P(None, self.axes), all_axes), out_specs=all_axes
-        )(tables, features.values, features.lengths, features.weights)
+        embedded = self._everywhere(
+            local,
+            in_specs=(self._table_specs(), all_axes, all_axes, P(None, self.axes), all_axes),
+            out_specs=all_axes,
+        )(tables, routing.routes, features.values, features.lengths, features.weights)
         # The order of the configuration, whatever a pytree made of it.
-        embedded = {name: embedded[name] for table in self.tables for name in table.features}
-        return embedded, Routing(features, routes, faults)
+        return {name: embedded[name] for table in self.tables for name in table.features}
 
     def update(
         self,
@@ -206,59 +329,61 @@ class EmbeddingCollection:
           grads: Gradients of the loss, shaped like what the lookup returned.
           learning_rate_scale: Factor on the learning rate of every table.
         """
-        features = routing.features
-        found = {stack.name: lookups(stack, features.layout) for stack in self.stacks}
-        one_by_one = self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+        features, found = routing.features, self._found(routing.features)
 
-        def local(stacks: Any, routes: Any, values: Any, lengths: Any, weights: Any, grads: Any, scale: Any) -> Any:
+        def local(
+            stacks: Any, routes: Any, plans: Any, values: Any, lengths: Any, weights: Any, grads: Any, rest: Any
+        ) -> Any:
             shard = Shard(values[0], lengths, None if weights is None else weights[0])
-            new, zero = {}, runtime_zero(lengths[0, 0])
+            scale, updates = rest
+            inputs = StepInputs(scale, updates, runtime_zero(lengths[0, 0]), self.accumulate, self.exchange)
+            new = {}
             for stack in self.stacks:
-                slots = [
-                    unpool(shard, look, grads[look.feature.name].astype(stack.wide_dtype), zero)
-                    for look in found[stack.name]
+                looks, leaves, way = found[stack.name], stacks[stack.name], routes[stack.name]
+                own = [
+                    grads[look.feature.name][..., look.member.start : look.member.stop].astype(stack.wide_dtype)
+                    for look in looks
                 ]
-                update = update_stack_one_by_one if one_by_one else update_stack
-                new[stack.name] = update(
-                    stack,
-                    found[stack.name],
-                    stacks[stack.name],
-                    routes[stack.name],
-                    slots,
-                    optimizers.step(stack.optimizer, scale.astype(stack.wide_dtype), zero),
-                    axes=self.axes,
-                    devices=self.mesh.size,
-                )
+                if stack.update == "psum":
+                    new[stack.name] = update_dense(stack, looks, leaves, way, own, shard, inputs, self.axes)
+                elif stack.name in plans:
+                    new[stack.name] = update_stack(
+                        stack, looks, leaves, way, plans[stack.name], own, shard, inputs, self._axes_of(stack)
+                    )
+                else:
+                    new[stack.name] = update_stack_one_by_one(stack, looks, leaves, way, own, shard, inputs)
             return new
 
         all_axes = P(self.axes)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_state()["stacks"])
         stacks = self._everywhere(
             local,
-            in_specs=(all_axes, all_axes, all_axes, P(None, self.axes), all_axes, all_axes, P()),
-            out_specs=all_axes,
+            in_specs=(specs, all_axes, all_axes, all_axes, P(None, self.axes), all_axes, all_axes, P()),
+            out_specs=specs,
         )(
             state["stacks"],
             routing.routes,
+            routing.plans,
             features.values,
             features.lengths,
             features.weights,
             grads,
-            jnp.asarray(learning_rate_scale),
+            (jnp.asarray(learning_rate_scale), state["updates"]),
         )
-        return {"stacks": stacks, "faults": state["faults"] + routing.faults}
+        return {"stacks": stacks, "updates": state["updates"] + 1, "faults": state["faults"] + routing.faults}
 
     def faults(self, state: State) -> jax.Array:
-        """int32[2]: bad ids and ids without room since the state was made; anything but zeros is fatal."""
+        """int32[2]: bad ids and ids without room since the state was made; see `check_faults`."""
         return state["faults"].sum(axis=0)
 
     def check_faults(self, counts: np.ndarray) -> None:
-        """Raises if the counts of `faults` are not zero.
+        """Raises if the counts of `faults` are not zero; ids without room may be any with `Exchange(spill="count")`.
 
         Raises:
           UserError: some are not.
         """
         bad, lost = (int(c) for c in counts)
-        if bad or lost:
+        if bad or (lost and self.exchange.spill == "fail"):
             raise UserError(
                 f"Embedding lookups met {bad} ids out of range and {lost} ids for which an exchange had no room; they "
                 "were embedded as zeros. Batches that pass check_on_host never do this: pass every batch through it, "
@@ -266,16 +391,23 @@ class EmbeddingCollection:
             )
 
     def to_stored(self, state: State) -> stored.Tree:
-        """{table: {"rows_body", "rows_tail", "accumulator_body", ...}}: shapes free of the mesh (see `stored`)."""
-        return self._to_stored(state["stacks"])
+        """{table: {"rows_body", "rows_tail", "accumulator_body", ...}, UPDATES: {"count": int32[]}}: shapes free of the
+        mesh and of the plan (see `stored`)."""
+        return {**self._to_stored(state["stacks"]), UPDATES: {"count": state["updates"]}}
 
     def from_stored(self, tree: stored.Tree) -> State:
         """The state of this mesh; faults begin at zero."""
-        return {"stacks": self._from_stored(tree), "faults": self._no_faults()}
+        tables = {table.name: tree[table.name] for table in self.tables}
+        faults = self._no_faults()
+        return {"stacks": self._from_stored(tables), "updates": tree[UPDATES]["count"], "faults": faults}
 
     def abstract_stored(self) -> stored.Tree:
         """Shapes, dtypes and shardings of `to_stored` on this mesh."""
-        specs = {"body": stored.body_spec(self.axes, self.mesh.size), "tail": P()}
+        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, P()))
+        return {**self._abstract_stored_tables(), UPDATES: {"count": count}}
+
+    def _abstract_stored_tables(self) -> stored.Tree:
+        specs = {"body": stored.body_spec(self._moves), "tail": P()}
         return {
             table.name: {
                 f"{leaf}_{part}": jax.ShapeDtypeStruct(
@@ -303,10 +435,15 @@ class EmbeddingCollection:
                 for table in self.tables
             }
 
-        return jax.jit(join, out_shardings=self._shardings(self.abstract_logical()))(self.to_stored(state))
+        return jax.jit(join, out_shardings=self._shardings(self.abstract_logical()))(self._to_stored(state["stacks"]))
 
-    def from_logical(self, tree: dict[str, dict[str, jax.Array]]) -> State:
-        """The inverse of `to_logical`, from arrays of any placement (NumPy too)."""
+    def from_logical(self, tree: dict[str, dict[str, jax.Array]], *, updates: int = 0) -> State:
+        """The inverse of `to_logical`, from arrays of any placement (NumPy too).
+
+        Args:
+          tree: The tables.
+          updates: Updates that they have behind them (Adam and LAMB count them).
+        """
 
         def split(tree: dict[str, dict[str, jax.Array]]) -> stored.Tree:
             return {
@@ -321,7 +458,9 @@ class EmbeddingCollection:
             }
 
         placed = jax.device_put(tree, self._shardings(self.abstract_logical()))
-        return self.from_stored(jax.jit(split, out_shardings=self._shardings(self.abstract_stored()))(placed))
+        tables = jax.jit(split, out_shardings=self._shardings(self._abstract_stored_tables()))(placed)
+        count = jax.device_put(jnp.asarray(updates, jnp.int32), NamedSharding(self.mesh, P()))
+        return self.from_stored({**tables, UPDATES: {"count": count}})
 
     def abstract_logical(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """Shapes, dtypes and shardings of `to_logical` on this mesh."""
@@ -338,13 +477,27 @@ class EmbeddingCollection:
         }
 
     def _logical_shapes(self, table: TableConfig) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-        dtype = jnp.dtype(table.dtype)
-        wide = jnp.promote_types(dtype, jnp.float32)
-        states = optimizers.state_shapes(table.optimizer, table.rows, table.dim)
-        return {"rows": ((table.rows, table.dim), dtype), **{name: (shape, wide) for name, shape in states.items()}}
+        pieces = stored.slices_of(self.stacks, table)
+        stack = pieces[0][0]
+        shapes = {}
+        for name, kind in stack.leaves.items():
+            shape = (table.rows, table.dim) if kind == "element" else (table.rows,)
+            if stored.joins(table, name, kind) == "stack" and len(pieces) > 1:
+                shape = (table.rows, len(pieces))
+            shapes[name] = (shape, stack.dtype if name == "rows" else stack.wide_dtype)
+        return shapes
 
-    def _capacity(self, stack: Stack, layout: tuple[FeatureLayout, ...]) -> int:
-        return bucket_capacity(stack, lookups(stack, layout), self.exchange, self.mesh.size)
+    def _found(self, features: KeyedJagged) -> dict[str, tuple[Lookup, ...]]:
+        examples = features.lengths.shape[1] // self.mesh.size
+        return {stack.name: lookups(stack, features.layout, examples) for stack in self.stacks}
+
+    def _plans_ahead(self, stack: Stack) -> bool:
+        """Whether occurrences are sorted by row with the exchange of ids: not where tables are updated one by one, on
+        the only device, a CPU, nor where gradients are dense."""
+        return stack.update != "psum" and not (self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu")
+
+    def _table_specs(self) -> dict[str, P]:
+        return {stack.name: self._spec(stack) for stack in self.stacks}
 
     def _everywhere(self, function: Any, *, in_specs: Any, out_specs: Any) -> Any:
         # Every axis is manual and gradients never pass through, so there is no replication to keep track of.
@@ -352,13 +505,14 @@ class EmbeddingCollection:
 
     @functools.cached_property
     def _to_stored(self) -> Any:
-        convert = functools.partial(stored.local_to_stored, self.stacks, axes=self.axes, devices=self.mesh.size)
-        return self._jit_everywhere(convert, P(self.axes), self.abstract_stored())
+        convert = functools.partial(stored.local_to_stored, self.stacks, self.tables, axes=self._moves)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_state()["stacks"])
+        return self._jit_everywhere(convert, (specs,), self._abstract_stored_tables())
 
     @functools.cached_property
     def _from_stored(self) -> Any:
-        convert = functools.partial(stored.local_from_stored, self.stacks, axes=self.axes, devices=self.mesh.size)
-        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_stored())
+        convert = functools.partial(stored.local_from_stored, self.stacks, self.tables, axes=self._moves)
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._abstract_stored_tables())
         return self._jit_everywhere(convert, (specs,), self.abstract_state()["stacks"])
 
     @functools.cached_property
@@ -374,3 +528,7 @@ class EmbeddingCollection:
     @staticmethod
     def _shardings(abstract: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+UPDATES = "(updates)"
+"""Key of the count of updates in the stored form, beside the names of tables."""

@@ -1,7 +1,11 @@
 """The routed exchange: ids to the devices that own their rows, rows back, gradients there again.
 
-Runs inside a shard_map over all mesh axes. A device puts its occurrences into N buckets of K slots, one per
-destination; one all_to_all carries the local row numbers, one the rows back, one the gradients:
+Runs inside a shard_map over all mesh axes. Features come by one of three channels (see `Lookup`):
+
+*here*: the rows are on this device; nothing travels.
+
+*rows*: a device puts its occurrences into N buckets of K slots, one per destination; one all_to_all carries the local
+row numbers, one the rows back, one the gradients:
 
     sender    bucket of device 0 | bucket of device 1 | ...      inverse: bucket slot -> occurrence
               [ 4  9  9  . ]       [ 2  .  .  . ]                slots: occurrence -> bucket slot
@@ -9,25 +13,36 @@ destination; one all_to_all carries the local row numbers, one the rows back, on
 
 Within a bucket occurrences keep the summation order, so that what arrives at an owner, read from the front, is in the
 order of examples. Occurrences that found no room have no slot: they embed as zeros, update nothing and are counted.
+
+*bags*: one device has all rows of a feature, so its bucket has a place for every slot and no id can lack room. Ids
+travel with the number of their bag; the owner adds up each bag and one vector a bag travels back, one gradient a bag
+there again.
 """
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import xla
+from scalejax.parallel.embedding import wire
 from scalejax.parallel.embedding.occurrences import (
     Lookup,
     Shard,
     addresses,
+    average,
     lost_slots,
-    slots_of_table,
+    pool,
+    slots_of_member,
     summation_order,
+    unpool,
 )
 from scalejax.parallel.embedding.plan import Exchange
+from scalejax.parallel.embedding.rounding import rounded
 from scalejax.parallel.embedding.stacks import Stack
 
 SLACK = 8
@@ -37,51 +52,206 @@ SLACK = 8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Where the occurrences of one stack went, on one device.
+    """Where the occurrences of one stack went, on one device. A arrivals: those of "rows", then those of "bags".
 
     Attributes:
-      rows: int32[N * K], local row of every slot that arrived here; `local_rows` = empty. With one device there are no
-        buckets and this is the local row of every occurrence.
-      slots: int32[occurrences], bucket slot of every occurrence; N * K = none. None with one device.
-      order: int32: with one device the summation order or None; otherwise occurrence in each bucket slot [N * K], the
-        number of occurrences = empty.
+      arrived: int32[A], local row of every slot that arrived here; `local_rows` = empty. For "here" the local row of
+        every occurrence.
+      sequence: int32[A], the arrivals in summation order; None = they are in it.
+      slots: "rows": int32[occurrences], bucket slot of every occurrence; N * K = none.
+      inverse: "rows": int32[N * K], occurrence in every bucket slot; the number of occurrences = empty.
+      bags: "bags": int32[N * K'], place of the bag of every arrival among the vectors that go back, non-decreasing.
+      weights: "bags": float32[N * K'], weight of every arrival.
     """
 
-    rows: jax.Array
-    slots: jax.Array | None
-    order: jax.Array | None
+    arrived: jax.Array
+    sequence: jax.Array | None = None
+    slots: jax.Array | None = None
+    inverse: jax.Array | None = None
+    bags: jax.Array | None = None
+    weights: jax.Array | None = None
 
 
-def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange, devices: int) -> int:
-    """K: slots per destination. Ids of a table of V rows reach min(N, V) devices."""
-    total = sum(look.feature.capacity for look in found)
-    if devices * total * stack.dim * stack.wide_dtype.itemsize <= exchange.roomy_below_bytes:
+def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> int:
+    """K: slots per destination of the "rows" channel: what the fullest device can expect.
+
+    Ids of a table of V rows reach min(n, V) of its n devices.
+    """
+    total = sum(look.feature.capacity for look in found if look.channel == "rows")
+    if stack.devices * total * stack.dim * stack.wide_dtype.itemsize <= exchange.roomy_below_bytes:
         return total
-    wanted = SLACK
-    for member in stack.members:
-        slots = slots_of_table(found, member)
-        wanted += min(slots, math.ceil(exchange.capacity_factor * slots / min(devices, member.config.rows)))
-    return min(total, wanted)
+    wanted = [SLACK] * stack.devices
+    most = [0] * stack.devices
+    for member in dict.fromkeys(look.member for look in found if look.channel == "rows"):
+        slots = slots_of_member(found, member)
+        spread = min(member.parts, member.config.rows)
+        expected = slots if spread == 1 else min(slots, math.ceil(exchange.capacity_factor * slots / spread))
+        for rank in member.ranks:
+            wanted[rank] += expected
+            most[rank] += slots
+    return max(map(min, wanted, most))
 
 
 def route(
-    shard: Shard, stack: Stack, found: tuple[Lookup, ...], *, axes: tuple[str, ...], devices: int, capacity: int
+    shard: Shard, stack: Stack, found: tuple[Lookup, ...], *, axes: tuple[str, ...], capacity: int
 ) -> tuple[Route, jax.Array]:
     """Sends the ids of one stack to their owners.
 
     Returns:
       The route, and int32[2]: bad ids, and ids without room.
     """
-    parts = [addresses(shard, look, devices, stack.local_rows) for look in found]
-    device = jnp.concatenate([p[0] for p in parts])
-    row = jnp.concatenate([p[1] for p in parts])
-    bad = sum((p[2] for p in parts), jnp.zeros((), jnp.int32))
     lost = sum((lost_slots(shard, look) for look in found), jnp.zeros((), jnp.int32))
-    order = summation_order(shard, found)
-    if devices == 1:
-        return Route(row, None, order), jnp.stack([bad, lost])
+    where = {look: addresses(shard, look, stack.devices, stack.local_rows) for look in found}
+    bad = sum((bad for _, _, bad in where.values()), jnp.zeros((), jnp.int32))
+    by_rows = [look for look in found if look.channel != "bags"]
+    by_bags = [look for look in found if look.channel == "bags"]
+    ways = []
+    if by_rows:
+        device = jnp.concatenate([where[look][0] for look in by_rows])
+        row = jnp.concatenate([where[look][1] for look in by_rows])
+        order = summation_order(shard, tuple(by_rows))
+        if stack.devices == 1:
+            ways.append(Route(row, order))
+        else:
+            way, without_room = _send_ids(device, row, order, stack, axes=axes, capacity=capacity)
+            ways.append(way)
+            lost = lost + without_room
+    if by_bags:
+        ways.append(_send_bags(shard, {look: where[look][1] for look in by_bags}, stack, axes=axes))
+    return _joined(ways), jnp.stack([bad, lost])
 
-    count = device.shape[0]
+
+def fetch(
+    table: jax.Array,
+    way: Route,
+    shard: Shard,
+    stack: Stack,
+    found: tuple[Lookup, ...],
+    zero: jax.Array,
+    *,
+    exchange: Exchange,
+    axes: tuple[str, ...],
+) -> list[jax.Array]:
+    """What the model sees of every feature, per lookup: float[b, dim], or [b, length, dim] for pooling "none"."""
+    results: dict[Lookup, jax.Array] = {}
+    by_rows = [look for look in found if look.channel != "bags"]
+    by_bags = [look for look in found if look.channel == "bags"]
+    arrivals = way.arrived.shape[0] - (0 if way.bags is None else way.bags.shape[0])
+    if by_rows and way.slots is None:
+        for look in by_rows:
+            # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
+            rows = ops.gather_rows(table, way.arrived[look.part])
+            results[look] = pool(shard, look, rows.astype(stack.wide_dtype), zero)
+    elif by_rows:
+        assert way.slots is not None
+        rows = ops.gather_rows(table, way.arrived[:arrivals])
+        rows = wire.all_to_all(_in_blocks(rows, stack), exchange.forward, axes=axes)
+        rows = rows.reshape(-1, rows.shape[-1])
+        for look in by_rows:
+            own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
+            results[look] = pool(shard, look, own.astype(stack.wide_dtype), zero)
+    if by_bags:
+        assert way.bags is not None
+        rows = ops.gather_rows(table, way.arrived[arrivals:]).astype(stack.wide_dtype)
+        if way.weights is not None:
+            rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], zero)
+        sums = ops.pool_rows(rows, way.bags, stack.devices * _most_bags(by_bags, shard.examples))
+        sums = wire.all_to_all(_in_blocks(sums, stack), exchange.forward, axes=axes)
+        for look in by_bags:
+            (rank,) = look.member.ranks
+            results[look] = average(shard, look, sums[rank, look.bag : look.bag + shard.examples], zero)
+    return [results[look] for look in found]
+
+
+def return_grads(
+    grads: Sequence[jax.Array],
+    way: Route,
+    shard: Shard,
+    stack: Stack,
+    found: tuple[Lookup, ...],
+    zero: jax.Array,
+    *,
+    exchange: Exchange,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """The gradient of `fetch`: per lookup -> float[A, dim], one for every arrival, beside `way.arrived`."""
+    of = dict(zip(found, grads, strict=True))
+    by_rows = [look for look in found if look.channel != "bags"]
+    by_bags = [look for look in found if look.channel == "bags"]
+    parts = []
+
+    def send(blocks: jax.Array) -> jax.Array:
+        return wire.all_to_all(blocks, exchange.backward, axes=axes, loss_scale=exchange.loss_scale)
+
+    if by_rows:
+        occurrences = jnp.concatenate([unpool(shard, look, of[look], zero) for look in by_rows])
+        if way.inverse is not None:
+            sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
+            occurrences = send(_in_blocks(sent, stack)).reshape(-1, stack.dim)
+        parts.append(occurrences)
+    if by_bags:
+        assert way.bags is not None
+        shares = {look: average(shard, look, of[look], zero) for look in by_bags}
+        blocks = _blocks(shares, stack, lambda look: look.bag, _most_bags(by_bags, shard.examples), 0)
+        arrived = send(blocks).reshape(-1, stack.dim)
+        slots = arrived.at[way.bags].get(mode="fill", fill_value=0)
+        if way.weights is not None:
+            slots = rounded(slots * way.weights.astype(slots.dtype)[:, None], zero)
+        parts.append(slots)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def to_senders(
+    values: jax.Array, way: Route, stack: Stack, found: tuple[Lookup, ...], *, axes: tuple[str, ...]
+) -> dict[Lookup, jax.Array]:
+    """[A, ...] at the owners -> what belongs to every slot of each feature, at the devices that hold the examples."""
+    if stack.devices == 1:
+        return {look: values[look.part] for look in found}
+    by_bags = [look for look in found if look.channel == "bags"]
+    arrivals = values.shape[0] - (0 if way.bags is None else way.bags.shape[0])
+    back: dict[Lookup, jax.Array] = {}
+    if way.slots is not None:
+        blocks = lax.all_to_all(_in_blocks(values[:arrivals], stack), axes, 0, 0, tiled=True)
+        flat = blocks.reshape(-1, *values.shape[1:])
+        for look in found:
+            if look.channel == "rows":
+                back[look] = flat.at[way.slots[look.part]].get(mode="fill", fill_value=0)
+    if by_bags:
+        blocks = lax.all_to_all(_in_blocks(values[arrivals:], stack), axes, 0, 0, tiled=True)
+        for look in by_bags:
+            (rank,) = look.member.ranks
+            back[look] = blocks[rank, look.part]
+    return back
+
+
+def to_owners(
+    values: dict[Lookup, jax.Array], way: Route, stack: Stack, found: tuple[Lookup, ...], *, axes: tuple[str, ...]
+) -> jax.Array:
+    """The inverse of `to_senders`: one value a slot of each feature -> [A, ...]; zeros where nothing arrived."""
+    if stack.devices == 1:
+        return jnp.concatenate([values[look] for look in found])
+    by_bags = {look: values[look] for look in found if look.channel == "bags"}
+    parts = []
+    if way.inverse is not None:
+        occurrences = jnp.concatenate([values[look] for look in found if look.channel == "rows"])
+        sent = _in_blocks(occurrences.at[way.inverse].get(mode="fill", fill_value=0), stack)
+        parts.append(lax.all_to_all(sent, axes, 0, 0, tiled=True).reshape(-1, *sent.shape[2:]))
+    if by_bags:
+        blocks = _blocks(by_bags, stack, lambda look: look.occurrence, _most_slots(by_bags), 0)
+        parts.append(lax.all_to_all(blocks, axes, 0, 0, tiled=True).reshape(-1, *blocks.shape[2:]))
+    return jnp.concatenate(parts)
+
+
+def _send_ids(
+    device: jax.Array,
+    row: jax.Array,
+    order: jax.Array | None,
+    stack: Stack,
+    *,
+    axes: tuple[str, ...],
+    capacity: int,
+) -> tuple[Route, jax.Array]:
+    devices, count = stack.devices, device.shape[0]
     sorted_device, by_device = xla.stable_order(device if order is None else device[order], devices)
     if order is not None:
         by_device = order[by_device]
@@ -90,37 +260,110 @@ def route(
     has_room = (sorted_device < devices) & (rank < capacity)
     slot = jnp.where(has_room, sorted_device * capacity + rank, devices * capacity)
     slots = jnp.zeros_like(slot).at[by_device].set(slot, unique_indices=True)
-    lost = lost + ((sorted_device < devices) & ~has_room).sum(dtype=jnp.int32)
+    lost = ((sorted_device < devices) & ~has_room).sum(dtype=jnp.int32)
 
     wanted = starts[:-1, None] + lax.iota(jnp.int32, capacity)[None, :]  # N K
     filled = wanted < starts[1:, None]
     inverse = jnp.where(filled, by_device.at[wanted].get(mode="clip"), count)
     sent = row.at[inverse].get(mode="fill", fill_value=stack.local_rows)
     arrived = lax.all_to_all(sent, axes, 0, 0, tiled=True)
-    return Route(arrived.reshape(-1), slots, inverse.reshape(-1)), jnp.stack([bad, lost])
+    return Route(arrived.reshape(-1), None, slots, inverse.reshape(-1)), lost
 
 
-def fetch_rows(
-    table: jax.Array, way: Route, found: tuple[Lookup, ...], *, axes: tuple[str, ...], devices: int
-) -> list[jax.Array]:
-    """The row of every occurrence, per feature: [slots, dim] each; zeros where there is none."""
+def _send_bags(shard: Shard, rows: dict[Lookup, jax.Array], stack: Stack, *, axes: tuple[str, ...]) -> Route:
+    slots, vectors = _most_slots(rows), _most_bags(rows, shard.examples)
 
-    def part(array: jax.Array, look: Lookup) -> jax.Array:
-        return array[look.occurrence : look.occurrence + look.feature.capacity]
+    def block(parts: dict[Lookup, jax.Array], fill: int) -> jax.Array:
+        return _blocks(parts, stack, lambda look: look.occurrence, slots, fill)
 
-    if way.slots is None:
-        # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
-        return [xla.gather_rows(table, part(way.rows, look)) for look in found]
-    slots = way.slots
-    rows = xla.gather_rows(table, way.rows)
-    rows = lax.all_to_all(rows.reshape(devices, -1, rows.shape[-1]), axes, 0, 0, tiled=True)
-    rows = rows.reshape(-1, rows.shape[-1])
-    return [rows.at[part(slots, look)].get(mode="fill", fill_value=0) for look in found]
+    numbers = {look: _bag_numbers(shard, look) for look in rows}
+    planes = [block(rows, stack.local_rows), block(numbers, vectors - 1)]
+    if shard.weights is not None:
+        bits = {look: lax.bitcast_convert_type(_weights(shard, look), jnp.int32) for look in rows}
+        planes.append(block(bits, 0))
+    orders = [_bucket_order(shard, [look for look in rows if look.member.ranks[0] == d], slots) for d in _ranks(stack)]
+    ordered = any(order is not None for order in orders)
+    if ordered:
+        as_they_are = lax.iota(jnp.int32, slots)
+        planes.append(jnp.stack([as_they_are if order is None else order for order in orders]))
+    arrived = lax.all_to_all(jnp.stack(planes, axis=1), axes, 0, 0, tiled=True)  # N planes K'
+    source = lax.iota(jnp.int32, stack.devices)[:, None]
+    return Route(
+        arrived=arrived[:, 0].reshape(-1),
+        sequence=(source * slots + arrived[:, -1]).reshape(-1) if ordered else None,
+        bags=(source * vectors + arrived[:, 1]).reshape(-1),
+        weights=None
+        if shard.weights is None
+        else lax.bitcast_convert_type(arrived[:, 2], jnp.float32).reshape(-1),
+    )
 
 
-def send_grads(grads: jax.Array, way: Route, *, axes: tuple[str, ...], devices: int) -> jax.Array:
-    """Gradients of the occurrences -> float[N * K, dim], at the owners of their rows, beside `way.rows`."""
-    assert way.order is not None
-    sent = grads.at[way.order].get(mode="fill", fill_value=0)
-    arrived = lax.all_to_all(sent.reshape(devices, -1, sent.shape[-1]), axes, 0, 0, tiled=True)
-    return arrived.reshape(-1, arrived.shape[-1])
+def _joined(ways: list[Route]) -> Route:
+    if len(ways) == 1:
+        return ways[0]
+    rows, bags = ways
+    sequence = None
+    count = rows.arrived.shape[0]
+    if rows.sequence is not None or bags.sequence is not None:
+        parts = [_sequence(rows), count + _sequence(bags)]
+        sequence = jnp.concatenate(parts)
+    return Route(
+        jnp.concatenate([rows.arrived, bags.arrived]), sequence, rows.slots, rows.inverse, bags.bags, bags.weights
+    )
+
+
+def _sequence(way: Route) -> jax.Array:
+    return lax.iota(jnp.int32, way.arrived.shape[0]) if way.sequence is None else way.sequence
+
+
+def _bag_numbers(shard: Shard, look: Lookup) -> jax.Array:
+    """Place of the bag of every slot in the bucket of its owner, non-decreasing.
+
+    Unused slots, whose rows are zeros, count to the last bag.
+    """
+    if look.feature.length is not None:
+        return look.bag + lax.iota(jnp.int32, look.feature.capacity) // max(1, look.feature.length)
+    return look.bag + jnp.minimum(shard.bags(look), shard.examples - 1)
+
+
+def _weights(shard: Shard, look: Lookup) -> jax.Array:
+    weights = shard.weights_of(look)
+    assert weights is not None
+    return weights.astype(jnp.float32)
+
+
+def _bucket_order(shard: Shard, looks: list[Lookup], slots: int) -> jax.Array | None:
+    order = summation_order(shard, tuple(looks)) if looks else None
+    if order is None:
+        return None
+    rest = lax.iota(jnp.int32, slots - order.shape[0]) + order.shape[0]
+    return jnp.concatenate([order, rest])
+
+
+def _ranks(stack: Stack) -> range:
+    return range(stack.devices)
+
+
+def _most_slots(looks: Sequence[Lookup] | dict[Lookup, jax.Array]) -> int:
+    return max(look.occurrence + look.feature.capacity for look in looks)
+
+
+def _most_bags(looks: Sequence[Lookup] | dict[Lookup, jax.Array], examples: int) -> int:
+    return max(look.bag for look in looks) + examples
+
+
+def _blocks(
+    parts: dict[Lookup, jax.Array], stack: Stack, begin: Callable[[Lookup], int], size: int, fill: int
+) -> jax.Array:
+    """[N, size, ...]: block n has the parts of the lookups that device n owns, each at its place."""
+    sample = next(iter(parts.values()))
+    blocks = []
+    for device in _ranks(stack):
+        own = [part for look, part in sorted(parts.items(), key=lambda p: begin(p[0])) if look.member.ranks[0] == device]
+        missing = size - sum(part.shape[0] for part in own)
+        blocks.append(jnp.concatenate([*own, jnp.full((missing, *sample.shape[1:]), fill, sample.dtype)]))
+    return jnp.stack(blocks)
+
+
+def _in_blocks(flat: jax.Array, stack: Stack) -> jax.Array:
+    return flat.reshape(stack.devices, -1, *flat.shape[1:])

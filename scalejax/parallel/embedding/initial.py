@@ -1,54 +1,55 @@
 """Fresh rows, made where they will live: row r of a table is a function of (key, name of the table, r)."""
 
-import zlib
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from scalejax.parallel.embedding import optimizers
+from scalejax.parallel.embedding.row_numbers import exists, name_hashes, row_numbers
 from scalejax.parallel.embedding.stacks import Stack
 
 _CHUNK = 1 << 16
 """Rows made at a time: random bits need several times the memory of their rows."""
 
 
-def local_state(
-    stacks: tuple[Stack, ...], key: jax.Array, *, axes: tuple[str, ...], devices: int
-) -> dict[str, dict[str, jax.Array]]:
-    """{stack: {"rows": [L, dim], ...}} of this device; padding rows are zeros. Runs inside a shard_map."""
-    state = {}
-    for stack in stacks:
-        table, logical = _logical_rows(stack, lax.axis_index(axes), devices)
-        exists = logical < jnp.asarray([m.config.rows for m in stack.members], jnp.int32)[table]
-        leaves = {"rows": _uniform(stack, key, table, logical, exists)}
-        for name, shape in optimizers.state_shapes(stack.optimizer, stack.local_rows, stack.dim).items():
-            mask = exists.reshape((-1,) + (1,) * (len(shape) - 1))
-            value = jnp.full(shape, optimizers.initial_value(stack.optimizer), stack.wide_dtype)
-            leaves[name] = jnp.where(mask, value, jnp.zeros((), stack.wide_dtype))
-        state[stack.name] = leaves
-    return state
+def local_leaves(stack: Stack, key: jax.Array, device: jax.Array | int) -> dict[str, jax.Array]:
+    """{"rows": [L, dim], ...} of one device; padding rows are zeros.
 
-
-def _logical_rows(stack: Stack, device: jax.Array, devices: int) -> tuple[jax.Array, jax.Array]:
-    """Table number and row number of every local row."""
-    ends = jnp.asarray(np.cumsum([m.local_rows for m in stack.members]), jnp.int32)
+    Args:
+      stack: The tables.
+      key: Of the collection.
+      device: Number of this device among those that the stack is dealt out over.
+    """
     local = lax.iota(jnp.int32, stack.local_rows)
-    table = jnp.searchsorted(ends, local, side="right").astype(jnp.int32)
-    offsets = jnp.asarray([m.offset for m in stack.members], jnp.int32)
-    shifts = jnp.asarray([m.shift for m in stack.members], jnp.int32)
-    return table, (local - offsets[table]) * devices + (device - shifts[table]) % devices
+    real = exists(stack, local, device)
+    leaves = {}
+    for name, kind in stack.leaves.items():
+        if name == "rows":
+            leaves[name] = _uniform(stack, key, device)
+            continue
+        shape = stack.leaf_shape(kind, stack.local_rows)
+        mask = real.reshape((-1,) + (1,) * (len(shape) - 1))
+        value = jnp.full(shape, optimizers.initial_value(stack.optimizer), stack.wide_dtype)
+        leaves[name] = jnp.where(mask, value, jnp.zeros((), stack.wide_dtype))
+    return leaves
 
 
-def _uniform(stack: Stack, key: jax.Array, table: jax.Array, logical: jax.Array, exists: jax.Array) -> jax.Array:
-    keys = jnp.stack([jax.random.fold_in(key, zlib.crc32(m.config.name.encode())) for m in stack.members])
+def _uniform(stack: Stack, key: jax.Array, device: jax.Array | int) -> jax.Array:
+    keys = jnp.stack([jax.random.fold_in(key, int(name)) for name in name_hashes(stack)])
     scales = [m.config.init_scale or m.config.rows**-0.5 for m in stack.members]
     scale = jnp.asarray(scales, stack.wide_dtype)
+    starts = jnp.asarray([m.start for m in stack.members], jnp.int32)
+    widths = jnp.asarray([m.config.dim for m in stack.members], jnp.int32)
 
-    def one(table: jax.Array, logical: jax.Array, exists: jax.Array) -> jax.Array:
-        bound = jnp.where(exists, scale[table], 0)
-        draw = jax.random.uniform(jax.random.fold_in(keys[table], logical), (stack.dim,), stack.wide_dtype, -1, 1)
+    def one(member: jax.Array, row: jax.Array, real: jax.Array) -> jax.Array:
+        row_key = jax.random.fold_in(keys[member], row)
+        draw = jnp.zeros(stack.dim, stack.wide_dtype)
+        for dim in sorted({m.config.dim for m in stack.members}):
+            # A slice has its columns of the draw for the whole row.
+            whole = jax.random.uniform(row_key, (dim,), stack.wide_dtype, -1, 1)
+            columns = lax.dynamic_slice_in_dim(whole, starts[member], stack.dim)
+            draw = jnp.where(widths[member] == dim, columns, draw)
+        bound = jnp.where(real, scale[member], 0)
         return (draw * bound).astype(stack.dtype)
 
     chunk = min(_CHUNK, stack.local_rows)
@@ -56,8 +57,10 @@ def _uniform(stack: Stack, key: jax.Array, table: jax.Array, logical: jax.Array,
     def fill(number: jax.Array, rows: jax.Array) -> jax.Array:
         # The last chunk begins earlier and makes some rows again: they come out the same.
         start = jnp.minimum(number * chunk, stack.local_rows - chunk)
-        part = [lax.dynamic_slice_in_dim(a, start, chunk) for a in (table, logical, exists)]
-        return lax.dynamic_update_slice_in_dim(rows, jax.vmap(one)(*part), start, 0)
+        local = start + lax.iota(jnp.int32, chunk)
+        member, row = row_numbers(stack, local, device)
+        part = jax.vmap(one)(member, row, exists(stack, local, device))
+        return lax.dynamic_update_slice_in_dim(rows, part, start, 0)
 
     empty = jnp.zeros((stack.local_rows, stack.dim), stack.dtype)
     return lax.fori_loop(0, -(-stack.local_rows // chunk), fill, empty)

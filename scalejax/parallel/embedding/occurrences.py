@@ -11,6 +11,8 @@ of devices.
 """
 
 import dataclasses
+import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,41 +24,76 @@ from scalejax.parallel.embedding.rounding import rounded
 from scalejax.parallel.embedding.stacks import Member, Stack
 
 
+Channel = Literal["here", "rows", "bags"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Lookup:
     """One feature's part in its stack.
 
     Attributes:
-      member: The table.
+      member: The table, or slice of it.
       feature: Its place in the device form.
       row: Row of the feature in `lengths`.
       start: Its first slot in `values`.
-      occurrence: Its first occurrence in the stack.
+      channel: How its rows are had. "here": they are on this device. "rows": each is sent by the device that has it and
+        pooled here. "bags": the one device that has them all pools them and sends one vector a bag.
+      occurrence: Its first occurrence in the channel; for "bags", in the bucket of the one device.
+      bag: For "bags": its first vector in the bucket of that device.
     """
 
     member: Member
     feature: FeatureLayout
     row: int
     start: int
+    channel: Channel
     occurrence: int
+    bag: int = 0
+
+    @property
+    def part(self) -> slice:
+        """Its occurrences in the channel."""
+        return slice(self.occurrence, self.occurrence + self.feature.capacity)
 
 
-def lookups(stack: Stack, layout: tuple[FeatureLayout, ...]) -> tuple[Lookup, ...]:
-    """The features that look up a stack, in order of occurrence."""
+def lookups(stack: Stack, layout: tuple[FeatureLayout, ...], examples: int) -> tuple[Lookup, ...]:
+    """The features that look up a stack, in order of occurrence.
+
+    Args:
+      stack: Its members' features are those that count.
+      layout: All features.
+      examples: Examples of one device.
+    """
     starts, start = {}, 0
     for row, feature in enumerate(layout):
         starts[feature.name] = (row, start, feature)
         start += feature.capacity
-    found, occurrence = [], 0
+    found: list[Lookup] = []
+    occurrence, in_bucket, bags = 0, [0] * stack.devices, [0] * stack.devices
     for member in stack.members:
-        for name in member.config.features:
-            row, start, feature = starts[name]
-            found.append(Lookup(member, feature, row, start, occurrence))
-            occurrence += feature.capacity
+        features = [starts[name] for name in member.config.features]
+        channel = _channel(stack, member, [feature for _, _, feature in features])
+        for row, start, feature in features:
+            if channel == "bags":
+                (rank,) = member.ranks
+                found.append(Lookup(member, feature, row, start, channel, in_bucket[rank], bags[rank]))
+                in_bucket[rank] += feature.capacity
+                bags[rank] += examples
+            else:
+                found.append(Lookup(member, feature, row, start, channel, occurrence))
+                occurrence += feature.capacity
     return tuple(found)
 
 
-def slots_of_table(found: tuple[Lookup, ...], member: Member) -> int:
+def _channel(stack: Stack, member: Member, features: list[FeatureLayout]) -> Channel:
+    if stack.devices == 1:
+        return "here"
+    if len(member.ranks) == 1 and member.config.pooling != "none" and any(f.length != 1 for f in features):
+        return "bags"
+    return "rows"
+
+
+def slots_of_member(found: tuple[Lookup, ...], member: Member) -> int:
     """Occurrences per shard of all features of one table."""
     return sum(look.feature.capacity for look in found if look.member is member)
 
@@ -101,9 +138,18 @@ def addresses(shard: Shard, look: Lookup, devices: int, nowhere: int) -> tuple[j
         used = lax.iota(jnp.int32, ids.shape[0]) < shard.lengths[look.row].sum()
     good = used & (ids >= 0) & (ids < member.config.rows)
     bad = (used & ~good).sum(dtype=jnp.int32)
-    device = jnp.where(good, (ids + member.shift) % devices, devices)
-    row = jnp.where(good, member.offset + ids // devices, nowhere)
-    return device, row, bad
+    ranks, offsets = member.ranks or (0,), member.offsets
+    if len(ranks) == 1:
+        device, row = jnp.full_like(ids, ranks[0]), offsets[0] + ids
+    else:
+        place = (ids + member.shift) % len(ranks)
+        device = place if ranks == tuple(range(len(ranks))) else _pick(ranks, place)
+        row = (offsets[0] if len(set(offsets)) == 1 else _pick(offsets, place)) + ids // len(ranks)
+    return jnp.where(good, device, devices), jnp.where(good, row, nowhere), bad
+
+
+def _pick(values: tuple[int, ...], place: jax.Array) -> jax.Array:
+    return jnp.asarray(values, jnp.int32).at[place].get(mode="clip")
 
 
 def lost_slots(shard: Shard, look: Lookup) -> jax.Array:
@@ -114,7 +160,12 @@ def lost_slots(shard: Shard, look: Lookup) -> jax.Array:
 
 
 def summation_order(shard: Shard, found: tuple[Lookup, ...]) -> jax.Array | None:
-    """int32[occurrences]: the occurrences in summation order; None where that is the order they are in."""
+    """int32[occurrences]: the occurrences in summation order; None where that is the order they are in.
+
+    Args:
+      shard: The examples.
+      found: Features whose occurrences follow each other without gaps.
+    """
     members = list(dict.fromkeys(look.member for look in found))
     parts = [[look for look in found if look.member is member] for member in members]
     if all(len(part) == 1 for part in parts):
@@ -147,20 +198,59 @@ def _by_example(shard: Shard, part: list[Lookup]) -> jax.Array:
     return jnp.zeros_like(place).at[place].set(jnp.concatenate(slots), unique_indices=True)
 
 
-def pool(shard: Shard, look: Lookup, rows: jax.Array) -> jax.Array:
-    """Rows of a feature's slots -> what the model sees of it: [b, dim], or [b, length, dim] for pooling "none"."""
+def pool(shard: Shard, look: Lookup, rows: jax.Array, zero: jax.Array) -> jax.Array:
+    """Rows of a feature's slots -> what the model sees of it: [b, dim], or [b, length, dim] for pooling "none".
+
+    The rows of a bag are added in order of position, each weighted row rounded by itself (`zero` is from
+    `rounding.runtime_zero`): the sum is the same to the bit wherever it is formed.
+    """
     weights = shard.weights_of(look)
     if weights is not None:
-        rows = rows * weights.astype(rows.dtype)[:, None]
+        rows = rounded(rows * weights.astype(rows.dtype)[:, None], zero)
     length, pooling = look.feature.length, look.member.config.pooling
     if length is None:
         assert pooling != "none"  # the collection refuses it
-        return ops.pool_rows(rows, shard.bags(look), shard.examples, pooling=pooling)
-    rows = rows.reshape(shard.examples, length, rows.shape[-1])
+        return average(shard, look, ops.pool_rows(rows, shard.bags(look), shard.examples), zero)
     if pooling == "none":
+        return rows.reshape(shard.examples, length, rows.shape[-1])
+    return average(shard, look, _sum_positions(rows, shard.examples, length), zero)
+
+
+def average(shard: Shard, look: Lookup, sums: jax.Array, zero: jax.Array) -> jax.Array:
+    """Sums of bags -> their means where the table wants means."""
+    if look.member.config.pooling != "mean" or look.feature.length == 1:
+        return sums
+    return rounded(sums * _shares(shard, look, sums.dtype, zero)[:, None], zero)
+
+
+def _shares(shard: Shard, look: Lookup, dtype: jnp.dtype, zero: jax.Array) -> jax.Array:
+    """float[b]: 1 / ids of each bag. A compiler makes this product of a division, or not; written out it always is."""
+    length = look.feature.length
+    counts = shard.lengths[look.row] if length is None else jnp.full(shard.examples, length)
+    return rounded(1 / jnp.maximum(counts, 1).astype(dtype), zero)
+
+
+def _sum_positions(rows: jax.Array, examples: int, length: int) -> jax.Array:
+    """Sums of consecutive rows, in the order that `ops.pool_rows` adds in on the platform at hand."""
+    if length == 1:
         return rows
-    pooled = rows[:, 0] if length == 1 else rows.sum(axis=1)
-    return pooled / length if pooling == "mean" and length > 1 else pooled
+    if length > _UNROLLED:
+        return ops.pool_rows(rows, jnp.repeat(jnp.arange(examples, dtype=jnp.int32), length), examples)
+
+    def fold(x: jax.Array) -> jax.Array:
+        return functools.reduce(jnp.add, [x[:, i] for i in range(length)])
+
+    def tree(x: jax.Array) -> jax.Array:
+        parts = [x[:, i] for i in range(length)]
+        while len(parts) > 1:
+            parts = [functools.reduce(jnp.add, parts[i : i + 2]) for i in range(0, len(parts), 2)]
+        return parts[0]
+
+    return lax.platform_dependent(rows.reshape(examples, length, -1), cpu=fold, default=tree)
+
+
+_UNROLLED = 32
+"""Longest fixed length whose sum is written out."""
 
 
 def unpool(shard: Shard, look: Lookup, grads: jax.Array, zero: jax.Array) -> jax.Array:
@@ -169,11 +259,7 @@ def unpool(shard: Shard, look: Lookup, grads: jax.Array, zero: jax.Array) -> jax
     `zero` is from `rounding.runtime_zero`: what is summed by row later has been rounded by itself.
     """
     length, pooling = look.feature.length, look.member.config.pooling
-    if pooling == "mean" and length != 1:
-        # A product with the reciprocal, which is what compilers make of a division, or not.
-        counts = shard.lengths[look.row] if length is None else jnp.full(shard.examples, length)
-        share = 1 / jnp.maximum(counts, 1).astype(grads.dtype)
-        grads = rounded(grads * share[:, None], zero)
+    grads = average(shard, look, grads, zero)  # which is linear
     if length is None:
         slots = grads.at[shard.bags(look)].get(mode="fill", fill_value=0)
     elif pooling == "none":

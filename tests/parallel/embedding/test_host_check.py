@@ -161,7 +161,7 @@ def test_room_is_refused_exactly_where_a_literal_count_exceeds_it(data):
                 counts[(y[2 * example + position] + 1) % 8] += 1
         most = max(most, counts.max())
     (stack,) = each.stacks
-    fits = most <= bucket_capacity(stack, lookups(stack, layout), each.exchange, 8)
+    fits = most <= bucket_capacity(stack, lookups(stack, layout, 16), each.exchange)
     if fits:
         each.check_on_host(host, 8, layout)
     else:

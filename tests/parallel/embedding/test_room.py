@@ -7,6 +7,8 @@ from scalejax.data.jagged import KeyedJagged
 from scalejax.data.schema import Categorical, Schema
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.exchange import bucket_capacity
+from scalejax.parallel.embedding.occurrences import lookups
 from scalejax.parallel.embedding.plan import Exchange
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
@@ -30,5 +32,6 @@ def test_large_exchanges_go_by_the_factor():
         collection = _collection(Exchange(roomy_below_bytes=below))
         (stack,) = collection.stacks
         assert stack.wide_dtype == jnp.float32
-        rooms.append(collection._capacity(stack, collection.layout(schema, 512)))
+        found = lookups(stack, collection.layout(schema, 512), 64)
+        rooms.append(bucket_capacity(stack, found, collection.exchange))
     assert rooms[0] == rooms[1] < rooms[2] == 64

@@ -1,0 +1,55 @@
+"""Rounding up or down by chance, in proportion to how near each neighbour is: right on average."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def stochastic_round(values: jax.Array, dtype: jax.typing.DTypeLike, bits: jax.Array) -> jax.Array:
+    """Rounds float32 to a narrower float type so that the expected result is the value itself.
+
+    Args:
+      values: float32[...].
+      dtype: bfloat16 or float16.
+      bits: uint32[...], uniformly distributed; the same bits give the same result.
+
+    Returns:
+      `dtype`[...]. Values of `dtype` stay as they are, so do NaN and infinities; float16 that would lie beyond its
+      range becomes its largest number, where rounding to nearest would give an infinity.
+
+    Raises:
+      ValueError: another dtype.
+    """
+    dtype = jnp.dtype(dtype)
+    if values.dtype != jnp.float32 or dtype not in (jnp.bfloat16, jnp.float16):
+        raise ValueError(
+            f"stochastic_round: values must be float32 and dtype bfloat16 or float16; got {values.dtype} and {dtype}."
+        )
+    if dtype == jnp.bfloat16:
+        # The upper half of a float32 is a bfloat16: add 16 random bits below it and cut them off.
+        noisy = lax.bitcast_convert_type(values, jnp.uint32) + (bits >> 16)
+        rounded = lax.bitcast_convert_type(noisy & jnp.uint32(0xFFFF0000), jnp.float32)
+        return jnp.where(jnp.isfinite(values), rounded, values).astype(jnp.bfloat16)
+    limit = float(jnp.finfo(jnp.float16).max)
+    exponent = ((lax.bitcast_convert_type(values, jnp.int32) >> 23) & 0xFF) - 127
+    exponent = jnp.clip(exponent, -14, 15)  # below 2^-14 the float16 grid is even
+    unit = lax.bitcast_convert_type((exponent - 10 + 127) << 23, jnp.float32)
+    # Fewer than 2^11 units, so 13 bits of chance fit behind them without rounding.
+    chance = (bits >> 19).astype(jnp.float32) * 2.0**-13
+    whole = jnp.floor(jnp.abs(values) / unit + chance) * unit
+    signed = jnp.where(jnp.signbit(values), -whole, whole)
+    return jnp.where(jnp.isfinite(values), jnp.clip(signed, -limit, limit), values).astype(jnp.float16)
+
+
+def hash_bits(*words: jax.Array) -> jax.Array:
+    """uint32 that looks random in every bit, a function of uint32 words that broadcast against each other.
+
+    Source: the 32-bit finalizer of MurmurHash3 (A. Appleby, public domain), applied after each word is mixed in.
+    """
+    state = jnp.uint32(0x9E3779B9)
+    for word in words:
+        state = state ^ word.astype(jnp.uint32)
+        for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+            state = (state ^ (state >> shift)) * jnp.uint32(factor)
+        state = state ^ (state >> 16)
+    return state

@@ -1,0 +1,64 @@
+"""What vectors travel as: fewer bits on the wire, one all_to_all each.
+
+    bfloat16, float16       rounded to nearest; float16 after clamping to its range, +-65504
+    float8_*, int8          vector / scale, rounded to nearest, with scale = largest magnitude / largest code; the four
+                            bytes of the scale travel behind the codes of its vector
+
+What is not a number stays visible: a NaN or an infinity in a vector makes all of it NaN (int8, float8) or stays where
+it is (bfloat16; float16 clamps infinities, as its range says).
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scalejax.parallel.embedding.plan import Wire
+
+_HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
+_SCALED = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2, "int8": jnp.int8}
+
+
+def all_to_all(vectors: jax.Array, wire: Wire, *, axes: tuple[str, ...], loss_scale: float = 1.0) -> jax.Array:
+    """float[N, K, D], block n for device n -> float[N, K, D], block n from device n, in the dtype it came in.
+
+    Args:
+      vectors: What this device sends.
+      wire: What it travels as.
+      axes: Mesh axes of the N devices.
+      loss_scale: Multiplied by before and divided by after; not with "full", where nothing would change.
+    """
+    if wire == "full":
+        return lax.all_to_all(vectors, axes, 0, 0, tiled=True)
+    scaled = vectors if loss_scale == 1.0 else vectors * loss_scale
+    arrived = lax.all_to_all(encode(scaled, wire), axes, 0, 0, tiled=True)
+    decoded = decode(arrived, wire, vectors.dtype)
+    return decoded if loss_scale == 1.0 else decoded / loss_scale
+
+
+def encode(vectors: jax.Array, wire: Wire) -> jax.Array:
+    """float[..., D] -> what travels: [..., D], or int8[..., D + 4] with a scale."""
+    if wire in _HALF:
+        if wire == "float16":
+            limit = float(jnp.finfo(jnp.float16).max)
+            vectors = jnp.clip(vectors, -limit, limit)
+        return vectors.astype(_HALF[wire])
+    code = _SCALED[wire]
+    most = jnp.abs(vectors).max(axis=-1, keepdims=True).astype(jnp.float32)
+    scale = jnp.where(most == 0, 1.0, most / _largest(code))
+    codes = vectors.astype(jnp.float32) / scale
+    codes = jnp.rint(codes).astype(jnp.int8) if code == jnp.int8 else codes.astype(code)
+    tail = lax.bitcast_convert_type(scale[..., 0], jnp.int8)  # ... 4
+    return jnp.concatenate([lax.bitcast_convert_type(codes, jnp.int8), tail], axis=-1)
+
+
+def decode(sent: jax.Array, wire: Wire, dtype: jnp.dtype) -> jax.Array:
+    """The inverse of `encode`, up to its rounding."""
+    if wire in _HALF:
+        return sent.astype(dtype)
+    codes, scale = sent[..., :-4], lax.bitcast_convert_type(sent[..., -4:], jnp.float32)
+    codes = lax.bitcast_convert_type(codes, _SCALED[wire])
+    return (codes.astype(jnp.float32) * scale[..., None]).astype(dtype)
+
+
+def _largest(code: type) -> float:
+    return 127.0 if code == jnp.int8 else float(jnp.finfo(code).max)

@@ -1,0 +1,79 @@
+"""Rounding by chance: to a neighbour, right on average, the same for the same bits."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalejax.numerics.stochastic import hash_bits, stochastic_round
+
+
+def neighbours(value, dtype):
+    """The largest number of the type not above, and the smallest not below a value inside its range."""
+    nearest = np.asarray(value, np.float32).astype(dtype)
+    if float(nearest) == value:
+        return float(nearest), float(nearest)
+    step = np.nextafter(nearest, np.asarray(np.inf if float(nearest) < value else -np.inf, dtype), dtype=dtype)
+    return tuple(sorted((float(nearest), float(step))))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.floats(-60000, 60000, width=32), st.integers(0, 2**32 - 1))
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_result_is_one_of_the_two_neighbours(dtype, value, bits):
+    if value and abs(value) < 2.0**-120:
+        return  # bfloat16 subnormals, which CPUs flush
+    got = float(stochastic_round(jnp.float32(value), dtype, jnp.uint32(bits)))
+    assert got in neighbours(value, jnp.dtype(dtype)), (value, got)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_mean_of_many_rounds_is_the_value(dtype):
+    values = np.float32([1.0 + 2**-11, -3.14159, 1e-3, 6.0e-7, 300.1, 0.0])
+    count = 1 << 14
+    bits = hash_bits(jnp.arange(count, dtype=jnp.uint32)[:, None], jnp.arange(len(values), dtype=jnp.uint32)[None])
+    rounds = np.asarray(stochastic_round(jnp.broadcast_to(values, bits.shape), dtype, bits), np.float64)
+    low, high = np.array([neighbours(float(v), jnp.dtype(dtype)) for v in values]).T
+    # Standard deviation of the mean of `count` draws between two neighbours, at most half their distance each; the
+    # chance has 13 bits for float16, 16 for bfloat16.
+    bound = 4 * (high - low) / 2 / np.sqrt(count) + (high - low) * 2.0**-13
+    assert (abs(rounds.mean(axis=0) - values) <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_updates_below_half_a_unit_add_up_where_rounding_to_nearest_stalls(dtype):
+    unit = float(jnp.finfo(dtype).eps)
+    chance, nearest = jnp.ones(4096, dtype), jnp.ones(4096, dtype)
+    for step in range(64):
+        bits = hash_bits(jnp.uint32(step), jnp.arange(4096, dtype=jnp.uint32))
+        chance = stochastic_round(chance.astype(jnp.float32) + unit / 16, dtype, bits)
+        nearest = (nearest.astype(jnp.float32) + unit / 16).astype(dtype)
+    assert (nearest == 1).all()
+    grown = np.asarray(chance, np.float64).mean() - 1
+    assert abs(grown - 4 * unit) < 0.1 * unit  # 64 / 16 units
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_what_is_not_finite_stays_and_what_fits_stays(dtype):
+    special = jnp.float32([np.inf, -np.inf, np.nan, 0.0, -0.0, 1.5, -2.0])
+    got = np.asarray(stochastic_round(special, dtype, jnp.full(7, 0xFFFFFFFF, jnp.uint32)), np.float32)
+    np.testing.assert_array_equal(got, special)
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(special))
+
+
+def test_float16_beyond_its_range_becomes_its_largest_number():
+    got = stochastic_round(jnp.float32([1e6, -1e6]), jnp.float16, jnp.zeros(2, jnp.uint32))
+    np.testing.assert_array_equal(np.asarray(got, np.float32), [65504, -65504])
+
+
+def test_other_types_are_refused():
+    with pytest.raises(ValueError, match="bfloat16 or float16; got float32 and float8_e4m3fn"):
+        stochastic_round(jnp.ones(1), jnp.float8_e4m3fn, jnp.zeros(1, jnp.uint32))
+
+
+def test_bits_depend_on_every_word_and_are_even():
+    bits = np.asarray(hash_bits(jnp.arange(1 << 12, dtype=jnp.uint32)[:, None], jnp.arange(16, dtype=jnp.uint32)[None]))
+    assert len(np.unique(bits)) > 0.99 * bits.size
+    share = np.unpackbits(bits.reshape(-1).view(np.uint8)).reshape(bits.size, 32).mean(axis=0)
+    assert abs(share - 0.5).max() < 4 * 0.5 / np.sqrt(bits.size)

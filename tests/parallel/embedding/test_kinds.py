@@ -1,0 +1,308 @@
+"""Every kind of sharding gives what one device gives, to the bit, and holds only its share."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from embedding_cases import (
+    batch,
+    device_features,
+    OPTIMIZERS,
+    given_grads,
+    numpy_lookup,
+    numpy_stack,
+    numpy_unstack,
+    numpy_update,
+    plan_of,
+    random_logical,
+    schema_of,
+    wide_tables,
+)
+
+from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding.collection import EmbeddingCollection
+from scalejax.parallel.embedding.config import (
+    Lamb,
+    RowwiseAdagrad,
+    Sgd,
+    TableConfig,
+)
+from scalejax.parallel.embedding.plan import KINDS, Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.mesh import MeshShape
+
+BATCH = 16
+ROOM = Exchange(capacity_factor=8.0)
+WHOLE_ROWS = ("row_wise", "table_wise", "table_row_wise", "data_parallel")
+
+
+def collection(tables, devices, plan=None, replica=1, **more):
+    mesh = meshes.make_mesh(MeshShape(replica=replica), jax.devices()[:devices])
+    return EmbeddingCollection(tables=tables, mesh=mesh, plan=plan, **{"exchange": ROOM, **more})
+
+
+def two_steps(on, host, grads, logical=None):
+    """(what was looked up first, logical state after two steps with the same given gradients)."""
+
+    @jax.jit
+    def step(state, features, grads):
+        embedded, routing = on.lookup(state, features)
+        return embedded, on.update(state, routing, grads)
+
+    state = numpy_stack(on, random_logical(on) if logical is None else logical)
+    features = device_features(on, host, BATCH)
+    embedded, state = step(state, features, grads)
+    _, state = step(state, features, grads)
+    assert not np.asarray(on.faults(state)).any()
+    assert int(state["updates"]) == 2
+    return {name: np.asarray(x) for name, x in embedded.items()}, numpy_unstack(on, state)
+
+
+@functools.cache
+def on_one_device(name, weighted):
+    tables = wide_tables(OPTIMIZERS[name])
+    host = batch(BATCH, weighted=weighted)
+    return two_steps(collection(tables, 1), host, given_grads(tables, host))
+
+
+def equal(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def _cases():
+    """Kind, copies, optimizer, weighted, devices: each value of one meets each of another in some case by default."""
+    names, number = list(OPTIMIZERS), 0
+    default = {
+        ("row_wise", "shard", "adam", True, 8),
+        ("row_wise", "copy", "rowwise", False, 8),
+        ("table_wise", "shard", "rowwise", True, 8),
+        ("table_wise", "copy", "adagrad", True, 4),
+        ("column_wise", "shard", "rowwise", True, 8),
+        ("column_wise", "copy", "sgd decoupled", False, 8),
+        ("table_row_wise", "shard", "partial lamb", False, 8),
+        ("table_row_wise", "shard", "lars", True, 4),
+        ("table_column_wise", "shard", "rowwise", False, 4),
+        ("grid", "shard", "rowwise", True, 8),
+        ("grid", "copy", "sgd", False, 8),
+        ("data_parallel", "shard", "rowwise max norm", True, 8),
+        ("data_parallel", "shard", "lamb", False, 2),
+        ("row_wise", "shard", "partial adam", False, 2),
+    }
+    for kind in KINDS:
+        for replicas in ("shard", "copy"):
+            for name in names:
+                if kind not in WHOLE_ROWS and OPTIMIZERS[name].uses_row_norms:
+                    continue
+                for weighted in (False, True):
+                    for devices in (2, 4, 8):
+                        case = (kind, replicas, name, weighted, devices)
+                        number += case in default
+                        yield pytest.param(*case, marks=() if case in default else pytest.mark.slow)
+    assert number == len(default)
+
+
+@pytest.mark.parametrize(("kind", "replicas", "name", "weighted", "devices"), [*_cases()])
+def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted, devices):
+    tables = wide_tables(OPTIMIZERS[name])
+    host = batch(BATCH, weighted=weighted)
+    on = collection(tables, devices, plan_of(kind, tables, replicas), replica=2)
+    embedded, after = two_steps(on, host, given_grads(tables, host))
+    expected, state = on_one_device(name, weighted)
+    equal(embedded, expected)
+    equal(after, state)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_device_equals_numpy_in_double_precision(name):
+    tables, host = wide_tables(OPTIMIZERS[name]), batch(BATCH, weighted=True)
+    grads = given_grads(tables, host)
+    before = random_logical(collection(tables, 1))
+    embedded, after = on_one_device(name, True)
+    for feature, value in numpy_lookup(tables, before, host).items():
+        np.testing.assert_allclose(embedded[feature], value, rtol=1e-5, atol=1e-6)  # a few float32 numbers of size 0.3
+    wide = before
+    for number in range(2):
+        wide, touched = numpy_update(tables, wide, host, grads, updates=number)
+    for table in tables:
+        for leaf, value in after[table.name].items():
+            # two float32 steps; AdaGrad and Adam divide sums that nearly cancel by their own size
+            np.testing.assert_allclose(value, wide[table.name][leaf], rtol=2e-4, atol=5e-5, err_msg=table.name)
+            untouched = np.setdiff1d(np.arange(table.rows), [*touched[table.name]])
+            np.testing.assert_array_equal(value[untouched], before[table.name][leaf][untouched])
+
+
+@pytest.mark.parametrize("kind", ["column_wise", "grid"])
+def test_one_statistic_a_slice_is_another_optimizer_and_says_so_in_its_shape(kind):
+    tables = wide_tables(RowwiseAdagrad(learning_rate=0.1, statistic="slice"))
+    host = batch(BATCH)
+    grads = given_grads(tables, host)
+    on = collection(tables, 8, plan_of(kind, tables), replica=2)
+    logical = random_logical(on)
+    assert logical["big"]["accumulator"].shape == (tables[1].rows, 2)
+    _, after = two_steps(on, host, grads, logical)
+    expected = logical
+    for _ in range(2):
+        expected, _ = numpy_update(tables, expected, host, grads, np.float32)
+    equal(after, expected)
+    by_row = {t: {n: x.mean(axis=1) if n == "accumulator" else x for n, x in s.items()} for t, s in logical.items()}
+    whole = wide_tables(RowwiseAdagrad(learning_rate=0.1))
+    _, other = two_steps(collection(whole, 8, plan_of(kind, whole), replica=2), host, grads, by_row)
+    assert abs(other["shared"]["rows"] - after["shared"]["rows"]).max() > 1e-3
+
+
+def test_the_dense_sum_of_a_copied_table_agrees_to_rounding():
+    tables, host = wide_tables(OPTIMIZERS["rowwise"]), batch(BATCH, weighted=True)
+    plan = ShardingPlan(tables=tuple(TablePlan(table=t.name, kind="data_parallel", update="psum") for t in tables))
+    embedded, after = two_steps(collection(tables, 8, plan), host, given_grads(tables, host))
+    expected, state = on_one_device("rowwise", True)
+    equal(embedded, expected)
+    for name, leaves in after.items():
+        for leaf, value in leaves.items():
+            # The same float32 numbers added in another order, then divided by their own size.
+            np.testing.assert_allclose(value, state[name][leaf], rtol=1e-4, atol=1e-5)
+    before = random_logical(collection(tables, 1))
+    same = (state["big"]["rows"] == before["big"]["rows"]).all(axis=1)
+    np.testing.assert_array_equal(after["big"]["rows"][same], before["big"]["rows"][same])
+
+
+def _compiled(kind, devices=8, replicas="shard", replica=2, update="gather"):
+    table = TableConfig(name="t", rows=8192, dim=64, features=("a", "b"))
+    columns = 2 if kind in ("column_wise", "table_column_wise", "grid") else 1
+    plan = ShardingPlan(
+        tables=(TablePlan(table="t", kind=kind, columns=columns, update=update),), replicas=replicas
+    )
+    on = collection((table,), devices, plan, replica, exchange=Exchange())
+    features = device_features(on, None, 512, schema=schema_of({"a": 1, "b": 3}, rows=8192))
+
+    def step(state, features):
+        embedded, routing = on.lookup(state, features)
+        return on.update(state, routing, {name: x + 1 for name, x in embedded.items()})
+
+    compiled = jax.jit(step, donate_argnums=0).lower(on.abstract_state(), features).compile()
+    return compiled, compiled.as_text()
+
+
+# Devices that share the rows of the one table, and collectives of the step.
+SHARES = {
+    "row_wise": (8, {"all-to-all"}),
+    "table_wise": (1, {"all-to-all"}),
+    "column_wise": (2, {"all-to-all"}),
+    "table_row_wise": (4, {"all-to-all"}),
+    "table_column_wise": (2, {"all-to-all"}),
+    "grid": (8, {"all-to-all"}),
+    "data_parallel": (1, {"all-gather"}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_holds_its_share_and_moves_data_by_the_collectives_of_its_kind(kind):
+    compiled, text = _compiled(kind)
+    parts, collectives = SHARES[kind]
+    found = {c for c in ("all-to-all", "all-gather", "all-reduce", "reduce-scatter") if f" {c}(" in text}
+    assert found == collectives
+    table = 8192 * (64 * 4 + 4)  # rows and their statistic
+    if kind in ("column_wise", "table_column_wise", "grid"):
+        table = 8192 * (64 * 4 + 2 * 4)  # each slice has the statistic
+    share = compiled.memory_analysis().argument_size_in_bytes
+    assert table / parts <= share < 1.1 * table / parts + 2**15  # and the ids
+
+
+def test_two_dimensional_sharding_gathers_updates_over_the_copies_only():
+    compiled, text = _compiled("row_wise", replicas="copy")
+    assert " all-to-all(" in text
+    assert " all-gather(" in text
+    share = compiled.memory_analysis().argument_size_in_bytes
+    table = 8192 * (64 * 4 + 4)
+    assert table / 4 <= share < 1.1 * table / 4 + 2**15
+
+
+def test_the_dense_sum_is_an_all_reduce():
+    _, text = _compiled("data_parallel", update="psum")
+    assert " all-reduce(" in text
+    assert " all-gather(" not in text
+
+
+def test_many_tables_cost_as_many_collectives_as_one():
+    def count(tables):
+        on = collection(tables, 8, exchange=Exchange())
+        lengths = {name: 1 for table in tables for name in table.features}
+        features = device_features(on, None, 64, schema=schema_of(lengths, rows=100))
+
+        def step(state, features):
+            embedded, routing = on.lookup(state, features)
+            return on.update(state, routing, embedded)
+
+        text = jax.jit(step).lower(on.abstract_state(), features).compile().as_text()
+        return text.count(" all-to-all(")
+
+    def table(number):
+        return TableConfig(name=f"t{number}", rows=100 + number, dim=8, features=(f"f{number}",))
+
+    assert count(tuple(table(n) for n in range(40))) == count((table(0),)) == 3  # ids, rows, gradients
+
+
+def test_a_table_wise_bag_travels_as_one_vector():
+    def bytes_of(kind):
+        table = TableConfig(name="t", rows=512, dim=64, features=("a",))
+        plan = ShardingPlan(tables=(TablePlan(table="t", kind=kind),))
+        on = collection((table,), 8, plan, exchange=Exchange(capacity_factor=8.0))
+        features = device_features(on, None, 512, schema=schema_of({"a": 20}, rows=512))
+        text = jax.jit(on.lookup).lower(on.abstract_state(), features).as_text()
+        shapes = [line.rsplit("tensor<", 1)[1] for line in text.splitlines() if "all_to_all" in line]
+        return sum(int(np.prod([int(n) for n in s.split("xf32")[0].split("x")])) for s in shapes if "xf32" in s)
+
+    assert bytes_of("table_wise") == 8 * 64 * 64  # devices x bags of a device x width
+    assert bytes_of("row_wise") == 20 * bytes_of("table_wise")  # every slot, with room for all of them anywhere
+
+
+def test_plans_that_cannot_be_built_say_what_would_do():
+    tables = wide_tables(RowwiseAdagrad())
+
+    def refused(entry, match, optimizer=None, **more):
+        own = tables if optimizer is None else wide_tables(optimizer)
+        with pytest.raises(UserError, match=match):
+            collection(own, 8, ShardingPlan(tables=(TablePlan(table="big", **entry),)), replica=2, **more)
+
+    refused({"kind": "diagonal"}, "kind 'diagonal'; known kinds: row_wise, table_wise")
+    refused({"kind": "table_wise", "ranks": (8,)}, r"ranks \(8,\), but the mesh numbers its devices 0 to 7.*another mesh")
+    refused({"kind": "table_wise", "ranks": (1, 2)}, "needs 1 ranks on this mesh")
+    refused({"kind": "column_wise", "columns": 3}, "32 wide, which 3 equal column slices do not divide")
+    refused({"kind": "column_wise", "columns": 4}, "slices of 8 columns.*blocks of 16.*statistic='slice'")
+    refused({"kind": "row_wise", "columns": 2}, "columns=2 and kind row_wise")
+    refused({"kind": "table_row_wise", "ranks": (2, 3, 4, 5)}, "within one host, 4 devices")
+    refused({"kind": "table_row_wise", "ranks": (0, 1)}, "needs 4 ranks")
+    refused({"kind": "row_wise", "ranks": (1, 1)}, "names a device twice")
+    refused({"kind": "data_parallel", "ranks": (0,)}, "leave ranks out")
+    refused({"kind": "row_wise", "update": "psum"}, "only data_parallel tables have")
+    refused({"kind": "column_wise", "columns": 2}, "Lamb needs norms of whole rows", Lamb())
+    with pytest.raises(UserError, match="table 'big' is named twice"):
+        twice = (TablePlan(table="big"), TablePlan(table="big"))
+        collection(tables, 8, ShardingPlan(tables=twice))
+
+
+def test_given_ranks_are_taken():
+    tables = wide_tables(Sgd())
+    plan = ShardingPlan(
+        tables=(
+            TablePlan(table="big", kind="table_wise", ranks=(5,)),
+            TablePlan(table="means", kind="row_wise", ranks=(6, 1, 3)),
+            TablePlan(table="shared", kind="grid", columns=2, ranks=(4, 5, 6, 7, 0, 1, 2, 3)),
+            TablePlan(table="tiny", kind="column_wise", columns=2, ranks=(7, 7)),
+        )
+    )
+    on = collection(tables, 8, plan, replica=2)
+    placed = {(m.config.name, m.start): m.ranks for stack in on.stacks for m in stack.members}
+    assert placed == {
+        ("big", 0): (5,),
+        ("means", 0): (6, 1, 3),
+        ("shared", 0): (4, 5, 6, 7),
+        ("shared", 16): (0, 1, 2, 3),
+        ("tiny", 0): (7,),
+        ("tiny", 16): (7,),
+    }
+    host = batch(BATCH, weighted=True)
+    embedded, after = two_steps(on, host, given_grads(tables, host))
+    expected, state = two_steps(collection(tables, 1), host, given_grads(tables, host))
+    equal(embedded, expected)
+    equal(after, state)
