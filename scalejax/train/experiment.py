@@ -5,7 +5,7 @@ from typing import Literal
 
 from scalejax import optim
 from scalejax.parallel.embedding.config import RowOptimizer, RowwiseAdagrad
-from scalejax.parallel.embedding.plan import Exchange
+from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import REPLICATED, Rules
 from scalejax.train.protocols import DataConfig, ModelConfig
@@ -64,6 +64,13 @@ class Experiment:
       mesh: Devices per mesh axis.
       rules: Logical axis of a parameter -> mesh axes.
       exchange: How ids and rows travel between devices.
+      sharding: Where the rows of each table live.
+      accumulate: How the gradients of a row add up: "ordered" (by example) or "exact" (in fixed point: the same to the
+        bit in any order of the batch), see `EmbeddingCollection`.
+      pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids runs beside this step; the results
+        are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them: the gradient
+        is taken at rows that are one update old, another algorithm (except right after a checkpoint, where the
+        pipeline is drained).
       precision: Dtypes.
       microbatch: Most examples that a device puts through the dense part at once; gradients add up over the parts and
         one update follows. None = 1,024 on CPU, where temporaries then stay in the caches, and everything elsewhere.
@@ -86,6 +93,9 @@ class Experiment:
     mesh: MeshShape = MeshShape()
     rules: Rules = REPLICATED
     exchange: Exchange = Exchange(roomy_below_bytes=32 * 2**20)
+    sharding: ShardingPlan = ShardingPlan()
+    accumulate: Literal["ordered", "exact"] = "ordered"
+    pipeline: Literal["none", "ids", "stale"] = "none"
     precision: Precision = Precision()
     microbatch: int | None = None
     seed: int = 0
@@ -101,6 +111,10 @@ class Experiment:
             raise ValueError(f"Experiment: steps must be at least 1 and less than 2**31; got {self.steps}.")
         if self.microbatch is not None and self.microbatch < 1:
             raise ValueError(f"Experiment: microbatch must be at least 1, or None; got {self.microbatch}.")
+        if self.accumulate not in ("ordered", "exact"):
+            raise ValueError(f"Experiment: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
+        if self.pipeline not in ("none", "ids", "stale"):
+            raise ValueError(f"Experiment: pipeline must be 'none', 'ids' or 'stale'; got {self.pipeline!r}.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"Experiment: seed must be at least 0 and less than 2**32; got {self.seed}.")
         if self.log_every < 1:

@@ -25,6 +25,7 @@ from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.convert import Prefetch
 from scalejax.train.events import EventWriter
 from scalejax.train.experiment import Experiment
+from scalejax.train.pipeline import Pipeline
 from scalejax.train.program import Program
 from scalejax.train.protocols import DataSet
 from scalejax.train.run_folder import Resume, RunFolder
@@ -147,13 +148,14 @@ class _Run:
             start_example=host.examples, process_index=jax.process_index(), process_count=jax.process_count()
         )
         with _progress(self.console, experiment.steps, start) as show, Prefetch(batches, program) as prefetched:
+            pipeline = Pipeline(program, prefetched, experiment.steps - start)
             for step in range(start + 1, experiment.steps + 1):
                 if experiment.validation == "progressive":
                     host = self._score_days(state, host, step)
                 with timer.phase("data_wait"):
-                    _, batch = next(prefetched)
+                    pipeline.take()
                 with timer.phase("compile" if step == start + 1 else "dispatch"):
-                    state, loss = program.train_step(state, batch)
+                    state, loss = pipeline.step(state)
                     if step == start + 1:
                         loss.block_until_ready()
                 timer.step_done(examples=size, output=loss)
@@ -169,6 +171,7 @@ class _Run:
                 if last or (experiment.checkpoints.every and step % experiment.checkpoints.every == 0):
                     with timer.phase("checkpoint"):
                         self._save(state, host, step, scored)
+                    pipeline.drain()
         return state, host
 
     def close(self, state: TrainState, host: HostState) -> dict[str, Any]:
@@ -199,7 +202,7 @@ class _Run:
 
     def _log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:
         """Writes the window that ends here; here and before a save training waits for the device."""
-        self._check(state, step)
+        spilled = self._check(state, step)
         state, sums = self.program.take_metrics(state)
         with self.timer.phase("blocked"):
             window = metrics.to_host(sums)
@@ -209,6 +212,8 @@ class _Run:
         lifetime = metrics.compute(host.lifetime.sums, self.names)
         rate = float(np.asarray(self.learning_rate(step)))
         record = {"examples_seen": host.examples, "learning_rate": rate, **values}
+        if self.experiment.exchange.spill == "count":
+            record["spilled_ids"] = spilled
         so_far = {f"lifetime_{key}": x for key, x in lifetime.items() if key.split("/")[0] in _LIFETIME}
         self.events.window(step, record | so_far)
         timing = self.timer.window()
@@ -220,8 +225,12 @@ class _Run:
         )
         return state, host, shown
 
-    def _check(self, state: TrainState, step: int) -> None:
-        """Nothing that is not finite, and no lookup that went wrong, is ever logged or saved."""
+    def _check(self, state: TrainState, step: int) -> int:
+        """Nothing that is not finite, and no lookup that went wrong, is ever logged or saved.
+
+        Returns:
+          Ids that found no room in an exchange since training began or was resumed; 0 unless they may be any.
+        """
         with self.timer.phase("blocked"):
             faults = np.asarray(self.program.faults(state))
             nonfinite = int(np.asarray(state.metrics.nonfinite).sum())
@@ -232,6 +241,7 @@ class _Run:
                 "the last checkpoint. Lower the learning rates, --set optimizer.learning_rate.peak=... and "
                 "--set row_optimizer.learning_rate=..., and start again from it."
             )
+        return int(faults[1])
 
     def _evaluate(self, state: TrainState, step: int, split: str) -> dict[str, float]:
         scores = scoring.score(self.program, state, _eval_batches(self.data, split))

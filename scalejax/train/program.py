@@ -20,12 +20,26 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
-from scalejax.parallel.embedding.collection import EmbeddingCollection
+from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
 from scalejax.parallel.embedding.jagged import DeviceBatch, FeatureLayout, KeyedJagged
 from scalejax.train import metrics
 from scalejax.train.experiment import Experiment, Precision
 from scalejax.train.protocols import Task
 from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ahead:
+    """What is known of a batch before its step.
+
+    Attributes:
+      routing: Where its ids went.
+      embedded: Its rows, where they are fetched a step ahead ("stale"), else None.
+    """
+
+    routing: Routing
+    embedded: dict[str, jax.Array] | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,6 +157,21 @@ class Program:
         return jax.jit(self._train_step, donate_argnums=0, out_shardings=(self.state_shardings, self.replicated))
 
     @functools.cached_property
+    def look_ahead(self) -> Any:
+        """jitted (state, batch) -> `Ahead` of a batch, for `pipelined_step`."""
+        return jax.jit(self._look_ahead)
+
+    @functools.cached_property
+    def pipelined_step(self) -> Any:
+        """jitted (state, batch, ahead, next batch) -> (state, mean loss, ahead of the next batch); state and ahead are
+        donated.
+
+        The exchange of the next batch's ids reads nothing that the step computes, so that both can run at once.
+        """
+        outs = (self.state_shardings, self.replicated, None)
+        return jax.jit(self._pipelined_step, donate_argnums=(0, 2), out_shardings=outs)
+
+    @functools.cached_property
     def eval_step(self) -> Any:
         """jitted (state, batch) -> logits float32[B, T] on every device."""
         return jax.jit(self._eval_step, out_shardings=self.replicated)
@@ -162,12 +191,27 @@ class Program:
         """jitted state -> int32[2] of `EmbeddingCollection.faults`."""
         return jax.jit(lambda state: self.collection.faults(state.tables), out_shardings=self.replicated)
 
-    def _embed(self, tables: Any, features: KeyedJagged) -> tuple[dict[str, jax.Array], Any]:
-        embedded, routing = self.collection.lookup(tables, features)
-        return jax.lax.with_sharding_constraint(embedded, self.batch_sharding()), routing
+    def _fetch(self, tables: Any, routing: Routing) -> dict[str, jax.Array]:
+        embedded = self.collection.fetch(tables, routing)
+        return jax.lax.with_sharding_constraint(embedded, self.batch_sharding())
+
+    def _look_ahead(self, state: TrainState, batch: DeviceBatch) -> Ahead:
+        routing = self.collection.exchange_ids(batch.features)
+        stale = self.experiment.pipeline == "stale"
+        return Ahead(routing, self._fetch(state.tables, routing) if stale else None)
+
+    def _pipelined_step(
+        self, state: TrainState, batch: DeviceBatch, ahead: Ahead, coming: DeviceBatch
+    ) -> tuple[TrainState, jax.Array, Ahead]:
+        following = self._look_ahead(state, coming)
+        return *self._step(state, batch, ahead), following
 
     def _train_step(self, state: TrainState, batch: DeviceBatch) -> tuple[TrainState, jax.Array]:
-        embedded, routing = self._embed(state.tables, batch.features)
+        return self._step(state, batch, Ahead(self.collection.exchange_ids(batch.features), None))
+
+    def _step(self, state: TrainState, batch: DeviceBatch, ahead: Ahead) -> tuple[TrainState, jax.Array]:
+        routing = ahead.routing
+        embedded = self._fetch(state.tables, routing) if ahead.embedded is None else ahead.embedded
         key = jax.random.fold_in(state.key, state.step)
         loss, logits, dense_grads, row_grads = self._gradients(state.params, embedded, batch, key)
         updates, optimizer = self.transformation.update(dense_grads, state.optimizer, state.params)
@@ -249,7 +293,7 @@ class Program:
         return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[3:]), self.batch_sharding())
 
     def _eval_step(self, state: TrainState, batch: DeviceBatch) -> jax.Array:
-        embedded, _ = self._embed(state.tables, batch.features)
+        embedded = self._fetch(state.tables, self.collection.exchange_ids(batch.features))
         model = self.model.put_together(state.params)
         _, _, aux = self.task.loss(model, embedded, batch, key=None)
         return aux["logits"]
@@ -268,7 +312,13 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     tables, dtype = task.tables(), experiment.precision.tables
     if dtype is not None:
         tables = tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
-    collection = EmbeddingCollection(tables=tables, mesh=mesh, exchange=experiment.exchange)
+    collection = EmbeddingCollection(
+        tables=tables,
+        mesh=mesh,
+        plan=experiment.sharding,
+        exchange=experiment.exchange,
+        accumulate=experiment.accumulate,
+    )
     abstract = nnx.eval_shape(lambda: _init_model(task, nnx.Rngs(0), experiment.precision, mesh))
     return Program(
         experiment=experiment,

@@ -391,20 +391,29 @@ class EmbeddingCollection:
             )
 
     def to_stored(self, state: State) -> stored.Tree:
-        """{table: {"rows_body", "rows_tail", "accumulator_body", ...}, UPDATES: {"count": int32[]}}: shapes free of the
-        mesh and of the plan (see `stored`)."""
-        return {**self._to_stored(state["stacks"]), UPDATES: {"count": state["updates"]}}
+        """{table: {"rows_body", "rows_tail", "accumulator_body", ...}, COUNTS: {"updates": int32[], "faults":
+        int32[2]}}: shapes free of the mesh and of the plan (see `stored`)."""
+        counts = {"updates": state["updates"], "faults": self._sum_faults(state["faults"])}
+        return {**self._to_stored(state["stacks"]), COUNTS: counts}
 
     def from_stored(self, tree: stored.Tree) -> State:
-        """The state of this mesh; faults begin at zero."""
+        """The state of this mesh."""
         tables = {table.name: tree[table.name] for table in self.tables}
-        faults = self._no_faults()
-        return {"stacks": self._from_stored(tables), "updates": tree[UPDATES]["count"], "faults": faults}
+        counts = tree[COUNTS]
+        return {
+            "stacks": self._from_stored(tables),
+            "updates": counts["updates"],
+            "faults": self._spread_faults(counts["faults"]),
+        }
 
     def abstract_stored(self) -> stored.Tree:
         """Shapes, dtypes and shardings of `to_stored` on this mesh."""
-        count = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, P()))
-        return {**self._abstract_stored_tables(), UPDATES: {"count": count}}
+        whole = NamedSharding(self.mesh, P())
+        counts = {
+            "updates": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+            "faults": jax.ShapeDtypeStruct((2,), jnp.int32, sharding=whole),
+        }
+        return {**self._abstract_stored_tables(), COUNTS: counts}
 
     def _abstract_stored_tables(self) -> stored.Tree:
         specs = {"body": stored.body_spec(self._moves), "tail": P()}
@@ -459,8 +468,8 @@ class EmbeddingCollection:
 
         placed = jax.device_put(tree, self._shardings(self.abstract_logical()))
         tables = jax.jit(split, out_shardings=self._shardings(self._abstract_stored_tables()))(placed)
-        count = jax.device_put(jnp.asarray(updates, jnp.int32), NamedSharding(self.mesh, P()))
-        return self.from_stored({**tables, UPDATES: {"count": count}})
+        counts = {"updates": np.asarray(updates, np.int32), "faults": np.zeros(2, np.int32)}
+        return self.from_stored({**tables, COUNTS: jax.device_put(counts, NamedSharding(self.mesh, P()))})
 
     def abstract_logical(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
         """Shapes, dtypes and shardings of `to_logical` on this mesh."""
@@ -516,9 +525,15 @@ class EmbeddingCollection:
         return self._jit_everywhere(convert, (specs,), self.abstract_state()["stacks"])
 
     @functools.cached_property
-    def _no_faults(self) -> Any:
+    def _sum_faults(self) -> Any:
+        return jax.jit(lambda faults: faults.sum(axis=0), out_shardings=NamedSharding(self.mesh, P()))
+
+    @functools.cached_property
+    def _spread_faults(self) -> Any:
+        """All on the first device: only their sum means something."""
         sharding = self.abstract_state()["faults"].sharding
-        return jax.jit(lambda: jnp.zeros((self.mesh.size, 2), jnp.int32), out_shardings=sharding)
+        empty = (self.mesh.size, 2)
+        return jax.jit(lambda counts: jnp.zeros(empty, jnp.int32).at[0].set(counts), out_shardings=sharding)
 
     def _jit_everywhere(self, function: Any, in_specs: Any, abstract: Any) -> Any:
         out_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract)
@@ -530,5 +545,5 @@ class EmbeddingCollection:
         return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-UPDATES = "(updates)"
-"""Key of the count of updates in the stored form, beside the names of tables."""
+COUNTS = "(counts)"
+"""Key of the counts of updates and faults in the stored form, beside the names of tables."""

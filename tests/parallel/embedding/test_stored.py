@@ -3,12 +3,13 @@
 import jax
 import numpy as np
 import pytest
-from embedding_cases import numpy_stack, numpy_unstack, random_logical
+from embedding_cases import numpy_stack, numpy_unstack, plan_of, random_logical
 
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import stored
 from scalejax.parallel.embedding.collection import EmbeddingCollection
-from scalejax.parallel.embedding.config import RowwiseAdagrad, Sgd, TableConfig
+from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
+from scalejax.parallel.embedding.plan import KINDS
 from scalejax.parallel.mesh import MeshShape
 
 TABLES = (
@@ -79,3 +80,50 @@ def test_logical_form_is_the_table_itself(collections, name):
     state = each.from_logical(logical)
     equal(state["stacks"], numpy_stack(each, logical)["stacks"])
     equal(each.to_logical(state), logical)
+
+
+PLANNED = (
+    TableConfig(name="few", rows=3, dim=32, features=("a",)),
+    TableConfig(name="some", rows=1021, dim=32, features=("b",), optimizer=Adam()),
+    TableConfig(name="many", rows=3079, dim=32, features=("c",)),
+    TableConfig(name="even", rows=2048, dim=32, features=("d",), dtype="bfloat16", optimizer=Sgd()),
+)
+
+
+def planned(devices, kind, replicas, replica):
+    mesh = meshes.make_mesh(MeshShape(replica=replica), jax.devices()[:devices])
+    return EmbeddingCollection(tables=PLANNED, mesh=mesh, plan=plan_of(kind, PLANNED, replicas))
+
+
+def test_a_state_moves_from_plan_to_plan_bit_for_bit():
+    stops = [(8, kind, replicas, 2) for kind in KINDS for replicas in ("shard", "copy")]
+    stops += [(1, "row_wise", "shard", 1), (4, "grid", "copy", 2), (3, "table_wise", "shard", 1)]
+    each = planned(*stops[0])
+    logical = random_logical(each)
+    state = numpy_stack(each, logical, updates=7)
+    for stop in stops[1:]:
+        tree, each = each.to_stored(state), planned(*stop)
+        placed = jax.tree.map(
+            lambda array, leaf: jax.device_put(np.asarray(array), leaf.sharding), tree, each.abstract_stored()
+        )
+        state = each.from_stored(placed)
+        equal(numpy_unstack(each, state), logical)
+        assert int(state["updates"]) == 7
+        for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(each.abstract_state()), strict=True):
+            assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fresh_rows_are_the_same_under_every_plan(kind):
+    one = planned(1, "row_wise", "shard", 1)
+    expected = numpy_unstack(one, one.init(jax.random.key(3)))
+    each = planned(8, kind, "copy" if kind == "grid" else "shard", 2)
+    equal(numpy_unstack(each, each.init(jax.random.key(3))), expected)
+
+
+def test_counts_of_faults_go_along():
+    each = planned(8, "row_wise", "shard", 2)
+    state = numpy_stack(each, random_logical(each))
+    state["faults"] = jax.device_put(np.arange(16, dtype=np.int32).reshape(8, 2), state["faults"].sharding)
+    again = each.from_stored(each.to_stored(state))
+    assert np.asarray(each.faults(again)).tolist() == [56, 64]

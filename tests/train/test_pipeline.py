@@ -1,0 +1,108 @@
+"""What runs a step ahead changes no bit, and depends on nothing of the step that it runs beside."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+import small_run
+
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import loop
+from scalejax.train import program as programs
+from scalejax.train.experiment import Checkpoints
+from scalejax.train.run_folder import read_lines
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return small_run.write(tmp_path_factory.mktemp("rows") / "rows.parquet")
+
+
+def experiment(rows, **changes):
+    plan = ShardingPlan(
+        tables=(TablePlan(table="shop", kind="table_wise"), TablePlan(table="hour", kind="data_parallel"))
+    )
+    return dataclasses.replace(small_run.experiment(rows), sharding=plan, **changes)
+
+
+def records(folder):
+    return [line for line in read_lines(folder / "metrics.jsonl")]
+
+
+def test_the_exchange_of_ids_a_step_ahead_changes_no_bit(rows, tmp_path):
+    for pipeline in ("none", "ids"):
+        loop.train(experiment(rows, pipeline=pipeline), workdir=tmp_path / pipeline)
+    assert records(tmp_path / "none") == records(tmp_path / "ids")
+
+
+def test_rows_fetched_a_step_ahead_are_one_update_old(rows, tmp_path):
+    for pipeline in ("none", "stale"):
+        loop.train(experiment(rows, pipeline=pipeline, log_every=1), workdir=tmp_path / pipeline)
+    plain, stale = (records(tmp_path / name) for name in ("none", "stale"))
+    assert plain[0] == stale[0]  # the first step has nothing to be late for
+    assert plain[-1]["logloss"] != stale[-1]["logloss"]
+    assert stale[-1]["logloss"] == pytest.approx(plain[-1]["logloss"], rel=0.05)
+
+
+def test_a_stale_run_that_goes_on_from_a_checkpoint_equals_one_that_never_stopped(rows, tmp_path):
+    whole = experiment(rows, pipeline="stale", log_every=1, checkpoints=Checkpoints(every=3))
+    assert whole.steps > 6
+    loop.train(whole, workdir=tmp_path / "whole")
+    loop.train(dataclasses.replace(whole, steps=6), workdir=tmp_path / "parts")
+    loop.train(whole, workdir=tmp_path / "parts")
+
+    def windows(folder):
+        return {line["step"]: line for line in records(folder) if "learning_rate" in line}
+
+    one, two = windows(tmp_path / "whole"), windows(tmp_path / "parts")
+    assert one == two
+    assert len(one) == whole.steps
+
+
+def instructions(text):
+    """name -> (opcode, operands) of the entry computation of compiled HLO."""
+    entry = text[text.index("\nENTRY ") :]
+    found = {}
+    for line in entry.splitlines():
+        match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = .*?\s([\w\-]+)\((.*)", line)
+        if match:
+            found[match[1]] = (match[2], re.findall(r"%([\w.\-]+)", match[3]))
+    return found
+
+
+def test_the_compiled_exchange_of_the_next_ids_waits_for_nothing_of_the_step(rows):
+    whole = experiment(rows, pipeline="ids", mesh=MeshShape(fsdp=-1))
+    whole = dataclasses.replace(whole, sharding=ShardingPlan())
+    data = whole.data.build()
+    program = programs.build(whole, data.schema, make_mesh(whole.mesh))
+    state, batch = program.abstract_state(), program.abstract_batch()
+    ahead = jax.eval_shape(program.look_ahead, state, batch)
+    compiled = program.pipelined_step.lower(state, batch, ahead, batch).compile()
+    graph = instructions(compiled.as_text())
+    exchanges = [name for name, (opcode, _) in graph.items() if opcode.startswith("all-to-all")]
+    assert len(exchanges) >= 3
+
+    def reached(name):
+        seen, todo = set(), [name]
+        while todo:
+            here = todo.pop()
+            if here not in seen and here in graph:
+                seen.add(here)
+                todo += graph[here][1]
+        return seen
+
+    # The ids of the next batch travel as integers: no other exchange and no matrix product lies before them, and
+    # nothing of this step waits for them.
+    matmuls = {name for name, (opcode, _) in graph.items() if opcode in ("dot", "while", "custom-call")}
+    ids = [name for name in exchanges if compiled.as_text().split(f"%{name} = ", 1)[1].lstrip("(").startswith("s32")]
+    assert ids
+    for name in ids:
+        assert not reached(name) & (matmuls | set(exchanges) - {name})
+        assert not any(name in reached(other) for other in exchanges if other != name)
+
+
+def test_other_pipelines_are_refused(rows):
+    with pytest.raises(ValueError, match="pipeline must be 'none', 'ids' or 'stale'; got 'fast'"):
+        experiment(rows, pipeline="fast")
