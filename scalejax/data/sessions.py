@@ -210,7 +210,7 @@ class SessionLog:
         *,
         row_group: int = 65_536,
         compression: Literal["zstd", "snappy", "lz4", "none"] = "zstd",
-        encoding: Literal["dictionary", "plain"] = "dictionary",
+        encoding: Literal["plain", "dictionary"] = "plain",
     ) -> None:
         """Writes the log as one Parquet file; it appears when it is complete.
 
@@ -218,7 +218,7 @@ class SessionLog:
           path: The file.
           row_group: Rows of a row group.
           compression: Codec of every column.
-          encoding: "dictionary" where pyarrow finds it worth while (its default), or "plain".
+          encoding: "plain", or "dictionary" where pyarrow finds it worth while (its default).
         """
         import pyarrow.parquet as pq
 
