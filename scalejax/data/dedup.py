@@ -295,7 +295,9 @@ def _first_occurrences(members: list[_Column], examples: int, row_hash: RowHash)
     # another row go round again without it: as many rounds as there are different rows of one hash, nearly always one.
     left = leader
     while left.size:
-        first = left[_first_of_equals(hashes[left])]
+        # As many bits of the hash as leave room for the places; what it makes equal, the comparison tells apart.
+        bits = np.uint64(left.size.bit_length() + 1)
+        first = left[first_of_equals(hashes[left] >> bits)]
         follow = np.flatnonzero(first != left)
         same = np.ones(follow.size, bool)
         for member in members:
@@ -308,18 +310,17 @@ def _first_occurrences(members: list[_Column], examples: int, row_hash: RowHash)
     return np.flatnonzero(is_first), number[leader]
 
 
-def _first_of_equals(hashes: np.ndarray) -> np.ndarray:
-    """int64[M]: for each hash, the first place of the same hash."""
-    # The place stands in the low bits: sorting plain numbers is several times faster than a stable argsort. The bits of
-    # the hash it replaces make a few more hashes equal, which the comparison settles.
-    low = np.uint64((1 << max(1, hashes.size.bit_length())) - 1)
-    keys = (hashes & ~low) | np.arange(hashes.size, dtype=np.uint64)
+def first_of_equals(numbers: np.ndarray) -> np.ndarray:
+    """int64[M]: for each number the first place that holds it; uint64[M] below 2^64 / (2 M)."""
+    # The place stands in the low bits: sorting plain numbers is several times faster than a stable argsort.
+    bits = np.uint64(max(1, numbers.size.bit_length()))
+    low = (np.uint64(1) << bits) - np.uint64(1)
+    keys = (numbers << bits) | np.arange(numbers.size, dtype=np.uint64)
     keys.sort()
     places = (keys & low).astype(np.int64)
-    begins = np.flatnonzero(np.concatenate([[True], (keys[1:] ^ keys[:-1]) > low]))
-    runs = np.diff(np.append(begins, keys.size))
-    first = np.empty(hashes.size, np.int64)
-    first[places] = np.repeat(places[begins], runs)
+    begins = np.flatnonzero(np.concatenate([np.ones(min(1, keys.size), bool), (keys[1:] ^ keys[:-1]) > low]))
+    first = np.empty(numbers.size, np.int64)
+    first[places] = np.repeat(places[begins], np.diff(np.append(begins, keys.size)))
     return first
 
 
