@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from scalejax.data.batch import Batch as Batch
     from scalejax.data.criteo import CriteoData as CriteoData
     from scalejax.data.dataset import BatchedDataSet as BatchedDataSet
+    from scalejax.data.dedup import DedupKeyedJagged as DedupKeyedJagged
+    from scalejax.data.dedup import Deduplicate as Deduplicate
     from scalejax.data.flights import FlightsData as FlightsData
     from scalejax.data.jagged import KeyedJagged as KeyedJagged
     from scalejax.data.memory import from_columns as from_columns
@@ -29,6 +31,8 @@ _HOMES = {
     "ByTime": "splits",
     "Categorical": "schema",
     "CriteoData": "criteo",
+    "DedupKeyedJagged": "dedup",
+    "Deduplicate": "dedup",
     "FlightsData": "flights",
     "Fractions": "splits",
     "KeyedJagged": "jagged",

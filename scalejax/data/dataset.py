@@ -5,20 +5,23 @@ it reaches some ten thousand rows a second, per batch millions. Grain imports ja
 """
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
 from scalejax.data.batch import Batch
 from scalejax.data.permutation import Permutation
 from scalejax.data.records import RecordLayout, Rows, Table
+from scalejax.data.runs import RunOrder
 from scalejax.data.schema import Schema
 from scalejax.data.splits import rows_of
 from scalejax.errors import UserError
 
 Day = tuple[str, int, int]
+T = TypeVar("T")
 
 # The order is computed in blocks, so that small batches do not pay the overhead of many short NumPy calls.
 _ORDER_BLOCK = 32_768
@@ -57,6 +60,8 @@ class TableExamples:
       seed: Of the order of training; None = file order, the same in every epoch.
       days: Days of the training rows, or ().
       fingerprint: Hex digest.
+      runs: int64[M] lengths of the runs of training rows that stay together (`runs.py`); None = rows are shuffled one
+        by one.
     """
 
     def __init__(
@@ -68,10 +73,13 @@ class TableExamples:
         seed: int | None,
         fingerprint: str,
         days: tuple[Day, ...] = (),
+        runs: np.ndarray | None = None,
     ) -> None:
         self.layout = layout
         self._table, self._splits, self._seed, self._days = table, splits, seed, days
-        self._fingerprint = fingerprint
+        self._fingerprint, self._runs = fingerprint, runs
+        # The order of an epoch holds its permuted runs: kept for the epoch at hand and the one that begins.
+        self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
         self._orders: dict[tuple[int, int], np.ndarray] = {}
 
     def num_examples(self, split: str) -> int:
@@ -107,9 +115,15 @@ class TableExamples:
             train = self._splits["train"]
             start = block * _ORDER_BLOCK
             positions = np.arange(start, min(start + _ORDER_BLOCK, train.size))
-            found = train[Permutation(train.size, self._seed, epoch)(positions)]
+            found = train[self._epoch_order(epoch)(positions)]
             self._orders = dict([*self._orders.items(), ((epoch, block), found)][-_KEPT_ORDER_BLOCKS:])
         return found
+
+    def _make_epoch_order(self, epoch: int) -> Callable[[np.ndarray], np.ndarray]:
+        assert self._seed is not None
+        if self._runs is not None:
+            return RunOrder(self._runs, self._seed, epoch)
+        return Permutation(self._splits["train"].size, self._seed, epoch)
 
 
 def day_ranges(period: np.ndarray, name: Callable[[int], str]) -> tuple[Day, ...]:
@@ -120,29 +134,29 @@ def day_ranges(period: np.ndarray, name: Callable[[int], str]) -> tuple[Day, ...
 
 
 @dataclasses.dataclass(frozen=True)
-class _Source:
+class _Source(Generic[T]):
     """Random access to batches by number, the form in which Grain takes data."""
 
-    make: Callable[[int], Batch]
+    make: Callable[[int], T]
     count: int
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Batch:
+    def __getitem__(self, index: int) -> T:
         return self.make(int(index))
 
     def __repr__(self) -> str:
         return "scalejax batches"
 
 
-def _read_ahead(make: Callable[[int], Batch], count: int, threads: int) -> Iterator[Batch]:
+def _read_ahead(source: _Source[T], threads: int) -> Iterator[T]:
     import grain
 
-    if count == 0:
+    if source.count == 0:
         return iter(())
     options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads + 2)
-    return iter(grain.MapDataset.source(_Source(make, count)).to_iter_dataset(options))
+    return iter(grain.MapDataset.source(source).to_iter_dataset(options))
 
 
 class BatchedDataSet:
@@ -195,6 +209,9 @@ class BatchedDataSet:
         Raises:
           UserError: a negative position, or a batch that the processes cannot share evenly.
         """
+        return _read_ahead(self._train(start_example, process_index, process_count), self.threads)
+
+    def _train(self, start_example: int, process_index: int, process_count: int) -> _Source[Batch]:
         if start_example < 0:
             raise UserError(
                 f"start_example must not be negative; got {start_example}. If it comes from a checkpoint, that one is "
@@ -209,10 +226,13 @@ class BatchedDataSet:
             start = first + number * self.batch_size
             return self.examples.layout.batch(self.examples.stream(start, start + local), local)
 
-        return _read_ahead(make, sys.maxsize, self.threads)
+        return _Source(make, sys.maxsize)
 
     def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
         """One pass over a split in file order; the last batch is filled up with examples of weight 0."""
+        return _read_ahead(self._held(split, process_index, process_count), self.threads)
+
+    def _held(self, split: str, process_index: int, process_count: int) -> _Source[Batch]:
         stop = self.num_examples(split)
         return self._pass(lambda a, b: self.examples.held(split, a, b), 0, stop, process_index, process_count)
 
@@ -223,13 +243,23 @@ class BatchedDataSet:
 
         Progressive validation scores `range_batches(*day)` before it trains on the same positions.
         """
+        return _read_ahead(self._range(start, stop, process_index, process_count), self.threads)
+
+    def mapped(self, transform: Callable[[Batch], T]) -> "MappedDataSet[T]":
+        """The same data set, every batch of a process given to a function in the reading threads.
+
+        For example `data.mapped(Deduplicate(groups=...))`.
+        """
+        return MappedDataSet(self, transform)
+
+    def _range(self, start: int, stop: int, process_index: int, process_count: int) -> _Source[Batch]:
         if not 0 <= start <= stop:
             raise UserError(f"range_batches needs 0 <= start <= stop; got [{start}, {stop}).")
         return self._pass(self.examples.stream, start, stop, process_index, process_count)
 
     def _pass(
         self, read: Callable[[int, int], Rows], start: int, stop: int, process_index: int, process_count: int
-    ) -> Iterator[Batch]:
+    ) -> _Source[Batch]:
         local = self._local(process_index, process_count)
         layout = self.examples.layout
 
@@ -239,7 +269,7 @@ class BatchedDataSet:
             rows = read(a, b) if a < b else read(stop - 1, stop).take(np.zeros(0, np.int64))
             return layout.batch(rows, local)
 
-        return _read_ahead(make, -(-(stop - start) // self.batch_size), self.threads)
+        return _Source(make, -(-(stop - start) // self.batch_size))
 
     def _local(self, process_index: int, process_count: int) -> int:
         if not 0 <= process_index < process_count:
@@ -250,3 +280,30 @@ class BatchedDataSet:
                 f"multiple of {process_count}, for example {-(-self.batch_size // process_count) * process_count}."
             )
         return self.batch_size // process_count
+
+
+class MappedDataSet(Generic[T]):
+    """The batches of a data set after a transform, which runs in its reading threads.
+
+    Args:
+      data: Where batches come from; what is said of its order, resuming and processes holds here.
+      transform: This process's slice of a batch -> what is handed over.
+    """
+
+    def __init__(self, data: BatchedDataSet, transform: Callable[[Batch], T]) -> None:
+        self.data, self.transform = data, transform
+
+    def train_batches(self, *, start_example: int = 0, process_index: int = 0, process_count: int = 1) -> Iterator[T]:
+        """As `BatchedDataSet.train_batches`."""
+        return self._run(self.data._train(start_example, process_index, process_count))
+
+    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[T]:
+        """As `BatchedDataSet.eval_batches`."""
+        return self._run(self.data._held(split, process_index, process_count))
+
+    def range_batches(self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1) -> Iterator[T]:
+        """As `BatchedDataSet.range_batches`."""
+        return self._run(self.data._range(start, stop, process_index, process_count))
+
+    def _run(self, source: _Source[Batch]) -> Iterator[T]:
+        return _read_ahead(_Source(lambda number: self.transform(source.make(number)), source.count), self.data.threads)

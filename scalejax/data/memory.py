@@ -9,6 +9,7 @@ import numpy as np
 from scalejax.data.dataset import BatchedDataSet, TableExamples, day_ranges
 from scalejax.data.encode import Columns, NanPolicy, Scaling, check_schema, encode, fit_numbers, missing_column
 from scalejax.data.records import Ragged, RecordLayout, Rows
+from scalejax.data.runs import Runs, check_whole
 from scalejax.data.schema import Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, ByTime, Fractions, Split
 from scalejax.errors import UserError
@@ -25,6 +26,7 @@ def from_columns(
     order: Order = "shuffled",
     seed: int = 0,
     time: str | None = None,
+    session: str | None = None,
     day_name: Callable[[int], str] = str,
     log_shift: Mapping[str, float] | None = None,
     nan: NanPolicy = "mean",
@@ -43,6 +45,7 @@ def from_columns(
         the rows if there is none.
       seed: Of the order.
       time: Integer column with the day of each example; days() and `order="time"` use it.
+      session: Integer column whose runs of equal values stay together and in one split (`runs.py`), or None.
       day_name: Day -> its name in days().
       log_shift: Number column -> shift; log(x + shift) is taken of it.
       nan: "mean" = a missing number becomes the mean of the training split; "error" = it is refused.
@@ -55,7 +58,8 @@ def from_columns(
     check_schema(schema)
     layout = RecordLayout(schema)
     used = [*schema.keys, *schema.dense, *schema.labels]
-    for name in [*used, *([split.column] if isinstance(split, ByTime) else []), *([time] if time else [])]:
+    others = [split.column] if isinstance(split, ByTime) else []
+    for name in [*used, *others, *(name for name in (time, session) if name)]:
         if name not in columns:
             raise missing_column(name, columns, where)
     sizes = {name: len(columns[name]) for name in used}
@@ -64,8 +68,13 @@ def from_columns(
     examples = sizes[schema.labels[0]]
     if examples == 0:
         raise UserError(f"{where}: there are no rows. Point the data at a file that has some.")
+    runs = None if session is None else Runs.of(array_of(columns, session), session, where)
+    if runs is not None:
+        check_whole([runs], session or "", [where])
     if isinstance(split, Fractions):
-        splits = split.assign(examples)
+        # A session in two splits would show the test split to training.
+        units = split.assign(examples if runs is None else runs.lengths.size)
+        splits = units if runs is None else {name: runs.rows(chosen) for name, chosen in units.items()}
     elif isinstance(split, ByTime):
         splits = split.assign(array_of(columns, split.column))
     else:
@@ -83,8 +92,9 @@ def from_columns(
         layout,
         splits,
         seed=None if order == "time" else seed,
-        fingerprint=_fingerprint(schema, rows, splits, order, seed),
+        fingerprint=_fingerprint(schema, rows, splits, order, seed, runs),
         days=days,
+        runs=None if runs is None else runs.lengths_among(splits["train"]),
     )
     return BatchedDataSet(examples_, batch_size=batch_size, threads=threads)
 
@@ -97,8 +107,16 @@ def array_of(columns: Columns, name: str) -> np.ndarray:
     return column
 
 
-def _fingerprint(schema: Schema, rows: Rows, splits: dict[str, np.ndarray], order: Order, seed: int) -> str:
+def _fingerprint(
+    schema: Schema,
+    rows: Rows,
+    splits: dict[str, np.ndarray],
+    order: Order,
+    seed: int,
+    runs: Runs | None,
+) -> str:
     digest = hashlib.sha256(repr((schema, order, seed)).encode())
-    for array in [rows.records, *(a for r in rows.jagged for a in (r.offsets, r.values)), *splits.values()]:
+    arrays = [rows.records, *(a for r in rows.jagged for a in (r.offsets, r.values)), *splits.values()]
+    for array in arrays if runs is None else [*arrays, runs.lengths]:
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

@@ -12,8 +12,9 @@ from scalejax.data.encode import NanPolicy, Numbers, Scaling, check_schema, fit_
 from scalejax.data.jagged import lengths_to_offsets
 from scalejax.data.memory import Order, array_of, from_columns
 from scalejax.data.records import Ragged, RecordLayout
+from scalejax.data.runs import Runs, check_whole
 from scalejax.data.schema import Categorical, Schema
-from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS, ByTime, Split
+from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS, ByTime, Fractions, Split
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class ParquetData:
       window: Row groups per window. Memory is about 4 windows of 4 bytes per column and row.
       order: "shuffled", or "time" = by `time` (files read in windows must already be sorted by it).
       time: Integer column with the day of each example, for `order="time"`, or None.
+      session: Integer column whose rows of equal value lie together, as `clustering.cluster_by_session` leaves them, or
+        None. Sessions are then shuffled and not rows, a batch holds whole sessions but for the one that its end cuts
+        (`runs.py`), and `Fractions` divides sessions.
       log_shift: (column, shift) pairs: log(x + shift) is taken of a number column.
       scaling: "standard" = numbers get mean 0 and variance 1 on the training split (one pass over the number columns
         when the data set is built); "none" = they stay.
@@ -58,6 +62,7 @@ class ParquetData:
     window: int = 4
     order: Order = "shuffled"
     time: str | None = None
+    session: str | None = None
     log_shift: tuple[tuple[str, float], ...] = ()
     scaling: Scaling = "standard"
     nan: NanPolicy = "mean"
@@ -87,10 +92,11 @@ def build(data: ParquetData) -> BatchedDataSet:
     files = ParquetFiles(data.path)
     by_time = (data.split.column,) if isinstance(data.split, ByTime) else ()
     others = tuple(dict.fromkeys([*by_time, *((data.time,) if data.time else ())]))
-    files.check(schema, others)
+    files.check(schema, (*others, *((data.session,) if data.session else ())))
     if data.access == "windows":
         return _build_windows(data, schema, files, others)
-    names = list(dict.fromkeys([*schema.keys, *schema.dense, *schema.labels, *others]))
+    names = [*schema.keys, *schema.dense, *schema.labels, *others, *((data.session,) if data.session else ())]
+    names = list(dict.fromkeys(names))
     groups = [files.read(group, names) for group in files.groups]
     columns = {name: _concatenate([group[name] for group in groups]) for name in names}
     return from_columns(
@@ -101,6 +107,7 @@ def build(data: ParquetData) -> BatchedDataSet:
         order=data.order,
         seed=data.seed,
         time=data.time,
+        session=data.session,
         log_shift=dict(data.log_shift),
         nan=data.nan,
         scaling=data.scaling,
@@ -123,7 +130,8 @@ def _build_windows(data: ParquetData, schema: Schema, files: "ParquetFiles", oth
         raise UserError(f"data.window must be at least 1 row group; got {data.window}.")
     # One pass over the columns that place an example in time.
     placed = {name: [array_of(files.read(group, [name]), name) for group in files.groups] for name in others}
-    split_rows, sizes = _split_by_group(data, files, placed)
+    runs = None if data.session is None else _sessions(files, data.session)
+    split_rows, sizes = _split_by_group(data, files, placed, runs)
     days: tuple[Day, ...] = ()
     if data.order == "time" and data.time is not None:
         period = np.concatenate([time[split_rows("train", g)] for g, time in enumerate(placed[data.time])])
@@ -141,6 +149,8 @@ def _build_windows(data: ParquetData, schema: Schema, files: "ParquetFiles", oth
         )
         numbers = fit_numbers(chunks, schema.dense, log_shift=dict(data.log_shift), nan=data.nan, scaling=data.scaling)
     key = (schema, data.split, data.window, data.order, data.time, data.seed, data.log_shift, data.scaling, data.nan)
+    if data.session is not None:
+        key = (*key, data.session)
     examples = WindowExamples(
         files,
         RecordLayout(schema),
@@ -151,12 +161,20 @@ def _build_windows(data: ParquetData, schema: Schema, files: "ParquetFiles", oth
         seed=None if data.order == "time" else data.seed,
         fingerprint=hashlib.sha256((repr(key) + files.fingerprint()).encode()).hexdigest(),
         days=days,
+        runs=None if runs is None else lambda g: runs[g].lengths_among(split_rows("train", g)),
     )
     return BatchedDataSet(examples, batch_size=data.batch_size, threads=data.threads)
 
 
+def _sessions(files: "ParquetFiles", name: str) -> list[Runs]:
+    """The sessions of each row group, in one pass over their column."""
+    runs = [Runs.of(array_of(files.read(group, [name]), name), name, group.where) for group in files.groups]
+    check_whole(runs, name, [group.where for group in files.groups])
+    return runs
+
+
 def _split_by_group(
-    data: ParquetData, files: "ParquetFiles", placed: dict[str, list[np.ndarray]]
+    data: ParquetData, files: "ParquetFiles", placed: dict[str, list[np.ndarray]], runs: list[Runs] | None
 ) -> tuple[Callable[[str, int], np.ndarray], dict[str, np.ndarray]]:
     """(split, row group) -> rows, and the number of rows per split and row group."""
     split = data.split
@@ -164,7 +182,21 @@ def _split_by_group(
         by_group = [split.assign(time) for time in placed[split.column]]
         sizes = {name: np.array([rows[name].size for rows in by_group], np.int64) for name in SPLITS}
         return lambda name, group: by_group[group][name], sizes
-    rows = np.array([group.rows for group in files.groups], np.int64)
+    if runs is not None:
+        # A session in two splits would show the test split to training, so sessions are divided.
+        chosen, _ = _fractions_by_group(split, np.array([part.lengths.size for part in runs], np.int64))
+        sizes = {
+            name: np.array([part.lengths[chosen(name, g)].sum() for g, part in enumerate(runs)], np.int64)
+            for name in SPLITS
+        }
+        return lambda name, group: runs[group].rows(chosen(name, group)), sizes
+    return _fractions_by_group(split, np.array([group.rows for group in files.groups], np.int64))
+
+
+def _fractions_by_group(
+    split: Fractions, rows: np.ndarray
+) -> tuple[Callable[[str, int], np.ndarray], dict[str, np.ndarray]]:
+    """The same for fractions of row groups of `rows` rows (or of so many sessions)."""
     if split.by == "position":
         whole = split.assign(int(rows.sum()))
         starts = lengths_to_offsets(rows)

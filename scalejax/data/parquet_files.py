@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from scalejax.data import clustered
 from scalejax.data.encode import missing_column
 from scalejax.data.records import Ragged
 from scalejax.data.schema import Schema
@@ -39,12 +40,15 @@ class ParquetFiles:
     Args:
       path: File or folder.
     Raises:
-      UserError: missing, empty, not Parquet, damaged, or files with different columns.
+      UserError: missing, empty, not Parquet, damaged, files with different columns, or what an interrupted rewrite
+        (`clustering.cluster_by_session`) left.
     """
 
     def __init__(self, path: str | pathlib.Path) -> None:
         files = find_files(path, "*.parquet")
         self._metadata = {file: _footer(file) for file in files}
+        rewritten = {file: (metadata.metadata or {}).get(clustered.KEY) for file, metadata in self._metadata.items()}
+        clustered.check_complete(pathlib.Path(path), rewritten)
         self.path = pathlib.Path(path)
         self.arrow_schema = self._metadata[files[0]].schema.to_arrow_schema()
         for file in files[1:]:
@@ -84,6 +88,25 @@ class ParquetFiles:
             if not (pa.types.is_boolean(type_) or pa.types.is_integer(type_) or pa.types.is_floating(type_)):
                 raise self._wrong_type(name, "labels 0 and 1 (boolean or number)", "Convert it.")
 
+    @property
+    def files(self) -> tuple[pathlib.Path, ...]:
+        """The files, in order."""
+        return tuple(self._metadata)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of all pages before compression."""
+        return sum(m.row_group(g).total_byte_size for m in self._metadata.values() for g in range(m.num_row_groups))
+
+    @property
+    def codecs(self) -> tuple[str, ...]:
+        """Compression codecs in use, lower case, sorted."""
+        found = set()
+        for metadata in self._metadata.values():
+            for group in map(metadata.row_group, range(metadata.num_row_groups)):
+                found |= {group.column(c).compression.lower() for c in range(group.num_columns)}
+        return tuple(sorted(found))
+
     def read(self, group: RowGroup, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
         """Reads some columns of a row group; nothing else is decoded.
 
@@ -92,12 +115,22 @@ class ParquetFiles:
         Raises:
           UserError: the row group is damaged, or has a missing id or label.
         """
+        table = self.table(group, columns)
+        return {name: _to_numpy(table[name], name, group.where) for name in columns}
+
+    def table(self, group: RowGroup, columns: Sequence[str] | None = None) -> pa.Table:
+        """A row group as it is, or some of its columns.
+
+        Raises:
+          UserError: the row group is damaged.
+        """
         try:
             # A reader per call: they are not thread-safe, and the footer is not parsed again.
             with pq.ParquetFile(
                 group.file, metadata=self._metadata[group.file], page_checksum_verification=True
             ) as reader:
-                table = reader.read_row_group(group.number, columns=list(dict.fromkeys(columns)))
+                names = None if columns is None else list(dict.fromkeys(columns))
+                table = reader.read_row_group(group.number, columns=names)
         except FileNotFoundError as error:
             raise UserError(f"{group.file}: the file has gone while it was in use. Restore it and resume.") from error
         except _DAMAGE as error:
@@ -109,7 +142,7 @@ class ParquetFiles:
             raise UserError(
                 f"{group.where} is damaged ({table.num_rows} rows instead of {group.rows}). Restore the file."
             )
-        return {name: _to_numpy(table[name], name, group.where) for name in columns}
+        return table
 
     def fingerprint(self) -> str:
         """Hex digest of the footers and sizes: they list the place and, if written, the statistics of every page."""
@@ -161,7 +194,7 @@ def find_files(path: str | pathlib.Path, pattern: str) -> list[pathlib.Path]:
 
 
 def _nearest_file(path: pathlib.Path) -> str:
-    present = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    present = [p.name for p in path.parent.iterdir() if p.suffix != ".partial"] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, present, n=1, cutoff=0.7)
     return f" Did you mean {path.parent / near[0]}?" if near else ""
 

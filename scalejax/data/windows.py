@@ -4,7 +4,8 @@ A streamed file cannot be shuffled as a whole. What is done instead, in epoch e 
 
 1. The row groups are permuted by `Permutation(groups, s, e)`.
 2. Every `window` consecutive row groups of that order form a window w; their training rows are put one after another.
-3. Inside a window of m rows, `Permutation(m, s, e, w + 1)` gives the order.
+3. Inside a window of m rows, `Permutation(m, s, e, w + 1)` gives the order. Where sessions stay together
+   (`runs.py`), a window of k sessions is ordered by `Permutation(k, s, e, w + 1)`, the rows of a session in file order.
 
 Position i of an epoch therefore maps to one row, computable without reading anything before it: a window is decoded
 when a batch first touches it, the next one is decoded ahead, and a few are kept. With order "time" both permutations
@@ -12,6 +13,7 @@ are the identity. For a full permutation convert the file (`arrow.convert`).
 """
 
 import collections
+import functools
 import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +26,7 @@ from scalejax.data.jagged import lengths_to_offsets
 from scalejax.data.parquet_files import ParquetFiles
 from scalejax.data.permutation import Permutation
 from scalejax.data.records import RecordLayout, Rows
+from scalejax.data.runs import RunOrder
 from scalejax.data.splits import SPLITS
 from scalejax.errors import UserError
 
@@ -44,6 +47,7 @@ class WindowExamples:
       seed: Of the order of training; None = file order.
       fingerprint: Hex digest.
       days: Days of the training rows, or ().
+      runs: Row group number -> int64[M] lengths of the runs of its training rows that stay together, or None.
     """
 
     def __init__(
@@ -58,12 +62,15 @@ class WindowExamples:
         seed: int | None,
         fingerprint: str,
         days: tuple[Day, ...] = (),
+        runs: Callable[[int], np.ndarray] | None = None,
     ) -> None:
         self.layout = layout
         self._files, self._numbers = files, numbers
         self._split_rows, self._sizes = split_rows, split_sizes
         self._window, self._seed = window, seed
-        self._fingerprint, self._days = fingerprint, days
+        self._fingerprint, self._days, self._runs = fingerprint, days, runs
+        # Kept while batches of a window are cut; the following window may be begun by another thread.
+        self._order = functools.lru_cache(maxsize=_KEPT_WINDOWS)(self._make_order)
         schema = layout.schema
         self._columns = (*schema.keys, *schema.dense, *schema.labels)
         self._decoded: collections.OrderedDict[Hashable, Future[Rows]] = collections.OrderedDict()
@@ -91,7 +98,7 @@ class WindowExamples:
             count = min(stop - start, int(bounds[w + 1]) - position)
             positions = np.arange(position, position + count) - bounds[w]
             if self._seed is not None:
-                positions = Permutation(int(bounds[w + 1] - bounds[w]), self._seed, epoch, w + 1)(positions)
+                positions = self._order(epoch, w, groups[w])(positions)
             parts.append(self._decode("train", groups[w]).take(positions))
             following = groups[w + 1] if w + 1 < len(groups) else self._plan(epoch + 1)[0][0]
             self._request("train", following)
@@ -110,6 +117,12 @@ class WindowExamples:
                 self._request(split, (g + 1,))
             start = end
         return Rows.concatenate(parts) if parts else self._nothing()
+
+    def _make_order(self, epoch: int, w: int, groups: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
+        assert self._seed is not None
+        if self._runs is not None:
+            return RunOrder(np.concatenate([self._runs(g) for g in groups]), self._seed, epoch, w + 1)
+        return Permutation(int(self._sizes["train"][list(groups)].sum()), self._seed, epoch, w + 1)
 
     def _nothing(self) -> Rows:
         return self._decode("train", (0,)).take(np.zeros(0, np.int64))
