@@ -105,23 +105,25 @@ def device_features(collection, host, size, schema=SCHEMA):
     layout = collection.layout(schema, size)
     shards = collection.mesh.size
     everywhere = meshes.everywhere(collection.mesh)
-    along = jax.sharding.NamedSharding(collection.mesh, jax.sharding.PartitionSpec(None, meshes.AXES))
     if host is None:
         slots = sum(f.capacity for f in layout)
         return jagged.KeyedJagged(
             jax.ShapeDtypeStruct((shards, slots), np.int32, sharding=everywhere),
-            jax.ShapeDtypeStruct((len(layout), size), np.int32, sharding=along),
+            jax.ShapeDtypeStruct((shards, len(layout) * size // shards), np.int32, sharding=everywhere),
             None,
             layout,
         )
-    collection.check_on_host(host, shards, layout)
-    values, lengths, weights = jagged.pack(host, layout, shards)
-    return jagged.KeyedJagged(
-        jax.device_put(values, everywhere),
-        jax.device_put(lengths, along),
-        None if weights is None else jax.device_put(weights, everywhere),
-        layout,
-    )
+    return placed(collection, collection.pack(host, shards, layout), layout)
+
+
+def placed(collection, packed, layout):
+    """What was packed, on the devices."""
+    everywhere = meshes.everywhere(collection.mesh)
+
+    def put(array):
+        return None if array is None else jax.device_put(array, everywhere)
+
+    return jagged.KeyedJagged(put(packed.values), put(packed.lengths), put(packed.weights), layout, put(packed.inverse))
 
 
 def occurrences(tables, host):

@@ -165,6 +165,14 @@ class KeyedJagged:
         weights = None if self.weights is None else self.weights[pick]
         return KeyedJagged(self.keys, self.values[pick], self.lengths[:, start:stop], weights)
 
+    def take(self, examples: np.ndarray) -> "KeyedJagged":
+        """The examples of int[M] numbers in [0, B), in that order; a number may occur several times."""
+        flat = lengths_to_offsets(self.lengths.reshape(-1))[:-1].reshape(self.lengths.shape)
+        lengths = self.lengths[:, examples]
+        pick = gather_runs(np.arange(self.values.size), flat[:, examples].reshape(-1), lengths.reshape(-1))
+        weights = None if self.weights is None else self.weights[pick]
+        return KeyedJagged(self.keys, self.values[pick], lengths, weights)
+
     @staticmethod
     def concatenate(parts: Sequence["KeyedJagged"]) -> "KeyedJagged":
         """Examples of the first part, then of the second, and so on.

@@ -11,13 +11,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.data.batch import Batch
+from scalejax.data.dedup import DedupBatch, DedupKeyedJagged, deduplicate, expand
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import jagged
 from scalejax.parallel.embedding.jagged import DeviceBatch, KeyedJagged
 from scalejax.train.program import Program
 
 
-def to_device(batch: Batch, program: Program) -> DeviceBatch:
+def to_device(batch: Batch | DedupBatch, program: Program) -> DeviceBatch:
     """Places this process's slice of a global batch on its devices.
 
     Args:
@@ -30,8 +31,7 @@ def to_device(batch: Batch, program: Program) -> DeviceBatch:
     mesh = program.mesh
     processes = len({device.process_index for device in mesh.devices.flat})
     shards = mesh.size // processes
-    program.collection.check_on_host(batch.features, shards, program.layout)
-    values, lengths, weights = jagged.pack(batch.features, program.layout, shards)
+    packed, layout = _packed(batch, program, shards)
     everywhere = NamedSharding(mesh, P(meshes.AXES))
     rows = program.batch_sharding()
     size = len(batch) * processes
@@ -41,15 +41,37 @@ def to_device(batch: Batch, program: Program) -> DeviceBatch:
 
     return DeviceBatch(
         features=KeyedJagged(
-            values=place(values, everywhere, (mesh.size, *values.shape[1:])),
-            lengths=place(lengths, NamedSharding(mesh, P(None, meshes.AXES)), (lengths.shape[0], size)),
-            weights=None if weights is None else place(weights, everywhere, (mesh.size, *weights.shape[1:])),
-            layout=program.layout,
+            values=place(packed.values, everywhere, (mesh.size, *packed.values.shape[1:])),
+            lengths=place(packed.lengths, everywhere, (mesh.size, *packed.lengths.shape[1:])),
+            weights=None
+            if packed.weights is None
+            else place(packed.weights, everywhere, (mesh.size, *packed.weights.shape[1:])),
+            layout=layout,
+            inverse=None
+            if packed.inverse is None
+            else place(packed.inverse, everywhere, (mesh.size, *packed.inverse.shape[1:])),
         ),
         dense=place(batch.dense, rows, (size, *batch.dense.shape[1:])),
         labels=place(batch.labels, rows, (size, *batch.labels.shape[1:])),
         weights=place(batch.weights, rows, (size,)),
     )
+
+
+def _packed(
+    batch: Batch | DedupBatch, program: Program, shards: int
+) -> tuple[jagged.Packed, tuple[jagged.FeatureLayout, ...]]:
+    collection, groups = program.collection, program.experiment.dedup
+    if groups:
+        wanted = tuple(group.features for group in groups)
+        features = batch.features
+        if not isinstance(features, DedupKeyedJagged):
+            features = deduplicate(features, wanted)
+        packed = collection.pack_deduplicated(features, shards, program.layout, groups)
+        if packed is not None:
+            return packed, program.layout
+    features = batch.features
+    plain = expand(features) if isinstance(features, DedupKeyedJagged) else features
+    return collection.pack(plain, shards, program.plain_layout), program.plain_layout
 
 
 class Prefetch:

@@ -5,6 +5,7 @@ from typing import Literal
 
 from scalejax import optim
 from scalejax.parallel.embedding.config import RowOptimizer, RowwiseAdagrad
+from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import REPLICATED, Rules
@@ -67,6 +68,7 @@ class Experiment:
       sharding: Where the rows of each table live.
       accumulate: How the gradients of a row add up: "ordered" (by example) or "exact" (in fixed point: the same to the
         bit in any order of the batch), see `EmbeddingCollection`.
+      dedup: Features that are looked up once per distinct row of a device's examples.
       pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids runs beside this step; the results
         are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them: the gradient
         is taken at rows that are one update old, another algorithm (except right after a checkpoint, where the
@@ -95,6 +97,7 @@ class Experiment:
     exchange: Exchange = Exchange(roomy_below_bytes=32 * 2**20)
     sharding: ShardingPlan = ShardingPlan()
     accumulate: Literal["ordered", "exact"] = "ordered"
+    dedup: tuple[DedupGroup, ...] = ()
     pipeline: Literal["none", "ids", "stale"] = "none"
     precision: Precision = Precision()
     microbatch: int | None = None

@@ -53,6 +53,7 @@ class Program:
       mesh: The devices.
       model: Structure of the dense part.
       layout: Where each feature lies in the device form of a batch.
+      plain_layout: The same without deduplication.
     """
 
     experiment: Experiment
@@ -61,6 +62,7 @@ class Program:
     mesh: Mesh
     model: ModelShape
     layout: tuple[FeatureLayout, ...]
+    plain_layout: tuple[FeatureLayout, ...]
 
     @functools.cached_property
     def transformation(self) -> optax.GradientTransformation:
@@ -116,6 +118,7 @@ class Program:
         """One global batch as shapes, dtypes and shardings."""
         size, schema = self.experiment.data.batch_size, self.task.schema
         slots = sum(feature.capacity for feature in self.layout)
+        groups = self.experiment.dedup
         rows = P(meshes.BATCH_AXES)
 
         def leaf(shape: tuple[int, ...], dtype: Any, spec: P) -> Any:
@@ -124,9 +127,12 @@ class Program:
         return DeviceBatch(
             features=KeyedJagged(
                 values=leaf((self.mesh.size, slots), jnp.int32, P(meshes.AXES)),
-                lengths=leaf((len(self.layout), size), jnp.int32, P(None, meshes.AXES)),
+                lengths=leaf((self.mesh.size, sum(f.bags for f in self.layout)), jnp.int32, P(meshes.AXES)),
                 weights=None,
                 layout=self.layout,
+                inverse=leaf((self.mesh.size, len(groups), size // self.mesh.size), jnp.int32, P(meshes.AXES))
+                if groups
+                else None,
             ),
             dense=leaf((size, len(schema.dense)), jnp.float32, rows),
             labels=leaf((size, len(schema.labels)), jnp.float32, rows),
@@ -326,7 +332,8 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
         collection=collection,
         mesh=mesh,
         model=ModelShape.of(abstract),
-        layout=collection.layout(schema, experiment.data.batch_size),
+        layout=collection.layout(schema, experiment.data.batch_size, experiment.dedup),
+        plain_layout=collection.layout(schema, experiment.data.batch_size),
     )
 
 

@@ -22,14 +22,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalejax.data.dedup import DedupKeyedJagged
 from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
-from scalejax.kernels.embedding_bag import RowPlan
+from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
 from scalejax.parallel.embedding import host_check, initial, stored
 from scalejax.parallel.embedding.config import GRANULE_COLUMNS, TableConfig
 from scalejax.parallel.embedding.exchange import Route, bucket_capacity, fetch, route
-from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged
+from scalejax.parallel.embedding.jagged import (
+    DedupGroup,
+    FeatureLayout,
+    KeyedJagged,
+    Packed,
+    expand,
+    pack,
+    pack_deduplicated,
+)
 from scalejax.parallel.embedding.occurrences import Lookup, Shard, lookups
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan, place
 from scalejax.parallel.embedding.rounding import runtime_zero
@@ -62,12 +71,15 @@ class Routing:
       routes: Per stack, where its occurrences went.
       plans: Per stack, which occurrences belong to which row; stacks without one plan when they are updated.
       faults: int32[M, 2], bad ids and ids without room of this lookup, per device.
+      plain: For features in groups whose gradients add up in fixed point: the routing without groups, by which they are
+        updated. (Fixed point needs every occurrence by itself: sums over the examples of a distinct row are rounded.)
     """
 
     features: KeyedJagged
     routes: dict[str, Route]
     plans: dict[str, RowPlan]
     faults: jax.Array
+    plain: "Routing | None"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,14 +164,24 @@ class EmbeddingCollection:
         """How the arrays of a stack lie on the mesh."""
         return P() if stack.spread == "copied" else P(self.group)
 
-    def layout(self, schema: Schema, batch_size: int) -> tuple[FeatureLayout, ...]:
+    def layout(
+        self, schema: Schema, batch_size: int, groups: tuple[DedupGroup, ...] = ()
+    ) -> tuple[FeatureLayout, ...]:
         """Where each feature lies in the device form of a global batch.
 
+        Args:
+          schema: Features and their capacities.
+          batch_size: Global.
+          groups: Features that are deduplicated together.
+
         Raises:
-          UserError: the batch does not divide over the devices.
+          UserError: the batch does not divide over the devices, or a group names a feature that is not looked up or has
+            a group already.
           ValueError: tables and schema do not fit.
         """
         check_batch(batch_size, self.mesh)
+        examples = batch_size // self.mesh.size
+        group_of = self._groups(groups)
         found = {}
         for table in self.tables:
             for name in table.features:
@@ -174,22 +196,62 @@ class EmbeddingCollection:
                         f"EmbeddingCollection: table {table.name!r} has pooling 'none', which needs features of fixed "
                         f"length; {name!r} is jagged."
                     )
-                found[name] = FeatureLayout(name, feature.capacity_for(batch_size // self.mesh.size), feature.length)
+                group, plain = group_of.get(name), feature.capacity_for(examples)
+                bags = examples if group is None else groups[group].bags(examples)
+                capacity = plain if group is None else feature.capacity_for(bags)
+                found[name] = FeatureLayout(name, capacity, feature.length, bags, group, plain)
         return tuple(found[name] for name in schema.keys if name in found)
 
-    def check_on_host(self, features: HostKeyedJagged, shards: int, layout: tuple[FeatureLayout, ...]) -> None:
-        """Checks this process's examples exactly, before they travel.
+    def _groups(self, groups: tuple[DedupGroup, ...]) -> dict[str, int]:
+        looked_up = [name for table in self.tables for name in table.features]
+        group_of: dict[str, int] = {}
+        for number, group in enumerate(groups):
+            for name in group.features:
+                if name not in looked_up:
+                    raise UserError(f"DedupGroup: no table looks {name!r} up; the features are {', '.join(looked_up)}.")
+                if name in group_of:
+                    raise UserError(f"DedupGroup: feature {name!r} is in two groups; name it in one.")
+                group_of[name] = number
+        return group_of
+
+    def pack(self, features: HostKeyedJagged, shards: int, layout: tuple[FeatureLayout, ...]) -> Packed:
+        """The device form of this process's examples, as NumPy, checked exactly before it travels.
 
         Args:
           features: This process's slice of a global batch.
           shards: Devices that the slice goes to.
-          layout: From `layout`.
+          layout: From `layout`, without groups.
 
         Raises:
           UserError: an id out of range, a weight that is not a number, or more ids for one device than its buckets have
             room for; says which feature, what was met and what to set.
         """
-        host_check.check(self.stacks, features, shards, layout, self.exchange)
+        host_check.check_ids(self.stacks, features, layout)
+        packed = pack(features, layout, shards)
+        host_check.check_room(self.stacks, packed, layout, self.exchange)
+        return packed
+
+    def pack_deduplicated(
+        self,
+        features: DedupKeyedJagged,
+        shards: int,
+        layout: tuple[FeatureLayout, ...],
+        groups: tuple[DedupGroup, ...],
+    ) -> Packed | None:
+        """As `pack`, of deduplicated features; None if they have more distinct rows, or ids, than there is room for.
+
+        Args:
+          features: This process's slice of a global batch.
+          shards: Devices that the slice goes to.
+          layout: From `layout`, with groups.
+          groups: The groups.
+        """
+        for part in (features.plain, *features.distinct):
+            host_check.check_ids(self.stacks, part, layout)
+        packed = pack_deduplicated(features, layout, groups, shards)
+        if packed is not None:
+            host_check.check_room(self.stacks, packed, layout, self.exchange)
+        return packed
 
     def abstract_state(self) -> State:
         """The state as shapes, dtypes and shardings."""
@@ -242,12 +304,23 @@ class EmbeddingCollection:
     def exchange_ids(self, features: KeyedJagged) -> Routing:
         """Sends ids to the devices that own their rows, and sorts what arrives by row. Reads no state.
 
-        Bad ids and ids without room are counted in the result; they will embed as zeros.
+        Bad ids and ids without room are counted in the result; they will embed as zeros. Of deduplicated features only
+        distinct rows travel; with `accumulate="exact"` all of them for the update too.
         """
+        routing = self._exchange(features)
+        if features.inverse is None or self.accumulate == "ordered":
+            return routing
+        layout = tuple(
+            FeatureLayout(f.name, f.plain_capacity, f.length, features.inverse.shape[2]) for f in features.layout
+        )
+        plain = self._everywhere(lambda f: expand(f, layout), in_specs=P(self.axes), out_specs=P(self.axes))(features)
+        return dataclasses.replace(routing, plain=self._exchange(plain))
+
+    def _exchange(self, features: KeyedJagged) -> Routing:
         found = self._found(features)
 
-        def local(values: Any, lengths: Any, weights: Any) -> Any:
-            shard = Shard(values[0], lengths, None if weights is None else weights[0])
+        def local(features: KeyedJagged) -> Any:
+            shard = _shard(features)
             routes, plans, faults = {}, {}, jnp.zeros(2, jnp.int32)
             for stack in self.stacks:
                 where = self._axes_of(stack)
@@ -265,10 +338,8 @@ class EmbeddingCollection:
             return routes, plans, faults[None]
 
         all_axes = P(self.axes)
-        routes, plans, faults = self._everywhere(
-            local, in_specs=(all_axes, P(None, self.axes), all_axes), out_specs=all_axes
-        )(features.values, features.lengths, features.weights)
-        return Routing(features, routes, plans, faults)
+        routes, plans, faults = self._everywhere(local, in_specs=all_axes, out_specs=all_axes)(features)
+        return Routing(features, routes, plans, faults, None)
 
     def fetch(self, state: State, routing: Routing) -> dict[str, jax.Array]:
         """Rows of all features, from where their ids went.
@@ -279,9 +350,9 @@ class EmbeddingCollection:
         """
         features, found = routing.features, self._found(routing.features)
 
-        def local(tables: dict[str, jax.Array], routes: Any, values: Any, lengths: Any, weights: Any) -> Any:
-            shard = Shard(values[0], lengths, None if weights is None else weights[0])
-            zero = runtime_zero(lengths[0, 0])
+        def local(tables: dict[str, jax.Array], routes: Any, features: KeyedJagged) -> Any:
+            shard = _shard(features)
+            zero = runtime_zero(shard.lengths[0])
             slices: dict[str, list[tuple[int, jax.Array]]] = {}
             for stack in self.stacks:
                 parts = fetch(
@@ -295,6 +366,9 @@ class EmbeddingCollection:
                     axes=self._axes_of(stack).route_axes,
                 )
                 for look, part in zip(found[stack.name], parts, strict=True):
+                    if look.feature.group is not None:
+                        assert features.inverse is not None
+                        part = part[features.inverse[0, look.feature.group]]
                     slices.setdefault(look.feature.name, []).append((look.member.start, part))
             # A feature of a table that is cut into columns has a part in each of its slices.
             return {
@@ -307,10 +381,8 @@ class EmbeddingCollection:
         tables = {name: leaves["rows"] for name, leaves in state["stacks"].items()}
         all_axes = P(self.axes)
         embedded = self._everywhere(
-            local,
-            in_specs=(self._table_specs(), all_axes, all_axes, P(None, self.axes), all_axes),
-            out_specs=all_axes,
-        )(tables, routing.routes, features.values, features.lengths, features.weights)
+            local, in_specs=(self._table_specs(), all_axes, all_axes), out_specs=all_axes
+        )(tables, routing.routes, features)
         # The order of the configuration, whatever a pytree made of it.
         return {name: embedded[name] for table in self.tables for name in table.features}
 
@@ -329,14 +401,15 @@ class EmbeddingCollection:
           grads: Gradients of the loss, shaped like what the lookup returned.
           learning_rate_scale: Factor on the learning rate of every table.
         """
+        if routing.plain is not None:
+            routing = dataclasses.replace(routing.plain, faults=routing.faults + routing.plain.faults)
         features, found = routing.features, self._found(routing.features)
 
-        def local(
-            stacks: Any, routes: Any, plans: Any, values: Any, lengths: Any, weights: Any, grads: Any, rest: Any
-        ) -> Any:
-            shard = Shard(values[0], lengths, None if weights is None else weights[0])
+        def local(stacks: Any, routes: Any, plans: Any, features: KeyedJagged, grads: Any, rest: Any) -> Any:
+            shard = _shard(features)
             scale, updates = rest
-            inputs = StepInputs(scale, updates, runtime_zero(lengths[0, 0]), self.accumulate, self.exchange)
+            inputs = StepInputs(scale, updates, runtime_zero(shard.lengths[0]), self.accumulate, self.exchange)
+            grads = _by_distinct_row(grads, features)
             new = {}
             for stack in self.stacks:
                 looks, leaves, way = found[stack.name], stacks[stack.name], routes[stack.name]
@@ -358,15 +431,13 @@ class EmbeddingCollection:
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_state()["stacks"])
         stacks = self._everywhere(
             local,
-            in_specs=(specs, all_axes, all_axes, all_axes, P(None, self.axes), all_axes, all_axes, P()),
+            in_specs=(specs, all_axes, all_axes, all_axes, all_axes, P()),
             out_specs=specs,
         )(
             state["stacks"],
             routing.routes,
             routing.plans,
-            features.values,
-            features.lengths,
-            features.weights,
+            features,
             grads,
             (jnp.asarray(learning_rate_scale), state["updates"]),
         )
@@ -386,7 +457,7 @@ class EmbeddingCollection:
         if bad or (lost and self.exchange.spill == "fail"):
             raise UserError(
                 f"Embedding lookups met {bad} ids out of range and {lost} ids for which an exchange had no room; they "
-                "were embedded as zeros. Batches that pass check_on_host never do this: pass every batch through it, "
+                "were embedded as zeros. Batches that `EmbeddingCollection.pack` makes never do this: make every batch with it, "
                 "and see --set exchange.capacity_factor."
             )
 
@@ -497,8 +568,7 @@ class EmbeddingCollection:
         return shapes
 
     def _found(self, features: KeyedJagged) -> dict[str, tuple[Lookup, ...]]:
-        examples = features.lengths.shape[1] // self.mesh.size
-        return {stack.name: lookups(stack, features.layout, examples) for stack in self.stacks}
+        return {stack.name: lookups(stack, features.layout) for stack in self.stacks}
 
     def _plans_ahead(self, stack: Stack) -> bool:
         """Whether occurrences are sorted by row with the exchange of ids: not where tables are updated one by one, on
@@ -543,6 +613,31 @@ class EmbeddingCollection:
     @staticmethod
     def _shardings(abstract: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _shard(features: KeyedJagged) -> Shard:
+    """The part of this device, inside a shard_map."""
+    return Shard(features.values[0], features.lengths[0], None if features.weights is None else features.weights[0])
+
+
+def _by_distinct_row(grads: dict[str, jax.Array], features: KeyedJagged) -> dict[str, jax.Array]:
+    """Gradients of examples -> of the distinct rows of features in groups, added in the order of examples."""
+    if features.inverse is None:
+        return grads
+    new, plans = dict(grads), {}
+    for feature in features.layout:
+        if feature.group is not None and feature.name in grads:
+            if feature.group not in plans:
+                rows = features.inverse[0, feature.group]
+                plan = plan_rows(rows, num_rows=feature.bags, capacity=min(rows.shape[0], feature.bags))
+                plans[feature.group] = plan
+            plan, value = plans[feature.group], grads[feature.name]
+            flat = value.reshape(value.shape[0], -1)
+            sums = sum_by_row(flat.astype(jnp.promote_types(flat.dtype, jnp.float32)), plan)
+            empty = jnp.zeros((feature.bags, sums.shape[1]), sums.dtype)
+            sums = empty.at[plan.rows].set(sums, mode="drop", unique_indices=True)
+            new[feature.name] = sums.reshape(feature.bags, *value.shape[1:])
+    return new
 
 
 COUNTS = "(counts)"

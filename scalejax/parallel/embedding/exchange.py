@@ -155,11 +155,11 @@ def fetch(
         rows = ops.gather_rows(table, way.arrived[arrivals:]).astype(stack.wide_dtype)
         if way.weights is not None:
             rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], zero)
-        sums = ops.pool_rows(rows, way.bags, stack.devices * _most_bags(by_bags, shard.examples))
+        sums = ops.pool_rows(rows, way.bags, stack.devices * _most_bags(by_bags))
         sums = wire.all_to_all(_in_blocks(sums, stack), exchange.forward, axes=axes)
         for look in by_bags:
             (rank,) = look.member.ranks
-            results[look] = average(shard, look, sums[rank, look.bag : look.bag + shard.examples], zero)
+            results[look] = average(shard, look, sums[rank, look.bag : look.bag + look.feature.bags], zero)
     return [results[look] for look in found]
 
 
@@ -192,7 +192,7 @@ def return_grads(
     if by_bags:
         assert way.bags is not None
         shares = {look: average(shard, look, of[look], zero) for look in by_bags}
-        blocks = _blocks(shares, stack, lambda look: look.bag, _most_bags(by_bags, shard.examples), 0)
+        blocks = _blocks(shares, stack, lambda look: look.bag, _most_bags(by_bags), 0)
         arrived = send(blocks).reshape(-1, stack.dim)
         slots = arrived.at[way.bags].get(mode="fill", fill_value=0)
         if way.weights is not None:
@@ -271,7 +271,7 @@ def _send_ids(
 
 
 def _send_bags(shard: Shard, rows: dict[Lookup, jax.Array], stack: Stack, *, axes: tuple[str, ...]) -> Route:
-    slots, vectors = _most_slots(rows), _most_bags(rows, shard.examples)
+    slots, vectors = _most_slots(rows), _most_bags(rows)
 
     def block(parts: dict[Lookup, jax.Array], fill: int) -> jax.Array:
         return _blocks(parts, stack, lambda look: look.occurrence, slots, fill)
@@ -323,7 +323,7 @@ def _bag_numbers(shard: Shard, look: Lookup) -> jax.Array:
     """
     if look.feature.length is not None:
         return look.bag + lax.iota(jnp.int32, look.feature.capacity) // max(1, look.feature.length)
-    return look.bag + jnp.minimum(shard.bags(look), shard.examples - 1)
+    return look.bag + jnp.minimum(shard.bags(look), look.feature.bags - 1)
 
 
 def _weights(shard: Shard, look: Lookup) -> jax.Array:
@@ -348,8 +348,8 @@ def _most_slots(looks: Sequence[Lookup] | dict[Lookup, jax.Array]) -> int:
     return max(look.occurrence + look.feature.capacity for look in looks)
 
 
-def _most_bags(looks: Sequence[Lookup] | dict[Lookup, jax.Array], examples: int) -> int:
-    return max(look.bag for look in looks) + examples
+def _most_bags(looks: Sequence[Lookup] | dict[Lookup, jax.Array]) -> int:
+    return max(look.bag + look.feature.bags for look in looks)
 
 
 def _blocks(

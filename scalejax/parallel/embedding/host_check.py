@@ -1,26 +1,26 @@
 """Checks of a host batch against tables and exchange: exact, vectorised, before anything travels."""
 
 import math
+from typing import Any
 
 import numpy as np
 
 from scalejax.data.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.exchange import bucket_capacity
-from scalejax.parallel.embedding.jagged import FeatureLayout, feature_index
+from scalejax.parallel.embedding.jagged import FeatureLayout, Packed, check_sizes
 from scalejax.parallel.embedding.occurrences import Lookup, lookups
 from scalejax.parallel.embedding.plan import Exchange
 from scalejax.parallel.embedding.stacks import Stack
 
 
-def check(
-    stacks: tuple[Stack, ...],
-    features: KeyedJagged,
-    shards: int,
-    layout: tuple[FeatureLayout, ...],
-    exchange: Exchange,
-) -> None:
-    """Raises UserError for what the device would have to drop: see `EmbeddingCollection.check_on_host`."""
+def check_ids(stacks: tuple[Stack, ...], features: KeyedJagged, layout: tuple[FeatureLayout, ...]) -> None:
+    """Looks at every id and weight of a host batch, or of the distinct rows of a group.
+
+    Raises:
+      UserError: an id out of range, or a weight that is not a number.
+    """
+    check_sizes(features)
     if features.weights is not None and not np.isfinite(features.weights).all():
         where = int(np.flatnonzero(~np.isfinite(features.weights))[0])
         raise UserError(
@@ -29,18 +29,28 @@ def check(
         )
     ends = np.cumsum(features.lengths.sum(axis=1, dtype=np.int64))
     for stack in stacks:
-        found = lookups(stack, layout, features.lengths.shape[1] // shards)
-        loads = {}
-        for look in found:
-            which = feature_index(features, look.feature.name)
-            lengths = features.lengths[which]
-            begin = int(ends[which]) - int(lengths.sum(dtype=np.int64))
-            ids = features.values[begin : ends[which]]
-            if look.member.start == 0:
-                _check_range(look, ids, lengths)
-            if look.channel == "rows":
-                loads[look] = _load(look, ids, lengths, shards, stack.devices)
-        if loads and exchange.spill == "fail":
+        for look in lookups(stack, layout):
+            if look.member.start == 0 and look.feature.name in features.keys:
+                which = features.keys.index(look.feature.name)
+                lengths = features.lengths[which]
+                begin = int(ends[which]) - int(lengths.sum(dtype=np.int64))
+                _check_range(look, features.values[begin : ends[which]], lengths)
+
+
+def check_room(
+    stacks: tuple[Stack, ...], packed: Packed, layout: tuple[FeatureLayout, ...], exchange: Exchange
+) -> None:
+    """Counts the ids from each device to each other one.
+
+    Raises:
+      UserError: more than an exchange has room for.
+    """
+    if exchange.spill == "count":
+        return
+    for stack in stacks:
+        found = lookups(stack, layout)
+        loads = {look: _load(look, packed, stack.devices) for look in found if look.channel == "rows"}
+        if loads:
             _check_load(stack, found, loads, exchange)
 
 
@@ -56,20 +66,23 @@ def _check_range(look: Lookup, ids: np.ndarray, lengths: np.ndarray) -> None:
         )
 
 
-def _load(look: Lookup, ids: np.ndarray, lengths: np.ndarray, shards: int, devices: int) -> np.ndarray:
+def _load(look: Lookup, packed: Packed, devices: int) -> np.ndarray:
     """int64[shards, devices]: ids of one feature from each shard to each owner."""
-    per_shard = lengths.reshape(shards, -1).sum(axis=1)
+    ids = packed.values[:, look.start : look.start + look.feature.capacity]
+    shards = ids.shape[0]
+    counts = packed.lengths[:, look.first_bag : look.first_bag + look.feature.bags].sum(axis=1)
     ranks = np.asarray(look.member.ranks)
-    owner = ranks[(ids.astype(np.int64) + look.member.shift) % len(ranks)]
-    shard = np.repeat(np.arange(shards), per_shard)
-    return np.bincount(shard * devices + owner, minlength=shards * devices).reshape(shards, devices)
+    place = (ids + np.int64(look.member.shift)) % len(ranks)
+    owner = np.arange(shards)[:, None] * devices + (place if (ranks == np.arange(len(ranks))).all() else ranks[place])
+    if (counts < ids.shape[1]).any():
+        owner = owner[np.arange(ids.shape[1]) < counts[:, None]]
+    return np.bincount(owner.reshape(-1), minlength=shards * devices).reshape(shards, devices)
 
 
 def _check_load(
     stack: Stack, found: tuple[Lookup, ...], loads: dict[Lookup, np.ndarray], exchange: Exchange
 ) -> None:
-    total = sum(loads.values())
-    assert isinstance(total, np.ndarray)
+    total: Any = sum(loads.values())
     capacity = bucket_capacity(stack, found, exchange)
     most = int(total.max(initial=0))
     if most <= capacity:

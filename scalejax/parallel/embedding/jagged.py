@@ -1,12 +1,18 @@
 """The device form of jagged features, and of a batch: static shapes, so that a step compiles once."""
 
 import dataclasses
+import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
+from scalejax.data.dedup import DedupKeyedJagged
 from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
+from scalejax.data.jagged import lengths_to_offsets
 from scalejax.errors import UserError
+from scalejax.kernels import embedding_bag as ops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,12 +22,45 @@ class FeatureLayout:
     Attributes:
       name: Feature.
       capacity: Slots per shard.
-      length: Ids per example if every example has the same number, else None.
+      length: Ids per bag if every bag has the same number, else None.
+      bags: Bags per shard: its examples, or room for the distinct rows of its group.
+      group: Number of its group of deduplicated features, else None.
+      plain_capacity: Slots per shard without deduplication.
     """
 
     name: str
     capacity: int
     length: int | None
+    bags: int
+    group: int | None = None
+    plain_capacity: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DedupGroup:
+    """Features that are looked up once per distinct row: those that change together, see `data.dedup`.
+
+    Attributes:
+      features: Their names.
+      rows_per_example: Room for distinct rows on a device, as a share of its examples; 1 / the expected factor, and
+        some more. A batch that has more distinct rows than room goes undeduplicated, through a program of its own.
+    """
+
+    features: tuple[str, ...]
+    rows_per_example: float
+
+    def __post_init__(self) -> None:
+        if not self.features:
+            raise ValueError("DedupGroup: features must name at least one feature; got none.")
+        if not 0 < self.rows_per_example <= 1:
+            raise ValueError(
+                f"DedupGroup of {', '.join(self.features)}: rows_per_example must lie in (0, 1]; got "
+                f"{self.rows_per_example}."
+            )
+
+    def bags(self, examples: int) -> int:
+        """Room for distinct rows among this many examples."""
+        return max(1, math.ceil(self.rows_per_example * examples))
 
 
 @jax.tree_util.register_dataclass
@@ -29,13 +68,18 @@ class FeatureLayout:
 class KeyedJagged:
     """Ids of F features over B examples, cut into S shards of B / S consecutive examples.
 
-    Within a shard each feature owns `capacity` consecutive slots (in the order of `layout`), filled from the front in
-    example order; slots past the last id hold 0 and are ignored.
+    Within a shard each feature owns `capacity` consecutive slots and `bags` consecutive lengths (in the order of
+    `layout`), both filled from the front; slots past the last id hold 0 and are ignored, lengths past the last bag are
+    0.
+
+    The bags of a feature are the examples of its shard, or, for the features of a group, distinct rows: example e of
+    the shard has bag inverse[group, e].
 
     Attributes:
       values: int32[S, C], C = sum of capacities; sharded over all mesh axes along S (S = number of devices).
-      lengths: int32[F, B], sharded over all mesh axes along B.
+      lengths: int32[S, R], R = sum of bags; sharded likewise.
       weights: float32[S, C], one per id, or None.
+      inverse: int32[S, G, B / S], bag of every example for each of G groups, or None.
       layout: Per feature, static.
     """
 
@@ -43,6 +87,7 @@ class KeyedJagged:
     lengths: jax.Array
     weights: jax.Array | None
     layout: tuple[FeatureLayout, ...] = dataclasses.field(metadata={"static": True})
+    inverse: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -63,18 +108,23 @@ class DeviceBatch:
     weights: jax.Array
 
 
-def pack(
-    features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """The device form of B examples in `shards` shards, as NumPy.
+@dataclasses.dataclass(frozen=True)
+class Packed:
+    """The device form of the examples of one process, as NumPy; fields as in `KeyedJagged`."""
+
+    values: np.ndarray
+    lengths: np.ndarray
+    weights: np.ndarray | None
+    inverse: np.ndarray | None = None
+
+
+def pack(features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> Packed:
+    """The device form of B examples in `shards` shards.
 
     Args:
       features: Host form; may hold more features than the layout, in any order.
-      layout: The features that are looked up.
+      layout: The features that are looked up, none of them in a group.
       shards: S, the number of devices that these examples go to.
-
-    Returns:
-      values int32[S, C], lengths int32[F, B], weights float32[S, C] or None.
 
     Raises:
       UserError: a feature is missing, the examples do not divide over the shards, a feature of fixed length varies, or
@@ -83,33 +133,156 @@ def pack(
     examples = features.lengths.shape[1]
     if examples % shards:
         raise UserError(f"A batch of {examples} examples does not divide over {shards} devices. Change batch_size.")
-    slots = sum(f.capacity for f in layout)
-    values = np.zeros((shards, slots), np.int32)
-    weights = None if features.weights is None else np.zeros((shards, slots), np.float32)
-    lengths = np.empty((len(layout), examples), np.int32)
+    check_sizes(features)
+    packed = _empty(layout, shards, weighted=features.weights is not None)
+    counts = np.full(shards, examples // shards)
+    _fill(packed, features, layout, {f.name for f in layout}, counts)
+    return packed
+
+
+def pack_deduplicated(
+    features: DedupKeyedJagged, layout: tuple[FeatureLayout, ...], groups: tuple[DedupGroup, ...], shards: int
+) -> Packed | None:
+    """The device form of deduplicated features; None if a shard has more distinct rows, or ids, than there is room for.
+
+    Args:
+      features: Host form, deduplicated over all B examples; each shard gets the distinct rows that its examples have.
+      layout: The features that are looked up.
+      groups: The groups that the layout speaks of, in its order.
+      shards: S.
+
+    Raises:
+      UserError: as `pack`, or the groups of the host form are others.
+    """
+    examples = features.num_examples
+    if examples % shards:
+        raise UserError(f"A batch of {examples} examples does not divide over {shards} devices. Change batch_size.")
+    wanted = tuple(group.features for group in groups)
+    if features.groups != wanted:
+        raise UserError(f"The batch is deduplicated in the groups {features.groups}; the run wants {wanted}.")
+    weighted = any(part.weights is not None for part in (features.plain, *features.distinct))
+    packed = _empty(layout, shards, weighted=weighted)
+    per_shard = examples // shards
+    inverse = np.empty((shards, len(groups), per_shard), np.int32)
+    grouped = {f.name for f in layout if f.group is not None}
+    _fill(packed, features.plain, layout, {f.name for f in layout} - grouped, np.full(shards, per_shard))
+    for number, (group, distinct) in enumerate(zip(groups, features.distinct, strict=True)):
+        rows, counts, inverse[:, number] = _rows_of_shards(features.inverse[number], distinct.num_examples, shards)
+        if counts.max(initial=0) > group.bags(per_shard):
+            return None
+        names = set(group.features) & grouped
+        part = distinct.take(rows)
+        if any(_overflows(part, f, counts) for f in layout if f.name in names):
+            return None
+        _fill(packed, part, layout, names, counts)
+    return dataclasses.replace(packed, inverse=inverse)
+
+
+def _rows_of_shards(inverse: np.ndarray, rows: int, shards: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Distinct rows of each shard one after the other, their numbers by shard, and the inverse within each shard."""
+    key = (np.arange(shards)[:, None] * rows + inverse.reshape(shards, -1)).reshape(-1)
+    distinct, back = np.unique(key, return_inverse=True)
+    counts = np.bincount(distinct // max(rows, 1), minlength=shards)
+    starts = np.cumsum(counts) - counts
+    return distinct % max(rows, 1), counts, back.reshape(shards, -1).astype(np.int32) - starts[:, None].astype(np.int32)
+
+
+def _empty(layout: tuple[FeatureLayout, ...], shards: int, *, weighted: bool) -> Packed:
+    slots, bags = sum(f.capacity for f in layout), sum(f.bags for f in layout)
+    weights = np.zeros((shards, slots), np.float32) if weighted else None
+    return Packed(np.zeros((shards, slots), np.int32), np.zeros((shards, bags), np.int32), weights)
+
+
+def _fill(
+    packed: Packed, features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], names: set[str], counts: np.ndarray
+) -> None:
+    """Writes some features; `counts` are the bags of each shard."""
     ends = np.cumsum(features.lengths.sum(axis=1, dtype=np.int64))
-    if ends.size and ends[-1] != features.values.shape[0]:
-        raise UserError(f"The lengths of a batch sum to {ends[-1]}, but it has {features.values.shape[0]} ids.")
-    offset = 0
-    for row, feature in enumerate(layout):
-        which = feature_index(features, feature.name)
-        lengths[row] = features.lengths[which]
-        span = slice(ends[which] - lengths[row].sum(dtype=np.int64), ends[which])
-        target = slice(offset, offset + feature.capacity)
-        offset += feature.capacity
-        if feature.length is not None:
-            _check_length(feature, lengths[row])
-            values[:, target] = features.values[span].reshape(shards, -1)
-            if weights is not None and features.weights is not None:
-                weights[:, target] = features.weights[span].reshape(shards, -1)
+    shards = packed.values.shape[0]
+    slot, bag = 0, 0
+    for feature in layout:
+        slots, bags = slice(slot, slot + feature.capacity), slice(bag, bag + feature.bags)
+        slot, bag = slots.stop, bags.stop
+        if feature.name not in names:
             continue
-        counts = lengths[row].reshape(shards, -1).sum(axis=1)
-        _check_capacity(feature, counts, examples // shards)
-        filled = np.arange(feature.capacity) < counts[:, None]
-        values[:, target][filled] = features.values[span]
-        if weights is not None and features.weights is not None:
-            weights[:, target][filled] = features.weights[span]
-    return values, lengths, weights
+        which = feature_index(features, feature.name)
+        own = features.lengths[which]
+        span = slice(ends[which] - own.sum(dtype=np.int64), ends[which])
+        full = bool((counts == feature.bags).all())
+        if full:
+            packed.lengths[:, bags] = own.reshape(shards, -1)
+        else:
+            packed.lengths[:, bags][np.arange(feature.bags) < counts[:, None]] = own
+        if feature.length is not None:
+            _check_length(feature, own)
+        if feature.length is not None and full:
+            packed.values[:, slots] = features.values[span].reshape(shards, -1)
+            if packed.weights is not None and features.weights is not None:
+                packed.weights[:, slots] = features.weights[span].reshape(shards, -1)
+            continue
+        ids = _ids_of_shards(own, counts)
+        if feature.group is None:
+            _check_capacity(feature, ids)
+        filled = np.arange(feature.capacity) < ids[:, None]
+        packed.values[:, slots][filled] = features.values[span]
+        if packed.weights is not None and features.weights is not None:
+            packed.weights[:, slots][filled] = features.weights[span]
+
+
+def _ids_of_shards(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """int64[S]: ids in consecutive runs of `counts` bags."""
+    offsets, ends = lengths_to_offsets(lengths), np.cumsum(counts)
+    return offsets[ends] - offsets[ends - counts]
+
+
+def _overflows(features: HostKeyedJagged, feature: FeatureLayout, counts: np.ndarray) -> bool:
+    ids = _ids_of_shards(features.lengths[feature_index(features, feature.name)], counts)
+    return bool(ids.max(initial=0) > feature.capacity)
+
+
+def check_sizes(features: HostKeyedJagged) -> None:
+    """Refuses lengths that do not add up.
+
+    Raises:
+      UserError: they do not.
+    """
+    total = int(features.lengths.sum(dtype=np.int64))
+    if total != features.values.shape[0]:
+        raise UserError(f"The lengths of a batch sum to {total}, but it has {features.values.shape[0]} ids.")
+
+
+def expand(features: KeyedJagged, plain: tuple[FeatureLayout, ...]) -> KeyedJagged:
+    """The same features without groups, on the device: bags of every example, gathered by the inverse.
+
+    Runs on one shard (S = 1), inside a shard_map.
+
+    Args:
+      features: Some features in groups.
+      plain: The layout without groups.
+    """
+    if features.inverse is None:
+        return features
+    values, lengths, weights, start, first_bag = [], [], [], 0, 0
+    for feature, target in zip(features.layout, plain, strict=True):
+        own = features.values[0, start : start + feature.capacity]
+        counts = features.lengths[0, first_bag : first_bag + feature.bags]
+        slots = None if features.weights is None else features.weights[0, start : start + feature.capacity]
+        start, first_bag = start + feature.capacity, first_bag + feature.bags
+        if feature.group is not None:
+            bags = features.inverse[0, feature.group]  # b
+            begins = jnp.cumsum(counts) - counts
+            counts = counts[bags]
+            of = ops.slot_bags(counts, target.capacity)
+            position = lax.iota(jnp.int32, target.capacity) - (jnp.cumsum(counts) - counts).at[of].get(mode="clip")
+            source = begins.at[bags.at[of].get(mode="clip")].get(mode="clip") + position
+            source = jnp.where(of < target.bags, source, feature.capacity)
+            own = own.at[source].get(mode="fill", fill_value=0)
+            slots = None if slots is None else slots.at[source].get(mode="fill", fill_value=0)
+        values.append(own)
+        lengths.append(counts)
+        weights.append(slots)
+    joined = None if features.weights is None else jnp.concatenate(weights)[None]
+    return KeyedJagged(jnp.concatenate(values)[None], jnp.concatenate(lengths)[None], joined, plain)
 
 
 def feature_index(features: HostKeyedJagged, name: str) -> int:
@@ -134,9 +307,10 @@ def _check_length(feature: FeatureLayout, lengths: np.ndarray) -> None:
         )
 
 
-def _check_capacity(feature: FeatureLayout, counts: np.ndarray, examples: int) -> None:
+def _check_capacity(feature: FeatureLayout, counts: np.ndarray) -> None:
     if counts.max(initial=0) > feature.capacity:
         raise UserError(
-            f"Feature {feature.name!r} has {counts.max()} ids in the {examples} examples of one device, but room for "
-            f"{feature.capacity}. Declare it with a capacity of at least {counts.max() / examples:.2f} ids per example."
+            f"Feature {feature.name!r} has {counts.max()} ids in the {feature.bags} examples of one device, but room for "
+            f"{feature.capacity}. Declare it with a capacity of at least {counts.max() / feature.bags:.2f} ids per "
+            "example."
         )

@@ -34,7 +34,7 @@ class Lookup:
     Attributes:
       member: The table, or slice of it.
       feature: Its place in the device form.
-      row: Row of the feature in `lengths`.
+      first_bag: Its first bag in `lengths`.
       start: Its first slot in `values`.
       channel: How its rows are had. "here": they are on this device. "rows": each is sent by the device that has it and
         pooled here. "bags": the one device that has them all pools them and sends one vector a bag.
@@ -44,7 +44,7 @@ class Lookup:
 
     member: Member
     feature: FeatureLayout
-    row: int
+    first_bag: int
     start: int
     channel: Channel
     occurrence: int
@@ -56,31 +56,26 @@ class Lookup:
         return slice(self.occurrence, self.occurrence + self.feature.capacity)
 
 
-def lookups(stack: Stack, layout: tuple[FeatureLayout, ...], examples: int) -> tuple[Lookup, ...]:
-    """The features that look up a stack, in order of occurrence.
-
-    Args:
-      stack: Its members' features are those that count.
-      layout: All features.
-      examples: Examples of one device.
-    """
-    starts, start = {}, 0
-    for row, feature in enumerate(layout):
-        starts[feature.name] = (row, start, feature)
+def lookups(stack: Stack, layout: tuple[FeatureLayout, ...]) -> tuple[Lookup, ...]:
+    """The features that look up a stack, in order of occurrence."""
+    starts, start, first_bag = {}, 0, 0
+    for feature in layout:
+        starts[feature.name] = (first_bag, start, feature)
         start += feature.capacity
+        first_bag += feature.bags
     found: list[Lookup] = []
     occurrence, in_bucket, bags = 0, [0] * stack.devices, [0] * stack.devices
     for member in stack.members:
         features = [starts[name] for name in member.config.features]
         channel = _channel(stack, member, [feature for _, _, feature in features])
-        for row, start, feature in features:
+        for first_bag, start, feature in features:
             if channel == "bags":
                 (rank,) = member.ranks
-                found.append(Lookup(member, feature, row, start, channel, in_bucket[rank], bags[rank]))
+                found.append(Lookup(member, feature, first_bag, start, channel, in_bucket[rank], bags[rank]))
                 in_bucket[rank] += feature.capacity
-                bags[rank] += examples
+                bags[rank] += feature.bags
             else:
-                found.append(Lookup(member, feature, row, start, channel, occurrence))
+                found.append(Lookup(member, feature, first_bag, start, channel, occurrence))
                 occurrence += feature.capacity
     return tuple(found)
 
@@ -104,17 +99,13 @@ class Shard:
 
     Attributes:
       values: int32[C].
-      lengths: int32[F, b].
+      lengths: int32[R].
       weights: float32[C] or None.
     """
 
     values: jax.Array
     lengths: jax.Array
     weights: jax.Array | None
-
-    @property
-    def examples(self) -> int:
-        return self.lengths.shape[1]
 
     def ids(self, look: Lookup) -> jax.Array:
         return self.values[look.start : look.start + look.feature.capacity]
@@ -123,8 +114,12 @@ class Shard:
         return None if self.weights is None else self.weights[look.start : look.start + look.feature.capacity]
 
     def bags(self, look: Lookup) -> jax.Array:
-        """Example of each slot; the number of examples for unused slots. Jagged features only."""
-        return ops.slot_bags(self.lengths[look.row], look.feature.capacity)
+        """Bag of each slot; the number of bags for unused slots. Jagged features only."""
+        return ops.slot_bags(self.counts(look), look.feature.capacity)
+
+    def counts(self, look: Lookup) -> jax.Array:
+        """Ids of each bag of a feature."""
+        return self.lengths[look.first_bag : look.first_bag + look.feature.bags]
 
 
 def addresses(shard: Shard, look: Lookup, devices: int, nowhere: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -134,8 +129,8 @@ def addresses(shard: Shard, look: Lookup, devices: int, nowhere: int) -> tuple[j
     """
     ids, member = shard.ids(look), look.member
     used = jnp.ones(ids.shape, bool)
-    if look.feature.length is None:
-        used = lax.iota(jnp.int32, ids.shape[0]) < shard.lengths[look.row].sum()
+    if look.feature.length is None or look.feature.group is not None:
+        used = lax.iota(jnp.int32, ids.shape[0]) < shard.counts(look).sum()
     good = used & (ids >= 0) & (ids < member.config.rows)
     bad = (used & ~good).sum(dtype=jnp.int32)
     ranks, offsets = member.ranks or (0,), member.offsets
@@ -156,7 +151,7 @@ def lost_slots(shard: Shard, look: Lookup) -> jax.Array:
     """Ids of a jagged feature that its slots had no room for."""
     if look.feature.length is not None:
         return jnp.zeros((), jnp.int32)
-    return jnp.maximum(shard.lengths[look.row].sum() - look.feature.capacity, 0).astype(jnp.int32)
+    return jnp.maximum(shard.counts(look).sum() - look.feature.capacity, 0).astype(jnp.int32)
 
 
 def summation_order(shard: Shard, found: tuple[Lookup, ...]) -> jax.Array | None:
@@ -175,22 +170,25 @@ def summation_order(shard: Shard, found: tuple[Lookup, ...]) -> jax.Array | None
 
 def _by_example(shard: Shard, part: list[Lookup]) -> jax.Array:
     slots = [look.occurrence + lax.iota(jnp.int32, look.feature.capacity) for look in part]
+    if len({look.feature.group for look in part}) > 1:
+        return jnp.concatenate(slots)  # distinct rows of different groups have no common order
+    bags = part[0].feature.bags
     if len(part) == 1:
         return slots[0]
     if all(look.feature.length is not None for look in part):
-        return jnp.concatenate([s.reshape(shard.examples, -1) for s in slots], axis=1).reshape(-1)
+        return jnp.concatenate([s.reshape(bags, -1) for s in slots], axis=1).reshape(-1)
     # The place of an id: ids of earlier examples, then of earlier features of its example, then its own position.
-    lengths = jnp.stack([shard.lengths[look.row] for look in part])  # F b
+    lengths = jnp.stack([shard.counts(look) for look in part])  # F b
     before_example = jnp.cumsum(lengths.sum(axis=0)) - lengths.sum(axis=0)  # b
     before_feature = jnp.cumsum(lengths, axis=0) - lengths  # F b
     places, spare = [], lengths.sum()
     for number, look in enumerate(part):
         capacity = look.feature.capacity
-        bags = shard.bags(look)
-        own_start = (jnp.cumsum(lengths[number]) - lengths[number]).at[bags].get(mode="fill", fill_value=0)
-        begin = (before_example + before_feature[number]).at[bags].get(mode="fill", fill_value=0)
+        bag_of = shard.bags(look)
+        own_start = (jnp.cumsum(lengths[number]) - lengths[number]).at[bag_of].get(mode="fill", fill_value=0)
+        begin = (before_example + before_feature[number]).at[bag_of].get(mode="fill", fill_value=0)
         index = lax.iota(jnp.int32, capacity)
-        used = bags < shard.examples
+        used = bag_of < bags
         unused_rank = jnp.cumsum((~used).astype(jnp.int32)) - 1
         places.append(jnp.where(used, begin + index - own_start, spare + unused_rank))
         spare = spare + (~used).sum(dtype=jnp.int32)
@@ -210,10 +208,10 @@ def pool(shard: Shard, look: Lookup, rows: jax.Array, zero: jax.Array) -> jax.Ar
     length, pooling = look.feature.length, look.member.config.pooling
     if length is None:
         assert pooling != "none"  # the collection refuses it
-        return average(shard, look, ops.pool_rows(rows, shard.bags(look), shard.examples), zero)
+        return average(shard, look, ops.pool_rows(rows, shard.bags(look), look.feature.bags), zero)
     if pooling == "none":
-        return rows.reshape(shard.examples, length, rows.shape[-1])
-    return average(shard, look, _sum_positions(rows, shard.examples, length), zero)
+        return rows.reshape(look.feature.bags, length, rows.shape[-1])
+    return average(shard, look, _sum_positions(rows, look.feature.bags, length), zero)
 
 
 def average(shard: Shard, look: Lookup, sums: jax.Array, zero: jax.Array) -> jax.Array:
@@ -226,16 +224,16 @@ def average(shard: Shard, look: Lookup, sums: jax.Array, zero: jax.Array) -> jax
 def _shares(shard: Shard, look: Lookup, dtype: jnp.dtype, zero: jax.Array) -> jax.Array:
     """float[b]: 1 / ids of each bag. A compiler makes this product of a division, or not; written out it always is."""
     length = look.feature.length
-    counts = shard.lengths[look.row] if length is None else jnp.full(shard.examples, length)
+    counts = shard.counts(look) if length is None else jnp.full(look.feature.bags, length)
     return rounded(1 / jnp.maximum(counts, 1).astype(dtype), zero)
 
 
-def _sum_positions(rows: jax.Array, examples: int, length: int) -> jax.Array:
+def _sum_positions(rows: jax.Array, bags: int, length: int) -> jax.Array:
     """Sums of consecutive rows, in the order that `ops.pool_rows` adds in on the platform at hand."""
     if length == 1:
         return rows
     if length > _UNROLLED:
-        return ops.pool_rows(rows, jnp.repeat(jnp.arange(examples, dtype=jnp.int32), length), examples)
+        return ops.pool_rows(rows, jnp.repeat(jnp.arange(bags, dtype=jnp.int32), length), bags)
 
     def fold(x: jax.Array) -> jax.Array:
         return functools.reduce(jnp.add, [x[:, i] for i in range(length)])
@@ -246,7 +244,7 @@ def _sum_positions(rows: jax.Array, examples: int, length: int) -> jax.Array:
             parts = [functools.reduce(jnp.add, parts[i : i + 2]) for i in range(0, len(parts), 2)]
         return parts[0]
 
-    return lax.platform_dependent(rows.reshape(examples, length, -1), cpu=fold, default=tree)
+    return lax.platform_dependent(rows.reshape(bags, length, -1), cpu=fold, default=tree)
 
 
 _UNROLLED = 32

@@ -47,7 +47,7 @@ def examples():
         embedded = {t.features[0]: jnp.asarray(rng.normal(size=(size, t.dim)), dtype) for t in task.tables()}
         batch = DeviceBatch(
             features=KeyedJagged(
-                values=jnp.zeros((1, 0), jnp.int32), lengths=jnp.zeros((0, size), jnp.int32), weights=None, layout=()
+                values=jnp.zeros((1, 0), jnp.int32), lengths=jnp.zeros((1, 0), jnp.int32), weights=None, layout=()
             ),
             dense=jnp.asarray(rng.normal(size=(size, len(task.schema.dense))), jnp.float32),
             labels=jnp.asarray(rng.integers(0, 2, size=(size, len(task.schema.labels))), jnp.float32),

@@ -49,7 +49,7 @@ def test_ids_out_of_range_name_feature_value_and_range(bad, shown):
     values[7] = bad
     each = on((ONE,), devices=1)
     with pytest.raises(UserError, match=rf"'fixed': {shown} in example 3 .*\[0, {BIG_ROWS}\).*1 of 128"):
-        each.check_on_host(ids_of(values), 1, each.layout(SCHEMA, SIZE))
+        each.pack(ids_of(values), 1, each.layout(SCHEMA, SIZE))
 
 
 def test_a_full_bucket_names_the_feature_and_the_factor_that_would_do():
@@ -57,8 +57,8 @@ def test_a_full_bucket_names_the_feature_and_the_factor_that_would_do():
     layout = each.layout(SCHEMA, SIZE)
     hot = ids_of(np.full(2 * SIZE, 5))
     with pytest.raises(UserError, match=r"16 ids for one other device.*room for 12.*'fixed'.*capacity_factor=3.6 or"):
-        each.check_on_host(hot, 8, layout)
-    on((ONE,), factor=3.6).check_on_host(hot, 8, layout)
+        each.pack(hot, 8, layout)
+    on((ONE,), factor=3.6).pack(hot, 8, layout)
 
 
 def test_weights_must_be_finite():
@@ -66,7 +66,7 @@ def test_weights_must_be_finite():
     host.weights[3] = np.nan
     each = on(tables_of(Sgd()))
     with pytest.raises(UserError, match=r"Weight 3 .* nan"):
-        each.check_on_host(host, 8, each.layout(SCHEMA, SIZE))
+        each.pack(host, 8, each.layout(SCHEMA, SIZE))
 
 
 def test_pack_refuses_what_does_not_fit():
@@ -161,9 +161,9 @@ def test_room_is_refused_exactly_where_a_literal_count_exceeds_it(data):
                 counts[(y[2 * example + position] + 1) % 8] += 1
         most = max(most, counts.max())
     (stack,) = each.stacks
-    fits = most <= bucket_capacity(stack, lookups(stack, layout, 16), each.exchange)
+    fits = most <= bucket_capacity(stack, lookups(stack, layout), each.exchange)
     if fits:
-        each.check_on_host(host, 8, layout)
+        each.pack(host, 8, layout)
     else:
         with pytest.raises(UserError, match="capacity_factor="):
-            each.check_on_host(host, 8, layout)
+            each.pack(host, 8, layout)

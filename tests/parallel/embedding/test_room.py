@@ -22,7 +22,7 @@ def test_small_exchanges_take_any_skew():
     schema = Schema(categorical=(Categorical(name="t", rows=1000),))
     same = KeyedJagged(("t",), np.full(512, 8, np.int32), np.ones((1, 512), np.int32))
     roomy = _collection(Exchange(roomy_below_bytes=2**20))
-    roomy.check_on_host(same, 8, roomy.layout(schema, 512))  # every id goes to one device
+    roomy.pack(same, 8, roomy.layout(schema, 512))  # every id goes to one device
 
 
 def test_large_exchanges_go_by_the_factor():
@@ -32,6 +32,6 @@ def test_large_exchanges_go_by_the_factor():
         collection = _collection(Exchange(roomy_below_bytes=below))
         (stack,) = collection.stacks
         assert stack.wide_dtype == jnp.float32
-        found = lookups(stack, collection.layout(schema, 512), 64)
+        found = lookups(stack, collection.layout(schema, 512))
         rooms.append(bucket_capacity(stack, found, collection.exchange))
     assert rooms[0] == rooms[1] < rooms[2] == 64
