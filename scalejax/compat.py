@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 from jax._src import clusters
 
 
@@ -16,3 +17,9 @@ def detected_processes() -> int:
         environments = clusters.ClusterEnv._cluster_types
         found = next((env for env in environments if not env.opt_in_only_method and env.is_env_present()), None)
     return 1 if found is None else found.get_process_count()
+
+
+def device_kind() -> str:
+    """`jax.Device.device_kind` of what is being compiled for: the chip of the ambient mesh, or the first device."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if described is None else described.device_kind
