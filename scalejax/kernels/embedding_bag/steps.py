@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import core
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class ClosedStep:
         self, scalars: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...], grads: jax.Array
     ) -> list[jax.Array]:
         """Applies it; `scalars` has shape () each."""
-        return jax.core.eval_jaxpr(self.jaxpr, scalars, *arrays, grads)
+        return core.eval_jaxpr(self.jaxpr, scalars, *arrays, grads)
 
 
 def close(step: Callable[..., Any], arrays: tuple[jax.ShapeDtypeStruct, ...], grads: jax.ShapeDtypeStruct) -> ClosedStep:
