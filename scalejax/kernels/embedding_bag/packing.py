@@ -62,6 +62,11 @@ def _rounded_bits(values: jax.Array) -> jax.Array:
     return jnp.where(values == values, rounded, jnp.uint32(0x7FC00000))
 
 
+def sum_dtype(table: jax.Array) -> jnp.dtype:
+    """What the rows of a table are summed in: float32, or float64 where they are that already."""
+    return jnp.dtype(jnp.float64 if table.dtype == jnp.float64 else jnp.float32)
+
+
 def widen(array: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Rows or row states in the dtype of a computation; packed rows come apart."""
     return (unpack_rows(array) if array.dtype == jnp.uint32 else array).astype(dtype)

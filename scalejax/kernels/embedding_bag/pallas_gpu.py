@@ -182,8 +182,8 @@ def sum_and_update_rows(
     _check_float32("sum_and_update_rows", "grads", grads)
     if grads.shape[0] == 0 or distinct.shape[0] == 0:
         return arrays
-    segments = _by_slot(grads, order, slots, distinct.shape[0])
-    return _update(arrays, distinct, segments, step, interpret=interpret)
+    segments, first = _sum_long(_by_slot(grads, order, slots, distinct.shape[0]), interpret=interpret)
+    return _update(arrays, distinct, segments, first, step, interpret=interpret)
 
 
 def update_rows(
@@ -211,7 +211,8 @@ def update_rows(
     if sums.shape[0] == 0:
         return arrays
     places = lax.iota(jnp.int32, sums.shape[0])
-    return _update(arrays, distinct, _Segments(sums, None, places, jnp.ones_like(places)), step, interpret=interpret)
+    segments = _Segments(sums, None, places, jnp.ones_like(places))
+    return _update(arrays, distinct, segments, None, step, interpret=interpret)
 
 
 def _by_slot(grads: jax.Array, order: jax.Array, slots: jax.Array, capacity: int) -> _Segments:
@@ -300,7 +301,13 @@ def _sum(
 
 
 def _update(
-    arrays: tuple[jax.Array, ...], distinct: jax.Array, segments: _Segments, step: Callable[..., Any], *, interpret: bool
+    arrays: tuple[jax.Array, ...],
+    distinct: jax.Array,
+    segments: _Segments,
+    first: tuple[jax.Array, jax.Array] | None,
+    step: Callable[..., Any],
+    *,
+    interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """One kernel that ends in a step on the rows `distinct`."""
     size, dim = segments.counts.shape[0], segments.source.shape[1]
@@ -312,7 +319,6 @@ def _update(
         )
     for number, array in enumerate(arrays):
         _check_table("update_rows", array, f"arrays[{number}]")
-    segments, first = _sum_long(segments, interpret=interpret)
     sizes = _sizes()
     group = max(1, sizes.elements // dim)
     closed = steps.close(

@@ -353,8 +353,8 @@ def _update_kernel(used, rows, rows_next, *refs, closed: steps.ClosedStep, wide:
     slot = lax.rem(step, 2)
 
     def filled(number: jax.Array) -> jax.Array:
-        """Rows of a block that are none of the fillers."""
-        return jnp.clip(used[0] - number * block, 0, block)
+        """Rows of a block that are none of the fillers; no block, no rows."""
+        return jnp.where(number < 0, 0, jnp.clip(used[0] - number * block, 0, block))
 
     def fetch(row: Any, k: int, place: Any, slot: jax.Array) -> Any:
         return pltpu.make_async_copy(tables[k].at[pl.ds(row, 1)], read[k].at[slot, pl.ds(place, 1)], arrived.at[k, slot])
@@ -377,9 +377,7 @@ def _update_kernel(used, rows, rows_next, *refs, closed: steps.ClosedStep, wide:
     for_each(filled(step + 1), lambda j, k: fetch(rows_next[j], k, j, 1 - slot).start())
     for_each(filled(step), lambda j, k: fetch(0, k, j, slot).wait())
 
-    @pl.when(step >= 2)
-    def _() -> None:
-        for_each(filled(step - 2), lambda j, k: put(0, k, j, slot).wait())
+    for_each(filled(step - 2), lambda j, k: put(0, k, j, slot).wait())
 
     @pl.when(filled(step) > 0)
     def _() -> None:
@@ -403,7 +401,7 @@ def _update_kernel(used, rows, rows_next, *refs, closed: steps.ClosedStep, wide:
 
     @pl.when(step == num_blocks - 1)
     def _() -> None:
-        for_each(filled(step - 1) * (step > 0), lambda j, k: put(0, k, j, 1 - slot).wait())
+        for_each(filled(step - 1), lambda j, k: put(0, k, j, 1 - slot).wait())
         for_each(filled(step), lambda j, k: put(0, k, j, slot).wait())
 
 
