@@ -16,6 +16,9 @@ are summed likewise, and so on. Cuts are counted from the first occurrence of a 
 occurrences and their order alone. The last kernel starts from these sums for such rows, and from zeros for others.
 
 Offsets are row * D in 64 bits where an array is larger than 2^32 bytes: Pallas decides it by the shape.
+
+jax 0.12 lowers these kernels with a warning that Triton will leave Pallas in some later version. They have been compiled
+for Hopper and interpreted, and have not run on a GPU.
 """
 
 import dataclasses
