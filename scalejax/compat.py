@@ -1,7 +1,10 @@
 """The only place that knows differences between jax versions."""
 
+import inspect
 import warnings
+from typing import Any
 
+import jax
 from jax._src import clusters
 
 
@@ -16,3 +19,22 @@ def detected_processes() -> int:
         environments = clusters.ClusterEnv._cluster_types
         found = next((env for env in environments if not env.opt_in_only_method and env.is_env_present()), None)
     return 1 if found is None else found.get_process_count()
+
+
+def device_kind() -> str:
+    """`jax.Device.device_kind` of what is being compiled for: the chip of the ambient mesh, or the first device."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.devices()[0].device_kind if described is None else described.device_kind
+
+
+def copy_from_subcore(source: Any, destination: Any) -> None:
+    """A synchronous copy out of the memory of a SparseCore's vector subcore.
+
+    From 0.12 on such a copy completes without a semaphore, and jax warns where it is given one.
+    """
+    from jax.experimental.pallas import tpu as pltpu  # slow to import, and needed by this alone
+
+    if "src_sem" in inspect.signature(pltpu.async_copy).parameters:
+        pltpu.async_copy(source, destination, sem=None).wait()  # pyright: ignore[reportArgumentType]
+    else:
+        pltpu.sync_copy(source, destination)

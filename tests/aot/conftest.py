@@ -1,4 +1,4 @@
-"""Everything here needs the TPU compiler, and no TPU."""
+"""Everything here needs the TPU compiler, and no TPU; some of it CUDA's, and no GPU."""
 
 import importlib.util
 

@@ -1,6 +1,21 @@
-"""Signatures, checks and the choice of implementation."""
+"""Signatures, checks, derivatives and the choice of implementation.
+
+`implementation` names one of
+
+    reference    the definition, for tests
+    xla          XLA's own gathers, sorts and scatters; what None picks on every platform
+    pallas_tpu   row copies by DMA (`pallas_tpu`)
+    pallas_gpu   Triton kernels (`pallas_gpu`)
+    sparsecore   indirect streams of a TPU's SparseCores (`sparsecore`); lookups only
+
+A name never falls back: what it cannot do is a ValueError that says what it wants. A table of bfloat16 may be packed,
+uint32[V, D/2] from `pack_rows`, which is the only form of bfloat16 whose rows a TPU's DMA can address; "pallas_gpu" and
+"sparsecore" do not take it.
+"""
 
 import dataclasses
+import functools
+import importlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -8,9 +23,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scalejax.kernels.embedding_bag import fixed_point, reference, xla
+from scalejax.kernels.embedding_bag import fixed_point, packing, reference, xla
 
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "sparsecore"]
 Summation = Literal["fold", "tree", "fixed"]
 
 
@@ -22,6 +37,7 @@ def embedding_bag(
     weights: jax.Array | None = None,
     pooling: Literal["sum", "mean"] = "sum",
     implementation: Implementation | None = None,
+    interpret: Any = False,
 ) -> jax.Array:
     """Sums or averages rows of `table` per bag: out[b] = sum over the ids i of bag b of weight * table[i].
 
@@ -29,49 +45,61 @@ def embedding_bag(
     goes through `plan_rows`, `sum_by_row` and `update_rows` instead).
 
     Args:
-      table: float[V, D].
+      table: float[V, D], or packed uint32[V, D/2] (not differentiable).
       ids: int32[N], the ids of bag 0, then of bag 1, ...; what is no row of the table contributes zeros.
       lengths: int32[B], ids per bag; slots past their sum are ignored.
       weights: float[N], one per id, or None.
       pooling: "sum" or "mean" (the sum divided by the number of ids, weighted or not); an empty bag gives zeros.
       implementation: None picks; a name never falls back.
+      interpret: For tests of Pallas kernels where their chip is not: True, or `pltpu.InterpretParams()` for a TPU's.
 
     Returns:
       float[B, D], accumulated in float32 or wider and returned so.
 
     Raises:
-      ValueError: an argument has the wrong rank or dtype.
+      ValueError: an argument has the wrong rank or dtype, or the named implementation cannot take it.
     """
-    _check_matrix("embedding_bag", "table", table)
+    _check_table("embedding_bag", table)
     _check_integers("embedding_bag", "ids", ids)
     _check_integers("embedding_bag", "lengths", lengths)
     if weights is not None and weights.shape != ids.shape:
         raise ValueError(f"embedding_bag: weights must have the shape of ids, {ids.shape}; got {weights.shape}.")
     if pooling not in ("sum", "mean"):
         raise ValueError(f'embedding_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
-    if _choose(implementation) == "reference":
+    chosen = _choose("embedding_bag", implementation)
+    if chosen not in ("reference", "xla"):
+        return _kernel_bag(table, ids, lengths, weights, pooling, chosen, interpret)
+    if chosen == "reference":
         return reference.embedding_bag(table, ids, lengths, weights, pooling)
-    rows = xla.gather_rows(table, ids)
-    rows = rows.astype(jnp.promote_types(table.dtype, jnp.float32))
+    rows = packing.widen(xla.gather_rows(table, ids), packing.sum_dtype(table))
     if weights is not None:
         rows = rows * weights.astype(rows.dtype)[:, None]
     return xla.pool_rows(rows, xla.slot_bags(lengths, ids.shape[0]), lengths.shape[0], pooling)
 
 
-def gather_rows(table: jax.Array, ids: jax.Array, *, implementation: Implementation | None = None) -> jax.Array:
-    """out[n] = table[ids[n]]; zeros where ids[n] is no row.
+def gather_rows(
+    table: jax.Array, ids: jax.Array, *, implementation: Implementation | None = None, interpret: Any = False
+) -> jax.Array:
+    """out[n] = table[ids[n]]; zeros where ids[n] is no row. Differentiable with respect to `table`.
 
     Args:
-      table: float[V, D].
+      table: float[V, D], or packed uint32[V, D/2].
       ids: int32[N].
       implementation: None picks; a name never falls back.
+      interpret: As in `embedding_bag`.
 
     Returns:
-      [N, D] in the dtype of `table`.
+      [N, D] in the dtype of `table`; rows of a packed table stay packed.
+
+    Raises:
+      ValueError: an argument has the wrong rank or dtype, or the named implementation cannot take it.
     """
-    _check_matrix("gather_rows", "table", table)
+    _check_table("gather_rows", table)
     _check_integers("gather_rows", "ids", ids)
-    return (reference if _choose(implementation) == "reference" else xla).gather_rows(table, ids)
+    chosen = _choose("gather_rows", implementation)
+    if chosen not in ("reference", "xla"):
+        return _kernel_gather(table, ids, chosen, interpret)
+    return (reference if chosen == "reference" else xla).gather_rows(table, ids)
 
 
 def slot_bags(lengths: jax.Array, slots: int) -> jax.Array:
@@ -102,7 +130,7 @@ def pool_rows(
     """
     _check_matrix("pool_rows", "rows", rows)
     _check_integers("pool_rows", "bags", bags)
-    chosen = reference if _choose(implementation) == "reference" else xla
+    chosen = reference if _choose("pool_rows", implementation, ("reference", "xla")) == "reference" else xla
     return chosen.pool_rows(rows, bags, num_bags, pooling)
 
 
@@ -134,7 +162,14 @@ def plan_rows(rows: jax.Array, *, num_rows: int, capacity: int) -> RowPlan:
     return RowPlan(*xla.plan_rows(rows, num_rows, capacity))
 
 
-def sum_by_row(grads: jax.Array, plan: RowPlan, *, summation: Summation | None = None) -> jax.Array:
+def sum_by_row(
+    grads: jax.Array,
+    plan: RowPlan,
+    *,
+    summation: Summation | None = None,
+    implementation: Implementation | None = None,
+    interpret: Any = False,
+) -> jax.Array:
     """Sums the gradients of each distinct row, in order of occurrence.
 
     A sum depends on the gradients of its row and on their order alone, to the bit.
@@ -145,12 +180,28 @@ def sum_by_row(grads: jax.Array, plan: RowPlan, *, summation: Summation | None =
       summation: "fold" adds one by one (a scatter-add, fast and ordered on CPUs only), "tree" in a binary tree over
         the occurrences of a row; None = "fold" on CPUs, "tree" elsewhere. "fixed" adds in fixed point (float32 only):
         the same to the bit in any order of the occurrences. The three differ by rounding.
+      implementation: None picks; a name never falls back. "pallas_gpu" sums runs of 64 occurrences, then runs: a third
+        order, and takes no `summation`.
+      interpret: As in `embedding_bag`.
 
     Returns:
       [U, D]: row i belongs to plan.rows[i]; zeros at fillers.
+
+    Raises:
+      ValueError: `grads` is no matrix of floating point, or the named implementation cannot take it.
     """
     _check_matrix("sum_by_row", "grads", grads)
     capacity = plan.rows.shape[0]
+    chosen = _choose("sum_by_row", implementation, ("reference", "xla", "pallas_gpu"))
+    if chosen != "xla":
+        if summation is not None:
+            raise ValueError(
+                f'sum_by_row: summation is a choice of implementation "xla"; got {summation!r} with "{chosen}". '
+                "Leave one of them out."
+            )
+        if chosen == "reference":
+            return reference.pool_rows(grads[plan.order], plan.slots, capacity, "sum")
+        return _backend(chosen).sum_by_row(grads, plan.order, plan.slots, capacity, interpret=interpret)
     if summation == "fold":
         return xla.sum_by_slot_fold(grads, plan.order, plan.slots, capacity)
     if summation == "fixed":
@@ -168,28 +219,186 @@ def sum_by_row(grads: jax.Array, plan: RowPlan, *, summation: Summation | None =
 
 
 def update_rows(
-    arrays: tuple[jax.Array, ...], plan: RowPlan, sums: jax.Array, step: Callable[..., Any]
+    arrays: tuple[jax.Array, ...],
+    plan: RowPlan,
+    sums: jax.Array,
+    step: Callable[..., Any],
+    *,
+    implementation: Implementation | None = None,
+    interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """Applies an optimizer to the rows of a plan and to nothing else.
 
     Args:
-      arrays: The table [V, D] and its row states, [V] or [V, D].
+      arrays: The table [V, D], or packed uint32[V, D/2], and its row states, [V] or [V, D].
       plan: From `plan_rows`.
       sums: float[U, D] from `sum_by_row`; its dtype is the dtype of the computation.
-      step: (arrays at the rows, sums) -> new arrays at the rows, row by row.
+      step: (arrays at the rows, sums) -> new arrays at the rows, row by row: kernels hand it blocks of rows. It may
+        use scalars of the program around it.
+      implementation: None picks; a name never falls back.
+      interpret: As in `embedding_bag`.
 
     Returns:
       The arrays, updated; in place when they are donated.
+
+    Raises:
+      ValueError: the named implementation cannot take the arrays, the sums or the step.
     """
-    return xla.update_rows(arrays, plan.rows, sums, step)
+    chosen = _choose("update_rows", implementation, ("reference", "xla", "pallas_tpu", "pallas_gpu"))
+    if chosen == "reference":
+        return reference.update_rows(arrays, plan.rows, sums, step)
+    if chosen == "xla":
+        return xla.update_rows(arrays, plan.rows, sums, step)
+    return _backend(chosen).update_rows(arrays, plan.rows, sums, step, interpret=interpret)
 
 
-def _choose(implementation: Implementation | None) -> Implementation:
+def sum_and_update_rows(
+    arrays: tuple[jax.Array, ...],
+    plan: RowPlan,
+    grads: jax.Array,
+    step: Callable[..., Any],
+    *,
+    implementation: Implementation | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    """`update_rows` of `sum_by_row`; "pallas_gpu" makes one kernel of both, which never writes the sums to memory.
+
+    Args:
+      arrays: As in `update_rows`.
+      plan: From `plan_rows`.
+      grads: float[N, D], per occurrence.
+      step: As in `update_rows`.
+      implementation: None picks; a name never falls back. "pallas_tpu" leaves the sums to XLA.
+      interpret: As in `embedding_bag`.
+
+    Returns:
+      The arrays, updated; in place when they are donated.
+
+    Raises:
+      ValueError: the named implementation cannot take the arrays, the gradients or the step.
+    """
+    _check_matrix("sum_and_update_rows", "grads", grads)
+    chosen = _choose("sum_and_update_rows", implementation, ("reference", "xla", "pallas_tpu", "pallas_gpu"))
+    if chosen == "pallas_gpu":
+        return _backend(chosen).sum_and_update_rows(
+            arrays, plan.order, plan.slots, plan.rows, grads, step, interpret=interpret
+        )
+    sums = sum_by_row(grads, plan, implementation="reference" if chosen == "reference" else "xla")
+    return update_rows(arrays, plan, sums, step, implementation=chosen, interpret=interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _kernel_bag(
+    table: jax.Array,
+    ids: jax.Array,
+    lengths: jax.Array,
+    weights: jax.Array | None,
+    pooling: str,
+    implementation: Implementation,
+    interpret: Any,
+) -> jax.Array:
+    return _backend(implementation).embedding_bag(
+        table, ids, lengths, weights, pooling, **_interpreted(implementation, interpret)
+    )
+
+
+def _bag_forward(
+    table: jax.Array,
+    ids: jax.Array,
+    lengths: jax.Array,
+    weights: jax.Array | None,
+    pooling: str,
+    implementation: Implementation,
+    interpret: Any,
+) -> tuple[jax.Array, Any]:
+    pooled: Any = _kernel_bag(table, ids, lengths, weights, pooling, implementation, interpret)
+    return pooled, (table, ids, lengths, weights)
+
+
+def _bag_backward(pooling: str, implementation: Implementation, interpret: Any, saved: Any, grads: jax.Array) -> Any:
+    table, ids, lengths, weights = saved
+    if pooling == "mean":
+        ends = jnp.minimum(jnp.cumsum(lengths), ids.shape[0])
+        counts = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
+        grads = grads / jnp.maximum(counts, 1).astype(grads.dtype)[:, None]
+    by_slot = grads.at[xla.slot_bags(lengths, ids.shape[0])].get(mode="fill", fill_value=0)
+    weight_grads = None
+    if weights is not None:
+        rows = gather_rows(table, ids, implementation=implementation, interpret=interpret)
+        rows = packing.widen(rows, by_slot.dtype)
+        weight_grads = (rows * by_slot).sum(axis=1).astype(weights.dtype)
+        by_slot = by_slot * weights.astype(by_slot.dtype)[:, None]
+    return _table_gradient(table, ids, by_slot, implementation, interpret), None, None, weight_grads
+
+
+_kernel_bag.defvjp(_bag_forward, _bag_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _kernel_gather(table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: Any) -> jax.Array:
+    return _backend(implementation).gather_rows(table, ids, **_interpreted(implementation, interpret))
+
+
+def _gather_forward(
+    table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: Any
+) -> tuple[jax.Array, Any]:
+    rows: Any = _kernel_gather(table, ids, implementation, interpret)
+    return rows, (table, ids)
+
+
+def _gather_backward(implementation: Implementation, interpret: Any, saved: Any, grads: jax.Array) -> Any:
+    table, ids = saved
+    if table.dtype == jnp.uint32:
+        return None, None
+    return _table_gradient(table, ids, grads.astype(jnp.float32), implementation, interpret), None
+
+
+_kernel_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _table_gradient(
+    table: jax.Array, ids: jax.Array, by_slot: jax.Array, implementation: Implementation, interpret: Any
+) -> jax.Array | None:
+    """Dense gradient of a table from the gradient of each looked-up row; None for packed tables."""
+    if table.dtype == jnp.uint32:
+        return None
+    num_rows = table.shape[0]
+    plan = plan_rows(jnp.where(ids < 0, num_rows, ids), num_rows=num_rows, capacity=min(ids.shape[0], num_rows))
+    summing = "pallas_gpu" if implementation == "pallas_gpu" else "xla"
+    sums = sum_by_row(by_slot, plan, implementation=summing, interpret=interpret).astype(table.dtype)
+    empty = jnp.zeros(table.shape, table.dtype)
+    return empty.at[plan.rows].set(sums, mode="drop", indices_are_sorted=True, unique_indices=True)
+
+
+def _choose(
+    op: str,
+    implementation: Implementation | None,
+    known: tuple[str, ...] = ("reference", "xla", "pallas_tpu", "pallas_gpu", "sparsecore"),
+) -> Implementation:
     if implementation is None:
         return "xla"
-    if implementation not in ("reference", "xla"):
-        raise ValueError(f'embedding_bag: implementation must be "reference" or "xla"; got {implementation!r}.')
+    if implementation not in known:
+        names = ", ".join(f'"{name}"' for name in known)
+        raise ValueError(f"{op}: implementation must be None or one of {names}; got {implementation!r}.")
     return implementation
+
+
+def _backend(name: Implementation) -> Any:
+    # Pallas takes longer to import than all the rest, and most programs never need it.
+    return importlib.import_module(f"scalejax.kernels.embedding_bag.{name}")
+
+
+def _interpreted(implementation: Implementation, interpret: Any) -> dict[str, Any]:
+    if implementation != "sparsecore":
+        return {"interpret": interpret}
+    if interpret is not False:
+        raise ValueError('embedding_bag: nothing interprets implementation="sparsecore"; leave interpret out.')
+    return {}
+
+
+def _check_table(op: str, array: jax.Array) -> None:
+    if array.dtype != jnp.uint32 or array.ndim != 2:
+        _check_matrix(op, "table", array)
 
 
 def _check_matrix(op: str, name: str, array: jax.Array) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from scalejax.kernels.embedding_bag import packing
+
 
 def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """out[n] = table[ids[n]], zeros where ids[n] is no row."""
@@ -30,7 +32,7 @@ def embedding_bag(
     ends = jnp.cumsum(lengths)
     slots = jnp.arange(ids.shape[0])
     bags = (slots[:, None] >= ends[None, :]).sum(axis=1)  # the number of bags that end before the slot
-    rows = gather_rows(table, ids).astype(jnp.promote_types(table.dtype, jnp.float32))
+    rows = packing.widen(gather_rows(table, ids), packing.sum_dtype(table))
     if weights is not None:
         rows = rows * weights.astype(rows.dtype)[:, None]
     return pool_rows(rows, bags, lengths.shape[0], pooling)
@@ -49,12 +51,12 @@ def update_rows(
 ) -> tuple[jax.Array, ...]:
     """Applies `step` to the full arrays with the full gradient and keeps the result where a row was touched."""
     num_rows = arrays[0].shape[0]
-    wide = tuple(a.astype(grads.dtype) for a in arrays)
+    wide = tuple(packing.widen(a, grads.dtype) for a in arrays)
     new = step(wide, sum_by_row(rows, grads, num_rows))
     touched = (rows[None, :] == jnp.arange(num_rows)[:, None]).any(axis=1)
 
     def keep(before: jax.Array, after: jax.Array) -> jax.Array:
         mask = touched.reshape((-1,) + (1,) * (before.ndim - 1))
-        return jnp.where(mask, after.astype(before.dtype), before)
+        return jnp.where(mask, packing.narrow(after, before.dtype), before)
 
     return tuple(keep(a, n) for a, n in zip(arrays, new, strict=True))

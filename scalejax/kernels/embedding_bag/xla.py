@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax.kernels.embedding_bag import packing
+
 
 def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     # Negative indices would count from the end.
@@ -137,9 +139,9 @@ def update_rows(
     arrays: tuple[jax.Array, ...], distinct: jax.Array, grads: jax.Array, step: Callable[..., Any]
 ) -> tuple[jax.Array, ...]:
     """One gather and one sorted, unique scatter per array; math in the dtype of `grads`."""
-    before = tuple(a.at[distinct].get(mode="fill", fill_value=0).astype(grads.dtype) for a in arrays)
+    before = tuple(packing.widen(a.at[distinct].get(mode="fill", fill_value=0), grads.dtype) for a in arrays)
     after = step(before, grads)
     return tuple(
-        a.at[distinct].set(n.astype(a.dtype), mode="drop", indices_are_sorted=True, unique_indices=True)
+        a.at[distinct].set(packing.narrow(n, a.dtype), mode="drop", indices_are_sorted=True, unique_indices=True)
         for a, n in zip(arrays, after, strict=True)
     )

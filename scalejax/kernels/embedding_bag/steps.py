@@ -1,0 +1,57 @@
+"""Optimizer steps inside a kernel.
+
+A step is any function of (rows and their states, gradients); what it takes from around itself (a learning rate that a
+schedule computed) is data of the program, which a kernel cannot see unless it is handed in. So a step is traced on the
+shapes of one block, what it captured becomes arguments, and the kernel evaluates the trace.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import core
+
+
+@dataclasses.dataclass(frozen=True)
+class ClosedStep:
+    """A step on blocks of fixed shapes whose captured scalars are arguments.
+
+    Attributes:
+      jaxpr: Its trace.
+      scalars: What it captured, each of shape (1,).
+    """
+
+    jaxpr: Any
+    scalars: tuple[jax.Array, ...]
+
+    def __call__(
+        self, scalars: tuple[jax.Array, ...], arrays: tuple[jax.Array, ...], grads: jax.Array
+    ) -> list[jax.Array]:
+        """Applies it; `scalars` has shape () each."""
+        return core.eval_jaxpr(self.jaxpr, scalars, *arrays, grads)
+
+
+def close(step: Callable[..., Any], arrays: tuple[jax.ShapeDtypeStruct, ...], grads: jax.ShapeDtypeStruct) -> ClosedStep:
+    """Traces `step` on blocks of the given shapes.
+
+    Raises:
+      ValueError: it captures something that is not a scalar, or does not return what it was given.
+    """
+    # A function of its own: jax remembers traces by function, and what this one captured belongs to one outer trace.
+    closed, made = jax.make_jaxpr(lambda a, g: step(a, g), return_shape=True)(arrays, grads)
+    made = tuple(made)
+    if [m.shape for m in made] != [a.shape for a in arrays]:
+        raise ValueError(
+            "update_rows: step must return its arrays, (rows, *states), in their shapes "
+            f"{[a.shape for a in arrays]}; got {[m.shape for m in made]}."
+        )
+    for captured in closed.consts:
+        if jnp.shape(captured) != ():
+            raise ValueError(
+                "update_rows: besides its arguments, step may use scalars; it captures "
+                f"{jnp.result_type(captured)}{list(jnp.shape(captured))}. Make it a row state, or name "
+                'implementation="xla".'
+            )
+    return ClosedStep(closed.jaxpr, tuple(jnp.asarray(c).reshape(1) for c in closed.consts))
