@@ -10,7 +10,7 @@ from scalejax.data.dataset import BatchedDataSet, TableExamples, day_ranges
 from scalejax.data.encode import Columns, NanPolicy, Scaling, check_schema, encode, fit_numbers, missing_column
 from scalejax.data.records import Ragged, RecordLayout, Rows
 from scalejax.data.schema import Schema
-from scalejax.data.splits import EIGHTY_TEN_TEN, ByTime, Fractions, Split
+from scalejax.data.splits import EIGHTY_TEN_TEN, ByPosition, ByTime, Fractions, Split
 from scalejax.errors import UserError
 
 Order = Literal["shuffled", "time"]
@@ -45,7 +45,8 @@ def from_columns(
       time: Integer column with the day of each example; days() and `order="time"` use it.
       day_name: Day -> its name in days().
       log_shift: Number column -> shift; log(x + shift) is taken of it.
-      nan: "mean" = a missing number becomes the mean of the training split; "error" = it is refused.
+      nan: "mean" = a missing number becomes the mean of the training split; "zero" = 0, before the
+        logarithm; "error" = it is refused.
       scaling: "standard" = numbers get mean 0 and variance 1 on the training split; "none" = they stay.
       threads: Reading threads.
       where: Where the columns come from, for messages.
@@ -64,7 +65,7 @@ def from_columns(
     examples = sizes[schema.labels[0]]
     if examples == 0:
         raise UserError(f"{where}: there are no rows. Point the data at a file that has some.")
-    if isinstance(split, Fractions):
+    if isinstance(split, Fractions | ByPosition):
         splits = split.assign(examples)
     elif isinstance(split, ByTime):
         splits = split.assign(array_of(columns, split.column))
