@@ -22,7 +22,8 @@ MISSING, RARE, FIRST = 0, 1, 2
 """Ids of a missing value, of all values that are not in a vocabulary, and of the first that is."""
 
 _ENTRY = np.dtype([("value", np.int64), ("count", np.int64)])
-_FEWEST_ENTRIES = 64
+FEWEST_BYTES = 64 * _ENTRY.itemsize
+"""Memory below which a counter refuses to work."""
 _PARTITION_BITS = 6
 
 
@@ -70,10 +71,8 @@ class ValueCounter:
 
     def __init__(self, *, memory_bytes: int = 1 << 30, folder: str | pathlib.Path | None = None) -> None:
         self._limit = memory_bytes // _ENTRY.itemsize
-        if self._limit < _FEWEST_ENTRIES:
-            raise UserError(
-                f"ValueCounter: memory_bytes must be at least {_FEWEST_ENTRIES * _ENTRY.itemsize}; got {memory_bytes}."
-            )
+        if memory_bytes < FEWEST_BYTES:
+            raise UserError(f"ValueCounter: memory_bytes must be at least {FEWEST_BYTES}; got {memory_bytes}.")
         self._parent, self._depth = folder, 0
         self._spill: pathlib.Path | None = None
         self._parts: list[np.ndarray] = []
