@@ -150,12 +150,11 @@ class Model:
         def table(buckets, names):
             hi, lo, number, seen = names
             flat = [entry or Entry(0, 0, -1) for ways in buckets for entry in ways]
-            shape = (len(buckets), len(buckets[0]))
             return {
-                hi: np.array([e.id >> 32 for e in flat], np.uint32).reshape(shape),
-                lo: np.array([e.id & MOST for e in flat], np.uint32).reshape(shape),
-                number: np.array([e.number for e in flat], np.uint32).reshape(shape),
-                seen: np.array([e.seen for e in flat], np.int32).reshape(shape),
+                hi: np.array([e.id >> 32 for e in flat], np.uint32),
+                lo: np.array([e.id & MOST for e in flat], np.uint32),
+                number: np.array([e.number for e in flat], np.uint32),
+                seen: np.array([e.seen for e in flat], np.int32),
             }
 
         found = table(self.ways, ("key_hi", "key_lo", "frequency", "seen"))

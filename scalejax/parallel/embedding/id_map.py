@@ -49,12 +49,14 @@ from scalejax.errors import UserError
 
 Policy = Literal["lfu", "lru", "ttl"]
 State = dict[str, jax.Array]
-"""Arrays, all with a leading dimension that can be sharded:
+"""Arrays, all with a leading dimension that can be sharded; the ways of a bucket lie next to each other:
 
-key_hi, key_lo, frequency uint32[buckets, ways], seen int32[buckets, ways]: frequency 0 = free.
-candidate_hi, candidate_lo, sightings uint32, candidate_seen int32[buckets, candidate_ways]: sightings 0 = free. Only
-with admit_after > 1.
+key_hi, key_lo, frequency uint32, seen int32, each [buckets * ways]: frequency 0 = free.
+candidate_hi, candidate_lo, sightings uint32, candidate_seen int32, each [buckets * candidate_ways]: sightings 0 = free.
+Only with admit_after > 1.
 counts uint32[shards, len(COUNTS), 2]: high and low word of each counter, see `totals`.
+
+(Vectors: a TPU would pad [buckets, ways] to 128 ways where it gathers from it.)
 """
 
 RESERVED_ROW = 0
@@ -207,9 +209,9 @@ def init(config: IdMapConfig, shards: int = 1) -> State:
 
     def table(ways: int, *names: str) -> State:
         hi, lo, number, seen = names
-        shape = (config.buckets, ways)
-        words = {name: jnp.zeros(shape, jnp.uint32) for name in (hi, lo, number)}
-        return words | {seen: jnp.full(shape, _NEVER, jnp.int32)}
+        size = config.buckets * ways
+        words = {name: jnp.zeros(size, jnp.uint32) for name in (hi, lo, number)}
+        return words | {seen: jnp.full(size, _NEVER, jnp.int32)}
 
     state = table(config.ways, "key_hi", "key_lo", "frequency", "seen")
     if config.admit_after > 1:
@@ -244,7 +246,7 @@ def apply(
     step = jnp.asarray(step, jnp.int32)
     ids = _sorted(config, state, hi, lo, valid, first_bucket)
 
-    ways = _Ways(state, ("key_hi", "key_lo", "frequency", "seen"))
+    ways = _Ways(state, ("key_hi", "key_lo", "frequency", "seen"), config.ways)
     found, way = ways.find(ids)
     hit = found & ids.first
     known = ways.take("frequency", ids, way)
@@ -253,7 +255,8 @@ def apply(
     misses = ids.first & ~hit
     candidates, entered, entry, sightings = None, misses, way, ids.occurrences
     if config.admit_after > 1:
-        candidates = _Ways(state, ("candidate_hi", "candidate_lo", "sightings", "candidate_seen"))
+        names = ("candidate_hi", "candidate_lo", "sightings", "candidate_seen")
+        candidates = _Ways(state, names, config.candidate_ways)
         found, entry = candidates.find(ids)
         entered = found & misses
         before = jnp.where(entered, candidates.take("sightings", ids, entry), 0)
@@ -317,14 +320,12 @@ def expire(
     if config.ttl_steps is None:
         raise ValueError(f"expire: the policy must be 'ttl'; got {config.policy!r}, whose ids do not expire.")
     old = (state["frequency"] > 0) & _expired(config, state["seen"], jnp.asarray(step, jnp.int32))
-    buckets, ways = old.shape
-    bucket = lax.broadcasted_iota(jnp.int32, (buckets, ways), 0) + first_bucket
-    rows = _row(config, bucket, lax.broadcasted_iota(jnp.int32, (buckets, ways), 1))
+    rows = _row(config, jnp.asarray(first_bucket, jnp.int32), lax.iota(jnp.int32, old.shape[0]))
     cleared = {name: jnp.where(old, 0, state[name]) for name in ("key_hi", "key_lo", "frequency")}
     nothing = jnp.zeros((), jnp.uint32)
     counts = _add(state["counts"], [old.sum(dtype=jnp.uint32) if name == "evicted" else nothing for name in COUNTS])
     seen = jnp.where(old, _NEVER, state["seen"])
-    return state | cleared | {"seen": seen, "counts": counts}, jnp.where(old, rows, config.rows).reshape(-1)
+    return state | cleared | {"seen": seen, "counts": counts}, jnp.where(old, rows, config.rows)
 
 
 def totals(counts: np.ndarray) -> dict[str, int]:
@@ -394,7 +395,7 @@ def _sorted(
     valid: jax.Array,
     first_bucket: jax.typing.ArrayLike,
 ) -> _Ids:
-    buckets = state["key_hi"].shape[0]
+    buckets = state["key_hi"].shape[0] // config.ways
     bucket = bucket_of(config, hi, lo) - first_bucket
     mine = valid & (bucket >= 0) & (bucket < buckets)
     misplaced = (valid & ~mine).sum(dtype=jnp.uint32)
@@ -409,19 +410,20 @@ def _sorted(
 
 
 class _Ways:
-    """Four arrays [buckets, ways]: high words, low words, a number that is 0 in a free way, and when it was seen."""
+    """Four arrays [buckets * ways]: high words, low words, a number that is 0 in a free way, and when it was seen."""
 
-    def __init__(self, state: State, names: tuple[str, str, str, str]) -> None:
+    def __init__(self, state: State, names: tuple[str, str, str, str], ways: int) -> None:
         self.arrays = {name: state[name] for name in names}
-        self._names = names
+        self._names, self._ways = names, ways
 
     def gather(self, name: str, ids: _Ids) -> jax.Array:
         """[N, ways] of each id's bucket; 0 where it has none."""
-        return self.arrays[name].at[ids.bucket].get(mode="fill", fill_value=0)
+        place = ids.bucket[:, None] * self._ways + lax.iota(jnp.int32, self._ways)[None, :]
+        return self.arrays[name].at[place].get(mode="fill", fill_value=0)
 
     def take(self, name: str, ids: _Ids, way: jax.Array) -> jax.Array:
         """[N], one way of each id's bucket."""
-        return self.arrays[name].at[ids.bucket, way].get(mode="fill", fill_value=0)
+        return self.arrays[name].at[ids.bucket * self._ways + way].get(mode="fill", fill_value=0)
 
     def find(self, ids: _Ids) -> tuple[jax.Array, jax.Array]:
         """bool[N] whether an id is here, and int32[N] in which way."""
@@ -432,16 +434,14 @@ class _Ways:
 
     def put(self, chosen: jax.Array, ids: _Ids, way: jax.Array, **values: jax.Array) -> "_Ways":
         """Writes one value per name where `chosen`; no two of these places are equal."""
-        buckets, ways = self.arrays[self._names[0]].shape
         # The others get places outside that differ as well: the scatter is promised unique indices.
-        outside = buckets * ways + lax.iota(jnp.int32, chosen.shape[0])
-        place = jnp.where(chosen, ids.bucket * ways + way, outside)
+        outside = self.arrays[self._names[0]].shape[0] + lax.iota(jnp.int32, chosen.shape[0])
+        place = jnp.where(chosen, ids.bucket * self._ways + way, outside)
         new = dict(self.arrays)
         for name, value in values.items():
             value = jnp.broadcast_to(value, chosen.shape)
-            flat = new[name].reshape(-1).at[place].set(value, mode="drop", unique_indices=True)
-            new[name] = flat.reshape(buckets, ways)
-        return _Ways(new, self._names)
+            new[name] = new[name].at[place].set(value, mode="drop", unique_indices=True)
+        return _Ways(new, self._names, self._ways)
 
     def choose(
         self, ids: _Ids, chosen: jax.Array, takeable: jax.Array, scores: tuple[jax.Array, ...]

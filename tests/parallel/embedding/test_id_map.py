@@ -82,6 +82,23 @@ def test_rows_evictions_counters_and_state_follow_the_model(config, trace, gaps)
     assert_equal({name: leaf for name, leaf in state.items() if name != "counts"}, model.arrays())
 
 
+@pytest.mark.parametrize("policy", ["lfu", "lru"])
+def test_large_batches_of_hashed_ids_follow_the_model(policy):
+    config = IdMapConfig(rows=1 + 16 * 4, ways=4, policy=policy, admit_after=2, candidate_ways=4)
+    apply = jax.jit(functools.partial(id_map.apply, config))
+    state, model, rng = id_map.init(config), Model(config), np.random.default_rng(4)
+    for step in range(20):
+        ids = rng.zipf(1.1, 400).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        rows, state, evicted = apply(state, *split_ids(ids), np.ones(400, bool), np.int32(step))
+        expected, gone = model.apply(ids.tolist(), step)
+        assert np.asarray(rows).tolist() == [expected[i] for i in ids.tolist()]
+        assert sorted(np.asarray(evicted.rows)[np.asarray(evicted.rows) < config.rows]) == sorted(r for r, _ in gone)
+    totals = id_map.totals(state["counts"])
+    assert totals == model.counts
+    assert all(totals[name] for name in id_map.COUNTS if name != "misplaced"), totals
+    assert_equal({name: leaf for name, leaf in state.items() if name != "counts"}, model.arrays())
+
+
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_the_order_of_a_batch_changes_nothing(config):
     rng = np.random.default_rng(0)
@@ -162,7 +179,7 @@ def test_ids_of_another_device_get_row_zero_and_are_refused_later():
     config = IdMapConfig(rows=1 + 8 * 2, ways=2)
     ids = np.arange(40)
     hi, lo = split_ids(ids)
-    shard = {name: leaf[4:] for name, leaf in id_map.init(config, shards=2).items() if name != "counts"}
+    shard = {name: leaf[4 * 2 :] for name, leaf in id_map.init(config, shards=2).items() if name != "counts"}
     shard["counts"] = id_map.init(config, shards=2)["counts"][1:]
     rows, shard, _ = jax.jit(functools.partial(id_map.apply, config))(shard, hi, lo, np.ones(40, bool), 0, 4)
     theirs = np.array([bucket_of(config, int(i)) < 4 for i in ids])
