@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from scalejax.data.arrow import ArrowData as ArrowData
+    from scalejax.data.avazu import AvazuData as AvazuData
     from scalejax.data.batch import Batch as Batch
+    from scalejax.data.coding import Counted as Counted
+    from scalejax.data.coding import Hashed as Hashed
     from scalejax.data.criteo import CriteoData as CriteoData
+    from scalejax.data.criteo_multi_hot import CriteoMultiHotData as CriteoMultiHotData
+    from scalejax.data.criteo_terabyte import CriteoTerabyteData as CriteoTerabyteData
     from scalejax.data.dataset import BatchedDataSet as BatchedDataSet
     from scalejax.data.dedup import DedupKeyedJagged as DedupKeyedJagged
     from scalejax.data.dedup import Deduplicate as Deduplicate
@@ -21,20 +26,27 @@ if TYPE_CHECKING:
     from scalejax.data.parquet import ParquetData as ParquetData
     from scalejax.data.schema import Categorical as Categorical
     from scalejax.data.schema import Schema as Schema
+    from scalejax.data.splits import ByPosition as ByPosition
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
 
 _HOMES = {
     "ArrowData": "arrow",
+    "AvazuData": "avazu",
     "Batch": "batch",
     "BatchedDataSet": "dataset",
+    "ByPosition": "splits",
     "ByTime": "splits",
     "Categorical": "schema",
+    "Counted": "coding",
     "CriteoData": "criteo",
+    "CriteoMultiHotData": "criteo_multi_hot",
+    "CriteoTerabyteData": "criteo_terabyte",
     "DedupKeyedJagged": "dedup",
     "Deduplicate": "dedup",
     "FlightsData": "flights",
     "Fractions": "splits",
+    "Hashed": "coding",
     "KeyedJagged": "jagged",
     "MovielensData": "movielens",
     "ParquetData": "parquet",

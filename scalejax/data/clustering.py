@@ -159,7 +159,7 @@ def cluster_by_session(
             time=time,
             seed=seed,
             compression="uncompressed" if compression == "none" else compression,
-            source_bytes=sum(file.stat().st_size for file in files.files),
+            source_bytes=sum(file.stat().st_size for file in files.files()),
             source_codecs=files.codecs,
             files=parts,
         )

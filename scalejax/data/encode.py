@@ -13,7 +13,7 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 
 Columns = Mapping[str, "np.ndarray | Ragged"]
-NanPolicy = Literal["mean", "error"]
+NanPolicy = Literal["mean", "zero", "error"]
 Scaling = Literal["standard", "none"]
 
 _INT32_MAX = 2**31 - 1
@@ -23,9 +23,12 @@ _INT32_MAX = 2**31 - 1
 class Numbers:
     """What happens to number columns, in this order: log(x + shift), minus mean, divided by std, NaN -> mean.
 
+    (With nan="zero" the first of all is NaN -> 0.)
+
     Attributes:
       log_shift: Column -> shift for columns of which the logarithm is taken.
-      nan: "mean" = a missing number becomes the mean of the training split (0 after scaling); "error" = it is refused.
+      nan: "mean" = a missing number becomes the mean of the training split (0 after scaling); "zero" = it becomes 0
+        before anything else; "error" = it is refused.
       mean: Column -> mean after the logarithm, or empty (0).
       std: Column -> standard deviation after the logarithm, or empty (1).
     """
@@ -42,6 +45,8 @@ class Numbers:
           UserError: the logarithm does not exist, or the column holds an infinity.
         """
         x = column.astype(np.float64)
+        if self.nan == "zero":
+            x[np.isnan(x)] = 0.0
         shift = self.log_shift.get(name)
         if shift is not None:
             if x.size and (bad := x + shift <= 0).any():

@@ -8,6 +8,8 @@ import numpy as np
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 
+_LARGEST_ROWS = 2**31 - 1
+
 
 def lengths_to_offsets(lengths: np.ndarray) -> np.ndarray:
     """int[M] non-negative lengths -> int64[M + 1] offsets: offsets[0] == 0, offsets[m + 1] - offsets[m] == lengths[m].
@@ -200,21 +202,40 @@ class KeyedJagged:
         return KeyedJagged(keys, interleave([part.values for part in parts]), lengths, weights)
 
     def validate(self, schema: Schema) -> None:
-        """Looks at every length and id.
+        """Looks at every length, id and weight.
 
         Raises:
-          ValueError: keys or lengths contradict `values` or the schema.
-          UserError: an id outside [0, rows), or a feature of fixed length with another number of ids; the message
-            names feature, value, example and range.
+          UserError: keys or lengths contradict `values` or the schema, an id outside [0, rows), a feature of fixed
+            length with another number of ids, or a weight that is not a finite number; the message names feature,
+            value, example and range.
         """
         if self.keys != schema.keys:
-            raise ValueError(f"KeyedJagged.validate: keys must be {schema.keys}; got {self.keys}.")
+            absent = [key for key in schema.keys if key not in self.keys]
+            unknown = [key for key in self.keys if key not in schema.keys]
+            wrong = f"missing: {absent}, unknown: {unknown}" if absent or unknown else "got them in another order"
+            raise UserError(
+                f"KeyedJagged.validate: keys must be those of the schema, {', '.join(schema.keys)}; {wrong}. Rename or "
+                "reorder the features."
+            )
         if self.lengths.size and self.lengths.min() < 0:
-            raise ValueError("KeyedJagged.validate: lengths must not be negative.")
+            f, example = np.unravel_index(int(self.lengths.argmin()), self.lengths.shape)
+            raise UserError(
+                f"KeyedJagged.validate: lengths must not be negative; feature {self.keys[f]!r} has "
+                f"{self.lengths.min()} in example {example}. Offsets passed?"
+            )
         bounds = self.feature_offsets()
         if bounds[-1] != self.values.size:
-            raise ValueError(
-                f"KeyedJagged.validate: lengths add up to {bounds[-1]} ids; got {self.values.size} values."
+            raise UserError(
+                f"KeyedJagged.validate: lengths add up to {bounds[-1]} ids; got {self.values.size} values. Pass one "
+                "length per feature and example, features in the order of keys."
+            )
+        if self.weights is not None and not np.isfinite(self.weights).all():
+            bad = int((~np.isfinite(self.weights)).argmax())
+            f = int(np.searchsorted(bounds, bad, side="right")) - 1
+            example = int(np.searchsorted(np.cumsum(self.lengths[f]), bad - bounds[f], side="right"))
+            raise UserError(
+                f"Feature {self.keys[f]!r}: an id of example {example} has the weight {self.weights[bad]}; weights "
+                "must be finite numbers. Clean the column, or drop those ids."
             )
         for f, feature in enumerate(schema.categorical):
             lengths = self.lengths[f]
@@ -251,11 +272,16 @@ def check_ids(
         return
     bad = int(((ids < 0) | (ids >= rows)).argmax())
     example = bad if lengths is None else int(np.searchsorted(np.cumsum(lengths), bad, side="right"))
-    place = f"{where}: " if where else ""
+    what = f"{f'{where}: ' if where else ''}feature {name!r}: id {ids[bad]} of example {first_example + example} is"
+    largest = int(ids.max())
+    if max(largest, -int(ids.min())) > _LARGEST_ROWS:
+        raise UserError(
+            f"{what} outside [0, {rows}); the column holds ids as large as 64-bit hashes, not numbers of rows. Map it "
+            f"to [0, {rows}) when the file is prepared (data.coding has Hashed and Counted), or look it up through an "
+            "id map (parallel.embedding.id_map)."
+        )
+    if ids[bad] < 0:
+        raise UserError(f"{what} negative; ids lie in [0, {rows}). Give missing values an id of their own.")
     raise UserError(
-        f"{place}feature {name!r}: id {ids[bad]} of example {first_example + example} is outside [0, {rows}). "
-        f"Correct the data, or declare the feature with more rows (at least {int(ids.max()) + 1})."
-        if ids[bad] >= 0
-        else f"{place}feature {name!r}: id {ids[bad]} of example {first_example + example} is negative; ids lie in "
-        f"[0, {rows}). Give missing values an id of their own."
+        f"{what} outside [0, {rows}). Correct the data, or declare the feature with more rows (at least {largest + 1})."
     )

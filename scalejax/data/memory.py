@@ -9,9 +9,9 @@ import numpy as np
 from scalejax.data.dataset import BatchedDataSet, TableExamples, day_ranges
 from scalejax.data.encode import Columns, NanPolicy, Scaling, check_schema, encode, fit_numbers, missing_column
 from scalejax.data.records import Ragged, RecordLayout, Rows
-from scalejax.data.runs import Runs, check_whole
+from scalejax.data.runs import Runs, check_divides, check_whole
 from scalejax.data.schema import Schema
-from scalejax.data.splits import EIGHTY_TEN_TEN, ByTime, Fractions, Split
+from scalejax.data.splits import EIGHTY_TEN_TEN, ByPosition, ByTime, Fractions, Split
 from scalejax.errors import UserError
 
 Order = Literal["shuffled", "time"]
@@ -48,7 +48,8 @@ def from_columns(
       session: Integer column whose runs of equal values stay together and in one split (`runs.py`), or None.
       day_name: Day -> its name in days().
       log_shift: Number column -> shift; log(x + shift) is taken of it.
-      nan: "mean" = a missing number becomes the mean of the training split; "error" = it is refused.
+      nan: "mean" = a missing number becomes the mean of the training split; "zero" = 0, before the
+        logarithm; "error" = it is refused.
       scaling: "standard" = numbers get mean 0 and variance 1 on the training split; "none" = they stay.
       threads: Reading threads.
       where: Where the columns come from, for messages.
@@ -71,7 +72,8 @@ def from_columns(
     runs = None if session is None else Runs.of(array_of(columns, session), session, where)
     if runs is not None:
         check_whole([runs], session or "", [where])
-    if isinstance(split, Fractions):
+        check_divides(split)
+    if isinstance(split, Fractions | ByPosition):
         # A session in two splits would show the test split to training.
         units = split.assign(examples if runs is None else runs.lengths.size)
         splits = units if runs is None else {name: runs.rows(chosen) for name, chosen in units.items()}

@@ -12,9 +12,9 @@ from scalejax.data.encode import NanPolicy, Numbers, Scaling, check_schema, fit_
 from scalejax.data.jagged import lengths_to_offsets
 from scalejax.data.memory import Order, array_of, from_columns
 from scalejax.data.records import Ragged, RecordLayout
-from scalejax.data.runs import Runs, check_whole
+from scalejax.data.runs import Runs, check_divides, check_whole
 from scalejax.data.schema import Categorical, Schema
-from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS, ByTime, Fractions, Split
+from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS, ByPosition, ByTime, Fractions, Split
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ParquetData:
       dense: Number columns.
       labels: Label columns, one per task.
       group: Categorical feature with one id per example whose values form the groups of grouped AUC, or None.
-      split: `Fractions` or `ByTime`. In windows, random fractions hold inside every row group.
+      split: `Fractions`, `ByTime` or `ByPosition`. In windows, random fractions hold inside every row group.
       access: "memory" = read everything once, shuffle fully. "windows" = keep a few windows of row groups, shuffle
         row groups and rows inside a window (`windows.py` has the definition). For a full shuffle of a file larger
         than memory: `arrow.convert`, then `ArrowData`.
@@ -46,7 +46,8 @@ class ParquetData:
       log_shift: (column, shift) pairs: log(x + shift) is taken of a number column.
       scaling: "standard" = numbers get mean 0 and variance 1 on the training split (one pass over the number columns
         when the data set is built); "none" = they stay.
-      nan: "mean" = a missing number becomes the mean of the training split; "error" = it is refused.
+      nan: "mean" = a missing number becomes the mean of the training split; "zero" = 0, before the
+        logarithm; "error" = it is refused.
       batch_size: Global batch size.
       seed: Of the order of training.
       threads: Reading threads.
@@ -183,6 +184,7 @@ def _split_by_group(
         sizes = {name: np.array([rows[name].size for rows in by_group], np.int64) for name in SPLITS}
         return lambda name, group: by_group[group][name], sizes
     if runs is not None:
+        check_divides(split)
         # A session in two splits would show the test split to training, so sessions are divided.
         chosen, _ = _fractions_by_group(split, np.array([part.lengths.size for part in runs], np.int64))
         sizes = {
@@ -194,17 +196,18 @@ def _split_by_group(
 
 
 def _fractions_by_group(
-    split: Fractions, rows: np.ndarray
+    split: Fractions | ByPosition, rows: np.ndarray
 ) -> tuple[Callable[[str, int], np.ndarray], dict[str, np.ndarray]]:
     """The same for fractions of row groups of `rows` rows (or of so many sessions)."""
-    if split.by == "position":
-        whole = split.assign(int(rows.sum()))
+    if isinstance(split, ByPosition) or split.by == "position":
+        # Numbers of rows only, never the rows: a log has billions.
         starts = lengths_to_offsets(rows)
-        edges = {name: np.searchsorted(whole[name], starts) for name in SPLITS}
+        bounds = split.bounds(int(starts[-1]))
+        edges = {name: np.clip(starts, *bounds[name]) for name in SPLITS}
         sizes = {name: np.diff(edge) for name, edge in edges.items()}
 
         def positions(name: str, group: int) -> np.ndarray:
-            return whole[name][edges[name][group] : edges[name][group + 1]] - starts[group]
+            return np.arange(*edges[name][group : group + 2]) - starts[group]
 
         return positions, sizes
     counts = [split.group_sizes(int(n)) for n in rows]

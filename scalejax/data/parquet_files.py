@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import hashlib
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -35,7 +36,7 @@ class RowGroup:
 
 
 class ParquetFiles:
-    """One Parquet file, or all `*.parquet` of a folder in the order of their names.
+    """One Parquet file, or all `*.parquet` of a folder in the natural order of their names (day_2 before day_10).
 
     Args:
       path: File or folder.
@@ -77,7 +78,9 @@ class ParquetFiles:
         for feature in schema.categorical:
             type_ = self._type(feature.name)
             wanted = "integers" if feature.length == 1 else "lists of integers"
-            item = type_ if feature.length == 1 else getattr(type_, "value_type", pa.null())
+            item = getattr(type_, "value_type", pa.null())
+            if feature.length == 1 and not pa.types.is_fixed_size_list(type_):
+                item = type_
             if not pa.types.is_integer(item):
                 raise self._wrong_type(feature.name, wanted, "Code strings as integers when the file is prepared.")
         for name in (*schema.dense, *others):
@@ -87,11 +90,6 @@ class ParquetFiles:
             type_ = self._type(name)
             if not (pa.types.is_boolean(type_) or pa.types.is_integer(type_) or pa.types.is_floating(type_)):
                 raise self._wrong_type(name, "labels 0 and 1 (boolean or number)", "Convert it.")
-
-    @property
-    def files(self) -> tuple[pathlib.Path, ...]:
-        """The files, in order."""
-        return tuple(self._metadata)
 
     @property
     def page_bytes(self) -> int:
@@ -106,6 +104,30 @@ class ParquetFiles:
             for group in map(metadata.row_group, range(metadata.num_row_groups)):
                 found |= {group.column(c).compression.lower() for c in range(group.num_columns)}
         return tuple(sorted(found))
+
+    def files(self) -> dict[pathlib.Path, int]:
+        """Rows of each file, in order."""
+        return {file: metadata.num_rows for file, metadata in self._metadata.items()}
+
+    def key_value(self, key: bytes, otherwise: str) -> bytes:
+        """What every file's key-value metadata hold under a key.
+
+        Args:
+          key: The key.
+          otherwise: What to say of a file that has no such key.
+
+        Raises:
+          UserError: a file has none, or files differ.
+        """
+        first, found = None, b""
+        for file, metadata in self._metadata.items():
+            text = (metadata.metadata or {}).get(key)
+            if text is None:
+                raise UserError(f"{file}: {otherwise}")
+            if first is not None and text != found:
+                raise UserError(f"{file}: was converted with another coding than {first}. Convert all files together.")
+            first, found = file, text
+        return found
 
     def read(self, group: RowGroup, columns: Sequence[str]) -> dict[str, np.ndarray | Ragged]:
         """Reads some columns of a row group; nothing else is decoded.
@@ -167,14 +189,14 @@ class ParquetFiles:
 
 
 def find_files(path: str | pathlib.Path, pattern: str) -> list[pathlib.Path]:
-    """The file itself, or the files of a folder that match `pattern`, by name.
+    """The file itself, or the files of a folder that match `pattern`, in natural order.
 
     Raises:
       UserError: nothing is there, or a file is empty.
     """
     path = pathlib.Path(path)
     if path.is_dir():
-        files = sorted(path.glob(pattern))
+        files = sorted(path.glob(pattern), key=natural_order)
         if not files:
             raise UserError(f"{path}: the folder holds no {pattern}. Point data.path at the files.")
     elif path.exists():
@@ -191,6 +213,11 @@ def find_files(path: str | pathlib.Path, pattern: str) -> list[pathlib.Path]:
         if empty:
             raise UserError(f"{file}: the file is empty (0 bytes). Copy it again from its source.")
     return files
+
+
+def natural_order(path: pathlib.Path) -> list[tuple[int, int, str]]:
+    """A sort key by name in which numbers count as numbers."""
+    return [(int(part), 0, part) if part.isdigit() else (-1, 1, part) for part in re.split(r"(\d+)", path.name)]
 
 
 def _nearest_file(path: pathlib.Path) -> str:

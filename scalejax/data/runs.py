@@ -13,6 +13,7 @@ import numpy as np
 
 from scalejax.data.jagged import gather_runs, lengths_to_offsets
 from scalejax.data.permutation import Permutation
+from scalejax.data.splits import ByPosition
 from scalejax.errors import UserError
 
 
@@ -98,4 +99,17 @@ def check_whole(parts: Sequence[Runs], name: str, where: Sequence[str]) -> None:
         raise UserError(
             f"{first}: session {session} of column {name!r} has rows in more than one place (again in {second}), so "
             "they cannot stay together. Cluster the log first: scalejax.data.clustering.cluster_by_session."
+        )
+
+
+def check_divides(split: object) -> None:
+    """Refuses a split by numbers of rows, which would cut a session in two.
+
+    Raises:
+      UserError: it is one.
+    """
+    if isinstance(split, ByPosition):
+        raise UserError(
+            "split: ByPosition numbers rows, and a session could lie in two splits; with session=... use "
+            'Fractions(by="position"), which divides sessions, or ByTime.'
         )

@@ -47,14 +47,17 @@ class Fractions:
         a, b = self._bounds(examples)
         return dict(zip(SPLITS, (np.sort(order[:a]), np.sort(order[a:b]), np.sort(order[b:])), strict=True))
 
+    def bounds(self, examples: int) -> dict[str, tuple[int, int]]:
+        """(start, stop) of each split in file order, which is what by="position" means."""
+        a, b = self._bounds(examples)
+        return {"train": (0, a), "validation": (a, b), "test": (b, examples)}
+
     def assign_group(self, group: int, size: int, split: str) -> np.ndarray:
         """Rows of one split inside row group `group`, int64, ascending: random fractions of a streamed file.
 
         The shares hold in every row group up to rounding, so that sizes are known from the file's footer alone.
         """
-        a, b = self._bounds(size)
-        bounds = {"train": (0, a), "validation": (a, b), "test": (b, size)}[split]
-        positions = np.arange(*bounds)
+        positions = np.arange(*self.bounds(size)[split])
         return np.sort(Permutation(size, _KEY, self.seed, group)(positions))
 
     def group_sizes(self, size: int) -> dict[str, int]:
@@ -101,7 +104,38 @@ class ByTime:
         return {split: np.flatnonzero(codes == s) for s, split in enumerate(SPLITS)}
 
 
-Split = Fractions | ByTime
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByPosition:
+    """The first examples train, those from `validation_from` on validate, those from `test_from` on test.
+
+    Attributes:
+      validation_from: Number of the first example of the validation split.
+      test_from: Number of the first example of the test split.
+    """
+
+    validation_from: int
+    test_from: int
+
+    def bounds(self, examples: int) -> dict[str, tuple[int, int]]:
+        """(start, stop) of each split.
+
+        Raises:
+          UserError: the numbers are not in order.
+        """
+        edges = (0, self.validation_from, self.test_from, examples)
+        if list(edges) != sorted(edges):
+            raise UserError(
+                f"ByPosition: 0 <= validation_from <= test_from <= number of examples must hold; got validation_from="
+                f"{self.validation_from}, test_from={self.test_from} and {examples} examples."
+            )
+        return {split: (edges[s], edges[s + 1]) for s, split in enumerate(SPLITS)}
+
+    def assign(self, examples: int) -> dict[str, np.ndarray]:
+        """Rows of each split, int64, ascending."""
+        return {split: np.arange(*bounds) for split, bounds in self.bounds(examples).items()}
+
+
+Split = Fractions | ByTime | ByPosition
 
 
 def rows_of(splits: Mapping[str, np.ndarray], split: str) -> np.ndarray:

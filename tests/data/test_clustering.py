@@ -30,7 +30,7 @@ def source(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def read(folder: pathlib.Path) -> pa.Table:
-    return pa.concat_tables([pq.read_table(file) for file in ParquetFiles(folder).files])
+    return pa.concat_tables([pq.read_table(file) for file in ParquetFiles(folder).files()])
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:

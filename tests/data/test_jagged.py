@@ -118,5 +118,34 @@ def test_validate_refuses_a_wrong_number_of_ids() -> None:
 
 
 def test_validate_refuses_lengths_that_do_not_fit_the_values() -> None:
-    with pytest.raises(ValueError, match="add up to 4 ids; got 3"):
+    with pytest.raises(UserError, match="add up to 4 ids; got 3"):
         KeyedJagged(("genre", "user"), np.zeros(3, np.int32), np.ones((2, 2), np.int32)).validate(SCHEMA)
+    lengths = np.array([[3, 1], [1, -1]], np.int32)
+    with pytest.raises(UserError, match="feature 'user' has -1 in example 1"):
+        KeyedJagged(("genre", "user"), np.zeros(4, np.int32), lengths).validate(SCHEMA)
+
+
+def test_validate_refuses_other_feature_names() -> None:
+    one = {"genre": [[1]], "user": [[1]]}
+    with pytest.raises(UserError, match=r"missing: \['user'\], unknown: \['usr'\]"):
+        KeyedJagged.from_lists({"genre": [[1]], "usr": [[1]]}).validate(SCHEMA)
+    with pytest.raises(UserError, match="genre, user; got them in another order"):
+        KeyedJagged.from_lists(dict(reversed(one.items()))).validate(SCHEMA)
+
+
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_validate_refuses_weights_that_are_not_numbers(weight: float) -> None:
+    ids = {"genre": [[1, 2], [], [3]], "user": [[1], [2], [0]]}
+    weights = {"genre": [[1.0, 1.0], [], [1.0]], "user": [[1.0], [weight], [1.0]]}
+    with pytest.raises(UserError, match=f"'user': an id of example 1 has the weight {weight}"):
+        KeyedJagged.from_lists(ids, weights).validate(SCHEMA)
+    weights["genre"][2][0] = weight
+    with pytest.raises(UserError, match="'genre': an id of example 2"):
+        KeyedJagged.from_lists(ids, weights).validate(SCHEMA)
+
+
+@pytest.mark.parametrize("hash_", [2**40, -(2**40), 2**63 - 1, -(2**63)])
+def test_hashes_of_64_bits_are_refused_with_the_ways_out(hash_: int) -> None:
+    ids = KeyedJagged.from_lists({"genre": [[1]], "user": [[hash_]]}, dtype=np.int64)
+    with pytest.raises(UserError, match=rf"id {hash_} of example 0 .*64-bit hashes.*Hashed and Counted.*id map"):
+        ids.validate(SCHEMA)
