@@ -2,7 +2,9 @@
 
 The unit of work is one row group of a log of `workload()`, S = 16 samples a session and d = 0.9, in Parquet with zstd:
 decode it, transform the ids of every feature, hand over a batch. The peer "plain" is this library without
-deduplication: what is compared is the effect of deduplicating, not a library. One thread decodes on both sides.
+deduplication, on the clustered log with all its lists: what is compared is the effect of deduplicating, not a library.
+Ours reads the log that leaves repeats out (`cluster_by_session(groups=...)`), or, in the cases that end in "-written",
+the same file as the peer. One thread decodes on both sides.
 
 `factors` and `storage` measure what the times rest on: the dedup factor against its closed form, and the bytes that
 clustering saves. `python -m scalejax.bench.recd_data` prints both.
@@ -27,7 +29,7 @@ from scalejax.data.row_transforms import HashIds, RowTransform, map_distinct, ma
 from scalejax.data.sessions import SessionLog, dedup_factor
 from scalejax.errors import UserError
 
-CASES = ("hash", "vocabulary")
+CASES = ("hash", "vocabulary", "hash-written", "vocabulary-written")
 """What is done to every id: hashed into a table's rows, or looked up in a sorted vocabulary."""
 PEERS = ("plain",)
 
@@ -79,21 +81,23 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None, sessions:
 
     path = pathlib.Path(held.name)
     log.write(path / "log.parquet")
-    cluster_by_session(path / "log.parquet", path / "clustered", row_group=BATCH)
-    files = ParquetFiles(path / "clustered")
-    transforms = _transforms(case, files, log.names)
+    cluster_by_session(path / "log.parquet", path / "whole", row_group=BATCH)
+    cluster_by_session(path / "log.parquet", path / "short", row_group=BATCH, groups=log.groups)
+    whole = ParquetFiles(path / "whole")
+    files = whole if case.endswith("-written") else ParquetFiles(path / "short")
+    transforms = _transforms(case.removesuffix("-written"), whole, log.names)
     ours = functools.partial(deduplicated, files, names=log.names, groups=log.groups, transforms=transforms)
-    peer = functools.partial(plain, files, names=log.names, transforms=transforms)
+    peer = functools.partial(plain, whole, names=log.names, transforms=transforms)
 
     def check() -> None:
-        for group in files.groups[:2]:
-            a, b = expand(ours(group)), peer(group)
+        for mine, theirs in zip(files.groups, whole.groups, strict=True):
+            a, b = expand(ours(mine)), peer(theirs)
             if not (np.array_equal(a.values, b.values) and np.array_equal(a.lengths, b.lengths)):
-                raise OutputsDiffer(f"{group.where}: the deduplicated batch does not expand to the plain one")
+                raise OutputsDiffer(f"{mine.where}: the deduplicated batch does not expand to the plain one")
 
     return Contest(
         ours=_taker(ours, files),
-        peer=None if against is None else _taker(peer, files),
+        peer=None if against is None else _taker(peer, whole),
         check=check,
         examples=sum(group.rows for group in files.groups) // len(files.groups),
         device=machine.device_name(None),
@@ -105,14 +109,14 @@ def deduplicated(
     files: ParquetFiles, group: RowGroup, names: tuple[str, ...], groups: Groups, transforms: Mapping[str, RowTransform]
 ) -> DedupKeyedJagged:
     """A row group as deduplicated features, transformed once per distinct row."""
-    return map_distinct(deduplicate(_features(files, group, names), groups), transforms)
+    return map_distinct(files.features(group, names, groups), transforms)
 
 
 def plain(
     files: ParquetFiles, group: RowGroup, names: tuple[str, ...], transforms: Mapping[str, RowTransform]
 ) -> KeyedJagged:
     """A row group as plain features, transformed row by row."""
-    return map_rows(_features(files, group, names), transforms)
+    return map_rows(files.features(group, names).plain, transforms)
 
 
 def factors(sessions: int = 8192) -> Iterator[tuple[int, float, float, float]]:
@@ -142,8 +146,8 @@ def factors(sessions: int = 8192) -> Iterator[tuple[int, float, float, float]]:
 
 def storage(
     user_ids: float, encoding: Literal["plain", "dictionary"], sessions: int = 4096, level: int | None = None
-) -> tuple[int, int]:
-    """Bytes of `workload` in time order and clustered, both in Parquet with zstd and one encoding."""
+) -> tuple[int, int, int]:
+    """Bytes of `workload` in time order, clustered, and also without repeats; Parquet with zstd and one encoding."""
     import pyarrow.parquet as pq
 
     from scalejax.data.clustering import cluster_by_session
@@ -151,14 +155,11 @@ def storage(
     with tempfile.TemporaryDirectory(prefix="scalejax-bench-") as folder:
         path = pathlib.Path(folder)
         options = {"compression": "zstd", "compression_level": level, "use_dictionary": encoding == "dictionary"}
-        pq.write_table(workload(sessions, user_ids).table(), path / "log.parquet", row_group_size=65_536, **options)
-        found = cluster_by_session(path / "log.parquet", path / "clustered", level=level, encoding=encoding)
-        return found.source_bytes, found.bytes
-
-
-def _features(files: ParquetFiles, group: RowGroup, names: tuple[str, ...]) -> KeyedJagged:
-    columns = files.read(group, names)
-    return _join({name: lists for name in names if isinstance(lists := columns[name], Ragged)})
+        log = workload(sessions, user_ids)
+        pq.write_table(log.table(), path / "log.parquet", row_group_size=65_536, **options)
+        rewrite = functools.partial(cluster_by_session, path / "log.parquet", level=level, encoding=encoding)
+        whole, short = rewrite(path / "whole"), rewrite(path / "short", groups=log.groups)
+        return whole.source_bytes, whole.bytes, short.bytes
 
 
 def _join(lists: Mapping[str, Ragged]) -> KeyedJagged:
@@ -174,9 +175,8 @@ def _ids(column: np.ndarray | Ragged) -> np.ndarray:
 def _transforms(case: str, files: ParquetFiles, names: tuple[str, ...]) -> dict[str, RowTransform]:
     if case == "hash":
         return {name: HashIds(rows=_TABLE_ROWS, seed=f) for f, name in enumerate(names)}
-    groups = [files.read(group, names) for group in files.groups]
-    seen = {name: [lists.values for group in groups if isinstance(lists := group[name], Ragged)] for name in names}
-    return {name: Vocabulary(np.unique(np.concatenate(values))) for name, values in seen.items()}
+    groups = [files.features(group, names).plain for group in files.groups]
+    return {name: Vocabulary(np.unique(np.concatenate([group[name].values for group in groups]))) for name in names}
 
 
 class Vocabulary:
@@ -211,10 +211,13 @@ def main() -> None:
     print("samples repeat factor closed_form")
     for samples, repeat, measured, expected in factors():
         print(f"{samples:7} {repeat:6} {measured:6.3f} {expected:11.3f}")
-    print("user_ids encoding bytes clustered ratio")
+    print("user_ids encoding        bytes clustered ratio without_repeats ratio")
     for user_ids, encoding in itertools.product((10.0, 30.0, 80.0), ("plain", "dictionary")):
-        before, after = storage(user_ids, encoding)
-        print(f"{user_ids:8} {encoding:10} {before:10} {after:9} {before / after:5.2f}")
+        before, whole, short = storage(user_ids, encoding)
+        print(
+            f"{user_ids:8} {encoding:10} {before:10} {whole:9} {before / whole:5.2f} {short:15} {before / short:5.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
