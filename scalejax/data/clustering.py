@@ -105,7 +105,7 @@ def cluster_by_session(
     row_group: int = 65_536,
     compression: Compression = "zstd",
     level: int | None = None,
-    encoding: Literal["plain", "dictionary"] = "plain",
+    encoding: Literal["plain", "dictionary"] | None = None,
     groups: Sequence[Sequence[str]] = (),
     leftovers: Literal["refuse", "remove"] = "refuse",
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -123,7 +123,8 @@ def cluster_by_session(
       compression: Codec of every column.
       level: Of the codec; None = its default.
       encoding: "plain", or "dictionary" where pyarrow finds it worth while (its default). A dictionary packs ids into
-        few bits, across bytes, where a codec does not see that a list repeats: clustered lists come out larger.
+        few bits, across bytes, where a codec does not see that a list repeats: lists that are written again and again
+        come out larger, others smaller. None = "dictionary" if `groups` are given, else "plain".
       groups: Groups of list columns that change together, whose repeats are left out (see the module).
       leftovers: What happens to `<target>.partial` of an interrupted rewrite: "refuse" to start, or "remove" it.
       progress: Called with (row groups read + partitions written, all of both).
@@ -139,6 +140,7 @@ def cluster_by_session(
     files = ParquetFiles(source)
     _check_columns(files, session, time)
     groups = tuple(tuple(group) for group in groups)
+    encoding = encoding or ("dictionary" if groups else "plain")
     _check_groups(files, groups)
     if row_group < 1:
         raise UserError(f"row_group must be at least 1 row; got {row_group}.")
