@@ -54,6 +54,8 @@ class Manifest:
       compression: Codec.
       source_bytes: Size of the source's files.
       source_codecs: Codecs of the source.
+      groups: List columns whose repeats are left out, by groups: where the lists of a whole group are those of the row
+        before, they are null. The first row of a row group has them all.
       files: In the order of their names.
     """
 
@@ -64,6 +66,7 @@ class Manifest:
     compression: str
     source_bytes: int
     source_codecs: tuple[str, ...]
+    groups: tuple[tuple[str, ...], ...]
     files: tuple[File, ...]
 
     @property
@@ -116,11 +119,14 @@ def read_manifest(folder: str | pathlib.Path) -> Manifest:
     if content.pop("format") != _FORMAT:
         raise UserError(f"{path}: has another format than {_FORMAT}, which this version reads. Run the rewrite again.")
     files = tuple(File(**file) for file in content.pop("files"))
-    return Manifest(**{**content, "source_codecs": tuple(content["source_codecs"])}, files=files)
+    groups = tuple(tuple(group) for group in content.pop("groups"))
+    return Manifest(**{**content, "source_codecs": tuple(content["source_codecs"])}, groups=groups, files=files)
 
 
-def check_complete(path: pathlib.Path, rewritten: Mapping[pathlib.Path, bytes | None]) -> None:
+def check_complete(path: pathlib.Path, rewritten: Mapping[pathlib.Path, bytes | None]) -> Manifest | None:
     """Refuses files of a clustered log that is not complete; files of other origin pass.
+
+    Returns the manifest of a clustered log, None for other files.
 
     Args:
       path: What the user named: a file, or a folder.
@@ -131,7 +137,7 @@ def check_complete(path: pathlib.Path, rewritten: Mapping[pathlib.Path, bytes | 
     folder = path if path.is_dir() else path.parent
     marked = [file for file, identity in rewritten.items() if identity is not None]
     if not marked and not (path.is_dir() and (folder / FILE).exists()):
-        return
+        return None
     manifest = read_manifest(folder)
     listed = {folder / file.name: file for file in manifest.files}
     for file, identity in rewritten.items():
@@ -141,13 +147,10 @@ def check_complete(path: pathlib.Path, rewritten: Mapping[pathlib.Path, bytes | 
             )
     for file, entry in listed.items():
         if path.is_dir() and file not in rewritten:
-            raise UserError(
-                f"{file}: is missing from a clustered log. Copy the whole folder, or run the rewrite again."
-            )
+            raise UserError(f"{file}: is missing from a clustered log. {_AGAIN}")
         if file in rewritten and (size := file.stat().st_size) != entry.bytes:
-            raise UserError(
-                f"{file}: has {size} bytes instead of {entry.bytes}. Copy it again, or run the rewrite again."
-            )
+            raise UserError(f"{file}: has {size} bytes instead of {entry.bytes}. {_AGAIN}")
+    return manifest
 
 
 def verify(folder: str | pathlib.Path) -> Manifest:
@@ -160,9 +163,7 @@ def verify(folder: str | pathlib.Path) -> Manifest:
     for entry in manifest.files:
         file = pathlib.Path(folder) / entry.name
         if not file.exists():
-            raise UserError(
-                f"{file}: is missing from a clustered log. Copy the whole folder, or run the rewrite again."
-            )
+            raise UserError(f"{file}: is missing from a clustered log. {_AGAIN}")
         if sha256(file) != entry.sha256:
             raise UserError(f"{file}: is damaged (its digest differs). {_AGAIN}")
     return manifest

@@ -20,6 +20,11 @@ group of the source and of one partition. A cluster engine does the same with it
 
 (rows of equal time in one session then come in the order in which the engine delivers them).
 
+With `groups`, lists that a row has in common with the row before it are not written a second time (`Manifest.groups`).
+Codecs find them, but not where ids are packed in bits, and a reader that finds them written has to decode, hash and
+compare them; left out, they cost neither bytes nor time. `ParquetFiles` puts them back wherever plain rows are asked
+for, other readers see nulls.
+
 The result appears by one rename of a finished folder with its manifest (`clustered.py`); what an interruption leaves is
 `<target>.partial`, which readers refuse.
 """
@@ -29,7 +34,7 @@ import hashlib
 import os
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -39,9 +44,10 @@ import pyarrow.parquet as pq
 
 from scalejax.data import clustered
 from scalejax.data.clustered import File, Manifest
+from scalejax.data.dedup import Groups, repeats_previous
 from scalejax.data.encode import missing_column
 from scalejax.data.jagged import lengths_to_offsets
-from scalejax.data.parquet_files import ParquetFiles
+from scalejax.data.parquet_files import ParquetFiles, lists_of
 from scalejax.data.permutation import key_of, mix
 from scalejax.errors import UserError
 
@@ -99,7 +105,8 @@ def cluster_by_session(
     row_group: int = 65_536,
     compression: Compression = "zstd",
     level: int | None = None,
-    encoding: Literal["plain", "dictionary"] = "plain",
+    encoding: Literal["plain", "dictionary"] | None = None,
+    groups: Sequence[Sequence[str]] = (),
     leftovers: Literal["refuse", "remove"] = "refuse",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Manifest:
@@ -116,7 +123,9 @@ def cluster_by_session(
       compression: Codec of every column.
       level: Of the codec; None = its default.
       encoding: "plain", or "dictionary" where pyarrow finds it worth while (its default). A dictionary packs ids into
-        few bits, across bytes, where a codec does not see that a list repeats: clustered lists come out larger.
+        few bits, across bytes, where a codec does not see that a list repeats: lists that are written again and again
+        come out larger, others smaller. None = "dictionary" if `groups` are given, else "plain".
+      groups: Groups of list columns that change together, whose repeats are left out (see the module).
       leftovers: What happens to `<target>.partial` of an interrupted rewrite: "refuse" to start, or "remove" it.
       progress: Called with (row groups read + partitions written, all of both).
 
@@ -130,11 +139,14 @@ def cluster_by_session(
     target = pathlib.Path(target)
     files = ParquetFiles(source)
     _check_columns(files, session, time)
+    groups = tuple(tuple(group) for group in groups)
+    encoding = encoding or ("dictionary" if groups else "plain")
+    _check_groups(files, groups)
     if row_group < 1:
         raise UserError(f"row_group must be at least 1 row; got {row_group}.")
     partitions = -(-files.page_bytes // _PARTITION_BYTES) if partitions is None else partitions
     partition_of(np.zeros(0, np.int64), partitions)  # refuses what it cannot be
-    settings = (session, time, partitions, seed, row_group, compression, level, encoding)
+    settings = (session, time, partitions, seed, row_group, compression, level, encoding, groups)
     rewrite = _Rewrite(
         files=files,
         folder=_make_partial(target, leftovers),
@@ -143,6 +155,7 @@ def cluster_by_session(
         partitions=partitions,
         seed=seed,
         row_group=row_group,
+        groups=groups,
         writing={
             "compression": compression,
             "compression_level": level,
@@ -161,6 +174,7 @@ def cluster_by_session(
             compression="uncompressed" if compression == "none" else compression,
             source_bytes=sum(file.stat().st_size for file in files.files()),
             source_codecs=files.codecs,
+            groups=groups,
             files=parts,
         )
         if manifest.rows != files.num_rows:
@@ -183,6 +197,7 @@ class _Rewrite:
     partitions: int
     seed: int
     row_group: int
+    groups: Groups
     writing: dict
     identity: str
 
@@ -227,6 +242,9 @@ class _Rewrite:
         if not spool.exists():
             return None
         schema = self.files.arrow_schema.with_metadata({clustered.KEY: self.identity})
+        for name in (name for group in self.groups for name in group):
+            place = schema.get_field_index(name)
+            schema = schema.set(place, schema.field(place).with_nullable(True))
         table = _read_streams(spool)
         frame = pl.from_arrow(table)
         assert isinstance(frame, pl.DataFrame)
@@ -238,12 +256,23 @@ class _Rewrite:
             with pq.ParquetWriter(sink, schema, **self.writing) as writer:
                 for a, b in _row_groups(starts, sessions.size, self.row_group):
                     rows = frame[a:b].to_arrow(compat_level=pl.CompatLevel.oldest()).cast(schema)
-                    writer.write_table(rows, row_group_size=b - a)
+                    writer.write_table(_without_repeats(rows, self.groups), row_group_size=b - a)
             sink.flush()
             os.fsync(sink.fileno())
         spool.unlink()
         size = path.stat().st_size
         return File(name=path.name, rows=sessions.size, sessions=starts.size, bytes=size, sha256=clustered.sha256(path))
+
+
+def _without_repeats(rows: pa.Table, groups: Groups) -> pa.Table:
+    """The rows with null for the lists of a group that are those of the row before."""
+    for group in groups:
+        repeats = repeats_previous(lists_of(rows, group))
+        written = pa.array(np.arange(rows.num_rows), mask=repeats)
+        for name in group:
+            place = rows.schema.get_field_index(name)
+            rows = rows.set_column(place, rows.schema.field(place), rows[name].take(written))
+    return rows
 
 
 def _read_streams(path: pathlib.Path) -> pa.Table:
@@ -280,6 +309,20 @@ def _check_columns(files: ParquetFiles, session: str, time: str) -> None:
         )
     if pa.types.is_nested(type_ := schema.field(time).type):
         raise UserError(f"{files.path}: column {time!r} holds {type_}; wanted times or numbers, which have an order.")
+
+
+def _check_groups(files: ParquetFiles, groups: Groups) -> None:
+    names = [name for group in groups for name in group]
+    for name in names:
+        if name not in files.arrow_schema.names:
+            raise missing_column(name, files.arrow_schema.names, str(files.path))
+        type_ = files.arrow_schema.field(name).type
+        if not (pa.types.is_list(type_) and pa.types.is_integer(type_.value_type)):
+            raise UserError(
+                f"{files.path}: column {name!r} holds {type_}; groups take lists of integers. Leave it out of groups."
+            )
+    if len(set(names)) < len(names) or not all(groups):
+        raise UserError(f"groups must not be empty, and a column is in one of them at most; got {groups}.")
 
 
 def _make_partial(target: pathlib.Path, leftovers: Literal["refuse", "remove"]) -> pathlib.Path:

@@ -216,6 +216,23 @@ def deduplicate(
     return DedupKeyedJagged(features.keys, groups, tuple(distinct), tuple(inverses), plain)
 
 
+def repeats_previous(features: KeyedJagged) -> np.ndarray:
+    """bool[B]: whether all lists (and weights) of an example are those of the example before it."""
+    bounds = features.feature_offsets()
+    return _repeats([_Column.of(features, f, bounds) for f in range(len(features.keys))], features.num_examples)
+
+
+def deduplicate_runs(features: KeyedJagged, index: np.ndarray) -> tuple[KeyedJagged, np.ndarray]:
+    """The distinct rows and int32[B] inverse of one group of which runs of equal rows are known.
+
+    Args:
+      features: The features of the group over R rows.
+      index: int64[B] the row of each example; row r first occurs before row r + 1.
+    """
+    found = deduplicate(features, [features.keys])
+    return found.distinct[0], found.inverse[0][index]
+
+
 def expand(dedup: DedupKeyedJagged) -> KeyedJagged:
     """The plain form: `expand(deduplicate(x, groups))` holds the values, lengths, order and weights of `x`."""
     columns: dict[str, _Column] = {}
@@ -298,15 +315,21 @@ def _bytes(features: KeyedJagged) -> int:
     return features.values.nbytes + features.lengths.nbytes + weights
 
 
-def _first_occurrences(members: list[_Column], examples: int, row_hash: RowHash) -> tuple[np.ndarray, np.ndarray]:
-    """int64[U] first example of each distinct row, ascending, and int32[B] the distinct row of each example."""
-    # In a clustered log most rows repeat the one before. Comparing with that is cheaper than hashing, and where lengths
-    # differ, as they do almost everywhere in other orders, it costs nothing.
+def _repeats(members: list[_Column], examples: int) -> np.ndarray:
+    """bool[B]: whether all lists of an example are those of the example before."""
     repeats = np.arange(examples) > 0
     for member in members:
         repeats[1:] &= member.lengths[1:] == member.lengths[:-1]
     for member in members:
         member.clear_changed(repeats)
+    return repeats
+
+
+def _first_occurrences(members: list[_Column], examples: int, row_hash: RowHash) -> tuple[np.ndarray, np.ndarray]:
+    """int64[U] first example of each distinct row, ascending, and int32[B] the distinct row of each example."""
+    # In a clustered log most rows repeat the one before. Comparing with that is cheaper than hashing, and where lengths
+    # differ, as they do almost everywhere in other orders, it costs nothing.
+    repeats = _repeats(members, examples)
     heads = np.flatnonzero(~repeats)
     leader = _leaders([member.take(heads) for member in members] if heads.size < examples else members, row_hash)
     is_first = leader == np.arange(heads.size)

@@ -12,7 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scalejax.data import clustered
+from scalejax.data.dedup import DedupKeyedJagged, Groups, check_names, deduplicate, deduplicate_runs
 from scalejax.data.encode import missing_column
+from scalejax.data.jagged import KeyedJagged
 from scalejax.data.records import Ragged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
@@ -49,7 +51,8 @@ class ParquetFiles:
         files = find_files(path, "*.parquet")
         self._metadata = {file: _footer(file) for file in files}
         rewritten = {file: (metadata.metadata or {}).get(clustered.KEY) for file, metadata in self._metadata.items()}
-        clustered.check_complete(pathlib.Path(path), rewritten)
+        manifest = clustered.check_complete(pathlib.Path(path), rewritten)
+        self.repeats_left_out: Groups = () if manifest is None else manifest.groups
         self.path = pathlib.Path(path)
         self.arrow_schema = self._metadata[files[0]].schema.to_arrow_schema()
         for file in files[1:]:
@@ -140,12 +143,53 @@ class ParquetFiles:
         table = self.table(group, columns)
         return {name: _to_numpy(table[name], name, group.where) for name in columns}
 
+    def features(self, group: RowGroup, names: Sequence[str], groups: Sequence[Sequence[str]] = ()) -> DedupKeyedJagged:
+        """List columns of a row group, as `deduplicate(..., groups)` of all of them gives.
+
+        The repeats that a file leaves out are neither decoded nor hashed.
+
+        Raises:
+          UserError: the row group is damaged, has a missing list or id, or there is no such column or group.
+        """
+        for name in names:
+            self._type(name)
+        check_names([name for members in groups for name in members], tuple(names))
+        table = self._stored(group, names)
+        known = [tuple(members) for members in groups if self._runs_are_known(members)]
+        rest = [name for name in names if not any(name in members for members in known)]
+        others = [tuple(members) for members in groups if tuple(members) not in known]
+        found = deduplicate(lists_of(self._filled(table.select(rest), group), rest, group.where), others)
+        parts = dict(zip(others, zip(found.distinct, found.inverse, strict=True), strict=True))
+        for members in known:
+            written = _written(table[members[0]], group)
+            heads = table.select(list(members)).take(pa.array(np.flatnonzero(written)))
+            parts[members] = deduplicate_runs(lists_of(heads, members, group.where), np.cumsum(written) - 1)
+        ordered = tuple(tuple(members) for members in groups)
+        plain = found.plain if rest else KeyedJagged((), np.zeros(0, np.int64), np.zeros((0, group.rows), np.int32))
+        distinct = tuple(parts[members][0] for members in ordered)
+        return DedupKeyedJagged(tuple(names), ordered, distinct, tuple(parts[m][1] for m in ordered), plain)
+
+    def _runs_are_known(self, members: Sequence[str]) -> bool:
+        return any(set(members) == set(stored) for stored in self.repeats_left_out)
+
     def table(self, group: RowGroup, columns: Sequence[str] | None = None) -> pa.Table:
-        """A row group as it is, or some of its columns.
+        """A row group, or some of its columns, with the repeats that a file leaves out.
 
         Raises:
           UserError: the row group is damaged.
         """
+        return self._filled(self._stored(group, columns), group)
+
+    def _filled(self, table: pa.Table, group: RowGroup) -> pa.Table:
+        for name in (name for members in self.repeats_left_out for name in members):
+            if name in table.schema.names:
+                written = _written(table[name], group)
+                last = np.maximum.accumulate(np.where(written, np.arange(written.size), 0))
+                place = table.schema.get_field_index(name)
+                table = table.set_column(place, table.schema.field(place), table[name].take(pa.array(last)))
+        return table
+
+    def _stored(self, group: RowGroup, columns: Sequence[str] | None) -> pa.Table:
         try:
             # A reader per call: they are not thread-safe, and the footer is not parsed again.
             with pq.ParquetFile(
@@ -218,6 +262,31 @@ def find_files(path: str | pathlib.Path, pattern: str) -> list[pathlib.Path]:
 def natural_order(path: pathlib.Path) -> list[tuple[int, int, str]]:
     """A sort key by name in which numbers count as numbers."""
     return [(int(part), 0, part) if part.isdigit() else (-1, 1, part) for part in re.split(r"(\d+)", path.name)]
+
+
+def lists_of(table: pa.Table, names: Sequence[str], where: str = "") -> KeyedJagged:
+    """List columns of a table as features, without weights.
+
+    Raises:
+      UserError: a column holds something else, or a list or an id is missing.
+    """
+    lists = []
+    for name in names:
+        column = _to_numpy(table[name], name, where)
+        if not isinstance(column, Ragged):
+            raise UserError(f"{where}: column {name!r} holds {table[name].type}; wanted lists of ids. Leave it out.")
+        lists.append(column)
+    lengths = np.array([column.lengths for column in lists], np.int32).reshape(len(lists), table.num_rows)
+    values = [column.values for column in lists] or [np.zeros(0, np.int64)]
+    return KeyedJagged(tuple(names), np.concatenate(values), lengths)
+
+
+def _written(column: pa.ChunkedArray, group: RowGroup) -> np.ndarray:
+    """bool[N]: which lists of a column stand in the file; the others are those of the row before."""
+    written = column.is_valid().to_numpy()
+    if not written[0]:
+        raise UserError(f"{group.where} is damaged (its first row lacks a list). Run the rewrite again.")
+    return written
 
 
 def _nearest_file(path: pathlib.Path) -> str:

@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 import time
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 
 from scalejax.data import clustered
 from scalejax.data.clustering import cluster_by_session, cluster_partition, partition_of, session_hashes
-from scalejax.data.parquet_files import ParquetFiles
+from scalejax.data.dedup import deduplicate
+from scalejax.data.parquet_files import ParquetFiles, lists_of
 from scalejax.data.sessions import SessionLog
 from scalejax.errors import UserError
 
@@ -322,3 +324,138 @@ def test_progress_reaches_the_end(source: pathlib.Path) -> None:
     cluster_by_session(source, source.parent / "out", partitions=3, progress=lambda a, b: calls.append((a, b)))
     total = len(ParquetFiles(source).groups) + 3
     assert calls == [(n, total) for n in range(1, total + 1)]
+
+
+NAMES = ("user_0_0", "user_0_1", "user_1_0", "item_0")
+GROUPED = SessionLog(
+    sessions=200,
+    samples=6,
+    session_length="geometric",
+    user_groups=(2, 1),
+    user_ids=1.5,
+    item_features=1,
+    rows=20,
+    concurrent=40,
+)
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[ParquetFiles, ParquetFiles]:
+    """A log with all its lists, and the same without the repeats of two groups."""
+    folder = tmp_path_factory.mktemp("repeats")
+    GROUPED.write(folder / "log.parquet", row_group=300)
+    cluster_by_session(folder / "log.parquet", folder / "whole", partitions=2, row_group=100)
+    cluster_by_session(folder / "log.parquet", folder / "short", partitions=2, row_group=100, groups=GROUPED.groups)
+    return ParquetFiles(folder / "whole"), ParquetFiles(folder / "short")
+
+
+def test_repeats_that_are_left_out_come_back(both: tuple[ParquetFiles, ParquetFiles]) -> None:
+    whole, short = both
+    assert len(whole.groups) == len(short.groups) > 4
+    for a, b in zip(whole.groups, short.groups, strict=True):
+        assert short.table(b).equals(whole.table(a))
+        assert repr(short.read(b, NAMES)) == repr(whole.read(a, NAMES))
+
+
+def test_a_list_is_left_out_where_its_whole_group_is_that_of_the_row_before(
+    both: tuple[ParquetFiles, ParquetFiles],
+) -> None:
+    whole, short = both
+    left_out = 0
+    for a, b in zip(whole.groups, short.groups, strict=True):
+        rows = whole.table(a).to_pylist()
+        stored = pq.ParquetFile(b.file).read_row_group(b.number).to_pylist()
+        for n, row in enumerate(stored):
+            for group in GROUPED.groups:
+                same = n > 0 and all(rows[n][name] == rows[n - 1][name] for name in group)
+                assert [row[name] for name in group] == [None if same else rows[n][name] for name in group]
+                left_out += same
+    assert left_out > 500
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        GROUPED.groups,
+        (("user_0_1", "user_0_0"),),
+        (("user_1_0",), ("item_0",)),
+        (("user_0_0",), ("user_0_1", "user_1_0")),
+        (),
+    ],
+    ids=str,
+)
+def test_features_of_a_row_group_are_those_of_deduplicating_all_its_rows(
+    both: tuple[ParquetFiles, ParquetFiles], groups: tuple
+) -> None:
+    whole, short = both
+    for a, b in zip(whole.groups, short.groups, strict=True):
+        expected = deduplicate(lists_of(whole.table(a), NAMES), groups)
+        for files, group in ((whole, a), (short, b)):
+            found = files.features(group, NAMES, groups)
+            found.validate()
+            assert (found.keys, found.groups) == (expected.keys, expected.groups)
+            for x, y in zip((found.plain, *found.distinct), (expected.plain, *expected.distinct), strict=True):
+                assert (x.keys, x.to_lists()) == (y.keys, y.to_lists())
+                np.testing.assert_array_equal(x.lengths, y.lengths, strict=True)
+            for x, y in zip(found.inverse, expected.inverse, strict=True):
+                np.testing.assert_array_equal(x, y, strict=True)
+
+
+def test_all_features_in_groups_leave_none_plain(both: tuple[ParquetFiles, ParquetFiles]) -> None:
+    for files in both:
+        found = files.features(files.groups[0], ("user_0_0", "user_0_1"), [("user_0_0", "user_0_1")])
+        assert found.plain.keys == ()
+        assert found.num_examples == files.groups[0].rows
+
+
+def test_a_log_without_its_repeats_is_clustered_again_as_it_was(both: tuple[ParquetFiles, ParquetFiles]) -> None:
+    whole, short = both
+    target = short.path.parent / "again"
+    cluster_by_session(short.path, target, row_group=100)
+    assert read(target).equals(read(whole.path))
+
+
+@pytest.mark.parametrize("encoding", ["plain", "dictionary"])
+def test_leaving_repeats_out_saves_more(tmp_path: pathlib.Path, encoding: Literal["plain", "dictionary"]) -> None:
+    log = SessionLog(sessions=1000, samples=16, user_groups=(4,), user_ids=30, rows=100_000, item_features=0, dense=0)
+    log.write(tmp_path / "log.parquet", encoding=encoding)
+    whole = cluster_by_session(tmp_path / "log.parquet", tmp_path / "whole", encoding=encoding)
+    short = cluster_by_session(tmp_path / "log.parquet", tmp_path / "short", encoding=encoding, groups=log.groups)
+    assert short.groups == log.groups
+    assert whole.saving is not None
+    assert short.saving is not None
+    assert whole.saving > 1.3
+    assert short.saving > whole.saving * (1.3 if encoding == "dictionary" else 1)
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([("user_0_9",)], "there is no column 'user_0_9'. Did you mean"),
+        ([("label",)], "column 'label' holds int8; groups take lists of integers"),
+        ([()], "groups must not be empty"),
+        ([("item_0",), ("item_0",)], "in one of them at most"),
+    ],
+)
+def test_wrong_groups_are_refused(source: pathlib.Path, groups: list, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        cluster_by_session(source, source.parent / "out", groups=groups)
+    assert [p.name for p in source.parent.iterdir()] == ["log.parquet"]
+
+
+def test_missing_lists_are_refused_where_repeats_are_left_out(source: pathlib.Path) -> None:
+    table = pq.read_table(source)
+    lists = pa.array([None, *table["item_0"].to_pylist()[1:]], pa.list_(pa.int64()))
+    pq.write_table(table.set_column(table.schema.get_field_index("item_0"), "item_0", lists), source)
+    with pytest.raises(UserError, match="column 'item_0' has 1 missing lists"):
+        cluster_by_session(source, source.parent / "out", groups=[("item_0",)])
+
+
+def test_features_refuse_what_is_not_there(both: tuple[ParquetFiles, ParquetFiles]) -> None:
+    files = both[1]
+    with pytest.raises(UserError, match="there is no column 'user_9'"):
+        files.features(files.groups[0], ("user_9",))
+    with pytest.raises(UserError, match="there is no feature 'user_0_0'; there are item_0"):
+        files.features(files.groups[0], ("item_0",), [("user_0_0",)])
+    with pytest.raises(UserError, match="column 'label' holds int8; wanted lists of ids"):
+        files.features(files.groups[0], ("label",))
