@@ -1,10 +1,16 @@
 """Where the rows of each table live, and how much room an exchange has."""
 
 import dataclasses
+from typing import Literal
 
 from scalejax.errors import UserError
 
+Kind = Literal[
+    "row_wise", "table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "data_parallel"
+]
+
 KINDS = ("row_wise",)
+"""Kinds that an `EmbeddingCollection` can run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,11 +41,20 @@ class TablePlan:
 
     Attributes:
       table: Name of the table.
-      kind: "row_wise": row r lives on device r modulo the number of devices (shifted from table to table).
+      kind: What is cut and where the pieces go.
+      ranks: Devices by number in the group, the flat index over the mesh axes that shard tables. row_wise: rows are
+        dealt out over them (None = all); table_wise: one; column_wise: one per slice; table_row_wise: the devices of
+        one host; table_column_wise: one per slice, all in one host; grid: the devices of one host for the first slice,
+        then of another for the second, and so on; data_parallel: None.
+      columns: Number of equal column slices (column_wise, table_column_wise, grid).
+      location: Memory that holds the rows.
     """
 
     table: str
-    kind: str = "row_wise"
+    kind: Kind = "row_wise"
+    ranks: tuple[int, ...] | None = None
+    columns: int = 1
+    location: Literal["device"] = "device"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
