@@ -96,16 +96,24 @@ def options(
     ]
     whole = limits.columns is None or 1 in limits.columns
     shapes: list[tuple[Kind, int, int]] = []  # kind, columns, row parts
+
+    def offer(kind: Kind, columns: int, row_parts: int) -> None:
+        shapes.append((kind, columns, row_parts))
+
     if whole:
-        shapes += [("table_wise", 1, 1), ("row_wise", 1, most)]
-    shapes += [("column_wise", count, 1) for count in slices if count <= most]
-    if hosts > 1:
-        if whole and in_host <= most:
-            shapes.append(("table_row_wise", 1, in_host))
-        shapes += [("table_column_wise", count, 1) for count in slices if count <= min(in_host, most)]
-        shapes += [("grid", count, in_host) for count in slices if count <= hosts and count * in_host <= most]
+        offer("table_wise", 1, 1)
+        offer("row_wise", 1, most)
+    for count in slices:
+        if count <= most:
+            offer("column_wise", count, 1)
+        if hosts > 1 and count <= min(in_host, most):
+            offer("table_column_wise", count, 1)
+        if hosts > 1 and count <= hosts and count * in_host <= most:
+            offer("grid", count, in_host)
+    if whole and hosts > 1 and in_host <= most:
+        offer("table_row_wise", 1, in_host)
     if whole and most == topology.devices:
-        shapes.append(("data_parallel", 1, 1))
+        offer("data_parallel", 1, 1)
     allowed = [shape for shape in shapes if limits.kinds is None or shape[0] in limits.kinds]
     if not allowed:
         possible = dict.fromkeys(kind for kind, _, _ in shapes)

@@ -12,7 +12,7 @@ order tables, statistics and constraints come.
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from scalejax.errors import UserError
@@ -21,7 +21,7 @@ from scalejax.parallel.embedding.plan import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.planner import evaluation, options, partition, proposals
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import TableConstraints
-from scalejax.parallel.planner.partition import DoesNotFit, Placement
+from scalejax.parallel.planner.partition import DoesNotFit, Partitioner, Placement
 from scalejax.parallel.planner.proposals import Choices, Proposal
 from scalejax.parallel.planner.report import Attempt, Report, TableReport, duration, size
 from scalejax.parallel.planner.statistics import TableStatistics
@@ -145,62 +145,65 @@ class _Search:
         self.choices, self.topology = choices, topology
         self.attempts: list[Attempt] = []
         self.failures: list[DoesNotFit] = []
-        self.found: dict[Proposal, Placement | None] = {}
+        self.tried: dict[Proposal, str] = {}
+        self.found: dict[Proposal, Placement] = {}
         self.best: Placement | None = None
 
     def run(self, greedy_steps: int, polished: int) -> None:
-        for name, proposal in self._fixed_proposals():
-            self.attempt(name, proposal)
-        self._cut_finer(greedy_steps)
-        ranked = sorted((p for p in self.found.values() if p is not None), key=_merit)
-        for placement in ranked[:polished]:
-            improved = partition.improve(placement, self.topology)
-            if self.best is None or _merit(improved) < _merit(self.best):
-                self.best = improved
+        quick = (partition.greedy, partition.mixed)
+        devices = self.topology.devices
+        for name, proposal in proposals.combinations(self.choices):
+            self.attempt(name, proposal, quick)
+        for name, ever_smaller in proposals.limited(self.choices, self.topology):
+            for proposal in ever_smaller:
+                if self.attempt(name, proposal, quick) is not None:
+                    break
+        for name, proposal in proposals.uniform(self.choices, devices):
+            self.attempt(name, proposal, quick)
+        for name, proposal in proposals.least_memory(self.choices, devices):
+            self.attempt(name, proposal, quick)
+        self._cut_finer(greedy_steps, quick)
+        if self.best is None:
+            for proposal, name in list(self.tried.items()):
+                self.attempt(name, proposal, (partition.memory_balanced,))
+        for placement in sorted(self.found.values(), key=_merit)[:polished]:
+            self._keep(partition.improve(placement, self.topology))
 
-    def attempt(self, name: str, proposal: Proposal) -> Placement | None:
-        """Greedy; where that finds no room, by memory."""
+    def attempt(self, name: str, proposal: Proposal, partitioners: Sequence[Partitioner]) -> Placement | None:
+        """The placement of the first partitioner that finds room."""
         if proposal in self.found:
             return self.found[proposal]
+        self.tried[proposal] = name
         chosen = [found[i] for found, i in zip(self.choices, proposal, strict=True)]
-        placement = None
-        for partitioner in (partition.greedy, partition.memory_balanced):
+        for partitioner in partitioners:
+            label = partitioner.__name__
             try:
                 placement = partitioner(chosen, self.topology)
             except DoesNotFit as failure:
                 self.failures.append(failure)
                 lacks = f"{size(failure.missing_bytes)} short for {failure.option.table}"
-                self.attempts.append(
-                    Attempt(proposal=name, partitioner=partitioner.__name__, max_s=None, reason=lacks)
-                )
+                self.attempts.append(Attempt(proposal=name, partitioner=label, max_s=None, reason=lacks))
             else:
                 seconds = float(placement.seconds.max())
-                self.attempts.append(Attempt(proposal=name, partitioner=partitioner.__name__, max_s=seconds))
-                break
-        self.found[proposal] = placement
-        if placement is not None and (self.best is None or _merit(placement) < _merit(self.best)):
+                self.attempts.append(Attempt(proposal=name, partitioner=label, max_s=seconds))
+                self.found[proposal] = placement
+                self._keep(placement)
+                return placement
+        return None
+
+    def _keep(self, placement: Placement) -> None:
+        if self.best is None or _merit(placement) < _merit(self.best):
             self.best = placement
-        return placement
 
-    def _fixed_proposals(self) -> Iterator[tuple[str, Proposal]]:
-        devices = self.topology.devices
-        yield from proposals.combinations(self.choices)
-        yield from proposals.limited(self.choices, devices)
-        yield from proposals.uniform(self.choices, devices)
-        yield from proposals.least_memory(self.choices, devices)
-
-    def _cut_finer(self, patience: int) -> None:
-        at = next((p for p, placement in self.found.items() if placement is not None and placement is self.best), None)
+    def _cut_finer(self, patience: int, partitioners: Sequence[Partitioner]) -> None:
+        at = min(self.found, key=lambda proposal: _merit(self.found[proposal]), default=None)
         left = patience
-        while at is not None and left > 0:
-            placement = self.found[at]
-            if placement is None:
-                return
-            at = proposals.finer(self.choices, at, placement, self.topology.devices)
-            if at is None or at in self.found:
+        while at is not None and left > 0 and at in self.found:
+            at = proposals.finer(self.choices, at, self.found[at], self.topology.devices)
+            if at is None or at in self.tried:
                 return
             before = self.best
-            self.attempt("greedy", at)
+            self.attempt("greedy", at, partitioners)
             left = patience if self.best is not before else left - 1
 
 

@@ -6,7 +6,8 @@ A proposal is one option for every table. In the order in which they are tried:
 - *uniform*: every table in the same kind where its constraints allow it, else in its cheapest option;
 - *limited*: for a limit of seconds, every table in the option that costs all devices together least among those whose
   single piece stays below the limit. Without a limit that is the least work of all, unevenly spread; the lower the limit,
-  the more tables are cut, and the more is paid for cutting. One number to search instead of one choice per table;
+  the more tables are cut, and the more is paid for cutting. One number to search instead of one choice per table, and a
+  second one, a limit on the bytes of a piece, where memory is short;
 - *least memory*: every table in the option that leaves least bytes on a device, for machines that are nearly full;
 - *greedy*: from the best so far, the largest piece of the busiest device is cut finer, again and again.
 """
@@ -15,12 +16,11 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-import numpy as np
-
 from scalejax.parallel.embedding.plan import Kind
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import KINDS
 from scalejax.parallel.planner.partition import Placement
+from scalejax.parallel.planner.topology import Topology
 
 Choices = Sequence[Sequence[Option]]
 """All options of every table."""
@@ -31,8 +31,11 @@ Proposal = tuple[int, ...]
 MOST_COMBINATIONS = 512
 """Every combination is tried up to so many."""
 
-LIMITS = (math.inf, 2.0, 1.4, 1.0, 0.8, 0.65, 0.5, 0.4, 0.3, 0.22, 0.16, 0.11, 0.08)
-"""Limits on a single piece, as multiples of the mean of all devices at the least work."""
+LIMITS = (math.inf, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.08)
+"""Limits on the seconds of a piece, as multiples of the mean of all devices at the least work."""
+
+SHARES = (1.0, 1 / 3, 1 / 8, 1 / 32)
+"""Limits on the bytes of a piece, as shares of the memory of a device."""
 
 
 def combinations(choices: Choices) -> Iterator[tuple[str, Proposal]]:
@@ -49,12 +52,14 @@ def uniform(choices: Choices, devices: int) -> Iterator[tuple[str, Proposal]]:
             yield f"uniform {kind}", tuple(_cheapest_of_kind(found, kind, devices) for found in choices)
 
 
-def limited(choices: Choices, devices: int) -> Iterator[tuple[str, Proposal]]:
-    """One proposal for each limit on the seconds of a piece."""
-    mean = mean_of_least_work(choices, devices)
+def limited(choices: Choices, topology: Topology) -> Iterator[tuple[str, list[Proposal]]]:
+    """For each limit on the seconds of a piece proposals with ever lower limits on its bytes: a lower one is more work,
+    and of use only where the others do not fit."""
+    mean = mean_of_least_work(choices, topology.devices)
     for multiple in LIMITS:
-        limit = multiple * mean
-        yield _limit_name(multiple), tuple(_cheapest_below(found, limit, devices) for found in choices)
+        name = "least work" if math.isinf(multiple) else f"pieces below {multiple:g} of the mean"
+        limits = [(multiple * mean, share * topology.memory_bytes) for share in SHARES]
+        yield name, [tuple(_cheapest_below(found, *limit, topology.devices) for found in choices) for limit in limits]
 
 
 def least_memory(choices: Choices, devices: int) -> Iterator[tuple[str, Proposal]]:
@@ -94,17 +99,18 @@ def lower_bound(choices: Choices, devices: int) -> float:
     return max(mean_of_least_work(choices, devices), piece)
 
 
-def _limit_name(multiple: float) -> str:
-    return "least work" if math.isinf(multiple) else f"pieces below {multiple:g} of the mean"
-
-
 def _cheapest_of_kind(found: Sequence[Option], kind: Kind, devices: int) -> int:
     of_kind = [i for i, option in enumerate(found) if option.kind == kind]
     return min(of_kind or range(len(found)), key=lambda i: (found[i].work_s(devices), i))
 
 
-def _cheapest_below(found: Sequence[Option], limit: float, devices: int) -> int:
-    below = [i for i, option in enumerate(found) if option.shard.total <= limit]
+def _cheapest_below(found: Sequence[Option], seconds: float, held: float, devices: int) -> int:
+    """Least work within both limits; else what exceeds them least."""
+
+    def excess(option: Option) -> float:
+        return max(option.shard.total / seconds if seconds else 0.0, option.rows * option.row_bytes / held)
+
+    below = [i for i, option in enumerate(found) if excess(option) <= 1]
     if below:
         return min(below, key=lambda i: (found[i].work_s(devices), i))
-    return int(np.argmin([option.shard.total for option in found]))
+    return min(range(len(found)), key=lambda i: (excess(found[i]), i))
