@@ -76,18 +76,17 @@ def run(
     json_path = None if json_path is None else pathlib.Path(json_path)
     if json_path is not None:
         output.check_writable(json_path)
-    effort = effort or getattr(benchmark, "EFFORT", harness.Effort())
-    assert effort is not None
+    asked: Effort = effort or getattr(benchmark, "EFFORT", harness.Effort())
     results: list[Result] = []
     with contextlib.ExitStack() as threads:
         threads.enter_context(machine.cpu_threads(_THREADS))
         if not benchmark.on_cpu():
             threads.close()  # feeding an accelerator may take every core
         for case in chosen:
-            with _progress(console, f"{name} {case}", effort.turns * (1 if against is None else 2)) as advance:
+            with _progress(console, f"{name} {case}", asked.turns * (1 if against is None else 2)) as advance:
                 contest = benchmark.prepare(case, against, data)
                 try:
-                    ours, peer = harness.measure(contest, effort, progress=advance)
+                    ours, peer = harness.measure(contest, asked, progress=advance)
                     figures = contest.figures()
                 finally:
                     contest.close()
