@@ -102,7 +102,8 @@ def options(
 
     if whole:
         offer("table_wise", 1, 1)
-        offer("row_wise", 1, most)
+        if most > 1 or topology.devices == 1:
+            offer("row_wise", 1, most)
     for count in slices:
         if count <= most:
             offer("column_wise", count, 1)
