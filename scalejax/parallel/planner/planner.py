@@ -23,7 +23,7 @@ from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import TableConstraints
 from scalejax.parallel.planner.partition import DoesNotFit, Partitioner, Placement
 from scalejax.parallel.planner.proposals import Choices, Proposal
-from scalejax.parallel.planner.report import Attempt, Report, TableReport, duration, size
+from scalejax.parallel.planner.report import Attempt, Report, duration, size
 from scalejax.parallel.planner.statistics import TableStatistics
 from scalejax.parallel.planner.topology import Topology
 
@@ -119,7 +119,7 @@ class AnalyticPlanner:
             found,
             dataclasses.replace(
                 report,
-                tables=tuple(_because(line, reasons[line.table]) for line in report.tables),
+                tables=tuple(dataclasses.replace(line, why=reasons[line.table]) for line in report.tables),
                 attempts=tuple(search.attempts),
                 lower_bound_s=proposals.lower_bound(choices, topology.devices),
                 planner_s=time.perf_counter() - began,
@@ -215,8 +215,8 @@ def _entry(option: Option, ranks: tuple[int, ...]) -> TablePlan:
     return TablePlan(table=option.table, kind=option.kind, ranks=ranks or None, columns=option.columns)
 
 
-def _because(line: TableReport, why: str) -> TableReport:
-    return dataclasses.replace(line, why=why)
+def _spreads_rows(option: Option) -> bool:
+    return option.row_parts > 1
 
 
 def _why(found: Sequence[Option], chosen: Option, report: Report, topology: Topology) -> str:
@@ -236,14 +236,16 @@ def _why(found: Sequence[Option], chosen: Option, report: Report, topology: Topo
     return f"{dearer}, but fits better beside the others"
 
 
+def _bytes_of_all(option: Option, devices: int) -> int:
+    copies = devices if option.kind == "data_parallel" else option.shards
+    return copies * option.rows * option.row_bytes
+
+
 def _does_not_fit(search: _Search, tables: dict[str, TableConfig]) -> str:
     """Which, by how much, and what to change."""
     topology = search.topology
     n, room = topology.devices, topology.memory_bytes
-    least = {
-        found[0].table: min(max(o.shards, n if o.kind == "data_parallel" else 0) * o.rows * o.row_bytes for o in found)
-        for found in search.choices
-    }
+    least = {found[0].table: min(_bytes_of_all(option, n) for option in found) for found in search.choices}
     total = sum(least.values())
     closest = min(search.failures, key=lambda failure: (failure.missing_bytes, failure.option.table))
     option, table = closest.option, tables[closest.option.table]
@@ -252,8 +254,7 @@ def _does_not_fit(search: _Search, tables: dict[str, TableConfig]) -> str:
     advice = []
     if total > n * room:
         advice.append(f"at least {math.ceil(total / room)} devices are needed for the rows and states alone")
-    if not any(o.kind in ("row_wise", "grid", "table_row_wise") for found in search.choices for o in found
-               if o.table == option.table):  # fmt: skip
+    if not any(found[0].table == option.table and any(map(_spreads_rows, found)) for found in search.choices):
         advice.append(f"allow row_wise for {option.table!r} in its constraints")
     advice.append("give more devices or memory_bytes, a narrower dtype, or an optimizer with less state per row")
     advice.append("a smaller batch or capacity_factor shrinks the exchanges")

@@ -172,12 +172,14 @@ class Report:
         )
 
     def _tables(self, most_rows: int) -> "Table":
+        from rich.markup import escape
+
         names = ("table", "kind", "devices", "bytes", "a piece", "time of a piece", "time of all", "why")
         table = _new("Tables", names, left=("table", "kind", "devices", "why"))
         shown = sorted(self.tables, key=lambda line: -line.work_s)[:most_rows]
         for line in shown:
             table.add_row(
-                line.table,
+                escape(line.table),
                 line.kind if line.columns == 1 else f"{line.kind} x{line.columns}",
                 "all" if line.ranks is None else ranges(line.ranks),
                 size(line.bytes),
