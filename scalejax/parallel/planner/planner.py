@@ -166,8 +166,11 @@ class _Search:
         if self.best is None:
             for proposal, name in list(self.tried.items()):
                 self.attempt(name, proposal, (partition.memory_balanced,))
-        for placement in sorted(self.found.values(), key=_merit)[:polished]:
-            self._keep(partition.improve(placement, self.topology))
+        for proposal in sorted(self.found, key=lambda proposal: _merit(self.found[proposal]))[:polished]:
+            placement = partition.improve(self.found[proposal], self.topology)
+            seconds = float(placement.seconds.max())
+            self.attempts.append(Attempt(proposal=self.tried[proposal], partitioner="moves and swaps", max_s=seconds))
+            self._keep(placement)
 
     def attempt(self, name: str, proposal: Proposal, partitioners: Sequence[Partitioner]) -> Placement | None:
         """The placement of the first partitioner that finds room."""

@@ -202,6 +202,9 @@ def test_the_report_is_the_plan_priced_on_its_own():
     assert planned.report.max_s == pytest.approx(seconds.max())
     assert planned.report.balance == pytest.approx(seconds.max() / seconds.mean())
     assert planned.report.lower_bound_s <= planned.report.max_s
+    # The best of what was tried is what was chosen.
+    best = min(a.max_s for a in planned.report.attempts if a.max_s is not None)
+    assert planned.report.max_s == pytest.approx(best, rel=1e-9)
 
 
 def test_tables_that_cannot_fit_are_refused_with_which_how_much_and_what_to_change():
