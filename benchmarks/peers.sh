@@ -21,9 +21,17 @@ if ! "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; then
 fi
 
 "$python" -m pip install --constraint "$constraints" torch
+# TorchRec asks for the CUDA build of fbgemm, so it comes without its requirements and they come by name. Only 1.8.0 of
+# fbgemm-gpu-cpu loads beside torch 2.13.
+"$python" -m pip install --constraint "$constraints" fbgemm-gpu-cpu==1.8.0
+"$python" -m pip install --constraint "$constraints" --no-deps torchrec==1.8.0
+"$python" -m pip install --constraint "$constraints" torchmetrics==1.0.3 iopath pyre-extensions tensordict
 
 "$python" - <<'CHECK'
 import torch
 
+import torchrec
+
+print(f"torchrec {torchrec.__version__}")
 print(f"torch {torch.__version__}: {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}")
 CHECK

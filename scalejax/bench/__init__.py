@@ -1,7 +1,8 @@
 """`scalejax bench`: how fast a piece of scalejax is, beside the same work in another library, measured in one run.
 
 Each benchmark is a module of this package with three names: `CASES`, `PEERS` and `prepare(case, against, data)`, which
-builds a `harness.Contest`. The harness knows contests and nothing else.
+builds a `harness.Contest`. The harness knows contests and nothing else. A fourth name, `EFFORT`, says how long to
+measure where the default does not suit.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from scalejax.bench.harness import Effort, Result
 
-_NAMES = ("wukong_step", "dlrm_step", "data_pipeline", "recd_data")
+_NAMES = ("wukong_step", "dlrm_step", "data_pipeline", "recd_data", "planner")
 
 _THREADS = 2
 """CPU threads for both sides, so that numbers of different machines can be compared."""
@@ -56,7 +57,7 @@ def run(
       data: The user's own data instead of what the benchmark bundles or makes, where the case allows it.
       json_path: File for the results: a JSON array with one object a case, rewritten after every case.
       console: Where progress and the table go; None = silent.
-      effort: How long to measure; None = the default.
+      effort: How long to measure; None = what the benchmark asks for, or the default.
 
     Returns:
       One result a case.
@@ -75,17 +76,18 @@ def run(
     json_path = None if json_path is None else pathlib.Path(json_path)
     if json_path is not None:
         output.check_writable(json_path)
-    effort = effort or harness.Effort()
+    asked: Effort = effort or getattr(benchmark, "EFFORT", harness.Effort())
     results: list[Result] = []
     with contextlib.ExitStack() as threads:
         threads.enter_context(machine.cpu_threads(_THREADS))
         if not benchmark.on_cpu():
             threads.close()  # feeding an accelerator may take every core
         for case in chosen:
-            with _progress(console, f"{name} {case}", effort.turns * (1 if against is None else 2)) as advance:
+            with _progress(console, f"{name} {case}", asked.turns * (1 if against is None else 2)) as advance:
                 contest = benchmark.prepare(case, against, data)
                 try:
-                    ours, peer = harness.measure(contest, effort, progress=advance)
+                    ours, peer = harness.measure(contest, asked, progress=advance)
+                    figures = contest.figures()
                 finally:
                     contest.close()
             ours_s, peer_s, ratio, spread = harness.summarize(ours, peer)
@@ -102,12 +104,15 @@ def run(
                     ratio=ratio,
                     spread=spread,
                     examples=contest.examples,
+                    figures=figures,
                 )
             )
             if json_path is not None:
                 json_path.write_text(output.to_json(results))
     if console is not None:
         console.print(output.table(results))
+        if any(result.figures for result in results):
+            console.print(output.figures_table(results))
     return results
 
 

@@ -22,6 +22,7 @@ class Contest:
       examples: Examples in one unit.
       device: Where it runs.
       close: Gives back what the contest holds (worker processes, files).
+      figures: What else is worth knowing of what was run, by name; called once, after timing.
     """
 
     ours: Callable[[int], None]
@@ -30,6 +31,7 @@ class Contest:
     examples: int
     device: str
     close: Callable[[], None] = lambda: None
+    figures: Callable[[], dict[str, float]] = dict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,7 @@ class Result:
       spread: Interquartile range over turns, as a share of the median: of the ratio of neighbouring turns, or of our
         own time where there is no peer.
       examples: Examples in one unit of work.
+      figures: What else was found, by name.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Result:
     ratio: float | None
     spread: float
     examples: int
+    figures: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class OutputsDiffer(AssertionError):
@@ -75,10 +79,13 @@ class Effort:
     Attributes:
       turns: Turns per side.
       turn_s: Seconds that a turn should last at least.
+      warm_up: Untimed units before every turn; 0 also leaves out those that find out how many units fill a turn, so
+        that every turn is one unit.
     """
 
     turns: int = 15
     turn_s: float = 0.25
+    warm_up: int = 1
 
 
 def measure(
@@ -104,11 +111,12 @@ def measure(
     """
     contest.check()
     sides = [contest.ours] if contest.peer is None else [contest.ours, contest.peer]
-    units = [_units_per_turn(side, effort.turn_s, clock) for side in sides]
+    units = [_units_per_turn(side, effort.turn_s, clock) if effort.warm_up else 1 for side in sides]
     seconds: list[list[float]] = [[] for _ in sides]
     for _ in range(effort.turns):
         for side, count, into in zip(sides, units, seconds, strict=True):
-            side(1)
+            if effort.warm_up:
+                side(effort.warm_up)
             start = clock()
             side(count)
             into.append((clock() - start) / count)

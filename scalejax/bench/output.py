@@ -23,6 +23,17 @@ def table(results: Sequence[Result]) -> Table:
     return drawn
 
 
+def figures_table(results: Sequence[Result]) -> Table:
+    """What benchmarks found besides times: one line a figure, one column a case."""
+    drawn = Table(title="Figures", title_justify="left")
+    drawn.add_column("figure")
+    for result in results:
+        drawn.add_column(f"{result.name} {result.case}", justify="right")
+    for name in _figure_names(results):
+        drawn.add_row(name, *(_figure(result, name) for result in results))
+    return drawn
+
+
 def markdown(results: Sequence[Result], command: str) -> str:
     """A section for a file in benchmarks/results: command, device, date, commit, table."""
     lines = [
@@ -34,6 +45,13 @@ def markdown(results: Sequence[Result], command: str) -> str:
         "|" + "---|" * len(_COLUMNS),
         *("| " + " | ".join(_cells(result)) + " |" for result in results),
     ]
+    if names := _figure_names(results):
+        lines += [
+            "",
+            "| figure | " + " | ".join(result.case for result in results) + " |",
+            "|---" * len(results) + "|---|",
+        ]
+        lines += [f"| {name} | " + " | ".join(_figure(result, name) for result in results) + " |" for name in names]
     return "\n".join(lines) + "\n"
 
 
@@ -72,6 +90,14 @@ def duration(seconds: float | None) -> str:
         if seconds < limit:
             return f"{seconds * factor:.3g} {unit}"
     return f"{seconds:.3g} s"
+
+
+def _figure_names(results: Sequence[Result]) -> list[str]:
+    return list(dict.fromkeys(name for result in results for name in result.figures))
+
+
+def _figure(result: Result, name: str) -> str:
+    return f"{result.figures[name]:.4g}" if name in result.figures else "-"
 
 
 def _title(results: Sequence[Result]) -> str:

@@ -10,6 +10,7 @@ Sources, by the marks in the table:
   [jax]  `pltpu.get_tpu_info()` of jax 0.10.2 (per TensorCore there); a test compares the table with it.
   [libtpu] "exceeds available HBM" of libtpu 0.0.42.1, per device; a test compares the table with it.
   [h100] [h200] NVIDIA data sheets of the SXM parts, dense (no sparsity), NVLink 4: 18 links of 25 GB/s per direction.
+  [a100] NVIDIA A100 data sheet, SXM parts of 40 and 80 GB, dense; NVLink 3: 12 links of 25 GB/s per direction.
 """
 
 import dataclasses
@@ -170,13 +171,38 @@ H200 = dataclasses.replace(
     hbm_bytes_per_s=4.8e12,  # [h200]
 )
 
+A100_40GB = Chip(
+    name="a100-40gb",
+    device_kind="NVIDIA A100-SXM4-40GB",
+    hbm_bytes=40 * 10**9,  # [a100]
+    usable_hbm_bytes=40 * 10**9,
+    hbm_bytes_per_s=1555e9,  # [a100]
+    bf16_flops_per_s=312e12,  # [a100] dense
+    int8_ops_per_s=624e12,  # [a100] dense
+    f32_flops_per_s=19.5e12,  # [a100] float32 outside the tensor cores
+    link_bytes_per_s=300e9,  # [a100] 600 GB/s both ways, to any peer through NVSwitch
+    link_axes=0,
+    dcn_bytes_per_s=200e9 / 8,  # one 200 Gb/s port a GPU, the DGX A100 layout
+)
+A100_80GB = dataclasses.replace(
+    A100_40GB,
+    name="a100-80gb",
+    device_kind="NVIDIA A100-SXM4-80GB",
+    hbm_bytes=80 * 10**9,  # [a100]
+    usable_hbm_bytes=80 * 10**9,
+    hbm_bytes_per_s=2039e9,  # [a100]
+)
+
+GPUS = {chip.name: chip for chip in (A100_40GB, A100_80GB, H100, H200)}
+"""GPUs by name."""
+
 TPUS = {chip.name: chip for chip in (V5E, V5P, V6E, TPU7X)}
 """Chips that can be compiled for without being here, by the name in a topology."""
 
 
 def for_device_kind(device_kind: str) -> Chip | None:
     """The chip behind `jax.Device.device_kind`, or None if the table lacks it."""
-    for chip in (*TPUS.values(), H100, H200):
+    for chip in (*TPUS.values(), *GPUS.values()):
         if chip.device_kind == device_kind:
             return chip
     return None

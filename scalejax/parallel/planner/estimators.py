@@ -1,0 +1,286 @@
+"""What a way of sharding a table costs: bytes of memory and seconds of a step, as explicit formulas.
+
+Every piece ("shard") of one option is alike, so an option is described by one shard, the number of shards, and what
+every device pays, owner or not. With
+
+    B     examples of the global batch           R, D, e   rows, width, bytes of a number of the table
+    O     ids of the batch in this table         V         vectors that readers want: B x features, or O without pooling
+    U     distinct rows among them               N         devices;  n  row parts of a slice;  d = D / columns
+    w     bytes of a number in sums and gradients, max(4, e)
+    g(b)  bytes fetched for a row of b bytes (whole granules)          S(d)  optimizer state of a row
+
+a shard gets O/n ids and U/n distinct rows. What travels per shard are T vectors: pooled ones (T = V, of w bytes a number)
+where rows lie whole on their owner, and one row per id (T = O/n, of e bytes a number) where rows are dealt out. Seconds:
+
+    forward compute   (4 O/n + g(d e) O/n + w d T) / memory + c O/n          ids, rows, vectors written
+    forward comm      (4 O/n + x d T) * exchange                             ids to the owner, vectors (x = w or e) back
+    backward comm     w d T * exchange                                       gradients of the vectors
+    backward compute  (w d O/n + 64 O/n + 2 (g(d e) + S(d)) U/n) / memory + c O/n
+                                                     gradients in row order, the sort, rows and states read and written
+
+and every device, for tables dealt out by rows and pooled by the readers:
+
+    forward compute   (e D O/N + w D V/N) / memory         backward compute   (w D V/N + w D O/N) / memory
+
+A data-parallel table is looked up where its examples are, all devices gather all ids and gradients, and each updates all:
+
+    forward compute   ((4 + g(D e)) O/N + w D V/N) / memory + c O/N
+    backward comm     (4 + w D) O * gather
+    backward compute  the one above with n = 1, d = D
+
+`memory` is bytes/s, `exchange` and `gather` seconds/byte, c seconds/id, all of the topology. 64 bytes are the least of a
+radix sort of 32-bit keys with 32-bit positions: 4 passes of 8 bits, 8 bytes read and 8 written in each. TorchRec's
+planner takes the backward as twice the forward instead; here it follows from the distinct rows.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from scalejax.errors import UserError
+from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
+from scalejax.parallel.embedding.plan import Kind
+from scalejax.parallel.planner.statistics import TableStatistics
+from scalejax.parallel.planner.topology import Topology
+
+SORT_BYTES = 64
+"""Memory traffic of sorting one id: see the module."""
+
+ID_BYTES = 4
+
+STATE_NUMBERS = {
+    "Sgd": (0, 0),
+    "LarsSgd": (1, 0),
+    "Adagrad": (1, 0),
+    "RowwiseAdagrad": (0, 1),
+    "Adam": (2, 0),
+    "PartialRowwiseAdam": (1, 1),
+    "Lamb": (2, 0),
+    "PartialRowwiseLamb": (1, 1),
+}
+"""State of a row optimizer by the name of its class: numbers per number of the row, numbers per row (per slice of it)."""
+
+StackKey = tuple[int, str, RowOptimizer]
+"""Width, dtype and optimizer: pieces that agree in them lie in one array, as long on every device as on the fullest."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seconds:
+    """Seconds of one step on one device."""
+
+    forward_compute: float = 0.0
+    forward_comm: float = 0.0
+    backward_compute: float = 0.0
+    backward_comm: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All four, one after the other."""
+        return self.forward_compute + self.forward_comm + self.backward_compute + self.backward_comm
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step asks of one table, wherever it lies.
+
+    Attributes:
+      table: The table.
+      itemsize: Bytes of a number of it.
+      occurrences: O.
+      vectors: V.
+      distinct: U.
+    """
+
+    table: TableConfig
+    itemsize: int
+    occurrences: float
+    vectors: float
+    distinct: float
+
+    @property
+    def wide_itemsize(self) -> int:
+        """w."""
+        return max(4, self.itemsize)
+
+    def state_bytes(self, width: int) -> int:
+        """S(width)."""
+        per_number, per_row = STATE_NUMBERS[type(self.table.optimizer).__name__]
+        return self.wide_itemsize * (per_number * width + per_row)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """One way of sharding one table, with its costs.
+
+    Attributes:
+      table: Name of the table.
+      kind: As in `TablePlan`.
+      columns: Number of column slices.
+      row_parts: Devices over which the rows of a slice are dealt.
+      stack: Which array a piece lies in.
+      rows: Rows of a piece; of the whole table for data_parallel.
+      row_bytes: Bytes of one of its rows with state.
+      shard: Seconds of the owner of a piece.
+      shard_buffers: Bytes of exchange and gradients at the owner of a piece.
+      everywhere: Seconds of every device, besides.
+      everywhere_buffers: Bytes of every device, besides.
+    """
+
+    table: str
+    kind: Kind
+    columns: int
+    row_parts: int
+    stack: StackKey
+    rows: int
+    row_bytes: int
+    shard: Seconds
+    shard_buffers: int
+    everywhere: Seconds
+    everywhere_buffers: int
+
+    @property
+    def shards(self) -> int:
+        """Number of pieces with an owner; a data-parallel table has none."""
+        return 0 if self.kind == "data_parallel" else self.columns * self.row_parts
+
+    @property
+    def label(self) -> str:
+        """For reports: "column_wise x4"."""
+        return self.kind if self.columns == 1 else f"{self.kind} x{self.columns}"
+
+    def work_s(self, devices: int) -> float:
+        """Seconds of all devices together."""
+        return self.shards * self.shard.total + devices * self.everywhere.total
+
+
+def work(table: TableConfig, statistics: TableStatistics, batch_size: int) -> Work:
+    """The work of a table in a step of `batch_size` examples over all devices.
+
+    Raises:
+      UserError: statistics for other features than the table's, or an optimizer whose state is not known.
+    """
+    if len(statistics.pooling_factors) != len(table.features):
+        raise UserError(
+            f"TableStatistics {statistics.table!r}: pooling_factors must have one number for each feature "
+            f"({', '.join(table.features)}); got {statistics.pooling_factors}. Give them in this order."
+        )
+    if type(table.optimizer).__name__ not in STATE_NUMBERS:
+        raise UserError(
+            f"Table {table.name!r}: how much state {type(table.optimizer).__name__} keeps is not known to the planner; "
+            f"it knows {', '.join(STATE_NUMBERS)}. Add it to estimators.STATE_NUMBERS."
+        )
+    occurrences = batch_size * statistics.ids_per_example
+    return Work(
+        table=table,
+        itemsize=_itemsize(table.dtype),
+        occurrences=occurrences,
+        vectors=occurrences if table.pooling == "none" else float(batch_size * len(table.features)),
+        distinct=statistics.popularity.distinct_rows(occurrences, table.rows),
+    )
+
+
+def estimate(
+    asked: Work, topology: Topology, *, kind: Kind, columns: int = 1, row_parts: int = 1, capacity_factor: float = 2.0
+) -> Option:
+    """Costs of one way of sharding.
+
+    Args:
+      asked: The work.
+      topology: The machine.
+      kind: As in `TablePlan`.
+      columns: Column slices; divides the width of the table.
+      row_parts: Devices over which the rows of a slice are dealt.
+      capacity_factor: Room of an exchange as a multiple of what it carries (`Exchange.capacity_factor`).
+    """
+    width = asked.table.dim // columns
+    rows = -(-asked.table.rows // row_parts)
+    owned = kind != "data_parallel"
+    return Option(
+        table=asked.table.name,
+        kind=kind,
+        columns=columns,
+        row_parts=row_parts,
+        stack=(width, asked.table.dtype, asked.table.optimizer),
+        rows=rows,
+        row_bytes=width * asked.itemsize + asked.state_bytes(width),
+        shard=_shard_seconds(asked, topology, kind, width, row_parts) if owned else Seconds(),
+        shard_buffers=_shard_buffers(asked, kind, width, row_parts, capacity_factor) if owned else 0,
+        everywhere=_everywhere_seconds(asked, topology, kind),
+        everywhere_buffers=_everywhere_buffers(asked, topology, kind, capacity_factor),
+    )
+
+
+def dealt_by_rows(kind: Kind) -> bool:
+    """Whether the rows of a slice lie on several devices, so that rows travel and not pooled vectors."""
+    return kind in ("row_wise", "table_row_wise", "grid")
+
+
+def _travelling(asked: Work, kind: Kind, row_parts: int) -> tuple[float, int]:
+    """T, and the bytes of a number on the way back."""
+    if dealt_by_rows(kind):
+        return asked.occurrences / row_parts, asked.itemsize
+    return asked.vectors, asked.wide_itemsize
+
+
+def _update_s(asked: Work, topology: Topology, width: int, row_parts: int) -> float:
+    ids, wide = asked.occurrences / row_parts, asked.wide_itemsize
+    row = topology.fetched_bytes(width * asked.itemsize) + asked.state_bytes(width)
+    moved = (wide * width + SORT_BYTES) * ids + 2 * row * asked.distinct / row_parts
+    return moved / topology.memory_bandwidth + topology.occurrence_s * ids
+
+
+def _shard_seconds(asked: Work, topology: Topology, kind: Kind, width: int, row_parts: int) -> Seconds:
+    ids, wide = asked.occurrences / row_parts, asked.wide_itemsize
+    vectors, number = _travelling(asked, kind, row_parts)
+    read = (ID_BYTES + topology.fetched_bytes(width * asked.itemsize)) * ids
+    return Seconds(
+        forward_compute=(read + wide * width * vectors) / topology.memory_bandwidth + topology.occurrence_s * ids,
+        forward_comm=(ID_BYTES * ids + number * width * vectors) * topology.exchange_s_per_byte,
+        backward_compute=_update_s(asked, topology, width, row_parts),
+        backward_comm=wide * width * vectors * topology.exchange_s_per_byte,
+    )
+
+
+def _everywhere_seconds(asked: Work, topology: Topology, kind: Kind) -> Seconds:
+    n, dim, wide = topology.devices, asked.table.dim, asked.wide_itemsize
+    ids, vectors = asked.occurrences / n, asked.vectors / n
+    if kind == "data_parallel":
+        read = (ID_BYTES + topology.fetched_bytes(dim * asked.itemsize)) * ids + wide * dim * vectors
+        return Seconds(
+            forward_compute=read / topology.memory_bandwidth + topology.occurrence_s * ids,
+            backward_comm=(ID_BYTES + wide * dim) * asked.occurrences * topology.gather_s_per_byte,
+            backward_compute=_update_s(asked, topology, dim, 1),
+        )
+    if dealt_by_rows(kind) and asked.table.pooling != "none":
+        return Seconds(
+            forward_compute=(asked.itemsize * dim * ids + wide * dim * vectors) / topology.memory_bandwidth,
+            backward_compute=wide * dim * (vectors + ids) / topology.memory_bandwidth,
+        )
+    return Seconds()
+
+
+def _shard_buffers(asked: Work, kind: Kind, width: int, row_parts: int, capacity_factor: float) -> int:
+    """Ids, vectors and their gradients in the slots of the exchange, and the gradients in row order."""
+    ids, wide = asked.occurrences / row_parts, asked.wide_itemsize
+    vectors, number = _travelling(asked, kind, row_parts)
+    slots = ID_BYTES * ids + (number + wide) * width * vectors
+    return math.ceil(capacity_factor * slots + wide * width * ids)
+
+
+def _everywhere_buffers(asked: Work, topology: Topology, kind: Kind, capacity_factor: float) -> int:
+    """What a reader holds: its vectors and their gradients; by kind also rows on the way, or all gathered gradients."""
+    dim, wide = asked.table.dim, asked.wide_itemsize
+    held = 2 * wide * dim * asked.vectors / topology.devices
+    if kind == "data_parallel":
+        held += (ID_BYTES + 2 * wide * dim) * asked.occurrences  # gathered, and once more in row order
+    elif dealt_by_rows(kind):
+        held += capacity_factor * (asked.itemsize + wide) * dim * asked.occurrences / topology.devices
+    return math.ceil(held)
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes of a number; numpy alone does not know bfloat16 and the float8 family."""
+    if dtype.startswith("float8"):
+        return 1
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
