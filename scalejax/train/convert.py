@@ -3,7 +3,7 @@
 import queue
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -18,12 +18,15 @@ from scalejax.parallel.embedding.jagged import DeviceBatch, KeyedJagged
 from scalejax.train.program import Program
 
 
-def to_device(batch: Batch | DedupBatch, program: Program) -> DeviceBatch:
+def to_device(
+    batch: Batch | DedupBatch, program: Program, purpose: Literal["training", "scoring"] = "training"
+) -> DeviceBatch:
     """Places this process's slice of a global batch on its devices.
 
     Args:
       batch: The slice: global batch size / number of processes examples.
       program: Gives mesh and layout.
+      purpose: For training the host sorts ids by row where that pays.
 
     Raises:
       UserError: an id out of range, or more ids than a capacity has room for.
@@ -32,6 +35,8 @@ def to_device(batch: Batch | DedupBatch, program: Program) -> DeviceBatch:
     processes = len({device.process_index for device in mesh.devices.flat})
     shards = mesh.size // processes
     packed, layout = _packed(batch, program, shards)
+    if purpose == "training":
+        packed = program.collection.with_plans(packed, layout)
     everywhere = NamedSharding(mesh, P(meshes.AXES))
     rows = program.batch_sharding()
     size = len(batch) * processes
@@ -50,6 +55,7 @@ def to_device(batch: Batch | DedupBatch, program: Program) -> DeviceBatch:
             inverse=None
             if packed.inverse is None
             else place(packed.inverse, everywhere, (mesh.size, *packed.inverse.shape[1:])),
+            plans=None if packed.plans is None else jax.device_put(packed.plans, program.replicated),
         ),
         dense=place(batch.dense, rows, (size, *batch.dense.shape[1:])),
         labels=place(batch.labels, rows, (size, *batch.labels.shape[1:])),
@@ -80,10 +86,19 @@ class Prefetch:
     An exception of the thread (a bad id, a corrupt file) is raised by `__next__` at the batch where it happened.
     """
 
-    def __init__(self, batches: Iterator[Batch], program: Program, *, depth: int = 2) -> None:
+    def __init__(
+        self,
+        batches: Iterator[Batch],
+        program: Program,
+        *,
+        depth: int = 2,
+        purpose: Literal["training", "scoring"] = "training",
+    ) -> None:
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._fill, args=(batches, program), name="prefetch", daemon=True)
+        self._thread = threading.Thread(
+            target=self._fill, args=(batches, program, purpose), name="prefetch", daemon=True
+        )
         self._thread.start()
 
     def __enter__(self) -> "Prefetch":
@@ -107,12 +122,12 @@ class Prefetch:
             raise item
         return item
 
-    def _fill(self, batches: Iterator[Batch], program: Program) -> None:
+    def _fill(self, batches: Iterator[Batch], program: Program, purpose: Literal["training", "scoring"]) -> None:
         try:
             for batch in batches:
                 if self._stop.is_set():
                     return
-                self._ready.put((batch, to_device(batch, program)))
+                self._ready.put((batch, to_device(batch, program, purpose)))
             self._ready.put(StopIteration())
         except BaseException as error:  # handed over to the consumer, which raises it
             self._ready.put(error)

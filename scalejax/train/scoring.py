@@ -52,7 +52,7 @@ def score(program: Program, state: TrainState, batches: Iterator[Batch]) -> Scor
     """
     logits: list[jax.Array] = []
     slices: list[Batch] = []
-    with Prefetch(batches, program) as prefetched:
+    with Prefetch(batches, program, purpose="scoring") as prefetched:
         for host, device in prefetched:
             out = program.eval_step(state, device)
             out.copy_to_host_async()

@@ -27,7 +27,7 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
-from scalejax.parallel.embedding import host_check, initial, stored
+from scalejax.parallel.embedding import host_check, host_plan, initial, stored
 from scalejax.parallel.embedding.config import GRANULE_COLUMNS, TableConfig
 from scalejax.parallel.embedding.exchange import Route, bucket_capacity, fetch, route
 from scalejax.parallel.embedding.jagged import (
@@ -69,7 +69,8 @@ class Routing:
     Attributes:
       features: The ids that were looked up.
       routes: Per stack, where its occurrences went.
-      plans: Per stack, which occurrences belong to which row; stacks without one plan when they are updated.
+      plans: Per stack, which occurrences belong to which row, for all tables or (from the host) for every group of
+        alike ones; stacks without one plan when they are updated.
       faults: int32[M, 2], bad ids and ids without room of this lookup, per device.
       plain: For features in groups whose gradients add up in fixed point: the routing without groups, by which they are
         updated. (Fixed point needs every occurrence by itself: sums over the examples of a distinct row are rounded.)
@@ -77,7 +78,7 @@ class Routing:
 
     features: KeyedJagged
     routes: dict[str, Route]
-    plans: dict[str, RowPlan]
+    plans: dict[str, RowPlan | tuple[RowPlan, ...]]
     faults: jax.Array
     plain: "Routing | None"
 
@@ -338,8 +339,9 @@ class EmbeddingCollection:
             return routes, plans, faults[None]
 
         all_axes = P(self.axes)
-        routes, plans, faults = self._everywhere(local, in_specs=all_axes, out_specs=all_axes)(features)
-        return Routing(features, routes, plans, faults, None)
+        ids = dataclasses.replace(features, plans=None)
+        routes, plans, faults = self._everywhere(local, in_specs=all_axes, out_specs=all_axes)(ids)
+        return Routing(ids, routes, plans | (features.plans or {}), faults, None)
 
     def fetch(self, state: State, routing: Routing) -> dict[str, jax.Array]:
         """Rows of all features, from where their ids went.
@@ -419,12 +421,13 @@ class EmbeddingCollection:
                 ]
                 if stack.update == "psum":
                     new[stack.name] = update_dense(stack, looks, leaves, way, own, shard, inputs, self.axes)
-                elif stack.name in plans:
+                elif self._plans_ahead(stack):
                     new[stack.name] = update_stack(
                         stack, looks, leaves, way, plans[stack.name], own, shard, inputs, self._axes_of(stack)
                     )
                 else:
-                    new[stack.name] = update_stack_one_by_one(stack, looks, leaves, way, own, shard, inputs)
+                    made = plans.get(stack.name)
+                    new[stack.name] = update_stack_one_by_one(stack, looks, leaves, way, own, shard, inputs, made)
             return new
 
         all_axes = P(self.axes)
@@ -571,9 +574,21 @@ class EmbeddingCollection:
         return {stack.name: lookups(stack, features.layout) for stack in self.stacks}
 
     def _plans_ahead(self, stack: Stack) -> bool:
-        """Whether occurrences are sorted by row with the exchange of ids: not where tables are updated one by one, on
-        the only device, a CPU, nor where gradients are dense."""
-        return stack.update != "psum" and not (self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu")
+        """Whether occurrences are sorted by row with the exchange of ids: not where tables are updated one by one, nor
+        where gradients are dense."""
+        return stack.update != "psum" and not self.plans_on_host
+
+    @property
+    def plans_on_host(self) -> bool:
+        """Whether tables are updated one by one, on the only device, a CPU; the host can then sort ids by row."""
+        return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
+
+    def with_plans(self, packed: Packed, layout: tuple[FeatureLayout, ...]) -> Packed:
+        """The device form with row plans where the host makes them; for batches that rows will be updated by."""
+        if not self.plans_on_host or (packed.inverse is not None and self.accumulate == "exact"):
+            return packed
+        stacks = tuple(stack for stack in self.stacks if stack.update != "psum")
+        return dataclasses.replace(packed, plans=host_plan.plans(stacks, packed, layout))
 
     def _table_specs(self) -> dict[str, P]:
         return {stack.name: self._spec(stack) for stack in self.stacks}

@@ -81,6 +81,7 @@ class KeyedJagged:
       weights: float32[S, C], one per id, or None.
       inverse: int32[S, G, B / S], bag of every example for each of G groups, or None.
       layout: Per feature, static.
+      plans: Which occurrences belong to which row, by stack, where the host has found out; see `host_plan`.
     """
 
     values: jax.Array
@@ -88,6 +89,7 @@ class KeyedJagged:
     weights: jax.Array | None
     layout: tuple[FeatureLayout, ...] = dataclasses.field(metadata={"static": True})
     inverse: jax.Array | None = None
+    plans: dict[str, tuple[ops.RowPlan, ...]] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -116,6 +118,7 @@ class Packed:
     lengths: np.ndarray
     weights: np.ndarray | None
     inverse: np.ndarray | None = None
+    plans: dict[str, tuple[ops.RowPlan, ...]] | None = None
 
 
 def pack(features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> Packed:

@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import jax.numpy as jnp
+import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import GRANULE_COLUMNS, RowwiseAdagrad, TableConfig, row_state_bytes
@@ -188,7 +188,9 @@ def place(
 
 def row_bytes(table: TableConfig) -> int:
     """Bytes of one row and its optimizer state."""
-    return table.dim * jnp.dtype(table.dtype).itemsize + row_state_bytes(table.optimizer, table.dim)
+    # Without jax NumPy knows no bfloat16, and planning needs no jax.
+    size = 2 if table.dtype == "bfloat16" else np.dtype(table.dtype).itemsize
+    return table.dim * size + row_state_bytes(table.optimizer, table.dim)
 
 
 _EVERYWHERE = ("row_wise", "data_parallel")

@@ -139,27 +139,32 @@ def update_stack_one_by_one(
     grads: Sequence[jax.Array],
     shard: Shard,
     inputs: StepInputs,
+    plans: tuple[ops.RowPlan, ...] | None = None,
 ) -> Leaves:
-    """`update_stack` as a scan over tables of about the same size. One device only."""
+    """`update_stack` as a scan over tables of about the same size. One device only.
+
+    `plans` are from the host, for each group of `alike`, with rows counted within their table; None = they are made.
+    """
     assert stack.devices == 1
     names = tuple(stack.leaves)
     slots = [unpool(shard, look, grad, inputs.zero) for look, grad in zip(found, grads, strict=True)]
     arrays = tuple(leaves[name] for name in names)
-    for members in _alike(stack, found):
+    for number, members in enumerate(alike(stack, found)):
         bound = max(member.local_rows for member in members)
         parts = [_occurrences(member, found, way, slots) for member in members]
         capacity = min(bound, parts[0][0].shape[0])
 
         def one(
             arrays: tuple[jax.Array, ...],
-            table: tuple[jax.Array, jax.Array, jax.Array],
+            table: tuple[jax.Array, jax.Array, jax.Array, ops.RowPlan | None],
             bound: int = bound,
             capacity: int = capacity,
         ) -> tuple[tuple[jax.Array, ...], None]:
-            offset, rows, grads = table
-            # Relative to the table: short keys sort faster. Occurrences without a row lie beyond every table.
-            rows = jnp.where(rows < stack.local_rows, rows - offset, bound)
-            plan = ops.plan_rows(rows, num_rows=bound, capacity=capacity)
+            offset, rows, grads, plan = table
+            if plan is None:
+                # Relative to the table: short keys sort faster. Occurrences without a row lie beyond every table.
+                rows = jnp.where(rows < stack.local_rows, rows - offset, bound)
+                plan = ops.plan_rows(rows, num_rows=bound, capacity=capacity)
             sums = ops.sum_by_row(grads, plan, summation=inputs.summation)
             fillers = stack.local_rows + (plan.rows - bound)
             plan = ops.RowPlan(plan.order, plan.slots, jnp.where(plan.rows < bound, plan.rows + offset, fillers))
@@ -167,7 +172,8 @@ def update_stack_one_by_one(
             return tuple(new[name] for name in names), None
 
         offsets = jnp.asarray([member.offsets[0] for member in members], jnp.int32)
-        tables = (offsets, jnp.stack([rows for rows, _ in parts]), jnp.stack([grads for _, grads in parts]))
+        rows, own = (jnp.stack([part[i] for part in parts]) for i in (0, 1))
+        tables = (offsets, rows, own, None if plans is None else plans[number])
         arrays, _ = lax.scan(one, arrays, tables)
     return dict(zip(names, arrays, strict=True))
 
@@ -279,7 +285,7 @@ def _by_feature(found: tuple[Lookup, ...]) -> list[list[Lookup]]:
     return [sorted(group, key=lambda look: look.member.start) for group in groups.values()]
 
 
-def _alike(stack: Stack, found: tuple[Lookup, ...]) -> list[list[Member]]:
+def alike(stack: Stack, found: tuple[Lookup, ...]) -> list[list[Member]]:
     """Tables with the same number of slots and, to a factor of two, of rows that a batch can touch."""
     groups: dict[tuple[int, int], list[Member]] = {}
     for member in stack.members:

@@ -1,0 +1,55 @@
+"""Row plans made on the host, as part of a batch: sorting ids by row needs nothing but the ids.
+
+Only where one device, a CPU, holds all tables: there XLA sorts several times slower than NumPy, and the input thread
+has the time. Where ids are exchanged they are sorted by the device that they arrive at, in the step before.
+"""
+
+import numpy as np
+
+from scalejax.kernels.embedding_bag import RowPlan
+from scalejax.kernels.embedding_bag.host_plan import plan_tables_host
+from scalejax.parallel.embedding.jagged import FeatureLayout, Packed
+from scalejax.parallel.embedding.occurrences import Lookup, lookups
+from scalejax.parallel.embedding.stacks import Member, Stack
+from scalejax.parallel.embedding.update import alike
+
+
+def plans(stacks: tuple[Stack, ...], packed: Packed, layout: tuple[FeatureLayout, ...]) -> dict[str, tuple[RowPlan, ...]]:
+    """{stack: a plan for every group of `update.alike`}: order and slots int32[T, N], rows int32[T, U], in NumPy.
+
+    Args:
+      stacks: On one device.
+      packed: One shard, with ids in range.
+      layout: Its features.
+    """
+    found = {stack.name: lookups(stack, layout) for stack in stacks}
+    return {stack.name: tuple(_plans(stack, packed, found[stack.name])) for stack in stacks}
+
+
+def _plans(stack: Stack, packed: Packed, found: tuple[Lookup, ...]) -> list[RowPlan]:
+    made = []
+    for members in alike(stack, found):
+        bound = max(member.local_rows for member in members)
+        rows = np.stack([_rows(member, packed, found, bound) for member in members])
+        made.append(plan_tables_host(rows, bound, min(bound, rows.shape[1])))
+    return made
+
+
+def _rows(member: Member, packed: Packed, found: tuple[Lookup, ...], nowhere: int) -> np.ndarray:
+    """Row of every occurrence of one table, in summation order; `nowhere` for unused slots."""
+    looks = [look for look in found if look.member is member]
+    rows, bags = [], []
+    for look in looks:
+        feature = look.feature
+        ids = packed.values[0, look.start : look.start + feature.capacity]
+        counts = packed.lengths[0, look.first_bag : look.first_bag + feature.bags]
+        used = int(counts.sum())
+        rows.append(ids if used == ids.size else np.where(np.arange(ids.size) < used, ids, nowhere))
+        if len(looks) > 1:
+            of = np.full(ids.size, feature.bags)
+            of[:used] = np.repeat(np.arange(feature.bags), counts)
+            bags.append(of)
+    joined = np.concatenate(rows)
+    if len(looks) == 1 or len({look.feature.group for look in looks}) > 1:
+        return joined
+    return joined[np.argsort(np.concatenate(bags), kind="stable")]
