@@ -4,7 +4,8 @@
 #     benchmarks/gpu_all.sh [OUTPUT_FOLDER]        # default: gpu_results
 #
 # What does not fit the time is left out and named at the end; what fails does not stop the rest. Peers run on a CPU
-# only, so scalejax is timed alone here. Each JSON file becomes a table with benchmarks/tabulate.py.
+# only, so scalejax is timed alone here. Each JSON file becomes a table with benchmarks/tabulate.py; the embedding
+# kernels are compared with XLA and with a copy, line by line, in embedding_kernels.jsonl.
 set -uo pipefail
 
 cd "$(dirname "$0")/.."
@@ -16,18 +17,22 @@ export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$out/compile_cache
 install -d -m 0700 "$JAX_COMPILATION_CACHE_DIR" # whoever can write a compile cache can run code in this process
 failed=() skipped=()
 
-step() { # NAME MOST_SECONDS ARGUMENTS...: one command of scalejax, its output in OUTPUT_FOLDER/NAME.log
+run() { # NAME MOST_SECONDS ARGUMENTS...: one run of Python, its output in OUTPUT_FOLDER/NAME.log
     local name=$1 most=$2 left=$((deadline - SECONDS))
     shift 2
     if ((left < 20)); then
         skipped+=("$name")
         return
     fi
-    echo "== $name: scalejax $*"
+    echo "== $name: python $*"
     PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" timeout --kill-after=5 $((most < left ? most : left)) \
-        "$python" -m scalejax "$@" 2>&1 | tee "$out/$name.log"
+        "$python" "$@" 2>&1 | tee "$out/$name.log"
     local status=${PIPESTATUS[0]}
     if ((status != 0)); then failed+=("$name (exit $status)"); fi
+}
+
+step() { # NAME MOST_SECONDS ARGUMENTS...: one command of scalejax
+    run "$1" "$2" -m scalejax "${@:3}"
 }
 
 "$python" - <<'CHECK' || exit 2
@@ -41,6 +46,7 @@ sys.exit(0 if device.platform == "gpu" else "gpu_all.sh: jax sees no GPU here")
 CHECK
 
 step doctor 60 doctor
+run embedding_kernels 240 benchmarks/gpu_embedding.py --seconds 210 --json "$out/embedding_kernels.jsonl"
 step wukong_main_job 180 train wukong --workdir "$out/wukong" --resume never
 step wukong_step 180 bench wukong_step --json "$out/wukong_step.json"
 step dlrm_step 150 bench dlrm_step --json "$out/dlrm_step.json"
