@@ -138,9 +138,7 @@ def differences(interpret: bool, dims: tuple[int, ...], names: tuple[str, ...]) 
                     lambda i, t=table, c=case: ops.gather_rows(t, jnp.asarray(c.ids), **options(i)),
                 )
             rows = np.where(case.ids < 0, case.num_rows, case.ids)
-            plan = jax.tree.map(
-                jnp.asarray, ops.plan_rows_host(rows, case.num_rows, min(len(rows), case.num_rows))
-            )
+            plan = jax.tree.map(jnp.asarray, ops.plan_rows_host(rows, case.num_rows, min(len(rows), case.num_rows)))
             grads = jnp.asarray(np.random.default_rng(dim).normal(size=(len(rows), dim)), jnp.float32)
             arrays = (jnp.asarray(case.table(dim)), jnp.full(case.num_rows, 0.1))
             compare(f"sums, {name}, {dim}", lambda i, g=grads, p=plan: ops.sum_by_row(g, p, **options(i)))
