@@ -156,7 +156,7 @@ def update_stack_one_by_one(
 
         def one(
             arrays: tuple[jax.Array, ...],
-            table: tuple[jax.Array, jax.Array, jax.Array, ops.RowPlan | None],
+            table: tuple[jax.Array | int, jax.Array, jax.Array, ops.RowPlan | None],
             bound: int = bound,
             capacity: int = capacity,
         ) -> tuple[tuple[jax.Array, ...], None]:
@@ -171,11 +171,21 @@ def update_stack_one_by_one(
             new = _write(stack, dict(zip(names, arrays, strict=True)), plan, sums, None, inputs, 0)
             return tuple(new[name] for name in names), None
 
+        given = None if plans is None else plans[number]
+        if len(members) <= _WRITTEN_OUT:
+            # A scan would first copy all gradients into one array, as much memory traffic as the update itself.
+            for index, (member, (rows, own)) in enumerate(zip(members, parts, strict=True)):
+                plan = None if given is None else jax.tree.map(lambda x, i=index: x[i], given)
+                arrays, _ = one(arrays, (member.offsets[0], rows, own, plan))
+            continue
         offsets = jnp.asarray([member.offsets[0] for member in members], jnp.int32)
         rows, own = (jnp.stack([part[i] for part in parts]) for i in (0, 1))
-        tables = (offsets, rows, own, None if plans is None else plans[number])
-        arrays, _ = lax.scan(one, arrays, tables)
+        arrays, _ = lax.scan(one, arrays, (offsets, rows, own, given))
     return dict(zip(names, arrays, strict=True))
+
+
+_WRITTEN_OUT = 64
+"""Most alike tables whose updates are written out one after the other; more would take long to compile."""
 
 
 def update_dense(
