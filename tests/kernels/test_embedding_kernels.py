@@ -123,6 +123,14 @@ def test_gathered_rows_are_the_rows(implementation, interpret, name):
     np.testing.assert_array_equal(made, np.where(is_row[:, None], table[np.where(is_row, case.ids, 0)], 0))
 
 
+@pytest.mark.parametrize(("implementation", "interpret"), [("xla", False), *BACKENDS])
+def test_ids_of_64_bits_do_not_wrap_into_rows(implementation, interpret, x64):
+    ids = jnp.asarray([2, 2**32 + 1, -(2**32) + 1, 3], jnp.int64)
+    table = jnp.ones((4, 128), jnp.float32)
+    rows = jax.jit(lambda t, i: ops.gather_rows(t, i, implementation=implementation, interpret=interpret))(table, ids)
+    np.testing.assert_array_equal(rows[:, 0], [1, 0, 0, 1])
+
+
 @pytest.mark.parametrize(("implementation", "interpret"), [*BACKENDS, SIMULATED[0]])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_gradients_equal_those_of_the_reference(implementation, interpret, pooling):
