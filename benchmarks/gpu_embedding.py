@@ -16,12 +16,13 @@ What does not fit --seconds is named by a line with "skipped".
 """
 
 import argparse
+import functools
 import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +31,11 @@ from jax import lax
 
 from scalejax.bench import machine
 from scalejax.kernels import embedding_bag as ops
+from scalejax.kernels.embedding_bag.api import Implementation
 from scalejax.kernels.embedding_bag.cases import CASES
 
-KERNELS = ("pallas_gpu", "xla")
+KERNELS: tuple[Implementation, ...] = ("pallas_gpu", "xla")
+POOLINGS: tuple[Literal["sum", "mean"], ...] = ("sum", "mean")
 
 
 class Report:
@@ -83,11 +86,17 @@ def timed(call: Callable[[], Any], *, turns: int = 9, turn_s: float = 0.05) -> f
     found = []
     for _ in range(turns):
         begun = time.perf_counter()
+        out = None
         for _ in range(repeats):
-            out = call()
+            out = call()  # one output lives at a time: they are gigabytes
         jax.block_until_ready(out)
         found.append((time.perf_counter() - begun) / repeats)
     return statistics.median(found)
+
+
+def how(implementation: Implementation, interpret: bool) -> dict[str, Any]:
+    """Options of the operations; XLA needs no interpreter."""
+    return {"implementation": implementation, "interpret": interpret and implementation == "pallas_gpu"}
 
 
 def rowwise_adagrad(rate: float) -> Callable[..., Any]:
@@ -108,7 +117,7 @@ def differences(interpret: bool, dims: tuple[int, ...], names: tuple[str, ...]) 
     """Largest difference from XLA of every kernel, relative to the largest number of XLA's result."""
     found: dict[str, float] = {}
 
-    def compare(name: str, make: Callable[[str], Any]) -> None:
+    def compare(name: str, make: Callable[[Implementation], Any]) -> None:
         ours, theirs = (jax.tree.leaves(jax.jit(lambda i=i: make(i))()) for i in KERNELS)
         worst = 0.0
         for a, b in zip(ours, theirs, strict=True):
@@ -118,15 +127,15 @@ def differences(interpret: bool, dims: tuple[int, ...], names: tuple[str, ...]) 
                 worst = float("inf")
         found[name] = worst
 
-    def options(implementation: str) -> dict[str, Any]:
-        return {"implementation": implementation, "interpret": interpret if implementation == "pallas_gpu" else False}
+    def options(implementation: Implementation) -> dict[str, Any]:
+        return how(implementation, interpret)
 
     for name in names:
         case = CASES[name]
         for dim in dims:
             for dtype in (jnp.float32, jnp.bfloat16):
                 table = jnp.asarray(case.table(dim), dtype)
-                for pooling, weights in (("sum", case.weights()), ("mean", None)):
+                for pooling, weights in zip(POOLINGS, (jnp.asarray(case.weights()), None), strict=True):
                     compare(
                         f"bag, {name}, {dim}, {table.dtype}, {pooling}",
                         lambda i, t=table, c=case, w=weights, p=pooling: ops.embedding_bag(
@@ -208,12 +217,7 @@ def lookups(report: Report, table: jax.Array, count: int, *, smoke: bool) -> Non
             bags = count // length
             lengths = jnp.full(bags, length, jnp.int32)
             for implementation in KERNELS:
-                interpret = smoke and implementation == "pallas_gpu"
-                look = jax.jit(
-                    lambda t, i, n, m=implementation, p=interpret: ops.embedding_bag(
-                        t, i, n, implementation=m, interpret=p
-                    )
-                )
+                look = jax.jit(functools.partial(ops.embedding_bag, **how(implementation, smoke)))
                 report.timing(
                     case, implementation, timed(lambda f=look, i=ids, n=lengths: f(table, i, n)),
                     count * (4 + 4 * dim) + bags * (4 + 4 * dim), "N * (4 + 4 * D) + B * (4 + 4 * D)",
@@ -240,27 +244,22 @@ def updates(report: Report, table: jax.Array, count: int, *, smoke: bool) -> jax
                 case = f"forward and update{planned}, {num_rows:.0e} x {dim}, {kind} ids"
                 if not report.has_time_for(case, 20):
                     continue
-                interpret = smoke and implementation == "pallas_gpu"
+                options = how(implementation, smoke)
 
-                def step(arrays, ids, lengths, plan, grads, m=implementation, p=interpret, on_device=bool(planned)):
-                    pooled = ops.embedding_bag(arrays[0], ids, lengths, implementation=m, interpret=p)
+                def step(arrays, ids, plan, grads, options=options, on_device=bool(planned)):
+                    pooled = ops.embedding_bag(arrays[0], ids, lengths, **options)
                     if on_device:
                         plan = ops.plan_rows(ids, num_rows=num_rows, capacity=count)
-                    after = ops.sum_and_update_rows(
-                        arrays, plan, grads, rowwise_adagrad(0.01), implementation=m, interpret=p
-                    )
-                    return after, pooled
+                    return ops.sum_and_update_rows(arrays, plan, grads, rowwise_adagrad(0.01), **options), pooled
 
-                compiled = jax.jit(step, donate_argnums=0)
-                state = [arrays]
+                compiled, state = jax.jit(step, donate_argnums=0), [arrays]
 
                 def call(f=compiled, state=state, ids=ids, plan=plan):
-                    state[0], pooled = f(state[0], ids, lengths, plan, grads)
+                    state[0], pooled = f(state[0], ids, plan, grads)
                     return pooled
 
-                arrays = None  # the program takes the only reference
-                seconds = timed(lambda call=call, state=state: (call(), state[0][1])[0])
-                arrays = jax.block_until_ready(state[0])
+                seconds = timed(call)
+                arrays = state[0]
                 goal = {"four of each": 0.6, "uniform": 0.45}.get(kind)
                 report.timing(
                     case, implementation, seconds, moved, formula,
@@ -283,7 +282,7 @@ def small_tables(report: Report, *, smoke: bool) -> None:
     moved += sum(len(np.unique(row)) for row in ids) * (8 * dim + 12)
     formula = "N * (4 + 8 * D) + N * (4 * D + 8) + U * (8 * D + 12) over all tables"
     for implementation in KERNELS:
-        options = {"implementation": implementation, "interpret": smoke and implementation == "pallas_gpu"}
+        options = how(implementation, smoke)
         if not report.has_time_for(f"{tables} small tables", 60):
             continue
 

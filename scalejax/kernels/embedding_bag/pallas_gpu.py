@@ -93,7 +93,7 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, interpret: bool = False) ->
         ),
         interpret=interpret,
         name="embedding_gather_rows",
-    )(ids.astype(jnp.int32), table)
+    )(_as_int32(ids, num_rows), table)
 
 
 def embedding_bag(
@@ -129,7 +129,7 @@ def embedding_bag(
         return jnp.zeros((bags, table.shape[1]), jnp.float32)
     ends = jnp.minimum(jnp.cumsum(lengths), count).astype(jnp.int32)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
-    segments = _Segments(table, ids.astype(jnp.int32), starts, ends - starts)
+    segments = _Segments(table, _as_int32(ids, table.shape[0]), starts, ends - starts)
     return _sum(segments, weights=weights, pooling=pooling, interpret=interpret, name="embedding_bag")
 
 
@@ -216,6 +216,11 @@ def update_rows(
     places = lax.iota(jnp.int32, sums.shape[0])
     segments = _Segments(sums, None, places, jnp.ones_like(places))
     return _update(arrays, distinct, segments, None, step, interpret=interpret)
+
+
+def _as_int32(ids: jax.Array, num_rows: int) -> jax.Array:
+    """Ids that the kernel compares with the number of rows; wider ones that are no row must not wrap into one."""
+    return ids if ids.dtype == jnp.int32 else jnp.where((ids >= 0) & (ids < num_rows), ids, -1).astype(jnp.int32)
 
 
 def _by_slot(grads: jax.Array, order: jax.Array, slots: jax.Array, capacity: int) -> _Segments:

@@ -23,8 +23,8 @@ from scalejax.kernels.embedding_bag import packing
 
 
 def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
-    # Negative indices would count from the end.
-    ids = jnp.where(ids < 0, table.shape[0], ids)
+    # Negative indices would count from the end, and 64-bit ones wrap into rows.
+    ids = jnp.where((ids < 0) | (ids > table.shape[0]), table.shape[0], ids)
     return table.at[ids].get(mode="fill", fill_value=0)
 
 
