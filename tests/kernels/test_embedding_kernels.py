@@ -333,7 +333,7 @@ def test_steps_of_the_embedding_engine_run_inside_kernels(implementation):
 
     @functools.partial(jax.jit, static_argnums=(3, 4))
     def update(arrays, grads, count, implementation, interpret):
-        step = optimizers.step(optimizer, jnp.float32(1), rounding.runtime_zero(count))
+        step = optimizers.step(optimizer, jnp.float32(1), jnp.int32(0), rounding.runtime_zero(count))
         return ops.update_rows(
             arrays, plan, ops.sum_by_row(grads, plan), step, implementation=implementation, interpret=interpret
         )
