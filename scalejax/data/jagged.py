@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -119,6 +120,28 @@ class KeyedJagged:
                 raise ValueError("KeyedJagged.from_lists: weights must mirror the ids, list for list.")
             flat = np.array([w for name in rows for ws in weights[name] for w in ws], np.float32)
         return cls(tuple(rows), values, lengths.reshape(len(rows), examples), flat)
+
+    @classmethod
+    def from_torchrec(cls, features: Any) -> "KeyedJagged":
+        """From a torchrec `KeyedJaggedTensor` on the CPU, whose values are in the same order.
+
+        Raises:
+          UserError: its features have batches of different sizes.
+        """
+        keys = tuple(features.keys())
+        lengths = np.asarray(features.lengths()).astype(np.int32)
+        if not keys or lengths.size % len(keys) or getattr(features, "variable_stride_per_key", lambda: False)():
+            raise UserError(
+                f"KeyedJagged.from_torchrec: every feature must have as many examples; got {lengths.size} lengths of "
+                f"{len(keys)} features. Expand features of variable stride first."
+            )
+        weights = features.weights_or_none()
+        return cls(
+            keys,
+            np.asarray(features.values()),
+            lengths.reshape(len(keys), -1),
+            None if weights is None else np.asarray(weights).astype(np.float32),
+        )
 
     @property
     def num_examples(self) -> int:
