@@ -76,6 +76,11 @@ class CriteoMultiHotData:
           UserError: a day is missing, a file is damaged or not of this schema.
         """
         schema = self.schema()
+        if not pathlib.Path(self.path).is_dir():
+            raise UserError(
+                f"{self.path}: is not a folder; wanted the folder of day_0.parquet to day_{self.days - 1}.parquet. Set "
+                "data.path."
+            )
         files = converted_days(self.path, self.days)
         if files is None:
             raise UserError(
