@@ -132,7 +132,7 @@ def test_one_device_equals_numpy_in_double_precision(name):
             np.testing.assert_array_equal(value[untouched], before[table.name][leaf][untouched])
 
 
-@pytest.mark.parametrize("kind", ["column_wise", "grid"])
+@pytest.mark.parametrize("kind", ["column_wise", pytest.param("grid", marks=pytest.mark.slow)])
 def test_one_statistic_a_slice_is_another_optimizer_and_says_so_in_its_shape(kind):
     tables = wide_tables(RowwiseAdagrad(learning_rate=0.1, statistic="slice"))
     host = batch(BATCH)
