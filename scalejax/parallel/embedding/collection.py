@@ -448,7 +448,7 @@ class EmbeddingCollection:
 
     def faults(self, state: State) -> jax.Array:
         """int32[2]: bad ids and ids without room since the state was made; see `check_faults`."""
-        return state["faults"].sum(axis=0)
+        return state["faults"].sum(axis=0, dtype=jnp.int32)
 
     def check_faults(self, counts: np.ndarray) -> None:
         """Raises if the counts of `faults` are not zero; ids without room may be any with `Exchange(spill="count")`.
@@ -611,7 +611,7 @@ class EmbeddingCollection:
 
     @functools.cached_property
     def _sum_faults(self) -> Any:
-        return jax.jit(lambda faults: faults.sum(axis=0), out_shardings=NamedSharding(self.mesh, P()))
+        return jax.jit(lambda faults: faults.sum(axis=0, dtype=jnp.int32), out_shardings=NamedSharding(self.mesh, P()))
 
     @functools.cached_property
     def _spread_faults(self) -> Any:
