@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from scalejax.parallel.planner.report import duration, size
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -30,30 +32,13 @@ def render(result: "PlanResult", console: "Console") -> None:
         console.print(_collectives(result))
         console.print(_roofline(result))
         console.print(
-            f"predicted step: at least {seconds(result.roofline.predicted_step_s)}, limited by "
+            f"predicted step: at least {duration(result.roofline.predicted_step_s)}, limited by "
             f"{_TERMS[result.roofline.limit]}; at most {100 * (result.mfu or 0):.3g} % of peak FLOP/s "
             f"({result.model_flops:.4g} model FLOPs a step)"
         )
     if result.unsharded:
         console.print(_unsharded(result))
     console.print(f"compiled in {result.compile_s:.1f} s")
-
-
-def size(count: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
-
-
-def seconds(value: float) -> str:
-    """A time with a unit that suits it."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if value >= scale:
-            return f"{value / scale:.3g} {unit}"
-    return f"{value / 1e-9:.3g} ns"
 
 
 def _memory(result: "PlanResult") -> Table:
@@ -87,7 +72,7 @@ def _roofline(result: "PlanResult") -> Table:
     for term, meaning in _TERMS.items():
         value = getattr(result.roofline, f"{term}_s")
         mark = " <- limit" if term == result.roofline.limit else ""
-        table.add_row(meaning, f"{seconds(value) if value else '0'}{mark}")
+        table.add_row(meaning, f"{duration(value) if value else '0'}{mark}")
     return table
 
 

@@ -169,13 +169,15 @@ class Program:
 
     @functools.cached_property
     def pipelined_step(self) -> Any:
-        """jitted (state, batch, ahead, next batch) -> (state, mean loss, ahead of the next batch); state and ahead are
-        donated.
+        """jitted (state, batch, ahead, next batch) -> (state, mean loss, ahead of the next batch).
+
+        The state is donated.
 
         The exchange of the next batch's ids reads nothing that the step computes, so that both can run at once.
         """
         outs = (self.state_shardings, self.replicated, None)
-        return jax.jit(self._pipelined_step, donate_argnums=(0, 2), out_shardings=outs)
+        # Not `ahead`: it may hold arrays of the batch itself.
+        return jax.jit(self._pipelined_step, donate_argnums=0, out_shardings=outs)
 
     @functools.cached_property
     def eval_step(self) -> Any:

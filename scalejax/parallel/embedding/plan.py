@@ -256,9 +256,10 @@ def _check(table: TableConfig, entry: TablePlan, devices: int, per_host: int) ->
                 f"RowwiseAdagrad(statistic='row'), is formed of blocks of {GRANULE_COLUMNS}. Use fewer slices, or "
                 "statistic='slice' for one statistic a slice."
             )
-    if entry.columns > 1 and not isinstance(table.optimizer, RowwiseAdagrad) and table.optimizer.uses_row_norms:
+    if entry.columns > 1 and table.optimizer.uses_row_norms:
+        limit = "" if table.optimizer.max_norm is None else f" with max_norm={table.optimizer.max_norm}"
         raise UserError(
-            f"{where} is cut into columns, but {type(table.optimizer).__name__} needs norms of whole rows. Use a kind "
+            f"{where} is cut into columns, but {type(table.optimizer).__name__}{limit} needs norms of whole rows. Use a kind "
             "that keeps rows whole: row_wise, table_wise, table_row_wise or data_parallel."
         )
     ranks = entry.ranks

@@ -39,7 +39,7 @@ import math
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
+from scalejax.parallel.embedding.config import RowOptimizer, TableConfig, row_states
 from scalejax.parallel.embedding.plan import Kind
 from scalejax.parallel.planner.statistics import TableStatistics
 from scalejax.parallel.planner.topology import Topology
@@ -48,18 +48,6 @@ SORT_BYTES = 64
 """Memory traffic of sorting one id: see the module."""
 
 ID_BYTES = 4
-
-STATE_NUMBERS = {
-    "Sgd": (0, 0),
-    "LarsSgd": (1, 0),
-    "Adagrad": (1, 0),
-    "RowwiseAdagrad": (0, 1),
-    "Adam": (2, 0),
-    "PartialRowwiseAdam": (1, 1),
-    "Lamb": (2, 0),
-    "PartialRowwiseLamb": (1, 1),
-}
-"""State of a row optimizer by the name of its class: numbers per number of the row, numbers per row (per slice of it)."""
 
 StackKey = tuple[int, str, RowOptimizer]
 """Width, dtype and optimizer: pieces that agree in them lie in one array, as long on every device as on the fullest."""
@@ -105,8 +93,8 @@ class Work:
 
     def state_bytes(self, width: int) -> int:
         """S(width)."""
-        per_number, per_row = STATE_NUMBERS[type(self.table.optimizer).__name__]
-        return self.wide_itemsize * (per_number * width + per_row)
+        kinds = row_states(self.table.optimizer).values()
+        return self.wide_itemsize * sum(width if kind == "element" else 1 for kind in kinds)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,17 +146,12 @@ def work(table: TableConfig, statistics: TableStatistics, batch_size: int) -> Wo
     """The work of a table in a step of `batch_size` examples over all devices.
 
     Raises:
-      UserError: statistics for other features than the table's, or an optimizer whose state is not known.
+      UserError: statistics for other features than the table's.
     """
     if len(statistics.pooling_factors) != len(table.features):
         raise UserError(
             f"TableStatistics {statistics.table!r}: pooling_factors must have one number for each feature "
             f"({', '.join(table.features)}); got {statistics.pooling_factors}. Give them in this order."
-        )
-    if type(table.optimizer).__name__ not in STATE_NUMBERS:
-        raise UserError(
-            f"Table {table.name!r}: how much state {type(table.optimizer).__name__} keeps is not known to the planner; "
-            f"it knows {', '.join(STATE_NUMBERS)}. Add it to estimators.STATE_NUMBERS."
         )
     occurrences = batch_size * statistics.ids_per_example
     return Work(

@@ -276,6 +276,8 @@ def test_plans_that_cannot_be_built_say_what_would_do():
     refused({"kind": "data_parallel", "ranks": (0,)}, "leave ranks out")
     refused({"kind": "row_wise", "update": "psum"}, "only data_parallel tables have")
     refused({"kind": "column_wise", "columns": 2}, "Lamb needs norms of whole rows", Lamb())
+    longest = RowwiseAdagrad(max_norm=1.0)
+    refused({"kind": "grid", "columns": 2}, "RowwiseAdagrad with max_norm=1.0 needs norms of whole rows", longest)
     with pytest.raises(UserError, match="table 'big' is named twice"):
         twice = (TablePlan(table="big"), TablePlan(table="big"))
         collection(tables, 8, ShardingPlan(tables=twice))

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import Adagrad, RowwiseAdagrad, Sgd, TableConfig
+from scalejax.parallel.embedding.config import Adam, PartialRowwiseAdam, Adagrad, RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.planner import Reuse, TableStatistics, Topology, estimators
 from scalejax.parallel.planner.estimators import estimate, work
 
@@ -118,23 +118,11 @@ def test_without_pooling_every_id_is_a_vector():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "numbers"), [(Sgd(), 0), (RowwiseAdagrad(), 1), (Adagrad(), 48), (RowwiseAdagrad(eps=1.0), 1)]
+    ("optimizer", "numbers"), [(Sgd(), 0), (RowwiseAdagrad(), 1), (Adagrad(), 48), (Adam(), 96), (PartialRowwiseAdam(), 49)]
 )
 def test_state_of_a_slice_of_a_row(optimizer, numbers):
     option = estimate(asked(optimizer=optimizer), MACHINE, kind="column_wise", columns=2)
     assert option.row_bytes == 4 * 48 + 4 * numbers
-
-
-def test_state_of_optimizers_by_name():
-    # Two moments of Adam, a scalar per row for the second one in its row-wise form.
-    assert estimators.STATE_NUMBERS["Adam"] == (2, 0)
-    assert estimators.STATE_NUMBERS["PartialRowwiseAdam"] == (1, 1)
-
-
-def test_every_optimizer_of_the_engine_has_a_known_state():
-    from scalejax.parallel.embedding import config
-
-    assert {kind.__name__ for kind in config.RowOptimizer.__args__} <= set(estimators.STATE_NUMBERS)
 
 
 def test_work_is_shards_and_what_all_devices_pay():
@@ -147,13 +135,3 @@ def test_statistics_for_other_features_are_refused():
     short = TableStatistics(table="t", pooling_factors=(1.0,), popularity=Reuse(factor=1.0))
     with pytest.raises(UserError, match=r"one number for each feature \(a, b\); got \(1.0,\)"):
         work(table, short, 8)
-
-
-def test_an_optimizer_of_unknown_state_is_refused():
-    class Mystery:
-        pass
-
-    table = TableConfig(name="t", rows=4, dim=4, features=("a",), optimizer=Mystery())  # type: ignore[arg-type]
-    found = TableStatistics(table="t", pooling_factors=(1.0,), popularity=Reuse(factor=1.0))
-    with pytest.raises(UserError, match="how much state Mystery keeps is not known"):
-        work(table, found, 8)
