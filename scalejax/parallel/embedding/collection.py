@@ -27,9 +27,9 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
-from scalejax.parallel.embedding import host_check, host_plan, initial, stored
+from scalejax.parallel.embedding import host_check, host_plan, initial, ragged, stored
 from scalejax.parallel.embedding.config import GRANULE_COLUMNS, TableConfig
-from scalejax.parallel.embedding.exchange import Route, bucket_capacity, fetch, route
+from scalejax.parallel.embedding.exchange import Route, fetch, route
 from scalejax.parallel.embedding.jagged import (
     DedupGroup,
     FeatureLayout,
@@ -118,6 +118,8 @@ class EmbeddingCollection:
             raise ValueError(
                 f"EmbeddingCollection: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}."
             )
+        if self.exchange.all_to_all == "ragged":
+            ragged.check_platform(self.mesh)
         for stack in self.stacks:  # which refuse a plan that cannot be built
             sliced = [member.config.name for member in stack.members if not member.whole]
             if self.accumulate == "exact" and sliced and stack.dim % GRANULE_COLUMNS:
@@ -329,8 +331,8 @@ class EmbeddingCollection:
                     shard,
                     stack,
                     found[stack.name],
+                    exchange=self.exchange,
                     axes=where.route_axes,
-                    capacity=bucket_capacity(stack, found[stack.name], self.exchange),
                 )
                 routes[stack.name], faults = way, faults + counts
                 if self._plans_ahead(stack):

@@ -13,6 +13,7 @@ row numbers, one the rows back, one the gradients:
 
 Within a bucket occurrences keep the summation order, so that what arrives at an owner, read from the front, is in the
 order of examples. Occurrences that found no room have no slot: they embed as zeros, update nothing and are counted.
+Where XLA has it, `ragged_all_to_all` carries the same without the empty slots (see `ragged`).
 
 *bags*: one device has all rows of a feature, so its bucket has a place for every slot and no id can lack room. Ids
 travel with the number of their bag; the owner adds up each bag and one vector a bag travels back, one gradient a bag
@@ -29,7 +30,7 @@ from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import xla
-from scalejax.parallel.embedding import wire
+from scalejax.parallel.embedding import ragged, wire
 from scalejax.parallel.embedding.occurrences import (
     Lookup,
     Shard,
@@ -60,6 +61,7 @@ class Route:
       sequence: int32[A], the arrivals in summation order; None = they are in it.
       slots: "rows": int32[occurrences], bucket slot of every occurrence; N * K = none.
       inverse: "rows": int32[N * K], occurrence in every bucket slot; the number of occurrences = empty.
+      runs: "rows", without padding: who sends what to whom. Slots are then places in the order by destination.
       bags: "bags": int32[N * K'], place of the bag of every arrival among the vectors that go back, non-decreasing.
       weights: "bags": float32[N * K'], weight of every arrival.
     """
@@ -70,6 +72,7 @@ class Route:
     inverse: jax.Array | None = None
     bags: jax.Array | None = None
     weights: jax.Array | None = None
+    runs: ragged.Runs | None = None
 
 
 def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> int:
@@ -93,7 +96,7 @@ def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange)
 
 
 def route(
-    shard: Shard, stack: Stack, found: tuple[Lookup, ...], *, axes: tuple[str, ...], capacity: int
+    shard: Shard, stack: Stack, found: tuple[Lookup, ...], *, exchange: Exchange, axes: tuple[str, ...]
 ) -> tuple[Route, jax.Array]:
     """Sends the ids of one stack to their owners.
 
@@ -113,7 +116,9 @@ def route(
         if stack.devices == 1:
             ways.append(Route(row, order))
         else:
-            way, without_room = _send_ids(device, row, order, stack, axes=axes, capacity=capacity)
+            send = _send_ids if exchange.all_to_all == "padded" else _send_runs
+            capacity = bucket_capacity(stack, found, exchange)
+            way, without_room = send(device, row, order, stack, axes=axes, capacity=capacity)
             ways.append(way)
             lost = lost + without_room
     if by_bags:
@@ -145,8 +150,7 @@ def fetch(
     elif by_rows:
         assert way.slots is not None
         rows = ops.gather_rows(table, way.arrived[:arrivals])
-        rows = wire.all_to_all(_in_blocks(rows, stack), exchange.forward, axes=axes)
-        rows = rows.reshape(-1, rows.shape[-1])
+        rows = wire.carry(rows, exchange.forward, lambda x: _back(x, way, stack, axes))
         for look in by_rows:
             own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
             results[look] = pool(shard, look, own.astype(stack.wide_dtype), zero)
@@ -156,7 +160,7 @@ def fetch(
         if way.weights is not None:
             rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], zero)
         sums = ops.pool_rows(rows, way.bags, stack.devices * _most_bags(by_bags))
-        sums = wire.all_to_all(_in_blocks(sums, stack), exchange.forward, axes=axes)
+        sums = wire.carry(_in_blocks(sums, stack), exchange.forward, lambda x: _swap(x, axes))
         for look in by_bags:
             (rank,) = look.member.ranks
             results[look] = average(shard, look, sums[rank, look.bag : look.bag + look.feature.bags], zero)
@@ -180,20 +184,20 @@ def return_grads(
     by_bags = [look for look in found if look.channel == "bags"]
     parts = []
 
-    def send(blocks: jax.Array) -> jax.Array:
-        return wire.all_to_all(blocks, exchange.backward, axes=axes, loss_scale=exchange.loss_scale)
+    def send(vectors: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        return wire.carry(vectors, exchange.backward, move, loss_scale=exchange.loss_scale)
 
     if by_rows:
         occurrences = jnp.concatenate([unpool(shard, look, of[look], zero) for look in by_rows])
         if way.inverse is not None:
             sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
-            occurrences = send(_in_blocks(sent, stack)).reshape(-1, stack.dim)
+            occurrences = send(sent, lambda x: _forth(x, way, stack, axes))
         parts.append(occurrences)
     if by_bags:
         assert way.bags is not None
         shares = {look: average(shard, look, of[look], zero) for look in by_bags}
         blocks = _blocks(shares, stack, lambda look: look.bag, _most_bags(by_bags), 0)
-        arrived = send(blocks).reshape(-1, stack.dim)
+        arrived = send(blocks, lambda x: _swap(x, axes)).reshape(-1, stack.dim)
         slots = arrived.at[way.bags].get(mode="fill", fill_value=0)
         if way.weights is not None:
             slots = rounded(slots * way.weights.astype(slots.dtype)[:, None], zero)
@@ -211,13 +215,12 @@ def to_senders(
     arrivals = values.shape[0] - (0 if way.bags is None else way.bags.shape[0])
     back: dict[Lookup, jax.Array] = {}
     if way.slots is not None:
-        blocks = lax.all_to_all(_in_blocks(values[:arrivals], stack), axes, 0, 0, tiled=True)
-        flat = blocks.reshape(-1, *values.shape[1:])
+        flat = _back(values[:arrivals], way, stack, axes)
         for look in found:
             if look.channel == "rows":
                 back[look] = flat.at[way.slots[look.part]].get(mode="fill", fill_value=0)
     if by_bags:
-        blocks = lax.all_to_all(_in_blocks(values[arrivals:], stack), axes, 0, 0, tiled=True)
+        blocks = _swap(_in_blocks(values[arrivals:], stack), axes)
         for look in by_bags:
             (rank,) = look.member.ranks
             back[look] = blocks[rank, look.part]
@@ -234,12 +237,44 @@ def to_owners(
     parts = []
     if way.inverse is not None:
         occurrences = jnp.concatenate([values[look] for look in found if look.channel == "rows"])
-        sent = _in_blocks(occurrences.at[way.inverse].get(mode="fill", fill_value=0), stack)
-        parts.append(lax.all_to_all(sent, axes, 0, 0, tiled=True).reshape(-1, *sent.shape[2:]))
+        sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
+        parts.append(_forth(sent, way, stack, axes))
     if by_bags:
         blocks = _blocks(by_bags, stack, lambda look: look.occurrence, _most_slots(by_bags), 0)
-        parts.append(lax.all_to_all(blocks, axes, 0, 0, tiled=True).reshape(-1, *blocks.shape[2:]))
+        parts.append(_swap(blocks, axes).reshape(-1, *blocks.shape[2:]))
     return jnp.concatenate(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByDevice:
+    """Occurrences sorted by destination, and within it in summation order; those of no device last.
+
+    Attributes:
+      devices: int32[occurrences], destination of each; N = none.
+      occurrences: int32[occurrences], which.
+      starts: int32[N + 1], where each destination begins.
+    """
+
+    devices: jax.Array
+    occurrences: jax.Array
+    starts: jax.Array
+
+    @staticmethod
+    def sort(device: jax.Array, order: jax.Array | None, count: int) -> "_ByDevice":
+        devices, occurrences = xla.stable_order(device if order is None else device[order], count)
+        if order is not None:
+            occurrences = order[occurrences]
+        starts = jnp.searchsorted(devices, jnp.arange(count + 1, dtype=jnp.int32)).astype(jnp.int32)
+        return _ByDevice(devices, occurrences, starts)
+
+    @property
+    def ranks(self) -> jax.Array:
+        """Place of each among those of its destination."""
+        return lax.iota(jnp.int32, self.devices.shape[0]) - self.starts[self.devices]
+
+    def slots(self, slot: jax.Array) -> jax.Array:
+        """A slot for each sorted one -> for each occurrence."""
+        return jnp.zeros_like(slot).at[self.occurrences].set(slot, unique_indices=True)
 
 
 def _send_ids(
@@ -252,22 +287,36 @@ def _send_ids(
     capacity: int,
 ) -> tuple[Route, jax.Array]:
     devices, count = stack.devices, device.shape[0]
-    sorted_device, by_device = xla.stable_order(device if order is None else device[order], devices)
-    if order is not None:
-        by_device = order[by_device]
-    starts = jnp.searchsorted(sorted_device, jnp.arange(devices + 1, dtype=jnp.int32)).astype(jnp.int32)  # N + 1
-    rank = lax.iota(jnp.int32, count) - starts[sorted_device]
-    has_room = (sorted_device < devices) & (rank < capacity)
-    slot = jnp.where(has_room, sorted_device * capacity + rank, devices * capacity)
-    slots = jnp.zeros_like(slot).at[by_device].set(slot, unique_indices=True)
-    lost = ((sorted_device < devices) & ~has_room).sum(dtype=jnp.int32)
+    found = _ByDevice.sort(device, order, devices)
+    ranks = found.ranks
+    has_room = (found.devices < devices) & (ranks < capacity)
+    slots = found.slots(jnp.where(has_room, found.devices * capacity + ranks, devices * capacity))
+    lost = ((found.devices < devices) & ~has_room).sum(dtype=jnp.int32)
 
-    wanted = starts[:-1, None] + lax.iota(jnp.int32, capacity)[None, :]  # N K
-    filled = wanted < starts[1:, None]
-    inverse = jnp.where(filled, by_device.at[wanted].get(mode="clip"), count)
+    wanted = found.starts[:-1, None] + lax.iota(jnp.int32, capacity)[None, :]  # N K
+    filled = wanted < found.starts[1:, None]
+    inverse = jnp.where(filled, found.occurrences.at[wanted].get(mode="clip"), count)
     sent = row.at[inverse].get(mode="fill", fill_value=stack.local_rows)
-    arrived = lax.all_to_all(sent, axes, 0, 0, tiled=True)
-    return Route(arrived.reshape(-1), None, slots, inverse.reshape(-1)), lost
+    return Route(_swap(sent, axes).reshape(-1), None, slots, inverse.reshape(-1)), lost
+
+
+def _send_runs(
+    device: jax.Array,
+    row: jax.Array,
+    order: jax.Array | None,
+    stack: Stack,
+    *,
+    axes: tuple[str, ...],
+    capacity: int,
+) -> tuple[Route, jax.Array]:
+    devices, count = stack.devices, device.shape[0]
+    found = _ByDevice.sort(device, order, devices)
+    wanted, room = found.starts[1:] - found.starts[:-1], devices * capacity
+    runs = ragged.agree(found.starts[:-1], wanted, room=room, axes=axes)
+    sent = found.ranks < jnp.concatenate([runs.sizes, jnp.zeros(1, jnp.int32)])[found.devices]
+    slots = found.slots(jnp.where(sent, lax.iota(jnp.int32, count), count))
+    arrived = ragged.to_owners(row[found.occurrences], runs, room=room, fill=stack.local_rows, axes=axes)
+    return Route(arrived, None, slots, found.occurrences, runs=runs), (wanted - runs.sizes).sum(dtype=jnp.int32)
 
 
 def _send_bags(shard: Shard, rows: dict[Lookup, jax.Array], stack: Stack, *, axes: tuple[str, ...]) -> Route:
@@ -286,7 +335,7 @@ def _send_bags(shard: Shard, rows: dict[Lookup, jax.Array], stack: Stack, *, axe
     if ordered:
         as_they_are = lax.iota(jnp.int32, slots)
         planes.append(jnp.stack([as_they_are if order is None else order for order in orders]))
-    arrived = lax.all_to_all(jnp.stack(planes, axis=1), axes, 0, 0, tiled=True)  # N planes K'
+    arrived = _swap(jnp.stack(planes, axis=1), axes)  # N planes K'
     source = lax.iota(jnp.int32, stack.devices)[:, None]
     return Route(
         arrived=arrived[:, 0].reshape(-1),
@@ -307,9 +356,8 @@ def _joined(ways: list[Route]) -> Route:
     if rows.sequence is not None or bags.sequence is not None:
         parts = [_sequence(rows), count + _sequence(bags)]
         sequence = jnp.concatenate(parts)
-    return Route(
-        jnp.concatenate([rows.arrived, bags.arrived]), sequence, rows.slots, rows.inverse, bags.bags, bags.weights
-    )
+    arrived = jnp.concatenate([rows.arrived, bags.arrived])
+    return Route(arrived, sequence, rows.slots, rows.inverse, bags.bags, bags.weights, rows.runs)
 
 
 def _sequence(way: Route) -> jax.Array:
@@ -363,6 +411,27 @@ def _blocks(
         missing = size - sum(part.shape[0] for part in own)
         blocks.append(jnp.concatenate([*own, jnp.full((missing, *sample.shape[1:]), fill, sample.dtype)]))
     return jnp.stack(blocks)
+
+
+def _forth(values: jax.Array, way: Route, stack: Stack, axes: tuple[str, ...]) -> jax.Array:
+    """[slots, ...] at the senders -> [arrivals of "rows", ...] at the owners; zeros where nothing arrived."""
+    if way.runs is None:
+        return _swap(_in_blocks(values, stack), axes).reshape(-1, *values.shape[1:])
+    room = way.arrived.shape[0] - (0 if way.bags is None else way.bags.shape[0])
+    return ragged.to_owners(values, way.runs, room=room, fill=0, axes=axes)
+
+
+def _back(values: jax.Array, way: Route, stack: Stack, axes: tuple[str, ...]) -> jax.Array:
+    """The inverse of `_forth`."""
+    if way.runs is None:
+        return _swap(_in_blocks(values, stack), axes).reshape(-1, *values.shape[1:])
+    assert way.slots is not None
+    return ragged.to_senders(values, way.runs, count=way.slots.shape[0], axes=axes)
+
+
+def _swap(blocks: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[N, ...]: block n goes to device n, and that of device n comes."""
+    return lax.all_to_all(blocks, axes, 0, 0, tiled=True)
 
 
 def _in_blocks(flat: jax.Array, stack: Stack) -> jax.Array:

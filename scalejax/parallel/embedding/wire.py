@@ -1,4 +1,4 @@
-"""What vectors travel as: fewer bits on the wire, one all_to_all each.
+"""What vectors travel as: fewer bits on the wire, one collective each.
 
     bfloat16, float16       rounded to nearest; float16 after clamping to its range, +-65504
     float8_*, int8          vector / scale, rounded to nearest, with scale = largest magnitude / largest code; the four
@@ -7,6 +7,8 @@
 What is not a number stays visible: a NaN or an infinity in a vector makes all of it NaN (int8, float8) or stays where
 it is (bfloat16; float16 clamps infinities, as its range says).
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +20,19 @@ _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _SCALED = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2, "int8": jnp.int8}
 
 
-def all_to_all(vectors: jax.Array, wire: Wire, *, axes: tuple[str, ...], loss_scale: float = 1.0) -> jax.Array:
-    """float[N, K, D], block n for device n -> float[N, K, D], block n from device n, in the dtype it came in.
+def carry(vectors: jax.Array, wire: Wire, move: Callable[[jax.Array], jax.Array], *, loss_scale: float = 1.0) -> jax.Array:
+    """float[..., D] -> what `move` makes of them, moved as `wire`; in the dtype they came in.
 
     Args:
       vectors: What this device sends.
       wire: What it travels as.
-      axes: Mesh axes of the N devices.
+      move: Moves vectors [..., D'] of any dtype to other devices.
       loss_scale: Multiplied by before and divided by after; not with "full", where nothing would change.
     """
     if wire == "full":
-        return lax.all_to_all(vectors, axes, 0, 0, tiled=True)
+        return move(vectors)
     scaled = vectors if loss_scale == 1.0 else vectors * loss_scale
-    arrived = lax.all_to_all(encode(scaled, wire), axes, 0, 0, tiled=True)
-    decoded = decode(arrived, wire, vectors.dtype)
+    decoded = decode(move(encode(scaled, wire)), wire, vectors.dtype)
     return decoded if loss_scale == 1.0 else decoded / loss_scale
 
 
