@@ -39,7 +39,7 @@ class Model:
         self.counts = dict.fromkeys(COUNTS, 0)
 
     def row(self, bucket: int, way: int) -> int:
-        return 1 + bucket * self.config.ways + way
+        return 1 + way * self.config.buckets + bucket
 
     def where(self, entries: list[Entry | None], id_: int) -> int | None:
         for way, entry in enumerate(entries):

@@ -186,7 +186,7 @@ class _Ours:
         jax.block_until_ready(self._state)
 
     def logits(self, index: int) -> np.ndarray:
-        return np.asarray(self._program.eval_step(self._state, self._batches[index]))[:, 0]
+        return np.asarray(self._program.eval_step(self._state, self._batches[index])[0])[:, 0]
 
     def parameters(self) -> dict[str, np.ndarray]:
         return {name: np.array(value) for name, value in self._state.params.items()}

@@ -42,6 +42,7 @@ def columns(schema: Schema, examples: int, seed: int) -> tuple[np.ndarray, np.nd
     rng = np.random.default_rng(seed)
     ids = np.empty((len(schema.categorical), examples), np.int32)
     for row, feature in zip(ids, schema.categorical, strict=True):
+        assert feature.rows is not None, f"feature {feature.name!r} has ids of any 64 bits"
         # exp(U * log(rows + 1)) is log-uniform: the continuous form of Zipf's law with exponent 1.
         row[:] = np.exp(rng.random(examples) * np.log(feature.rows + 1)).astype(np.int32) - 1
         np.clip(row, 0, feature.rows - 1, out=row)  # rounding of exp may touch the upper end

@@ -4,7 +4,7 @@
 
   record    fixed_size_list<int32>[W]   the 32-bit words of an example (`records.py`), so that fetching an example
                                         from disk touches one place and not one per column
-  <name>    list<int32>                 one column per feature of varying length
+  <name>    list<int32>                 one column per feature of varying length (list<int64> for ids of 64 bits)
 
 Schema, split, scaling and the fingerprint of the source are fixed at conversion and stand in the file's metadata.
 Record batches carry a CRC-32, which is checked when the file is opened.
@@ -61,7 +61,8 @@ def convert(
         "fingerprint": source.fingerprint(),
     }
     fields = [pa.field("record", pa.list_(pa.int32(), layout.width), nullable=False)]
-    fields += [pa.field(feature.name, pa.list_(pa.int32()), nullable=False) for feature in layout.jagged]
+    kinds = {feature.name: pa.int64() if feature.name in layout.wide else pa.int32() for feature in layout.jagged}
+    fields += [pa.field(name, pa.list_(kind), nullable=False) for name, kind in kinds.items()]
     schema = pa.schema(fields, metadata={_KEY: json.dumps(metadata)})
     partial = path.with_name(path.name + ".partial")
     done = 0
@@ -184,13 +185,15 @@ class MappedTable:
         inside = rows - self._firsts[batch]
         records = self._windows[self._records[batch] + inside * self.layout.width]
         for feature in self.layout.fixed:
-            ids = records[:, self.layout.ids[feature.name]]
+            ids = self.layout.ids_of(records, feature.name)
             check_ids(np.ascontiguousarray(ids).reshape(-1), feature.name, feature.rows, where=f"{self.path} (damaged)")
         jagged = []
-        for offsets_at, values_at in self._lists:
-            begins = self._words[offsets_at[batch] + inside]
+        for feature, (offsets_at, values_at) in zip(self.layout.jagged, self._lists, strict=True):
+            words = 2 if feature.name in self.layout.wide else 1
+            begins = self._words[offsets_at[batch] + inside].astype(np.int64)
             lengths = self._words[offsets_at[batch] + inside + 1] - begins
-            values = gather_runs(self._words, values_at[batch] + begins, lengths)
+            values = gather_runs(self._words, values_at[batch] + words * begins, words * lengths)
+            values = values.view(np.int64) if words == 2 else values
             jagged.append(Ragged(lengths_to_offsets(lengths), values))
         return Rows(records, tuple(jagged))
 

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from scalejax.data.jagged import check_ids
+from scalejax.data.jagged import check_ids, signed_ids
 from scalejax.data.records import Ragged, RecordLayout, Rows
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
@@ -173,7 +173,7 @@ def encode(columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: s
         _no_missing(ids, feature.name, where)
         lengths = None if ids.ndim == 1 else np.full(rows, feature.length)
         check_ids(ids.reshape(-1), feature.name, feature.rows, lengths=lengths, where=where)
-        records[:, layout.ids[feature.name]] = ids.reshape(rows, -1)
+        layout.put_ids(records, feature.name, ids)
     for d, name in enumerate(schema.dense, start=layout.dense.start):
         floats[:, d] = numbers(name, _vector(columns, name), where)
     for t, name in enumerate(schema.labels, start=layout.labels.start):
@@ -183,7 +183,8 @@ def encode(columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: s
         lists = columns[feature.name]
         assert isinstance(lists, Ragged)
         check_ids(lists.values, feature.name, feature.rows, lengths=lists.lengths, where=where)
-        jagged.append(Ragged(lists.offsets, lists.values.astype(np.int32)))
+        wide = feature.name in layout.wide
+        jagged.append(Ragged(lists.offsets, signed_ids(lists.values).astype(np.int64 if wide else np.int32)))
     return Rows(records, tuple(jagged))
 
 
@@ -228,8 +229,11 @@ def check_schema(schema: Schema) -> None:
     if not schema.labels:
         raise UserError("Schema: needs at least one label column.")
     for feature in schema.categorical:
-        if feature.rows > _INT32_MAX:
-            raise UserError(f"feature {feature.name!r}: rows={feature.rows} must be below 2**31. Hash into fewer rows.")
+        if feature.rows is not None and feature.rows > _INT32_MAX:
+            raise UserError(
+                f"feature {feature.name!r}: rows={feature.rows} must be below 2**31. Hash into fewer rows, or declare "
+                "rows=None and give its table an id map."
+            )
     names = [*schema.keys, *schema.dense, *schema.labels]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:

@@ -96,7 +96,7 @@ class KeyedJagged:
         widths = [ids[0].size if len(ids) else int(np.prod(ids.shape[1:])) for ids in arrays.values()]
         examples = next(iter(sizes.values()), 0)
         lengths = np.broadcast_to(np.array(widths, np.int32).reshape(-1, 1), (len(arrays), examples)).copy()
-        values = [ids.reshape(-1) for ids in arrays.values()]
+        values = [signed_ids(ids.reshape(-1)) for ids in arrays.values()]
         return cls(tuple(arrays), np.concatenate(values) if values else np.zeros(0, np.int32), lengths)
 
     @classmethod
@@ -276,21 +276,39 @@ class KeyedJagged:
         return self.keys.index(key)
 
 
+def signed_ids(ids: np.ndarray) -> np.ndarray:
+    """uint64 ids as int64 of the same bits, others as they are: NumPy makes float64 of the two side by side."""
+    return ids.view(np.int64) if ids.dtype == np.uint64 else ids
+
+
 def check_ids(
-    ids: np.ndarray, name: str, rows: int, *, lengths: np.ndarray | None = None, first_example: int = 0, where: str = ""
+    ids: np.ndarray,
+    name: str,
+    rows: int | None,
+    *,
+    lengths: np.ndarray | None = None,
+    first_example: int = 0,
+    where: str = "",
 ) -> None:
     """Refuses ids outside [0, rows): they are never mapped to another row in silence.
 
     Args:
       ids: int[N].
       name: Feature, for the message.
-      rows: Rows of the feature.
+      rows: Rows of the feature; None = any 64-bit integer will do.
       lengths: int[B] ids per example, or None for one each; only used to name the example.
       first_example: Number of the first example, for the message.
       where: Where the ids come from ("file x, row group 3"), for the message.
     Raises:
-      UserError: naming the first bad id.
+      UserError: naming the first bad id, or the type of what are no integers.
     """
+    if rows is None:
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise UserError(
+                f"{f'{where}: ' if where else ''}feature {name!r}: ids must be integers; got {ids.dtype}. Numbers "
+                "above 2**53 do not survive as floats: keep hashes as int64 or uint64 from the file on."
+            )
+        return
     if ids.size == 0 or (ids.min() >= 0 and ids.max() < rows):
         return
     bad = int(((ids < 0) | (ids >= rows)).argmax())
@@ -300,8 +318,8 @@ def check_ids(
     if max(largest, -int(ids.min())) > _LARGEST_ROWS:
         raise UserError(
             f"{what} outside [0, {rows}); the column holds ids as large as 64-bit hashes, not numbers of rows. Map it "
-            f"to [0, {rows}) when the file is prepared (data.coding has Hashed and Counted), or look it up through an "
-            "id map (parallel.embedding.id_map)."
+            f"to [0, {rows}) when the file is prepared (data.coding has Hashed and Counted), or declare the "
+            "feature with rows=None and give its table an id map (Experiment.id_maps)."
         )
     if ids[bad] < 0:
         raise UserError(f"{what} negative; ids lie in [0, {rows}). Give missing values an id of their own.")

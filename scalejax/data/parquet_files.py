@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from scalejax.data import clustered
 from scalejax.data.dedup import DedupKeyedJagged, Groups, check_names, deduplicate, deduplicate_runs
 from scalejax.data.encode import missing_column
-from scalejax.data.jagged import KeyedJagged
+from scalejax.data.jagged import KeyedJagged, signed_ids
 from scalejax.data.records import Ragged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
@@ -277,7 +277,7 @@ def lists_of(table: pa.Table, names: Sequence[str], where: str = "") -> KeyedJag
             raise UserError(f"{where}: column {name!r} holds {table[name].type}; wanted lists of ids. Leave it out.")
         lists.append(column)
     lengths = np.array([column.lengths for column in lists], np.int32).reshape(len(lists), table.num_rows)
-    values = [column.values for column in lists] or [np.zeros(0, np.int64)]
+    values = [signed_ids(column.values) for column in lists] or [np.zeros(0, np.int64)]
     return KeyedJagged(tuple(names), np.concatenate(values), lengths)
 
 

@@ -1,7 +1,8 @@
 """Decoded examples in memory: one row of 32-bit words per example, so that gathering an example is one cache line.
 
-Layout of a record, in words: the ids of every feature of fixed length, then the numbers, then the labels (the last two
-are float32 bits). Features of varying length (multi-hot) are kept beside the records, as offsets and values.
+Layout of a record, in words: the ids of every feature of fixed length (two words for an id of 64 bits), then the
+numbers, then the labels (the last two are float32 bits). Features of varying length (multi-hot) are kept beside the
+records, as offsets and values.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from scalejax.data.batch import Batch
-from scalejax.data.jagged import KeyedJagged, gather_runs, lengths_to_offsets
+from scalejax.data.jagged import KeyedJagged, gather_runs, lengths_to_offsets, signed_ids
 from scalejax.data.schema import Categorical, Schema
 
 
@@ -22,7 +23,7 @@ class Ragged:
 
     Attributes:
       offsets: int64[N + 1]; list n is values[offsets[n] : offsets[n + 1]].
-      values: int32[M].
+      values: int32[M]; int64 for ids of 64 bits.
     """
 
     offsets: np.ndarray
@@ -93,7 +94,9 @@ class RecordLayout:
         self.schema = schema
         self.fixed = tuple(c for c in schema.categorical if c.length is not None)
         self.jagged = tuple(c for c in schema.categorical if c.length is None)
-        starts = lengths_to_offsets(np.array([c.length for c in self.fixed], np.int64))
+        self.wide = frozenset(c.name for c in schema.categorical if c.rows is None)
+        words = [(c.length or 0) * (2 if c.name in self.wide else 1) for c in self.fixed]
+        starts = lengths_to_offsets(np.array(words, np.int64))
         self.ids = {c.name: slice(int(a), int(b)) for c, a, b in zip(self.fixed, starts, starts[1:], strict=False)}
         first_number = int(starts[-1])
         first_label = first_number + len(schema.dense)
@@ -131,13 +134,25 @@ class RecordLayout:
             dense=np.ascontiguousarray(floats[:, self.dense]),
             labels=np.ascontiguousarray(floats[:, self.labels]),
             weights=weights,
-            groups=None if group is None else rows.records[:, self.ids[group].start].astype(np.int64),
+            groups=None if group is None else self.ids_of(rows.records, group)[:, 0].astype(np.int64),
         )
+
+    def put_ids(self, records: np.ndarray, name: str, ids: np.ndarray) -> None:
+        """Writes the ids of a feature of fixed length, int[N] or int[N, L], into records."""
+        ids = ids.reshape(len(records), -1)
+        if name in self.wide:
+            ids = np.ascontiguousarray(signed_ids(ids), np.int64).view(np.int32)
+        records[:, self.ids[name]] = ids
+
+    def ids_of(self, records: np.ndarray, name: str) -> np.ndarray:
+        """int32 or int64 [N, L]: what `put_ids` wrote."""
+        words = records[:, self.ids[name]]
+        return np.ascontiguousarray(words).view(np.int64) if name in self.wide else words
 
     def _features(self, rows: Rows) -> KeyedJagged:
         examples = len(rows)
         lengths = self._fixed_lengths(examples)
-        if not self.jagged:
+        if not self.jagged and not self.wide:
             values = np.empty(self.dense.start * examples, np.int32)
             self._copy_ids(rows.records, values, self.schema.categorical)
             return KeyedJagged(self.schema.keys, values, lengths)
@@ -149,7 +164,7 @@ class RecordLayout:
                 lengths[f] = ragged[feature.name].lengths
                 pieces.append(ragged[feature.name].values)
             else:
-                pieces.append(rows.records[:, self.ids[feature.name]].reshape(-1))
+                pieces.append(self.ids_of(rows.records, feature.name).reshape(-1))
         return KeyedJagged(self.schema.keys, np.concatenate(pieces), lengths)
 
     def _copy_ids(self, records: np.ndarray, values: np.ndarray, features: Sequence[Categorical]) -> None:

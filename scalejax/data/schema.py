@@ -8,24 +8,27 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Categorical:
-    """One categorical feature: each example holds zero or more ids in [0, rows).
+    """One categorical feature: each example holds zero or more ids.
 
     Attributes:
       name: Feature name, unique in a schema.
-      rows: Number of distinct ids; an id outside [0, rows) is an error wherever it is met.
+      rows: Number of distinct ids; an id outside [0, rows) is an error wherever it is met. None = any 64-bit integer
+        is an id (hashes, for instance; -1 and 2**64 - 1 are the same one), for tables with an id map.
       length: Ids per example when every example has the same number (1 = one-hot); None = jagged (multi-hot).
       capacity: Ids per example that the device form has room for, on average over one device's share of a batch.
         None = `length`. Required where `length` is None.
     """
 
     name: str
-    rows: int
+    rows: int | None
     length: int | None = 1
     capacity: float | None = None
 
     def __post_init__(self) -> None:
-        if self.rows < 1:
-            raise ValueError(f"Categorical {self.name!r}: rows must be at least 1; got {self.rows}.")
+        if self.rows is not None and self.rows < 1:
+            raise ValueError(
+                f"Categorical {self.name!r}: rows must be at least 1, or None for any 64-bit id; got {self.rows}."
+            )
         if self.length is not None and self.length < 1:
             raise ValueError(f"Categorical {self.name!r}: length must be at least 1, or None; got {self.length}.")
         if self.length is None and self.capacity is None:

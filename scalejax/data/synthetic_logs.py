@@ -60,7 +60,7 @@ def write_multi_hot_days(
     for day in range(days):
         rng = np.random.default_rng(key_of(seed, day))
         ids = {
-            feature.name: _zipf(rng, (rows_per_day, feature.length or 0), feature.rows, exponent)
+            feature.name: _zipf(rng, (rows_per_day, feature.length or 0), feature.rows or 0, exponent)
             for feature in schema.categorical
         }
         clicks = _clicks(rng, np.stack([own[:, 0] for own in ids.values()], axis=1))

@@ -117,7 +117,8 @@ def _plan(kinds: dict[str, int], chip: Chip, *, fits: bool, message: str) -> Mem
 
 def _kind(path: list[str]) -> str:
     if path[0] == "tables":
-        return "tables" if path[-1] == "rows" else "other state" if "faults" in path else "table optimizer state"
+        other = any(name in path for name in ("faults", "maps", "key"))
+        return "tables" if path[-1] == "rows" else "other state" if other else "table optimizer state"
     return _FIELDS.get(path[0], "other state")
 
 

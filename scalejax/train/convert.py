@@ -56,6 +56,7 @@ def to_device(
             if packed.inverse is None
             else place(packed.inverse, everywhere, (mesh.size, *packed.inverse.shape[1:])),
             plans=None if packed.plans is None else jax.device_put(packed.plans, program.replicated),
+            high=None if packed.high is None else place(packed.high, everywhere, (mesh.size, *packed.high.shape[1:])),
         ),
         dense=place(batch.dense, rows, (size, *batch.dense.shape[1:])),
         labels=place(batch.labels, rows, (size, *batch.labels.shape[1:])),

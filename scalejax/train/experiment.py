@@ -4,7 +4,8 @@ import dataclasses
 from typing import Literal
 
 from scalejax import optim
-from scalejax.parallel.embedding.config import RowOptimizer, RowwiseAdagrad
+from scalejax.errors import UserError
+from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
 from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
 from scalejax.parallel.mesh import MeshShape
@@ -68,6 +69,7 @@ class Experiment:
       sharding: Where the rows of each table live.
       accumulate: How the gradients of a row add up: "ordered" (by example) or "exact" (in fixed point: the same to the
         bit in any order of the batch), see `EmbeddingCollection`.
+      id_maps: Features whose ids are any 64-bit integers, and the maps that give them rows of a table of fixed size.
       dedup: Features that are looked up once per distinct row of a device's examples.
       pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids runs beside this step; the results
         are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them: the gradient
@@ -97,6 +99,7 @@ class Experiment:
     exchange: Exchange = Exchange(roomy_below_bytes=32 * 2**20)
     sharding: ShardingPlan = ShardingPlan()
     accumulate: Literal["ordered", "exact"] = "ordered"
+    id_maps: tuple[MappedFeatures, ...] = ()
     dedup: tuple[DedupGroup, ...] = ()
     pipeline: Literal["none", "ids", "stale"] = "none"
     precision: Precision = Precision()
@@ -118,6 +121,11 @@ class Experiment:
             raise ValueError(f"Experiment: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
         if self.pipeline not in ("none", "ids", "stale"):
             raise ValueError(f"Experiment: pipeline must be 'none', 'ids' or 'stale'; got {self.pipeline!r}.")
+        if self.pipeline == "stale" and self.id_maps:
+            raise UserError(
+                "Experiment: pipeline='stale' fetches rows before the update of the step before, which may be that of "
+                "an id whose row an id map has just given to another. Set pipeline='ids', which is exact, or 'none'."
+            )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"Experiment: seed must be at least 0 and less than 2**32; got {self.seed}.")
         if self.log_every < 1:

@@ -202,7 +202,7 @@ class _Run:
 
     def _log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:
         """Writes the window that ends here; here and before a save training waits for the device."""
-        spilled = self._check(state, step)
+        spilled, of_maps = self._check(state, step)
         state, sums = self.program.take_metrics(state)
         with self.timer.phase("blocked"):
             window = metrics.to_host(sums)
@@ -214,6 +214,7 @@ class _Run:
         record = {"examples_seen": host.examples, "learning_rate": rate, **values}
         if self.experiment.exchange.spill == "count":
             record["spilled_ids"] = spilled
+        record |= of_maps
         so_far = {f"lifetime_{key}": x for key, x in lifetime.items() if key.split("/")[0] in _LIFETIME}
         self.events.window(step, record | so_far)
         timing = self.timer.window()
@@ -225,14 +226,16 @@ class _Run:
         )
         return state, host, shown
 
-    def _check(self, state: TrainState, step: int) -> int:
+    def _check(self, state: TrainState, step: int) -> tuple[int, dict[str, int]]:
         """Nothing that is not finite, and no lookup that went wrong, is ever logged or saved.
 
         Returns:
-          Ids that found no room in an exchange since training began or was resumed; 0 unless they may be any.
+          Ids that found no room in an exchange since training began, 0 unless they may be any; and the counters of the
+          id maps since then, "id_hits/TABLE" and so on.
         """
         with self.timer.phase("blocked"):
             faults = np.asarray(self.program.faults(state))
+            counts = jax.device_get(self.program.id_counts(state))
             nonfinite = int(np.asarray(state.metrics.nonfinite).sum())
         self.program.collection.check_faults(faults)
         if nonfinite:
@@ -241,7 +244,14 @@ class _Run:
                 "the last checkpoint. Lower the learning rates, --set optimizer.learning_rate.peak=... and "
                 "--set row_optimizer.learning_rate=..., and start again from it."
             )
-        return int(faults[1])
+        totals = self.program.collection.id_totals(counts)
+        counters = {
+            f"id_{counter}/{table}": number
+            for table, found in totals.items()
+            for counter, number in found.items()
+            if counter != "misplaced"
+        }
+        return int(faults[1]), counters
 
     def _evaluate(self, state: TrainState, step: int, split: str) -> dict[str, float]:
         scores = scoring.score(self.program, state, _eval_batches(self.data, split))

@@ -21,7 +21,9 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
+from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.jagged import DeviceBatch, FeatureLayout, KeyedJagged
+from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.train import metrics
 from scalejax.train.experiment import Experiment, Precision
 from scalejax.train.protocols import Task
@@ -35,10 +37,12 @@ class Ahead:
 
     Attributes:
       routing: Where its ids went.
+      assignment: What its ids do to the id maps; the state has it from the step on.
       embedded: Its rows, where they are fetched a step ahead ("stale"), else None.
     """
 
     routing: Routing
+    assignment: Assignment
     embedded: dict[str, jax.Array] | None
 
 
@@ -119,6 +123,7 @@ class Program:
         size, schema = self.experiment.data.batch_size, self.task.schema
         slots = sum(feature.capacity for feature in self.layout)
         groups = self.experiment.dedup
+        wide = sum(feature.capacity for feature in self.layout if feature.map is not None)
         rows = P(meshes.BATCH_AXES)
 
         def leaf(shape: tuple[int, ...], dtype: Any, spec: P) -> Any:
@@ -133,6 +138,7 @@ class Program:
                 inverse=leaf((self.mesh.size, len(groups), size // self.mesh.size), jnp.int32, P(meshes.AXES))
                 if groups
                 else None,
+                high=leaf((self.mesh.size, wide), jnp.uint32, P(meshes.AXES)) if wide else None,
             ),
             dense=leaf((size, len(schema.dense)), jnp.float32, rows),
             labels=leaf((size, len(schema.labels)), jnp.float32, rows),
@@ -181,7 +187,7 @@ class Program:
 
     @functools.cached_property
     def eval_step(self) -> Any:
-        """jitted (state, batch) -> logits float32[B, T] on every device."""
+        """jitted (state, batch) -> (logits float32[B, T], int32[2] as `faults` of this lookup), on every device."""
         return jax.jit(self._eval_step, out_shardings=self.replicated)
 
     @functools.cached_property
@@ -199,31 +205,43 @@ class Program:
         """jitted state -> int32[2] of `EmbeddingCollection.faults`."""
         return jax.jit(lambda state: self.collection.faults(state.tables), out_shardings=self.replicated)
 
+    @functools.cached_property
+    def id_counts(self) -> Any:
+        """jitted state -> `EmbeddingCollection.id_counts`."""
+        return jax.jit(lambda state: self.collection.id_counts(state.tables), out_shardings=self.replicated)
+
     def _fetch(self, tables: Any, routing: Routing) -> dict[str, jax.Array]:
         embedded = self.collection.fetch(tables, routing)
         return jax.lax.with_sharding_constraint(embedded, self.batch_sharding())
 
-    def _look_ahead(self, state: TrainState, batch: DeviceBatch) -> Ahead:
-        routing = self.collection.exchange_ids(batch.features)
+    def _look_ahead(self, state: TrainState, batch: DeviceBatch, steps_ahead: int = 0) -> Ahead:
+        features, assignment = self.collection.map_ids(state.tables, batch.features, steps_ahead=steps_ahead)
+        routing = self.collection.exchange_ids(features)
         stale = self.experiment.pipeline == "stale"
-        return Ahead(routing, self._fetch(state.tables, routing) if stale else None)
+        return Ahead(routing, assignment, self._fetch(state.tables, routing) if stale else None)
 
     def _pipelined_step(
         self, state: TrainState, batch: DeviceBatch, ahead: Ahead, coming: DeviceBatch
     ) -> tuple[TrainState, jax.Array, Ahead]:
-        following = self._look_ahead(state, coming)
+        # The maps as this step leaves them, although the state has them only from its end on: a checkpoint before the
+        # next step must not know the ids of its batch.
+        before = state
+        if self.collection.mapped_tables:
+            before = dataclasses.replace(state, tables={**state.tables, "maps": ahead.assignment.maps})
+        following = self._look_ahead(before, coming, steps_ahead=1)
         return *self._step(state, batch, ahead), following
 
     def _train_step(self, state: TrainState, batch: DeviceBatch) -> tuple[TrainState, jax.Array]:
-        return self._step(state, batch, Ahead(self.collection.exchange_ids(batch.features), None))
+        features, assignment = self.collection.map_ids(state.tables, batch.features)
+        return self._step(state, batch, Ahead(self.collection.exchange_ids(features), assignment, None))
 
     def _step(self, state: TrainState, batch: DeviceBatch, ahead: Ahead) -> tuple[TrainState, jax.Array]:
-        routing = ahead.routing
-        embedded = self._fetch(state.tables, routing) if ahead.embedded is None else ahead.embedded
+        routing, tables = ahead.routing, self.collection.admit(state.tables, ahead.assignment)
+        embedded = self._fetch(tables, routing) if ahead.embedded is None else ahead.embedded
         key = jax.random.fold_in(state.key, state.step)
         loss, logits, dense_grads, row_grads = self._gradients(state.params, embedded, batch, key)
         updates, optimizer = self.transformation.update(dense_grads, state.optimizer, state.params)
-        tables = self.collection.update(state.tables, routing, row_grads, self.row_schedule(state.step))
+        tables = self.collection.update(tables, routing, row_grads, self.row_schedule(state.step))
         state = TrainState(
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),  # pyright: ignore[reportArgumentType]
@@ -300,11 +318,13 @@ class Program:
         x = x.reshape(parts, shards, -1, *x.shape[2:]).swapaxes(0, 1)
         return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[3:]), self.batch_sharding())
 
-    def _eval_step(self, state: TrainState, batch: DeviceBatch) -> jax.Array:
-        embedded = self._fetch(state.tables, self.collection.exchange_ids(batch.features))
+    def _eval_step(self, state: TrainState, batch: DeviceBatch) -> tuple[jax.Array, jax.Array]:
+        features, faults = self.collection.find_ids(state.tables, batch.features)
+        routing = self.collection.exchange_ids(features)
+        embedded = self._fetch(state.tables, routing)
         model = self.model.put_together(state.params)
         _, _, aux = self.task.loss(model, embedded, batch, key=None)
-        return aux["logits"]
+        return aux["logits"], (faults + routing.faults).sum(axis=0, dtype=jnp.int32)
 
 
 def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
@@ -312,12 +332,12 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
 
     Raises:
       UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, or the
-        model and the schema do not fit.
+        model, the schema and the id maps do not fit.
     """
     meshes.check_batch(experiment.data.batch_size, mesh)
     _check_precision(experiment.precision)
-    task = experiment.model.task(schema, experiment.row_optimizer)
-    tables, dtype = task.tables(), experiment.precision.tables
+    task = experiment.model.task(with_rows(schema, experiment), experiment.row_optimizer)
+    tables, dtype = _with_maps(task.tables(), experiment), experiment.precision.tables
     if dtype is not None:
         tables = tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
     collection = EmbeddingCollection(
@@ -337,6 +357,47 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
         layout=collection.layout(schema, experiment.data.batch_size, experiment.dedup),
         plain_layout=collection.layout(schema, experiment.data.batch_size),
     )
+
+
+def with_rows(schema: Schema, experiment: Experiment) -> Schema:
+    """The schema that the model sees: features with an id map have as many rows as that.
+
+    Raises:
+      UserError: a feature of any 64-bit ids has no map, or a map names a feature that does not exist or has one.
+    """
+    rows: dict[str, int] = {}
+    for entry in experiment.id_maps:
+        for name in entry.features:
+            if name not in schema.keys:
+                raise UserError(f"id_maps: there is no feature {name!r}; the data has {', '.join(schema.keys)}.")
+            if name in rows:
+                raise UserError(f"id_maps: feature {name!r} is named twice; give it one map.")
+            rows[name] = entry.id_map.rows
+    for feature in schema.categorical:
+        if feature.rows is None and feature.name not in rows:
+            raise UserError(
+                f"Feature {feature.name!r} has ids of any 64 bits (rows=None) and no id map. Give the experiment one, "
+                f"id_maps=(MappedFeatures(features=({feature.name!r},), id_map=IdMapConfig(rows=...)),), or the "
+                "feature a number of rows."
+            )
+    features = [
+        dataclasses.replace(feature, rows=rows.get(feature.name, feature.rows)) for feature in schema.categorical
+    ]
+    return dataclasses.replace(schema, categorical=tuple(features))
+
+
+def _with_maps(tables: tuple[TableConfig, ...], experiment: Experiment) -> tuple[TableConfig, ...]:
+    entries = {name: entry for entry in experiment.id_maps for name in entry.features}
+    new = []
+    for table in tables:
+        found = [entries.get(name) for name in table.features]
+        if any(entry is not found[0] for entry in found):
+            raise UserError(
+                f"id_maps: the features {', '.join(table.features)} share table {table.name!r}, and so one map: name "
+                "all of them in one entry."
+            )
+        new.append(table if found[0] is None else dataclasses.replace(table, id_map=found[0].id_map))
+    return tuple(new)
 
 
 def _check_precision(precision: Precision) -> None:

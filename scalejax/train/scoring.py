@@ -48,19 +48,22 @@ def score(program: Program, state: TrainState, batches: Iterator[Batch]) -> Scor
     """Runs the model over one pass of batches; every process passes its slices and gets all scores.
 
     Raises:
-      UserError: a score is not finite.
+      UserError: a score is not finite, or an exchange had no room for an id.
     """
     logits: list[jax.Array] = []
+    faults: list[jax.Array] = []
     slices: list[Batch] = []
     with Prefetch(batches, program, purpose="scoring") as prefetched:
         for host, device in prefetched:
-            out = program.eval_step(state, device)
+            out, met = program.eval_step(state, device)
             out.copy_to_host_async()
             # Without a bound a long split would queue on the device; virtual devices must not queue at all.
             if len(logits) >= program.in_flight:
                 logits[-program.in_flight].block_until_ready()
             logits.append(out)
+            faults.append(met)
             slices.append(host)
+    program.collection.check_faults(np.sum([np.asarray(met) for met in faults], axis=0))
     all_logits = np.concatenate([np.asarray(part) for part in logits])
     if not np.isfinite(all_logits).all():
         raise UserError(

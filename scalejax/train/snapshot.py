@@ -82,7 +82,8 @@ def identity(program: Program, data: DataSet) -> dict[str, str]:
     """What a checkpoint must share with the run that restores it; meshes, rules and batch sizes may differ."""
     experiment = program.experiment
     model = repr((experiment.model, program.task.schema, experiment.precision.params))
-    return {
+    maps = {"id_maps": repr(experiment.id_maps)} if experiment.id_maps else {}
+    return maps | {
         "model": f"{type(experiment.model).__name__} {hashlib.sha256(model.encode()).hexdigest()[:16]}",
         "optimizer": f"{type(experiment.optimizer).__name__} / {type(experiment.row_optimizer).__name__}",
         "data": data.fingerprint(),

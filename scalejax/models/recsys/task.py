@@ -99,7 +99,16 @@ def pooled_table(
     pooling: Literal["sum", "mean"] = "sum",
     init_scale: float | None = None,
 ) -> TableConfig:
-    """A table of its own for one feature; the rows of an example are pooled to float[B, dim]."""
+    """A table of its own for one feature; the rows of an example are pooled to float[B, dim].
+
+    Raises:
+      UserError: the feature has ids of any 64 bits; an experiment with id maps gives the model their rows instead.
+    """
+    if feature.rows is None:
+        raise UserError(
+            f"Feature {feature.name!r} has ids of any 64 bits (rows=None); a table needs a number of rows. Give the "
+            "experiment an id map for it (Experiment.id_maps)."
+        )
     return TableConfig(
         name=feature.name,
         rows=feature.rows,

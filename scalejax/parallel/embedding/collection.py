@@ -5,6 +5,12 @@
     grads = jax.grad(loss)(embedded)
     state = collection.update(state, routing, grads, learning_rate_scale)
 
+With tables that have an id map, ids become rows first (where there are none, this changes nothing):
+
+    features, assignment = collection.map_ids(state, batch.features)     # training
+    state = collection.admit(state, assignment)
+    features, faults = collection.find_ids(state, batch.features)        # evaluation
+
 `lookup` is the first two in one. Each is a shard_map over all mesh axes. The exchange of ids reads no state, so that it
 can run a step ahead. An update is exact and deterministic: the gradients of a row are summed in the order of examples,
 features, positions (or in fixed point, where no order matters), then its optimizer runs once. Given identical gradients
@@ -27,7 +33,7 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
-from scalejax.parallel.embedding import host_check, host_plan, initial, ragged, stored
+from scalejax.parallel.embedding import host_check, host_plan, id_map, initial, mapped, ragged, stored
 from scalejax.parallel.embedding.config import GRANULE_COLUMNS, TableConfig
 from scalejax.parallel.embedding.exchange import Route, fetch, route
 from scalejax.parallel.embedding.jagged import (
@@ -39,6 +45,7 @@ from scalejax.parallel.embedding.jagged import (
     pack,
     pack_deduplicated,
 )
+from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.parallel.embedding.occurrences import Lookup, Shard, lookups
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan, place
 from scalejax.parallel.embedding.rounding import runtime_zero
@@ -58,7 +65,10 @@ State = dict[str, Any]
 """{"stacks": {stack: {"rows": [N * L, dim], "accumulator": ...}}, "updates": int32[], "faults": int32[M, 2]}.
 
 Stacks are sharded on dimension 0 over the devices that they are dealt out over, or copied. Updates are counted since the
-tables began; faults count, per device, bad ids and ids that an exchange had no room for, since the state was made."""
+tables began; faults count, per device, bad ids and ids that an exchange had no room for, since the state was made.
+
+Where tables have id maps, also {"maps": {table: see `id_map.State`}, "key": uint32[...]}: the maps, sharded on dimension
+0 over all devices, and the data of the key that the tables were made with, which evicted rows are made with again."""
 
 
 @jax.tree_util.register_dataclass
@@ -120,6 +130,12 @@ class EmbeddingCollection:
             )
         if self.exchange.all_to_all == "ragged":
             ragged.check_platform(self.mesh)
+        for table in self.mapped_tables:
+            assert table.id_map is not None
+            try:
+                id_map.buckets_per_shard(table.id_map, self.mesh.size)
+            except UserError as error:
+                raise UserError(f"EmbeddingCollection: table {table.name!r}: {error}") from error
         for stack in self.stacks:  # which refuse a plan that cannot be built
             sliced = [member.config.name for member in stack.members if not member.whole]
             if self.accumulate == "exact" and sliced and stack.dim % GRANULE_COLUMNS:
@@ -152,6 +168,11 @@ class EmbeddingCollection:
             self.tables, self.plan or ShardingPlan(), devices=self.group_devices, devices_per_host=inside
         )
         return stack_tables(self.tables, slices, self.group_devices)
+
+    @functools.cached_property
+    def mapped_tables(self) -> tuple[TableConfig, ...]:
+        """The tables with an id map."""
+        return tuple(table for table in self.tables if table.id_map is not None)
 
     @functools.cached_property
     def _moves(self) -> stored.Axes:
@@ -189,7 +210,14 @@ class EmbeddingCollection:
         for table in self.tables:
             for name in table.features:
                 feature = schema[name]
-                if feature.rows > table.rows:
+                if feature.rows is None and table.id_map is None:
+                    raise UserError(
+                        f"EmbeddingCollection: feature {name!r} has ids of any 64 bits (rows=None), but table "
+                        f"{table.name!r} has no id map. Give it one: TableConfig(id_map=IdMapConfig(...)), or "
+                        f"Experiment(id_maps=(MappedFeatures(features=({name!r},), id_map=IdMapConfig(...)),)); or give "
+                        "the feature a number of rows."
+                    )
+                if table.id_map is None and feature.rows is not None and feature.rows > table.rows:
                     raise ValueError(
                         f"EmbeddingCollection: feature {name!r} has ids below {feature.rows}, but table {table.name!r} "
                         f"has {table.rows} rows."
@@ -202,7 +230,8 @@ class EmbeddingCollection:
                 group, plain = group_of.get(name), feature.capacity_for(examples)
                 bags = examples if group is None else groups[group].bags(examples)
                 capacity = plain if group is None else feature.capacity_for(bags)
-                found[name] = FeatureLayout(name, capacity, feature.length, bags, group, plain)
+                by_map = None if table.id_map is None else table.name
+                found[name] = FeatureLayout(name, capacity, feature.length, bags, group, plain, by_map)
         return tuple(found[name] for name in schema.keys if name in found)
 
     def _groups(self, groups: tuple[DedupGroup, ...]) -> dict[str, int]:
@@ -231,8 +260,12 @@ class EmbeddingCollection:
         """
         host_check.check_ids(self.stacks, features, layout)
         packed = pack(features, layout, shards)
-        host_check.check_room(self.stacks, packed, layout, self.exchange)
+        self._check_room(packed, layout)
         return packed
+
+    def _check_room(self, packed: Packed, layout: tuple[FeatureLayout, ...]) -> None:
+        host_check.check_room(self.stacks, packed, layout, self.exchange)
+        mapped.check_room(self.tables, packed, layout, self.exchange, self.mesh.size)
 
     def pack_deduplicated(
         self,
@@ -253,7 +286,7 @@ class EmbeddingCollection:
             host_check.check_ids(self.stacks, part, layout)
         packed = pack_deduplicated(features, layout, groups, shards)
         if packed is not None:
-            host_check.check_room(self.stacks, packed, layout, self.exchange)
+            self._check_room(packed, layout)
         return packed
 
     def abstract_state(self) -> State:
@@ -274,11 +307,32 @@ class EmbeddingCollection:
             "stacks": stacks,
             "updates": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
             "faults": jax.ShapeDtypeStruct((self.mesh.size, 2), jnp.int32, sharding=everywhere),
+            **({"maps": self._abstract_maps(), "key": self._abstract_key()} if self.mapped_tables else {}),
         }
 
+    def _abstract_maps(self) -> mapped.Maps:
+        everywhere = NamedSharding(self.mesh, P(self.axes))
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere),
+            jax.eval_shape(self._empty_maps),
+        )
+
+    def _empty_maps(self) -> mapped.Maps:
+        return {t.name: id_map.init(t.id_map, self.mesh.size) for t in self.mapped_tables if t.id_map is not None}
+
+    def _abstract_key(self) -> jax.ShapeDtypeStruct:
+        data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+        return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=NamedSharding(self.mesh, P()))
+
     def init(self, key: jax.Array) -> State:
-        """A fresh state: a row depends on the key, the name of its table and its number, and on no mesh."""
+        """A fresh state: a row depends on the key, the name of its table and its number, and on no mesh.
+
+        Raises:
+          ValueError: tables have id maps, which keep the key, and it is not of jax's default kind.
+        """
         shapes = self.abstract_state()
+        if self.mapped_tables and key.dtype != jax.eval_shape(lambda: jax.random.key(0)).dtype:
+            raise ValueError(f"EmbeddingCollection.init: key must be what jax.random.key makes; got {key.dtype}.")
 
         def fill(key: jax.Array) -> Any:
             return {
@@ -295,6 +349,7 @@ class EmbeddingCollection:
                 "stacks": stacks,
                 "updates": jnp.zeros((), jnp.int32),
                 "faults": jnp.zeros((self.mesh.size, 2), jnp.int32),
+                **({"maps": self._empty_maps(), "key": jax.random.key_data(key)} if self.mapped_tables else {}),
             }
 
         return jax.jit(create, out_shardings=self._shardings(shapes))(key)
@@ -304,12 +359,91 @@ class EmbeddingCollection:
         routing = self.exchange_ids(features)
         return self.fetch(state, routing), routing
 
+    def map_ids(
+        self, state: State, features: KeyedJagged, *, steps_ahead: int = 0
+    ) -> tuple[KeyedJagged, Assignment]:
+        """Gives the ids of tables with an id map their rows, for a training step.
+
+        Reads the maps and the count of updates alone, and changes neither: `admit` does, before rows are fetched.
+
+        Args:
+          state: The state.
+          features: A batch.
+          steps_ahead: Updates that come before the one by this batch.
+
+        Returns:
+          The features with rows in the place of ids, ready for `exchange_ids`, and what becomes of the maps.
+        """
+        if not self.mapped_tables:
+            return features, Assignment({}, {}, jnp.zeros((self.mesh.size, 2), jnp.int32))
+        step = state["updates"] + steps_ahead
+
+        def local(maps: mapped.Maps, features: KeyedJagged, step: jax.Array) -> Any:
+            asked = mapped.requests(self.tables, features.layout)
+            where = {"exchange": self.exchange, "devices": self.mesh.size, "axes": self.axes}
+            return mapped.assign(asked, maps, features, step, **where)
+
+        all_axes = P(self.axes)
+        ids = dataclasses.replace(features, plans=None)
+        values, assignment = self._everywhere(local, in_specs=(all_axes, all_axes, P()), out_specs=all_axes)(
+            state["maps"], ids, step
+        )
+        return dataclasses.replace(features, values=values, high=None), assignment
+
+    def admit(self, state: State, assignment: Assignment) -> State:
+        """The state with the maps of an assignment, and the rows that it took from other ids as fresh as at `init`."""
+        if not self.mapped_tables:
+            return state
+
+        def local(stacks: Any, evicted: dict[str, jax.Array], key: jax.Array) -> Any:
+            return mapped.reset(
+                self.stacks,
+                stacks,
+                evicted,
+                jax.random.wrap_key_data(key),
+                devices=self.mesh.size,
+                axes=self.axes,
+                group=self.group,
+            )
+
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_state()["stacks"])
+        stacks = self._everywhere(local, in_specs=(specs, P(self.axes), P()), out_specs=specs)(
+            state["stacks"], assignment.evicted, state["key"]
+        )
+        faults = state["faults"] + assignment.faults
+        return {**state, "stacks": stacks, "maps": assignment.maps, "faults": faults}
+
+    def find_ids(self, state: State, features: KeyedJagged) -> tuple[KeyedJagged, jax.Array]:
+        """As `map_ids`, for evaluation: changes nothing, and ids without a row get row 0.
+
+        Returns:
+          The features, and int32[M, 2]: per device 0 and the ids that found no room on their way to their map.
+        """
+        if not self.mapped_tables:
+            return features, jnp.zeros((self.mesh.size, 2), jnp.int32)
+
+        def local(maps: mapped.Maps, features: KeyedJagged) -> Any:
+            asked = mapped.requests(self.tables, features.layout)
+            where = {"exchange": self.exchange, "devices": self.mesh.size, "axes": self.axes}
+            return mapped.find(asked, maps, features, **where)
+
+        all_axes = P(self.axes)
+        ids = dataclasses.replace(features, plans=None)
+        values, faults = self._everywhere(local, in_specs=all_axes, out_specs=all_axes)(state["maps"], ids)
+        return dataclasses.replace(features, values=values, high=None), faults
+
     def exchange_ids(self, features: KeyedJagged) -> Routing:
         """Sends ids to the devices that own their rows, and sorts what arrives by row. Reads no state.
 
         Bad ids and ids without room are counted in the result; they will embed as zeros. Of deduplicated features only
         distinct rows travel; with `accumulate="exact"` all of them for the update too.
+
+        Raises:
+          ValueError: ids of tables with an id map are not rows yet.
         """
+        if features.high is not None:
+            names = ", ".join(feature.name for feature in features.layout if feature.map is not None)
+            raise ValueError(f"exchange_ids: {names} still hold 64-bit ids; call map_ids or find_ids first.")
         routing = self._exchange(features)
         if features.inverse is None or self.accumulate == "ordered":
             return routing
@@ -446,11 +580,27 @@ class EmbeddingCollection:
             grads,
             (jnp.asarray(learning_rate_scale), state["updates"]),
         )
-        return {"stacks": stacks, "updates": state["updates"] + 1, "faults": state["faults"] + routing.faults}
+        faults = state["faults"] + routing.faults
+        return {**state, "stacks": stacks, "updates": state["updates"] + 1, "faults": faults}
 
     def faults(self, state: State) -> jax.Array:
         """int32[2]: bad ids and ids without room since the state was made; see `check_faults`."""
         return state["faults"].sum(axis=0, dtype=jnp.int32)
+
+    def id_counts(self, state: State) -> dict[str, jax.Array]:
+        """{table: uint32[len(COUNTS), 2]}: the counters of each id map since it was made; see `id_totals`."""
+        return {name: id_map.merged_counts(leaves["counts"]) for name, leaves in state.get("maps", {}).items()}
+
+    def id_totals(self, counts: dict[str, np.ndarray]) -> dict[str, dict[str, int]]:
+        """What `id_counts` gave, on the host -> {table: {counter: number}}, see `id_map.COUNTS`.
+
+        Raises:
+          UserError: ids came to a device that does not own their buckets.
+        """
+        found = {name: id_map.totals(np.asarray(words)[None]) for name, words in counts.items()}
+        for totals in found.values():
+            id_map.check_totals(totals)
+        return found
 
     def check_faults(self, counts: np.ndarray) -> None:
         """Raises if the counts of `faults` are not zero; ids without room may be any with `Exchange(spill="count")`.
@@ -460,17 +610,32 @@ class EmbeddingCollection:
         """
         bad, lost = (int(c) for c in counts)
         if bad or (lost and self.exchange.spill == "fail"):
+            rooms = "make every batch with it, and see --set exchange.capacity_factor."
+            if self.mapped_tables:
+                rooms = (
+                    f"make every batch with it. Only the devices know the rows of table {self.mapped_tables[0].name!r}, "
+                    "which has an id map: give its rows more room with --set exchange.capacity_factor=4 or "
+                    "exchange.roomy_below_bytes; ids without a row of their own all go to the device of row 0."
+                )
             raise UserError(
                 f"Embedding lookups met {bad} ids out of range and {lost} ids for which an exchange had no room; they "
-                "were embedded as zeros. Batches that `EmbeddingCollection.pack` makes never do this: make every batch with it, "
-                "and see --set exchange.capacity_factor."
+                f"were embedded as zeros. Batches that `EmbeddingCollection.pack` makes never do this: {rooms}"
             )
 
     def to_stored(self, state: State) -> stored.Tree:
         """{table: {"rows_body", "rows_tail", "accumulator_body", ...}, COUNTS: {"updates": int32[], "faults":
-        int32[2]}}: shapes free of the mesh and of the plan (see `stored`)."""
+        int32[2]}}: shapes free of the mesh and of the plan (see `stored`).
+
+        With id maps also {MAPS: {table: {"key_hi", ..., "counts": uint32[len(COUNTS), 2]}}}, as they are but for the
+        counters, which are summed over the devices, and COUNTS has the data of the "key" of the tables.
+        """
         counts = {"updates": state["updates"], "faults": self._sum_faults(state["faults"])}
-        return {**self._to_stored(state["stacks"]), COUNTS: counts}
+        tree = self._to_stored(state["stacks"])
+        if not self.mapped_tables:
+            return {**tree, COUNTS: counts}
+        sums = self._merge_id_counts(state)
+        maps = {name: leaves | {"counts": sums[name]} for name, leaves in state["maps"].items()}
+        return {**tree, COUNTS: counts | {"key": state["key"]}, MAPS: maps}
 
     def from_stored(self, tree: stored.Tree) -> State:
         """The state of this mesh."""
@@ -480,6 +645,7 @@ class EmbeddingCollection:
             "stacks": self._from_stored(tables),
             "updates": counts["updates"],
             "faults": self._spread_faults(counts["faults"]),
+            **({"maps": self._spread_id_counts(tree[MAPS]), "key": counts["key"]} if self.mapped_tables else {}),
         }
 
     def abstract_stored(self) -> stored.Tree:
@@ -489,7 +655,15 @@ class EmbeddingCollection:
             "updates": jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
             "faults": jax.ShapeDtypeStruct((2,), jnp.int32, sharding=whole),
         }
-        return {**self._abstract_stored_tables(), COUNTS: counts}
+        tree = {**self._abstract_stored_tables(), COUNTS: counts}
+        if self.mapped_tables:
+            counts["key"] = self._abstract_key()
+            tree[MAPS] = {
+                name: leaves
+                | {"counts": jax.ShapeDtypeStruct((len(id_map.COUNTS), 2), jnp.uint32, sharding=whole)}
+                for name, leaves in self._abstract_maps().items()
+            }
+        return tree
 
     def _abstract_stored_tables(self) -> stored.Tree:
         specs = {"body": stored.body_spec(self._moves), "tail": P()}
@@ -528,7 +702,15 @@ class EmbeddingCollection:
         Args:
           tree: The tables.
           updates: Updates that they have behind them (Adam and LAMB count them).
+
+        Raises:
+          UserError: a table has an id map: its rows alone do not say whose they are.
         """
+        if self.mapped_tables:
+            raise UserError(
+                f"from_logical: table {self.mapped_tables[0].name!r} has an id map, and rows alone do not say whose they are. "
+                "Restore it from what to_stored gave, which holds its map."
+            )
 
         def split(tree: dict[str, dict[str, jax.Array]]) -> stored.Tree:
             return {
@@ -622,6 +804,20 @@ class EmbeddingCollection:
         empty = (self.mesh.size, 2)
         return jax.jit(lambda counts: jnp.zeros(empty, jnp.int32).at[0].set(counts), out_shardings=sharding)
 
+    @functools.cached_property
+    def _merge_id_counts(self) -> Any:
+        return jax.jit(self.id_counts, out_shardings=NamedSharding(self.mesh, P()))
+
+    @functools.cached_property
+    def _spread_id_counts(self) -> Any:
+        """Counters all on the first device, the rest of the maps as it is."""
+
+        def spread(maps: mapped.Maps) -> mapped.Maps:
+            none = jnp.zeros((self.mesh.size, len(id_map.COUNTS), 2), jnp.uint32)
+            return {name: leaves | {"counts": none.at[0].set(leaves["counts"])} for name, leaves in maps.items()}
+
+        return jax.jit(spread, out_shardings=self._shardings(self._abstract_maps()))
+
     def _jit_everywhere(self, function: Any, in_specs: Any, abstract: Any) -> Any:
         out_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract)
         mapped = self._everywhere(function, in_specs=in_specs, out_specs=out_specs)
@@ -659,3 +855,6 @@ def _by_distinct_row(grads: dict[str, jax.Array], features: KeyedJagged) -> dict
 
 COUNTS = "(counts)"
 """Key of the counts of updates and faults in the stored form, beside the names of tables."""
+
+MAPS = "(id maps)"
+"""Key of the id maps in the stored form."""

@@ -12,8 +12,13 @@ shrinks by learning rate * weight_decay), and `max_norm`: rows that are longer a
 import dataclasses
 from typing import Literal
 
+from scalejax.errors import UserError
+
 Pooling = Literal["sum", "mean", "none"]
 WeightDecay = Literal["l2", "decoupled"]
+Policy = Literal["lfu", "lru", "ttl"]
+
+_MOST_ROWS = 1 << 30
 
 GRANULE_COLUMNS = 16
 """Sums over the columns of a row are formed of blocks of this many, so that column slices can form them too; sums in
@@ -179,6 +184,76 @@ def row_state_bytes(optimizer: RowOptimizer, dim: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class IdMapConfig:
+    """A map of 64-bit ids to the rows of one table, see `id_map`.
+
+    Attributes:
+      rows: Rows of the table, row 0 included: 1 + a multiple of `ways`.
+      ways: Rows among which an id can be placed. More ways waste fewer rows before the map is full and cost more
+        comparisons.
+      policy: Who is evicted, see `id_map`.
+      admit_after: Sightings (occurrences) after which an id gets a row; 1 = at once.
+      candidate_ways: Ids per bucket whose sightings are counted while they wait (with `admit_after` > 1).
+      ttl_steps: With policy "ttl": steps after which an id that is not seen can be evicted. None otherwise.
+    """
+
+    rows: int
+    ways: int = 8
+    policy: Policy = "lfu"
+    admit_after: int = 1
+    candidate_ways: int = 8
+    ttl_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.ways < 1:
+            raise UserError(f"IdMapConfig: ways must be at least 1; got {self.ways}.")
+        if self.rows < 1 + self.ways or (self.rows - 1) % self.ways:
+            below = 1 + max(1, (self.rows - 1) // self.ways) * self.ways
+            raise UserError(
+                f"IdMapConfig: rows must be 1 (row 0 is for ids without a row) + a multiple of ways={self.ways}; got "
+                f"{self.rows}. The nearest that fit: {below} and {below + self.ways}."
+            )
+        if self.rows > _MOST_ROWS:
+            raise UserError(f"IdMapConfig: rows must be at most 2**30 = {_MOST_ROWS}; got {self.rows}.")
+        if self.policy not in ("lfu", "lru", "ttl"):
+            raise UserError(f"IdMapConfig: policy must be 'lfu', 'lru' or 'ttl'; got {self.policy!r}.")
+        if self.admit_after < 1:
+            raise UserError(
+                f"IdMapConfig: admit_after must be at least 1 (an id is admitted when first seen); got "
+                f"{self.admit_after}."
+            )
+        if self.candidate_ways < 1:
+            raise UserError(f"IdMapConfig: candidate_ways must be at least 1; got {self.candidate_ways}.")
+        if (self.policy == "ttl") != (self.ttl_steps is not None) or (self.ttl_steps or 0) < 0:
+            raise UserError(
+                f"IdMapConfig: ttl_steps must be a number of steps, at least 0, with policy 'ttl', and None with the "
+                f"others; got ttl_steps={self.ttl_steps} with policy {self.policy!r}."
+            )
+
+    @property
+    def buckets(self) -> int:
+        """Buckets of the whole map."""
+        return (self.rows - 1) // self.ways
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MappedFeatures:
+    """Features whose ids are any 64-bit integers.
+
+    Attributes:
+      features: Their names; each table that looks some of them up gets a map of its own.
+      id_map: The map, and with it the rows of the table.
+    """
+
+    features: tuple[str, ...]
+    id_map: IdMapConfig
+
+    def __post_init__(self) -> None:
+        if not self.features:
+            raise UserError("MappedFeatures: features must name at least one feature; got none.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table.
 
@@ -195,6 +270,8 @@ class TableConfig:
       rounding: How updated rows become bfloat16 or float16. "stochastic" rounds up or down by chance in proportion, so
         that updates below half a unit in the last place add up; the chance is a function of table, row, column and
         step, the same on every mesh.
+      id_map: None = ids are row numbers; otherwise ids are any 64-bit integers, and a map on the devices gives them
+        rows. It has as many as the table.
     """
 
     name: str
@@ -206,6 +283,7 @@ class TableConfig:
     optimizer: RowOptimizer = RowwiseAdagrad()
     init_scale: float | None = None
     rounding: Literal["stochastic", "nearest"] = "stochastic"
+    id_map: IdMapConfig | None = None
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:
@@ -219,4 +297,9 @@ class TableConfig:
         if self.rounding not in ("stochastic", "nearest"):
             raise ValueError(
                 f"TableConfig {self.name!r}: rounding must be stochastic or nearest; got {self.rounding!r}."
+            )
+        if self.id_map is not None and self.id_map.rows != self.rows:
+            raise UserError(
+                f"TableConfig {self.name!r}: rows must be those of its id map, {self.id_map.rows}; got {self.rows}. "
+                "Set rows=id_map.rows."
             )

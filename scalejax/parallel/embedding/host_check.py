@@ -30,7 +30,8 @@ def check_ids(stacks: tuple[Stack, ...], features: KeyedJagged, layout: tuple[Fe
     ends = np.cumsum(features.lengths.sum(axis=1, dtype=np.int64))
     for stack in stacks:
         for look in lookups(stack, layout):
-            if look.member.start == 0 and look.feature.name in features.keys:
+            any_id = look.member.config.id_map is not None
+            if look.member.start == 0 and look.feature.name in features.keys and not any_id:
                 which = features.keys.index(look.feature.name)
                 lengths = features.lengths[which]
                 begin = int(ends[which]) - int(lengths.sum(dtype=np.int64))
@@ -42,7 +43,8 @@ def check_room(
 ) -> None:
     """Counts the ids from each device to each other one.
 
-    Not with `all_to_all="ragged"`, where room depends on what all devices send: the exchange itself counts there.
+    The exchange itself counts those of tables with an id map, whose rows only the devices know, and all of them with
+    `all_to_all="ragged"`, where room depends on what all devices send.
 
     Raises:
       UserError: more than an exchange has room for.
@@ -51,9 +53,13 @@ def check_room(
         return
     for stack in stacks:
         found = lookups(stack, layout)
-        loads = {look: _load(look, packed, stack.devices) for look in found if look.channel == "rows"}
+        loads = {look: _load(look, packed, stack.devices) for look in found if _known(look)}
         if loads:
             _check_load(stack, found, loads, exchange)
+
+
+def _known(look: Lookup) -> bool:
+    return look.channel == "rows" and look.member.config.id_map is None
 
 
 def _check_range(look: Lookup, ids: np.ndarray, lengths: np.ndarray) -> None:

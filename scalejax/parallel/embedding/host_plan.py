@@ -14,8 +14,10 @@ from scalejax.parallel.embedding.stacks import Member, Stack
 from scalejax.parallel.embedding.update import alike
 
 
-def plans(stacks: tuple[Stack, ...], packed: Packed, layout: tuple[FeatureLayout, ...]) -> dict[str, tuple[RowPlan, ...]]:
+def plans(stacks: tuple[Stack, ...], packed: Packed, layout: tuple[FeatureLayout, ...]) -> dict[str, tuple[RowPlan | None, ...]]:
     """{stack: a plan for every group of `update.alike`}: order and slots int32[T, N], rows int32[T, U], in NumPy.
+
+    None for groups with a table that has an id map: the host does not know its rows.
 
     Args:
       stacks: On one device.
@@ -26,9 +28,12 @@ def plans(stacks: tuple[Stack, ...], packed: Packed, layout: tuple[FeatureLayout
     return {stack.name: tuple(_plans(stack, packed, found[stack.name])) for stack in stacks}
 
 
-def _plans(stack: Stack, packed: Packed, found: tuple[Lookup, ...]) -> list[RowPlan]:
-    made = []
+def _plans(stack: Stack, packed: Packed, found: tuple[Lookup, ...]) -> list[RowPlan | None]:
+    made: list[RowPlan | None] = []
     for members in alike(stack, found):
+        if any(member.config.id_map is not None for member in members):
+            made.append(None)
+            continue
         bound = max(member.local_rows for member in members)
         rows = np.stack([_rows(member, packed, found, bound) for member in members])
         made.append(plan_tables_host(rows, bound, min(bound, rows.shape[1])))

@@ -1,6 +1,6 @@
 """Unbounded 64-bit ids -> rows of a table of fixed size: a set-associative map that lives on the devices.
 
-    id (two uint32)  --hash-->  bucket  --compare with its ways-->  row = 1 + bucket * ways + way
+    id (two uint32)  --hash-->  bucket  --compare with its ways-->  row = 1 + way * buckets + bucket
 
     bucket   way 0          way 1          ...   candidates: ids that wait for admission, with their sightings
       0      id, f, seen    id, f, seen          id, n, seen   id, n, seen  ...
@@ -33,12 +33,14 @@ resets them (`Evicted.rows`) before the row is looked up.
 The hash is fixed, since states are stored: h = mix(lo + mix(hi + 0x9e3779b9)) mod 2**32, bucket = h mod buckets, with
 mix the finalizer of MurmurHash3 (`fmix32`, Austin Appleby, public domain).
 
+Rows are counted way after way because tables are dealt out row by row: the first ways fill first, and what follows a
+hash lies evenly on every number of devices.
+
 Over several devices the buckets are cut into equal consecutive ranges (`owner_of` says where an id belongs), inside a
 shard_map over dimension 0 of the state. Nothing but the counters then depends on the number of devices.
 """
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +48,8 @@ import numpy as np
 from jax import lax
 
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.config import IdMapConfig as IdMapConfig
 
-Policy = Literal["lfu", "lru", "ttl"]
 State = dict[str, jax.Array]
 """Arrays, all with a leading dimension that can be sharded; the ways of a bucket lie next to each other:
 
@@ -82,61 +84,7 @@ that came to a device which does not own their bucket, a mistake of the caller (
 """
 
 _FREE, _TAKEABLE, _PROTECTED = 0, 1, 2
-_MOST_ROWS = 1 << 30
 _NEVER = -1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class IdMapConfig:
-    """A map of 64-bit ids to the rows of one table.
-
-    Attributes:
-      rows: Rows of the table, row 0 included: 1 + a multiple of `ways`.
-      ways: Rows among which an id can be placed. More ways waste fewer rows before the map is full and cost more
-        comparisons.
-      policy: Who is evicted, see the module.
-      admit_after: Sightings (occurrences) after which an id gets a row; 1 = at once.
-      candidate_ways: Ids per bucket whose sightings are counted while they wait (with `admit_after` > 1).
-      ttl_steps: With policy "ttl": steps after which an id that is not seen can be evicted. None otherwise.
-    """
-
-    rows: int
-    ways: int = 8
-    policy: Policy = "lfu"
-    admit_after: int = 1
-    candidate_ways: int = 8
-    ttl_steps: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.ways < 1:
-            raise UserError(f"IdMapConfig: ways must be at least 1; got {self.ways}.")
-        if self.rows < 1 + self.ways or (self.rows - 1) % self.ways:
-            below = 1 + max(1, (self.rows - 1) // self.ways) * self.ways
-            raise UserError(
-                f"IdMapConfig: rows must be 1 (row 0 is for ids without a row) + a multiple of ways={self.ways}; got "
-                f"{self.rows}. The nearest that fit: {below} and {below + self.ways}."
-            )
-        if self.rows > _MOST_ROWS:
-            raise UserError(f"IdMapConfig: rows must be at most 2**30 = {_MOST_ROWS}; got {self.rows}.")
-        if self.policy not in ("lfu", "lru", "ttl"):
-            raise UserError(f"IdMapConfig: policy must be 'lfu', 'lru' or 'ttl'; got {self.policy!r}.")
-        if self.admit_after < 1:
-            raise UserError(
-                f"IdMapConfig: admit_after must be at least 1 (an id is admitted when first seen); got "
-                f"{self.admit_after}."
-            )
-        if self.candidate_ways < 1:
-            raise UserError(f"IdMapConfig: candidate_ways must be at least 1; got {self.candidate_ways}.")
-        if (self.policy == "ttl") != (self.ttl_steps is not None) or (self.ttl_steps or 0) < 0:
-            raise UserError(
-                f"IdMapConfig: ttl_steps must be a number of steps, at least 0, with policy 'ttl', and None with the "
-                f"others; got ttl_steps={self.ttl_steps} with policy {self.policy!r}."
-            )
-
-    @property
-    def buckets(self) -> int:
-        """Buckets of the whole map."""
-        return (self.rows - 1) // self.ways
 
 
 @jax.tree_util.register_dataclass
@@ -181,9 +129,9 @@ def join_ids(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
 
 
 def bucket_of(config: IdMapConfig, hi: jax.Array, lo: jax.Array) -> jax.Array:
-    """int32[N] bucket of each id, in [0, config.buckets); the hash is in the module."""
-    hashed = _mix(lo + _mix(hi + jnp.uint32(0x9E3779B9)))
-    return (hashed % jnp.uint32(config.buckets)).astype(jnp.int32)
+    """int32[N] bucket of each id, in [0, config.buckets); the hash is in the module. NumPy in, NumPy out."""
+    hashed = _mix(lo + _mix(hi + np.uint32(0x9E3779B9)))
+    return (hashed % np.uint32(config.buckets)).astype(np.int32)
 
 
 def owner_of(config: IdMapConfig, hi: jax.Array, lo: jax.Array, shards: int) -> jax.Array:
@@ -192,7 +140,22 @@ def owner_of(config: IdMapConfig, hi: jax.Array, lo: jax.Array, shards: int) -> 
     Raises:
       UserError: the buckets do not divide over the shards.
     """
-    return bucket_of(config, hi, lo) // _buckets_per_shard(config, shards)
+    return bucket_of(config, hi, lo) // buckets_per_shard(config, shards)
+
+
+def buckets_per_shard(config: IdMapConfig, shards: int) -> int:
+    """Buckets of each of `shards` devices.
+
+    Raises:
+      UserError: the buckets do not divide over the shards.
+    """
+    if config.buckets % shards:
+        more = -(-config.buckets // shards) * shards
+        raise UserError(
+            f"id map: {config.buckets} buckets of {config.ways} ways do not divide over {shards} devices. Set "
+            f"rows={1 + more * config.ways}, or another 1 + multiple of {shards * config.ways}."
+        )
+    return config.buckets // shards
 
 
 def init(config: IdMapConfig, shards: int = 1) -> State:
@@ -205,7 +168,7 @@ def init(config: IdMapConfig, shards: int = 1) -> State:
     Raises:
       UserError: the buckets do not divide over the shards.
     """
-    _buckets_per_shard(config, shards)
+    buckets_per_shard(config, shards)
 
     def table(ways: int, *names: str) -> State:
         hi, lo, number, seen = names
@@ -227,6 +190,7 @@ def apply(
     valid: jax.Array,
     step: jax.typing.ArrayLike,
     first_bucket: jax.typing.ArrayLike = 0,
+    times: jax.Array | None = None,
 ) -> tuple[jax.Array, State, Evicted]:
     """Rows for the ids of a batch, and the map after it; jittable, and made for use inside a shard_map.
 
@@ -239,12 +203,13 @@ def apply(
       step: int32 scalar, at least 0, never smaller than in the call before. Several calls in one step protect one
         another's ids from eviction.
       first_bucket: First bucket of this device.
+      times: uint32[N], at least 1: how many occurrences each entry stands for; None = one.
 
     Returns:
       int32[N] rows of the whole table, all occurrences of an id the same; the new state; what was evicted.
     """
     step = jnp.asarray(step, jnp.int32)
-    ids = _sorted(config, state, hi, lo, valid, first_bucket)
+    ids = _sorted(config, state, hi, lo, valid, first_bucket, times)
 
     ways = _Ways(state, ("key_hi", "key_lo", "frequency", "seen"), config.ways)
     found, way = ways.find(ids)
@@ -299,6 +264,20 @@ def apply(
     return ids.spread(jnp.where(served, row, RESERVED_ROW)), state, evicted
 
 
+def find(
+    config: IdMapConfig,
+    state: State,
+    hi: jax.Array,
+    lo: jax.Array,
+    valid: jax.Array,
+    first_bucket: jax.typing.ArrayLike = 0,
+) -> jax.Array:
+    """int32[N] rows of ids, as `apply` takes them; row 0 for those that have none. Changes and counts nothing."""
+    ids = _Asked(_own_bucket(config, state, hi, lo, valid, first_bucket), hi, lo)
+    found, way = _Ways(state, ("key_hi", "key_lo", "frequency", "seen"), config.ways).find(ids)
+    return jnp.where(found, _row(config, ids.bucket + first_bucket, way), RESERVED_ROW)
+
+
 def expire(
     config: IdMapConfig, state: State, step: jax.typing.ArrayLike, first_bucket: jax.typing.ArrayLike = 0
 ) -> tuple[State, jax.Array]:
@@ -320,7 +299,8 @@ def expire(
     if config.ttl_steps is None:
         raise ValueError(f"expire: the policy must be 'ttl'; got {config.policy!r}, whose ids do not expire.")
     old = (state["frequency"] > 0) & _expired(config, state["seen"], jnp.asarray(step, jnp.int32))
-    rows = _row(config, jnp.asarray(first_bucket, jnp.int32), lax.iota(jnp.int32, old.shape[0]))
+    place = lax.iota(jnp.int32, old.shape[0])
+    rows = _row(config, jnp.asarray(first_bucket, jnp.int32) + place // config.ways, place % config.ways)
     cleared = {name: jnp.where(old, 0, state[name]) for name in ("key_hi", "key_lo", "frequency")}
     nothing = jnp.zeros((), jnp.uint32)
     counts = _add(state["counts"], [old.sum(dtype=jnp.uint32) if name == "evicted" else nothing for name in COUNTS])
@@ -333,6 +313,16 @@ def totals(counts: np.ndarray) -> dict[str, int]:
     words = np.asarray(counts)
     sums = [sum((int(high) << 32) + int(low) for high, low in words[:, c]) for c in range(len(COUNTS))]
     return dict(zip(COUNTS, sums, strict=True))
+
+
+def merged_counts(counts: jax.Array) -> jax.Array:
+    """uint32[shards, len(COUNTS), 2] -> uint32[len(COUNTS), 2], the sum over the devices."""
+
+    def add(sums: jax.Array, more: jax.Array) -> tuple[jax.Array, None]:
+        low = sums[:, 1] + more[:, 1]
+        return jnp.stack([sums[:, 0] + more[:, 0] + (low < more[:, 1]).astype(jnp.uint32), low], axis=-1), None
+
+    return lax.scan(add, jnp.zeros_like(counts[0]), counts)[0]
 
 
 def check_totals(found: dict[str, int]) -> None:
@@ -349,13 +339,25 @@ def check_totals(found: dict[str, int]) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ids:
-    """The ids of a batch in ascending order of bucket and id; every id is represented by its first occurrence.
+class _Asked:
+    """Ids that are looked for.
 
     Attributes:
       bucket: int32[N] bucket on this device; their number for what is not an id of this device.
       hi: uint32[N].
       lo: uint32[N].
+    """
+
+    bucket: jax.Array
+    hi: jax.Array
+    lo: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ids(_Asked):
+    """The ids of a batch in ascending order of bucket and id; every id is represented by its first occurrence.
+
+    Attributes:
       first: bool[N], the representatives.
       occurrences: uint32[N], of each representative; 0 elsewhere.
       leads: bool[N], the representatives and everything that is not an id of this device.
@@ -364,9 +366,6 @@ class _Ids:
       misplaced: uint32 scalar, valid ids of other devices.
     """
 
-    bucket: jax.Array
-    hi: jax.Array
-    lo: jax.Array
     first: jax.Array
     occurrences: jax.Array
     leads: jax.Array
@@ -394,19 +393,34 @@ def _sorted(
     lo: jax.Array,
     valid: jax.Array,
     first_bucket: jax.typing.ArrayLike,
+    times: jax.Array | None,
 ) -> _Ids:
     buckets = state["key_hi"].shape[0] // config.ways
-    bucket = bucket_of(config, hi, lo) - first_bucket
-    mine = valid & (bucket >= 0) & (bucket < buckets)
-    misplaced = (valid & ~mine).sum(dtype=jnp.uint32)
-    bucket = jnp.where(mine, bucket, buckets)
+    bucket = _own_bucket(config, state, hi, lo, valid, first_bucket)
+    elsewhere = valid & (bucket == buckets)
+    misplaced = (elsewhere if times is None else jnp.where(elsewhere, times, 0)).sum(dtype=jnp.uint32)
     index = lax.iota(jnp.int32, hi.shape[0])
     bucket, hi, lo, order = lax.sort((bucket, hi, lo, index), num_keys=3, is_stable=False)
     present, new_bucket = bucket < buckets, _changes(bucket)
     leads = new_bucket | _changes(hi) | _changes(lo) | ~present
     first = leads & present
-    occurrences = jnp.where(first, _run_lengths(leads), 0).astype(jnp.uint32)
+    runs = _run_lengths(leads).astype(jnp.uint32) if times is None else _run_sums(leads, times[order])
+    occurrences = jnp.where(first, runs, 0)
     return _Ids(bucket, hi, lo, first, occurrences, leads, new_bucket, order, misplaced)
+
+
+def _own_bucket(
+    config: IdMapConfig,
+    state: State,
+    hi: jax.Array,
+    lo: jax.Array,
+    valid: jax.Array,
+    first_bucket: jax.typing.ArrayLike,
+) -> jax.Array:
+    """int32[N] bucket on this device; their number for what is not an id of this device."""
+    buckets = state["key_hi"].shape[0] // config.ways
+    bucket = bucket_of(config, hi, lo) - first_bucket
+    return jnp.where(valid & (bucket >= 0) & (bucket < buckets), bucket, buckets)
 
 
 class _Ways:
@@ -416,16 +430,16 @@ class _Ways:
         self.arrays = {name: state[name] for name in names}
         self._names, self._ways = names, ways
 
-    def gather(self, name: str, ids: _Ids) -> jax.Array:
+    def gather(self, name: str, ids: _Asked) -> jax.Array:
         """[N, ways] of each id's bucket; 0 where it has none."""
         place = ids.bucket[:, None] * self._ways + lax.iota(jnp.int32, self._ways)[None, :]
         return self.arrays[name].at[place].get(mode="fill", fill_value=0)
 
-    def take(self, name: str, ids: _Ids, way: jax.Array) -> jax.Array:
+    def take(self, name: str, ids: _Asked, way: jax.Array) -> jax.Array:
         """[N], one way of each id's bucket."""
         return self.arrays[name].at[ids.bucket * self._ways + way].get(mode="fill", fill_value=0)
 
-    def find(self, ids: _Ids) -> tuple[jax.Array, jax.Array]:
+    def find(self, ids: _Asked) -> tuple[jax.Array, jax.Array]:
         """bool[N] whether an id is here, and int32[N] in which way."""
         hi, lo, number, _ = self._names
         same = (self.gather(hi, ids) == ids.hi[:, None]) & (self.gather(lo, ids) == ids.lo[:, None])
@@ -489,23 +503,13 @@ def _expired(config: IdMapConfig, seen: jax.Array, step: jax.Array) -> jax.Array
 
 
 def _row(config: IdMapConfig, bucket: jax.Array, way: jax.Array) -> jax.Array:
-    return 1 + bucket * config.ways + way
-
-
-def _buckets_per_shard(config: IdMapConfig, shards: int) -> int:
-    if config.buckets % shards:
-        more = -(-config.buckets // shards) * shards
-        raise UserError(
-            f"id map: {config.buckets} buckets of {config.ways} ways do not divide over {shards} devices. Set "
-            f"rows={1 + more * config.ways}, or another 1 + multiple of {shards * config.ways}."
-        )
-    return config.buckets // shards
+    return 1 + way * config.buckets + bucket
 
 
 def _mix(x: jax.Array) -> jax.Array:
     """uint32[N] -> uint32[N], a bijection: fmix32 of MurmurHash3."""
-    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
-    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    x = (x ^ (x >> 16)) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * np.uint32(0xC2B2AE35)
     return x ^ (x >> 16)
 
 
@@ -520,6 +524,13 @@ def _run_lengths(leads: jax.Array) -> jax.Array:
     index = lax.iota(jnp.int32, count)
     nearest = lax.cummin(jnp.where(leads, index, count), reverse=True)
     return jnp.concatenate([nearest[1:], jnp.full(min(1, count), count, jnp.int32)]) - index
+
+
+def _run_sums(leads: jax.Array, x: jax.Array) -> jax.Array:
+    """uint32[N]: the sum of x from each element that leads to the next one."""
+    after = jnp.cumsum(x, dtype=jnp.uint32)
+    end = lax.iota(jnp.int32, x.shape[0]) + _run_lengths(leads) - 1
+    return after[end] - (after - x)
 
 
 def _saturating_add(x: jax.Array, more: jax.Array) -> jax.Array:

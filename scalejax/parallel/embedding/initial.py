@@ -1,5 +1,7 @@
 """Fresh rows, made where they will live: row r of a table is a function of (key, name of the table, r)."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +36,21 @@ def local_leaves(stack: Stack, key: jax.Array, device: jax.Array | int) -> dict[
     return leaves
 
 
-def _uniform(stack: Stack, key: jax.Array, device: jax.Array | int) -> jax.Array:
+def fresh_rows(
+    stack: Stack, key: jax.Array, local: jax.Array, device: jax.Array | int
+) -> dict[str, jax.Array]:
+    """{"rows": [U, dim], ...}: what `local_leaves` has at these local rows, int32[U], which are rows of tables."""
+    member, row = row_numbers(stack, local, device)
+    draws = jax.vmap(_draw(stack, key))(member, row, jnp.ones(local.shape, bool))
+    start = jnp.asarray(optimizers.initial_value(stack.optimizer), stack.wide_dtype)
+    return {
+        name: draws if name == "rows" else jnp.full(stack.leaf_shape(kind, local.shape[0]), start)
+        for name, kind in stack.leaves.items()
+    }
+
+
+def _draw(stack: Stack, key: jax.Array) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """(member, row, whether it exists) -> one row."""
     keys = jnp.stack([jax.random.fold_in(key, int(name)) for name in name_hashes(stack)])
     scales = [m.config.init_scale or m.config.rows**-0.5 for m in stack.members]
     scale = jnp.asarray(scales, stack.wide_dtype)
@@ -52,6 +68,11 @@ def _uniform(stack: Stack, key: jax.Array, device: jax.Array | int) -> jax.Array
         bound = jnp.where(real, scale[member], 0)
         return (draw * bound).astype(stack.dtype)
 
+    return one
+
+
+def _uniform(stack: Stack, key: jax.Array, device: jax.Array | int) -> jax.Array:
+    one = _draw(stack, key)
     chunk = min(_CHUNK, stack.local_rows)
 
     def fill(number: jax.Array, rows: jax.Array) -> jax.Array:

@@ -13,6 +13,7 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.jagged import lengths_to_offsets
 from scalejax.errors import UserError
 from scalejax.kernels import embedding_bag as ops
+from scalejax.parallel.embedding.id_map import split_ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +27,7 @@ class FeatureLayout:
       bags: Bags per shard: its examples, or room for the distinct rows of its group.
       group: Number of its group of deduplicated features, else None.
       plain_capacity: Slots per shard without deduplication.
+      map: Name of the table whose id map gives its ids their rows; None = ids are rows.
     """
 
     name: str
@@ -34,6 +36,7 @@ class FeatureLayout:
     bags: int
     group: int | None = None
     plain_capacity: int = 0
+    map: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,6 +85,8 @@ class KeyedJagged:
       inverse: int32[S, G, B / S], bag of every example for each of G groups, or None.
       layout: Per feature, static.
       plans: Which occurrences belong to which row, by stack, where the host has found out; see `host_plan`.
+      high: uint32[S, H], H = sum of capacities of the features with an id map: the high words of their ids, whose low
+        words are the bits of `values`. None where there are none, or their ids have become rows.
     """
 
     values: jax.Array
@@ -89,7 +94,8 @@ class KeyedJagged:
     weights: jax.Array | None
     layout: tuple[FeatureLayout, ...] = dataclasses.field(metadata={"static": True})
     inverse: jax.Array | None = None
-    plans: dict[str, tuple[ops.RowPlan, ...]] | None = None
+    plans: dict[str, tuple[ops.RowPlan | None, ...]] | None = None
+    high: jax.Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -118,7 +124,8 @@ class Packed:
     lengths: np.ndarray
     weights: np.ndarray | None
     inverse: np.ndarray | None = None
-    plans: dict[str, tuple[ops.RowPlan, ...]] | None = None
+    plans: dict[str, tuple[ops.RowPlan | None, ...]] | None = None
+    high: np.ndarray | None = None
 
 
 def pack(features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> Packed:
@@ -193,7 +200,13 @@ def _rows_of_shards(inverse: np.ndarray, rows: int, shards: int) -> tuple[np.nda
 def _empty(layout: tuple[FeatureLayout, ...], shards: int, *, weighted: bool) -> Packed:
     slots, bags = sum(f.capacity for f in layout), sum(f.bags for f in layout)
     weights = np.zeros((shards, slots), np.float32) if weighted else None
-    return Packed(np.zeros((shards, slots), np.int32), np.zeros((shards, bags), np.int32), weights)
+    wide = sum(f.capacity for f in layout if f.map is not None)
+    return Packed(
+        np.zeros((shards, slots), np.int32),
+        np.zeros((shards, bags), np.int32),
+        weights,
+        high=np.zeros((shards, wide), np.uint32) if wide else None,
+    )
 
 
 def _fill(
@@ -202,10 +215,15 @@ def _fill(
     """Writes some features; `counts` are the bags of each shard."""
     ends = np.cumsum(features.lengths.sum(axis=1, dtype=np.int64))
     shards = packed.values.shape[0]
-    slot, bag = 0, 0
+    slot, bag, wide = 0, 0, 0
     for feature in layout:
         slots, bags = slice(slot, slot + feature.capacity), slice(bag, bag + feature.bags)
         slot, bag = slots.stop, bags.stop
+        parts = [packed.values[:, slots]]
+        if feature.map is not None:
+            assert packed.high is not None
+            parts.append(packed.high[:, wide : wide + feature.capacity])
+            wide += feature.capacity
         if feature.name not in names:
             continue
         which = feature_index(features, feature.name)
@@ -218,16 +236,22 @@ def _fill(
             packed.lengths[:, bags][np.arange(feature.bags) < counts[:, None]] = own
         if feature.length is not None:
             _check_length(feature, own)
+        ids = [features.values[span]]
+        if feature.map is not None:
+            high, low = split_ids(ids[0])
+            ids = [low.view(np.int32), high]
         if feature.length is not None and full:
-            packed.values[:, slots] = features.values[span].reshape(shards, -1)
+            for part, words in zip(parts, ids, strict=True):
+                part[:] = words.reshape(shards, -1)
             if packed.weights is not None and features.weights is not None:
                 packed.weights[:, slots] = features.weights[span].reshape(shards, -1)
             continue
-        ids = _ids_of_shards(own, counts)
+        sizes = _ids_of_shards(own, counts)
         if feature.group is None:
-            _check_capacity(feature, ids)
-        filled = np.arange(feature.capacity) < ids[:, None]
-        packed.values[:, slots][filled] = features.values[span]
+            _check_capacity(feature, sizes)
+        filled = np.arange(feature.capacity) < sizes[:, None]
+        for part, words in zip(parts, ids, strict=True):
+            part[filled] = words
         if packed.weights is not None and features.weights is not None:
             packed.weights[:, slots][filled] = features.weights[span]
 

@@ -132,7 +132,20 @@ def addresses(shard: Shard, look: Lookup, devices: int, nowhere: int) -> tuple[j
     if look.feature.length is None or look.feature.group is not None:
         used = lax.iota(jnp.int32, ids.shape[0]) < shard.counts(look).sum()
     good = used & (ids >= 0) & (ids < member.config.rows)
-    bad = (used & ~good).sum(dtype=jnp.int32)
+    wrong = used & ~good
+    if member.config.id_map is not None:
+        wrong = wrong & (ids != LOST)
+    bad = wrong.sum(dtype=jnp.int32)
+    device, row = locate(member, ids)
+    return jnp.where(good, device, devices), jnp.where(good, row, nowhere), bad
+
+
+LOST = -(2**31)
+"""Stands for an id that found no room on its way to an id map, where it was counted."""
+
+
+def locate(member: Member, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Device and local row of rows of a table, int32[U] each."""
     ranks, offsets = member.ranks or (0,), member.offsets
     if len(ranks) == 1:
         device, row = jnp.full_like(ids, ranks[0]), offsets[0] + ids
@@ -140,7 +153,7 @@ def addresses(shard: Shard, look: Lookup, devices: int, nowhere: int) -> tuple[j
         place = (ids + member.shift) % len(ranks)
         device = place if ranks == tuple(range(len(ranks))) else _pick(ranks, place)
         row = (offsets[0] if len(set(offsets)) == 1 else _pick(offsets, place)) + ids // len(ranks)
-    return jnp.where(good, device, devices), jnp.where(good, row, nowhere), bad
+    return device, row
 
 
 def _pick(values: tuple[int, ...], place: jax.Array) -> jax.Array:
