@@ -82,6 +82,37 @@ def test_rows_evictions_counters_and_state_follow_the_model(config, trace, gaps)
     assert_equal({name: leaf for name, leaf in state.items() if name != "counts"}, model.arrays())
 
 
+@pytest.mark.parametrize("config", [CONFIGS["lfu after 3"], CONFIGS["lru after 2"]], ids=["lfu", "lru"])
+def test_an_entry_that_stands_for_several_occurrences_counts_like_them(config):
+    rng, one, other = np.random.default_rng(5), id_map.init(config), id_map.init(config)
+    for step in range(8):
+        ids = np.unique(rng.integers(0, 9, 5)).tolist()
+        times = rng.integers(1, 3, len(ids))
+        spread, one, gone = run(config, one, np.repeat(ids, times).tolist(), step)
+        given = np.ones(SLOTS, np.uint32)
+        given[: len(ids)] = times
+        rows, other, evicted = compiled(config)(other, *padded(ids), np.int32(step), times=given)
+        assert np.repeat(np.asarray(rows)[: len(ids)], times).tolist() == spread
+        assert sorted(np.asarray(evicted.rows)[np.asarray(evicted.rows) < config.rows].tolist()) == [r for r, _ in gone]
+    assert_equal(one, other)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_finding_gives_the_rows_that_ids_have_and_zero_to_the_others(config):
+    state, model, rng = id_map.init(config), Model(config), np.random.default_rng(6)
+    for step in range(6):
+        ids = rng.integers(-9, 9, SLOTS).tolist()
+        _, state, _ = run(config, state, ids, step)
+        model.apply([i & MASK for i in ids], step)
+    entries = {e.id: model.row(b, w) for b, ways in enumerate(model.ways) for w, e in enumerate(ways) if e}
+    asked = [*EXTREMES[:3], *[signed(i) for i in entries], *range(50, 60)][:SLOTS]
+    found = np.asarray(jax.jit(functools.partial(id_map.find, config))(state, *padded(asked)))
+    assert found[: len(asked)].tolist() == [entries.get(i & MASK, 0) for i in asked]
+    assert not found[len(asked) :].any()
+    assert (found > 0).any()
+    assert (found[: len(asked)] == 0).any()
+
+
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
 def test_large_batches_of_hashed_ids_follow_the_model(policy):
     config = IdMapConfig(rows=1 + 16 * 4, ways=4, policy=policy, admit_after=2, candidate_ways=4)
@@ -263,6 +294,18 @@ def test_no_type_is_promoted_and_nothing_depends_on_64_bit_types(strict_promotio
     for a, b in zip(jax.tree.leaves(narrow), jax.tree.leaves(wide), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
+
+
+def test_rows_of_the_first_ways_lie_evenly_on_every_number_of_devices():
+    """Tables are dealt out row by row; in a young map most ids have the first way of their bucket."""
+    config = IdMapConfig(rows=1 + 512 * 8, ways=8)
+    rows, _, _ = jax.jit(functools.partial(id_map.apply, config))(
+        id_map.init(config), *split_ids(np.arange(512)), np.ones(512, bool), 0
+    )
+    for devices in (2, 3, 8):
+        counts = np.bincount(np.asarray(rows) % devices, minlength=devices)
+        # Binomial: the mean is 512 / devices, five standard deviations are below 60.
+        assert abs(counts - 512 / devices).max() < 60
 
 
 def test_an_empty_batch_changes_nothing():
