@@ -65,7 +65,7 @@ class Experiment:
       mesh: Devices per mesh axis.
       rules: Logical axis of a parameter -> mesh axes.
       exchange: How ids and rows travel between devices.
-      sharding: Where the rows of each table live.
+      sharding: Where the rows of each table live; `scalejax shard` plans it, `ShardingPlan.load` reads a plan.
       accumulate: How the gradients of a row add up: "ordered" (by example) or "exact" (in fixed point: the same to the
         bit in any order of the batch), see `EmbeddingCollection`.
       dedup: Features that are looked up once per distinct row of a device's examples.

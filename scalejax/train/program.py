@@ -21,6 +21,7 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
+from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.jagged import DeviceBatch, FeatureLayout, KeyedJagged
 from scalejax.train import metrics
 from scalejax.train.experiment import Experiment, Precision
@@ -317,11 +318,8 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     meshes.check_batch(experiment.data.batch_size, mesh)
     _check_precision(experiment.precision)
     task = experiment.model.task(schema, experiment.row_optimizer)
-    tables, dtype = task.tables(), experiment.precision.tables
-    if dtype is not None:
-        tables = tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
     collection = EmbeddingCollection(
-        tables=tables,
+        tables=tables_of(experiment, task),
         mesh=mesh,
         plan=experiment.sharding,
         exchange=experiment.exchange,
@@ -337,6 +335,12 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
         layout=collection.layout(schema, experiment.data.batch_size, experiment.dedup),
         plain_layout=collection.layout(schema, experiment.data.batch_size),
     )
+
+
+def tables_of(experiment: Experiment, task: Task) -> tuple[TableConfig, ...]:
+    """The embedding tables of a run, in the dtype that it asks for."""
+    tables, dtype = task.tables(), experiment.precision.tables
+    return tables if dtype is None else tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
 
 
 def _check_precision(precision: Precision) -> None:

@@ -28,7 +28,7 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
 from scalejax.parallel.embedding import host_check, host_plan, initial, ragged, stored
-from scalejax.parallel.embedding.config import GRANULE_COLUMNS, TableConfig
+from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange import Route, fetch, route
 from scalejax.parallel.embedding.jagged import (
     DedupGroup,
@@ -120,13 +120,7 @@ class EmbeddingCollection:
             )
         if self.exchange.all_to_all == "ragged":
             ragged.check_platform(self.mesh)
-        for stack in self.stacks:  # which refuse a plan that cannot be built
-            sliced = [member.config.name for member in stack.members if not member.whole]
-            if self.accumulate == "exact" and sliced and stack.dim % GRANULE_COLUMNS:
-                raise UserError(
-                    f"EmbeddingCollection: table {sliced[0]!r} has slices of {stack.dim} columns, but accumulate='exact' "
-                    f"needs multiples of {GRANULE_COLUMNS}. Use fewer slices."
-                )
+        _ = self.stacks  # which refuse a plan that cannot be built
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -149,7 +143,11 @@ class EmbeddingCollection:
         """Tables, or slices of them, of equal width, dtype and optimizer, stacked."""
         inside = math.prod(size for axis, size in self.mesh.shape.items() if axis != "replica")
         slices = place(
-            self.tables, self.plan or ShardingPlan(), devices=self.group_devices, devices_per_host=inside
+            self.tables,
+            self.plan or ShardingPlan(),
+            devices=self.group_devices,
+            devices_per_host=inside,
+            accumulate=self.accumulate,
         )
         return stack_tables(self.tables, slices, self.group_devices)
 

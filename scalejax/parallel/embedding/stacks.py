@@ -26,7 +26,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import Leaf, RowOptimizer, RowwiseAdagrad, TableConfig, row_states
-from scalejax.parallel.embedding.plan import Slice
+from scalejax.parallel.embedding.plan import MOST_ROWS, Slice, StackKey, stack_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,22 +153,15 @@ def stack_tables(
     Raises:
       UserError: a stack has more rows per device than an int32 can count.
     """
-    groups: dict[tuple, list[tuple[TableConfig, Slice]]] = {}
+    groups: dict[StackKey, list[tuple[TableConfig, Slice]]] = {}
     for table in tables:
         for part in slices[table.name]:
-            key = (
-                part.stop - part.start,
-                str(jnp.dtype(table.dtype)),
-                table.rounding if jnp.dtype(table.dtype).itemsize < 4 else "",
-                table.optimizer,
-                "dealt" if part.ranks else "copied",
-                part.update,
-            )
+            key = stack_key(table, part.stop - part.start, copied=not part.ranks, update=part.update)
             groups.setdefault(key, []).append((table, part))
     return tuple(_stack(number, key, parts, devices) for number, (key, parts) in enumerate(groups.items()))
 
 
-def _stack(number: int, key: tuple, parts: list[tuple[TableConfig, Slice]], devices: int) -> Stack:
+def _stack(number: int, key: StackKey, parts: list[tuple[TableConfig, Slice]], devices: int) -> Stack:
     dim, dtype, _, _, spread, update = key
     ends = [0] * (devices if spread == "dealt" else 1)
     members = []
@@ -181,11 +174,11 @@ def _stack(number: int, key: tuple, parts: list[tuple[TableConfig, Slice]], devi
         )
         for rank in ranks or (0,):
             ends[rank] += local_rows
-    if max(ends) > 2**31 - 2**24:  # fillers of an update need room above the last row
+    if max(ends) > MOST_ROWS:
         names = ", ".join(dict.fromkeys(config.name for config, _ in parts))
         raise UserError(
             f"EmbeddingCollection: the tables {names} together have {max(ends):,} rows on one device; at most "
-            f"{2**31 - 2**24:,} can be addressed. Use more devices, or another plan."
+            f"{MOST_ROWS:,} can be addressed. Use more devices, or another plan."
         )
     return Stack(
         f"stack{number}_{dim}_{dtype}", tuple(members), len(ends) if spread == "dealt" else 1, max(ends), spread, update
