@@ -101,10 +101,9 @@ def test_tables_that_do_not_fit_are_named_with_what_lacks_and_what_helps():
 
 
 def test_wrong_numbers_are_refused(small):
-    for wrong, said in (
-        ({"sample_batches": -1}, "--batches must be at least 0; got -1"),
-        ({"table_memory": 0.0}, "--table-memory must be a share above 0"),
-        ({"zipf": 99.0}, "exponent must lie in"),
-    ):
-        with pytest.raises(UserError, match=said):
-            shard(small, MACHINE, **wrong)
+    with pytest.raises(UserError, match="--batches must be at least 0; got -1"):
+        shard(small, MACHINE, sample_batches=-1)
+    with pytest.raises(UserError, match="--table-memory must be a share above 0"):
+        shard(small, MACHINE, table_memory=0.0)
+    with pytest.raises(UserError, match="exponent must lie in"):
+        shard(small, MACHINE, zipf=99.0)
