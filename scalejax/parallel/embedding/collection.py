@@ -176,8 +176,8 @@ class EmbeddingCollection:
           groups: Features that are deduplicated together.
 
         Raises:
-          UserError: the batch does not divide over the devices, or a group names a feature that is not looked up or has
-            a group already.
+          UserError: the batch does not divide over the devices, a table looks up a feature that the schema lacks, or a
+            group names a feature that is not looked up or has a group already.
           ValueError: tables and schema do not fit.
         """
         check_batch(batch_size, self.mesh)
@@ -186,6 +186,11 @@ class EmbeddingCollection:
         found = {}
         for table in self.tables:
             for name in table.features:
+                if name not in schema.keys:
+                    raise UserError(
+                        f"EmbeddingCollection: table {table.name!r} looks up the feature {name!r}, which the data does not "
+                        f"have; it has {', '.join(schema.keys)}. Rename it in TableConfig.features, or read the column."
+                    )
                 feature = schema[name]
                 if feature.rows > table.rows:
                     raise ValueError(
@@ -247,8 +252,9 @@ class EmbeddingCollection:
           layout: From `layout`, with groups.
           groups: The groups.
         """
-        for part in (features.plain, *features.distinct):
-            host_check.check_ids(self.stacks, part, layout)
+        host_check.check_ids(self.stacks, features.plain, layout)
+        for part in features.distinct:
+            host_check.check_ids(self.stacks, part, layout, bag="distinct row")
         packed = pack_deduplicated(features, layout, groups, shards)
         if packed is not None:
             host_check.check_room(self.stacks, packed, layout, self.exchange)
@@ -402,7 +408,11 @@ class EmbeddingCollection:
           routing: From that lookup.
           grads: Gradients of the loss, shaped like what the lookup returned.
           learning_rate_scale: Factor on the learning rate of every table.
+
+        Raises:
+          ValueError: `grads` has other features than were looked up, or other shapes.
         """
+        self._check_grads(routing.features, grads)
         if routing.plain is not None:
             routing = dataclasses.replace(routing.plain, faults=routing.faults + routing.plain.faults)
         features, found = routing.features, self._found(routing.features)
@@ -445,6 +455,27 @@ class EmbeddingCollection:
             (jnp.asarray(learning_rate_scale), state["updates"]),
         )
         return {"stacks": stacks, "updates": state["updates"] + 1, "faults": state["faults"] + routing.faults}
+
+    def _check_grads(self, features: KeyedJagged, grads: dict[str, jax.Array]) -> None:
+        looked_up = {feature.name: feature for feature in features.layout}
+        if set(grads) != set(looked_up):
+            raise ValueError(
+                f"EmbeddingCollection.update: grads must have the features that were looked up, {', '.join(looked_up)}; "
+                f"missing: {sorted(set(looked_up) - set(grads))}, unknown: {sorted(set(grads) - set(looked_up))}. Pass "
+                "the gradient with respect to all that `lookup` returned."
+            )
+        for table in self.tables:
+            for name in table.features:
+                feature = looked_up[name]
+                per_shard = feature.bags if features.inverse is None else features.inverse.shape[2]
+                shape = (self.mesh.size * per_shard, table.dim)
+                if table.pooling == "none":
+                    shape = (shape[0], feature.length, table.dim)
+                if grads[name].shape != shape:
+                    raise ValueError(
+                        f"EmbeddingCollection.update: the gradient of feature {name!r} must have the shape of what "
+                        f"`lookup` returned, {shape}; got {grads[name].shape}."
+                    )
 
     def faults(self, state: State) -> jax.Array:
         """int32[2]: bad ids and ids without room since the state was made; see `check_faults`."""
@@ -526,7 +557,11 @@ class EmbeddingCollection:
         Args:
           tree: The tables.
           updates: Updates that they have behind them (Adam and LAMB count them).
+
+        Raises:
+          UserError: a table, or one of its states, is missing, unknown or of another shape.
         """
+        _check_logical(tree, self.abstract_logical())
 
         def split(tree: dict[str, dict[str, jax.Array]]) -> stored.Tree:
             return {
@@ -628,6 +663,27 @@ class EmbeddingCollection:
     @staticmethod
     def _shardings(abstract: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _check_logical(tree: dict[str, dict[str, Any]], wanted: dict[str, dict[str, jax.ShapeDtypeStruct]]) -> None:
+    def compare(what: str, got: Any, names: Any) -> None:
+        if set(got) != set(names):
+            raise UserError(
+                f"EmbeddingCollection.from_logical: {what} must be {', '.join(names)}; missing: "
+                f"{sorted(set(names) - set(got))}, unknown: {sorted(set(got) - set(names))}. Name the tables and the "
+                "optimizers that the state was made with."
+            )
+
+    compare("tables", tree, wanted)
+    for name, leaves in wanted.items():
+        compare(f"arrays of table {name!r}", tree[name], leaves)
+        for leaf, value in leaves.items():
+            if tuple(tree[name][leaf].shape) != value.shape:
+                raise UserError(
+                    f"EmbeddingCollection.from_logical: {leaf} of table {name!r} must have the shape {value.shape}; got "
+                    f"{tuple(tree[name][leaf].shape)}. Give the table the rows, the width and, for one statistic a slice, "
+                    "the number of slices that the state was made with."
+                )
 
 
 def _shard(features: KeyedJagged) -> Shard:
