@@ -272,7 +272,9 @@ def _whole_means(
         mean = total * (1.0 / looks[0].member.config.dim)
         totals |= dict.fromkeys(looks, mean)
     forth = to_owners(totals, way, stack, found, axes=place.route_axes)  # A
-    return jnp.zeros(blocks.shape[0], blocks.dtype).at[place_of].set(forth, mode="drop")
+    means = jnp.zeros(blocks.shape[0], blocks.dtype).at[place_of].set(forth, mode="drop")
+    # Rows that only other copies looked up have no arrival here; means are not negative, and equal where they are known.
+    return lax.pmax(means, place.copy_axes) if place.copy_axes else means
 
 
 def _slot_of_arrival(way: Route, plan: ops.RowPlan, place: Place) -> jax.Array:

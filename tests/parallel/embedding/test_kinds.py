@@ -111,6 +111,7 @@ def _cases():
         ("table_wise", "copy", "adagrad", True, 4),
         ("column_wise", "shard", "rowwise", True, 8),
         ("column_wise", "copy", "sgd decoupled", False, 8),
+        ("column_wise", "copy", "rowwise", True, 4),
         ("table_row_wise", "shard", "partial lamb", False, 8),
         ("table_row_wise", "shard", "lars", True, 4),
         ("table_column_wise", "shard", "rowwise", False, 4),
