@@ -190,7 +190,8 @@ def row_bytes(table: TableConfig) -> int:
     """Bytes of one row and its optimizer state."""
     # Without jax NumPy knows no bfloat16, and planning needs no jax.
     size = 2 if table.dtype == "bfloat16" else np.dtype(table.dtype).itemsize
-    return table.dim * size + row_state_bytes(table.optimizer, table.dim)
+    tracking = 4 if table.track == "updates" else 0
+    return table.dim * size + row_state_bytes(table.optimizer, table.dim) + tracking
 
 
 _EVERYWHERE = ("row_wise", "data_parallel")

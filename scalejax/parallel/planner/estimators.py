@@ -94,7 +94,8 @@ class Work:
     def state_bytes(self, width: int) -> int:
         """S(width)."""
         kinds = row_states(self.table.optimizer).values()
-        return self.wide_itemsize * sum(width if kind == "element" else 1 for kind in kinds)
+        tracking = 4 if self.table.track == "updates" else 0
+        return self.wide_itemsize * sum(width if kind == "element" else 1 for kind in kinds) + tracking
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
