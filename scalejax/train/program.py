@@ -320,6 +320,8 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     tables, dtype = task.tables(), experiment.precision.tables
     if dtype is not None:
         tables = tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
+    if experiment.checkpoints.full_every is not None:
+        tables = tuple(dataclasses.replace(table, track="updates") for table in tables)
     collection = EmbeddingCollection(
         tables=tables,
         mesh=mesh,

@@ -552,13 +552,13 @@ class EmbeddingCollection:
             }
 
         # Rows that come from elsewhere were touched by no update of this collection.
-        tree = {
+        given: dict[str, Any] = {
             table.name: {**tree[table.name], UPDATED: np.zeros(table.rows, np.int32)}
             if table.track == "updates" and UPDATED not in tree[table.name]
             else tree[table.name]
             for table in self.tables
         }
-        placed = jax.device_put(tree, self._shardings(self.abstract_logical()))
+        placed = jax.device_put(given, self._shardings(self.abstract_logical()))
         tables = jax.jit(split, out_shardings=self._shardings(self._abstract_stored_tables()))(placed)
         counts = {"updates": np.asarray(updates, np.int32), "faults": np.zeros(2, np.int32)}
         return self.from_stored({**tables, COUNTS: jax.device_put(counts, NamedSharding(self.mesh, P()))})
