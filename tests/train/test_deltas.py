@@ -86,6 +86,7 @@ def small(rows, batch_size):
     return dataclasses.replace(small_run.data(rows), batch_size=batch_size)
 
 
+@pytest.mark.slow
 def test_a_chain_from_column_slices_and_copies_restores_elsewhere(rows, tmp_path):
     changes = {"sharding": MIXED, "row_optimizer": Adam(learning_rate=0.01), "steps": 8}
     loop.train(

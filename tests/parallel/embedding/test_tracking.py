@@ -71,7 +71,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("column slices with a statistic each", "groups of devices")
+"""Only in slow runs: each takes a path that another case takes too."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_touched_rows_bring_an_old_copy_to_the_new_state(case):
     optimizer, kind, devices, replica = CASES[case]
     tables = tracked(OPTIMIZERS.get(optimizer, optimizer) if isinstance(optimizer, str) else optimizer)
