@@ -338,9 +338,13 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
 
 
 def tables_of(experiment: Experiment, task: Task) -> tuple[TableConfig, ...]:
-    """The embedding tables of a run, in the dtype that it asks for."""
+    """The embedding tables of a run, in the dtype that it asks for, and tracked if its checkpoints need that."""
     tables, dtype = task.tables(), experiment.precision.tables
-    return tables if dtype is None else tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
+    if dtype is not None:
+        tables = tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
+    if experiment.checkpoints.full_every is not None:
+        tables = tuple(dataclasses.replace(table, track="updates") for table in tables)
+    return tables
 
 
 def _check_precision(precision: Precision) -> None:

@@ -27,8 +27,8 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
-from scalejax.parallel.embedding import host_check, host_plan, initial, ragged, stored
-from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding import host_check, host_plan, initial, ragged, stored, tracking
+from scalejax.parallel.embedding.config import UPDATED, TableConfig
 from scalejax.parallel.embedding.exchange import Route, fetch, route
 from scalejax.parallel.embedding.jagged import (
     DedupGroup,
@@ -268,10 +268,10 @@ class EmbeddingCollection:
             stacks[stack.name] = {
                 name: jax.ShapeDtypeStruct(
                     stack.leaf_shape(kind, stack.devices * stack.local_rows),
-                    stack.dtype if name == "rows" else stack.wide_dtype,
+                    stack.leaf_dtype(name),
                     sharding=sharding,
                 )
-                for name, kind in stack.leaves.items()
+                for name, kind in stack.arrays.items()
             }
         everywhere, whole = NamedSharding(self.mesh, P(self.axes)), NamedSharding(self.mesh, P())
         return {
@@ -438,6 +438,11 @@ class EmbeddingCollection:
                 else:
                     made = plans.get(stack.name)
                     new[stack.name] = update_stack_one_by_one(stack, looks, leaves, way, own, shard, inputs, made)
+                if stack.tracked:
+                    plan = plans.get(stack.name) if self._plans_ahead(stack) else None
+                    axes = self.axes if stack.update == "psum" else ()
+                    marks = tracking.mark(leaves[UPDATED], way, plan, updates + 1, axes)
+                    new[stack.name] = new[stack.name] | {UPDATED: marks}
             return new
 
         all_axes = P(self.axes)
@@ -520,6 +525,12 @@ class EmbeddingCollection:
         }
         return {**self._abstract_stored_tables(), COUNTS: counts}
 
+    def untracked_to_stored(self, state: State) -> stored.Tree:
+        """As `to_stored`, of the counts and of tables that are not tracked: what goes with `tracking.touched_rows`."""
+        rest = tuple(table for table in self.tables if table.track == "nothing")
+        tables = self._part_to_stored(rest)(state["stacks"]) if rest else {}
+        return {**tables, COUNTS: {"updates": state["updates"], "faults": self._sum_faults(state["faults"])}}
+
     def _abstract_stored_tables(self) -> stored.Tree:
         specs = {"body": stored.body_spec(self._moves), "tail": P()}
         return {
@@ -575,7 +586,14 @@ class EmbeddingCollection:
                 for name, leaves in tree.items()
             }
 
-        placed = jax.device_put(tree, self._shardings(self.abstract_logical()))
+        # Rows that come from elsewhere were touched by no update of this collection.
+        given: dict[str, Any] = {
+            table.name: {**tree[table.name], UPDATED: np.zeros(table.rows, np.int32)}
+            if table.track == "updates" and UPDATED not in tree[table.name]
+            else tree[table.name]
+            for table in self.tables
+        }
+        placed = jax.device_put(given, self._shardings(self.abstract_logical()))
         tables = jax.jit(split, out_shardings=self._shardings(self._abstract_stored_tables()))(placed)
         counts = {"updates": np.asarray(updates, np.int32), "faults": np.zeros(2, np.int32)}
         return self.from_stored({**tables, COUNTS: jax.device_put(counts, NamedSharding(self.mesh, P()))})
@@ -598,11 +616,11 @@ class EmbeddingCollection:
         pieces = stored.slices_of(self.stacks, table)
         stack = pieces[0][0]
         shapes = {}
-        for name, kind in stack.leaves.items():
+        for name, kind in stack.arrays.items():
             shape = (table.rows, table.dim) if kind == "element" else (table.rows,)
             if stored.joins(table, name, kind) == "stack" and len(pieces) > 1:
                 shape = (table.rows, len(pieces))
-            shapes[name] = (shape, stack.dtype if name == "rows" else stack.wide_dtype)
+            shapes[name] = (shape, stack.leaf_dtype(name))
         return shapes
 
     def _found(self, features: KeyedJagged) -> dict[str, tuple[Lookup, ...]]:
@@ -634,9 +652,13 @@ class EmbeddingCollection:
 
     @functools.cached_property
     def _to_stored(self) -> Any:
-        convert = functools.partial(stored.local_to_stored, self.stacks, self.tables, axes=self._moves)
+        return self._part_to_stored(self.tables)
+
+    def _part_to_stored(self, tables: tuple[TableConfig, ...]) -> Any:
+        convert = functools.partial(stored.local_to_stored, self.stacks, tables, axes=self._moves)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_state()["stacks"])
-        return self._jit_everywhere(convert, (specs,), self._abstract_stored_tables())
+        abstract = self._abstract_stored_tables()
+        return self._jit_everywhere(convert, (specs,), {table.name: abstract[table.name] for table in tables})
 
     @functools.cached_property
     def _from_stored(self) -> Any:

@@ -178,6 +178,10 @@ def row_state_bytes(optimizer: RowOptimizer, dim: int) -> int:
     return sum(4 * (dim if kind == "element" else 1) for kind in row_states(optimizer).values())
 
 
+UPDATED = "updated"
+"""Name of the row state of tracked tables: int32[rows], the number of the update that last touched a row; 0 = none."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TableConfig:
     """One embedding table.
@@ -195,6 +199,8 @@ class TableConfig:
       rounding: How updated rows become bfloat16 or float16. "stochastic" rounds up or down by chance in proportion, so
         that updates below half a unit in the last place add up; the chance is a function of table, row, column and
         step, the same on every mesh.
+      track: "updates" keeps with every row the number of the update that last touched it (4 bytes a row), which is what
+        checkpoints of touched rows are made from.
     """
 
     name: str
@@ -206,6 +212,7 @@ class TableConfig:
     optimizer: RowOptimizer = RowwiseAdagrad()
     init_scale: float | None = None
     rounding: Literal["stochastic", "nearest"] = "stochastic"
+    track: Literal["nothing", "updates"] = "nothing"
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:
@@ -220,3 +227,5 @@ class TableConfig:
             raise ValueError(
                 f"TableConfig {self.name!r}: rounding must be stochastic or nearest; got {self.rounding!r}."
             )
+        if self.track not in ("nothing", "updates"):
+            raise ValueError(f"TableConfig {self.name!r}: track must be nothing or updates; got {self.track!r}.")

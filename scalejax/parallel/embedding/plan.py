@@ -302,6 +302,7 @@ class StackKey(NamedTuple):
       dtype: Of the rows.
       rounding: As in `TableConfig`; "" where rows are not narrower than sums.
       optimizer: The row optimizer.
+      track: As in `TableConfig`.
       spread: "dealt" out over devices, or "copied": whole on every device.
       update: As in `TablePlan`.
     """
@@ -310,6 +311,7 @@ class StackKey(NamedTuple):
     dtype: str
     rounding: str
     optimizer: RowOptimizer
+    track: Literal["nothing", "updates"]
     spread: Literal["dealt", "copied"]
     update: Literal["gather", "psum"]
 
@@ -320,14 +322,15 @@ def stack_key(
     """The stack of a slice of `width` columns."""
     rounding = table.rounding if itemsize(table.dtype) < 4 else ""
     spread = "copied" if copied else "dealt"
-    return StackKey(width, _dtype_name(table.dtype), rounding, table.optimizer, spread, update)
+    return StackKey(width, _dtype_name(table.dtype), rounding, table.optimizer, table.track, spread, update)
 
 
 def row_bytes(table: TableConfig, width: int | None = None) -> int:
-    """Bytes of one row, or of `width` columns of it, with its optimizer state."""
+    """Bytes of one row, or of `width` columns of it, with its optimizer state and what is tracked."""
     width, size = width or table.dim, itemsize(table.dtype)
     # States are float32, or wider where the rows are.
-    return width * size + row_state_bytes(table.optimizer, width) * max(4, size) // 4
+    states = row_state_bytes(table.optimizer, width) * max(4, size) // 4
+    return width * size + states + (4 if table.track == "updates" else 0)
 
 
 def itemsize(dtype: str) -> int:

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import Leaf, RowOptimizer, RowwiseAdagrad, TableConfig, row_states
+from scalejax.parallel.embedding.config import UPDATED, Leaf, RowOptimizer, RowwiseAdagrad, TableConfig, row_states
 from scalejax.parallel.embedding.plan import MOST_ROWS, Slice, StackKey, stack_key
 
 
@@ -117,8 +117,24 @@ class Stack:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """Arrays of the stack: the rows and their states, by kind."""
+        """What a step of the optimizer reads and writes: the rows and their states, by kind."""
         return {"rows": "element", **row_states(self.optimizer)}
+
+    @property
+    def tracked(self) -> bool:
+        """Whether rows carry the number of the update that last touched them."""
+        return self.members[0].config.track == "updates"
+
+    @property
+    def arrays(self) -> dict[str, Leaf]:
+        """All arrays of the stack, by kind."""
+        return {**self.leaves, UPDATED: "row"} if self.tracked else self.leaves
+
+    def leaf_dtype(self, name: str) -> jnp.dtype:
+        """Dtype of one of `arrays`."""
+        if name == UPDATED:
+            return jnp.dtype(jnp.int32)
+        return self.dtype if name == "rows" else self.wide_dtype
 
     def leaf_shape(self, kind: Leaf, rows: int) -> tuple[int, ...]:
         return (rows, self.dim) if kind == "element" else (rows,)
@@ -148,7 +164,7 @@ class Stack:
 def stack_tables(
     tables: tuple[TableConfig, ...], slices: Mapping[str, tuple[Slice, ...]], devices: int
 ) -> tuple[Stack, ...]:
-    """Groups slices of equal width, dtype, rounding, optimizer and spread, in order of first appearance.
+    """Groups slices of equal width, dtype, rounding, optimizer, tracking and spread, in order of first appearance.
 
     Raises:
       UserError: a stack has more rows per device than an int32 can count.
@@ -162,7 +178,7 @@ def stack_tables(
 
 
 def _stack(number: int, key: StackKey, parts: list[tuple[TableConfig, Slice]], devices: int) -> Stack:
-    dim, dtype, _, _, spread, update = key
+    dim, dtype, *_, spread, update = key
     ends = [0] * (devices if spread == "dealt" else 1)
     members = []
     for index, (config, part) in enumerate(parts):
