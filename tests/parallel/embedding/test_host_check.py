@@ -110,6 +110,13 @@ def test_features_of_another_name_are_refused_wherever_they_meet():
         each.update(each.abstract_state(), routing, narrow)
 
 
+def test_more_rows_than_a_device_can_number_are_refused_naming_the_tables():
+    tables = tuple(TableConfig(name=n, rows=2**30 + 2**29, dim=2, features=(n,)) for n in ("a", "b"))
+    on(tables, devices=8)
+    with pytest.raises(UserError, match=r"tables a, b together have 3,221,225,472 rows on one device; at most .*more devices"):
+        on(tables, devices=1)
+
+
 def test_a_state_of_other_tables_is_refused():
     each = on(tables_of(RowwiseAdagrad()), devices=1)
     logical = random_logical(each)
