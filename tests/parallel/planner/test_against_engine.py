@@ -62,6 +62,7 @@ def random_case(seed):
             dtype=dtype,
             optimizer=OPTIMIZERS[rng.integers(len(OPTIMIZERS))],
             rounding=("stochastic", "nearest")[rng.integers(2)],
+            track=("nothing", "updates")[rng.integers(2)],
         )
         tables.append(table)
         pooling = tuple(float(rng.uniform(0, 20)) for _ in features)
