@@ -6,9 +6,8 @@ from scalejax.bench import recd
 from scalejax.errors import UserError
 
 
-@pytest.mark.parametrize(
-    "part", ["train", pytest.param("read", marks=pytest.mark.slow), pytest.param("step", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["read", "step", "train"])
 def test_both_sides_give_equal_logits_and_run(part):
     contest = recd.prepare(f"{part}-s16-d0.9", "plain", None, batches=2, batch_size=1024)
     try:
