@@ -1,5 +1,6 @@
 """Bad input at the command line: one message (what, where, wanted, next step), status 2, earlier checkpoints usable."""
 
+import json
 import os
 import pathlib
 import shutil
@@ -207,6 +208,58 @@ def test_what_is_not_finite_is_not_saved_however_seldom_the_log_is_written(recip
     result = invoke("train", recipe, "--workdir", run, *settings)
     assert_one_message(result.exit_code, result.stderr, "not finite in the steps up to 14", "Lower the learning rates")
     assert_usable(recipe, run, 12)
+
+
+def hot_rows(folder):
+    """The recipe on ids that all live on one of 8 devices."""
+    recipe = small_run.write_recipe(folder)
+    hot = {"shop": 0, "hour": 7, "item": 6}  # row r of the t-th table of a stack lives on device r + t
+    small_run.write(folder / "rows.parquet", {n: np.full(small_run.ROWS, i, np.int32) for n, i in hot.items()})
+    return recipe
+
+
+@pytest.mark.slow
+def test_ids_that_an_exchange_has_no_room_for(tmp_path):
+    arguments = ["train", hot_rows(tmp_path), "--workdir", tmp_path / "run", "--set", "exchange.roomy_below_bytes=0"]
+    result = invoke(*arguments)
+    words = ["ids for one other device", "room for", "capacity_factor 2", "--set exchange.capacity_factor="]
+    assert_one_message(result.exit_code, result.stderr, *words)
+    assert not (tmp_path / "run" / "checkpoints").exists() or not os.listdir(tmp_path / "run" / "checkpoints")
+
+
+@pytest.mark.slow
+def test_ids_without_room_are_a_metric_where_that_is_chosen(tmp_path):
+    settings = ["exchange.roomy_below_bytes=0", "exchange.spill=count"]
+    arguments = [word for one in settings for word in ("--set", one)]
+    result = invoke("train", hot_rows(tmp_path), "--workdir", tmp_path / "run", *arguments)
+    assert result.exit_code == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    spilled = [line["spilled_ids"] for line in lines if "spilled_ids" in line]
+    # 8 devices send 8 examples x 3 ids to one that has room for 8 + 3 x 2 of each: 10 are left on each, every step.
+    assert spilled == [80 * 4, 80 * 8, 80 * 12]
+
+
+PLANNED = """
+import dataclasses
+import pathlib
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.train.experiment import Experiment
+import small_run
+
+def planned() -> Experiment:
+    plan = ShardingPlan(tables=(TablePlan(table="item", kind="table_wise", ranks=(11,)),))
+    return small_run.experiment(pathlib.Path(__file__).with_name("rows.parquet"), sharding=plan)
+"""
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_a_plan_for_another_mesh(tmp_path, command):
+    small_run.write(tmp_path / "rows.parquet")
+    (tmp_path / "planned.py").write_text(PLANNED)
+    target = ["--workdir", tmp_path / "run"] if command == "train" else ["--topology", "v5e:2x4"]
+    result = invoke(command, f"{tmp_path / 'planned.py'}:planned", *target)
+    words = ["table 'item'", "ranks (11,)", "0 to 7", "made for another mesh", "leave ranks out"]
+    assert_one_message(result.exit_code, result.stderr, *words)
 
 
 @pytest.mark.parametrize(

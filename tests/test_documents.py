@@ -42,3 +42,39 @@ def test_a_system_with_a_home_has_recipe_and_test_under_one_stem():
             assert (ROOT / "scalejax" / "configs" / f"{stem}.py").exists(), stem
             family, name = stem.split("/")
             assert (ROOT / "tests" / "models" / family / f"test_{name}.py").exists(), stem
+
+
+def test_every_result_says_how_when_and_on_what_it_was_measured():
+    lacking = []
+    for document in (ROOT / "benchmarks" / "results").glob("*.md"):
+        text = document.read_text()
+        wanted = {
+            "a command": r"`[^`]*(scalejax|python|pytest)[^`]*`",
+            "a date": r"20\d\d-\d\d-\d\d",
+            "a device": r"CPU|cpu|GPU|NVIDIA|v\d[ep]",
+        }
+        lacking += [f"{document.name}: {what}" for what, pattern in wanted.items() if not re.search(pattern, text)]
+    assert not lacking
+
+
+def test_quality_stands_beside_baselines_that_are_not_deep_and_has_its_spread_over_seeds():
+    text = (ROOT / "benchmarks" / "results" / "quality.md").read_text()
+    section = text.split("## Random split")[1].split("##")[0]
+    rows = {line.split("|")[1].strip(): line for line in section.splitlines() if line.startswith("| ")}
+    assert {"Wukong M", "DCNv2", "DLRM", "logistic regression", "gradient boosting"} <= set(rows)
+    assert "±" in rows["Wukong M"]
+    assert "±" in rows["DCNv2"]
+
+
+def test_the_meaning_of_a_gradient_is_stated():
+    text = " ".join(
+        (ROOT / "docs" / "parallelism.md").read_text().split("## What a gradient is")[1].split("## ")[0].split()
+    )
+    for statement in (
+        "mean over the global batch",
+        "one update with the *sum*",
+        "synchronous",
+        "times w / L",
+        "keep rows and states to the bit",
+    ):
+        assert statement in text

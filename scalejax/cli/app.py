@@ -7,7 +7,7 @@ import typer
 import typer.core
 
 import scalejax
-from scalejax.cli import bench, doctor, eval, plan, recipes, report, train
+from scalejax.cli import bench, doctor, eval, plan, recipes, report, shard, train
 from scalejax.errors import UserError
 
 
@@ -43,6 +43,7 @@ app.command("train")(train.train)
 app.command("eval")(eval.evaluate)
 app.command("report")(report.report)
 app.command("plan")(plan.plan)
+app.command("shard")(shard.shard)
 app.command("bench")(bench.bench)
 app.command("doctor")(doctor.doctor)
 

@@ -6,6 +6,7 @@
     data.path=none                              None, where the field allows it
     optimizer=AdamW                             another member of a union of dataclasses, with its defaults
     optimizer.learning_rate.peak=1e-3           a field of whatever is there by then: sets apply in order
+    sharding=plan.json                          a file, where the type of the field has `load`
     optimizer.learning_rate=1e-3                short for the only member that has a single field: Constant(value=1e-3)
 
 Fields annotated with a protocol (`model`, `data`) go by the type that the recipe put there.
@@ -112,6 +113,8 @@ class _Change:
         for member in configs:
             if self.text == member.__name__:
                 return self.default(member, path)
+            if self.text.endswith(".json") and hasattr(member, "load"):
+                return self.construct(lambda: typing.cast(Any, member).load(self.text))
         if _is_config(value) and not configs:  # a protocol: any type would do, and none can be named by a text
             raise self.error(
                 f"{path} is of type {type(value).__name__} and cannot be set as a whole. Set its fields "

@@ -74,6 +74,12 @@ class KeyedJagged:
     weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:
+        if len(set(self.keys)) != len(self.keys):
+            twice = sorted({key for key in self.keys if self.keys.count(key) > 1})
+            raise ValueError(
+                f"KeyedJagged: keys must be unique; {', '.join(twice)} appear more than once. Rename one of them, or "
+                "join their lists."
+            )
         if self.lengths.ndim != 2 or self.lengths.shape[0] != len(self.keys):
             raise ValueError(
                 f"KeyedJagged: lengths must have shape (features, examples) with {len(self.keys)} features; "

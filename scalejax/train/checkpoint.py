@@ -2,6 +2,7 @@
 
     checkpoints/1000/manifest.json     what this is, of which run, and the SHA-256 of every other file
     checkpoints/1000/arrays/           the arrays, in orbax's format
+    checkpoints/1000/rows/             in checkpoints of touched rows (`save_delta`): those rows, see `rows_file`
     checkpoints/saving-2000/           being written, or left behind by a process that was killed
 
 A checkpoint appears by one rename after its last byte, digests included, is on disk; only then are older ones
@@ -23,12 +24,15 @@ import shutil
 import threading
 import time
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from scalejax.errors import UserError
-from scalejax.train import disk, distributed
+from scalejax.parallel.embedding import tracking
+from scalejax.parallel.embedding.tracking import Rows
+from scalejax.train import chain, disk, distributed, rows_file
 from scalejax.train import manifest as manifests
 from scalejax.train.array_store import ArrayStore
 from scalejax.train.experiment import Checkpoints
@@ -37,6 +41,7 @@ from scalejax.train.manifest import Damaged, Manifest
 _SAVING = "saving-"
 _REMOVING = "removing-"
 _ARRAYS = "arrays"
+_TABLES = "tables"
 
 _BETTER_HIGH = frozenset({"auc"})
 
@@ -69,6 +74,7 @@ class Checkpointer:
         self._finisher: threading.Thread | None = None
         self._error: BaseException | None = None
         self._newest_saved: int | None = None
+        self._base: tuple[int, int] | None = None  # step and updates of the checkpoint that the state comes from
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -93,7 +99,64 @@ class Checkpointer:
         """The newest step with a complete checkpoint; None if there is none."""
         return max(self.steps(), default=None)
 
-    def save(self, step: int, tree: Any, host: dict[str, Any], metrics: dict[str, float] | None = None) -> None:
+    def base_updates(self, step: int) -> int | None:
+        """Updates of the tables at the checkpoint that a delta at this step would be made from.
+
+        None where a full checkpoint is due: the policy says so, or the newest one, with a count of updates, was neither
+        saved nor restored by this object.
+        """
+        self.wait()
+        every = self._policy.full_every
+        if every is None or self._base is None or step % every == 0:
+            return None
+        return self._base[1] if self._base[0] == self.latest() else None
+
+    def save_delta(
+        self,
+        step: int,
+        tree: Any,
+        rows: Iterable[Rows],
+        host: dict[str, Any],
+        metrics: dict[str, float] | None = None,
+        *,
+        abstract_tree: Any,
+        updates: int,
+    ) -> None:
+        """As `save`, with only those rows of tables that were updated since the newest checkpoint.
+
+        Restoring it needs that one too, and gives what a full checkpoint would. The rows are written before this
+        returns, block by block; everything else as in `save`.
+
+        Args:
+          step: Optimizer step.
+          tree: What is stored in full: the tree without tracked tables.
+          rows: Of this process: `tracking.touched_rows(..., since=base_updates(step))`.
+          host: JSON values.
+          metrics: As in `save`.
+          abstract_tree: What a restore gives, as in `restore`.
+          updates: Of the tables.
+
+        Raises:
+          UserError: As `save`.
+          ValueError: As `save`, or `base_updates` is None: there is nothing to build on.
+        """
+        since = self.base_updates(step)
+        if since is None or self._base is None:
+            raise ValueError(f"save_delta: at step {step} a full checkpoint is due; see base_updates.")
+        whole = manifests.named_leaves(tree)
+        delta = chain.Delta(self._base[0], "", since, tuple(whole))
+        described = manifests.named_leaves(abstract_tree)
+        self._save(step, whole, described, host, metrics, updates=updates, delta=delta, rows=rows)
+
+    def save(
+        self,
+        step: int,
+        tree: Any,
+        host: dict[str, Any],
+        metrics: dict[str, float] | None = None,
+        *,
+        updates: int | None = None,
+    ) -> None:
         """Begins to save; returns when the arrays are copied and may be donated.
 
         Waits for the save before, if it still runs, and raises its error.
@@ -104,11 +167,27 @@ class Checkpointer:
           host: JSON values to store beside the arrays.
           metrics: The evaluation at this step, holding `policy.best_metric`; None where there was none, and then the
             checkpoint can only be kept as one of the last.
+          updates: Of the tables, where their rows are tracked; `save_delta` can then build on this checkpoint.
         Raises:
           UserError: The disk refused this save or the one before. Earlier checkpoints are intact.
           ValueError: The step is not newer than the latest, a leaf is no jax.Array, two leaves have one name, or
             `metrics` lacks the metric of the policy.
         """
+        arrays = manifests.named_leaves(tree)
+        self._save(step, arrays, arrays, host, metrics, updates=updates, delta=None, rows=())
+
+    def _save(
+        self,
+        step: int,
+        arrays: dict[str, Any],
+        described: dict[str, Any],
+        host: dict[str, Any],
+        metrics: dict[str, float] | None,
+        *,
+        updates: int | None,
+        delta: chain.Delta | None,
+        rows: Iterable[Rows],
+    ) -> None:
         self.wait()
         if metrics is not None and self._policy.best_metric not in metrics:
             raise ValueError(f"save: metrics must hold {self._policy.best_metric!r}; got {sorted(metrics)}.")
@@ -116,7 +195,6 @@ class Checkpointer:
             self._prepare()
         if self._newest_saved is not None and step <= self._newest_saved:
             raise ValueError(f"save: step must be greater than the latest, {self._newest_saved}; got {step}.")
-        arrays = manifests.named_leaves(tree)
         for name, leaf in arrays.items():
             if not isinstance(leaf, jax.Array):
                 raise ValueError(f"save: {name} must be a jax.Array; got {type(leaf).__name__}.")
@@ -125,13 +203,18 @@ class Checkpointer:
             identity=self._identity,
             metrics=None if metrics is None else {name: float(value) for name, value in metrics.items()},
             host=json.loads(json.dumps(host)),  # a copy, and what is no JSON raises here rather than in the background
-            arrays={name: manifests.describe(leaf) for name, leaf in arrays.items()},
+            arrays={name: manifests.describe(leaf) for name, leaf in described.items()},
             files={},
+            updates=updates,
+            delta=None if delta is None else delta.to_dict(),
         )
         distributed.together(lambda: self._begin_arrays(step, arrays))
+        if delta is not None:
+            distributed.together(lambda: self._write_rows(step, rows))
         self._finisher = threading.Thread(target=self._finish, args=(manifest,), name=f"checkpoint-{step}")
         self._finisher.start()
         self._newest_saved = step
+        self._base = None if updates is None else (step, updates)
 
     def wait(self) -> None:
         """Returns when the save in progress, if any, is complete.
@@ -147,7 +230,7 @@ class Checkpointer:
         try:
             distributed.raise_together(error)
         except BaseException:
-            self._newest_saved = None  # that step is not there: look again
+            self._newest_saved = self._base = None  # that step is not there: look again
             raise
 
     def close(self) -> None:
@@ -177,13 +260,32 @@ class Checkpointer:
         """
         self.wait()
         step = self._existing(step)
-        folder = self.folder / str(step)
-        manifest = distributed.together(lambda: self._checked_manifest(step, abstract_tree))
-        distributed.together(lambda: self._check_files(step, manifest))
+        links = distributed.together(lambda: self._checked_chain(step, abstract_tree))
+        for link in links:
+            distributed.together(lambda link=link: self._check_files(step, link))
+        manifest = links[-1]
         targets = manifests.named_leaves(abstract_tree)
-        arrays = self._arrays_store().read(folder / _ARRAYS, targets)
+        arrays = self._arrays_store().read(self.folder / str(links[0].step) / _ARRAYS, targets)
+        for link in links[1:]:
+            self._apply_rows(link, arrays)
+        if (delta := chain.delta_of(manifest)) is not None:
+            whole = {name: targets[name] for name in delta.whole}
+            arrays |= self._arrays_store().read(self.folder / str(step) / _ARRAYS, whole)
+        self._base = None if manifest.updates is None else (step, manifest.updates)
         leaves = [arrays[name] for name in targets]
         return jax.tree.unflatten(jax.tree.structure(abstract_tree), leaves), manifest.host
+
+    def _apply_rows(self, link: Manifest, arrays: dict[str, jax.Array]) -> None:
+        for rows in rows_file.read(self.folder / str(link.step)):
+            prefix = f"{_TABLES}.{rows.table}."
+            leaves = {
+                f"{name}_{part}": arrays[f"{prefix}{name}_{part}"]
+                for name in rows.leaves
+                for part in ("body", "tail")
+                if f"{prefix}{name}_{part}" in arrays
+            }
+            written = tracking.write_stored(leaves, rows)
+            arrays |= {f"{prefix}{name}": array for name, array in written.items()}
 
     def metrics(self, step: int) -> dict[str, float] | None:
         """The evaluation that was saved with a step; None where there was none."""
@@ -225,6 +327,16 @@ class Checkpointer:
                 raise
             raise explanation from error
 
+    def _write_rows(self, step: int, rows: Iterable[Rows]) -> None:
+        try:
+            rows_file.write(self.folder / f"{_SAVING}{step}", jax.process_index(), rows)
+        except Exception as error:
+            self._abandon(step)
+            explanation = disk.explain(error, self._cannot_save(step))
+            if explanation is None:
+                raise
+            raise explanation from error
+
     def _finish(self, manifest: Manifest) -> None:
         """In the background: waits for the arrays; then, on process 0, makes the checkpoint appear."""
         try:
@@ -246,6 +358,9 @@ class Checkpointer:
 
     def _commit(self, manifest: Manifest) -> None:
         saving = self.folder / f"{_SAVING}{manifest.step}"
+        if (delta := chain.delta_of(manifest)) is not None:
+            digest = manifests.stored_digest(self.folder / str(delta.base_step))
+            manifest = dataclasses.replace(manifest, delta=dataclasses.replace(delta, base_digest=digest).to_dict())
         manifests.write(saving, dataclasses.replace(manifest, files=manifests.digests(saving)))
         for folder in saving.rglob("*"):
             if folder.is_dir():
@@ -255,7 +370,8 @@ class Checkpointer:
 
     def _remove_others(self) -> None:
         scores = {step: self._score(step) for step in _listed(self.folder)}
-        for step in set(scores) - retained(scores, self._policy):
+        kept = chain.with_bases(retained(scores, self._policy), {step: self._base_of(step) for step in scores})
+        for step in sorted(set(scores) - kept, reverse=True):  # never a base before what needs it
             doomed = self.folder / f"{_REMOVING}{step}"
             os.rename(self.folder / str(step), doomed)
             shutil.rmtree(doomed)
@@ -266,6 +382,13 @@ class Checkpointer:
         except UserError:
             return None  # damaged; whoever restores it will be told
         return None if metrics is None else metrics.get(self._policy.best_metric)
+
+    def _base_of(self, step: int) -> int | None:
+        try:
+            delta = chain.delta_of(manifests.read(self.folder / str(step)))
+        except UserError:
+            return None  # damaged; whoever restores it will be told
+        return None if delta is None else delta.base_step
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -280,11 +403,12 @@ class Checkpointer:
             )
         return step
 
-    def _checked_manifest(self, step: int, abstract_tree: Any) -> Manifest:
+    def _checked_chain(self, step: int, abstract_tree: Any) -> list[Manifest]:
         try:
-            manifest = manifests.read(self.folder / str(step))
+            links = chain.chain_to(self.folder, step)
         except Damaged as damage:
             raise self._damaged(step, damage) from damage
+        manifest = links[-1]
         differences = [
             f"{name} is {manifests.excerpt(manifest.identity.get(name), wanted)} in the checkpoint and "
             f"{manifests.excerpt(wanted, manifest.identity.get(name))} here"
@@ -299,21 +423,21 @@ class Checkpointer:
                 "recipe, the --set values and the data that the run began with (experiment.json in its folder), or "
                 "begin a new run in another --workdir."
             )
-        return manifest
+        return links
 
     def _check_files(self, step: int, manifest: Manifest) -> None:
         # Every process reads a part; together they have read all.
         names = sorted(manifest.files)[jax.process_index() :: jax.process_count()]
         try:
-            manifests.check_files(self.folder / str(step), {name: manifest.files[name] for name in names})
+            manifests.check_files(self.folder / str(manifest.step), {name: manifest.files[name] for name in names})
         except Damaged as damage:
             raise self._damaged(step, damage) from damage
 
     def _damaged(self, step: int, damage: Damaged) -> UserError:
         for earlier in reversed([other for other in _listed(self.folder) if other < step]):
             try:
-                manifest = manifests.read(self.folder / str(earlier))
-                manifests.check_files(self.folder / str(earlier), manifest.files)
+                for manifest in chain.chain_to(self.folder, earlier):
+                    manifests.check_files(self.folder / str(manifest.step), manifest.files)
             except UserError:
                 continue
             advice = (

@@ -39,6 +39,9 @@ class Checkpoints:
       every: Steps between checkpoints; the last step is always saved. 0 = only the last.
       keep_last: Newest checkpoints kept.
       keep_best: Also kept: the best by `best_metric`.
+      full_every: Steps between full checkpoints, a multiple of `every`; those in between hold of the tables only the
+        rows that were updated since the checkpoint before, and need it to be restored (it is kept as long as they
+        are). None = all are full.
       best_metric: Field of the evaluation record; "logloss" and "ne" are better low, "auc" better high.
     """
 
@@ -46,10 +49,16 @@ class Checkpoints:
     keep_last: int = 2
     keep_best: int = 1
     best_metric: Literal["logloss", "ne", "auc"] = "logloss"
+    full_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(f"Checkpoints: every must be at least 1, or 0 for only the last step; got {self.every}.")
+        if self.full_every is not None and (self.every == 0 or self.full_every < 1 or self.full_every % self.every):
+            raise ValueError(
+                f"Checkpoints: full_every must be a multiple of every, {self.every}, or None for only full ones; got "
+                f"{self.full_every}."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +75,7 @@ class Experiment:
       mesh: Devices per mesh axis.
       rules: Logical axis of a parameter -> mesh axes.
       exchange: How ids and rows travel between devices.
-      sharding: Where the rows of each table live.
+      sharding: Where the rows of each table live; `scalejax shard` plans it, `ShardingPlan.load` reads a plan.
       accumulate: How the gradients of a row add up: "ordered" (by example) or "exact" (in fixed point: the same to the
         bit in any order of the batch), see `EmbeddingCollection`.
       id_maps: Features whose ids are any 64-bit integers, and the maps that give them rows of a table of fixed size.

@@ -278,7 +278,14 @@ class _Run:
         self.events.sync()
         best = self.experiment.checkpoints.best_metric
         kept = None if scored is None else {best: _first(scored, best)}
-        self.checkpoints.save(step, snapshot.to_stored(self.program, state), host.to_dict(), kept)
+        updates = int(np.asarray(state.tables["updates"])) if self.experiment.checkpoints.full_every else None
+        since = self.checkpoints.base_updates(step)
+        if updates is None or since is None:
+            self.checkpoints.save(step, snapshot.to_stored(self.program, state), host.to_dict(), kept, updates=updates)
+            return
+        tree, rows = snapshot.to_delta(self.program, state, since)
+        abstract = snapshot.abstract_stored(self.program)
+        self.checkpoints.save_delta(step, tree, rows, host.to_dict(), kept, abstract_tree=abstract, updates=updates)
 
 
 def _check_splits(data: DataSet, **splits: str) -> None:

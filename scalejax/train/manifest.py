@@ -13,8 +13,10 @@ import jax
 from scalejax.errors import UserError
 from scalejax.train import disk
 
-FORMAT_VERSION = 1
-"""Raised when a reader of today could not read the checkpoints of tomorrow."""
+FORMAT_VERSION = 2
+"""Raised when a reader of today could not read the checkpoints of tomorrow. 1: full ones; 2: of touched rows."""
+
+_FULL_VERSION = 1
 
 FILE = "manifest.json"
 
@@ -29,6 +31,10 @@ class Manifest:
     host: dict[str, Any]
     arrays: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
+    updates: int | None = None
+    """Of the tables, where rows know which update last touched them."""
+    delta: dict[str, Any] | None = None
+    """See `chain.Delta`; None for a full checkpoint, which needs no other."""
 
 
 class Damaged(UserError):
@@ -37,7 +43,8 @@ class Damaged(UserError):
 
 def write(folder: pathlib.Path, manifest: Manifest) -> None:
     """Writes `manifest.json` atomically, with a digest of itself."""
-    content = {"format_version": FORMAT_VERSION, **dataclasses.asdict(manifest)}
+    version = FORMAT_VERSION if manifest.delta is not None else _FULL_VERSION
+    content = {"format_version": version, **dataclasses.asdict(manifest)}
     disk.write_atomically(
         folder / FILE, json.dumps({"sha256": _content_digest(content), "content": content}, indent=1) + "\n"
     )
@@ -70,7 +77,18 @@ def read(folder: pathlib.Path) -> Manifest:
             f"checkpoint {folder} has format {content['format_version']} and this scalejax reads up to "
             f"{FORMAT_VERSION}: it was written by a newer version. Upgrade with `pip install -U scalejax`."
         )
-    return Manifest(**{field.name: content[field.name] for field in dataclasses.fields(Manifest)})
+    known = [field.name for field in dataclasses.fields(Manifest)]
+    return Manifest(**{name: content[name] for name in known if name in content})
+
+
+def stored_digest(folder: pathlib.Path) -> str:
+    """The digest that `manifest.json` has of itself, by which other checkpoints name this one. `read` checks it."""
+    path = folder / FILE
+    try:
+        with disk.explained(f"cannot read {path}"):
+            return json.loads(path.read_bytes())["sha256"]
+    except FileNotFoundError as error:
+        raise Damaged(f"file {path} is missing") from error
 
 
 def _content_digest(content: dict[str, Any]) -> str:

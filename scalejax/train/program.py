@@ -336,12 +336,9 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     """
     meshes.check_batch(experiment.data.batch_size, mesh)
     _check_precision(experiment.precision)
-    task = experiment.model.task(with_rows(schema, experiment), experiment.row_optimizer)
-    tables, dtype = _with_maps(task.tables(), experiment), experiment.precision.tables
-    if dtype is not None:
-        tables = tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
+    task = bound_task(experiment, schema)
     collection = EmbeddingCollection(
-        tables=tables,
+        tables=tables_of(experiment, task),
         mesh=mesh,
         plan=experiment.sharding,
         exchange=experiment.exchange,
@@ -386,6 +383,15 @@ def with_rows(schema: Schema, experiment: Experiment) -> Schema:
     return dataclasses.replace(schema, categorical=tuple(features))
 
 
+def bound_task(experiment: Experiment, schema: Schema) -> Task:
+    """The model of a run, bound to the schema of its data.
+
+    Raises:
+      UserError: as `with_rows`.
+    """
+    return experiment.model.task(with_rows(schema, experiment), experiment.row_optimizer)
+
+
 def _with_maps(tables: tuple[TableConfig, ...], experiment: Experiment) -> tuple[TableConfig, ...]:
     entries = {name: entry for entry in experiment.id_maps for name in entry.features}
     new = []
@@ -398,6 +404,16 @@ def _with_maps(tables: tuple[TableConfig, ...], experiment: Experiment) -> tuple
             )
         new.append(table if found[0] is None else dataclasses.replace(table, id_map=found[0].id_map))
     return tuple(new)
+
+
+def tables_of(experiment: Experiment, task: Task) -> tuple[TableConfig, ...]:
+    """The embedding tables of a run, with their id maps, in the dtype that it asks for, and tracked if need be."""
+    tables, dtype = _with_maps(task.tables(), experiment), experiment.precision.tables
+    if dtype is not None:
+        tables = tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
+    if experiment.checkpoints.full_every is not None:
+        tables = tuple(dataclasses.replace(table, track="updates") for table in tables)
+    return tables
 
 
 def _check_precision(precision: Precision) -> None:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from scalejax.parallel.embedding.tracking import Rows, touched_rows
 from scalejax.train.metrics import HostSums, Lifetime
 from scalejax.train.program import Program
 from scalejax.train.protocols import DataSet
@@ -57,6 +59,12 @@ class HostState:
 def to_stored(program: Program, state: TrainState) -> dict[str, Any]:
     """The state as arrays that know no mesh: tables unpadded and unstacked, under their own names."""
     return {**_dense(state), "tables": program.collection.to_stored(state.tables)}
+
+
+def to_delta(program: Program, state: TrainState, since: int) -> tuple[dict[str, Any], Iterator[Rows]]:
+    """What has changed of `to_stored` after an update: (all but the tracked tables, touched rows of these)."""
+    rest = {**_dense(state), "tables": program.collection.untracked_to_stored(state.tables)}
+    return rest, touched_rows(program.collection, state.tables, since)
 
 
 def abstract_stored(program: Program) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import pytest
 from scalejax import optim
 from scalejax.configs import discovery, overrides
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 
 EXAMPLES = pathlib.Path(__file__).parent / "example_recipes.py"
 
@@ -80,6 +81,18 @@ def test_a_type_name_chooses_a_member_of_a_union_with_its_defaults(experiment):
     got = overrides.apply(experiment, ["optimizer=AdamW", "row_optimizer=Adagrad"])
     assert got.optimizer == optim.AdamW()
     assert type(got.row_optimizer).__name__ == "Adagrad"
+
+
+def test_a_file_is_read_where_the_type_of_the_field_can(experiment, tmp_path):
+    plan = ShardingPlan(tables=(TablePlan(table="a", kind="table_wise", ranks=(1,)),), devices=2)
+    plan.save(tmp_path / "plan.json")
+    assert overrides.apply(experiment, [f"sharding={tmp_path / 'plan.json'}"]).sharding == plan
+    changed = overrides.apply(experiment, [f"sharding={tmp_path / 'plan.json'}", "sharding.tables.0.ranks=0"])
+    assert changed.sharding.tables[0].ranks == (0,)
+    with pytest.raises(UserError, match=r"--set sharding=none\.json: .*cannot read none\.json"):
+        overrides.apply(experiment, ["sharding=none.json"])
+    with pytest.raises(UserError, match="exchange must be the type name Exchange"):
+        overrides.apply(experiment, ["exchange=plan.json"])
 
 
 def test_sets_apply_in_order(experiment):

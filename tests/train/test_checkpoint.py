@@ -263,10 +263,10 @@ def test_the_excerpt_of_a_long_identity_shows_the_difference():
 def test_a_newer_format_is_refused_by_its_number(make, monkeypatch):
     checkpointer = make()
     with monkeypatch.context() as future:
-        future.setattr(manifests, "FORMAT_VERSION", 2)
+        future.setattr(manifests, "_FULL_VERSION", 3)
         checkpointer.save(1, small(1), {})
         checkpointer.wait()
-    with pytest.raises(UserError, match=r"has format 2 and this scalejax reads up to 1.*Upgrade"):
+    with pytest.raises(UserError, match=r"has format 3 and this scalejax reads up to 2.*Upgrade"):
         checkpointer.restore(1, SMALL)
 
 

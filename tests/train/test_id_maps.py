@@ -54,9 +54,11 @@ def windows(folder):
 
 @pytest.fixture(scope="module")
 def trained(rows, tmp_path_factory):
-    """A run without interruption, scored every four steps, nothing ahead."""
+    """A run without interruption, scored every four steps, nothing ahead, with full checkpoints."""
     folder = tmp_path_factory.mktemp("trained") / "run"
-    return folder, loop.train(experiment(rows, eval_every=4), workdir=folder)
+    return folder, loop.train(
+        experiment(rows, eval_every=4, checkpoints=Checkpoints(every=6, full_every=6)), workdir=folder
+    )
 
 
 def test_counters_of_the_maps_stand_in_the_metrics(trained):
@@ -75,7 +77,8 @@ def test_counters_of_the_maps_stand_in_the_metrics(trained):
 
 
 def test_a_pipelined_run_that_was_stopped_equals_one_that_was_not_and_scoring_changes_nothing(trained, rows, tmp_path):
-    ahead = experiment(rows, pipeline="ids", eval_every=0, checkpoints=Checkpoints(every=6))
+    """It goes on from a checkpoint of touched rows: evicted ones count among them."""
+    ahead = experiment(rows, pipeline="ids", eval_every=0, checkpoints=Checkpoints(every=3, full_every=12))
     loop.train(dataclasses.replace(ahead, steps=6), workdir=tmp_path)
     loop.train(ahead, workdir=tmp_path)
     by_step = {r["step"]: r for r in windows(tmp_path)}
@@ -90,7 +93,7 @@ def test_a_pipelined_run_that_was_stopped_equals_one_that_was_not_and_scoring_ch
 
 def test_a_checkpoint_of_eight_devices_is_the_same_on_one_and_scores_there(trained, rows):
     folder, _ = trained
-    whole = experiment(rows)
+    whole = experiment(rows, checkpoints=Checkpoints(every=6, full_every=6))
     jax.tree.map(np.testing.assert_array_equal, stored(whole, folder, devices=1), stored(whole, folder))
     again = loop.evaluate(whole, workdir=folder, split="test")
     assert again["test_logloss"] == trained[1]["test_logloss"]

@@ -23,7 +23,6 @@ from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.planner import TableStatistics
 from scalejax.parallel.planner import Topology as Machine
-from scalejax.parallel.planner.evaluation import devices_of
 
 VERSION = torchrec.__version__
 
@@ -115,7 +114,7 @@ class Planner:
         total = np.zeros(self._devices)
         for option in enumerator.enumerate(self._module, _SHARDERS):
             entry = entries[option.name]
-            owners = devices_of(entry, self._devices) or tuple(range(self._devices))
+            owners = entry.ranks or tuple(range(self._devices))
             if len(option.shards) != len(owners):
                 raise ValueError(f"{option.name}: TorchRec has {len(option.shards)} shards, the plan {len(owners)}.")
             for shard, owner in zip(option.shards, owners, strict=True):

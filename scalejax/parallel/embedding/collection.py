@@ -33,8 +33,17 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
-from scalejax.parallel.embedding import host_check, host_plan, id_map, initial, mapped, ragged, stored
-from scalejax.parallel.embedding.config import GRANULE_COLUMNS, TableConfig
+from scalejax.parallel.embedding import (
+    host_check,
+    host_plan,
+    id_map,
+    initial,
+    mapped,
+    ragged,
+    stored,
+    tracking,
+)
+from scalejax.parallel.embedding.config import UPDATED, TableConfig
 from scalejax.parallel.embedding.exchange import Route, fetch, route
 from scalejax.parallel.embedding.jagged import (
     DedupGroup,
@@ -136,13 +145,7 @@ class EmbeddingCollection:
                 id_map.buckets_per_shard(table.id_map, self.mesh.size)
             except UserError as error:
                 raise UserError(f"EmbeddingCollection: table {table.name!r}: {error}") from error
-        for stack in self.stacks:  # which refuse a plan that cannot be built
-            sliced = [member.config.name for member in stack.members if not member.whole]
-            if self.accumulate == "exact" and sliced and stack.dim % GRANULE_COLUMNS:
-                raise UserError(
-                    f"EmbeddingCollection: table {sliced[0]!r} has slices of {stack.dim} columns, but accumulate='exact' "
-                    f"needs multiples of {GRANULE_COLUMNS}. Use fewer slices."
-                )
+        _ = self.stacks  # which refuse a plan that cannot be built
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -165,7 +168,11 @@ class EmbeddingCollection:
         """Tables, or slices of them, of equal width, dtype and optimizer, stacked."""
         inside = math.prod(size for axis, size in self.mesh.shape.items() if axis != "replica")
         slices = place(
-            self.tables, self.plan or ShardingPlan(), devices=self.group_devices, devices_per_host=inside
+            self.tables,
+            self.plan or ShardingPlan(),
+            devices=self.group_devices,
+            devices_per_host=inside,
+            accumulate=self.accumulate,
         )
         return stack_tables(self.tables, slices, self.group_devices)
 
@@ -199,8 +206,8 @@ class EmbeddingCollection:
           groups: Features that are deduplicated together.
 
         Raises:
-          UserError: the batch does not divide over the devices, or a group names a feature that is not looked up or has
-            a group already.
+          UserError: the batch does not divide over the devices, a table looks up a feature that the schema lacks, or a
+            group names a feature that is not looked up or has a group already.
           ValueError: tables and schema do not fit.
         """
         check_batch(batch_size, self.mesh)
@@ -209,6 +216,11 @@ class EmbeddingCollection:
         found = {}
         for table in self.tables:
             for name in table.features:
+                if name not in schema.keys:
+                    raise UserError(
+                        f"EmbeddingCollection: table {table.name!r} looks up the feature {name!r}, which the data does not "
+                        f"have; it has {', '.join(schema.keys)}. Rename it in TableConfig.features, or read the column."
+                    )
                 feature = schema[name]
                 if feature.rows is None and table.id_map is None:
                     raise UserError(
@@ -282,8 +294,9 @@ class EmbeddingCollection:
           layout: From `layout`, with groups.
           groups: The groups.
         """
-        for part in (features.plain, *features.distinct):
-            host_check.check_ids(self.stacks, part, layout)
+        host_check.check_ids(self.stacks, features.plain, layout)
+        for part in features.distinct:
+            host_check.check_ids(self.stacks, part, layout, bag="distinct row")
         packed = pack_deduplicated(features, layout, groups, shards)
         if packed is not None:
             self._check_room(packed, layout)
@@ -297,10 +310,10 @@ class EmbeddingCollection:
             stacks[stack.name] = {
                 name: jax.ShapeDtypeStruct(
                     stack.leaf_shape(kind, stack.devices * stack.local_rows),
-                    stack.dtype if name == "rows" else stack.wide_dtype,
+                    stack.leaf_dtype(name),
                     sharding=sharding,
                 )
-                for name, kind in stack.leaves.items()
+                for name, kind in stack.arrays.items()
             }
         everywhere, whole = NamedSharding(self.mesh, P(self.axes)), NamedSharding(self.mesh, P())
         return {
@@ -395,20 +408,21 @@ class EmbeddingCollection:
         if not self.mapped_tables:
             return state
 
-        def local(stacks: Any, evicted: dict[str, jax.Array], key: jax.Array) -> Any:
+        def local(stacks: Any, evicted: dict[str, jax.Array], key: jax.Array, update: jax.Array) -> Any:
             return mapped.reset(
                 self.stacks,
                 stacks,
                 evicted,
                 jax.random.wrap_key_data(key),
+                update,
                 devices=self.mesh.size,
                 axes=self.axes,
                 group=self.group,
             )
 
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_state()["stacks"])
-        stacks = self._everywhere(local, in_specs=(specs, P(self.axes), P()), out_specs=specs)(
-            state["stacks"], assignment.evicted, state["key"]
+        stacks = self._everywhere(local, in_specs=(specs, P(self.axes), P(), P()), out_specs=specs)(
+            state["stacks"], assignment.evicted, state["key"], state["updates"] + 1
         )
         faults = state["faults"] + assignment.faults
         return {**state, "stacks": stacks, "maps": assignment.maps, "faults": faults}
@@ -538,7 +552,11 @@ class EmbeddingCollection:
           routing: From that lookup.
           grads: Gradients of the loss, shaped like what the lookup returned.
           learning_rate_scale: Factor on the learning rate of every table.
+
+        Raises:
+          ValueError: `grads` has other features than were looked up, or other shapes.
         """
+        self._check_grads(routing.features, grads)
         if routing.plain is not None:
             routing = dataclasses.replace(routing.plain, faults=routing.faults + routing.plain.faults)
         features, found = routing.features, self._found(routing.features)
@@ -564,6 +582,11 @@ class EmbeddingCollection:
                 else:
                     made = plans.get(stack.name)
                     new[stack.name] = update_stack_one_by_one(stack, looks, leaves, way, own, shard, inputs, made)
+                if stack.tracked:
+                    plan = plans.get(stack.name) if self._plans_ahead(stack) else None
+                    axes = self.axes if stack.update == "psum" else ()
+                    marks = tracking.mark(leaves[UPDATED], way, plan, updates + 1, axes)
+                    new[stack.name] = new[stack.name] | {UPDATED: marks}
             return new
 
         all_axes = P(self.axes)
@@ -582,6 +605,27 @@ class EmbeddingCollection:
         )
         faults = state["faults"] + routing.faults
         return {**state, "stacks": stacks, "updates": state["updates"] + 1, "faults": faults}
+
+    def _check_grads(self, features: KeyedJagged, grads: dict[str, jax.Array]) -> None:
+        looked_up = {feature.name: feature for feature in features.layout}
+        if set(grads) != set(looked_up):
+            raise ValueError(
+                f"EmbeddingCollection.update: grads must have the features that were looked up, {', '.join(looked_up)}; "
+                f"missing: {sorted(set(looked_up) - set(grads))}, unknown: {sorted(set(grads) - set(looked_up))}. Pass "
+                "the gradient with respect to all that `lookup` returned."
+            )
+        for table in self.tables:
+            for name in table.features:
+                feature = looked_up[name]
+                per_shard = feature.bags if features.inverse is None else features.inverse.shape[2]
+                shape = (self.mesh.size * per_shard, table.dim)
+                if table.pooling == "none":
+                    shape = (shape[0], feature.length, table.dim)
+                if grads[name].shape != shape:
+                    raise ValueError(
+                        f"EmbeddingCollection.update: the gradient of feature {name!r} must have the shape of what "
+                        f"`lookup` returned, {shape}; got {grads[name].shape}."
+                    )
 
     def faults(self, state: State) -> jax.Array:
         """int32[2]: bad ids and ids without room since the state was made; see `check_faults`."""
@@ -629,13 +673,16 @@ class EmbeddingCollection:
         With id maps also {MAPS: {table: {"key_hi", ..., "counts": uint32[len(COUNTS), 2]}}}, as they are but for the
         counters, which are summed over the devices, and COUNTS has the data of the "key" of the tables.
         """
+        return {**self._to_stored(state["stacks"]), **self._counts_to_stored(state)}
+
+    def _counts_to_stored(self, state: State) -> stored.Tree:
+        """All but the tables."""
         counts = {"updates": state["updates"], "faults": self._sum_faults(state["faults"])}
-        tree = self._to_stored(state["stacks"])
         if not self.mapped_tables:
-            return {**tree, COUNTS: counts}
+            return {COUNTS: counts}
         sums = self._merge_id_counts(state)
         maps = {name: leaves | {"counts": sums[name]} for name, leaves in state["maps"].items()}
-        return {**tree, COUNTS: counts | {"key": state["key"]}, MAPS: maps}
+        return {COUNTS: counts | {"key": state["key"]}, MAPS: maps}
 
     def from_stored(self, tree: stored.Tree) -> State:
         """The state of this mesh."""
@@ -664,6 +711,12 @@ class EmbeddingCollection:
                 for name, leaves in self._abstract_maps().items()
             }
         return tree
+
+    def untracked_to_stored(self, state: State) -> stored.Tree:
+        """As `to_stored`, of the counts, the id maps and tables that are not tracked: what goes with `tracking.touched_rows`."""
+        rest = tuple(table for table in self.tables if table.track == "nothing")
+        tables = self._part_to_stored(rest)(state["stacks"]) if rest else {}
+        return {**tables, **self._counts_to_stored(state)}
 
     def _abstract_stored_tables(self) -> stored.Tree:
         specs = {"body": stored.body_spec(self._moves), "tail": P()}
@@ -704,13 +757,15 @@ class EmbeddingCollection:
           updates: Updates that they have behind them (Adam and LAMB count them).
 
         Raises:
-          UserError: a table has an id map: its rows alone do not say whose they are.
+          UserError: a table has an id map: its rows alone do not say whose they are; or a table, or one of its states,
+            is missing, unknown or of another shape.
         """
         if self.mapped_tables:
             raise UserError(
                 f"from_logical: table {self.mapped_tables[0].name!r} has an id map, and rows alone do not say whose they are. "
                 "Restore it from what to_stored gave, which holds its map."
             )
+        _check_logical(tree, self.abstract_logical())
 
         def split(tree: dict[str, dict[str, jax.Array]]) -> stored.Tree:
             return {
@@ -724,7 +779,14 @@ class EmbeddingCollection:
                 for name, leaves in tree.items()
             }
 
-        placed = jax.device_put(tree, self._shardings(self.abstract_logical()))
+        # Rows that come from elsewhere were touched by no update of this collection.
+        given: dict[str, Any] = {
+            table.name: {**tree[table.name], UPDATED: np.zeros(table.rows, np.int32)}
+            if table.track == "updates" and UPDATED not in tree[table.name]
+            else tree[table.name]
+            for table in self.tables
+        }
+        placed = jax.device_put(given, self._shardings(self.abstract_logical()))
         tables = jax.jit(split, out_shardings=self._shardings(self._abstract_stored_tables()))(placed)
         counts = {"updates": np.asarray(updates, np.int32), "faults": np.zeros(2, np.int32)}
         return self.from_stored({**tables, COUNTS: jax.device_put(counts, NamedSharding(self.mesh, P()))})
@@ -747,11 +809,11 @@ class EmbeddingCollection:
         pieces = stored.slices_of(self.stacks, table)
         stack = pieces[0][0]
         shapes = {}
-        for name, kind in stack.leaves.items():
+        for name, kind in stack.arrays.items():
             shape = (table.rows, table.dim) if kind == "element" else (table.rows,)
             if stored.joins(table, name, kind) == "stack" and len(pieces) > 1:
                 shape = (table.rows, len(pieces))
-            shapes[name] = (shape, stack.dtype if name == "rows" else stack.wide_dtype)
+            shapes[name] = (shape, stack.leaf_dtype(name))
         return shapes
 
     def _found(self, features: KeyedJagged) -> dict[str, tuple[Lookup, ...]]:
@@ -783,9 +845,13 @@ class EmbeddingCollection:
 
     @functools.cached_property
     def _to_stored(self) -> Any:
-        convert = functools.partial(stored.local_to_stored, self.stacks, self.tables, axes=self._moves)
+        return self._part_to_stored(self.tables)
+
+    def _part_to_stored(self, tables: tuple[TableConfig, ...]) -> Any:
+        convert = functools.partial(stored.local_to_stored, self.stacks, tables, axes=self._moves)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_state()["stacks"])
-        return self._jit_everywhere(convert, (specs,), self._abstract_stored_tables())
+        abstract = self._abstract_stored_tables()
+        return self._jit_everywhere(convert, (specs,), {table.name: abstract[table.name] for table in tables})
 
     @functools.cached_property
     def _from_stored(self) -> Any:
@@ -826,6 +892,27 @@ class EmbeddingCollection:
     @staticmethod
     def _shardings(abstract: Any) -> Any:
         return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def _check_logical(tree: dict[str, dict[str, Any]], wanted: dict[str, dict[str, jax.ShapeDtypeStruct]]) -> None:
+    def compare(what: str, got: Any, names: Any) -> None:
+        if set(got) != set(names):
+            raise UserError(
+                f"EmbeddingCollection.from_logical: {what} must be {', '.join(names)}; missing: "
+                f"{sorted(set(names) - set(got))}, unknown: {sorted(set(got) - set(names))}. Name the tables and the "
+                "optimizers that the state was made with."
+            )
+
+    compare("tables", tree, wanted)
+    for name, leaves in wanted.items():
+        compare(f"arrays of table {name!r}", tree[name], leaves)
+        for leaf, value in leaves.items():
+            if tuple(tree[name][leaf].shape) != value.shape:
+                raise UserError(
+                    f"EmbeddingCollection.from_logical: {leaf} of table {name!r} must have the shape {value.shape}; got "
+                    f"{tuple(tree[name][leaf].shape)}. Give the table the rows, the width and, for one statistic a slice, "
+                    "the number of slices that the state was made with."
+                )
 
 
 def _shard(features: KeyedJagged) -> Shard:

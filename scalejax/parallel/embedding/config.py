@@ -183,6 +183,10 @@ def row_state_bytes(optimizer: RowOptimizer, dim: int) -> int:
     return sum(4 * (dim if kind == "element" else 1) for kind in row_states(optimizer).values())
 
 
+UPDATED = "updated"
+"""Name of the row state of tracked tables: int32[rows], the number of the update that last touched a row; 0 = none."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdMapConfig:
     """A map of 64-bit ids to the rows of one table, see `id_map`.
@@ -272,6 +276,8 @@ class TableConfig:
         step, the same on every mesh.
       id_map: None = ids are row numbers; otherwise ids are any 64-bit integers, and a map on the devices gives them
         rows. It has as many as the table.
+      track: "updates" keeps with every row the number of the update that last touched it (4 bytes a row), which is what
+        checkpoints of touched rows are made from.
     """
 
     name: str
@@ -284,6 +290,7 @@ class TableConfig:
     init_scale: float | None = None
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     id_map: IdMapConfig | None = None
+    track: Literal["nothing", "updates"] = "nothing"
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:
@@ -303,3 +310,5 @@ class TableConfig:
                 f"TableConfig {self.name!r}: rows must be those of its id map, {self.id_map.rows}; got {self.rows}. "
                 "Set rows=id_map.rows."
             )
+        if self.track not in ("nothing", "updates"):
+            raise ValueError(f"TableConfig {self.name!r}: track must be nothing or updates; got {self.track!r}.")

@@ -61,7 +61,7 @@ class Route:
       sequence: int32[A], the arrivals in summation order; None = they are in it.
       slots: "rows": int32[occurrences], bucket slot of every occurrence; N * K = none.
       inverse: "rows": int32[N * K], occurrence in every bucket slot; the number of occurrences = empty.
-      runs: "rows", without padding: who sends what to whom. Slots are then places in the order by destination.
+      runs: "rows", without padding: who sends what to whom. Slots are then places in its runs.
       bags: "bags": int32[N * K'], place of the bag of every arrival among the vectors that go back, non-decreasing.
       weights: "bags": float32[N * K'], weight of every arrival.
     """
@@ -311,12 +311,19 @@ def _send_runs(
 ) -> tuple[Route, jax.Array]:
     devices, count = stack.devices, device.shape[0]
     found = _ByDevice.sort(device, order, devices)
-    wanted, room = found.starts[1:] - found.starts[:-1], devices * capacity
-    runs = ragged.agree(found.starts[:-1], wanted, room=room, axes=axes)
-    sent = found.ranks < jnp.concatenate([runs.sizes, jnp.zeros(1, jnp.int32)])[found.devices]
-    slots = found.slots(jnp.where(sent, lax.iota(jnp.int32, count), count))
-    arrived = ragged.to_owners(row[found.occurrences], runs, room=room, fill=stack.local_rows, axes=axes)
-    return Route(arrived, None, slots, found.occurrences, runs=runs), (wanted - runs.sizes).sum(dtype=jnp.int32)
+    wanted = found.starts[1:] - found.starts[:-1]
+    room, slots = (ragged.slots_for(n, devices) for n in (devices * capacity, count))
+    runs = ragged.agree(wanted, room=room, axes=axes)
+    none = jnp.zeros(1, jnp.int32)
+    sent = found.ranks < jnp.concatenate([runs.sizes, none])[found.devices]
+    slot = jnp.concatenate([runs.starts, none])[found.devices] + found.ranks
+    # Those that are not sent get places outside that differ: the scatter is promised unique indices.
+    place = jnp.where(sent, slot, slots + lax.iota(jnp.int32, count))
+    inverse = jnp.full(slots, count, jnp.int32).at[place].set(found.occurrences, mode="drop", unique_indices=True)
+    numbers = row.at[inverse].get(mode="fill", fill_value=stack.local_rows)
+    arrived = ragged.to_owners(numbers, runs, room=room, fill=stack.local_rows, axes=axes)
+    way = Route(arrived, None, found.slots(jnp.where(sent, slot, slots)), inverse, runs=runs)
+    return way, (wanted - runs.sizes).sum(dtype=jnp.int32)
 
 
 def _send_bags(shard: Shard, rows: dict[Lookup, jax.Array], stack: Stack, *, axes: tuple[str, ...]) -> Route:
@@ -425,8 +432,8 @@ def _back(values: jax.Array, way: Route, stack: Stack, axes: tuple[str, ...]) ->
     """The inverse of `_forth`."""
     if way.runs is None:
         return _swap(_in_blocks(values, stack), axes).reshape(-1, *values.shape[1:])
-    assert way.slots is not None
-    return ragged.to_senders(values, way.runs, count=way.slots.shape[0], axes=axes)
+    assert way.inverse is not None
+    return ragged.to_senders(values, way.runs, count=way.inverse.shape[0], axes=axes)
 
 
 def _swap(blocks: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -1,7 +1,7 @@
 """Checks of a host batch against tables and exchange: exact, vectorised, before anything travels."""
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,18 +14,35 @@ from scalejax.parallel.embedding.plan import Exchange
 from scalejax.parallel.embedding.stacks import Stack
 
 
-def check_ids(stacks: tuple[Stack, ...], features: KeyedJagged, layout: tuple[FeatureLayout, ...]) -> None:
+_LARGEST_ROWS = 2**31 - 1
+
+
+def check_ids(
+    stacks: tuple[Stack, ...],
+    features: KeyedJagged,
+    layout: tuple[FeatureLayout, ...],
+    *,
+    bag: Literal["example", "distinct row"] = "example",
+) -> None:
     """Looks at every id and weight of a host batch, or of the distinct rows of a group.
+
+    Args:
+      stacks: The tables.
+      features: Host form.
+      layout: The features that are looked up.
+      bag: What a list of ids belongs to, for the messages.
 
     Raises:
       UserError: an id out of range, or a weight that is not a number.
     """
     check_sizes(features)
     if features.weights is not None and not np.isfinite(features.weights).all():
-        where = int(np.flatnonzero(~np.isfinite(features.weights))[0])
+        wrong = np.flatnonzero(~np.isfinite(features.weights))
+        which, number = np.unravel_index(_bag_of(int(wrong[0]), features.lengths.reshape(-1)), features.lengths.shape)
         raise UserError(
-            f"Weight {where} of the ids of a batch is {features.weights[where]}; weights must be finite numbers. Clean "
-            "the column, or drop those ids."
+            f"Feature {features.keys[which]!r}: an id in {bag} {number} of the batch has the weight "
+            f"{features.weights[wrong[0]]}; weights must be finite numbers ({wrong.size} of {features.weights.size} are "
+            "not). Clean the column, or drop those ids."
         )
     ends = np.cumsum(features.lengths.sum(axis=1, dtype=np.int64))
     for stack in stacks:
@@ -35,7 +52,7 @@ def check_ids(stacks: tuple[Stack, ...], features: KeyedJagged, layout: tuple[Fe
                 which = features.keys.index(look.feature.name)
                 lengths = features.lengths[which]
                 begin = int(ends[which]) - int(lengths.sum(dtype=np.int64))
-                _check_range(look, features.values[begin : ends[which]], lengths)
+                _check_range(look, features.values[begin : ends[which]], lengths, bag)
 
 
 def check_room(
@@ -62,15 +79,25 @@ def _known(look: Lookup) -> bool:
     return look.channel == "rows" and look.member.config.id_map is None
 
 
-def _check_range(look: Lookup, ids: np.ndarray, lengths: np.ndarray) -> None:
+def _bag_of(place: int, lengths: np.ndarray) -> int:
+    """The bag that holds the id at a place."""
+    return int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), place, side="right"))
+
+
+def _check_range(look: Lookup, ids: np.ndarray, lengths: np.ndarray, bag: str) -> None:
     rows = look.member.config.rows
     if ids.size and (ids.min() < 0 or ids.max() >= rows):
         wrong = np.flatnonzero((ids < 0) | (ids >= rows))
-        example = int(np.searchsorted(np.cumsum(lengths), wrong[0], side="right"))
+        advice = "Map or hash the column to that range, or give the feature more rows in the schema."
+        if int(ids.max()) > _LARGEST_ROWS or int(ids.min()) < -_LARGEST_ROWS - 1:
+            advice = (
+                "The column holds ids as large as 64-bit hashes, not numbers of rows: map it when the file is prepared "
+                "(data.coding has Hashed and Counted), or look it up through an id map (parallel.embedding.id_map)."
+            )
         raise UserError(
-            f"Feature {look.feature.name!r}: id {ids[wrong[0]]} in example {example} of the batch is outside "
-            f"[0, {rows}), the rows of table {look.member.config.name!r}; {wrong.size} of {ids.size} ids are. Map or "
-            "hash the column to that range, or give the feature more rows in the schema."
+            f"Feature {look.feature.name!r}: id {ids[wrong[0]]} in {bag} {_bag_of(int(wrong[0]), lengths)} of the batch "
+            f"is outside [0, {rows}), the rows of table {look.member.config.name!r}; {wrong.size} of {ids.size} ids are. "
+            f"{advice}"
         )
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.parallel.embedding import optimizers
+from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.row_numbers import exists, name_hashes, row_numbers
 from scalejax.parallel.embedding.stacks import Stack
 
@@ -25,11 +26,14 @@ def local_leaves(stack: Stack, key: jax.Array, device: jax.Array | int) -> dict[
     local = lax.iota(jnp.int32, stack.local_rows)
     real = exists(stack, local, device)
     leaves = {}
-    for name, kind in stack.leaves.items():
+    for name, kind in stack.arrays.items():
         if name == "rows":
             leaves[name] = _uniform(stack, key, device)
             continue
         shape = stack.leaf_shape(kind, stack.local_rows)
+        if name == UPDATED:
+            leaves[name] = jnp.zeros(shape, jnp.int32)
+            continue
         mask = real.reshape((-1,) + (1,) * (len(shape) - 1))
         value = jnp.full(shape, optimizers.initial_value(stack.optimizer), stack.wide_dtype)
         leaves[name] = jnp.where(mask, value, jnp.zeros((), stack.wide_dtype))

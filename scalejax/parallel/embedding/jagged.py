@@ -268,14 +268,29 @@ def _overflows(features: HostKeyedJagged, feature: FeatureLayout, counts: np.nda
 
 
 def check_sizes(features: HostKeyedJagged) -> None:
-    """Refuses lengths that do not add up.
+    """Refuses ids that are no integers, and lengths that are negative or do not add up.
 
     Raises:
-      UserError: they do not.
+      UserError: they are.
     """
+    for name, array in (("values", features.values), ("lengths", features.lengths)):
+        if not np.issubdtype(array.dtype, np.integer):
+            raise UserError(
+                f"The {name} of a batch are {array.dtype}; wanted integers. Convert the column when it is read, once "
+                "its missing entries have an id of their own."
+            )
+    if features.lengths.size and features.lengths.min() < 0:
+        which, example = np.unravel_index(int(features.lengths.argmin()), features.lengths.shape)
+        raise UserError(
+            f"Feature {features.keys[which]!r} has {features.lengths.min()} ids in example {example} of the batch; "
+            "lengths must not be negative. Were offsets passed for lengths, or differences of unsorted offsets?"
+        )
     total = int(features.lengths.sum(dtype=np.int64))
     if total != features.values.shape[0]:
-        raise UserError(f"The lengths of a batch sum to {total}, but it has {features.values.shape[0]} ids.")
+        raise UserError(
+            f"The lengths of a batch sum to {total}, but it has {features.values.shape[0]} ids. Pass one length per "
+            f"feature and example, features in the order of keys: {', '.join(features.keys)}."
+        )
 
 
 def expand(features: KeyedJagged, plain: tuple[FeatureLayout, ...]) -> KeyedJagged:

@@ -25,7 +25,7 @@ from jax import lax
 from scalejax.errors import UserError
 from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding import id_map, initial
-from scalejax.parallel.embedding.config import IdMapConfig, TableConfig
+from scalejax.parallel.embedding.config import UPDATED, IdMapConfig, TableConfig
 from scalejax.parallel.embedding.exchange import SLACK
 from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged, Packed
 from scalejax.parallel.embedding.occurrences import LOST, locate
@@ -214,18 +214,20 @@ def reset(
     leaves: dict[str, dict[str, jax.Array]],
     evicted: dict[str, jax.Array],
     key: jax.Array,
+    update: jax.Array,
     *,
     devices: int,
     axes: tuple[str, ...],
     group: tuple[str, ...],
 ) -> dict[str, dict[str, jax.Array]]:
-    """Gives evicted rows and their optimizer states the values that they began with.
+    """Gives evicted rows and their optimizer states the values that they began with; tracked ones count as touched.
 
     Args:
       stacks: All stacks.
       leaves: This device's part of them.
       evicted: Per table int32[A], the rows that were taken in this device's part of its map.
       key: That the tables were made with.
+      update: int32[], number of the update that touches them.
       devices: All devices.
       axes: Their mesh axes.
       group: Mesh axes of the devices that stacks are dealt out over.
@@ -249,7 +251,7 @@ def reset(
             rows[name] = lax.all_gather(mine, axes, tiled=True) if devices > 1 else mine
         new = dict(leaves)
         for stack in touched:
-            new[stack.name] = _reset_stack(stack, leaves[stack.name], rows, key, group)
+            new[stack.name] = _reset_stack(stack, leaves[stack.name], rows, key, update, group)
         return number + 1, new
 
     start = (jnp.zeros((), jnp.int32), {stack.name: leaves[stack.name] for stack in touched})
@@ -258,7 +260,12 @@ def reset(
 
 
 def _reset_stack(
-    stack: Stack, leaves: dict[str, jax.Array], rows: dict[str, jax.Array], key: jax.Array, group: tuple[str, ...]
+    stack: Stack,
+    leaves: dict[str, jax.Array],
+    rows: dict[str, jax.Array],
+    key: jax.Array,
+    update: jax.Array,
+    group: tuple[str, ...],
 ) -> dict[str, jax.Array]:
     here = lax.axis_index(group) if stack.devices > 1 else 0
     places = []
@@ -271,7 +278,7 @@ def _reset_stack(
                 mine = mine & (device == here)
             places.append(jnp.where(mine, local, stack.local_rows))
     local = jnp.concatenate(places)
-    fresh = initial.fresh_rows(stack, key, local, here)
+    fresh = initial.fresh_rows(stack, key, local, here) | {UPDATED: update}
     return {name: leaf.at[local].set(fresh[name], mode="drop") for name, leaf in leaves.items()}
 
 

@@ -16,20 +16,29 @@ are then numbered from 0; updates are gathered over the copies, which stay equal
 """
 
 import dataclasses
+import json
 import math
+import pathlib
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import GRANULE_COLUMNS, RowwiseAdagrad, TableConfig, row_state_bytes
+from scalejax.parallel.embedding.config import (
+    GRANULE_COLUMNS,
+    RowOptimizer,
+    RowwiseAdagrad,
+    TableConfig,
+    row_state_bytes,
+)
 
 Kind = Literal[
     "row_wise", "table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "data_parallel"
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 SLICED = ("column_wise", "table_column_wise", "grid")
+Accumulate = Literal["ordered", "exact"]
 Wire = Literal["full", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"]
 
 
@@ -109,10 +118,56 @@ class ShardingPlan:
       tables: One entry per table that is named.
       replicas: What the mesh axis `replica` does to tables: "shard" deals them over it too; "copy" keeps one copy an
         index of it.
+      devices: Devices that it was made for, those of one copy of the tables; None = any number. A mesh of another
+        number refuses it.
     """
 
     tables: tuple[TablePlan, ...] = ()
     replicas: Literal["shard", "copy"] = "shard"
+    devices: int | None = None
+
+    @classmethod
+    def load(cls, path: str | pathlib.Path) -> "ShardingPlan":
+        """Reads what `save` wrote.
+
+        Raises:
+          UserError: the file cannot be read, is no JSON object, or has a field of another name or type.
+        """
+        try:
+            found = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise UserError(
+                f"ShardingPlan: cannot read {path} as JSON ({error}). Give a file that `scalejax shard --save` wrote."
+            ) from error
+        fields = _fields_of(cls, found, str(path))
+        entries = fields.pop("tables", [])
+        if not isinstance(entries, list):
+            raise UserError(f"ShardingPlan: tables in {path} must be a list; got {type(entries).__name__}.")
+        tables = tuple(TablePlan(**_entry_of(entry, f"tables[{i}] of {path}")) for i, entry in enumerate(entries))
+        devices, replicas = fields.get("devices"), fields.get("replicas", "shard")
+        if not (devices is None or type(devices) is int) or not isinstance(replicas, str):
+            raise UserError(
+                f"ShardingPlan: devices in {path} must be a whole number or null and replicas a text; got {devices!r} "
+                f"and {replicas!r}."
+            )
+        return cls(tables=tables, replicas=cast(Any, replicas), devices=devices)
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes it as a JSON object, a line for each table; fields that are as by default are left out.
+
+        Raises:
+          UserError: the file cannot be written.
+        """
+        lines = ",\n".join("    " + json.dumps(_changed(entry)) for entry in self.tables)
+        rest = {name: value for name, value in _changed(self).items() if name != "tables"}
+        head = "".join(f"  {json.dumps(name)}: {json.dumps(value)},\n" for name, value in rest.items())
+        try:
+            pathlib.Path(path).write_text(f'{{\n{head}  "tables": [\n{lines}\n  ]\n}}\n', encoding="utf-8")
+        except OSError as error:
+            raise UserError(
+                f"ShardingPlan: cannot write {path} ({error.strerror}). Give a file in a folder that exists and is "
+                "writable."
+            ) from error
 
     def by_table(self, tables: Sequence[str]) -> dict[str, TablePlan]:
         """The entry of every table.
@@ -134,6 +189,36 @@ class ShardingPlan:
         return {name: named.get(name, TablePlan(table=name)) for name in tables}
 
 
+def _changed(config: Any) -> dict[str, Any]:
+    """Fields that differ from their defaults."""
+    values = {field.name: (getattr(config, field.name), field.default) for field in dataclasses.fields(config)}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def _fields_of(config: type, found: object, where: str) -> dict[str, Any]:
+    known = [field.name for field in dataclasses.fields(config)]
+    if not isinstance(found, dict) or set(found) - set(known):
+        given = ", ".join(sorted(found)) if isinstance(found, dict) else type(found).__name__
+        raise UserError(f"ShardingPlan: {where} must be an object with any of {', '.join(known)}; got {given}.")
+    return dict(found)
+
+
+def _entry_of(found: object, where: str) -> dict[str, Any]:
+    fields = _fields_of(TablePlan, found, where)
+    if isinstance(ranks := fields.get("ranks"), list):
+        fields["ranks"] = tuple(ranks)
+    right = {
+        "table": isinstance(fields.get("table"), str),
+        "kind": isinstance(fields.get("kind", ""), str),
+        "columns": type(fields.get("columns", 1)) is int,
+        "ranks": ranks is None or (isinstance(ranks, list) and all(type(rank) is int for rank in ranks)),
+    }
+    for name, good in right.items():
+        if not good:
+            raise UserError(f"ShardingPlan: {name} in {where} is missing or of the wrong type; got {fields.get(name)!r}.")
+    return fields
+
+
 @dataclasses.dataclass(frozen=True)
 class Slice:
     """Columns [start, stop) of a table and the devices that its rows are dealt out over.
@@ -151,7 +236,12 @@ class Slice:
 
 
 def place(
-    tables: Sequence[TableConfig], plan: ShardingPlan, *, devices: int, devices_per_host: int
+    tables: Sequence[TableConfig],
+    plan: ShardingPlan,
+    *,
+    devices: int,
+    devices_per_host: int,
+    accumulate: Accumulate = "ordered",
 ) -> dict[str, tuple[Slice, ...]]:
     """Slices and devices of every table.
 
@@ -162,13 +252,23 @@ def place(
       plan: How they are sharded.
       devices: Devices that hold one copy of the tables.
       devices_per_host: Of these, devices of one host; divides `devices`.
+      accumulate: As in `EmbeddingCollection`.
 
     Raises:
-      UserError: an entry that cannot be built here: see the message.
+      UserError: a plan for another number of devices, or an entry that cannot be built here: see the message.
     """
     entries = plan.by_table([table.name for table in tables])
+    if plan.devices not in (None, devices):
+        raise UserError(
+            f"ShardingPlan: was made for {plan.devices} devices, but {devices} hold one copy of the tables on this mesh. "
+            "Plan again with `scalejax shard RECIPE --topology ...`, or use a mesh of that many devices."
+        )
     for table in tables:
-        _check(table, entries[table.name], devices, devices_per_host)
+        why = refusal(
+            table, entries[table.name], devices=devices, devices_per_host=devices_per_host, accumulate=accumulate
+        )
+        if why is not None:
+            raise UserError(f"ShardingPlan: table {table.name!r} {why}")
     loads = [0.0] * devices
     placed: dict[str, tuple[Slice, ...]] = {}
     fixed = [t for t in tables if entries[t.name].ranks is not None or entries[t.name].kind in _EVERYWHERE]
@@ -181,8 +281,7 @@ def place(
         slices = [
             Slice(i * width, (i + 1) * width, ranks, entry.update) for i, ranks in enumerate(groups)
         ]
-        if devices == 1 and not _has_local_statistic(table):
-            # One device would hold all slices: the whole table is the same to the bit, and simpler.
+        if _is_joined(table, devices):
             slices = [Slice(0, table.dim, slices[0].ranks, entry.update)]
         placed[table.name] = tuple(slices)
         for ranks in groups:
@@ -191,18 +290,66 @@ def place(
     return {table.name: placed[table.name] for table in tables}
 
 
-def row_bytes(table: TableConfig) -> int:
-    """Bytes of one row and its optimizer state."""
-    # Without jax NumPy knows no bfloat16, and planning needs no jax.
-    size = 2 if table.dtype == "bfloat16" else np.dtype(table.dtype).itemsize
-    return table.dim * size + row_state_bytes(table.optimizer, table.dim)
+MOST_ROWS = 2**31 - 2**24
+"""Rows of a stack that one device can address with int32; fillers of an update need room above the last row."""
+
+
+class StackKey(NamedTuple):
+    """Tables, or slices of them, that agree in all of this lie in one array, as long on every device as on the fullest.
+
+    Attributes:
+      width: Columns.
+      dtype: Of the rows.
+      rounding: As in `TableConfig`; "" where rows are not narrower than sums.
+      optimizer: The row optimizer.
+      track: As in `TableConfig`.
+      spread: "dealt" out over devices, or "copied": whole on every device.
+      update: As in `TablePlan`.
+    """
+
+    width: int
+    dtype: str
+    rounding: str
+    optimizer: RowOptimizer
+    track: Literal["nothing", "updates"]
+    spread: Literal["dealt", "copied"]
+    update: Literal["gather", "psum"]
+
+
+def stack_key(
+    table: TableConfig, width: int, *, copied: bool = False, update: Literal["gather", "psum"] = "gather"
+) -> StackKey:
+    """The stack of a slice of `width` columns."""
+    rounding = table.rounding if itemsize(table.dtype) < 4 else ""
+    spread = "copied" if copied else "dealt"
+    return StackKey(width, _dtype_name(table.dtype), rounding, table.optimizer, table.track, spread, update)
+
+
+def row_bytes(table: TableConfig, width: int | None = None) -> int:
+    """Bytes of one row, or of `width` columns of it, with its optimizer state and what is tracked."""
+    width, size = width or table.dim, itemsize(table.dtype)
+    # States are float32, or wider where the rows are.
+    states = row_state_bytes(table.optimizer, width) * max(4, size) // 4
+    return width * size + states + (4 if table.track == "updates" else 0)
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of a number. NumPy alone knows neither bfloat16 nor the float8 family, and planning needs no jax."""
+    if dtype.startswith("float8"):
+        return 1
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+
+
+def _dtype_name(dtype: str) -> str:
+    return dtype if dtype == "bfloat16" or dtype.startswith("float8") else str(np.dtype(dtype))
 
 
 _EVERYWHERE = ("row_wise", "data_parallel")
 
 
-def _has_local_statistic(table: TableConfig) -> bool:
-    return isinstance(table.optimizer, RowwiseAdagrad) and table.optimizer.statistic == "slice"
+def _is_joined(table: TableConfig, devices: int) -> bool:
+    """Whether one device would hold all slices: the whole table is the same to the bit, and simpler."""
+    return devices == 1 and not (isinstance(table.optimizer, RowwiseAdagrad) and table.optimizer.statistic == "slice")
 
 
 def _groups(
@@ -236,46 +383,74 @@ def _groups(
     raise AssertionError(entry.kind)
 
 
-def _check(table: TableConfig, entry: TablePlan, devices: int, per_host: int) -> None:
-    where = f"ShardingPlan: table {table.name!r}"
+def refusal(
+    table: TableConfig, entry: TablePlan, *, devices: int, devices_per_host: int, accumulate: Accumulate = "ordered"
+) -> str | None:
+    """Why a table cannot be sharded so, as the end of a sentence about it; None if it can. Planners ask here too.
+
+    Args:
+      table: The table.
+      entry: How it would be sharded.
+      devices: Devices that hold one copy of the tables.
+      devices_per_host: Of these, devices of one host.
+      accumulate: As in `EmbeddingCollection`.
+    """
+    return _refused_form(entry) or _refused_slices(table, entry, accumulate, devices) or (
+        None if entry.ranks is None else _refused_ranks(entry, entry.ranks, devices, devices_per_host)
+    )
+
+
+def _refused_form(entry: TablePlan) -> str | None:
     if entry.kind not in KINDS:
-        raise UserError(f"{where} has kind {entry.kind!r}; known kinds: {', '.join(KINDS)}.")
+        return f"has kind {entry.kind!r}; known kinds: {', '.join(KINDS)}."
     if entry.location != "device":
-        raise UserError(f"{where} has location {entry.location!r}; known locations: device.")
+        return f"has location {entry.location!r}; known locations: device."
     if entry.update not in ("gather", "psum"):
-        raise UserError(f"{where} has update {entry.update!r}; known updates: gather, psum.")
+        return f"has update {entry.update!r}; known updates: gather, psum."
     if entry.update == "psum" and entry.kind != "data_parallel":
-        raise UserError(f"{where} has update 'psum', which only data_parallel tables have; its kind is {entry.kind}.")
+        return f"has update 'psum', which only data_parallel tables have; its kind is {entry.kind}."
     if entry.columns < 1 or (entry.columns > 1 and entry.kind not in SLICED):
-        raise UserError(
-            f"{where} has columns={entry.columns} and kind {entry.kind}; only {', '.join(SLICED)} cut columns, into at "
-            "least 1 slice."
+        return (
+            f"has columns={entry.columns} and kind {entry.kind}; only {', '.join(SLICED)} cut columns, into at least 1 "
+            "slice."
         )
+    return None
+
+
+def _refused_slices(table: TableConfig, entry: TablePlan, accumulate: Accumulate, devices: int) -> str | None:
+    if entry.columns == 1:
+        return None
     if table.dim % entry.columns:
-        raise UserError(f"{where} is {table.dim} wide, which {entry.columns} equal column slices do not divide.")
-    width = table.dim // entry.columns
-    if entry.columns > 1 and isinstance(table.optimizer, RowwiseAdagrad):
-        if table.optimizer.statistic == "row" and width % GRANULE_COLUMNS:
-            raise UserError(
-                f"{where} has slices of {width} columns, but the mean square over a row, "
-                f"RowwiseAdagrad(statistic='row'), is formed of blocks of {GRANULE_COLUMNS}. Use fewer slices, or "
-                "statistic='slice' for one statistic a slice."
-            )
-    if entry.columns > 1 and table.optimizer.uses_row_norms:
-        limit = "" if table.optimizer.max_norm is None else f" with max_norm={table.optimizer.max_norm}"
-        raise UserError(
-            f"{where} is cut into columns, but {type(table.optimizer).__name__}{limit} needs norms of whole rows. Use a kind "
-            "that keeps rows whole: row_wise, table_wise, table_row_wise or data_parallel."
+        return f"is {table.dim} wide, which {entry.columns} equal column slices do not divide."
+    width, optimizer = table.dim // entry.columns, table.optimizer
+    if optimizer.uses_row_norms:
+        limit = "" if optimizer.max_norm is None else f" with max_norm={optimizer.max_norm}"
+        return (
+            f"is cut into columns, but {type(optimizer).__name__}{limit} needs norms of whole rows. Use a kind that "
+            "keeps rows whole: row_wise, table_wise, table_row_wise or data_parallel."
         )
-    ranks = entry.ranks
-    if ranks is None:
-        return
+    if width % GRANULE_COLUMNS == 0:
+        return None
+    if isinstance(optimizer, RowwiseAdagrad) and optimizer.statistic == "row":
+        return (
+            f"has slices of {width} columns, but the mean square over a row, RowwiseAdagrad(statistic='row'), is formed "
+            f"of blocks of {GRANULE_COLUMNS}. Use fewer slices, or statistic='slice' for one statistic a slice."
+        )
+    if accumulate == "exact" and not _is_joined(table, devices):
+        return (
+            f"has slices of {width} columns, but accumulate='exact' needs multiples of {GRANULE_COLUMNS}. Use fewer "
+            "slices."
+        )
+    return None
+
+
+def _refused_ranks(entry: TablePlan, ranks: tuple[int, ...], devices: int, per_host: int) -> str | None:
     if entry.kind == "data_parallel":
-        raise UserError(f"{where} is data_parallel, on every device: leave ranks out; got {ranks}.")
+        return f"is data_parallel, on every device: leave ranks out; got {ranks}."
     if not ranks or min(ranks) < 0 or max(ranks) >= devices:
-        raise UserError(
-            f"{where} has ranks {ranks}, but the mesh numbers its devices 0 to {devices - 1}. The plan was made for "
-            "another mesh: make it again, or leave ranks out."
+        return (
+            f"has ranks {ranks}, but the mesh numbers its devices 0 to {devices - 1}. The plan was made for another "
+            "mesh: make it again, or leave ranks out."
         )
     wanted = {
         "table_wise": 1,
@@ -285,17 +460,17 @@ def _check(table: TableConfig, entry: TablePlan, devices: int, per_host: int) ->
         "grid": entry.columns * per_host,
     }.get(entry.kind, len(ranks))
     if len(ranks) != wanted:
-        raise UserError(
-            f"{where} of kind {entry.kind} needs {wanted} ranks on this mesh ({devices} devices, {per_host} a host); "
-            f"got {len(ranks)}."
+        return (
+            f"of kind {entry.kind} needs {wanted} ranks on this mesh ({devices} devices, {per_host} a host); got "
+            f"{len(ranks)}."
         )
     groups = [ranks[i : i + per_host] for i in range(0, len(ranks), per_host)] if entry.kind == "grid" else [ranks]
     for group in groups:
         if entry.kind not in ("column_wise", "table_column_wise") and len(set(group)) != len(group):
-            raise UserError(f"{where} names a device twice among the ranks {group}.")
+            return f"names a device twice among the ranks {group}."
         if entry.kind in ("table_row_wise", "table_column_wise", "grid") and len({r // per_host for r in group}) != 1:
-            raise UserError(
-                f"{where} of kind {entry.kind} must stay within one host, {per_host} devices that share an index of "
-                f"the mesh axis replica; got ranks {group}."
+            return (
+                f"of kind {entry.kind} must stay within one host, {per_host} devices that share an index of the mesh "
+                f"axis replica; got ranks {group}."
             )
-
+    return None

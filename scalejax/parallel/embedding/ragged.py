@@ -1,16 +1,20 @@
-"""The exchange without padding: only what there is travels, by `ragged_all_to_all`.
+"""The exchange without buckets: only what there is travels, by `ragged_all_to_all`.
 
-A device has its occurrences sorted by destination, one run per destination; they arrive one run per sender, packed:
+A device has its occurrences sorted by destination, one run per destination; they arrive one run per sender:
 
-    sender      runs: device 0 | device 1 ...      owner     from device 0 | from device 1 | ... (free)
-                [ 4  9  9 | 2 | ... ]                        [ 4  9  9     | 7             | .  .  . ]
+    sender      runs: device 0    | device 1 ...      owner     from device 0 | from device 1 | ... (free)
+                [ 4  9  9  .      | 2  .  .  . ...]             [ 4  9  9  .  | 7  .  .  .    | .  .  . ]
 
-Who sends how much is agreed on first, in two small all_to_alls. What arrives comes in the order that buckets of fixed
-size have, without the gaps between them: all sums are the same to the bit. An owner has room for a number of arrivals,
-not for a number per sender; what comes beyond it is not sent, and counted.
+Who sends how much is agreed on first, in two small all_to_alls. Arrivals come in the order that buckets of fixed size
+have, with fewer gaps: all sums are the same to the bit. An owner has room for a number of arrivals, not for a number per
+sender; what comes beyond it is not sent, and counted.
+
+A TPU moves rows of 128 lanes, whatever is in them. So slots travel as many to a row as fill it (ids 128, vectors of 64
+numbers 2), and runs begin at multiples of `GRANULE` slots.
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +27,14 @@ PLATFORMS = ("tpu", "gpu", "cuda", "rocm")
 """Where XLA has the collective."""
 
 
+GRANULE = 128
+"""Slots; where a run can begin."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Who sends what to whom, on one device of N. All int32[N], by the other device.
+    """Who sends what to whom, on one device of N. All int32[N], by the other device, in slots.
 
     Attributes:
       starts: Where the run for a device begins here.
@@ -45,37 +53,65 @@ class Runs:
     origins: jax.Array
 
 
-def agree(starts: jax.Array, wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> Runs:
+def slots_for(occurrences: int, devices: int) -> int:
+    """Slots that runs of so many occurrences together can need."""
+    return _aligned(occurrences) + devices * GRANULE
+
+
+def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> Runs:
     """What is sent, of what each device wants to send.
 
     Args:
-      starts: int32[N], where the run for each device begins.
-      wanted: int32[N], its length.
-      room: Arrivals that a device has room for.
+      wanted: int32[N], occurrences for each device.
+      room: Arrivals that a device has slots for, a multiple of `GRANULE`.
       axes: Mesh axes of the N devices.
     """
+    starts = _begins(wanted)
     asked = lax.all_to_all(jnp.stack([wanted, starts], axis=1), axes, 0, 0, tiled=True)
-    begins = jnp.cumsum(asked[:, 0]) - asked[:, 0]
-    granted = jnp.clip(room - begins, 0, asked[:, 0])
-    begins = jnp.minimum(begins, room)
+    begins = jnp.minimum(_begins(asked[:, 0]), room)
+    granted = jnp.minimum(asked[:, 0], room - begins)
     answer = lax.all_to_all(jnp.stack([granted, begins], axis=1), axes, 0, 0, tiled=True)
     return Runs(starts, answer[:, 0], answer[:, 1], begins, granted, asked[:, 1])
 
 
 def to_owners(values: jax.Array, runs: Runs, *, room: int, fill: int, axes: tuple[str, ...]) -> jax.Array:
-    """[occurrences, ...], sorted by destination -> [room, ...] arrivals; `fill` where nothing arrived."""
-    empty = jnp.full((room, *values.shape[1:]), fill, values.dtype)
-    return lax.ragged_all_to_all(
-        values, empty, runs.starts, runs.sizes, runs.places, runs.arrival_sizes, axis_name=axes
-    )
+    """[slots, ...] by destination, `fill` between the runs -> [room, ...] arrivals, `fill` where nothing arrived."""
+    sent = (runs.starts, runs.sizes, runs.places, runs.arrival_sizes)
+    return _move(values, jnp.full((room, *values.shape[1:]), fill, values.dtype), sent, axes)
 
 
 def to_senders(values: jax.Array, runs: Runs, *, count: int, axes: tuple[str, ...]) -> jax.Array:
-    """[room, ...] arrivals -> [count, ...], where `to_owners` had them from; zeros for what it did not send."""
-    empty = jnp.zeros((count, *values.shape[1:]), values.dtype)
-    return lax.ragged_all_to_all(
-        values, empty, runs.arrival_starts, runs.arrival_sizes, runs.origins, runs.sizes, axis_name=axes
+    """[room, ...] arrivals -> [count, ...] slots, where `to_owners` had them from; else anything or zero."""
+    sent = (runs.arrival_starts, runs.arrival_sizes, runs.origins, runs.sizes)
+    return _move(values, jnp.zeros((count, *values.shape[1:]), values.dtype), sent, axes)
+
+
+def _move(values: jax.Array, into: jax.Array, sent: tuple[jax.Array, ...], axes: tuple[str, ...]) -> jax.Array:
+    width = math.prod(values.shape[1:])
+    together = _LANES // math.gcd(width, _LANES)  # slots to a row; divides GRANULE
+    starts, sizes, places, arrival_sizes = sent
+    moved = lax.ragged_all_to_all(
+        values.reshape(-1, width * together),
+        into.reshape(-1, width * together),
+        starts // together,
+        -(-sizes // together),
+        places // together,
+        -(-arrival_sizes // together),
+        axis_name=axes,
     )
+    return moved.reshape(into.shape)
+
+
+def _begins(sizes: jax.Array) -> jax.Array:
+    aligned = -(-sizes // GRANULE) * GRANULE
+    return jnp.cumsum(aligned) - aligned
+
+
+def _aligned(slots: int) -> int:
+    return -(-slots // GRANULE) * GRANULE
+
+
+_LANES = 128
 
 
 def check_platform(mesh: Mesh) -> None:

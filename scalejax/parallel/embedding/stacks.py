@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import Leaf, RowOptimizer, RowwiseAdagrad, TableConfig, row_states
-from scalejax.parallel.embedding.plan import Slice
+from scalejax.parallel.embedding.config import UPDATED, Leaf, RowOptimizer, RowwiseAdagrad, TableConfig, row_states
+from scalejax.parallel.embedding.plan import MOST_ROWS, Slice, StackKey, stack_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +117,24 @@ class Stack:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """Arrays of the stack: the rows and their states, by kind."""
+        """What a step of the optimizer reads and writes: the rows and their states, by kind."""
         return {"rows": "element", **row_states(self.optimizer)}
+
+    @property
+    def tracked(self) -> bool:
+        """Whether rows carry the number of the update that last touched them."""
+        return self.members[0].config.track == "updates"
+
+    @property
+    def arrays(self) -> dict[str, Leaf]:
+        """All arrays of the stack, by kind."""
+        return {**self.leaves, UPDATED: "row"} if self.tracked else self.leaves
+
+    def leaf_dtype(self, name: str) -> jnp.dtype:
+        """Dtype of one of `arrays`."""
+        if name == UPDATED:
+            return jnp.dtype(jnp.int32)
+        return self.dtype if name == "rows" else self.wide_dtype
 
     def leaf_shape(self, kind: Leaf, rows: int) -> tuple[int, ...]:
         return (rows, self.dim) if kind == "element" else (rows,)
@@ -148,28 +164,21 @@ class Stack:
 def stack_tables(
     tables: tuple[TableConfig, ...], slices: Mapping[str, tuple[Slice, ...]], devices: int
 ) -> tuple[Stack, ...]:
-    """Groups slices of equal width, dtype, rounding, optimizer and spread, in order of first appearance.
+    """Groups slices of equal width, dtype, rounding, optimizer, tracking and spread, in order of first appearance.
 
     Raises:
       UserError: a stack has more rows per device than an int32 can count.
     """
-    groups: dict[tuple, list[tuple[TableConfig, Slice]]] = {}
+    groups: dict[StackKey, list[tuple[TableConfig, Slice]]] = {}
     for table in tables:
         for part in slices[table.name]:
-            key = (
-                part.stop - part.start,
-                str(jnp.dtype(table.dtype)),
-                table.rounding if jnp.dtype(table.dtype).itemsize < 4 else "",
-                table.optimizer,
-                "dealt" if part.ranks else "copied",
-                part.update,
-            )
+            key = stack_key(table, part.stop - part.start, copied=not part.ranks, update=part.update)
             groups.setdefault(key, []).append((table, part))
     return tuple(_stack(number, key, parts, devices) for number, (key, parts) in enumerate(groups.items()))
 
 
-def _stack(number: int, key: tuple, parts: list[tuple[TableConfig, Slice]], devices: int) -> Stack:
-    dim, dtype, _, _, spread, update = key
+def _stack(number: int, key: StackKey, parts: list[tuple[TableConfig, Slice]], devices: int) -> Stack:
+    dim, dtype, *_, spread, update = key
     ends = [0] * (devices if spread == "dealt" else 1)
     members = []
     for index, (config, part) in enumerate(parts):
@@ -181,11 +190,11 @@ def _stack(number: int, key: tuple, parts: list[tuple[TableConfig, Slice]], devi
         )
         for rank in ranks or (0,):
             ends[rank] += local_rows
-    if max(ends) > 2**31 - 2**24:  # fillers of an update need room above the last row
+    if max(ends) > MOST_ROWS:
         names = ", ".join(dict.fromkeys(config.name for config, _ in parts))
         raise UserError(
             f"EmbeddingCollection: the tables {names} together have {max(ends):,} rows on one device; at most "
-            f"{2**31 - 2**24:,} can be addressed. Use more devices, or another plan."
+            f"{MOST_ROWS:,} can be addressed. Use more devices, or another plan."
         )
     return Stack(
         f"stack{number}_{dim}_{dtype}", tuple(members), len(ends) if spread == "dealt" else 1, max(ends), spread, update

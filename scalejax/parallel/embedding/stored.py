@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel.embedding.config import Leaf, RowwiseAdagrad, TableConfig
+from scalejax.parallel.embedding.config import UPDATED, Leaf, RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.stacks import Member, Stack
 
 GRANULE = 1024
@@ -73,6 +73,8 @@ def joins(table: TableConfig, name: str, kind: Leaf) -> str:
     """How the slices of a leaf make the leaf of the table: "columns", "first" (all are equal) or "stack"."""
     if kind == "element":
         return "columns"
+    if name == UPDATED:
+        return "first"
     optimizer = table.optimizer
     return "stack" if isinstance(optimizer, RowwiseAdagrad) and optimizer.statistic == "slice" else "first"
 
@@ -83,7 +85,7 @@ def local_to_stored(stacks: tuple[Stack, ...], tables: tuple[TableConfig, ...], 
     for table in tables:
         pieces = slices_of(stacks, table)
         leaves = {}
-        for name, kind in pieces[0][0].leaves.items():
+        for name, kind in pieces[0][0].arrays.items():
             how = joins(table, name, kind)
             moved = [_slice_to_stored(stack, m, state[stack.name][name], axes) for stack, m in pieces]
             for part in parts(table.rows):
@@ -104,7 +106,7 @@ def local_from_stored(stacks: tuple[Stack, ...], tables: tuple[TableConfig, ...]
     state: Tree = {}
     for stack in stacks:
         state[stack.name] = {}
-        for name, kind in stack.leaves.items():
+        for name, kind in stack.arrays.items():
             blocks = []
             for member in stack.members:
                 table = member.config

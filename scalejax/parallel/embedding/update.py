@@ -17,12 +17,11 @@ from scalejax.numerics.stochastic import hash_bits, stochastic_round
 from scalejax.parallel.embedding import optimizers
 from scalejax.parallel.embedding.exchange import Route, return_grads, to_owners, to_senders
 from scalejax.parallel.embedding.occurrences import Lookup, Shard, slots_of_member, unpool
-from scalejax.parallel.embedding.plan import Exchange
+from scalejax.parallel.embedding.plan import Accumulate, Exchange
 from scalejax.parallel.embedding.row_numbers import name_hashes, row_numbers
 from scalejax.parallel.embedding.stacks import Member, Stack
 
 Leaves = dict[str, jax.Array]
-Accumulate = Literal["ordered", "exact"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,11 +36,9 @@ planner takes the backward as twice the forward instead; here it follows from th
 import dataclasses
 import math
 
-import numpy as np
-
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import RowOptimizer, TableConfig, row_states
-from scalejax.parallel.embedding.plan import Kind
+from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.plan import Kind, StackKey, itemsize, row_bytes, stack_key
 from scalejax.parallel.planner.statistics import TableStatistics
 from scalejax.parallel.planner.topology import Topology
 
@@ -48,10 +46,6 @@ SORT_BYTES = 64
 """Memory traffic of sorting one id: see the module."""
 
 ID_BYTES = 4
-
-StackKey = tuple[int, str, RowOptimizer]
-"""Width, dtype and optimizer: pieces that agree in them lie in one array, as long on every device as on the fullest."""
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:
@@ -91,10 +85,13 @@ class Work:
         """w."""
         return max(4, self.itemsize)
 
+    def row_bytes(self, width: int) -> int:
+        """Bytes of `width` columns of a row, with state, as the engine allocates them."""
+        return row_bytes(self.table, width)
+
     def state_bytes(self, width: int) -> int:
         """S(width)."""
-        kinds = row_states(self.table.optimizer).values()
-        return self.wide_itemsize * sum(width if kind == "element" else 1 for kind in kinds)
+        return self.row_bytes(width) - width * self.itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +103,7 @@ class Option:
       kind: As in `TablePlan`.
       columns: Number of column slices.
       row_parts: Devices over which the rows of a slice are dealt.
-      stack: Which array a piece lies in.
+      stack: Which array a piece lies in, as the engine stacks them.
       rows: Rows of a piece; of the whole table for data_parallel.
       row_bytes: Bytes of one of its rows with state.
       shard: Seconds of the owner of a piece.
@@ -156,7 +153,7 @@ def work(table: TableConfig, statistics: TableStatistics, batch_size: int) -> Wo
     occurrences = batch_size * statistics.ids_per_example
     return Work(
         table=table,
-        itemsize=_itemsize(table.dtype),
+        itemsize=itemsize(table.dtype),
         occurrences=occurrences,
         vectors=occurrences if table.pooling == "none" else float(batch_size * len(table.features)),
         distinct=statistics.popularity.distinct_rows(occurrences, table.rows),
@@ -184,9 +181,9 @@ def estimate(
         kind=kind,
         columns=columns,
         row_parts=row_parts,
-        stack=(width, asked.table.dtype, asked.table.optimizer),
+        stack=stack_key(asked.table, width, copied=not owned),
         rows=rows,
-        row_bytes=width * asked.itemsize + asked.state_bytes(width),
+        row_bytes=asked.row_bytes(width),
         shard=_shard_seconds(asked, topology, kind, width, row_parts) if owned else Seconds(),
         shard_buffers=_shard_buffers(asked, kind, width, row_parts, capacity_factor) if owned else 0,
         everywhere=_everywhere_seconds(asked, topology, kind),
@@ -260,10 +257,3 @@ def _everywhere_buffers(asked: Work, topology: Topology, kind: Kind, capacity_fa
     elif dealt_by_rows(kind):
         held += capacity_factor * (asked.itemsize + wide) * dim * asked.occurrences / topology.devices
     return math.ceil(held)
-
-
-def _itemsize(dtype: str) -> int:
-    """Bytes of a number; numpy alone does not know bfloat16 and the float8 family."""
-    if dtype.startswith("float8"):
-        return 1
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

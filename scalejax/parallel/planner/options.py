@@ -6,7 +6,7 @@ from typing import get_args
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan import Kind
+from scalejax.parallel.embedding.plan import SLICED, Accumulate, Kind, TablePlan, refusal
 from scalejax.parallel.planner import estimators
 from scalejax.parallel.planner.estimators import Option, Work
 from scalejax.parallel.planner.topology import Topology
@@ -75,18 +75,30 @@ def check_constraints(tables: Sequence[TableConfig], constraints: Sequence[Table
 
 
 def options(
-    asked: Work, topology: Topology, constraint: TableConstraints | None = None, *, capacity_factor: float = 2.0
+    asked: Work,
+    topology: Topology,
+    constraint: TableConstraints | None = None,
+    *,
+    capacity_factor: float = 2.0,
+    accumulate: Accumulate = "ordered",
 ) -> tuple[Option, ...]:
-    """Every allowed way of sharding one table, each priced.
+    """Every way of sharding one table that is allowed and that the engine builds, each priced.
 
     The kinds that stay in one host need more hosts than one: with one host they are their plain forms.
 
+    Args:
+      asked: The work of the table.
+      topology: The machine.
+      constraint: What the user allows; None = everything.
+      capacity_factor: As in `Exchange`.
+      accumulate: As in `EmbeddingCollection`.
+
     Raises:
-      UserError: nothing is allowed.
+      UserError: nothing is left; says what the engine refuses and what would be possible.
     """
     limits = constraint or TableConstraints(table=asked.table.name)
     most = min(topology.devices, limits.max_devices or topology.devices)
-    in_host, hosts = topology.devices_per_host, topology.hosts
+    in_host, hosts = topology.group_size, topology.groups
     slices = [
         count
         for count in divisors(asked.table.dim)
@@ -96,9 +108,20 @@ def options(
     ]
     whole = limits.columns is None or 1 in limits.columns
     shapes: list[tuple[Kind, int, int]] = []  # kind, columns, row parts
+    refused: dict[Kind, str] = {}
 
     def offer(kind: Kind, columns: int, row_parts: int) -> None:
-        shapes.append((kind, columns, row_parts))
+        why = refusal(
+            asked.table,
+            TablePlan(table=asked.table.name, kind=kind, columns=columns),
+            devices=topology.devices,
+            devices_per_host=in_host,
+            accumulate=accumulate,
+        )
+        if why is None:
+            shapes.append((kind, columns, row_parts))
+        else:
+            refused[kind] = why
 
     if whole:
         offer("table_wise", 1, 1)
@@ -118,11 +141,13 @@ def options(
     allowed = [shape for shape in shapes if limits.kinds is None or shape[0] in limits.kinds]
     if not allowed:
         possible = dict.fromkeys(kind for kind, _, _ in shapes)
+        sliced = next((f" As {kind} the table {why}" for kind, why in refused.items() if kind in SLICED), "")
         raise UserError(
             f"constraints: table {asked.table.name!r} (width {asked.table.dim}) cannot be sharded as they ask (kinds "
             f"{', '.join(limits.kinds or KINDS)}; slices of at least {limits.min_slice_width}; columns "
             f"{limits.columns or 'any'}; at most {most} of {topology.devices} devices in {hosts} hosts). With the rest "
             f"unchanged these kinds are possible: {', '.join(possible) or 'none'}. Loosen one of them."
+            f"{sliced}"
         )
     return tuple(
         estimators.estimate(

@@ -5,6 +5,8 @@ optimizer) takes on *every* device what the fullest device needs, and so do the 
 
     memory = sum over stacks (row_bytes * max_d rows_d) + max_d buffers_d + what is on every device anyway
 
+Pieces are stacked as the engine stacks them (`embedding.plan.stack_key`).
+
 Three partitioners with one contract: a `Placement` that fits, or `DoesNotFit`.
 
 - `greedy`: pieces by descending seconds, each to the device with the fewest seconds so far that has room (longest
@@ -23,17 +25,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from scalejax.parallel.planner.estimators import Option, StackKey
+from scalejax.parallel.embedding.plan import MOST_ROWS, StackKey
+from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.topology import Topology
 
 _LOOKED_AT = 64
 """Steps that are checked for room before the search for a better placement ends."""
 
 _MOVABLE = ("table_wise", "column_wise", "table_column_wise")
-
-MOST_ROWS = 2**31 - 2**24
-"""Rows of a stack that one device can address with int32, with room for fillers above (`embedding.stacks`)."""
-
 
 class DoesNotFit(Exception):
     """A table found no device.
@@ -93,6 +92,8 @@ class _Load:
         self.seconds += option.everywhere.total
         self.fixed_bytes += option.everywhere_buffers
         if option.kind == "data_parallel":
+            self._rows_of(option.stack)[:] += option.rows
+            self.fullest_rows[option.stack] += option.rows
             self.fixed_bytes += option.rows * option.row_bytes
             return
         self._change(option, devices, 1)
@@ -138,7 +139,7 @@ class _Load:
             return self._place_pieces(option, choose, self._host_with_room(option, option.shards))
         taken: list[int] = []
         for _ in range(option.columns):  # table_row_wise and grid: whole hosts, another for every slice
-            host = self._host_with_room(option, self.topology.devices_per_host, excluded=taken)
+            host = self._host_with_room(option, self.topology.group_size, excluded=taken)
             taken.append(host)
             self._change(option, self._of_host(host), 1)
         return tuple(int(d) for host in taken for d in np.flatnonzero(self._of_host(host)))
@@ -160,7 +161,7 @@ class _Load:
 
     def _host_with_room(self, option: Option, count: int, excluded: Sequence[int] = ()) -> int:
         """The host whose `count` least busy devices with room are least busy."""
-        shape = (self.topology.hosts, self.topology.devices_per_host)
+        shape = (self.topology.groups, self.topology.group_size)
         lacking = self.lacking(option).reshape(shape)
         seconds = np.where(lacking <= 0, self.seconds.reshape(shape), np.inf)
         busy = np.sort(seconds, axis=1)[:, count - 1]
@@ -173,7 +174,7 @@ class _Load:
         return host
 
     def _of_host(self, host: int) -> np.ndarray:
-        return np.arange(self.topology.devices) // self.topology.devices_per_host == host
+        return np.arange(self.topology.devices) // self.topology.group_size == host
 
     def _rows_of(self, stack: StackKey) -> np.ndarray:
         if stack not in self.rows:
@@ -289,7 +290,7 @@ class _Pieces:
 
     def best_step(self, busiest: int) -> _Step | None:
         """What leaves the busier of the two devices least busy; None if nothing helps."""
-        seconds, hosts = self._load.seconds, np.arange(len(self._load.seconds)) // self._load.topology.devices_per_host
+        seconds, hosts = self._load.seconds, np.arange(len(self._load.seconds)) // self._load.topology.group_size
         mine, others = np.flatnonzero(self._owner == busiest), np.flatnonzero(self._owner != busiest)
         if not mine.size:
             return None

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan import Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan import Accumulate, Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.planner import evaluation, options, partition, proposals
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import TableConstraints
@@ -57,12 +57,14 @@ class AnalyticPlanner:
 
     Attributes:
       exchange: Room of the exchanges, as the `EmbeddingCollection` will have it.
+      accumulate: How it adds gradients up, which decides the slices that it takes.
       greedy_steps: Times that the busiest device's largest piece is cut finer without finding a better plan before the
         search ends.
       polished: How many of the best proposals are improved by moving and swapping pieces.
     """
 
     exchange: Exchange = Exchange()
+    accumulate: Accumulate = "ordered"
     greedy_steps: int = 8
     polished: int = 3
 
@@ -97,7 +99,11 @@ class AnalyticPlanner:
         names = sorted(works)  # whatever order the tables come in
         choices = [
             options.options(
-                works[name], topology, limits.get(name), capacity_factor=self.exchange.capacity_factor
+                works[name],
+                topology,
+                limits.get(name),
+                capacity_factor=self.exchange.capacity_factor,
+                accumulate=self.accumulate,
             )
             for name in names
         ]
@@ -110,8 +116,10 @@ class AnalyticPlanner:
             option.table: _entry(option, ranks)
             for option, ranks in zip(placement.options, placement.ranks, strict=True)
         }
-        found = ShardingPlan(tables=tuple(by_name[table.name] for table in tables))
-        report = evaluation.evaluate(found, tables, statistics, topology, batch_size, exchange=self.exchange)
+        found = ShardingPlan(tables=tuple(by_name[table.name] for table in tables), devices=topology.devices)
+        report = evaluation.evaluate(
+            found, tables, statistics, topology, batch_size, exchange=self.exchange, accumulate=self.accumulate
+        )
         reasons = {
             name: _why(choices[i], placement.options[i], report, topology) for i, name in enumerate(names)
         }

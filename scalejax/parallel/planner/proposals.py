@@ -32,7 +32,7 @@ MOST_COMBINATIONS = 512
 """Every combination is tried up to so many."""
 
 LIMITS = (math.inf, 1.4, 1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.08)
-"""Limits on the seconds of a piece, as multiples of the mean of all devices at the least work."""
+"""Limits on the seconds of a piece, as multiples of what the busiest device has at least."""
 
 SHARES = (1.0, 1 / 3, 1 / 8, 1 / 32)
 """Limits on the bytes of a piece, as shares of the memory of a device."""
@@ -55,10 +55,10 @@ def uniform(choices: Choices, devices: int) -> Iterator[tuple[str, Proposal]]:
 def limited(choices: Choices, topology: Topology) -> Iterator[tuple[str, list[Proposal]]]:
     """For each limit on the seconds of a piece proposals with ever lower limits on its bytes: a lower one is more work,
     and of use only where the others do not fit."""
-    mean = mean_of_least_work(choices, topology.devices)
+    least = lower_bound(choices, topology.devices)
     for multiple in LIMITS:
-        name = "least work" if math.isinf(multiple) else f"pieces below {multiple:g} of the mean"
-        limits = [(multiple * mean, share * topology.memory_bytes) for share in SHARES]
+        name = "least work" if math.isinf(multiple) else f"pieces below {multiple:g} of the bound"
+        limits = [(multiple * least, share * topology.memory_bytes) for share in SHARES]
         yield name, [tuple(_cheapest_below(found, *limit, topology.devices) for found in choices) for limit in limits]
 
 
@@ -108,7 +108,8 @@ def _cheapest_below(found: Sequence[Option], seconds: float, held: float, device
     """Least work within both limits; else what exceeds them least."""
 
     def excess(option: Option) -> float:
-        return max(option.shard.total / seconds if seconds else 0.0, option.rows * option.row_bytes / held)
+        piece = option.shard.total + option.everywhere.total
+        return max(piece / seconds if seconds else 0.0, option.rows * option.row_bytes / held)
 
     below = [i for i, option in enumerate(found) if excess(option) <= 1]
     if below:

@@ -82,6 +82,8 @@ class Topology:
       inter_host_bandwidth: Bytes/s from a device to other hosts, one direction.
       row_granule_bytes: Smallest piece of memory that is fetched.
       occurrence_s: Seconds that an id costs besides the bytes it moves.
+      devices_per_group: Devices that share an index of the mesh axis `replica`, which is what the kinds that stay in one
+        host stay in (`embedding.plan`); divides `devices`. None = those of a host.
       name: For reports.
       source: Where the rates come from, for reports.
     """
@@ -94,6 +96,7 @@ class Topology:
     inter_host_bandwidth: float
     row_granule_bytes: int = 64
     occurrence_s: float = 0.0
+    devices_per_group: int | None = None
     name: str = "devices"
     source: str = "rates as given"
 
@@ -102,6 +105,11 @@ class Topology:
             raise UserError(
                 "Topology: devices must be a positive multiple of devices_per_host; got "
                 f"{self.devices} and {self.devices_per_host}. Give hosts of equal size."
+            )
+        if self.group_size < 1 or self.devices % self.group_size:
+            raise UserError(
+                f"Topology: devices_per_group must divide the {self.devices} devices; got {self.devices_per_group}. Give "
+                "the devices that share an index of the mesh axis replica."
             )
         for field in ("memory_bytes", "memory_bandwidth", "intra_host_bandwidth", "inter_host_bandwidth"):
             if not getattr(self, field) > 0:
@@ -116,6 +124,16 @@ class Topology:
     def hosts(self) -> int:
         """Number of hosts."""
         return self.devices // self.devices_per_host
+
+    @property
+    def group_size(self) -> int:
+        """Devices within which a table stays whose kind is bound to one host."""
+        return self.devices_per_group or self.devices_per_host
+
+    @property
+    def groups(self) -> int:
+        """Number of such groups."""
+        return self.devices // self.group_size
 
     @property
     def exchange_s_per_byte(self) -> float:

@@ -23,7 +23,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import jagged
 from scalejax.parallel.embedding.collection import EmbeddingCollection
-from scalejax.parallel.embedding.config import Sgd, TableConfig
+from scalejax.parallel.embedding.config import RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.exchange import bucket_capacity
 from scalejax.parallel.embedding.occurrences import lookups
 from scalejax.parallel.embedding.plan import Exchange
@@ -65,8 +65,68 @@ def test_weights_must_be_finite():
     host = batch(SIZE, weighted=True)
     host.weights[3] = np.nan
     each = on(tables_of(Sgd()))
-    with pytest.raises(UserError, match=r"Weight 3 .* nan"):
+    bag, example = next(
+        (SCHEMA.keys[f], e) for f in range(5) for e in range(SIZE) if host.lengths.reshape(-1)[: f * SIZE + e + 1].sum() > 3
+    )
+    with pytest.raises(UserError, match=rf"'{bag}': an id in example {example} .* weight nan.*\(1 of .*Clean the column"):
         each.pack(host, 8, each.layout(SCHEMA, SIZE))
+
+
+@pytest.mark.parametrize("values", [np.full(2 * SIZE, 2**40 + 3), np.full(2 * SIZE, 2**63 + 11, np.uint64)])
+def test_hashes_of_64_bits_are_refused_with_the_ways_out(values):
+    each = on((ONE,), devices=1)
+    with pytest.raises(UserError, match=rf"'fixed': id {values[0]} .*64-bit hashes.*Hashed and Counted.*id_map"):
+        each.pack(ids_of(values), 1, each.layout(SCHEMA, SIZE))
+
+
+def test_ids_and_lengths_that_are_no_counts_are_refused():
+    each = on((ONE,), devices=1)
+    layout = each.layout(SCHEMA, SIZE)
+    with pytest.raises(UserError, match=r"values of a batch are float64; wanted integers.*Convert the column"):
+        each.pack(ids_of(np.full(2 * SIZE, 1.5)), 1, layout)  # would become 1 on its way
+    with pytest.raises(UserError, match=r"values of a batch are float64"):
+        each.pack(ids_of(np.full(2 * SIZE, np.nan)), 1, layout)  # is neither below 0 nor above anything
+    host = batch(SIZE)
+    host.lengths[1, 5:7] = -1, host.lengths[1, 5] + host.lengths[1, 6] + 1  # add up all the same
+    each = on(tables_of(Sgd()))
+    with pytest.raises(UserError, match=r"'bag' has -1 ids in example 5 .*must not be negative.*offsets"):
+        each.pack(host, 8, each.layout(SCHEMA, SIZE))
+    with pytest.raises(ValueError, match="keys must be unique; a appear more than once. Rename"):
+        HostKeyedJagged(("a", "a"), np.zeros(2, np.int64), np.ones((2, 1), np.int32))
+
+
+def test_features_of_another_name_are_refused_wherever_they_meet():
+    each = on(tables_of(Sgd()), devices=1)
+    lacking = dataclasses.replace(SCHEMA, categorical=SCHEMA.categorical[1:])
+    with pytest.raises(UserError, match="table 'shared' looks up the feature 'one'.*does not have; it has bag, fixed.*Rename"):
+        each.layout(lacking, SIZE)
+    features = device_features(each, batch(SIZE), SIZE)
+    embedded, routing = jax.eval_shape(each.lookup, each.abstract_state(), features)
+    renamed = {("other" if name == "one" else name): x for name, x in embedded.items()}
+    with pytest.raises(ValueError, match=r"grads must have the features.*missing: \['one'\], unknown: \['other'\]"):
+        each.update(each.abstract_state(), routing, renamed)
+    narrow = embedded | {"sequence": embedded["one"]}
+    with pytest.raises(ValueError, match=r"gradient of feature 'sequence' .* \(64, 3, 3\); got \(64, 4\)"):
+        each.update(each.abstract_state(), routing, narrow)
+
+
+def test_more_rows_than_a_device_can_number_are_refused_naming_the_tables():
+    tables = tuple(TableConfig(name=n, rows=2**30 + 2**29, dim=2, features=(n,)) for n in ("a", "b"))
+    on(tables, devices=8)
+    with pytest.raises(UserError, match=r"tables a, b together have 3,221,225,472 rows on one device; at most .*more devices"):
+        on(tables, devices=1)
+
+
+def test_a_state_of_other_tables_is_refused():
+    each = on(tables_of(RowwiseAdagrad()), devices=1)
+    logical = random_logical(each)
+    with pytest.raises(UserError, match=r"tables must be shared.*missing: \['big'\], unknown: \['bigger'\].*Name the tables"):
+        each.from_logical({("bigger" if name == "big" else name): leaves for name, leaves in logical.items()})
+    with pytest.raises(UserError, match=r"arrays of table 'big' must be rows, accumulator; missing: \['accumulator'\]"):
+        each.from_logical(logical | {"big": {"rows": logical["big"]["rows"]}})
+    short = {"rows": logical["big"]["rows"][:-1], "accumulator": logical["big"]["accumulator"]}
+    with pytest.raises(UserError, match=r"rows of table 'big' must have the shape \(1030, 4\); got \(1029, 4\)"):
+        each.from_logical(logical | {"big": short})
 
 
 def test_pack_refuses_what_does_not_fit():
@@ -75,7 +135,7 @@ def test_pack_refuses_what_does_not_fit():
     host = batch(SIZE)
     with pytest.raises(UserError, match="no feature 'one'"):
         jagged.pack(dataclasses.replace(host, keys=("other", *host.keys[1:])), layout, 8)
-    with pytest.raises(UserError, match="lengths of a batch sum to"):
+    with pytest.raises(UserError, match=r"lengths of a batch sum to \d+, but it has \d+ ids. Pass one length per"):
         jagged.pack(dataclasses.replace(host, values=host.values[:-1]), layout, 8)
     with pytest.raises(UserError, match="does not divide over 7 devices"):
         jagged.pack(host, layout, 7)

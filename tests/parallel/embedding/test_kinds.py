@@ -1,4 +1,9 @@
-"""Every kind of sharding gives what one device gives, to the bit, and holds only its share."""
+"""Every kind of sharding gives what one device gives, to the bit, and NumPy in float64; and holds only its share.
+
+The product of kinds, copies, optimizers, weights and world sizes is complete under `slow`; every case has features of
+pooling sum, mean and none, of one id, of several and of any number, empty bags and two features on one table.
+`benchmarks/product_table.py` makes a table of such a run.
+"""
 
 import functools
 
@@ -66,8 +71,34 @@ def on_one_device(name, weighted):
     return two_steps(collection(tables, 1), host, given_grads(tables, host))
 
 
+@functools.cache
+def in_double_precision(name, weighted):
+    """(what is looked up first, logical state after two steps, touched rows by table), NumPy float64."""
+    tables, host = wide_tables(OPTIMIZERS[name]), batch(BATCH, weighted=weighted)
+    grads = given_grads(tables, host)
+    state = before = random_logical(collection(tables, 1))
+    touched = {}
+    for number in range(2):
+        state, touched = numpy_update(tables, state, host, grads, updates=number)
+    return numpy_lookup(tables, before, host), state, touched
+
+
 def equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def agrees_with_double_precision(embedded, after, name, weighted):
+    looked_up, state, touched = in_double_precision(name, weighted)
+    assert set(embedded) == set(looked_up)
+    for feature, value in looked_up.items():
+        np.testing.assert_allclose(embedded[feature], value, rtol=1e-5, atol=1e-6)  # a few float32 numbers of size 0.3
+    before = random_logical(collection(wide_tables(OPTIMIZERS[name]), 1))
+    for table, leaves in after.items():
+        for leaf, value in leaves.items():
+            # two float32 steps; AdaGrad and Adam divide sums that nearly cancel by their own size
+            np.testing.assert_allclose(value, state[table][leaf], rtol=2e-4, atol=5e-5, err_msg=f"{table} {leaf}")
+            untouched = np.setdiff1d(np.arange(len(value)), [*touched[table]])
+            np.testing.assert_array_equal(value[untouched], before[table][leaf][untouched])
 
 
 def _cases():
@@ -112,25 +143,13 @@ def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted,
     expected, state = on_one_device(name, weighted)
     equal(embedded, expected)
     equal(after, state)
+    agrees_with_double_precision(embedded, after, name, weighted)
 
 
+@pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_device_equals_numpy_in_double_precision(name):
-    tables, host = wide_tables(OPTIMIZERS[name]), batch(BATCH, weighted=True)
-    grads = given_grads(tables, host)
-    before = random_logical(collection(tables, 1))
-    embedded, after = on_one_device(name, True)
-    for feature, value in numpy_lookup(tables, before, host).items():
-        np.testing.assert_allclose(embedded[feature], value, rtol=1e-5, atol=1e-6)  # a few float32 numbers of size 0.3
-    wide = before
-    for number in range(2):
-        wide, touched = numpy_update(tables, wide, host, grads, updates=number)
-    for table in tables:
-        for leaf, value in after[table.name].items():
-            # two float32 steps; AdaGrad and Adam divide sums that nearly cancel by their own size
-            np.testing.assert_allclose(value, wide[table.name][leaf], rtol=2e-4, atol=5e-5, err_msg=table.name)
-            untouched = np.setdiff1d(np.arange(table.rows), [*touched[table.name]])
-            np.testing.assert_array_equal(value[untouched], before[table.name][leaf][untouched])
+def test_one_device_equals_numpy_in_double_precision(name, weighted):
+    agrees_with_double_precision(*on_one_device(name, weighted), name, weighted)
 
 
 @pytest.mark.parametrize("kind", ["column_wise", pytest.param("grid", marks=pytest.mark.slow)])

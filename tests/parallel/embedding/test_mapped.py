@@ -46,7 +46,13 @@ TABLES = (
     TableConfig(name="shops", rows=21, dim=DIM, features=("shop",), optimizer=SGD_LIKE),
     TableConfig(name="pairs", rows=LRU.rows, dim=DIM, features=("pair",), pooling="none", id_map=LRU),
     TableConfig(
-        name="tags", rows=TTL.rows, dim=DIM, features=("tag",), id_map=TTL, optimizer=Adagrad(initial_accumulator=0.25)
+        name="tags",
+        rows=TTL.rows,
+        dim=DIM,
+        features=("tag",),
+        id_map=TTL,
+        optimizer=Adagrad(initial_accumulator=0.25),
+        track="updates",
     ),
 )
 PLAIN = tuple(dataclasses.replace(table, id_map=None) for table in TABLES)

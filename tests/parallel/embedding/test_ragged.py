@@ -82,24 +82,24 @@ def test_statistics_of_cut_rows_travel_too():
 @pytest.mark.parametrize(
     ("all_to_all", "skewed", "lost"),
     [
-        ("padded", 1, 64 - 16),  # a bucket has what even ids need, 8, and 8 of slack
+        ("padded", 1, 512 - 72),  # a bucket has what even ids need, 64, and 8 of slack
         ("ragged", 1, 0),
-        ("ragged", 8, 8 * 64 - 8 * 16),  # an owner has room for 8 such buckets
+        ("ragged", 8, 8 * 512 - (640 + 8 * 128)),  # an owner: for 8 such buckets, and for where runs begin
     ],
 )
 def test_room_is_for_all_arrivals_together_and_what_has_none_is_counted(all_to_all, skewed, lost):
-    schema = Schema(categorical=(Categorical(name="f", rows=800, length=64),))
-    table = TableConfig(name="t", rows=800, dim=4, features=("f",), pooling="none")
+    schema = Schema(categorical=(Categorical(name="f", rows=4800, length=512),))
+    table = TableConfig(name="t", rows=4800, dim=4, features=("f",), pooling="none")
     on = EmbeddingCollection(
         tables=(table,),
         mesh=meshes.make_mesh(MeshShape(), jax.devices()[:8]),
         exchange=Exchange(capacity_factor=1.0, spill="count", all_to_all=all_to_all),
     )
-    ids = np.arange(8 * 64).reshape(8, 64)
+    ids = np.arange(8 * 512).reshape(8, 512)
     ids[:skewed] = ids[:skewed] // 8 * 8  # all on the first device
-    host = KeyedJagged(("f",), ids.reshape(-1), np.full((1, 8), 64, np.int32))
-    rows = np.arange(1, 801, dtype=np.float32)[:, None] * np.ones(4, np.float32)
-    leaves = {"rows": rows, "accumulator": np.zeros(800, np.float32)}
+    host = KeyedJagged(("f",), ids.reshape(-1), np.full((1, 8), 512, np.int32))
+    rows = np.arange(1, 4801, dtype=np.float32)[:, None] * np.ones(4, np.float32)
+    leaves = {"rows": rows, "accumulator": np.zeros(4800, np.float32)}
     state = on.from_logical({"t": leaves})
     embedded, routing = jax.jit(on.lookup)(state, device_features(on, host, 8, schema))
     assert np.asarray(routing.faults).sum(axis=0).tolist() == [0, lost]

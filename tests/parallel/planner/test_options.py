@@ -1,9 +1,11 @@
 """Which ways of sharding are offered."""
 
+import dataclasses
+
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.config import RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.planner import Reuse, TableConstraints, TableStatistics, Topology
 from scalejax.parallel.planner.estimators import work
 from scalejax.parallel.planner.options import check_constraints, divisors, options
@@ -20,12 +22,13 @@ def machine(devices=16, in_host=4):
     )
 
 
-def offered(dim=128, topology=None, **limits):
-    table = TableConfig(name="t", rows=100, dim=dim, features=("f",))
+def offered(dim=128, topology=None, optimizer=RowwiseAdagrad(), accumulate="ordered", **limits):  # noqa: B008 (frozen)
+    table = TableConfig(name="t", rows=100, dim=dim, features=("f",), optimizer=optimizer)
     found = TableStatistics(table="t", pooling_factors=(1.0,), popularity=Reuse(factor=1.0))
     constraint = TableConstraints(table="t", **limits) if limits else None
     return {
-        (o.kind, o.columns, o.row_parts) for o in options(work(table, found, 64), topology or machine(), constraint)
+        (o.kind, o.columns, o.row_parts)
+        for o in options(work(table, found, 64), topology or machine(), constraint, accumulate=accumulate)
     }
 
 
@@ -49,7 +52,20 @@ def test_slices_divide_the_width_and_fit_the_machine():
     assert {c for kind, c, _ in offered(dim=192) if kind == "table_column_wise"} == {2, 3, 4}
     assert {c for kind, c, _ in offered(dim=192) if kind == "grid"} == {2, 3, 4}
     assert {c for _, c, _ in offered(dim=33)} == {1}
-    assert {c for kind, c, _ in offered(dim=48, min_slice_width=8) if kind == "column_wise"} == {2, 3, 4, 6}
+    # Slices of 24, 12 and 8 are no multiples of the 16 columns that the mean square of a row is formed of.
+    assert {c for kind, c, _ in offered(dim=48, min_slice_width=8) if kind == "column_wise"} == {3}
+    assert {c for kind, c, _ in offered(dim=48, optimizer=Sgd(), min_slice_width=8) if kind == "column_wise"} == {
+        2,
+        3,
+        4,
+        6,
+    }
+    assert {
+        c
+        for kind, c, _ in offered(dim=48, optimizer=Sgd(), accumulate="exact", min_slice_width=8)
+        if kind == "column_wise"
+    } == {3}
+    assert {c for _, c, _ in offered(optimizer=Sgd(max_norm=1.0))} == {1}  # norms of whole rows
 
 
 def test_one_host_has_no_kinds_of_its_own():
@@ -59,6 +75,23 @@ def test_one_host_has_no_kinds_of_its_own():
         "data_parallel",
         "column_wise",
     }
+
+
+def test_a_host_is_what_shares_an_index_of_the_meshs_replica_axis():
+    one_replica = dataclasses.replace(machine(), devices_per_group=16)
+    assert {kind for kind, _, _ in offered(topology=one_replica)} == {
+        "table_wise",
+        "row_wise",
+        "data_parallel",
+        "column_wise",
+    }
+    two_replicas = dataclasses.replace(machine(), devices_per_group=8)
+    assert ("table_row_wise", 1, 8) in offered(topology=two_replicas)
+
+
+def test_a_choice_that_the_engine_refuses_says_why():
+    with pytest.raises(UserError, match="As column_wise the table is cut into columns, but Sgd with max_norm=1.0 needs"):
+        offered(optimizer=Sgd(max_norm=1.0), kinds=("column_wise",))
 
 
 def test_constraints_narrow_the_choice():

@@ -249,21 +249,28 @@ def test_bad_input_is_refused():
     ("entry", "said"),
     [
         (TablePlan(table="c"), "no table 'c'"),
-        (TablePlan(table="a", kind="table_wise"), "needs ranks"),
-        (TablePlan(table="a", kind="table_wise", ranks=(8,)), "devices are 0 to 7"),
+        (TablePlan(table="a", kind="table_wise", ranks=(8,)), "devices 0 to 7"),
         (TablePlan(table="a", kind="table_wise", ranks=(0, 1)), "needs 1 ranks"),
-        (TablePlan(table="a", kind="column_wise", ranks=(0, 1, 2), columns=3), "divide the width of 32"),
-        (TablePlan(table="a", kind="column_wise", ranks=(1, 1), columns=2), "each named once"),
-        (TablePlan(table="a", kind="row_wise", columns=2), "no column slices"),
-        (TablePlan(table="a", kind="table_row_wise", ranks=(2, 3, 4, 5)), "of one host"),
-        (TablePlan(table="a", kind="grid", ranks=(0, 1, 2, 4, 3, 5, 6, 7), columns=2), "each slice must be of one host"),
-        (TablePlan(table="a", kind="data_parallel", ranks=(0,)), "takes no ranks"),
+        (TablePlan(table="a", kind="column_wise", ranks=(0, 1, 2), columns=3), "3 equal column slices do not divide"),
+        (TablePlan(table="a", kind="row_wise", ranks=(1, 1)), "names a device twice"),
+        (TablePlan(table="a", kind="row_wise", columns=2), "columns=2 and kind row_wise"),
+        (TablePlan(table="a", kind="table_row_wise", ranks=(2, 3, 4, 5)), "stay within one host"),
+        (TablePlan(table="a", kind="grid", ranks=(0, 1, 2, 4, 3, 5, 6, 7), columns=2), "stay within one host"),
+        (TablePlan(table="a", kind="data_parallel", ranks=(0,)), "leave ranks out"),
     ],
 )
 def test_plans_that_cannot_be_built_are_refused(entry, said):
     tables, statistics = split([table("a", 10)])
     with pytest.raises(UserError, match=f"ShardingPlan: .*{said}"):
         evaluate(ShardingPlan(tables=(entry,)), tables, statistics, machine(), BATCH)
+
+
+def test_plans_for_other_machines_and_of_several_copies_are_refused():
+    tables, statistics = split([table("a", 10)])
+    with pytest.raises(UserError, match="was made for 4 devices, but 8 hold one copy"):
+        evaluate(ShardingPlan(devices=4), tables, statistics, machine(), BATCH)
+    with pytest.raises(UserError, match="replicas must be 'shard'; got 'copy'"):
+        evaluate(ShardingPlan(replicas="copy"), tables, statistics, machine(), BATCH)
 
 
 def test_a_table_named_twice_in_a_plan_is_refused():

@@ -1,0 +1,255 @@
+"""Deduplication end to end: from a session log in Parquet to training steps, against the same without it.
+
+Ours reads a log clustered by session that leaves repeats out, transforms and packs every distinct row once, and trains
+on deduplicated batches. The peer "plain" is this library on the log as it was written, in time order: every list of
+every row. Both train one DLRM on 16 user-side features in four groups (lists of 30 ids on average, pooled) and 4
+item-side ones. A unit is one batch.
+
+  read    a row group from Parquet: decoded, ids hashed into rows, packed into the device form, ids sorted by row
+  step    a training step on batches that lie on the device
+  train   both, batches prepared by a thread ahead of the step
+
+A case "read-s16-d0.9" has S = 16 samples a session and d = 0.9; S = 1 is the overhead where nothing repeats.
+"""
+
+import functools
+import itertools
+import pathlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NoReturn
+
+import jax
+import numpy as np
+
+from scalejax import optim
+from scalejax.bench import machine
+from scalejax.bench.harness import Contest, Effort, OutputsDiffer
+from scalejax.data.batch import Batch
+from scalejax.data.dedup import DedupBatch, expand, expand_batch
+from scalejax.data.parquet_files import ParquetFiles, RowGroup
+from scalejax.data.records import Ragged
+from scalejax.data.row_transforms import HashIds, RowTransform, map_distinct, map_rows
+from scalejax.data.schema import Categorical, Schema
+from scalejax.data.sessions import SessionLog, dedup_factor
+from scalejax.errors import UserError
+from scalejax.models.recsys.dlrm import DlrmConfig
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding.config import RowwiseAdagrad
+from scalejax.parallel.embedding.jagged import DedupGroup
+from scalejax.train import convert, program
+from scalejax.train.experiment import Experiment
+
+_SETTINGS = ((1, 0.0), (4, 0.0), (4, 0.5), (4, 0.9), (16, 0.0), (16, 0.5), (16, 0.8), (16, 0.9))
+CASES = tuple(
+    f"{part}-s{samples}-d{repeat:g}" for samples, repeat in reversed(_SETTINGS) for part in ("read", "step", "train")
+)
+PEERS = ("plain",)
+EFFORT = Effort(turns=7)
+
+BATCH = 4096
+_TABLE_ROWS = 100_000
+_USER_IDS = 30.0
+_MODEL = DlrmConfig(dim=32, bottom_hidden=(64,), top_hidden=(256, 128))
+_ROOM = 1.15
+"""Room for distinct rows and for ids, over what is expected."""
+
+AnyBatch = Batch | DedupBatch
+
+
+def on_cpu() -> bool:
+    """Whether jax's first device is a CPU."""
+    return jax.devices()[0].platform == "cpu"
+
+
+def prepare(
+    case: str, against: str | None, data: pathlib.Path | None, batches: int = 8, batch_size: int = BATCH
+) -> Contest:
+    """The contest of a case over a log of `batches` batches.
+
+    Raises:
+      UserError: `data` is given.
+    """
+    from scalejax.data.clustering import cluster_by_session
+
+    if data is not None:
+        raise UserError(f"--data: recd makes its own log; got {data}. Leave --data out.")
+    part, samples, repeat = case.split("-")
+    log = _log(int(samples[1:]), float(repeat[1:]), batches * batch_size)
+    held = tempfile.TemporaryDirectory(prefix="scalejax-bench-")
+    folder = pathlib.Path(held.name)
+    log.write(folder / "log.parquet", row_group=batch_size)
+    manifest = cluster_by_session(folder / "log.parquet", folder / "clustered", row_group=batch_size, groups=log.groups)
+    sides = {
+        "dedup": _Side(log, ParquetFiles(folder / "clustered"), batch_size, "dedup"),
+        "plain": _Side(log, ParquetFiles(folder / "log.parquet"), batch_size, "plain"),
+    }
+    ours, peer = sides["dedup"], sides["plain"]
+
+    def check() -> None:
+        group = ours.files.groups[0]
+        batch, again = ours.read(group), ours.read_plainly(group)
+        if not isinstance(batch, DedupBatch):
+            raise OutputsDiffer("the batch is not deduplicated")
+        back = expand(batch.features)
+        if not (
+            np.array_equal(back.values, again.features.values) and np.array_equal(back.lengths, again.features.lengths)
+        ):
+            raise OutputsDiffer(f"{group.where}: the deduplicated batch does not expand to the plain one")
+        if convert.to_device(batch, ours.program).features.inverse is None:
+            raise OutputsDiffer("a batch has more distinct rows than there is room for")
+        one, other = ours.logits(batch), peer.logits(expand_batch(batch))
+        if not np.array_equal(one, other):
+            raise OutputsDiffer(f"logits differ by {np.abs(one - other).max():.1e}; equal bits are wanted")
+
+    def figures() -> dict[str, float]:
+        first = ours.read(ours.files.groups[0])
+        assert isinstance(first, DedupBatch)
+        moved = {name: _nbytes(side.device_batches()[0]) for name, side in sides.items()}
+        return {
+            "factor": float(np.mean(first.features.factors)),
+            "closed_form": dedup_factor(log.samples, log.repeat),
+            "file_ratio": manifest.source_bytes / manifest.bytes,
+            "to_device_ratio": moved["plain"] / moved["dedup"],
+            "temp_ratio": peer.temporaries() / ours.temporaries(),
+        }
+
+    run = {"read": _Side.reads, "step": _Side.steps, "train": _Side.trains}[part]
+    return Contest(
+        ours=functools.partial(run, ours),
+        peer=None if against is None else functools.partial(run, peer),
+        check=check,
+        examples=batch_size,
+        device=machine.device_name(jax.devices()[0]),
+        close=held.cleanup,
+        figures=figures,
+    )
+
+
+class _Side:
+    """One way from the log to the step."""
+
+    def __init__(self, log: SessionLog, files: ParquetFiles, batch_size: int, form: Literal["dedup", "plain"]) -> None:
+        self.files, self._log, self._form = files, log, form
+        schema = Schema(
+            categorical=tuple(
+                Categorical(
+                    name=name,
+                    rows=_TABLE_ROWS,
+                    length=None,
+                    capacity=_ROOM * (log.item_ids if name in log.item_names else log.user_ids),
+                )
+                for name in log.names
+            ),
+            dense=log.dense_names,
+        )
+        share = min(1.0, _ROOM / dedup_factor(log.samples, log.repeat))
+        groups = tuple(DedupGroup(features=names, rows_per_example=share) for names in log.groups)
+        experiment = Experiment(
+            model=_MODEL,
+            data=_Given(batch_size),
+            steps=1_000_000,
+            optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-3)),
+            row_optimizer=RowwiseAdagrad(learning_rate=0.002),
+            dedup=groups if form == "dedup" else (),
+        )
+        self.program = program.build(experiment, schema, meshes.make_mesh(experiment.mesh, jax.devices()[:1]))
+        self._transforms: dict[str, RowTransform] = {
+            name: HashIds(rows=_TABLE_ROWS, seed=f) for f, name in enumerate(log.names)
+        }
+
+    @functools.cached_property
+    def _state(self) -> list:
+        return [self.program.init()]  # a list, because steps give their state away
+
+    @functools.lru_cache(maxsize=1)  # noqa: B019  one side lives as long as its contest
+    def device_batches(self) -> list:
+        """Four batches on the device."""
+        return [convert.to_device(self.read(group), self.program) for group in self.files.groups[:4]]
+
+    @functools.cached_property
+    def _turn(self) -> Iterator:
+        return itertools.cycle(self.device_batches())
+
+    @functools.cached_property
+    def _groups(self) -> Iterator[RowGroup]:
+        return itertools.cycle(self.files.groups)
+
+    def read(self, group: RowGroup) -> AnyBatch:
+        """A row group as a batch."""
+        if self._form == "plain":
+            return self.read_plainly(group)
+        features = map_distinct(self.files.features(group, self._log.names, self._log.groups), self._transforms)
+        return DedupBatch(features, *self._rest(group))
+
+    def read_plainly(self, group: RowGroup) -> Batch:
+        """The same with every list of every row."""
+        features = self.files.features(group, self._log.names).plain
+        return Batch(map_rows(features, self._transforms), *self._rest(group))
+
+    def reads(self, count: int) -> None:
+        for _ in range(count):
+            jax.block_until_ready(convert.to_device(self.read(next(self._groups)), self.program))
+
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self._step(next(self._turn))
+        jax.block_until_ready(self._state[0])
+
+    def trains(self, count: int) -> None:
+        batches = (self.read(next(self._groups)) for _ in range(count))
+        with convert.Prefetch(batches, self.program) as ready:  # pyright: ignore[reportArgumentType]
+            for _, batch in ready:
+                self._step(batch)
+        jax.block_until_ready(self._state[0])
+
+    def logits(self, batch: AnyBatch) -> np.ndarray:
+        return np.asarray(
+            self.program.eval_step(self.program.init(), convert.to_device(batch, self.program, "scoring"))
+        )
+
+    def temporaries(self) -> int:
+        """Bytes that a step takes on top of its arguments and results."""
+        step: Any = self.program.train_step
+        analysis = step.lower(self._state[0], self.device_batches()[0]).compile().memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    def _step(self, batch: object) -> None:
+        self._state[0], _ = self.program.train_step(self._state[0], batch)
+
+    def _rest(self, group: RowGroup) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        columns: Mapping[str, np.ndarray | Ragged] = self.files.read(group, [*self._log.dense_names, "label"])
+        dense = np.stack([np.asarray(columns[name]) for name in self._log.dense_names], axis=1)
+        labels = np.asarray(columns["label"]).astype(np.float32)[:, None]
+        return dense, labels, np.ones(group.rows, np.float32)
+
+
+class _Given:
+    """A data config for batches that are at hand."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+
+    def schema(self) -> NoReturn:
+        raise NotImplementedError("the schema of a benchmark comes from the benchmark")
+
+    def build(self) -> NoReturn:
+        raise NotImplementedError("the batches of a benchmark come from the benchmark")
+
+
+def _log(samples: int, repeat: float, rows: int) -> SessionLog:
+    return SessionLog(
+        sessions=rows // samples,
+        samples=samples,
+        repeat=repeat,
+        user_groups=(4, 4, 4, 4),
+        user_ids=_USER_IDS,
+        item_features=4,
+        item_ids=2.0,
+        rows=1_000_000,
+        concurrent=max(1.0, rows / samples / 4),
+    )
+
+
+def _nbytes(tree: object) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

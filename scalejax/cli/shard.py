@@ -1,0 +1,76 @@
+"""`scalejax shard`: where the tables of a recipe should live."""
+
+import pathlib
+import shlex
+from typing import Annotated
+
+import typer
+
+from scalejax.cli import environment, options, output
+
+
+def shard(
+    recipe: options.Recipe,
+    topology: Annotated[
+        str,
+        typer.Option(
+            "--topology", metavar="CHIP:SHAPE", help="The machine: a TPU slice, v5p:4x4x4, or hosts x GPUs, h100:2x8."
+        ),
+    ],
+    mesh: options.MeshSizes = None,
+    sets: options.Sets = None,
+    batches: Annotated[
+        int,
+        typer.Option("--batches", metavar="N", help="Count ids in the first N batches of the data; 0 reads no data."),
+    ] = 0,
+    zipf: Annotated[
+        float, typer.Option("--zipf", metavar="S", help="How unevenly ids repeat, where nothing is counted.")
+    ] = 1.05,
+    table_memory: Annotated[
+        float,
+        typer.Option("--table-memory", metavar="SHARE", help="Share of a device's memory for tables and exchanges."),
+    ] = 0.8,
+    constants: Annotated[
+        pathlib.Path | None,
+        typer.Option("--constants", metavar="FILE", help="Measured rates, as planner.Constants.save wrote them."),
+    ] = None,
+    save: Annotated[
+        pathlib.Path | None,
+        typer.Option("--save", metavar="FILE.json", help="Write the plan, for --set sharding=FILE.json."),
+    ] = None,
+    json: options.JsonFile = None,
+) -> None:
+    """Plan where the tables of a recipe live on a machine.
+
+    Prints every table with its place and why, memory and time of every device, and the recipe's own plan beside it.
+    """
+    environment.prepare()
+    from scalejax import configs
+    from scalejax.errors import UserError
+
+    if save is not None and save.suffix != ".json":
+        raise UserError(f"--save {save}: must end in .json, by which --set sharding=... knows it. Try {save}.json.")
+    experiment = configs.load(recipe, sets or [])
+    from scalejax.parallel.planner import Constants
+    from scalejax.plan import sharding
+
+    rates = None if constants is None else Constants.load(constants)
+    result = sharding.shard(
+        experiment,
+        topology,
+        mesh=mesh,
+        sample_batches=batches,
+        zipf=zipf,
+        table_memory=table_memory,
+        constants=rates,
+    )
+    result.render(output.console())
+    if json is not None:
+        output.write_json(json, result.to_json())
+    if save is None:
+        print("Next: --save FILE.json keeps the plan.")
+        return
+    result.planned.plan.save(save)
+    again = [f"--set={text}" for text in sets or []] + [f"--set=sharding={save}"]
+    again += [f"--set=mesh.{axis}={size}" for axis, size in result.mesh.items()]
+    print(f"Plan: {save}\nNext: {shlex.join(['scalejax', 'train', recipe, *again])}")

@@ -1,0 +1,148 @@
+"""A served copy of a model in NumPy, brought up to date by checkpoints of touched rows.
+
+    served = publish.load(run / "checkpoints", step=1000)             # a full checkpoint, and what was built on it
+    served = publish.apply(served, pathlib.Path("arrived/1100"))      # a folder that was copied here
+    served.tables["user"], served.params["over/mlp/0/kernel"]
+
+Row states of optimizers are left out. Every file is compared with its digest before anything of the copy is changed.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import numpy as np
+import orbax.checkpoint as ocp
+
+from scalejax.errors import UserError
+from scalejax.train import chain, rows_file
+from scalejax.train import manifest as manifests
+from scalejax.train.manifest import Manifest
+
+_ARRAYS = "arrays"
+_TABLES, _PARAMS = "tables.", "params."
+_PARTS = ("_body", "_tail")
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """Tables and dense parameters of one checkpoint.
+
+    Attributes:
+      step: Of the checkpoint.
+      digest: Of its manifest.
+      tables: Name -> rows [V, dim] in their dtype at rest.
+      params: Path -> dense parameter.
+    """
+
+    step: int
+    digest: str
+    tables: dict[str, np.ndarray]
+    params: dict[str, np.ndarray]
+
+
+def load(folder: pathlib.Path, step: int) -> Served:
+    """Reads a checkpoint, with those that it builds on.
+
+    Args:
+      folder: Of all checkpoints of a run.
+      step: Which.
+
+    Raises:
+      UserError: It, or one that it needs, is missing, damaged or another than the one it was built on.
+    """
+    first, *others = chain.chain_to(folder, step)
+    path = folder / str(first.step)
+    manifests.check_files(path, first.files)
+    served = Served(first.step, manifests.stored_digest(path), *_arrays(path, list(first.arrays)))
+    for manifest in others:
+        served = apply(served, folder / str(manifest.step))
+    return served
+
+
+def apply(served: Served, folder: pathlib.Path) -> Served:
+    """Brings a copy from the checkpoint before to this one.
+
+    Args:
+      served: The copy. Its tables are written in place and belong to the result.
+      folder: A checkpoint of touched rows, anywhere.
+
+    Raises:
+      UserError: It is a full checkpoint, is of other tables, builds on another checkpoint than the copy's, or is
+        damaged. The copy is as it was.
+    """
+    manifest = manifests.read(folder)
+    delta = chain.delta_of(manifest)
+    if delta is None:
+        raise UserError(f"apply: {folder} is a full checkpoint. Read it with load.")
+    if manifest.step <= served.step:
+        raise UserError(f"apply: {folder} is step {manifest.step}, and the copy is at step {served.step} already.")
+    if delta.base_step != served.step:
+        raise UserError(
+            f"apply: {folder} goes with step {delta.base_step}, but the copy is at step {served.step}. Apply the "
+            "checkpoints in between first, in the order of their steps, or load a full one."
+        )
+    _check_tables(served, manifest, folder)
+    if delta.base_digest != served.digest:
+        raise UserError(
+            f"apply: {folder} was made from another checkpoint of step {served.step} than the copy: they are of "
+            "different runs. Load a full checkpoint of the same run."
+        )
+    manifests.check_files(folder, manifest.files)
+    tables, params = _arrays(folder, list(delta.whole))
+    for rows in rows_file.read(folder):
+        if "rows" in rows.leaves:
+            columns, values = rows.leaves["rows"]
+            served.tables[rows.table][rows.numbers, slice(*columns) if columns else slice(None)] = values
+    return Served(manifest.step, manifests.stored_digest(folder), served.tables | tables, params)
+
+
+def _check_tables(served: Served, manifest: Manifest, folder: pathlib.Path) -> None:
+    theirs: dict[str, tuple[int, str]] = {}
+    for name, described in manifest.arrays.items():
+        table = _table_of(name)
+        if table is not None:
+            rows, _ = theirs.get(table, (0, ""))
+            theirs[table] = (rows + described["shape"][0], f"{described['dtype']} x {described['shape'][1]}")
+    ours = {name: (array.shape[0], f"{array.dtype} x {array.shape[1]}") for name, array in served.tables.items()}
+    for name in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(name) != ours.get(name):
+            raise UserError(
+                f"apply: table {name!r} is {_said(theirs.get(name))} in {folder} and {_said(ours.get(name))} in the "
+                "copy: they are of different models. Load a full checkpoint of the same run."
+            )
+
+
+def _said(shape: tuple[int, str] | None) -> str:
+    return "absent" if shape is None else f"{shape[0]} rows of {shape[1]}"
+
+
+def _table_of(name: str) -> str | None:
+    """The table of which an array of a checkpoint holds rows; None of any other."""
+    for part in _PARTS:
+        end = f".rows{part}"
+        if name.startswith(_TABLES) and name.endswith(end):
+            return name[len(_TABLES) : -len(end)]
+    return None
+
+
+def _arrays(folder: pathlib.Path, names: list[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """(tables, parameters) among the arrays of a checkpoint, one array at a time."""
+    params = {name[len(_PARAMS) :]: _read(folder, name) for name in names if name.startswith(_PARAMS)}
+    tables: dict[str, np.ndarray] = {}
+    for table in dict.fromkeys(table for name in names if (table := _table_of(name)) is not None):
+        parts = [f"{_TABLES}{table}.rows{part}" for part in _PARTS]
+        tables[table] = np.concatenate([_read(folder, name) for name in parts if name in names])
+    return tables, params
+
+
+def _read(folder: pathlib.Path, name: str) -> np.ndarray:
+    path = folder / _ARRAYS
+    with ocp.PyTreeCheckpointer() as reader:
+        found: Any = reader.restore(
+            path,
+            ocp.args.PyTreeRestore(
+                item={name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
+            ),
+        )
+    return found[name]

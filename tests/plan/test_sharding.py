@@ -1,0 +1,109 @@
+"""The planner on experiments."""
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import small_run
+
+from scalejax.configs.recsys import dcnv2
+from scalejax.errors import UserError
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.plan.sharding import shard
+from scalejax.train import program as programs
+
+MACHINE = "h100:2x4"
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """An experiment on a file of 640 rows."""
+    return small_run.experiment(small_run.write(tmp_path_factory.mktemp("data") / "rows.parquet"))
+
+
+def test_a_plan_is_for_the_tables_and_the_mesh_of_the_experiment(small):
+    found = shard(small, MACHINE)
+    assert {entry.table for entry in found.planned.plan.tables} == {"shop", "hour", "item"}
+    assert found.planned.plan.devices == 8
+    assert found.mesh == {"replica": 2, "fsdp": 4}
+    assert found.planned.report.topology.group_size == 4
+    on = make_mesh(MeshShape(replica=2))
+    built = programs.build(dataclasses.replace(small, sharding=found.planned.plan), small.data.schema(), on)
+    assert built.collection.plan == found.planned.plan
+
+
+def test_a_host_of_the_plan_is_what_the_mesh_makes_of_it(small):
+    assert shard(small, MACHINE, mesh="fsdp=8").planned.report.topology.groups == 1
+    assert shard(small, MACHINE, mesh="replica=4,fsdp=2").planned.report.topology.group_size == 2
+    with pytest.raises(UserError, match="must multiply to the 8 devices"):
+        shard(small, MACHINE, mesh="fsdp=3")
+
+
+def test_equal_input_gives_equal_results(small):
+    first, second = (shard(small, MACHINE, sample_batches=3) for _ in range(2))
+    assert first.planned.plan == second.planned.plan
+    assert first.to_json() == second.to_json()
+    json.dumps(first.to_json())
+
+
+def test_ids_are_counted_in_the_first_batches_of_the_data(small):
+    # The shop is the same one in most examples: its rows repeat, and an update touches few of them.
+    rng = np.random.default_rng(0)
+    shops = np.where(rng.random(small_run.ROWS) < 0.97, 3, rng.integers(37, size=small_run.ROWS)).astype(np.int32)
+    path = small_run.write(pathlib.Path(small.data.path).with_name("one_shop.parquet"), {"shop": shops})
+    uneven = dataclasses.replace(small, data=dataclasses.replace(small.data, path=str(path)))
+    seen = {}
+    for name, experiment in (("even", small), ("uneven", uneven)):
+        found = shard(experiment, MACHINE, sample_batches=4)
+        assert "counted in the first 4 batches" in found.statistics
+        seen[name] = found.planned.report.mean_s
+    assert seen["uneven"] < seen["even"]
+    assert "assumed" in shard(small, MACHINE).statistics
+
+
+def test_the_recipes_own_plan_is_priced_beside_it_or_its_fault_is_named(small):
+    found = shard(small, MACHINE)
+    assert found.recipe is not None
+    assert found.planned.report.max_s <= found.recipe.max_s  # row-wise all over is among what the planner tries
+    other = dataclasses.replace(
+        small, sharding=ShardingPlan(tables=(TablePlan(table="item", kind="table_wise", ranks=(9,)),))
+    )
+    found = shard(other, MACHINE)
+    assert found.recipe is None
+    assert "the mesh numbers its devices 0 to 7" in found.recipe_refused
+
+
+def test_ids_per_example_are_those_of_the_schema():
+    experiment = dcnv2.criteo()
+    found = shard(experiment, "v5p:4x4x4")
+    assert found.mesh == {"fsdp": 64}
+    assert found.planned.report.topology.groups == 1  # one host, as the mesh sees it
+    by_hand = {f.name: f.length for f in experiment.data.schema().categorical}
+    assert sum(by_hand.values()) == 214
+    # One hot table, C21 with 100 of 214 ids, is dealt out; whole slices of the others are less work than rows of all.
+    kinds = {entry.table: entry.kind for entry in found.planned.plan.tables}
+    assert kinds["C21"] == "row_wise"
+    assert kinds["C23"] == "column_wise"
+    assert found.recipe is not None
+    assert found.planned.report.max_s < 0.9 * found.recipe.max_s
+
+
+def test_tables_that_do_not_fit_are_named_with_what_lacks_and_what_helps():
+    with pytest.raises(UserError) as refusal:
+        shard(dcnv2.criteo(), "v5e:2x2")  # 98 GiB of tables and states on 4 x 16 GiB
+    said = str(refusal.value)
+    assert "the tables do not fit on 4 devices of 12.6 GiB" in said
+    assert "more than is left there" in said
+    assert "What helps: at least 8 devices are needed for the rows and states alone" in said
+
+
+def test_wrong_numbers_are_refused(small):
+    with pytest.raises(UserError, match="--batches must be at least 0; got -1"):
+        shard(small, MACHINE, sample_batches=-1)
+    with pytest.raises(UserError, match="--table-memory must be a share above 0"):
+        shard(small, MACHINE, table_memory=0.0)
+    with pytest.raises(UserError, match="exponent must lie in"):
+        shard(small, MACHINE, zipf=99.0)

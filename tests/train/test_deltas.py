@@ -1,0 +1,242 @@
+"""Checkpoints of touched rows: with what they build on they are full checkpoints, to the bit, or refused."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import small_run
+
+from scalejax.errors import UserError
+from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import chain, loop, program, publish, rows_file, snapshot
+from scalejax.train import manifest as manifests
+from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.experiment import Checkpoints
+
+EVERY = Checkpoints(every=2, full_every=8, keep_last=20, keep_best=0)
+FULL = Checkpoints(every=2, full_every=2, keep_last=20, keep_best=0)
+MIXED = ShardingPlan(
+    tables=(
+        TablePlan(table="shop", kind="column_wise", columns=2),
+        TablePlan(table="hour", kind="data_parallel"),
+        TablePlan(table="item", kind="table_wise"),
+    )
+)
+
+
+def experiment(rows, **changes):
+    return small_run.experiment(rows, **{"checkpoints": EVERY, "steps": 6, "eval_every": 0, "log_every": 2, **changes})
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return small_run.write(tmp_path_factory.mktemp("data") / "rows.parquet")
+
+
+@pytest.fixture(scope="module")
+def runs(rows, tmp_path_factory):
+    """The same run of six steps with deltas at 4 and 6 (2 begins the chain), and with full checkpoints only."""
+    folder = tmp_path_factory.mktemp("runs")
+    loop.train(experiment(rows), workdir=folder / "deltas")
+    loop.train(experiment(rows, checkpoints=FULL), workdir=folder / "full")
+    return folder / "deltas", folder / "full"
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+    shutil.copytree(runs[0], tmp_path / "run")
+    return tmp_path / "run"
+
+
+def restored(experiment, folder, step, devices=None):
+    """The state of a checkpoint through the first devices: name -> array."""
+    data = experiment.data.build()
+    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices]))
+    with Checkpointer(folder / "checkpoints", experiment.checkpoints, snapshot.identity(built, data)) as checkpoints:
+        tree, host = checkpoints.restore(step, snapshot.abstract_stored(built))
+    tree = snapshot.to_stored(built, snapshot.from_stored(built, tree))
+    tree["key"] = jax.random.key_data(tree["key"])
+    return jax.tree.map(np.asarray, tree), host
+
+
+def assert_equal(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_a_chain_is_the_full_checkpoint_to_the_bit_on_any_mesh(runs, rows):
+    deltas, full = runs
+    kinds = [manifests.read(deltas / "checkpoints" / str(step)).delta is None for step in (2, 4, 6)]
+    assert kinds == [True, False, False]
+    expected = restored(experiment(rows), full, 6, 8)
+    sliced = experiment(rows, sharding=dataclasses.replace(MIXED, tables=MIXED.tables[1:]))
+    for what, devices in ((experiment(rows), 8), (sliced, 4), (experiment(rows, data=small(rows, 63)), 3)):
+        tree, host = restored(what, deltas, 6, devices)
+        assert_equal(tree, expected[0])
+        assert host == expected[1]
+    assert_equal(restored(experiment(rows), deltas, 4, 1)[0], restored(experiment(rows), full, 4, 1)[0])
+
+
+def small(rows, batch_size):
+    return dataclasses.replace(small_run.data(rows), batch_size=batch_size)
+
+
+@pytest.mark.slow
+def test_a_chain_from_column_slices_and_copies_restores_elsewhere(rows, tmp_path):
+    changes = {"sharding": MIXED, "row_optimizer": Adam(learning_rate=0.01), "steps": 8}
+    loop.train(
+        experiment(rows, **changes, checkpoints=dataclasses.replace(EVERY, full_every=10)), workdir=tmp_path / "a"
+    )
+    loop.train(experiment(rows, **changes, checkpoints=FULL), workdir=tmp_path / "b")
+    assert len(chain.chain_to(tmp_path / "a" / "checkpoints", 8)) == 4
+    plain = experiment(rows, row_optimizer=Adam(learning_rate=0.01))
+    assert_equal(restored(plain, tmp_path / "a", 8, 1), restored(plain, tmp_path / "b", 8, 1))
+
+
+def test_training_goes_on_from_a_chain_as_if_never_stopped(runs, rows, run, tmp_path):
+    longer = experiment(rows, steps=10)
+    loop.train(longer, workdir=run)
+    loop.train(longer, workdir=tmp_path / "whole")
+    for step in (8, 10):
+        assert_equal(restored(longer, run, step), restored(longer, tmp_path / "whole", step))
+    kinds = [manifests.read(run / "checkpoints" / str(step)).delta is None for step in (2, 4, 6, 8, 10)]
+    assert kinds == [True, False, False, True, False]
+
+
+def test_what_is_written_grows_with_touched_rows_and_not_with_tables(runs):
+    folder = runs[0] / "checkpoints" / "6"
+    touched = {}
+    for block in rows_file.read(folder):
+        touched[block.table] = touched.get(block.table, 0) + len(block.numbers)
+    assert touched["item"] <= 2 * 64  # two batches of 64 examples
+    a_row = 8 + 8 * 4 + 4 + 4  # its number, values, accumulator and update
+    data = sum(path.stat().st_size for path in (folder / "rows").glob("*.bin"))
+    blocks = sum(1 for _ in rows_file.read(folder))
+    assert sum(touched.values()) * a_row <= data <= sum(touched.values()) * a_row + blocks * 4 * 64
+    assert data < 1101 * a_row / 4
+
+
+def test_a_base_is_kept_as_long_as_it_is_needed(rows, tmp_path):
+    policy = Checkpoints(every=1, full_every=4, keep_last=1, keep_best=0)
+    loop.train(experiment(rows, steps=7, checkpoints=policy), workdir=tmp_path)
+    assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [4, 5, 6, 7]
+
+
+def test_steps_with_their_bases():
+    bases = {1: None, 2: 1, 3: 2, 4: None, 5: 4}
+    assert chain.with_bases({3}, bases) == {1, 2, 3}
+    assert chain.with_bases({4, 2}, bases) == {1, 2, 4}
+
+
+def test_a_missing_base_is_said(run, rows):
+    shutil.rmtree(run / "checkpoints" / "4")
+    with pytest.raises(UserError, match=r"only the rows updated since step 4, and .*checkpoints/4 is missing.*step 2"):
+        restored(experiment(rows), run, 6)
+
+
+def test_another_base_of_the_same_step_is_refused(runs, run, rows):
+    shutil.rmtree(run / "checkpoints" / "4")
+    shutil.copytree(runs[1] / "checkpoints" / "4", run / "checkpoints" / "4")
+    with pytest.raises(UserError, match=r"checkpoints/4 is another checkpoint of that step"):
+        restored(experiment(rows), run, 6)
+
+
+def test_a_flipped_bit_in_any_link_is_noticed(run, rows):
+    path = run / "checkpoints" / "4" / "rows" / "00000.bin"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"checkpoints/4/rows/00000\.bin is damaged.*step 2"):
+        restored(experiment(rows), run, 6)
+
+
+def test_a_half_written_one_is_not_listed(run, rows):
+    (run / "checkpoints" / "6").rename(run / "checkpoints" / "saving-6")
+    assert_equal(restored(experiment(rows), run, None)[0], restored(experiment(rows), run, 4)[0])
+
+
+def test_full_checkpoints_come_at_multiples():
+    with pytest.raises(ValueError, match="full_every must be a multiple of every, 4"):
+        Checkpoints(every=4, full_every=6)
+
+
+def test_a_delta_needs_a_base(tmp_path):
+    with Checkpointer(tmp_path, EVERY, {}) as checkpoints, pytest.raises(ValueError, match="a full checkpoint is due"):
+        checkpoints.save_delta(3, {}, [], {}, abstract_tree={}, updates=3)
+
+
+def test_a_served_copy_follows_a_run(runs, rows, tmp_path):
+    folder = runs[0] / "checkpoints"
+    served = publish.load(folder, 2)
+    for step in (4, 6):
+        served = publish.apply(served, shutil.copytree(folder / str(step), tmp_path / str(step)))
+    whole = publish.load(runs[1] / "checkpoints", 6)
+    assert served.step == 6
+    assert_equal((served.tables, served.params), (whole.tables, whole.params))
+    tree, _ = restored(experiment(rows), runs[1], 6)
+    for name, array in served.tables.items():
+        parts = [tree["tables"][name][part] for part in ("rows_body", "rows_tail") if part in tree["tables"][name]]
+        np.testing.assert_array_equal(array, np.concatenate(parts))
+    assert_equal(publish.load(folder, 6).tables, whole.tables)
+
+
+def test_what_does_not_follow_a_served_copy_is_refused_and_changes_nothing(runs, run):
+    folder = run / "checkpoints"
+    served = publish.load(folder, 2)
+    before = {name: array.copy() for name, array in served.tables.items()}
+    with pytest.raises(UserError, match=r"goes with step 4, but the copy is at step 2\. Apply"):
+        publish.apply(served, folder / "6")
+    with pytest.raises(UserError, match="is a full checkpoint"):
+        publish.apply(served, folder / "2")
+    with pytest.raises(UserError, match="of different runs"):
+        publish.apply(publish.load(runs[1] / "checkpoints", 2), folder / "4")
+    other = dataclasses.replace(served, tables={name: array[1:] for name, array in served.tables.items()})
+    with pytest.raises(UserError, match=r"table 'hour' is 11 rows of float32 x 8 in .* and 10 rows"):
+        publish.apply(other, folder / "4")
+    with pytest.raises(UserError, match="the copy is at step 4 already"):
+        publish.apply(dataclasses.replace(served, step=4), folder / "4")
+    path = folder / "4" / "rows" / "00000.bin"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError, match=r"00000\.bin is damaged"):
+        publish.apply(served, folder / "4")
+    assert_equal(served.tables, before)
+
+
+def test_files_of_rows_are_read_by_numpy_alone(runs):
+    folder = runs[0] / "checkpoints" / "6" / "rows"
+    data = np.fromfile(folder / "00000.bin", np.uint8)
+    seen = 0
+    for described, rows in zip(
+        json.loads((folder / "00000.json").read_text())["blocks"], rows_file.read(folder.parent), strict=True
+    ):
+        numbers = data[described["numbers"] :][: 8 * described["rows"]].view(np.int64)
+        np.testing.assert_array_equal(numbers, rows.numbers)
+        assert (np.diff(numbers) > 0).all()
+        seen += 1
+    assert seen >= 3
+
+
+def test_rows_of_bfloat16_come_back(tmp_path):
+    from scalejax.parallel.embedding.tracking import Rows
+
+    values = np.arange(6, dtype=np.float32).reshape(3, 2).astype(jax.numpy.bfloat16)
+    given = Rows(
+        "t", np.array([1, 5, 2**33]), {"rows": ((2, 4), values), "updated": (None, np.arange(3, dtype=np.int32))}
+    )
+    assert rows_file.write(tmp_path, 0, [given]) == {"t": 3}
+    (back,) = rows_file.read(tmp_path)
+    assert back.numbers.tolist() == [1, 5, 2**33]
+    assert back.leaves["rows"][0] == (2, 4)
+    assert back.leaves["rows"][1].dtype == values.dtype
+    assert back.leaves["rows"][1].tobytes() == values.tobytes()
+    assert back.leaves["updated"][1].tolist() == [0, 1, 2]
+
+
+def test_row_wise_adagrad_is_what_these_runs_use(rows):
+    """The bytes of a row above count on it."""
+    assert isinstance(experiment(rows).row_optimizer, RowwiseAdagrad)
