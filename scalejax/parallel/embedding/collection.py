@@ -33,16 +33,7 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
-from scalejax.parallel.embedding import (
-    host_check,
-    host_plan,
-    id_map,
-    initial,
-    mapped,
-    ragged,
-    stored,
-    tracking,
-)
+from scalejax.parallel.embedding import host_check, host_plan, id_map, initial, mapped, ragged, stored, tracking
 from scalejax.parallel.embedding.config import UPDATED, TableConfig
 from scalejax.parallel.embedding.exchange import Route, fetch, route
 from scalejax.parallel.embedding.jagged import (

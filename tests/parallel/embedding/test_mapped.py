@@ -141,14 +141,16 @@ def step_of(each):
     return step
 
 
-def grads_at(step):
+def grads_at(step, each):
+    """Gradients of the features of a collection; those of a feature are the same whatever it has beside."""
     rng = np.random.default_rng(step)
     shape = {"pair": (SIZE, 2, DIM)}
-    return {
+    grads = {
         name: rng.normal(size=shape.get(name, (SIZE, DIM))).astype(np.float32)
         for table in TABLES
         for name in table.features
     }
+    return {name: grads[name] for table in each.tables for name in table.features}
 
 
 def stored_of(each, state):
@@ -191,7 +193,7 @@ def expected():
                     value[row] = fresh[table.name][leaf][row]
         state = each.from_logical(logical, updates=number)
         features = features_of(each, dataclasses.replace(host, values=values), each.layout(NUMBERED, SIZE))
-        found, state = plain_step(state, features, grads_at(number))
+        found, state = plain_step(state, features, grads_at(number, each))
         logical = jax.tree.map(np.array, each.to_logical(state))
         seen.append(jax.tree.map(np.asarray, found))
     return seen, logical, models
@@ -203,7 +205,7 @@ def trained(name):
     each, seen = on(name), []
     state = each.init(jax.random.key(3))
     for number, host in enumerate(trace()):
-        embedded, state = step_of(each)(state, features_of(each, host), grads_at(number))
+        embedded, state = step_of(each)(state, features_of(each, host), grads_at(number, each))
         seen.append(jax.tree.map(np.asarray, embedded))
     return seen, state
 
@@ -293,7 +295,7 @@ def test_a_state_goes_on_to_the_same_bits_on_every_mesh_and_plan():
             if number and number % stop == 0:
                 tree, each = stored_of(each, state), on(names[number // stop])
                 state = restored(each, tree)
-            _, state = step_of(each)(state, features_of(each, host), grads_at(number))
+            _, state = step_of(each)(state, features_of(each, host), grads_at(number, each))
         equal(stored_of(each, state), stored_of(on("1"), trained("1")[1]))
 
 
@@ -308,7 +310,7 @@ def test_deduplicated_features_give_the_same_rows_counts_and_vectors():
     features = dataclasses.replace(
         placed(each, packed, layout), high=jax.device_put(packed.high, meshes.everywhere(each.mesh))
     )
-    plain, state = step_of(each)(each.init(jax.random.key(3)), features_of(each, host), grads_at(0))
+    plain, state = step_of(each)(each.init(jax.random.key(3)), features_of(each, host), grads_at(0, each))
     start = each.init(jax.random.key(3))
     deduplicated, assignment = jax.jit(each.map_ids)(start, features)
     merged = {name: leaves | {"counts": id_map.merged_counts(leaves["counts"])} for name, leaves in assignment.maps.items()}
@@ -325,7 +327,7 @@ def test_a_batch_cut_between_devices_in_another_way_gives_the_same_maps():
     """Popular ids on all devices count as often as they occur, whoever sent them."""
     each, host = on("3"), trace()[1]
     moved = host.take(np.random.default_rng(0).permutation(SIZE))
-    one, other = (step_of(each)(each.init(jax.random.key(3)), features_of(each, x), grads_at(0))[1] for x in (host, moved))
+    one, other = (step_of(each)(each.init(jax.random.key(3)), features_of(each, x), grads_at(0, each))[1] for x in (host, moved))
     equal(stored_of(each, one)[MAPS], stored_of(each, other)[MAPS])
 
 
@@ -380,7 +382,7 @@ def test_ids_of_other_tables_are_still_refused_and_floats_are():
     values[host.feature_offsets()[1]] = 21
     with pytest.raises(UserError, match=r"Feature 'shop': id 21 .* is outside \[0, 21\)"):
         each.pack(dataclasses.replace(host, values=values), 1, each.layout(SCHEMA, SIZE))
-    with pytest.raises(UserError, match="ids must be integers; got float64"):
+    with pytest.raises(UserError, match="values of a batch are float64; wanted integers"):
         each.pack(dataclasses.replace(host, values=host.values * 1.0), 1, each.layout(SCHEMA, SIZE))
 
 
