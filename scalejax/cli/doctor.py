@@ -38,6 +38,7 @@ def doctor(
     """
     environment.prepare(cpu_devices=cpu_devices)
     from scalejax.cli import advisories, requirements
+    from scalejax.parallel.mesh import host_memory_bytes
 
     installed = versions()
     with output.native_output_to_stderr():
@@ -47,7 +48,7 @@ def doctor(
         "python": platform.python_version(),
         "system": platform.platform(),
         "cpu_count": os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": host_memory_bytes(),
         "packages": installed,
         **machine,
         "compile_cache": _compile_cache(),
@@ -117,12 +118,6 @@ def _limit(device: Any) -> int | None:
     local = device.process_index == device.client.process_index()
     statistics = device.memory_stats() if local else None
     return statistics.get("bytes_limit") if statistics else None
-
-
-def _memory_bytes() -> int | None:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _compile_cache() -> dict[str, str | None]:

@@ -11,6 +11,7 @@ The batch is sharded over `BATCH_AXES`; embedding lookups shard it over all of `
 import dataclasses
 import difflib
 import math
+import os
 import re
 import warnings
 from collections.abc import Sequence
@@ -102,6 +103,26 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def everywhere(mesh: Mesh) -> NamedSharding:
     """Dimension 0 over all axes: how lookups see examples, and how tables lie."""
     return NamedSharding(mesh, P(tuple(mesh.axis_names)))
+
+
+def host_memory_bytes() -> int | None:
+    """Physical memory of this machine; None where the system does not say."""
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def device_memory_bytes(mesh: Mesh) -> int | None:
+    """Memory that a device of this process may use; CPU devices share that of the machine. None = unknown."""
+    local = [device for device in mesh.devices.flat if device.process_index == device.client.process_index()]
+    if not local:
+        return None
+    if local[0].platform == "cpu":
+        host = host_memory_bytes()
+        return None if host is None else host // len(local)
+    found = [(device.memory_stats() or {}).get("bytes_limit") for device in local]
+    known = [limit for limit in found if limit]
+    return min(known) if known else None
 
 
 def check_batch(batch_size: int, mesh: Mesh) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
-from scalejax.parallel.planner.report import duration, size
+from scalejax.units import duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -123,6 +123,7 @@ def plan(experiment: "Experiment", topology_name: str, mesh: str | None = None) 
       UserError: the topology or the mesh is wrong, libtpu is missing, or the batch does not divide over the mesh.
     """
     from scalejax.parallel import mesh as meshes
+    from scalejax.parallel.embedding.memory import describe_largest
 
     machine = topology.parse(topology_name)
     shape = None if mesh is None else meshes.parse_mesh(mesh)
@@ -133,13 +134,17 @@ def plan(experiment: "Experiment", topology_name: str, mesh: str | None = None) 
     placements = experiment.rules.describe(
         {name: (program.model.logical_axes[name], p.shape) for name, p in program.model.params.items()}, device_mesh
     )
-    return plan_program(
+    result = plan_program(
         program,
         machine,
         model_flops=program.task.flops_per_example() * experiment.data.batch_size,
         unsharded=tuple((p.name, p.shape, p.reason) for p in placements if p.reason),
         warnings=tuple(warnings),
     )
+    if result.memory.fits or not program.collection.stacks:
+        return result
+    note = f"{describe_largest(program.collection.stacks)}. `scalejax shard` plans tables by memory and time."
+    return dataclasses.replace(result, warnings=(*result.warnings, note))
 
 
 def plan_program(

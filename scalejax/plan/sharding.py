@@ -17,8 +17,8 @@ from scalejax.errors import UserError
 from scalejax.parallel import planner
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.planner import Constants, Planned, Report, TableConstraints, TableStatistics, Zipf
-from scalejax.parallel.planner.report import duration, size
 from scalejax.plan import chips, planner_machines
+from scalejax.units import duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -303,6 +303,7 @@ def _begin(program: Program) -> tuple[TrainState, HostState]:
 
 
 def _restore(program: Program, checkpoints: Checkpointer, step: int | None) -> tuple[TrainState, HostState]:
+    program.collection.check_fits()
     stored, host = checkpoints.restore(step, snapshot.abstract_stored(program))
     return snapshot.from_stored(program, stored), HostState.from_dict(host)
 

@@ -7,9 +7,11 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from plan import small_programs
 
+from scalejax.configs.recsys import dlrm
 from scalejax.parallel import mesh as meshes
-from scalejax.plan import explain_sharding, plan_program, topology
+from scalejax.plan import explain_sharding, plan, plan_program, topology
 from scalejax.plan.collectives import total
+from scalejax.units import size
 
 pytestmark = pytest.mark.aot
 
@@ -98,6 +100,13 @@ def test_a_table_that_is_too_large_does_not_fit_and_says_by_how_much():
     assert found.memory.total_bytes > found.memory.hbm_bytes
     assert "RESOURCE_EXHAUSTED" in found.memory.message
     assert found.to_json()["fits"] is False
+
+
+def test_a_recipe_that_does_not_fit_names_its_largest_tables():
+    found = plan(dlrm.criteo(), "v5e:2x2")
+    assert not found.memory.fits
+    share = 40_000_000 // 4 * (128 + 1) * 4  # rows of 128 numbers and a mean of squares, over 4 devices
+    assert f"C1 {size(share)}, C10 {size(share)}" in found.warnings[-1]
 
 
 def test_two_slices_exchange_over_the_network():

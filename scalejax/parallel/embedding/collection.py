@@ -33,7 +33,7 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
-from scalejax.parallel.embedding import host_check, host_plan, id_map, initial, mapped, ragged, stored, tracking
+from scalejax.parallel.embedding import host_check, host_plan, id_map, initial, mapped, memory, ragged, stored, tracking
 from scalejax.parallel.embedding.config import UPDATED, TableConfig
 from scalejax.parallel.embedding.exchange import Route, fetch, route
 from scalejax.parallel.embedding.jagged import (
@@ -59,7 +59,7 @@ from scalejax.parallel.embedding.update import (
     update_stack,
     update_stack_one_by_one,
 )
-from scalejax.parallel.mesh import check_batch
+from scalejax.parallel.mesh import check_batch, device_memory_bytes
 
 State = dict[str, Any]
 """{"stacks": {stack: {"rows": [N * L, dim], "accumulator": ...}}, "updates": int32[], "faults": int32[M, 2]}.
@@ -328,12 +328,24 @@ class EmbeddingCollection:
         data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
         return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=NamedSharding(self.mesh, P()))
 
+    def check_fits(self) -> None:
+        """Refuses tables that take more than the memory of a device.
+
+        Raises:
+          UserError: names the largest tables, what lacks, and what helps.
+        """
+        room = device_memory_bytes(self.mesh)
+        if room is not None:
+            memory.check_fits(self.stacks, room, self.mesh.size)
+
     def init(self, key: jax.Array) -> State:
         """A fresh state: a row depends on the key, the name of its table and its number, and on no mesh.
 
         Raises:
+          UserError: the tables do not fit the devices; names the largest.
           ValueError: tables have id maps, which keep the key, and it is not of jax's default kind.
         """
+        self.check_fits()
         shapes = self.abstract_state()
         if self.mapped_tables and key.dtype != jax.eval_shape(lambda: jax.random.key(0)).dtype:
             raise ValueError(f"EmbeddingCollection.init: key must be what jax.random.key makes; got {key.dtype}.")

@@ -23,7 +23,8 @@ from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import TableConstraints
 from scalejax.parallel.planner.partition import DoesNotFit, Partitioner, Placement
 from scalejax.parallel.planner.proposals import Choices, Proposal
-from scalejax.parallel.planner.report import Attempt, Report, duration, size
+from scalejax.parallel.planner.report import Attempt, Report
+from scalejax.units import duration, size
 from scalejax.parallel.planner.statistics import TableStatistics
 from scalejax.parallel.planner.topology import Topology
 

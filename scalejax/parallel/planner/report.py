@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from scalejax.parallel.embedding.plan import Kind
 from scalejax.parallel.planner.estimators import Seconds
 from scalejax.parallel.planner.topology import Topology
+from scalejax.units import duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -212,23 +213,6 @@ class Report:
             table.add_row(attempt.proposal, attempt.partitioner, found)
         _say_more(table, len(self.attempts) - len(ranked), len(names))
         return table
-
-
-def size(count: float) -> str:
-    """Bytes in binary units."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} TiB"
-
-
-def duration(seconds: float) -> str:
-    """Seconds with a unit that suits them."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
 
 
 def ranges(ranks: tuple[int, ...]) -> str:

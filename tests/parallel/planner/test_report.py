@@ -8,7 +8,8 @@ from planner_cases import machine, table
 from rich.console import Console
 
 from scalejax.parallel.planner import TableConstraints, plan
-from scalejax.parallel.planner.report import duration, ranges, size
+from scalejax.parallel.planner.report import ranges
+from scalejax.units import duration, size
 
 
 def planned(tables=6):

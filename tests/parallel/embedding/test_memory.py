@@ -1,0 +1,71 @@
+"""Tables that do not fit: which, by how much, and what helps, before anything is allocated."""
+
+import jax
+import numpy as np
+import pytest
+
+from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding import memory
+from scalejax.parallel.embedding.collection import EmbeddingCollection
+from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, TableConfig
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.units import size
+
+TABLES = (
+    TableConfig(name="wide", rows=1000, dim=64, features=("a",), optimizer=RowwiseAdagrad()),
+    TableConfig(name="narrow", rows=90, dim=16, features=("b",), optimizer=Adam(), dtype="bfloat16", track="updates"),
+    TableConfig(name="copied", rows=10, dim=8, features=("c",)),
+)
+PLANS = {
+    "rows": ShardingPlan(tables=(TablePlan(table="copied", kind="data_parallel"),)),
+    "slices": ShardingPlan(
+        tables=(TablePlan(table="wide", kind="column_wise", columns=4), TablePlan(table="narrow", kind="table_wise"))
+    ),
+}
+
+
+def collection(tables=TABLES, plan=None, devices=8):
+    mesh = meshes.make_mesh(meshes.MeshShape(), jax.devices()[:devices])
+    return EmbeddingCollection(tables=tables, mesh=mesh, plan=plan or ShardingPlan())
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_counted_bytes_are_those_that_are_allocated(plan):
+    each = collection(plan=plan)
+    state = each.init(jax.random.key(0))
+    allocated = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state["stacks"]))
+    assert memory.device_bytes(each.stacks) == allocated
+
+
+def test_each_table_counts_where_most_of_it_lies():
+    each = collection(plan=PLANS["slices"], devices=2)
+    # Four slices of 16 columns over two devices: two on each, every one with its own mean of squares.
+    assert memory.largest_tables(each.stacks) == {
+        "wide": 1000 * 2 * (16 + 1) * 4,
+        "narrow": 90 * (16 * (2 + 4 + 4) + 4),
+        "copied": 5 * (8 + 1) * 4,
+    }
+
+
+def test_tables_beyond_the_memory_of_the_machine_are_refused_before_they_are_made():
+    huge = TableConfig(name="everyone", rows=2**30, dim=1 << 14, features=("a",))  # 64 TiB
+    each = collection((huge, *TABLES[1:]))
+    room = meshes.device_memory_bytes(each.mesh)
+    assert room == meshes.host_memory_bytes() // 8
+    with pytest.raises(UserError, match=r"tables take 8 TiB on each of 8 device\(s\), which has [\d.]+ GiB") as refusal:
+        each.init(jax.random.key(0))
+    said = str(refusal.value)
+    assert f"{size(memory.device_bytes(each.stacks) - room)} too much" in said
+    assert "The largest tables, on the device that has most of each: everyone 8 TiB, narrow" in said
+    assert "precision.tables=bfloat16" in said
+
+
+def test_the_number_of_devices_that_it_names_is_enough_and_one_less_is_not():
+    room = 100_000
+    with pytest.raises(UserError, match=r"at least (\d+) such devices") as refusal:
+        memory.check_fits(collection(TABLES[:1], devices=1).stacks, room, 1)
+    wanted = int(str(refusal.value).partition("at least ")[2].split()[0])
+    share = TABLES[0].rows * (64 + 1) * 4
+    assert np.ceil(share / wanted) <= room < share / (wanted - 1)
+    memory.check_fits(collection(TABLES[:1], devices=wanted).stacks, room, wanted)
