@@ -30,6 +30,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, TableConfig
+from scalejax.parallel.embedding.host_plan import Room
 from scalejax.parallel.embedding.jagged import KeyedJagged
 from scalejax.parallel.mesh import MeshShape
 
@@ -124,7 +125,7 @@ class _Ours:
         self.collection = EmbeddingCollection(tables=tables, mesh=meshes.make_mesh(MeshShape(), [self.device]))
         schema = Schema(categorical=tuple(Categorical(name=n, rows=rows) for n in names))
         self._layout = self.collection.layout(schema, BATCH)
-        self._inline = inline
+        self._inline, self._room = inline, Room()
         lengths = np.ones((count, BATCH), np.int32)
         hosts = [HostKeyedJagged(names, one.reshape(-1), lengths) for one in ids]
         self._batches = [_Placed(host, self._features(host)) for host in hosts]
@@ -136,15 +137,14 @@ class _Ours:
 
     def _step(self, state: Any, features: KeyedJagged, grads: Any) -> Any:
         embedded, routing = self.collection.lookup(state, features)
-        # A gradient comes after the lookups, as in a model that mixes features. Without anything that says so the
+        # The update comes after the lookups, as in a model that mixes features. Without anything that says so the
         # compiler copies all rows, to look them up after they are updated.
         after = sum(jnp.isnan(x[0, 0]).astype(jnp.float32) for x in embedded.values())
-        grads = {name: g + after for name, g in grads.items()}
-        return embedded, self.collection.update(state, routing, grads)
+        return embedded, self.collection.update(state, routing, grads, 1.0 + after)
 
     def _features(self, host: HostKeyedJagged) -> KeyedJagged:
         packed = self.collection.pack(host, 1, self._layout)
-        packed = self.collection.with_plans(packed, self._layout)
+        packed = self.collection.with_plans(packed, self._layout, self._room)
         return jax.device_put(
             KeyedJagged(packed.values, packed.lengths, None, self._layout, None, packed.plans),  # pyright: ignore
             meshes.everywhere(self.collection.mesh),

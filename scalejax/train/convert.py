@@ -14,12 +14,16 @@ from scalejax.data.batch import Batch
 from scalejax.data.dedup import DedupBatch, DedupKeyedJagged, deduplicate, expand
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import jagged
+from scalejax.parallel.embedding.host_plan import Room
 from scalejax.parallel.embedding.jagged import DeviceBatch, KeyedJagged
 from scalejax.train.program import Program
 
 
 def to_device(
-    batch: Batch | DedupBatch, program: Program, purpose: Literal["training", "scoring"] = "training"
+    batch: Batch | DedupBatch,
+    program: Program,
+    purpose: Literal["training", "scoring"] = "training",
+    room: Room | None = None,
 ) -> DeviceBatch:
     """Places this process's slice of a global batch on its devices.
 
@@ -27,6 +31,7 @@ def to_device(
       batch: The slice: global batch size / number of processes examples.
       program: Gives mesh and layout.
       purpose: For training the host sorts ids by row where that pays.
+      room: For what it sorts; one for all batches of a run, None = for whatever ids there may be.
 
     Raises:
       UserError: an id out of range, or more ids than a capacity has room for.
@@ -36,7 +41,7 @@ def to_device(
     shards = mesh.size // processes
     packed, layout = _packed(batch, program, shards)
     if purpose == "training":
-        packed = program.collection.with_plans(packed, layout)
+        packed = program.collection.with_plans(packed, layout, room)
     everywhere = NamedSharding(mesh, P(meshes.AXES))
     rows = program.batch_sharding()
     size = len(batch) * processes
@@ -124,11 +129,12 @@ class Prefetch:
         return item
 
     def _fill(self, batches: Iterator[Batch], program: Program, purpose: Literal["training", "scoring"]) -> None:
+        room = Room()
         try:
             for batch in batches:
                 if self._stop.is_set():
                     return
-                self._ready.put((batch, to_device(batch, program, purpose)))
+                self._ready.put((batch, to_device(batch, program, purpose, room)))
             self._ready.put(StopIteration())
         except BaseException as error:  # handed over to the consumer, which raises it
             self._ready.put(error)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalejax.kernels import embedding_bag as ops
+from scalejax.kernels.embedding_bag.host_plan import narrow_plan
 
 COUNT = 24
 
@@ -64,6 +65,15 @@ def test_a_batch_without_occurrences_has_no_rows():
     plan = ops.plan_rows_host(np.zeros(0, np.int32), 5, 3)
     assert plan.order.shape == plan.slots.shape == (0,)
     np.testing.assert_array_equal(plan.rows, [5, 6, 7])
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.integers(0, 9), min_size=2 * COUNT, max_size=2 * COUNT), st.integers(0, 9))
+def test_a_narrowed_plan_is_the_plan_with_less_room(rows, spare):
+    rows = np.array(rows, np.int32).reshape(2, COUNT)
+    capacity = min(9, max(1, *(np.unique(one[one < 9]).size for one in rows)) + spare)
+    narrow = narrow_plan(ops.plan_tables_host(rows, 9, 9), capacity)
+    _assert_equal(narrow, ops.plan_tables_host(rows, 9, capacity))
 
 
 def test_rejects_what_a_plan_cannot_hold():

@@ -88,3 +88,14 @@ def plan_tables_host(rows: np.ndarray, num_rows: int, capacity: int) -> RowPlan:
     # Row-major order of both masks: table by table, rows ascending.
     found[np.arange(capacity) < distinct[:, None]] = sorted_rows[first]
     return RowPlan(order, slots, found)  # pyright: ignore[reportArgumentType] (NumPy in place of jax arrays)
+
+
+def narrow_plan(plan: RowPlan, capacity: int) -> RowPlan:
+    """The plan that `plan_tables_host` makes with less capacity; that must hold the distinct rows, which is not checked.
+
+    Args:
+      plan: NumPy arrays, order and slots [T, N], rows [T, U].
+      capacity: At most U.
+    """
+    slots = np.minimum(plan.slots, np.int32(capacity))  # what has no row has slot U; all others lie below the capacity
+    return RowPlan(plan.order, slots, plan.rows[:, :capacity])  # pyright: ignore[reportArgumentType] (NumPy arrays)

@@ -832,12 +832,17 @@ class EmbeddingCollection:
         """Whether tables are updated one by one, on the only device, a CPU; the host can then sort ids by row."""
         return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
 
-    def with_plans(self, packed: Packed, layout: tuple[FeatureLayout, ...]) -> Packed:
-        """The device form with row plans where the host makes them; for batches that rows will be updated by."""
+    def with_plans(
+        self, packed: Packed, layout: tuple[FeatureLayout, ...], room: host_plan.Room | None = None
+    ) -> Packed:
+        """The device form with row plans where the host makes them; for batches that rows will be updated by.
+
+        `room` is one for all batches of a run; None = for whatever ids there may be.
+        """
         if not self.plans_on_host or (packed.inverse is not None and self.accumulate == "exact"):
             return packed
         stacks = tuple(stack for stack in self.stacks if stack.update != "psum")
-        return dataclasses.replace(packed, plans=host_plan.plans(stacks, packed, layout))
+        return dataclasses.replace(packed, plans=host_plan.plans(stacks, packed, layout, room))
 
     def _table_specs(self) -> dict[str, P]:
         return {stack.name: self._spec(stack) for stack in self.stacks}
