@@ -7,11 +7,11 @@ venv=$1 scratch=$2
 first=$(grep -m1 -F "scalejax train wukong" README.md)
 second=$(grep -m1 -F "python -m pytest" README.md)
 [ "$first" = "python3 -m venv .venv && . .venv/bin/activate && pip install -e '.[train]' && scalejax train wukong" ] || { echo "README: the first command changed: $first"; exit 1; }
-[ "$second" = "pip install -e '.[test]' && python -m pytest" ] || { echo "README: the second command changed: $second"; exit 1; }
+[ "$second" = "pip install -e '.[test]' && python -m pytest -n 2" ] || { echo "README: the second command changed: $second"; exit 1; }
 pip install -q -e '.[train]'
 SECONDS=0
 scalejax train wukong --workdir "$scratch/wukong"
 echo "scalejax train wukong: ${SECONDS}s"
 [ "$SECONDS" -lt 240 ] || { echo "the main job took over 4 minutes"; exit 1; }
 pip install -q -e '.[test]'
-python -m pytest -q -p no:cacheprovider
+python -m pytest -q -p no:cacheprovider -n 2

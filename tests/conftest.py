@@ -29,6 +29,14 @@ import pytest
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """With -n, a file stays in one process: its tests share fixtures and compiled programs."""
+    from xdist.scheduler import LoadFileScheduling
+
+    return LoadFileScheduling(config, log)
+
+
 @pytest.fixture
 def strict_promotion():
     """Implicit dtype promotion raises (optax itself needs the standard rules, hence a fixture)."""

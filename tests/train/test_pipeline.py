@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 import jax
+import numpy as np
 import pytest
 import small_run
 
@@ -31,32 +32,47 @@ def records(folder):
     return [line for line in read_lines(folder / "metrics.jsonl")]
 
 
-def test_the_exchange_of_ids_a_step_ahead_changes_no_bit(rows, tmp_path):
-    for pipeline in ("none", "ids"):
-        loop.train(experiment(rows, pipeline=pipeline), workdir=tmp_path / pipeline)
-    assert records(tmp_path / "none") == records(tmp_path / "ids")
+@pytest.fixture(scope="module")
+def plain(rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("plain")
+    loop.train(experiment(rows, pipeline="none", log_every=1), workdir=folder)
+    return folder
 
 
-def test_rows_fetched_a_step_ahead_are_one_update_old(rows, tmp_path):
-    for pipeline in ("none", "stale"):
-        loop.train(experiment(rows, pipeline=pipeline, log_every=1), workdir=tmp_path / pipeline)
-    plain, stale = (records(tmp_path / name) for name in ("none", "stale"))
-    assert plain[0] == stale[0]  # the first step has nothing to be late for
-    assert plain[-1]["logloss"] != stale[-1]["logloss"]
-    assert stale[-1]["logloss"] == pytest.approx(plain[-1]["logloss"], rel=0.05)
+@pytest.fixture(scope="module")
+def stale(rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stale")
+    loop.train(experiment(rows, **STALE), workdir=folder)
+    return folder
 
 
-def test_a_stale_run_that_goes_on_from_a_checkpoint_equals_one_that_never_stopped(rows, tmp_path):
-    whole = experiment(rows, pipeline="stale", log_every=1, checkpoints=Checkpoints(every=3))
+STALE = {"pipeline": "stale", "log_every": 1, "checkpoints": Checkpoints(every=3)}
+
+
+def test_the_exchange_of_ids_a_step_ahead_changes_no_bit(rows, plain, tmp_path):
+    loop.train(experiment(rows, pipeline="ids", log_every=1), workdir=tmp_path)
+    assert records(plain) == records(tmp_path)
+
+
+def test_rows_fetched_a_step_ahead_are_one_update_old(plain, stale):
+    one, two = (records(folder) for folder in (plain, stale))
+    assert one[0] == two[0]  # the first step has nothing to be late for
+    one, two = (np.array([line["logloss"] for line in found if "learning_rate" in line]) for found in (one, two))
+    assert (one[2:] != two[2:]).all()
+    # One update late is not another way: over the run the loss is about the same.
+    assert two.mean() == pytest.approx(one.mean(), rel=0.05)
+
+
+def test_a_stale_run_that_goes_on_from_a_checkpoint_equals_one_that_never_stopped(rows, stale, tmp_path):
+    whole = experiment(rows, **STALE)
     assert whole.steps > 6
-    loop.train(whole, workdir=tmp_path / "whole")
-    loop.train(dataclasses.replace(whole, steps=6), workdir=tmp_path / "parts")
-    loop.train(whole, workdir=tmp_path / "parts")
+    loop.train(dataclasses.replace(whole, steps=6), workdir=tmp_path)
+    loop.train(whole, workdir=tmp_path)
 
     def windows(folder):
         return {line["step"]: line for line in records(folder) if "learning_rate" in line}
 
-    one, two = windows(tmp_path / "whole"), windows(tmp_path / "parts")
+    one, two = windows(stale), windows(tmp_path)
     assert one == two
     assert len(one) == whole.steps
 

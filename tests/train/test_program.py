@@ -5,21 +5,26 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+import small_run
 
-from scalejax import configs
-from scalejax.data import FlightsData
 from scalejax.errors import UserError
 from scalejax.parallel import rules
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import convert, program, snapshot
 from scalejax.train.experiment import Precision
 
-STEPS = 50
+STEPS = 12
+FLOAT64 = Precision(params="float64", compute="float64", tables="float64")
 
 
-def _experiment(**changes):
-    experiment = dataclasses.replace(configs.load("wukong-smoke"), data=FlightsData(batch_size=64), steps=STEPS)
-    return dataclasses.replace(experiment, **changes)
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return small_run.write(tmp_path_factory.mktemp("rows") / "rows.parquet")
+
+
+@pytest.fixture
+def experiment(rows):
+    return small_run.experiment(rows, steps=STEPS)
 
 
 def _run(experiment, devices, steps=STEPS):
@@ -36,33 +41,34 @@ def _run(experiment, devices, steps=STEPS):
     return np.array(losses), stored
 
 
-def test_eight_devices_equal_one_in_float64(x64):
-    experiment = _experiment(precision=Precision(params="float64", compute="float64", tables="float64"))
+def test_eight_devices_equal_one_in_float64(experiment, x64):
+    experiment = dataclasses.replace(
+        experiment, precision=Precision(params="float64", compute="float64", tables="float64")
+    )
     losses, state = _run(experiment, 1)
     for mesh in (MeshShape(), MeshShape(fsdp=4, tensor=2)):
         sharded = dataclasses.replace(experiment, mesh=mesh, rules=rules.FSDP)
         other_losses, other = _run(sharded, 8)
-        # Sums over examples are split over devices: float64 rounding, 1e-16 a sum, grown over 50 steps.
+        # Sums over examples are split over devices: float64 rounding, 1e-16 a sum, grown over the steps.
         np.testing.assert_allclose(other_losses, losses, rtol=1e-12)
         for part in ("params", "tables"):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other[part], state[part])
 
 
-def test_eight_devices_equal_one_in_float32_by_loss():
-    losses, _ = _run(_experiment(), 1)
-    other, _ = _run(_experiment(), 8)
-    # Parameters drift apart by rounding in float32; the loss stays (measured 6e-6 over 50 steps elsewhere).
+def test_eight_devices_equal_one_in_float32_by_loss(experiment):
+    losses, _ = _run(experiment, 1)
+    other, _ = _run(experiment, 8)
+    # Parameters drift apart by rounding in float32; the loss stays (measured 6e-6 over 50 steps).
     np.testing.assert_allclose(other, losses, rtol=1e-5)
 
 
-def test_equal_seeds_give_equal_bits():
-    first, second = _run(_experiment(), 1, steps=5), _run(_experiment(), 1, steps=5)
+def test_equal_seeds_give_equal_bits(experiment):
+    first, second = _run(experiment, 1, steps=5), _run(experiment, 1, steps=5)
     np.testing.assert_array_equal(first[0], second[0])
     jax.tree.map(np.testing.assert_array_equal, first[1], second[1])
 
 
-def test_initial_state_is_the_same_on_every_mesh():
-    experiment = _experiment()
+def test_initial_state_is_the_same_on_every_mesh(experiment):
     schema = experiment.data.build().schema
     states = []
     for devices in (1, 8):
@@ -71,8 +77,7 @@ def test_initial_state_is_the_same_on_every_mesh():
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
-def test_state_is_donated_and_the_step_compiles_once():
-    experiment = _experiment()
+def test_state_is_donated_and_the_step_compiles_once(experiment):
     data = experiment.data.build()
     built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
     batches = data.train_batches(start_example=0)
@@ -84,8 +89,7 @@ def test_state_is_donated_and_the_step_compiles_once():
     assert built.train_step._cache_size() == 1
 
 
-def test_abstract_state_and_batch_describe_the_real_ones():
-    experiment = _experiment()
+def test_abstract_state_and_batch_describe_the_real_ones(experiment):
     data = experiment.data.build()
     built = program.build(experiment, data.schema, make_mesh(MeshShape()))
     batch = convert.to_device(next(data.train_batches(start_example=0)), built)
@@ -98,21 +102,21 @@ def test_abstract_state_and_batch_describe_the_real_ones():
     jax.tree.map(same, built.abstract_batch(), batch)
 
 
-def test_batch_that_does_not_divide_names_the_axis():
-    experiment = _experiment(data=FlightsData(batch_size=60))
+def test_batch_that_does_not_divide_names_the_axis(experiment, rows):
+    experiment = dataclasses.replace(experiment, data=small_run.data(rows, batch_size=60))
     with pytest.raises(UserError, match=r"(?s)60.*fsdp"):
         program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
 
 
 @pytest.mark.parametrize("field", ["params", "compute", "tables"])
-def test_float64_needs_64_bit_types(field):
-    experiment = _experiment(precision=Precision(**{field: "float64"}))
+def test_float64_needs_64_bit_types(experiment, field):
+    experiment = dataclasses.replace(experiment, precision=Precision(**{field: "float64"}))
     with pytest.raises(UserError, match=rf"precision\.{field} is float64.*JAX_ENABLE_X64=1"):
         program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
 
 
-def test_fsdp_shards_what_divides():
-    experiment = _experiment(rules=rules.FSDP)
+def test_fsdp_shards_what_divides(experiment):
+    experiment = dataclasses.replace(experiment, rules=rules.FSDP)
     built = program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
     state = built.abstract_state()
     sharded = [name for name, p in state.params.items() if not p.sharding.is_fully_replicated]
@@ -122,10 +126,9 @@ def test_fsdp_shards_what_divides():
 
 
 @pytest.mark.parametrize("devices", [1, 8])
-def test_microbatches_add_up_to_the_whole_batch(x64, devices):
-    model = dataclasses.replace(configs.load("wukong-smoke").model, dropout=0.0)
-    precision = Precision(params="float64", compute="float64", tables="float64")
-    whole = _experiment(precision=precision, model=model, microbatch=64)
+def test_microbatches_add_up_to_the_whole_batch(experiment, x64, devices):
+    model = dataclasses.replace(experiment.model, dropout=0.0)
+    whole = dataclasses.replace(experiment, precision=FLOAT64, model=model, microbatch=64)
     losses, state = _run(whole, devices, steps=5)
     parts, other = _run(dataclasses.replace(whole, microbatch=2), devices, steps=5)
     np.testing.assert_allclose(parts, losses, rtol=1e-12)  # float64 sums in another order

@@ -1,6 +1,7 @@
 """A run that was killed goes on to the same bits."""
 
 import json
+import os
 import pathlib
 import random
 import signal
@@ -11,36 +12,49 @@ import time
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import small_run
 
 STEPS = 40
 SETS = (f"steps={STEPS}", "log_every=5", "eval_every=20", "checkpoints.every=4", "data.batch_size=64")
 
 
-def _command(workdir: pathlib.Path, *more: str) -> list[str]:
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return small_run.write_recipe(tmp_path_factory.mktemp("recipe"))
+
+
+def _command(recipe: str, workdir: pathlib.Path) -> list[str]:
     sets = [part for item in SETS for part in ("--set", item)]
     return [
         sys.executable,
         "-m",
         "scalejax",
         "train",
-        "wukong-smoke",
+        recipe,
         *sets,
         "--workdir",
         str(workdir),
         "--cpu-devices",
         "1",
-        *more,
     ]
 
 
-def _train(workdir: pathlib.Path, *more: str) -> None:
-    done = subprocess.run(_command(workdir, *more), capture_output=True, text=True, timeout=300, check=False)
+def _environment() -> dict[str, str]:
+    """In which the recipe finds its module."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+def _train(recipe: str, workdir: pathlib.Path) -> None:
+    command = _command(recipe, workdir)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=_environment())
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def _kill_after(workdir: pathlib.Path, seconds: float, *, steps_begun: int) -> None:
+def _kill_after(recipe: str, workdir: pathlib.Path, seconds: float, *, steps_begun: int) -> None:
     """Starts the run and kills it some time after it has written its window of `steps_begun`."""
-    process = subprocess.Popen(_command(workdir), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        _command(recipe, workdir), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=_environment()
+    )
     metrics = workdir / "metrics.jsonl"
     deadline = time.monotonic() + 300
     try:
@@ -78,34 +92,34 @@ def _assert_equal_runs(left: pathlib.Path, right: pathlib.Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
+def uninterrupted(recipe, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "uninterrupted"
-    _train(workdir)
+    _train(recipe, workdir)
     return workdir
 
 
-def _killed_runs(workdir: pathlib.Path, kills: int, seed: int) -> None:
+def _killed_runs(recipe: str, workdir: pathlib.Path, kills: int, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(kills):
-        _kill_after(workdir, rng.uniform(0, 0.3), steps_begun=rng.randrange(0, STEPS, 5))
-    _train(workdir)
+        _kill_after(recipe, workdir, rng.uniform(0, 0.3), steps_begun=rng.randrange(0, STEPS, 5))
+    _train(recipe, workdir)
 
 
-def test_killed_run_goes_on_to_the_same_bits(uninterrupted, tmp_path):
-    _killed_runs(tmp_path / "killed", kills=2, seed=0)
+def test_killed_run_goes_on_to_the_same_bits(recipe, uninterrupted, tmp_path):
+    _killed_runs(recipe, tmp_path / "killed", kills=2, seed=0)
     _assert_equal_runs(uninterrupted, tmp_path / "killed")
 
 
 @pytest.mark.slow
-def test_run_killed_ten_times_goes_on_to_the_same_bits(uninterrupted, tmp_path):
-    _killed_runs(tmp_path / "killed", kills=10, seed=1)
+def test_run_killed_ten_times_goes_on_to_the_same_bits(recipe, uninterrupted, tmp_path):
+    _killed_runs(recipe, tmp_path / "killed", kills=10, seed=1)
     _assert_equal_runs(uninterrupted, tmp_path / "killed")
 
 
-def test_finished_run_is_not_trained_again(uninterrupted):
+def test_finished_run_is_not_trained_again(recipe, uninterrupted):
     before = _arrays(uninterrupted)
     lines = (uninterrupted / "metrics.jsonl").read_bytes()
-    _train(uninterrupted)
+    _train(recipe, uninterrupted)
     assert (uninterrupted / "metrics.jsonl").read_bytes() == lines
     after = _arrays(uninterrupted)
     assert all(np.array_equal(before[name], after[name]) for name in before)

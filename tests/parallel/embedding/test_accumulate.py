@@ -63,7 +63,15 @@ def equal(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
-@pytest.mark.parametrize(("kind", "devices"), [("row_wise", 8), ("table_wise", 4), ("grid", 8), ("data_parallel", 2)])
+@pytest.mark.parametrize(
+    ("kind", "devices"),
+    [
+        ("row_wise", 8),
+        ("data_parallel", 2),
+        pytest.param("table_wise", 4, marks=pytest.mark.slow),
+        pytest.param("grid", 8, marks=pytest.mark.slow),
+    ],
+)
 def test_exact_sums_do_not_see_the_order_of_the_batch_nor_the_mesh(kind, devices):
     tables, host = wide_tables(OPTIMIZERS["rowwise"]), batch(BATCH, weighted=True)
     grads = given_grads(tables, host)
@@ -89,13 +97,20 @@ def test_ordered_sums_do_see_the_order_of_the_batch():
         collection(tables, 1, accumulate="fast")
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
-def test_rounding_by_chance_is_the_same_on_every_mesh_and_differs_from_nearest(dtype):
+ON = ((8, "grid"), (2, "data_parallel"))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "places"),
+    [("bfloat16", ON), pytest.param("float16", (*ON, (8, "row_wise"), (4, "table_wise")), marks=pytest.mark.slow)],
+    ids=["bfloat16", "float16"],
+)
+def test_rounding_by_chance_is_the_same_on_every_mesh_and_differs_from_nearest(dtype, places):
     tables = tuple(dataclasses.replace(t, dtype=dtype) for t in wide_tables(OPTIMIZERS["rowwise"]))
     host = batch(BATCH)
     grads = given_grads(tables, host)
     one = after(collection(tables, 1), host, grads)
-    for devices, kind in ((8, "row_wise"), (8, "grid"), (4, "table_wise"), (2, "data_parallel")):
+    for devices, kind in places:
         equal(after(collection(tables, devices, kind, replica=2), host, grads), one)
     nearest = tuple(dataclasses.replace(t, rounding="nearest") for t in tables)
     other = after(collection(nearest, 1), host, grads)

@@ -81,7 +81,12 @@ def plainly(accumulate, weighted):
 
 
 @pytest.mark.parametrize(
-    ("devices", "kind", "weighted"), [(1, "row_wise", True), (8, "row_wise", False), (8, "table_wise", True)]
+    ("devices", "kind", "weighted"), [
+        (1, "row_wise", True),
+        (8, "row_wise", False),
+        pytest.param(8, "table_wise", True, marks=pytest.mark.slow),
+    ],
+
 )
 def test_forward_is_equal_to_the_bit_and_updates_to_reassociation(devices, kind, weighted):
     tables, host = wide_tables(RowwiseAdagrad(learning_rate=0.1)), repetitive(weighted)
@@ -100,7 +105,10 @@ def test_forward_is_equal_to_the_bit_and_updates_to_reassociation(devices, kind,
             np.testing.assert_array_equal(value[untouched], before[table.name][leaf][untouched])
 
 
-@pytest.mark.parametrize(("devices", "kind", "weighted"), [(1, "row_wise", True), (8, "row_wise", True), (4, "grid", False)])
+@pytest.mark.parametrize(
+    ("devices", "kind", "weighted"),
+    [(1, "row_wise", True), (8, "row_wise", True), pytest.param(4, "grid", False, marks=pytest.mark.slow)],
+)
 def test_training_is_equal_to_the_bit_where_sums_are_exact(devices, kind, weighted):
     tables, host = wide_tables(RowwiseAdagrad(learning_rate=0.1)), repetitive(weighted)
     grads, on = given_grads(tables, host), collection(tables, devices, kind, accumulate="exact")

@@ -77,7 +77,7 @@ CASES = {
     "3, all": (3, None, ALL),
 }
 """Devices, plan, tables."""
-BY_DEFAULT = ("8, kinds", "3", "1")
+BY_DEFAULT = ("8, kinds", "3")
 
 
 def cases():

@@ -66,7 +66,8 @@ def both(kind, exchange, *, optimizer=OPTIMIZERS["rowwise"], size=16, replica=2)
     [
         ("row_wise", {}),
         ("table_row_wise", {"forward": "int8", "backward": "bfloat16"}),
-        ("table_wise", {}),  # features of one id by runs, bags in their own buckets
+        # Features of one id by runs, bags in their own buckets.
+        pytest.param("table_wise", {}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_are_equal_to_the_bit(kind, wires):

@@ -71,7 +71,7 @@ CASES = {
 }
 
 
-SLOW = ("column slices with a statistic each", "groups of devices")
+SLOW = ("row-wise", "column slices with a statistic each", "groups of devices")
 """Only in slow runs: each takes a path that another case takes too."""
 
 

@@ -79,8 +79,15 @@ def run(exchange, kind="row_wise"):
     return embedded, moved, compiled.as_text()
 
 
-@pytest.mark.parametrize(("forward", "backward"), [("bfloat16", "float16"), ("int8", "float8_e5m2")])
-@pytest.mark.parametrize("kind", ["row_wise", "table_wise"])
+@pytest.mark.parametrize(
+    ("kind", "forward", "backward"),
+    [
+        ("row_wise", "bfloat16", "float16"),
+        ("table_wise", "int8", "float8_e5m2"),
+        pytest.param("row_wise", "int8", "float8_e5m2", marks=pytest.mark.slow),
+        pytest.param("table_wise", "bfloat16", "float16", marks=pytest.mark.slow),
+    ],
+)
 def test_forward_and_backward_travel_as_they_are_told(kind, forward, backward):
     exact, change, text = run(Exchange(capacity_factor=8.0), kind)
     assert "bf16" not in text
