@@ -118,12 +118,7 @@ def device_features(collection, host, size, schema=SCHEMA):
 
 def placed(collection, packed, layout):
     """What was packed, on the devices."""
-    everywhere = meshes.everywhere(collection.mesh)
-
-    def put(array):
-        return None if array is None else jax.device_put(array, everywhere)
-
-    return jagged.KeyedJagged(put(packed.values), put(packed.lengths), put(packed.weights), layout, put(packed.inverse))
+    return jagged.to_device(packed, layout, collection.mesh)
 
 
 def occurrences(tables, host):

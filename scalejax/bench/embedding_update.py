@@ -28,6 +28,7 @@ from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding import jagged
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.host_plan import Room
@@ -145,10 +146,7 @@ class _Ours:
     def _features(self, host: HostKeyedJagged) -> KeyedJagged:
         packed = self.collection.pack(host, 1, self._layout)
         packed = self.collection.with_plans(packed, self._layout, self._room)
-        return jax.device_put(
-            KeyedJagged(packed.values, packed.lengths, None, self._layout, None, packed.plans),  # pyright: ignore
-            meshes.everywhere(self.collection.mesh),
-        )
+        return jagged.to_device(packed, self._layout, self.collection.mesh)
 
     def steps(self, count: int) -> None:
         """Looks up and updates, `count` batches."""

@@ -7,15 +7,12 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from scalejax.data.batch import Batch
 from scalejax.data.dedup import DedupBatch, DedupKeyedJagged, deduplicate, expand
-from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import jagged
 from scalejax.parallel.embedding.host_plan import Room
-from scalejax.parallel.embedding.jagged import DeviceBatch, KeyedJagged
+from scalejax.parallel.embedding.jagged import DeviceBatch
 from scalejax.train.program import Program
 
 
@@ -42,30 +39,17 @@ def to_device(
     packed, layout = _packed(batch, program, shards)
     if purpose == "training":
         packed = program.collection.with_plans(packed, layout, room)
-    everywhere = NamedSharding(mesh, P(meshes.AXES))
     rows = program.batch_sharding()
     size = len(batch) * processes
 
-    def place(array: np.ndarray, sharding: NamedSharding, shape: tuple[int, ...]) -> jax.Array:
-        return jax.make_array_from_process_local_data(sharding, array, shape)
+    def place(array: np.ndarray) -> jax.Array:
+        return jax.make_array_from_process_local_data(rows, array, (size, *array.shape[1:]))
 
     return DeviceBatch(
-        features=KeyedJagged(
-            values=place(packed.values, everywhere, (mesh.size, *packed.values.shape[1:])),
-            lengths=place(packed.lengths, everywhere, (mesh.size, *packed.lengths.shape[1:])),
-            weights=None
-            if packed.weights is None
-            else place(packed.weights, everywhere, (mesh.size, *packed.weights.shape[1:])),
-            layout=layout,
-            inverse=None
-            if packed.inverse is None
-            else place(packed.inverse, everywhere, (mesh.size, *packed.inverse.shape[1:])),
-            plans=None if packed.plans is None else jax.device_put(packed.plans, program.replicated),
-            high=None if packed.high is None else place(packed.high, everywhere, (mesh.size, *packed.high.shape[1:])),
-        ),
-        dense=place(batch.dense, rows, (size, *batch.dense.shape[1:])),
-        labels=place(batch.labels, rows, (size, *batch.labels.shape[1:])),
-        weights=place(batch.weights, rows, (size,)),
+        features=jagged.to_device(packed, layout, mesh),
+        dense=place(batch.dense),
+        labels=place(batch.labels),
+        weights=place(batch.weights),
     )
 
 

@@ -44,6 +44,7 @@ from scalejax.parallel.embedding.jagged import (
     expand,
     pack,
     pack_deduplicated,
+    to_device,
 )
 from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.parallel.embedding.occurrences import Lookup, Shard, lookups
@@ -248,6 +249,19 @@ class EmbeddingCollection:
                     raise UserError(f"DedupGroup: feature {name!r} is in two groups; name it in one.")
                 group_of[name] = number
         return group_of
+
+    def to_device(self, features: HostKeyedJagged, layout: tuple[FeatureLayout, ...]) -> KeyedJagged:
+        """This process's slice of a global batch, checked and on its devices: what `lookup` takes.
+
+        Args:
+          features: The slice: global batch size / number of processes examples.
+          layout: From `layout`, without groups.
+
+        Raises:
+          UserError: as `pack`.
+        """
+        processes = len({device.process_index for device in self.mesh.devices.flat})
+        return to_device(self.pack(features, self.mesh.size // processes, layout), layout, self.mesh)
 
     def pack(self, features: HostKeyedJagged, shards: int, layout: tuple[FeatureLayout, ...]) -> Packed:
         """The device form of this process's examples, as NumPy, checked exactly before it travels.

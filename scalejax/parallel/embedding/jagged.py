@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from scalejax.data.dedup import DedupKeyedJagged
 from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
@@ -14,6 +16,7 @@ from scalejax.data.jagged import lengths_to_offsets
 from scalejax.errors import UserError
 from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding.id_map import split_ids
+from scalejax.parallel.mesh import everywhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +129,27 @@ class Packed:
     inverse: np.ndarray | None = None
     plans: dict[str, tuple[ops.RowPlan | None, ...]] | None = None
     high: np.ndarray | None = None
+
+
+def to_device(packed: Packed, layout: tuple[FeatureLayout, ...], mesh: Mesh) -> KeyedJagged:
+    """Puts the shards of this process's examples on its devices of the mesh; every process brings its own.
+
+    Args:
+      packed: One shard for each device of this process.
+      layout: That it was packed by.
+      mesh: Its devices, those of a process one after the other.
+    """
+
+    def put(array: np.ndarray | None) -> jax.Array | None:
+        if array is None:
+            return None
+        return jax.make_array_from_process_local_data(everywhere(mesh), array, (mesh.size, *array.shape[1:]))
+
+    values, lengths = put(packed.values), put(packed.lengths)
+    assert values is not None
+    assert lengths is not None
+    plans = None if packed.plans is None else jax.device_put(packed.plans, NamedSharding(mesh, P()))
+    return KeyedJagged(values, lengths, put(packed.weights), layout, put(packed.inverse), plans, put(packed.high))
 
 
 def pack(features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> Packed:
