@@ -318,15 +318,18 @@ class Program:
     def _cut(self, x: jax.Array) -> jax.Array:
         """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples."""
         shards, parts = self._batch_shards, self.parts
-        x = x.reshape(shards, parts, -1, *x.shape[1:]).swapaxes(0, 1)
-        x = x.reshape(parts, -1, *x.shape[3:])
+        each = x.shape[0] // (shards * parts)  # not -1: there may be no dense columns
+        x = x.reshape(shards, parts, each, *x.shape[1:]).swapaxes(0, 1)
+        x = x.reshape(parts, shards * each, *x.shape[3:])
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(None, meshes.BATCH_AXES)))
 
     def _join(self, x: jax.Array) -> jax.Array:
         """The inverse of `_cut`."""
         shards, parts = self._batch_shards, self.parts
-        x = x.reshape(parts, shards, -1, *x.shape[2:]).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[3:]), self.batch_sharding())
+        each = x.shape[1] // shards
+        x = x.reshape(parts, shards, each, *x.shape[2:]).swapaxes(0, 1)
+        x = x.reshape(shards * parts * each, *x.shape[3:])
+        return jax.lax.with_sharding_constraint(x, self.batch_sharding())
 
     def _eval_step(self, state: TrainState, batch: DeviceBatch) -> tuple[jax.Array, jax.Array]:
         features, faults = self.collection.find_ids(state.tables, batch.features)
