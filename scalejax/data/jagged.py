@@ -304,9 +304,9 @@ def check_lengths(lengths: np.ndarray, name: str, max_length: int | None, *, whe
     long = lengths > max_length
     example = int(long.argmax())
     raise UserError(
-        f"{f'{where}: ' if where else ''}feature {name!r}: example {example} has {lengths[example]} ids; its max_length "
-        f"is {max_length} ({int(long.sum())} of {lengths.size} examples have more). Raise Categorical.max_length to "
-        f"{lengths.max()}, or shorten the lists when the data are prepared."
+        f"{f'{where}: ' if where else ''}feature {name!r}: example {example} has {lengths[example]} ids; its "
+        f"max_length is {max_length} ({int(long.sum())} of {lengths.size} examples have more). Raise "
+        f"Categorical.max_length to {lengths.max()}, or shorten the lists when the data are prepared."
     )
 
 

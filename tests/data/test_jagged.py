@@ -122,7 +122,7 @@ def test_validate_refuses_exactly_the_lists_that_are_too_long() -> None:
     KeyedJagged.from_lists({"genre": [[1, 2], [], [3]], "user": [[1], [2], [3]]}).validate(limited)
     long = KeyedJagged.from_lists({"genre": [[1], [1, 2, 3], [1, 2, 3, 4]], "user": [[1], [2], [3]]})
     long.validate(SCHEMA)
-    with pytest.raises(UserError, match=r"'genre': example 1 has 3 ids; its max_length is 2 \(2 of 3 .*max_length to 4"):
+    with pytest.raises(UserError, match=r"'genre': example 1 has 3 ids; its max_length is 2 \(2 of 3 .*_length to 4"):
         long.validate(limited)
 
 

@@ -110,7 +110,9 @@ def test_bags_agree_under_every_kind(kind, weighted):
     compare(configs, module, list(FEATURES), lambda out: dict(out.to_dict()), given, kind)
 
 
-@pytest.mark.parametrize(("kind", "fixed"), [("row_wise", True), ("row_wise", False), ("table_wise", False), ("grid", False)])
+@pytest.mark.parametrize(
+    ("kind", "fixed"), [("row_wise", True), ("row_wise", False), ("table_wise", False), ("grid", False)]
+)
 def test_sequences_agree(kind, fixed):
     configs = [
         EmbeddingConfig(name="pages", embedding_dim=32, num_embeddings=1100, feature_names=["seen", "liked"]),

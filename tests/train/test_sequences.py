@@ -1,4 +1,4 @@
-"""A model that attends over lists of any length: what it sees of them, in parts of a batch, ahead of time, deduplicated."""
+"""A model that attends over lists of any length: what it sees of them, in parts, ahead of time, deduplicated."""
 
 import dataclasses
 from typing import Any
@@ -67,7 +67,8 @@ class AttentionTask:
 
     def loss(self, model: Any, embedded: Any, batch: Any, *, key: Any = None) -> Any:
         logits = model(embedded, batch.lengths)
-        return (bce_with_logits(logits, batch.labels)[:, 0] * batch.weights).sum(), batch.weights.sum(), {"logits": logits}
+        losses = bce_with_logits(logits, batch.labels)[:, 0] * batch.weights
+        return losses.sum(), batch.weights.sum(), {"logits": logits}
 
     def flops_per_example(self) -> int:
         return 1
@@ -86,14 +87,18 @@ def batches(count, schema=SCHEMA):
     for _ in range(count):
         lengths = np.stack([rng.integers(0, 7, SIZE), rng.integers(0, 4, SIZE), np.full(SIZE, 2)]).astype(np.int32)
         lengths[0, ::2] = np.minimum(lengths[0, ::2], 3)  # 5 on average are room enough
-        ids = [rng.integers(0, feature.rows or 60, n) for feature, n in zip(schema.categorical, lengths.sum(axis=1), strict=True)]
+        counts = lengths.sum(axis=1)
+        ids = [rng.integers(0, feature.rows or 60, n) for feature, n in zip(schema.categorical, counts, strict=True)]
         features = KeyedJagged(schema.keys, np.concatenate(ids), lengths)
         half = features.take(np.repeat(np.arange(SIZE // 2), 2))  # every list twice
         labels = rng.integers(0, 2, (SIZE, 1)).astype(np.float32)
         yield Batch(half, np.zeros((SIZE, 0), np.float32), labels, np.ones(SIZE, np.float32))
 
 
-def build(devices, schema=SCHEMA, mesh=MeshShape(), **changes):
+ALL = MeshShape()
+
+
+def build(devices, schema=SCHEMA, mesh=ALL, **changes):
     experiment = Experiment(
         model=AttentionModel(),
         data=FlightsData(batch_size=SIZE),
@@ -121,13 +126,11 @@ def literally(built, state, batch):
     return logits
 
 
-@pytest.mark.parametrize(
-    ("devices", "mesh", "microbatch"), [(1, MeshShape(), 8), (8, MeshShape(fsdp=4, tensor=2), 4)]
-)
+@pytest.mark.parametrize(("devices", "mesh", "microbatch"), [(1, ALL, 8), (8, MeshShape(fsdp=4, tensor=2), 4)])
 def test_attention_over_positions_is_attention_over_the_lists(devices, mesh, microbatch):
     built = build(devices, mesh=mesh, microbatch=microbatch)
     assert built.parts > 1
-    state = built.init()
+    state, moved = built.init(), []
     for batch in batches(2):
         logits = literally(built, state, batch)
         losses = np.log1p(np.exp(logits)) - batch.labels[:, 0] * logits
@@ -135,9 +138,10 @@ def test_attention_over_positions_is_attention_over_the_lists(devices, mesh, mic
         # float32 sums of a dozen numbers of size 0.2
         np.testing.assert_allclose(scored[:, 0], logits, rtol=1e-5, atol=1e-6)
         state, loss = built.train_step(state, convert.to_device(batch, built))
+        moved.append(abs(literally(built, state, batch) - logits).max())
         np.testing.assert_allclose(loss, losses.mean(), rtol=1e-5)
         assert not np.asarray(faults).any()
-    assert abs(literally(built, state, batch) - logits).max() > 0.1  # the step moved the rows
+    assert min(moved) > 0.1  # rows learn
     assert not np.asarray(built.faults(state)).any()
 
 

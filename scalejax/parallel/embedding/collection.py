@@ -955,7 +955,10 @@ def _shard(features: KeyedJagged) -> Shard:
 
 
 def _by_distinct_row(grads: dict[str, jax.Array], features: KeyedJagged) -> dict[str, jax.Array]:
-    """Gradients of examples -> of the distinct rows of features in groups, added in the order of examples."""
+    """Gradients of examples -> of the distinct rows of features in groups, added in the order of examples.
+
+    Examples of one distinct row have the same positions without a row, whose sums nobody reads.
+    """
     if features.inverse is None:
         return grads
     new, plans = dict(grads), {}

@@ -186,10 +186,10 @@ def pack_deduplicated(
         raise UserError(f"The batch is deduplicated in the groups {features.groups}; the run wants {wanted}.")
     for feature in layout:
         if feature.max_length is not None:
-            plain = feature.group is None
-            part = features.plain if plain else features.distinct[feature.group]
+            part = features.plain if feature.group is None else features.distinct[feature.group]
             own = part.lengths[feature_index(part, feature.name)]
-            own = own if plain else own[features.inverse[feature.group]]
+            if feature.group is not None:
+                own = own[features.inverse[feature.group]]  # of examples, which the message counts
             check_lengths(own, feature.name, feature.max_length, where="batch")
     weighted = any(part.weights is not None for part in (features.plain, *features.distinct))
     packed = _empty(layout, shards, weighted=weighted)
