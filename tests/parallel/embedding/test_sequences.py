@@ -208,7 +208,7 @@ MAPPED = IdMapConfig(rows=1 + 24, ways=1, policy="lru")
     [(3, "exact"), (1, "ordered"), *(pytest.param(8, how, marks=pytest.mark.slow) for how in ("exact", "ordered"))],
 )
 def test_deduplicated_lists_give_the_same_rows_and_lengths_and_exact_sums(devices, accumulate):
-    groups = (DedupGroup(features=("clicks", "views"), rows_per_example=0.75),)
+    groups = (DedupGroup(features=("clicks", "views"), rows_per_example=0.6),)
     host = batch().take(np.repeat(np.arange(SIZE // 2), 2))
     grads, each = gradients(host), on(TABLES, devices, accumulate=accumulate)
     layout = each.layout(SCHEMA, SIZE, groups)
