@@ -1,6 +1,7 @@
 """A model that attends over lists of any length: what it sees of them, in parts, ahead of time, deduplicated."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -98,6 +99,7 @@ def batches(count, schema=SCHEMA):
 ALL = MeshShape()
 
 
+@functools.cache
 def build(devices, schema=SCHEMA, mesh=ALL, **changes):
     experiment = Experiment(
         model=AttentionModel(),
@@ -126,7 +128,10 @@ def literally(built, state, batch):
     return logits
 
 
-@pytest.mark.parametrize(("devices", "mesh", "microbatch"), [(1, ALL, 8), (8, MeshShape(fsdp=4, tensor=2), 4)])
+@pytest.mark.parametrize(
+    ("devices", "mesh", "microbatch"),
+    [(4, MeshShape(fsdp=2, tensor=2), 8), pytest.param(1, ALL, 8, marks=pytest.mark.slow)],
+)
 def test_attention_over_positions_is_attention_over_the_lists(devices, mesh, microbatch):
     built = build(devices, mesh=mesh, microbatch=microbatch)
     assert built.parts > 1
@@ -174,8 +179,9 @@ def held(built, state):
     return jax.tree.map(np.asarray, built.collection.to_stored(state.tables))
 
 
+@pytest.mark.slow
 def test_lists_whose_ids_travel_a_step_ahead_change_no_bit():
-    built = build(1)
+    built = build(1, mesh=ALL, microbatch=8)
     host = [convert.to_device(batch, built) for batch in batches(3)]
     (losses, state), (other, after) = stepwise(built, host), pipelined(built, host)
     assert losses == other

@@ -131,9 +131,9 @@ def equal(one, other):
 @pytest.mark.parametrize(
     ("devices", "kind"),
     [
-        (1, "row_wise"),
         (3, "row_wise"),
         (8, "table_wise"),
+        pytest.param(1, "row_wise", marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8, "row_wise"), (3, "table_wise"), (3, "data_parallel"))),
     ],
 )
@@ -149,7 +149,8 @@ def test_rows_stand_in_order_and_zeros_behind_them(devices, kind):
     assert not np.asarray(each.faults(state)).any()
 
 
-@pytest.mark.parametrize("devices", [3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [3, 8])
 def test_exact_sums_are_the_same_on_any_mesh_for_any_order_of_examples(devices):
     one, each = on(TABLES, 1, accumulate="exact"), on(TABLES, devices, accumulate="exact")
     _, _, expected = step_of(one)(fresh(one), on_device(one, batch()), gradients(batch()))
@@ -205,7 +206,10 @@ MAPPED = IdMapConfig(rows=1 + 24, ways=1, policy="lru")
 
 @pytest.mark.parametrize(
     ("devices", "accumulate"),
-    [(3, "exact"), (1, "ordered"), *(pytest.param(8, how, marks=pytest.mark.slow) for how in ("exact", "ordered"))],
+    [
+        (1, "ordered"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, "exact"), (8, "exact"), (8, "ordered"))),
+    ],
 )
 def test_deduplicated_lists_give_the_same_rows_and_lengths_and_exact_sums(devices, accumulate):
     groups = (DedupGroup(features=("clicks", "views"), rows_per_example=0.6),)
