@@ -32,17 +32,20 @@ SCHEMA = Schema(
         Categorical(name="fixed", rows=BIG_ROWS, length=2),
         Categorical(name="sequence", rows=TINY_ROWS, length=3),
         Categorical(name="mean_bag", rows=BIG_ROWS, length=None, capacity=4),
+        Categorical(name="history", rows=TINY_ROWS, length=None, max_length=5, capacity=4),
     )
 )
 
 
 def tables_of(optimizer):
-    """Two features on one table, fixed and jagged, sum, mean and none, two widths."""
+    """Two features on one table, fixed and jagged, sum, mean and none (of a fixed and of any length), two widths."""
     return (
         TableConfig(name="shared", rows=SHARED_ROWS, dim=4, features=("one", "bag"), optimizer=optimizer),
         TableConfig(name="big", rows=BIG_ROWS, dim=4, features=("fixed",), optimizer=optimizer),
         TableConfig(name="means", rows=BIG_ROWS, dim=4, features=("mean_bag",), pooling="mean", optimizer=optimizer),
-        TableConfig(name="tiny", rows=TINY_ROWS, dim=3, features=("sequence",), pooling="none", optimizer=optimizer),
+        TableConfig(
+            name="tiny", rows=TINY_ROWS, dim=3, features=("sequence", "history"), pooling="none", optimizer=optimizer
+        ),
     )
 
 
@@ -72,7 +75,10 @@ def plan_of(kind, tables, replicas="shard"):
 
 
 def given_grads(tables, host, seed=5):
-    """Given, not computed: a gradient that the model computes may differ in its last bit from mesh to mesh."""
+    """Given, not computed: a gradient that the model computes may differ in its last bit from mesh to mesh.
+
+    Positions without a row have one too, which no row must see.
+    """
     rng = np.random.default_rng(seed)
     shapes = {t.name: {"rows": np.zeros((t.rows, t.dim), np.float32)} for t in tables}
     return {
@@ -100,7 +106,7 @@ def schema_of(lengths, rows):
 
 def device_features(collection, host, size, schema=SCHEMA):
     """Device form of a host batch; abstract if there is none."""
-    if len(schema.categorical) == 5 and host is not None and len(host.keys) == 1:
+    if schema is SCHEMA and host is not None and len(host.keys) == 1:
         schema = Schema(categorical=schema.categorical[:1])
     layout = collection.layout(schema, size)
     shards = collection.mesh.size
@@ -137,10 +143,9 @@ def numpy_lookup(tables, logical, host):
     examples, out = host.lengths.shape[1], {}
     for table in tables:
         for name in table.features:
-            f = host.keys.index(name)
             shape = (examples, table.dim)
             if table.pooling == "none":
-                shape = (examples, int(host.lengths[f, 0]), table.dim)
+                shape = (examples, SCHEMA[name].length or SCHEMA[name].max_length, table.dim)
             out[name] = np.zeros(shape)
     for table, name, example, position, row, weight in occurrences(tables, host):
         vector = weight * logical[table.name]["rows"][row].astype(np.float64)

@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from scalejax.data.jagged import check_ids, signed_ids
+from scalejax.data.jagged import check_ids, check_lengths, signed_ids
 from scalejax.data.records import Ragged, RecordLayout, Rows
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
@@ -153,7 +153,7 @@ def encode(columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: s
       numbers: Transform of the number columns.
       where: Where the columns come from, for messages; rows are counted from its beginning.
     Raises:
-      UserError: a bad id, label or number.
+      UserError: a bad id, label or number, or too many ids in an example.
     """
     schema = layout.schema
     rows = len(columns[schema.labels[0]])
@@ -182,6 +182,7 @@ def encode(columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: s
     for feature in layout.jagged:
         lists = columns[feature.name]
         assert isinstance(lists, Ragged)
+        check_lengths(lists.lengths, feature.name, feature.max_length, where=where)
         check_ids(lists.values, feature.name, feature.rows, lengths=lists.lengths, where=where)
         wide = feature.name in layout.wide
         jagged.append(Ragged(lists.offsets, signed_ids(lists.values).astype(np.int64 if wide else np.int32)))

@@ -235,8 +235,8 @@ class KeyedJagged:
 
         Raises:
           UserError: keys or lengths contradict `values` or the schema, an id outside [0, rows), a feature of fixed
-            length with another number of ids, or a weight that is not a finite number; the message names feature,
-            value, example and range.
+            length with another number of ids, an example with more ids than max_length, or a weight that is not a
+            finite number; the message names feature, value, example and range.
         """
         if self.keys != schema.keys:
             absent = [key for key in schema.keys if key not in self.keys]
@@ -274,6 +274,7 @@ class KeyedJagged:
                     f"Feature {feature.name!r}: example {example} has {lengths[example]} ids; the schema says exactly "
                     f"{feature.length}. Declare the feature with length=None and a capacity to allow any number."
                 )
+            check_lengths(lengths, feature.name, feature.max_length)
             check_ids(self.values[bounds[f] : bounds[f + 1]], feature.name, feature.rows, lengths=lengths)
 
     def _index(self, key: str) -> int:
@@ -285,6 +286,28 @@ class KeyedJagged:
 def signed_ids(ids: np.ndarray) -> np.ndarray:
     """uint64 ids as int64 of the same bits, others as they are: NumPy makes float64 of the two side by side."""
     return ids.view(np.int64) if ids.dtype == np.uint64 else ids
+
+
+def check_lengths(lengths: np.ndarray, name: str, max_length: int | None, *, where: str = "") -> None:
+    """Refuses examples with more ids than a feature may have: lists are never cut in silence.
+
+    Args:
+      lengths: int[B] ids per example.
+      name: Feature, for the message.
+      max_length: Of the feature; None = any number will do.
+      where: Where the lists come from ("file x, row group 3"), for the message.
+    Raises:
+      UserError: naming the first example with too many.
+    """
+    if max_length is None or lengths.max(initial=0) <= max_length:
+        return
+    long = lengths > max_length
+    example = int(long.argmax())
+    raise UserError(
+        f"{f'{where}: ' if where else ''}feature {name!r}: example {example} has {lengths[example]} ids; its "
+        f"max_length is {max_length} ({int(long.sum())} of {lengths.size} examples have more). Raise "
+        f"Categorical.max_length to {lengths.max()}, or shorten the lists when the data are prepared."
+    )
 
 
 def check_ids(

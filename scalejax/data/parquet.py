@@ -29,7 +29,8 @@ class ParquetData:
 
     Attributes:
       path: A file, or a folder whose `*.parquet` are read in the order of their names.
-      categorical: Features. A column of lists needs `length=None` and a `capacity` (multi-hot), or its fixed `length`.
+      categorical: Features. A column of lists needs `length=None` and a `capacity` (multi-hot) or `max_length`
+        (sequences), or its fixed `length`.
       dense: Number columns.
       labels: Label columns, one per task.
       group: Categorical feature with one id per example whose values form the groups of grouped AUC, or None.

@@ -15,13 +15,17 @@ class Categorical:
       rows: Number of distinct ids; an id outside [0, rows) is an error wherever it is met. None = any 64-bit integer
         is an id (hashes, for instance; -1 and 2**64 - 1 are the same one), for tables with an id map.
       length: Ids per example when every example has the same number (1 = one-hot); None = jagged (multi-hot).
+      max_length: Most ids that an example of a jagged feature may have (max_sequence_length in FBGEMM and TensorFlow);
+        an example with more is an error wherever it is met. Tables with pooling "none" need it: it is the number of
+        positions that their rows come in. None = any number.
       capacity: Ids per example that the device form has room for, on average over one device's share of a batch.
-        None = `length`. Required where `length` is None.
+        None = `length` or `max_length`. Required where both are None.
     """
 
     name: str
     rows: int | None
     length: int | None = 1
+    max_length: int | None = None
     capacity: float | None = None
 
     def __post_init__(self) -> None:
@@ -31,18 +35,39 @@ class Categorical:
             )
         if self.length is not None and self.length < 1:
             raise ValueError(f"Categorical {self.name!r}: length must be at least 1, or None; got {self.length}.")
-        if self.length is None and self.capacity is None:
+        if self.max_length is not None:
+            self._check_max_length(self.max_length)
+        if self.length is None and self.capacity is None and self.max_length is None:
             raise ValueError(
                 f"Categorical {self.name!r}: a jagged feature (length=None) needs capacity, the mean number of ids "
-                "per example that a device's share of a batch has room for."
+                "per example that a device's share of a batch has room for, or max_length, the largest number."
             )
+
+    def _check_max_length(self, most: int) -> None:
+        if self.length is not None:
+            raise ValueError(
+                f"Categorical {self.name!r}: max_length is for jagged features; got max_length={most} beside "
+                f"length={self.length}, the number of ids of every example. Set length=None, or leave max_length out."
+            )
+        if most < 1:
+            raise ValueError(f"Categorical {self.name!r}: max_length must be at least 1, or None; got {most}.")
+        if self.capacity is not None and self.capacity > most:
+            raise ValueError(
+                f"Categorical {self.name!r}: capacity must be at most max_length={most}, for no example has more ids; "
+                f"got {self.capacity}. Lower it, or leave it out to have room for {most} ids in every example."
+            )
+
+    @property
+    def room_per_example(self) -> float:
+        """Ids per example that the device form has room for, on average over one device's share of a batch."""
+        for room in (self.length, self.capacity, self.max_length):
+            if room is not None:
+                return float(room)
+        raise AssertionError  # __post_init__ refuses the rest
 
     def capacity_for(self, examples: int) -> int:
         """Slots that the device form reserves for this feature in `examples` examples."""
-        if self.length is not None:
-            return self.length * examples
-        assert self.capacity is not None  # __post_init__ refuses the rest
-        return max(1, int(-(-self.capacity * examples // 1)))
+        return max(1, int(-(-self.room_per_example * examples // 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

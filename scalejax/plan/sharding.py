@@ -4,7 +4,7 @@
     found.planned.report.render(console)
     found.planned.plan.save("plan.json")        # --set sharding=plan.json, or ShardingPlan.load in a recipe
 
-Ids per example come from the schema (`length`, or `capacity` where a feature is jagged), and how often they repeat from
+Ids per example come from the schema (`length`, or the room of a jagged feature), and how often they repeat from
 Zipf's law; with sample batches both are counted in the first batches of the data. Nothing is compiled.
 """
 
@@ -142,15 +142,22 @@ def statistics_of_schema(
     schema: Schema, tables: tuple[TableConfig, ...], popularity: Zipf
 ) -> tuple[TableStatistics, ...]:
     """Ids per example as the schema has room for them, repeated by a law."""
-    rooms = {feature.name: float(feature.length or feature.capacity or 0) for feature in schema.categorical}
     return tuple(
         TableStatistics(
             table=table.name,
-            pooling_factors=tuple(rooms[feature] for feature in table.features),
+            pooling_factors=tuple(schema[feature].room_per_example for feature in table.features),
             popularity=popularity,
+            positions=_positions(schema, table),
         )
         for table in tables
     )
+
+
+def _positions(schema: Schema, table: TableConfig) -> tuple[int, ...]:
+    """Of an unpooled table with jagged features, as `TableStatistics` wants them."""
+    if table.pooling != "none" or all(schema[name].max_length is None for name in table.features):
+        return ()
+    return tuple(schema[name].length or schema[name].max_length or 1 for name in table.features)
 
 
 def _statistics(
@@ -162,7 +169,10 @@ def _statistics(
     # All processes' slices together: one process would count fewer ids, and other distinct rows.
     batches = experiment.data.build().train_batches(start_example=0, process_index=0, process_count=1)
     sample = (batch.features for batch in itertools.islice(batches, sample_batches))
-    return planner.from_batches(tables, sample), f"counted in the first {sample_batches} batches of the data"
+    counted = planner.from_batches(tables, sample)
+    spread = {table.name: _positions(schema, table) for table in tables}
+    counted = tuple(dataclasses.replace(found, positions=spread[found.table]) for found in counted)
+    return counted, f"counted in the first {sample_batches} batches of the data"
 
 
 def _default_mesh(machine_name: str, topology: planner.Topology) -> "MeshShape":

@@ -214,6 +214,10 @@ class Program:
         embedded = self.collection.fetch(tables, routing)
         return jax.lax.with_sharding_constraint(embedded, self.batch_sharding())
 
+    def _with_lengths(self, batch: DeviceBatch) -> DeviceBatch:
+        lengths = self.collection.lengths(batch.features)
+        return dataclasses.replace(batch, lengths=jax.lax.with_sharding_constraint(lengths, self.batch_sharding()))
+
     def _look_ahead(self, state: TrainState, batch: DeviceBatch, steps_ahead: int = 0) -> Ahead:
         features, assignment = self.collection.map_ids(state.tables, batch.features, steps_ahead=steps_ahead)
         routing = self.collection.exchange_ids(features)
@@ -239,6 +243,7 @@ class Program:
         routing, tables = ahead.routing, self.collection.admit(state.tables, ahead.assignment)
         embedded = self._fetch(tables, routing) if ahead.embedded is None else ahead.embedded
         key = jax.random.fold_in(state.key, state.step)
+        batch = self._with_lengths(batch)
         loss, logits, dense_grads, row_grads = self._gradients(state.params, embedded, batch, key)
         updates, optimizer = self.transformation.update(dense_grads, state.optimizer, state.params)
         tables = self.collection.update(tables, routing, row_grads, self.row_schedule(state.step))
@@ -263,11 +268,11 @@ class Program:
 
         grad = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
         # A task's loss does not read the ids, which have no axis of examples to cut.
-        examples = (embedded, batch.dense, batch.labels, batch.weights)
+        examples = (embedded, batch.dense, batch.labels, batch.weights, batch.lengths)
 
         def one(examples: Any, key: jax.Array) -> Any:
-            embedded, dense, labels, weights = examples
-            part = DeviceBatch(features=batch.features, dense=dense, labels=labels, weights=weights)
+            embedded, dense, labels, weights, lengths = examples
+            part = DeviceBatch(batch.features, dense, labels, weights, lengths)
             return grad(params, embedded, part, key)
 
         if self.parts == 1:
@@ -297,7 +302,12 @@ class Program:
         local = self.experiment.data.batch_size // self._batch_shards
         most = self.experiment.microbatch
         if most is None:
-            width = sum(table.dim * len(table.features) for table in self.collection.tables)
+            positions = {feature.name: feature.positions or 1 for feature in self.layout}
+            width = sum(
+                table.dim * (positions[name] if table.pooling == "none" else 1)
+                for table in self.collection.tables
+                for name in table.features
+            )
             most = max(1, min(1024, 2**20 // width)) if self.mesh.devices.flat[0].platform == "cpu" else local
         return next(parts for parts in range(1, local + 1) if local % parts == 0 and local // parts <= most)
 
@@ -308,22 +318,25 @@ class Program:
     def _cut(self, x: jax.Array) -> jax.Array:
         """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples."""
         shards, parts = self._batch_shards, self.parts
-        x = x.reshape(shards, parts, -1, *x.shape[1:]).swapaxes(0, 1)
-        x = x.reshape(parts, -1, *x.shape[3:])
+        each = x.shape[0] // (shards * parts)  # not -1: there may be no dense columns
+        x = x.reshape(shards, parts, each, *x.shape[1:]).swapaxes(0, 1)
+        x = x.reshape(parts, shards * each, *x.shape[3:])
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(None, meshes.BATCH_AXES)))
 
     def _join(self, x: jax.Array) -> jax.Array:
         """The inverse of `_cut`."""
         shards, parts = self._batch_shards, self.parts
-        x = x.reshape(parts, shards, -1, *x.shape[2:]).swapaxes(0, 1)
-        return jax.lax.with_sharding_constraint(x.reshape(-1, *x.shape[3:]), self.batch_sharding())
+        each = x.shape[1] // shards
+        x = x.reshape(parts, shards, each, *x.shape[2:]).swapaxes(0, 1)
+        x = x.reshape(shards * parts * each, *x.shape[3:])
+        return jax.lax.with_sharding_constraint(x, self.batch_sharding())
 
     def _eval_step(self, state: TrainState, batch: DeviceBatch) -> tuple[jax.Array, jax.Array]:
         features, faults = self.collection.find_ids(state.tables, batch.features)
         routing = self.collection.exchange_ids(features)
         embedded = self._fetch(state.tables, routing)
         model = self.model.put_together(state.params)
-        _, _, aux = self.task.loss(model, embedded, batch, key=None)
+        _, _, aux = self.task.loss(model, embedded, self._with_lengths(batch), key=None)
         return aux["logits"], (faults + routing.faults).sum(axis=0, dtype=jnp.int32)
 
 

@@ -33,6 +33,9 @@ class Task(Protocol):
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
         """Returns (weighted sum of losses, sum of weights, aux with "logits" float32[B, T]).
 
+        Unpooled features come as float[B, positions, dim], and `batch.lengths[name]` int32[B] says how many of the
+        positions hold rows. The batch may be a part of the one in flight, whose ids `batch.features` has.
+
         `key` drives dropout; None = evaluation, nothing random.
         """
         ...

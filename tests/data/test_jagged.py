@@ -117,6 +117,40 @@ def test_validate_refuses_a_wrong_number_of_ids() -> None:
         KeyedJagged.from_lists({"genre": [[1], []], "user": [[1], [2, 3]]}).validate(SCHEMA)
 
 
+def test_validate_refuses_exactly_the_lists_that_are_too_long() -> None:
+    limited = Schema(categorical=(Categorical(name="genre", rows=5, length=None, max_length=2), SCHEMA["user"]))
+    KeyedJagged.from_lists({"genre": [[1, 2], [], [3]], "user": [[1], [2], [3]]}).validate(limited)
+    long = KeyedJagged.from_lists({"genre": [[1], [1, 2, 3], [1, 2, 3, 4]], "user": [[1], [2], [3]]})
+    long.validate(SCHEMA)
+    with pytest.raises(UserError, match=r"'genre': example 1 has 3 ids; its max_length is 2 \(2 of 3 .*_length to 4"):
+        long.validate(limited)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"length": None}, "needs capacity, .* or max_length"),
+        ({"length": None, "max_length": 0}, "max_length must be at least 1, or None; got 0"),
+        ({"length": 3, "max_length": 3}, "max_length is for jagged features; got max_length=3 beside length=3"),
+        ({"length": None, "max_length": 3, "capacity": 4}, "capacity must be at most max_length=3, .*; got 4"),
+    ],
+)
+def test_features_whose_lengths_contradict_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=f"'genre': .*{message}"):
+        Categorical(name="genre", rows=5, **fields)
+
+
+def test_room_is_the_capacity_or_the_longest_list() -> None:
+    def room(**fields: float | None) -> int:
+        return Categorical(name="genre", rows=5, **fields).capacity_for(7)  # pyright: ignore[reportArgumentType]
+
+    assert room(length=2) == 14
+    assert room(length=None, capacity=1.5) == 11
+    assert room(length=None, capacity=1.5, max_length=4) == 11
+    assert room(length=None, max_length=4) == 28
+    assert room(length=None, capacity=0) == 1
+
+
 def test_validate_refuses_lengths_that_do_not_fit_the_values() -> None:
     with pytest.raises(UserError, match="add up to 4 ids; got 3"):
         KeyedJagged(("genre", "user"), np.zeros(3, np.int32), np.ones((2, 2), np.int32)).validate(SCHEMA)

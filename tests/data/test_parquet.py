@@ -15,7 +15,10 @@ from scalejax.errors import UserError
 
 N, GROUP = 230, 20
 GENRES = [list(range(n % 4)) for n in range(N)]
-CATEGORICAL = (Categorical(name="row", rows=N), Categorical(name="genre", rows=7, length=None, capacity=3.0))
+CATEGORICAL = (
+    Categorical(name="row", rows=N),
+    Categorical(name="genre", rows=7, length=None, max_length=6, capacity=3.0),
+)
 
 
 def table(**changes: pa.Array) -> pa.Table:
@@ -225,6 +228,7 @@ def test_wrong_columns_are_refused(path: pathlib.Path, options: dict, message: s
         ({"row": pa.array([None, *range(1, N)], pa.int32())}, "row group 0: feature 'row' must have an integer id"),
         ({"genre": pa.array([None, *GENRES[1:]])}, "row group 0: column 'genre' has 1 missing lists"),
         ({"genre": pa.array([[9], *GENRES[1:]])}, "feature 'genre': id 9 of example 0 is outside"),
+        ({"genre": pa.array([[1] * 7, *GENRES[1:]])}, "feature 'genre': example 0 has 7 ids; its max_length is 6"),
         ({"label": pa.array([2, *[0] * (N - 1)])}, "row group 0: label 'label' is 2 in row 0; wanted 0 or 1"),
         ({"label": pa.array([None, *[True] * (N - 1)])}, "row group 0: column 'label' has 1 missing values"),
         ({"x": pa.array([None, *[1.0] * (N - 1)])}, r"row group 0: number 'x' is missing \(NaN\) in row 0"),

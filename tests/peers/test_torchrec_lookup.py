@@ -62,7 +62,8 @@ def compare(configs, module, names, theirs, given, kind, fixed=False):
         parameter.data.copy_(torch.from_numpy(logical[name]["rows"]))
     schema = Schema(
         categorical=tuple(
-            Categorical(name=n, rows=r, length=3 if fixed else None, capacity=8) for n, r in FEATURES.items()
+            Categorical(name=n, rows=r, length=3 if fixed else None, max_length=None if fixed else 4)
+            for n, r in FEATURES.items()
         )
     )
     device = device_features(on, KeyedJagged.from_torchrec(given), BATCH, schema=schema)
@@ -109,7 +110,10 @@ def test_bags_agree_under_every_kind(kind, weighted):
     compare(configs, module, list(FEATURES), lambda out: dict(out.to_dict()), given, kind)
 
 
-def test_sequences_agree():
+@pytest.mark.parametrize(
+    ("kind", "fixed"), [("row_wise", True), ("row_wise", False), ("table_wise", False), ("grid", False)]
+)
+def test_sequences_agree(kind, fixed):
     configs = [
         EmbeddingConfig(name="pages", embedding_dim=32, num_embeddings=1100, feature_names=["seen", "liked"]),
         EmbeddingConfig(name="topics", embedding_dim=32, num_embeddings=50, feature_names=["topic"]),
@@ -118,6 +122,6 @@ def test_sequences_agree():
     module = SequenceCollection(tables=configs)
 
     def rows(out):
-        return {name: jagged.values().reshape(BATCH, 3, 32) for name, jagged in out.items()}
+        return {name: jagged.to_padded_dense(3 if fixed else 4) for name, jagged in out.items()}
 
-    compare(configs, module, list(FEATURES), rows, features(False, fixed=True), "row_wise", fixed=True)
+    compare(configs, module, list(FEATURES), rows, features(False, fixed=fixed), kind, fixed=fixed)

@@ -9,10 +9,13 @@ import pytest
 import small_run
 
 from scalejax.configs.recsys import dcnv2
+from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.plan.sharding import shard
+from scalejax.parallel.planner import Zipf
+from scalejax.plan.sharding import shard, statistics_of_schema
 from scalejax.train import program as programs
 
 MACHINE = "h100:2x4"
@@ -89,6 +92,23 @@ def test_ids_per_example_are_those_of_the_schema():
     assert kinds["C23"] == "column_wise"
     assert found.recipe is not None
     assert found.planned.report.max_s < 0.9 * found.recipe.max_s
+
+
+def test_lists_have_the_ids_that_there_is_room_for_and_the_positions_of_the_longest():
+    schema = Schema(
+        categorical=(
+            Categorical(name="clicks", rows=9, length=None, max_length=50, capacity=7.5),
+            Categorical(name="views", rows=9, length=None, max_length=4),
+            Categorical(name="pair", rows=9, length=2),
+        )
+    )
+    tables = (
+        TableConfig(name="lists", rows=9, dim=4, features=("clicks", "pair"), pooling="none"),
+        TableConfig(name="sums", rows=9, dim=4, features=("views",)),
+    )
+    lists, sums = statistics_of_schema(schema, tables, Zipf(exponent=1.0))
+    assert (lists.pooling_factors, lists.positions) == ((7.5, 2.0), (50, 2))
+    assert (sums.pooling_factors, sums.positions) == ((4.0,), ())
 
 
 def test_tables_that_do_not_fit_are_named_with_what_lacks_and_what_helps():

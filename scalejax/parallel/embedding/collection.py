@@ -2,6 +2,7 @@
 
     routing = collection.exchange_ids(batch.features)
     embedded = collection.fetch(state, routing)
+    lengths = collection.lengths(batch.features)           # of unpooled features: where their rows end
     grads = jax.grad(loss)(embedded)
     state = collection.update(state, routing, grads, learning_rate_scale)
 
@@ -198,8 +199,9 @@ class EmbeddingCollection:
           groups: Features that are deduplicated together.
 
         Raises:
-          UserError: the batch does not divide over the devices, a table looks up a feature that the schema lacks, or a
-            group names a feature that is not looked up or has a group already.
+          UserError: the batch does not divide over the devices, a table looks up a feature that the schema lacks, or
+            unpooled one that may have any number of ids, or a group names a feature that is not looked up or has a
+            group already.
           ValueError: tables and schema do not fit.
         """
         check_batch(batch_size, self.mesh)
@@ -226,16 +228,19 @@ class EmbeddingCollection:
                         f"EmbeddingCollection: feature {name!r} has ids below {feature.rows}, but table {table.name!r} "
                         f"has {table.rows} rows."
                     )
-                if feature.length is None and table.pooling == "none":
-                    raise ValueError(
-                        f"EmbeddingCollection: table {table.name!r} has pooling 'none', which needs features of fixed "
-                        f"length; {name!r} is jagged."
+                if feature.length is None and feature.max_length is None and table.pooling == "none":
+                    raise UserError(
+                        f"EmbeddingCollection: table {table.name!r} has pooling 'none', and feature {name!r} has any "
+                        "number of ids (length=None, max_length=None); its rows need a number of positions. Give it the "
+                        f"largest number of ids of an example: Categorical(name={name!r}, length=None, max_length=...)."
                     )
                 group, plain = group_of.get(name), feature.capacity_for(examples)
                 bags = examples if group is None else groups[group].bags(examples)
                 capacity = plain if group is None else feature.capacity_for(bags)
                 by_map = None if table.id_map is None else table.name
-                found[name] = FeatureLayout(name, capacity, feature.length, bags, group, plain, by_map)
+                found[name] = FeatureLayout(
+                    name, capacity, feature.length, bags, group, plain, by_map, max_length=feature.max_length
+                )
         return tuple(found[name] for name in schema.keys if name in found)
 
     def _groups(self, groups: tuple[DedupGroup, ...]) -> dict[str, int]:
@@ -272,8 +277,8 @@ class EmbeddingCollection:
           layout: From `layout`, without groups.
 
         Raises:
-          UserError: an id out of range, a weight that is not a number, or more ids for one device than its buckets have
-            room for; says which feature, what was met and what to set.
+          UserError: an id out of range, a weight that is not a number, more ids in an example than max_length, or more
+            for one device than its buckets have room for; says which feature, what was met and what to set.
         """
         host_check.check_ids(self.stacks, features, layout)
         packed = pack(features, layout, shards)
@@ -479,7 +484,8 @@ class EmbeddingCollection:
         if features.inverse is None or self.accumulate == "ordered":
             return routing
         layout = tuple(
-            FeatureLayout(f.name, f.plain_capacity, f.length, features.inverse.shape[2]) for f in features.layout
+            FeatureLayout(f.name, f.plain_capacity, f.length, features.inverse.shape[2], max_length=f.max_length)
+            for f in features.layout
         )
         plain = self._everywhere(lambda f: expand(f, layout), in_specs=P(self.axes), out_specs=P(self.axes))(features)
         return dataclasses.replace(routing, plain=self._exchange(plain))
@@ -515,7 +521,8 @@ class EmbeddingCollection:
 
         Returns:
           {feature: float[B, dim], or [B, length, dim] for pooling "none"}, sharded over all mesh axes along B, in
-          float32 or wider.
+          float32 or wider. Unpooled jagged features come as [B, max_length, dim]: the rows of an example in the order
+          of its ids, then zeros; `lengths` says where they end.
         """
         features, found = routing.features, self._found(routing.features)
 
@@ -555,6 +562,41 @@ class EmbeddingCollection:
         # The order of the configuration, whatever a pytree made of it.
         return {name: embedded[name] for table in self.tables for name in table.features}
 
+    def lengths(self, features: KeyedJagged) -> dict[str, jax.Array]:
+        """How many positions of unpooled features hold rows, for masks. Nothing moves; reads neither ids nor tables.
+
+            positions = jnp.arange(embedded["clicks"].shape[1])
+            mask = positions[None, :] < lengths["clicks"][:, None]      # bool[B, max_length]
+
+        Args:
+          features: A batch, before or after its ids were exchanged.
+
+        Returns:
+          {feature: int32[B]} for the features of tables with pooling "none", sharded as `fetch` shards their rows. A
+          feature of fixed length has that many in every example.
+        """
+        unpooled = [name for table in self.tables if table.pooling == "none" for name in table.features]
+        if not unpooled:
+            return {}
+        firsts, first = {}, 0
+        for feature in features.layout:
+            firsts[feature.name] = feature, first
+            first += feature.bags
+
+        def local(lengths: jax.Array, inverse: jax.Array | None) -> dict[str, jax.Array]:
+            found = {}
+            for name in unpooled:
+                feature, first = firsts[name]
+                own = jnp.minimum(lengths[0, first : first + feature.bags], feature.positions)
+                if feature.group is not None:
+                    assert inverse is not None
+                    own = own[inverse[0, feature.group]]
+                found[name] = own
+            return found
+
+        all_axes = P(self.axes)
+        return self._everywhere(local, in_specs=all_axes, out_specs=all_axes)(features.lengths, features.inverse)
+
     def update(
         self,
         state: State,
@@ -567,7 +609,8 @@ class EmbeddingCollection:
         Args:
           state: The state that was looked up.
           routing: From that lookup.
-          grads: Gradients of the loss, shaped like what the lookup returned.
+          grads: Gradients of the loss, shaped like what the lookup returned. Those of positions without a row are not
+            read.
           learning_rate_scale: Factor on the learning rate of every table.
 
         Raises:
@@ -637,7 +680,7 @@ class EmbeddingCollection:
                 per_shard = feature.bags if features.inverse is None else features.inverse.shape[2]
                 shape = (self.mesh.size * per_shard, table.dim)
                 if table.pooling == "none":
-                    shape = (shape[0], feature.length, table.dim)
+                    shape = (shape[0], feature.positions, table.dim)
                 if grads[name].shape != shape:
                     raise ValueError(
                         f"EmbeddingCollection.update: the gradient of feature {name!r} must have the shape of what "
@@ -679,8 +722,8 @@ class EmbeddingCollection:
                     "exchange.roomy_below_bytes; ids without a row of their own all go to the device of row 0."
                 )
             raise UserError(
-                f"Embedding lookups met {bad} ids out of range and {lost} ids for which an exchange had no room; they "
-                f"were embedded as zeros. Batches that `EmbeddingCollection.pack` makes never do this: {rooms}"
+                f"Embedding lookups met {bad} ids out of range and {lost} ids for which an exchange, or a max_length, had no "
+                f"room; they were embedded as zeros. Batches that `EmbeddingCollection.pack` makes never do this: {rooms}"
             )
 
     def to_stored(self, state: State) -> stored.Tree:
@@ -943,7 +986,10 @@ def _shard(features: KeyedJagged) -> Shard:
 
 
 def _by_distinct_row(grads: dict[str, jax.Array], features: KeyedJagged) -> dict[str, jax.Array]:
-    """Gradients of examples -> of the distinct rows of features in groups, added in the order of examples."""
+    """Gradients of examples -> of the distinct rows of features in groups, added in the order of examples.
+
+    Examples of one distinct row have the same positions without a row, whose sums nobody reads.
+    """
     if features.inverse is None:
         return grads
     new, plans = dict(grads), {}

@@ -266,8 +266,9 @@ class TableConfig:
       rows: Number of rows; ids of its features lie in [0, rows).
       dim: Width of a row.
       features: Names of the features that look rows up here (several features may share a table).
-      pooling: How the rows of one example become one vector: "sum" or "mean" (zeros for an empty bag), or "none" for
-        fixed-length features: the rows in order, [B, length, dim].
+      pooling: How the rows of one example become one vector: "sum" or "mean" (zeros for an empty bag), or "none": the
+        rows in order, [B, length, dim] for features of fixed length and [B, max_length, dim] for jagged ones, whose
+        positions behind the last row are zeros (`EmbeddingCollection.lengths` says where they begin).
       dtype: Dtype of the rows at rest.
       optimizer: The row optimizer.
       init_scale: Rows start uniform in [-init_scale, init_scale]; None = 1/sqrt(rows), the DLRM convention.

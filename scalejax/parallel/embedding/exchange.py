@@ -137,7 +137,7 @@ def fetch(
     exchange: Exchange,
     axes: tuple[str, ...],
 ) -> list[jax.Array]:
-    """What the model sees of every feature, per lookup: float[b, dim], or [b, length, dim] for pooling "none"."""
+    """What the model sees of every feature, per lookup: float[b, dim], or [b, positions, dim] for pooling "none"."""
     results: dict[Lookup, jax.Array] = {}
     by_rows = [look for look in found if look.channel != "bags"]
     by_bags = [look for look in found if look.channel == "bags"]

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.data.dedup import DedupKeyedJagged
 from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
-from scalejax.data.jagged import lengths_to_offsets
+from scalejax.data.jagged import check_lengths, lengths_to_offsets
 from scalejax.errors import UserError
 from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding.id_map import split_ids
@@ -31,6 +31,7 @@ class FeatureLayout:
       group: Number of its group of deduplicated features, else None.
       plain_capacity: Slots per shard without deduplication.
       map: Name of the table whose id map gives its ids their rows; None = ids are rows.
+      max_length: Most ids of a bag of a jagged feature; those beyond have no position. None = any number.
     """
 
     name: str
@@ -40,6 +41,12 @@ class FeatureLayout:
     group: int | None = None
     plain_capacity: int = 0
     map: str | None = None
+    max_length: int | None = None
+
+    @property
+    def positions(self) -> int | None:
+        """Positions of a bag that is looked up unpooled; None = there is no such number."""
+        return self.max_length if self.length is None else self.length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,12 +118,15 @@ class DeviceBatch:
       dense: float32[B, D], sharded over the batch axes.
       labels: float32[B, T], sharded over the batch axes.
       weights: float32[B], sharded over the batch axes; 0 marks padding.
+      lengths: Per feature that is looked up unpooled int32[B], how many of its positions hold rows, sharded over the
+        batch axes. The step fills it in for the model; empty until then.
     """
 
     features: KeyedJagged
     dense: jax.Array
     labels: jax.Array
     weights: jax.Array
+    lengths: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,12 +172,16 @@ def pack(features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: i
 
     Raises:
       UserError: a feature is missing, the examples do not divide over the shards, a feature of fixed length varies, or
-        a jagged feature has more ids than its capacity.
+        a jagged feature has more ids than its capacity, or than its max_length in one example.
     """
     examples = features.lengths.shape[1]
     if examples % shards:
         raise UserError(f"A batch of {examples} examples does not divide over {shards} devices. Change batch_size.")
     check_sizes(features)
+    for feature in layout:
+        if feature.max_length is not None:
+            own = features.lengths[feature_index(features, feature.name)]
+            check_lengths(own, feature.name, feature.max_length, where="batch")
     packed = _empty(layout, shards, weighted=features.weights is not None)
     counts = np.full(shards, examples // shards)
     _fill(packed, features, layout, {f.name for f in layout}, counts)
@@ -194,6 +208,13 @@ def pack_deduplicated(
     wanted = tuple(group.features for group in groups)
     if features.groups != wanted:
         raise UserError(f"The batch is deduplicated in the groups {features.groups}; the run wants {wanted}.")
+    for feature in layout:
+        if feature.max_length is not None:
+            part = features.plain if feature.group is None else features.distinct[feature.group]
+            own = part.lengths[feature_index(part, feature.name)]
+            if feature.group is not None:
+                own = own[features.inverse[feature.group]]  # of examples, which the message counts
+            check_lengths(own, feature.name, feature.max_length, where="batch")
     weighted = any(part.weights is not None for part in (features.plain, *features.distinct))
     packed = _empty(layout, shards, weighted=weighted)
     per_shard = examples // shards
@@ -339,8 +360,7 @@ def expand(features: KeyedJagged, plain: tuple[FeatureLayout, ...]) -> KeyedJagg
             begins = jnp.cumsum(counts) - counts
             counts = counts[bags]
             of = ops.slot_bags(counts, target.capacity)
-            position = lax.iota(jnp.int32, target.capacity) - (jnp.cumsum(counts) - counts).at[of].get(mode="clip")
-            source = begins.at[bags.at[of].get(mode="clip")].get(mode="clip") + position
+            source = begins.at[bags.at[of].get(mode="clip")].get(mode="clip") + slot_positions(counts, of)
             source = jnp.where(of < target.bags, source, feature.capacity)
             own = own.at[source].get(mode="fill", fill_value=0)
             slots = None if slots is None else slots.at[source].get(mode="fill", fill_value=0)
@@ -349,6 +369,17 @@ def expand(features: KeyedJagged, plain: tuple[FeatureLayout, ...]) -> KeyedJagg
         weights.append(slots)
     joined = None if features.weights is None else jnp.concatenate(weights)[None]
     return KeyedJagged(jnp.concatenate(values)[None], jnp.concatenate(lengths)[None], joined, plain)
+
+
+def slot_positions(counts: jax.Array, bags: jax.Array) -> jax.Array:
+    """int32[slots]: place of each slot in its bag; of an unused one, its own number.
+
+    Args:
+      counts: int32[b], ids of each bag.
+      bags: int32[slots], bag of each slot; b for unused ones.
+    """
+    starts = jnp.cumsum(counts) - counts
+    return lax.iota(jnp.int32, bags.shape[0]) - starts.at[bags].get(mode="fill", fill_value=0)
 
 
 def feature_index(features: HostKeyedJagged, name: str) -> int:

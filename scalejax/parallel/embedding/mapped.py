@@ -27,7 +27,7 @@ from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding import id_map, initial
 from scalejax.parallel.embedding.config import UPDATED, IdMapConfig, TableConfig
 from scalejax.parallel.embedding.exchange import SLACK
-from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged, Packed
+from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged, Packed, slot_positions
 from scalejax.parallel.embedding.occurrences import LOST, locate
 from scalejax.parallel.embedding.plan import Exchange
 from scalejax.parallel.embedding.stacks import Stack
@@ -354,12 +354,17 @@ def _words(features: KeyedJagged, request: Request) -> tuple[jax.Array, jax.Arra
 
 
 def _occurrences(features: KeyedJagged, part: Part) -> jax.Array:
-    """How often each slot occurs among the examples: once, or as often as examples have its distinct row."""
+    """How often each slot occurs among the examples: once, or as often as examples have its distinct row.
+
+    Ids beyond the positions of their bag occur 0 times: they will not be looked up, and are counted there.
+    """
     feature = part.feature
     if feature.group is None and feature.length is not None:
         return jnp.ones(feature.capacity, jnp.uint32)
     counts = features.lengths[0, part.first_bag : part.first_bag + feature.bags]
     bags = ops.slot_bags(counts, feature.capacity)
+    if feature.max_length is not None:
+        bags = jnp.where(slot_positions(counts, bags) < feature.max_length, bags, feature.bags)
     if feature.group is None:
         return (bags < feature.bags).astype(jnp.uint32)
     assert features.inverse is not None

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
-from scalejax.parallel.embedding.jagged import FeatureLayout
+from scalejax.parallel.embedding.jagged import FeatureLayout, slot_positions
 from scalejax.parallel.embedding.rounding import rounded
 from scalejax.parallel.embedding.stacks import Member, Stack
 
@@ -121,16 +121,25 @@ class Shard:
         """Ids of each bag of a feature."""
         return self.lengths[look.first_bag : look.first_bag + look.feature.bags]
 
+    def positions(self, look: Lookup) -> jax.Array:
+        """Place of each slot in its bag; any number for unused slots. Jagged features only."""
+        return slot_positions(self.counts(look), self.bags(look))
+
+    def used(self, look: Lookup) -> jax.Array:
+        """bool[slots]: whether a slot holds an id that has a position in its bag."""
+        feature = look.feature
+        if feature.length is not None and feature.group is None:
+            return jnp.ones(feature.capacity, bool)
+        used = lax.iota(jnp.int32, feature.capacity) < self.counts(look).sum()
+        return used if feature.max_length is None else used & (self.positions(look) < feature.max_length)
+
 
 def addresses(shard: Shard, look: Lookup, devices: int, nowhere: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Device and local row of each slot of a feature, and the number of bad ids.
 
     Unused slots and bad ids get (devices, nowhere).
     """
-    ids, member = shard.ids(look), look.member
-    used = jnp.ones(ids.shape, bool)
-    if look.feature.length is None or look.feature.group is not None:
-        used = lax.iota(jnp.int32, ids.shape[0]) < shard.counts(look).sum()
+    ids, member, used = shard.ids(look), look.member, shard.used(look)
     good = used & (ids >= 0) & (ids < member.config.rows)
     wrong = used & ~good
     if member.config.id_map is not None:
@@ -161,10 +170,10 @@ def _pick(values: tuple[int, ...], place: jax.Array) -> jax.Array:
 
 
 def lost_slots(shard: Shard, look: Lookup) -> jax.Array:
-    """Ids of a jagged feature that its slots had no room for."""
+    """Ids of a jagged feature that its slots, or the positions of their bags, had no room for."""
     if look.feature.length is not None:
         return jnp.zeros((), jnp.int32)
-    return jnp.maximum(shard.counts(look).sum() - look.feature.capacity, 0).astype(jnp.int32)
+    return (shard.counts(look).sum() - shard.used(look).sum()).astype(jnp.int32)
 
 
 def summation_order(shard: Shard, found: tuple[Lookup, ...]) -> jax.Array | None:
@@ -196,21 +205,18 @@ def _by_example(shard: Shard, part: list[Lookup]) -> jax.Array:
     before_feature = jnp.cumsum(lengths, axis=0) - lengths  # F b
     places, spare = [], lengths.sum()
     for number, look in enumerate(part):
-        capacity = look.feature.capacity
         bag_of = shard.bags(look)
-        own_start = (jnp.cumsum(lengths[number]) - lengths[number]).at[bag_of].get(mode="fill", fill_value=0)
         begin = (before_example + before_feature[number]).at[bag_of].get(mode="fill", fill_value=0)
-        index = lax.iota(jnp.int32, capacity)
         used = bag_of < bags
         unused_rank = jnp.cumsum((~used).astype(jnp.int32)) - 1
-        places.append(jnp.where(used, begin + index - own_start, spare + unused_rank))
+        places.append(jnp.where(used, begin + shard.positions(look), spare + unused_rank))
         spare = spare + (~used).sum(dtype=jnp.int32)
     place = jnp.concatenate(places)
     return jnp.zeros_like(place).at[place].set(jnp.concatenate(slots), unique_indices=True)
 
 
 def pool(shard: Shard, look: Lookup, rows: jax.Array, zero: jax.Array) -> jax.Array:
-    """Rows of a feature's slots -> what the model sees of it: [b, dim], or [b, length, dim] for pooling "none".
+    """Rows of a feature's slots -> what the model sees of it: [b, dim], or [b, positions, dim] for pooling "none".
 
     The rows of a bag are added in order of position, each weighted row rounded by itself (`zero` is from
     `rounding.runtime_zero`): the sum is the same to the bit wherever it is formed.
@@ -219,12 +225,22 @@ def pool(shard: Shard, look: Lookup, rows: jax.Array, zero: jax.Array) -> jax.Ar
     if weights is not None:
         rows = rounded(rows * weights.astype(rows.dtype)[:, None], zero)
     length, pooling = look.feature.length, look.member.config.pooling
+    if length is None and pooling == "none":
+        return _by_position(shard, look, rows)
     if length is None:
-        assert pooling != "none"  # the collection refuses it
         return average(shard, look, ops.pool_rows(rows, shard.bags(look), look.feature.bags), zero)
     if pooling == "none":
         return rows.reshape(look.feature.bags, length, rows.shape[-1])
     return average(shard, look, _sum_positions(rows, look.feature.bags, length), zero)
+
+
+def _by_position(shard: Shard, look: Lookup, rows: jax.Array) -> jax.Array:
+    """[slots, dim] -> [b, max_length, dim], zeros behind the last row of each bag."""
+    assert look.feature.max_length is not None  # the collection refuses the rest
+    counts, position = shard.counts(look)[:, None], lax.iota(jnp.int32, look.feature.max_length)[None, :]
+    starts = jnp.cumsum(counts, axis=0) - counts
+    slots = jnp.where(position < counts, starts + position, rows.shape[0])  # b max_length
+    return rows.at[slots].get(mode="fill", fill_value=0)
 
 
 def average(shard: Shard, look: Lookup, sums: jax.Array, zero: jax.Array) -> jax.Array:
@@ -265,13 +281,17 @@ _UNROLLED = 32
 
 
 def unpool(shard: Shard, look: Lookup, grads: jax.Array, zero: jax.Array) -> jax.Array:
-    """Gradient of `pool`: [b, dim] or [b, length, dim] -> one gradient per slot; zeros in unused slots.
+    """Gradient of `pool`: [b, dim] or [b, positions, dim] -> one gradient per slot; zeros in unused slots.
+
+    What stands at the positions behind the last row of a bag is not read.
 
     `zero` is from `rounding.runtime_zero`: what is summed by row later has been rounded by itself.
     """
     length, pooling = look.feature.length, look.member.config.pooling
     grads = average(shard, look, grads, zero)  # which is linear
-    if length is None:
+    if length is None and pooling == "none":
+        slots = grads.at[shard.bags(look), shard.positions(look)].get(mode="fill", fill_value=0)
+    elif length is None:
         slots = grads.at[shard.bags(look)].get(mode="fill", fill_value=0)
     elif pooling == "none":
         slots = grads.reshape(-1, grads.shape[-1])

@@ -7,6 +7,7 @@ every device pays, owner or not. With
     O     ids of the batch in this table         V         vectors that readers want: B x features, or O without pooling
     U     distinct rows among them               N         devices;  n  row parts of a slice;  d = D / columns
     w     bytes of a number in sums and gradients, max(4, e)
+    H     vectors that readers hold: V, or B x positions where rows of jagged features are spread out unpooled
     g(b)  bytes fetched for a row of b bytes (whole granules)          S(d)  optimizer state of a row
 
 a shard gets O/n ids and U/n distinct rows. What travels per shard are T vectors: pooled ones (T = V, of w bytes a number)
@@ -22,9 +23,13 @@ and every device, for tables dealt out by rows and pooled by the readers:
 
     forward compute   (e D O/N + w D V/N) / memory         backward compute   (w D V/N + w D O/N) / memory
 
+or, where unpooled rows of any kind are spread over more positions than there are ids:
+
+    forward compute   (w D O/N + w D H/N) / memory         backward compute   2 w D O/N / memory
+
 A data-parallel table is looked up where its examples are, all devices gather all ids and gradients, and each updates all:
 
-    forward compute   ((4 + g(D e)) O/N + w D V/N) / memory + c O/N
+    forward compute   ((4 + g(D e)) O/N + w D H/N) / memory + c O/N
     backward comm     (4 + w D) O * gather
     backward compute  the one above with n = 1, d = D
 
@@ -72,6 +77,7 @@ class Work:
       occurrences: O.
       vectors: V.
       distinct: U.
+      held: H.
     """
 
     table: TableConfig
@@ -79,6 +85,7 @@ class Work:
     occurrences: float
     vectors: float
     distinct: float
+    held: float
 
     @property
     def wide_itemsize(self) -> int:
@@ -151,12 +158,15 @@ def work(table: TableConfig, statistics: TableStatistics, batch_size: int) -> Wo
             f"({', '.join(table.features)}); got {statistics.pooling_factors}. Give them in this order."
         )
     occurrences = batch_size * statistics.ids_per_example
+    vectors = occurrences if table.pooling == "none" else float(batch_size * len(table.features))
+    spread = table.pooling == "none" and statistics.positions
     return Work(
         table=table,
         itemsize=itemsize(table.dtype),
         occurrences=occurrences,
-        vectors=occurrences if table.pooling == "none" else float(batch_size * len(table.features)),
+        vectors=vectors,
         distinct=statistics.popularity.distinct_rows(occurrences, table.rows),
+        held=float(batch_size * sum(statistics.positions)) if spread else vectors,
     )
 
 
@@ -224,9 +234,9 @@ def _shard_seconds(asked: Work, topology: Topology, kind: Kind, width: int, row_
 
 def _everywhere_seconds(asked: Work, topology: Topology, kind: Kind) -> Seconds:
     n, dim, wide = topology.devices, asked.table.dim, asked.wide_itemsize
-    ids, vectors = asked.occurrences / n, asked.vectors / n
+    ids, vectors, held = asked.occurrences / n, asked.vectors / n, asked.held / n
     if kind == "data_parallel":
-        read = (ID_BYTES + topology.fetched_bytes(dim * asked.itemsize)) * ids + wide * dim * vectors
+        read = (ID_BYTES + topology.fetched_bytes(dim * asked.itemsize)) * ids + wide * dim * held
         return Seconds(
             forward_compute=read / topology.memory_bandwidth + topology.occurrence_s * ids,
             backward_comm=(ID_BYTES + wide * dim) * asked.occurrences * topology.gather_s_per_byte,
@@ -236,6 +246,11 @@ def _everywhere_seconds(asked: Work, topology: Topology, kind: Kind) -> Seconds:
         return Seconds(
             forward_compute=(asked.itemsize * dim * ids + wide * dim * vectors) / topology.memory_bandwidth,
             backward_compute=wide * dim * (vectors + ids) / topology.memory_bandwidth,
+        )
+    if held != vectors:
+        return Seconds(
+            forward_compute=wide * dim * (ids + held) / topology.memory_bandwidth,
+            backward_compute=2 * wide * dim * ids / topology.memory_bandwidth,
         )
     return Seconds()
 
@@ -251,7 +266,7 @@ def _shard_buffers(asked: Work, kind: Kind, width: int, row_parts: int, capacity
 def _everywhere_buffers(asked: Work, topology: Topology, kind: Kind, capacity_factor: float) -> int:
     """What a reader holds: its vectors and their gradients; by kind also rows on the way, or all gathered gradients."""
     dim, wide = asked.table.dim, asked.wide_itemsize
-    held = 2 * wide * dim * asked.vectors / topology.devices
+    held = 2 * wide * dim * asked.held / topology.devices
     if kind == "data_parallel":
         held += (ID_BYTES + 2 * wide * dim) * asked.occurrences  # gathered, and once more in row order
     elif dealt_by_rows(kind):

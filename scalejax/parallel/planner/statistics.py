@@ -63,13 +63,21 @@ class TableStatistics:
       table: Name of the table.
       pooling_factors: Mean number of ids of an example, one for each feature of the table, in their order there.
       popularity: How unevenly rows are used.
+      positions: Positions that rows are spread over where a table is not pooled and its features are jagged, as
+        `Categorical.max_length`, one for each feature; () = as many as ids.
     """
 
     table: str
     pooling_factors: tuple[float, ...]
     popularity: Zipf | Reuse
+    positions: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.positions and (len(self.positions) != len(self.pooling_factors) or min(self.positions) < 1):
+            raise UserError(
+                f"TableStatistics {self.table!r}: positions must be one number, at least 1, for each of the "
+                f"{len(self.pooling_factors)} features, or (); got {self.positions}."
+            )
         if not all(math.isfinite(factor) and factor >= 0 for factor in self.pooling_factors):
             raise UserError(
                 f"TableStatistics {self.table!r}: pooling_factors must be finite and not negative; got "

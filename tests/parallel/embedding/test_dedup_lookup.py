@@ -33,7 +33,10 @@ from scalejax.parallel.embedding.plan import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 SIZE = 64
-GROUPS = (DedupGroup(features=("bag", "mean_bag"), rows_per_example=0.75), DedupGroup(features=("sequence",), rows_per_example=0.5))
+GROUPS = (
+    DedupGroup(features=("bag", "mean_bag"), rows_per_example=0.75),
+    DedupGroup(features=("sequence", "history"), rows_per_example=0.5),
+)
 
 
 def collection(tables, devices, kind="row_wise", **more):

@@ -32,6 +32,7 @@ SCHEMA = Schema(
         Categorical(name="bag", rows=None, length=None, capacity=4),
         Categorical(name="pair", rows=None, length=2),
         Categorical(name="tag", rows=None),
+        Categorical(name="trail", rows=None, length=None, max_length=4, capacity=3),
     )
 )
 """Three maps, one for each policy; none of them holds all the ids of a batch."""
@@ -44,7 +45,7 @@ SGD_LIKE = RowwiseAdagrad(learning_rate=0.1, initial_accumulator=0.5)
 TABLES = (
     TableConfig(name="items", rows=LFU.rows, dim=DIM, features=("item", "bag"), id_map=LFU, optimizer=SGD_LIKE),
     TableConfig(name="shops", rows=21, dim=DIM, features=("shop",), optimizer=SGD_LIKE),
-    TableConfig(name="pairs", rows=LRU.rows, dim=DIM, features=("pair",), pooling="none", id_map=LRU),
+    TableConfig(name="pairs", rows=LRU.rows, dim=DIM, features=("pair", "trail"), pooling="none", id_map=LRU),
     TableConfig(
         name="tags",
         rows=TTL.rows,
@@ -113,8 +114,8 @@ def trace():
     """Host batches whose popular ids are on every device and whose others come and go."""
     rng, batches = np.random.default_rng(1), []
     for step in range(STEPS):
-        lengths = np.ones((5, SIZE), np.int32)
-        lengths[2] = rng.integers(0, 4, SIZE)
+        lengths = np.ones((6, SIZE), np.int32)
+        lengths[2], lengths[5] = rng.integers(0, 4, (2, SIZE))
         lengths[3] = 2
         ids = [hashed(20 * step + rng.zipf(1.4, n) % 90) for n in lengths.sum(axis=1)]
         ids[1] = rng.integers(0, 21, SIZE)
@@ -144,7 +145,7 @@ def step_of(each):
 def grads_at(step, each):
     """Gradients of the features of a collection; those of a feature are the same whatever it has beside."""
     rng = np.random.default_rng(step)
-    shape = {"pair": (SIZE, 2, DIM)}
+    shape = {"pair": (SIZE, 2, DIM), "trail": (SIZE, 4, DIM)}
     grads = {
         name: rng.normal(size=shape.get(name, (SIZE, DIM))).astype(np.float32)
         for table in TABLES
@@ -388,7 +389,7 @@ def test_ids_of_other_tables_are_still_refused_and_floats_are():
 
 def test_ids_that_are_not_rows_yet_are_not_looked_up():
     each = on("1")
-    with pytest.raises(ValueError, match="item, bag, pair, tag still hold 64-bit ids; call map_ids or find_ids first"):
+    with pytest.raises(ValueError, match="item, bag, pair, tag, trail still hold 64-bit ids; call map_ids or find_ids first"):
         each.exchange_ids(features_of(each, trace()[0]))
 
 

@@ -117,6 +117,24 @@ def test_without_pooling_every_id_is_a_vector():
     assert estimate(found, MACHINE, kind="row_wise", row_parts=8).everywhere.total == 0  # nothing to pool
 
 
+def test_lists_travel_as_long_as_they_are_and_are_held_as_long_as_they_may_be():
+    table = TableConfig(name="t", rows=1001, dim=96, features=("a", "b"), pooling="none")
+    lists = TableStatistics(table="t", pooling_factors=(3.0, 2.0), popularity=Reuse(factor=4.0), positions=(20, 5))
+    found, plain = work(table, lists, BATCH), asked(pooling="none")
+    assert (found.occurrences, found.vectors, found.held) == (IDS, IDS, 25 * BATCH)
+    for kind, n in (("row_wise", 8), ("table_wise", 1)):
+        option, other = (estimate(asked, MACHINE, kind=kind, row_parts=n) for asked in (found, plain))
+        assert (option.shard, option.shard_buffers) == (other.shard, other.shard_buffers)
+        # Each of the 8 readers writes 64 examples of 25 positions, of 320 rows, and reads 320 gradients back out.
+        spread = 4 * 96 * (320 + 64 * 25) / MEMORY
+        assert parts(option.everywhere) == pytest.approx((spread, 0, 2 * 4 * 96 * 320 / MEMORY, 0), rel=1e-12)
+        assert option.everywhere_buffers - other.everywhere_buffers == 2 * 4 * 96 * (64 * 25 - 320)
+    held = estimate(found, MACHINE, kind="data_parallel").everywhere_buffers
+    assert held == 2 * 384 * 64 * 25 + (4 + 2 * 384) * IDS
+    with pytest.raises(UserError, match=r"positions must be one number, at least 1, for each of the 2 features.*\(3,\)"):
+        TableStatistics(table="t", pooling_factors=(3.0, 2.0), popularity=Reuse(factor=4.0), positions=(3,))
+
+
 @pytest.mark.parametrize(
     ("optimizer", "numbers"), [(Sgd(), 0), (RowwiseAdagrad(), 1), (Adagrad(), 48), (Adam(), 96), (PartialRowwiseAdam(), 49)]
 )
