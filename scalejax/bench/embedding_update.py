@@ -140,7 +140,12 @@ class _Ours:
         embedded, routing = self.collection.lookup(state, features)
         # The update comes after the lookups, as in a model that mixes features. Without anything that says so the
         # compiler copies all rows, to look them up after they are updated.
-        after = sum(jnp.isnan(x[0, 0]).astype(jnp.float32) for x in embedded.values())
+        after = jax.lax.cond(
+            state["updates"] < 0,
+            lambda vectors: sum(x[0, 0] for x in vectors.values()),
+            lambda vectors: jnp.zeros(()),
+            embedded,
+        )
         return embedded, self.collection.update(state, routing, grads, 1.0 + after)
 
     def _features(self, host: HostKeyedJagged) -> KeyedJagged:
