@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from scalejax.data.dedup import expand_batch
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import planner
@@ -161,7 +162,7 @@ def _statistics(
         return assumed, f"ids per example from the schema, repeated by Zipf's law of exponent {zipf:g} (assumed)"
     # All processes' slices together: one process would count fewer ids, and other distinct rows.
     batches = experiment.data.build().train_batches(start_example=0, process_index=0, process_count=1)
-    sample = (batch.features for batch in itertools.islice(batches, sample_batches))
+    sample = (expand_batch(batch).features for batch in itertools.islice(batches, sample_batches))
     return planner.from_batches(tables, sample), f"counted in the first {sample_batches} batches of the data"
 
 

@@ -10,17 +10,14 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data.batch import Batch
-from scalejax.data.dedup import DedupBatch, DedupKeyedJagged, deduplicate, expand
+from scalejax.data.dedup import AnyBatch, DedupKeyedJagged, deduplicate, expand
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import jagged
 from scalejax.parallel.embedding.jagged import DeviceBatch, KeyedJagged
 from scalejax.train.program import Program
 
 
-def to_device(
-    batch: Batch | DedupBatch, program: Program, purpose: Literal["training", "scoring"] = "training"
-) -> DeviceBatch:
+def to_device(batch: AnyBatch, program: Program, purpose: Literal["training", "scoring"] = "training") -> DeviceBatch:
     """Places this process's slice of a global batch on its devices.
 
     Args:
@@ -64,9 +61,7 @@ def to_device(
     )
 
 
-def _packed(
-    batch: Batch | DedupBatch, program: Program, shards: int
-) -> tuple[jagged.Packed, tuple[jagged.FeatureLayout, ...]]:
+def _packed(batch: AnyBatch, program: Program, shards: int) -> tuple[jagged.Packed, tuple[jagged.FeatureLayout, ...]]:
     collection, groups = program.collection, program.experiment.dedup
     if groups:
         wanted = tuple(group.features for group in groups)
@@ -89,7 +84,7 @@ class Prefetch:
 
     def __init__(
         self,
-        batches: Iterator[Batch],
+        batches: Iterator[AnyBatch],
         program: Program,
         *,
         depth: int = 2,
@@ -114,16 +109,16 @@ class Prefetch:
                 continue
         self._thread.join()
 
-    def __iter__(self) -> Iterator[tuple[Batch, DeviceBatch]]:
+    def __iter__(self) -> Iterator[tuple[AnyBatch, DeviceBatch]]:
         return self
 
-    def __next__(self) -> tuple[Batch, DeviceBatch]:
+    def __next__(self) -> tuple[AnyBatch, DeviceBatch]:
         item = self._ready.get()
         if isinstance(item, BaseException):
             raise item
         return item
 
-    def _fill(self, batches: Iterator[Batch], program: Program, purpose: Literal["training", "scoring"]) -> None:
+    def _fill(self, batches: Iterator[AnyBatch], program: Program, purpose: Literal["training", "scoring"]) -> None:
         try:
             for batch in batches:
                 if self._stop.is_set():
