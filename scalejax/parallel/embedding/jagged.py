@@ -188,6 +188,17 @@ def pack_deduplicated(
     return dataclasses.replace(packed, inverse=inverse)
 
 
+def expanded_fits(features: DedupKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> bool:
+    """Whether every shard has room for the ids of all its examples: `plain_capacity` slots for a feature of a group."""
+    room = {feature.name: feature.plain_capacity for feature in layout if feature.group is not None}
+    for distinct, inverse in zip(features.distinct, features.inverse, strict=True):
+        for name, lengths in zip(distinct.keys, distinct.lengths, strict=True):
+            ids = lengths[inverse].reshape(shards, -1).sum(axis=1, dtype=np.int64)
+            if name in room and ids.max(initial=0) > room[name]:
+                return False
+    return True
+
+
 def _rows_of_shards(inverse: np.ndarray, rows: int, shards: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Distinct rows of each shard one after the other, their numbers by shard, and the inverse within each shard."""
     own = inverse.reshape(shards, -1)
