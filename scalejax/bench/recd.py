@@ -9,6 +9,9 @@ item-side ones. A unit is one batch.
   step    a training step on batches that lie on the device
   train   both, batches prepared by a thread ahead of the step
 
+Both files have one codec, one encoding and row groups of one batch; `recd_data` measures storage at the size of row
+groups that files have.
+
 A case "read-s16-d0.9" has S = 16 samples a session and d = 0.9; S = 1 is the overhead where nothing repeats.
 """
 
@@ -77,7 +80,7 @@ def prepare(
     log = _log(int(samples[1:]), float(repeat[1:]), batches * batch_size)
     held = tempfile.TemporaryDirectory(prefix="scalejax-bench-")
     folder = pathlib.Path(held.name)
-    log.write(folder / "log.parquet", row_group=batch_size)
+    log.write(folder / "log.parquet", row_group=batch_size, encoding="dictionary")
     manifest = cluster_by_session(folder / "log.parquet", folder / "clustered", row_group=batch_size, groups=log.groups)
     sides = {
         "dedup": _Side(log, ParquetFiles(folder / "clustered"), batch_size, log.groups),
