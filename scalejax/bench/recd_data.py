@@ -224,7 +224,7 @@ def main() -> None:
         print(f"{samples:7} {repeat:6} {measured:6.3f} {expected:11.3f}")
     print("user_ids encoding        bytes clustered ratio without_repeats ratio")
     for user_ids, encoding in itertools.product((10.0, 30.0, 80.0), ("plain", "dictionary")):
-        before, whole, short = storage(user_ids, encoding)
+        before, whole, short = storage(user_ids, encoding, sessions=4096)
         print(
             f"{user_ids:8} {encoding:10} {before:10} {whole:9} {before / whole:5.2f} {short:15} {before / short:5.2f}",
             flush=True,
