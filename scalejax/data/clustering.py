@@ -22,8 +22,8 @@ group of the source and of one partition. A cluster engine does the same with it
 
 With `groups`, lists that a row has in common with the row before it are not written a second time (`Manifest.groups`).
 Codecs find them, but not where ids are packed in bits, and a reader that finds them written has to decode, hash and
-compare them; left out, they cost neither bytes nor time. `ParquetFiles` puts them back wherever plain rows are asked
-for, other readers see nulls.
+compare them; left out, they cost neither bytes nor time. `ParquetData(dedup=groups)` hands them on as they are, once
+per row of lists; `ParquetFiles` puts them back wherever plain rows are asked for, other readers see nulls.
 
 The result appears by one rename of a finished folder with its manifest (`clustered.py`); what an interruption leaves is
 `<target>.partial`, which readers refuse.
