@@ -17,7 +17,7 @@ import numpy as np
 from scalejax.bench import machine, peers, workloads
 from scalejax.bench.harness import Contest, OutputsDiffer
 from scalejax.data import BatchedDataSet, FlightsData, Fractions, Schema, from_columns
-from scalejax.data.batch import Batch
+from scalejax.data.dedup import AnyBatch, expand_batch
 from scalejax.data.parquet import ParquetData
 from scalejax.errors import UserError
 
@@ -160,5 +160,5 @@ def _check(ours: BatchedDataSet, loader: Iterable[Any], batches: int) -> None:
         raise OutputsDiffer("an epoch of the peer does not hold the rows that an epoch of ours holds")
 
 
-def _rows(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return workloads.one_hot_ids(batch), batch.dense, batch.labels[:, 0]
+def _rows(batch: AnyBatch) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    return workloads.one_hot_ids(expand_batch(batch)), batch.dense, batch.labels[:, 0]

@@ -1,13 +1,16 @@
 """Deduplication end to end: from a session log in Parquet to training steps, against the same without it.
 
-Ours reads a log clustered by session that leaves repeats out, transforms and packs every distinct row once, and trains
-on deduplicated batches. The peer "plain" is this library on the log as it was written, in time order: every list of
-every row. Both train one DLRM on 16 user-side features in four groups (lists of 30 ids on average, pooled) and 4
+Ours reads a log clustered by session that leaves repeats out, transforms and packs the rows of lists that it has, and
+trains on deduplicated batches. The peer "plain" is this library on the log as it was written, in time order: every list
+of every row. Both train one DLRM on 16 user-side features in four groups (lists of 30 ids on average, pooled) and 4
 item-side ones. A unit is one batch.
 
   read    a row group from Parquet: decoded, ids hashed into rows, packed into the device form, ids sorted by row
   step    a training step on batches that lie on the device
   train   both, batches prepared by a thread ahead of the step
+
+Both files have one codec, one encoding and row groups of one batch; `recd_data` measures storage at the size of row
+groups that files have.
 
 A case "read-s16-d0.9" has S = 16 samples a session and d = 0.9; S = 1 is the overhead where nothing repeats.
 """
@@ -16,8 +19,8 @@ import functools
 import itertools
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal, NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -25,13 +28,14 @@ import numpy as np
 from scalejax import optim
 from scalejax.bench import machine
 from scalejax.bench.harness import Contest, Effort, OutputsDiffer
-from scalejax.data.batch import Batch
-from scalejax.data.dedup import DedupBatch, expand, expand_batch
+from scalejax.data.dedup import AnyBatch, DedupBatch, Groups, expand_batch
+from scalejax.data.encode import Numbers
 from scalejax.data.parquet_files import ParquetFiles, RowGroup
-from scalejax.data.records import Ragged
-from scalejax.data.row_transforms import HashIds, RowTransform, map_distinct, map_rows
+from scalejax.data.records import RecordLayout
+from scalejax.data.row_transforms import HashIds
 from scalejax.data.schema import Categorical, Schema
 from scalejax.data.sessions import SessionLog, dedup_factor
+from scalejax.data.windows import decode
 from scalejax.errors import UserError
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.parallel import mesh as meshes
@@ -53,8 +57,6 @@ _USER_IDS = 30.0
 _MODEL = DlrmConfig(dim=32, bottom_hidden=(64,), top_hidden=(256, 128))
 _ROOM = 1.15
 """Room for distinct rows and for ids, over what is expected."""
-
-AnyBatch = Batch | DedupBatch
 
 
 def on_cpu() -> bool:
@@ -78,20 +80,20 @@ def prepare(
     log = _log(int(samples[1:]), float(repeat[1:]), batches * batch_size)
     held = tempfile.TemporaryDirectory(prefix="scalejax-bench-")
     folder = pathlib.Path(held.name)
-    log.write(folder / "log.parquet", row_group=batch_size)
+    log.write(folder / "log.parquet", row_group=batch_size, encoding="dictionary")
     manifest = cluster_by_session(folder / "log.parquet", folder / "clustered", row_group=batch_size, groups=log.groups)
     sides = {
-        "dedup": _Side(log, ParquetFiles(folder / "clustered"), batch_size, "dedup"),
-        "plain": _Side(log, ParquetFiles(folder / "log.parquet"), batch_size, "plain"),
+        "dedup": _Side(log, ParquetFiles(folder / "clustered"), batch_size, log.groups),
+        "plain": _Side(log, ParquetFiles(folder / "log.parquet"), batch_size, ()),
     }
     ours, peer = sides["dedup"], sides["plain"]
 
     def check() -> None:
         group = ours.files.groups[0]
-        batch, again = ours.read(group), ours.read_plainly(group)
+        batch, again = ours.read(group), expand_batch(peer.read(group, ours.files))
         if not isinstance(batch, DedupBatch):
             raise OutputsDiffer("the batch is not deduplicated")
-        back = expand(batch.features)
+        back = expand_batch(batch).features
         if not (
             np.array_equal(back.values, again.features.values) and np.array_equal(back.lengths, again.features.lengths)
         ):
@@ -129,8 +131,8 @@ def prepare(
 class _Side:
     """One way from the log to the step."""
 
-    def __init__(self, log: SessionLog, files: ParquetFiles, batch_size: int, form: Literal["dedup", "plain"]) -> None:
-        self.files, self._log, self._form = files, log, form
+    def __init__(self, log: SessionLog, files: ParquetFiles, batch_size: int, groups: Groups) -> None:
+        self.files = files
         schema = Schema(
             categorical=tuple(
                 Categorical(
@@ -144,19 +146,17 @@ class _Side:
             dense=log.dense_names,
         )
         share = min(1.0, _ROOM / dedup_factor(log.samples, log.repeat))
-        groups = tuple(DedupGroup(features=names, rows_per_example=share) for names in log.groups)
         experiment = Experiment(
             model=_MODEL,
             data=_Given(batch_size),
             steps=1_000_000,
             optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-3)),
             row_optimizer=RowwiseAdagrad(learning_rate=0.002),
-            dedup=groups if form == "dedup" else (),
+            dedup=tuple(DedupGroup(features=names, rows_per_example=share) for names in groups),
         )
         self.program = program.build(experiment, schema, meshes.make_mesh(experiment.mesh, jax.devices()[:1]))
-        self._transforms: dict[str, RowTransform] = {
-            name: HashIds(rows=_TABLE_ROWS, seed=f) for f, name in enumerate(log.names)
-        }
+        self._layout = RecordLayout(schema, groups)
+        self._transforms = [(name, HashIds(rows=_TABLE_ROWS, seed=f)) for f, name in enumerate(log.names)]
 
     @functools.cached_property
     def _state(self) -> list:
@@ -175,17 +175,10 @@ class _Side:
     def _groups(self) -> Iterator[RowGroup]:
         return itertools.cycle(self.files.groups)
 
-    def read(self, group: RowGroup) -> AnyBatch:
-        """A row group as a batch."""
-        if self._form == "plain":
-            return self.read_plainly(group)
-        features = map_distinct(self.files.features(group, self._log.names, self._log.groups), self._transforms)
-        return DedupBatch(features, *self._rest(group))
-
-    def read_plainly(self, group: RowGroup) -> Batch:
-        """The same with every list of every row."""
-        features = self.files.features(group, self._log.names).plain
-        return Batch(map_rows(features, self._transforms), *self._rest(group))
+    def read(self, group: RowGroup, files: ParquetFiles | None = None) -> AnyBatch:
+        """A row group as a batch, as a data set in windows reads it."""
+        rows = decode(files or self.files, group, self._layout, Numbers(), self._transforms)
+        return self._layout.batch(rows, group.rows)
 
     def reads(self, count: int) -> None:
         for _ in range(count):
@@ -198,15 +191,15 @@ class _Side:
 
     def trains(self, count: int) -> None:
         batches = (self.read(next(self._groups)) for _ in range(count))
-        with convert.Prefetch(batches, self.program) as ready:  # pyright: ignore[reportArgumentType]
+        with convert.Prefetch(batches, self.program) as ready:
             for _, batch in ready:
                 self._step(batch)
         jax.block_until_ready(self._state[0])
 
     def logits(self, batch: AnyBatch) -> np.ndarray:
-        return np.asarray(
-            self.program.eval_step(self.program.init(), convert.to_device(batch, self.program, "scoring"))
-        )
+        device = convert.to_device(batch, self.program, "scoring")
+        logits, _ = self.program.eval_step(self.program.init(), device)
+        return np.asarray(logits)
 
     def temporaries(self) -> int:
         """Bytes that a step takes on top of its arguments and results."""
@@ -216,12 +209,6 @@ class _Side:
 
     def _step(self, batch: object) -> None:
         self._state[0], _ = self.program.train_step(self._state[0], batch)
-
-    def _rest(self, group: RowGroup) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        columns: Mapping[str, np.ndarray | Ragged] = self.files.read(group, [*self._log.dense_names, "label"])
-        dense = np.stack([np.asarray(columns[name]) for name in self._log.dense_names], axis=1)
-        labels = np.asarray(columns["label"]).astype(np.float32)[:, None]
-        return dense, labels, np.ones(group.rows, np.float32)
 
 
 class _Given:

@@ -10,6 +10,7 @@ the same file as the peer. One thread decodes on both sides.
 clustering saves. `python -m scalejax.bench.recd_data` prints both.
 """
 
+import dataclasses
 import functools
 import itertools
 import pathlib
@@ -145,9 +146,17 @@ def factors(sessions: int = 8192) -> Iterator[tuple[int, float, float, float]]:
 
 
 def storage(
-    user_ids: float, encoding: Literal["plain", "dictionary"], sessions: int = 4096, level: int | None = None
+    user_ids: float,
+    encoding: Literal["plain", "dictionary"],
+    sessions: int = 8192,
+    level: int | None = None,
+    row_group: int = 65_536,
 ) -> tuple[int, int, int]:
-    """Bytes of `workload` in time order, clustered, and also without repeats; Parquet with zstd and one encoding."""
+    """Bytes of `workload` in time order, clustered, and also without repeats; Parquet with zstd and one encoding.
+
+    All sessions are open at a time, so that the samples of one lie far apart, as in a log of many users. Row groups of
+    all three are of one size; the encoding "dictionary" of the first is pyarrow's default.
+    """
     import pyarrow.parquet as pq
 
     from scalejax.data.clustering import cluster_by_session
@@ -155,9 +164,11 @@ def storage(
     with tempfile.TemporaryDirectory(prefix="scalejax-bench-") as folder:
         path = pathlib.Path(folder)
         options = {"compression": "zstd", "compression_level": level, "use_dictionary": encoding == "dictionary"}
-        log = workload(sessions, user_ids)
-        pq.write_table(log.table(), path / "log.parquet", row_group_size=65_536, **options)
-        rewrite = functools.partial(cluster_by_session, path / "log.parquet", level=level, encoding=encoding)
+        log = dataclasses.replace(workload(sessions, user_ids), concurrent=sessions)
+        pq.write_table(log.table(), path / "log.parquet", row_group_size=row_group, **options)
+        rewrite = functools.partial(
+            cluster_by_session, path / "log.parquet", level=level, encoding=encoding, row_group=row_group
+        )
         whole, short = rewrite(path / "whole"), rewrite(path / "short", groups=log.groups)
         return whole.source_bytes, whole.bytes, short.bytes
 
@@ -213,7 +224,7 @@ def main() -> None:
         print(f"{samples:7} {repeat:6} {measured:6.3f} {expected:11.3f}")
     print("user_ids encoding        bytes clustered ratio without_repeats ratio")
     for user_ids, encoding in itertools.product((10.0, 30.0, 80.0), ("plain", "dictionary")):
-        before, whole, short = storage(user_ids, encoding)
+        before, whole, short = storage(user_ids, encoding, sessions=4096)
         print(
             f"{user_ids:8} {encoding:10} {before:10} {whole:9} {before / whole:5.2f} {short:15} {before / short:5.2f}",
             flush=True,

@@ -7,6 +7,7 @@ import numpy as np
 
 from scalejax.data import FlightsData
 from scalejax.data.batch import Batch
+from scalejax.data.dedup import expand_batch
 from scalejax.data.jagged import KeyedJagged
 from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
@@ -84,7 +85,8 @@ def for_case(case: str, data: pathlib.Path | None) -> tuple[Schema, list[Batch]]
         schema = criteo_schema()
         return schema, batches(schema, _CRITEO_BATCH, _DISTINCT)
     flights = FlightsData(path=None if data is None else str(data), batch_size=int(case[1:])).build()
-    return flights.schema, list(itertools.islice(flights.train_batches(start_example=0), _DISTINCT))
+    first = itertools.islice(flights.train_batches(start_example=0), _DISTINCT)
+    return flights.schema, [expand_batch(batch) for batch in first]
 
 
 def one_hot_ids(batch: Batch) -> np.ndarray:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from scalejax.data.parquet import ParquetData as ParquetData
     from scalejax.data.schema import Categorical as Categorical
     from scalejax.data.schema import Schema as Schema
+    from scalejax.data.session_data import SessionData as SessionData
+    from scalejax.data.sessions import SessionLog as SessionLog
     from scalejax.data.splits import ByPosition as ByPosition
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
@@ -51,6 +53,8 @@ _HOMES = {
     "MovielensData": "movielens",
     "ParquetData": "parquet",
     "Schema": "schema",
+    "SessionData": "session_data",
+    "SessionLog": "sessions",
     "from_columns": "memory",
 }
 

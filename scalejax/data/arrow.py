@@ -49,9 +49,15 @@ def convert(
       path: The file to write.
       chunk_rows: Examples per record batch.
       progress: Called with (examples done, examples in all) after each record batch.
+    Raises:
+      UserError: the source is deduplicated, which this form is not.
     """
     path = pathlib.Path(path)
     layout = source.examples.layout
+    if layout.groups:
+        raise UserError(
+            f"convert: the file would hold every list of every row; got dedup={layout.groups}. Leave it out."
+        )
     sizes = {split: source.num_examples(split) for split in SPLITS}
     metadata = {
         "format": _FORMAT,

@@ -22,8 +22,8 @@ group of the source and of one partition. A cluster engine does the same with it
 
 With `groups`, lists that a row has in common with the row before it are not written a second time (`Manifest.groups`).
 Codecs find them, but not where ids are packed in bits, and a reader that finds them written has to decode, hash and
-compare them; left out, they cost neither bytes nor time. `ParquetFiles` puts them back wherever plain rows are asked
-for, other readers see nulls.
+compare them; left out, they cost neither bytes nor time. `ParquetData(dedup=groups)` hands them on as they are, once
+per row of lists; `ParquetFiles` puts them back wherever plain rows are asked for, other readers see nulls.
 
 The result appears by one rename of a finished folder with its manifest (`clustered.py`); what an interruption leaves is
 `<target>.partial`, which readers refuse.
@@ -122,9 +122,11 @@ def cluster_by_session(
       row_group: Rows of a row group; it ends with the last session that fits, or holds one longer session alone.
       compression: Codec of every column.
       level: Of the codec; None = its default.
-      encoding: "plain", or "dictionary" where pyarrow finds it worth while (its default). A dictionary packs ids into
-        few bits, across bytes, where a codec does not see that a list repeats: lists that are written again and again
-        come out larger, others smaller. None = "dictionary" if `groups` are given, else "plain".
+      encoding: "plain", or "dictionary" for all columns but numbers with a fraction and the time, whose values rarely
+        repeat, where pyarrow finds it worth while. Every row group has dictionaries of its own, so larger ones save
+        more. A dictionary packs ids into few bits, across bytes, where a codec does not see that a list repeats: lists
+        that are written again and again come out larger, others smaller. None = "dictionary" if `groups` are given,
+        else "plain".
       groups: Groups of list columns that change together, whose repeats are left out (see the module).
       leftovers: What happens to `<target>.partial` of an interrupted rewrite: "refuse" to start, or "remove" it.
       progress: Called with (row groups read + partitions written, all of both).
@@ -159,7 +161,7 @@ def cluster_by_session(
         writing={
             "compression": compression,
             "compression_level": level,
-            "use_dictionary": encoding == "dictionary",
+            "use_dictionary": _with_dictionary(files.arrow_schema, time) if encoding == "dictionary" else False,
             "write_page_checksum": True,
         },
         identity=hashlib.sha256(repr((files.fingerprint(), settings)).encode()).hexdigest(),
@@ -262,6 +264,20 @@ class _Rewrite:
         spool.unlink()
         size = path.stat().st_size
         return File(name=path.name, rows=sessions.size, sessions=starts.size, bytes=size, sha256=clustered.sha256(path))
+
+
+def _with_dictionary(schema: pa.Schema, time: str) -> list[str]:
+    """Paths inside a file of the columns of whole numbers, or lists of them, but for the time."""
+    empty = pa.BufferOutputStream()
+    pq.write_table(schema.empty_table(), empty)
+    columns = pq.read_metadata(pa.BufferReader(empty.getvalue())).schema
+    paths = [columns.column(i).path for i in range(len(columns))]
+    chosen = []
+    for field in schema:
+        type_ = getattr(field.type, "value_type", field.type)
+        if not pa.types.is_floating(type_) and field.name != time:
+            chosen += [path for path in paths if path == field.name or path.startswith(f"{field.name}.")]
+    return chosen
 
 
 def _without_repeats(rows: pa.Table, groups: Groups) -> pa.Table:

@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 
-from scalejax.data.batch import Batch
+from scalejax.data.dedup import AnyBatch
 from scalejax.data.permutation import Permutation
 from scalejax.data.records import RecordLayout, Rows, Table
 from scalejax.data.runs import RunOrder
@@ -162,6 +162,8 @@ def _read_ahead(source: _Source[T], threads: int) -> Iterator[T]:
 class BatchedDataSet:
     """Batches of a fixed global size; implements the `DataSet` protocol of `train.protocols`.
 
+    They are `DedupBatch`es where the layout of the examples has groups, else `Batch`es.
+
     Every process reads its contiguous slice of each *global* batch, so where a run stands is one number, the global
     example counter, and it resumes exactly at any number of processes.
 
@@ -203,7 +205,7 @@ class BatchedDataSet:
 
     def train_batches(
         self, *, start_example: int = 0, process_index: int = 0, process_count: int = 1
-    ) -> Iterator[Batch]:
+    ) -> Iterator[AnyBatch]:
         """This process's slice of each global batch from stream position `start_example`, without end.
 
         Raises:
@@ -211,7 +213,7 @@ class BatchedDataSet:
         """
         return _read_ahead(self._train(start_example, process_index, process_count), self.threads)
 
-    def _train(self, start_example: int, process_index: int, process_count: int) -> _Source[Batch]:
+    def _train(self, start_example: int, process_index: int, process_count: int) -> _Source[AnyBatch]:
         if start_example < 0:
             raise UserError(
                 f"start_example must not be negative; got {start_example}. If it comes from a checkpoint, that one is "
@@ -222,48 +224,48 @@ class BatchedDataSet:
             raise UserError("the training split is empty; change the split or the data.")
         first = start_example + process_index * local
 
-        def make(number: int) -> Batch:
+        def make(number: int) -> AnyBatch:
             start = first + number * self.batch_size
             return self.examples.layout.batch(self.examples.stream(start, start + local), local)
 
         return _Source(make, sys.maxsize)
 
-    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[AnyBatch]:
         """One pass over a split in file order; the last batch is filled up with examples of weight 0."""
         return _read_ahead(self._held(split, process_index, process_count), self.threads)
 
-    def _held(self, split: str, process_index: int, process_count: int) -> _Source[Batch]:
+    def _held(self, split: str, process_index: int, process_count: int) -> _Source[AnyBatch]:
         stop = self.num_examples(split)
         return self._pass(lambda a, b: self.examples.held(split, a, b), 0, stop, process_index, process_count)
 
     def range_batches(
         self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1
-    ) -> Iterator[Batch]:
+    ) -> Iterator[AnyBatch]:
         """One pass over positions [start, stop) of the training stream, the last batch filled up with weight 0.
 
         Progressive validation scores `range_batches(*day)` before it trains on the same positions.
         """
         return _read_ahead(self._range(start, stop, process_index, process_count), self.threads)
 
-    def mapped(self, transform: Callable[[Batch], T]) -> "MappedDataSet[T]":
+    def mapped(self, transform: Callable[[AnyBatch], T]) -> "MappedDataSet[T]":
         """The same data set, every batch of a process given to a function in the reading threads.
 
         For example `data.mapped(Deduplicate(groups=...))`.
         """
         return MappedDataSet(self, transform)
 
-    def _range(self, start: int, stop: int, process_index: int, process_count: int) -> _Source[Batch]:
+    def _range(self, start: int, stop: int, process_index: int, process_count: int) -> _Source[AnyBatch]:
         if not 0 <= start <= stop:
             raise UserError(f"range_batches needs 0 <= start <= stop; got [{start}, {stop}).")
         return self._pass(self.examples.stream, start, stop, process_index, process_count)
 
     def _pass(
         self, read: Callable[[int, int], Rows], start: int, stop: int, process_index: int, process_count: int
-    ) -> _Source[Batch]:
+    ) -> _Source[AnyBatch]:
         local = self._local(process_index, process_count)
         layout = self.examples.layout
 
-        def make(number: int) -> Batch:
+        def make(number: int) -> AnyBatch:
             a = start + number * self.batch_size + process_index * local
             a, b = min(a, stop), min(a + local, stop)
             rows = read(a, b) if a < b else read(stop - 1, stop).take(np.zeros(0, np.int64))
@@ -290,7 +292,7 @@ class MappedDataSet(Generic[T]):
       transform: This process's slice of a batch -> what is handed over.
     """
 
-    def __init__(self, data: BatchedDataSet, transform: Callable[[Batch], T]) -> None:
+    def __init__(self, data: BatchedDataSet, transform: Callable[[AnyBatch], T]) -> None:
         self.data, self.transform = data, transform
 
     def train_batches(self, *, start_example: int = 0, process_index: int = 0, process_count: int = 1) -> Iterator[T]:
@@ -305,5 +307,5 @@ class MappedDataSet(Generic[T]):
         """As `BatchedDataSet.range_batches`."""
         return self._run(self.data._range(start, stop, process_index, process_count))
 
-    def _run(self, source: _Source[Batch]) -> Iterator[T]:
+    def _run(self, source: _Source[AnyBatch]) -> Iterator[T]:
         return _read_ahead(_Source(lambda number: self.transform(source.make(number)), source.count), self.data.threads)

@@ -132,6 +132,9 @@ class DedupBatch:
         return self.labels.shape[0]
 
 
+AnyBatch = Batch | DedupBatch
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Deduplicate:
     """`Batch` -> `DedupBatch`, for `grain.MapDataset.map` or any other pipeline.
@@ -142,18 +145,20 @@ class Deduplicate:
 
     groups: Groups
 
-    def __call__(self, batch: Batch) -> DedupBatch:
-        """Deduplicates one batch.
+    def __call__(self, batch: AnyBatch) -> DedupBatch:
+        """Deduplicates one batch; one that is deduplicated already is expanded first.
 
         Raises:
           UserError: as `deduplicate`.
         """
-        features = deduplicate(batch.features, self.groups)
+        features = deduplicate(expand_batch(batch).features, self.groups)
         return DedupBatch(features, batch.dense, batch.labels, batch.weights, batch.groups)
 
 
-def expand_batch(batch: DedupBatch) -> Batch:
-    """The batch that was deduplicated."""
+def expand_batch(batch: AnyBatch) -> Batch:
+    """The batch that was deduplicated; one that is not deduplicated as it is."""
+    if isinstance(batch, Batch):
+        return batch
     return Batch(expand(batch.features), batch.dense, batch.labels, batch.weights, batch.groups)
 
 
@@ -197,7 +202,7 @@ def deduplicate(
       UserError: a group is empty, names a feature that is not there, or one that another group has.
       ValueError: ids are not integers, or lengths do not add up to them.
     """
-    groups = _checked(groups, features.keys)
+    groups = check_groups(groups, features.keys)
     if features.values.dtype.kind not in "iu":
         raise ValueError(f"deduplicate: ids must be integers; got {features.values.dtype}.")
     bounds = features.feature_offsets()
@@ -391,7 +396,12 @@ def _assemble(
     )
 
 
-def _checked(groups: Sequence[Sequence[str]], keys: tuple[str, ...]) -> Groups:
+def check_groups(groups: Sequence[Sequence[str]], keys: tuple[str, ...]) -> Groups:
+    """The groups as tuples.
+
+    Raises:
+      UserError: a group is empty, names a feature that is not there, or one that another group has.
+    """
     out = tuple(tuple(group) for group in groups)
     names = [name for group in out for name in group]
     if any(isinstance(group, str) for group in groups) or any(not group for group in out):

@@ -8,11 +8,13 @@ from typing import Literal
 import numpy as np
 
 from scalejax.data.jagged import check_ids, check_lengths, signed_ids
-from scalejax.data.records import Ragged, RecordLayout, Rows
-from scalejax.data.schema import Schema
+from scalejax.data.records import Ragged, RecordLayout, Rows, Shared
+from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 Columns = Mapping[str, "np.ndarray | Ragged"]
+SharedLists = Mapping[tuple[str, ...], Shared]
+"""Names of the features of a group -> their lists."""
 NanPolicy = Literal["mean", "zero", "error"]
 Scaling = Literal["standard", "none"]
 
@@ -144,11 +146,14 @@ class _Unscaled(Numbers):
         return super().__call__(name, column, where) + self.mean.get(name, 0.0)
 
 
-def encode(columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: str) -> Rows:
+def encode(
+    columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: str, shared: SharedLists | None = None
+) -> Rows:
     """Checks columns and packs them into records.
 
     Args:
       columns: Name -> int[N] or int[N, L] ids, `Ragged` lists of ids, number[N] numbers, number[N] labels.
+      shared: The lists of the groups of the layout.
       layout: Of the schema.
       numbers: Transform of the number columns.
       where: Where the columns come from, for messages; rows are counted from its beginning.
@@ -163,12 +168,7 @@ def encode(columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: s
         ids = columns[feature.name]
         if isinstance(ids, Ragged):
             assert feature.length is not None
-            if (wrong := ids.lengths != feature.length).any():
-                row = int(wrong.argmax())
-                raise UserError(
-                    f"{where}: feature {feature.name!r} has {ids.lengths[row]} ids in row {row}; the schema says "
-                    f"exactly {feature.length}. Declare it with length=None and a capacity to allow any number."
-                )
+            _check_length(ids, feature, where)
             ids = ids.values.reshape(rows, feature.length)
         _no_missing(ids, feature.name, where)
         lengths = None if ids.ndim == 1 else np.full(rows, feature.length)
@@ -184,9 +184,43 @@ def encode(columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: s
         assert isinstance(lists, Ragged)
         check_lengths(lists.lengths, feature.name, feature.max_length, where=where)
         check_ids(lists.values, feature.name, feature.rows, lengths=lists.lengths, where=where)
-        wide = feature.name in layout.wide
-        jagged.append(Ragged(lists.offsets, signed_ids(lists.values).astype(np.int64 if wide else np.int32)))
-    return Rows(records, tuple(jagged))
+        jagged.append(_as_kept(lists, feature))
+    groups = []
+    for group in layout.groups:
+        assert shared is not None
+        groups.append(_shared(shared[group], [schema[name] for name in group], where))
+    return Rows(records, tuple(jagged), tuple(groups))
+
+
+def _shared(rows: Shared, features: list[Categorical], where: str) -> Shared:
+    for feature, lists in zip(features, rows.lists, strict=True):
+        try:
+            _check_lists(lists, feature, where)
+        except UserError:
+            _check_lists(lists.take(rows.index), feature, where)  # the same, said of an example and not of a row
+            raise
+    return Shared(tuple(map(_as_kept, rows.lists, features)), rows.index)
+
+
+def _check_lists(lists: Ragged, feature: Categorical, where: str) -> None:
+    if feature.length is not None:
+        _check_length(lists, feature, where)
+    check_lengths(lists.lengths, feature.name, feature.max_length, where=where)
+    check_ids(lists.values, feature.name, feature.rows, lengths=lists.lengths, where=where)
+
+
+def _check_length(lists: Ragged, feature: Categorical, where: str) -> None:
+    if (wrong := lists.lengths != feature.length).any():
+        row = int(wrong.argmax())
+        raise UserError(
+            f"{where}: feature {feature.name!r} has {lists.lengths[row]} ids in row {row}; the schema says exactly "
+            f"{feature.length}. Declare it with length=None and a capacity to allow any number."
+        )
+
+
+def _as_kept(lists: Ragged, feature: Categorical) -> Ragged:
+    wide = feature.rows is None
+    return Ragged(lists.offsets, signed_ids(lists.values).astype(np.int64 if wide else np.int32))
 
 
 def _no_missing(ids: np.ndarray, name: str, where: str) -> None:

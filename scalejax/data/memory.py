@@ -7,7 +7,16 @@ from typing import Literal
 import numpy as np
 
 from scalejax.data.dataset import BatchedDataSet, TableExamples, day_ranges
-from scalejax.data.encode import Columns, NanPolicy, Scaling, check_schema, encode, fit_numbers, missing_column
+from scalejax.data.encode import (
+    Columns,
+    NanPolicy,
+    Scaling,
+    SharedLists,
+    check_schema,
+    encode,
+    fit_numbers,
+    missing_column,
+)
 from scalejax.data.records import Ragged, RecordLayout, Rows
 from scalejax.data.runs import Runs, check_divides, check_whole
 from scalejax.data.schema import Schema
@@ -33,6 +42,7 @@ def from_columns(
     scaling: Scaling = "standard",
     threads: int = 2,
     where: str = "columns",
+    shared: SharedLists | None = None,
 ) -> BatchedDataSet:
     """Packs columns into records and shuffles them fully.
 
@@ -53,17 +63,20 @@ def from_columns(
       scaling: "standard" = numbers get mean 0 and variance 1 on the training split; "none" = they stay.
       threads: Reading threads.
       where: Where the columns come from, for messages.
+      shared: Lists of groups of features with each row of lists once, in place of their columns; batches are then
+        `DedupBatch`es.
     Raises:
       UserError: a column is missing or holds what it must not.
     """
     check_schema(schema)
-    layout = RecordLayout(schema)
-    used = [*schema.keys, *schema.dense, *schema.labels]
+    layout = RecordLayout(schema, tuple(shared or ()))
+    used = layout.columns
     others = [split.column] if isinstance(split, ByTime) else []
     for name in [*used, *others, *(name for name in (time, session) if name)]:
         if name not in columns:
             raise missing_column(name, columns, where)
     sizes = {name: len(columns[name]) for name in used}
+    sizes |= {", ".join(group): len(lists) for group, lists in (shared or {}).items()}
     if len(set(sizes.values())) > 1:
         raise UserError(f"{where}: columns must be equally long; got {sizes}.")
     examples = sizes[schema.labels[0]]
@@ -88,7 +101,7 @@ def from_columns(
         days = day_ranges(period[splits["train"]].astype(np.int64), day_name)
     chunk = [(columns, splits["train"], where)]
     numbers = fit_numbers(chunk, schema.dense, log_shift=log_shift or {}, nan=nan, scaling=scaling)
-    rows = encode(columns, layout, numbers, where=where)
+    rows = encode(columns, layout, numbers, where=where, shared=shared)
     examples_ = TableExamples(
         rows,
         layout,
@@ -119,6 +132,8 @@ def _fingerprint(
 ) -> str:
     digest = hashlib.sha256(repr((schema, order, seed)).encode())
     arrays = [rows.records, *(a for r in rows.jagged for a in (r.offsets, r.values)), *splits.values()]
+    for group in rows.shared:
+        arrays += [group.index, *(a for lists in group.lists for a in (lists.offsets, lists.values))]
     for array in arrays if runs is None else [*arrays, runs.lengths]:
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from scalejax.data.dataset import BatchedDataSet, Day, day_ranges
+from scalejax.data.dedup import Groups, check_groups, check_names
 from scalejax.data.encode import NanPolicy, Numbers, Scaling, check_schema, fit_numbers
 from scalejax.data.jagged import lengths_to_offsets
 from scalejax.data.memory import Order, array_of, from_columns
-from scalejax.data.records import Ragged, RecordLayout
+from scalejax.data.records import Ragged, RecordLayout, Shared
+from scalejax.data.row_transforms import FirstIds, HashIds, map_columns
 from scalejax.data.runs import Runs, check_divides, check_whole
 from scalejax.data.schema import Categorical, Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS, ByPosition, ByTime, Fractions, Split
@@ -44,6 +46,11 @@ class ParquetData:
       session: Integer column whose rows of equal value lie together, as `clustering.cluster_by_session` leaves them, or
         None. Sessions are then shuffled and not rows, a batch holds whole sessions but for the one that its end cuts
         (`runs.py`), and `Fractions` divides sessions.
+      dedup: Groups of list columns whose lists are kept once per row of lists: batches are `DedupBatch`es, which
+        `Experiment.dedup` with the same groups looks up as they are. Lists that `cluster_by_session(groups=...)` left
+        out are neither read nor expanded, and those that it wrote stay rows of their own, also where two are equal;
+        other files are deduplicated row group by row group. The examples and their order are those of plain batches.
+      transforms: (feature, transform) pairs, applied to ids as they are read: once per row of lists in `dedup`.
       log_shift: (column, shift) pairs: log(x + shift) is taken of a number column.
       scaling: "standard" = numbers get mean 0 and variance 1 on the training split (one pass over the number columns
         when the data set is built); "none" = they stay.
@@ -65,6 +72,8 @@ class ParquetData:
     order: Order = "shuffled"
     time: str | None = None
     session: str | None = None
+    dedup: Groups = ()
+    transforms: tuple[tuple[str, HashIds | FirstIds], ...] = ()
     log_shift: tuple[tuple[str, float], ...] = ()
     scaling: Scaling = "standard"
     nan: NanPolicy = "mean"
@@ -95,12 +104,15 @@ def build(data: ParquetData) -> BatchedDataSet:
     by_time = (data.split.column,) if isinstance(data.split, ByTime) else ()
     others = tuple(dict.fromkeys([*by_time, *((data.time,) if data.time else ())]))
     files.check(schema, (*others, *((data.session,) if data.session else ())))
+    layout = RecordLayout(schema, check_groups(data.dedup, schema.keys))
+    files.check_lists(name for group in layout.groups for name in group)
+    check_names([name for name, _ in data.transforms], schema.keys)
     if data.access == "windows":
-        return _build_windows(data, schema, files, others)
-    names = [*schema.keys, *schema.dense, *schema.labels, *others, *((data.session,) if data.session else ())]
-    names = list(dict.fromkeys(names))
-    groups = [files.read(group, names) for group in files.groups]
-    columns = {name: _concatenate([group[name] for group in groups]) for name in names}
+        return _build_windows(data, layout, files, others)
+    names = list(dict.fromkeys([*layout.columns, *others, *((data.session,) if data.session else ())]))
+    read = (files.read_shared(group, names, layout.groups) for group in files.groups)
+    parts = [map_columns(columns, shared, data.transforms) for columns, shared in read]
+    columns = {name: _concatenate([part[name] for part, _ in parts]) for name in names}
     return from_columns(
         columns,
         schema,
@@ -115,6 +127,7 @@ def build(data: ParquetData) -> BatchedDataSet:
         scaling=data.scaling,
         threads=data.threads,
         where=data.path,
+        shared={group: Shared.concatenate([part[group] for _, part in parts]) for group in layout.groups},
     )
 
 
@@ -125,9 +138,12 @@ def _concatenate(parts: list[np.ndarray | Ragged]) -> np.ndarray | Ragged:
     return np.concatenate([part for part in parts if isinstance(part, np.ndarray)])
 
 
-def _build_windows(data: ParquetData, schema: Schema, files: "ParquetFiles", others: tuple[str, ...]) -> BatchedDataSet:
+def _build_windows(
+    data: ParquetData, layout: RecordLayout, files: "ParquetFiles", others: tuple[str, ...]
+) -> BatchedDataSet:
     from scalejax.data.windows import WindowExamples
 
+    schema = layout.schema
     if data.window < 1:
         raise UserError(f"data.window must be at least 1 row group; got {data.window}.")
     # One pass over the columns that place an example in time.
@@ -153,9 +169,11 @@ def _build_windows(data: ParquetData, schema: Schema, files: "ParquetFiles", oth
     key = (schema, data.split, data.window, data.order, data.time, data.seed, data.log_shift, data.scaling, data.nan)
     if data.session is not None:
         key = (*key, data.session)
+    if data.transforms:
+        key = (*key, data.transforms)
     examples = WindowExamples(
         files,
-        RecordLayout(schema),
+        layout,
         numbers,
         split_rows,
         sizes,
@@ -164,6 +182,7 @@ def _build_windows(data: ParquetData, schema: Schema, files: "ParquetFiles", oth
         fingerprint=hashlib.sha256((repr(key) + files.fingerprint()).encode()).hexdigest(),
         days=days,
         runs=None if runs is None else lambda g: runs[g].lengths_among(split_rows("train", g)),
+        transforms=data.transforms,
     )
     return BatchedDataSet(examples, batch_size=data.batch_size, threads=data.threads)
 

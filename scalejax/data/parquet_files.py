@@ -15,7 +15,7 @@ from scalejax.data import clustered
 from scalejax.data.dedup import DedupKeyedJagged, Groups, check_names, deduplicate, deduplicate_runs
 from scalejax.data.encode import missing_column
 from scalejax.data.jagged import KeyedJagged, signed_ids
-from scalejax.data.records import Ragged
+from scalejax.data.records import Ragged, Shared
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 
@@ -94,6 +94,17 @@ class ParquetFiles:
             if not (pa.types.is_boolean(type_) or pa.types.is_integer(type_) or pa.types.is_floating(type_)):
                 raise self._wrong_type(name, "labels 0 and 1 (boolean or number)", "Convert it.")
 
+    def check_lists(self, names: Iterable[str]) -> None:
+        """Looks whether columns hold lists.
+
+        Raises:
+          UserError: naming the first that does not.
+        """
+        for name in names:
+            type_ = self._type(name)
+            if not (pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_)):
+                raise self._wrong_type(name, "lists of integers", "Leave it out of dedup.")
+
     @property
     def page_bytes(self) -> int:
         """Bytes of all pages before compression."""
@@ -142,6 +153,42 @@ class ParquetFiles:
         """
         table = self.table(group, columns)
         return {name: _to_numpy(table[name], name, group.where) for name in columns}
+
+    def read_shared(
+        self, group: RowGroup, columns: Sequence[str], groups: Groups
+    ) -> tuple[dict[str, np.ndarray | Ragged], dict[tuple[str, ...], Shared]]:
+        """As `read`, and the lists of groups of other columns with every row of lists once.
+
+        Where a file leaves repeats out, its rows are those that it writes: nothing is expanded, hashed or compared, and
+        equal lists that do not follow each other stay rows of their own. The lists of a group that the file writes out
+        are deduplicated here (`dedup.deduplicate`).
+
+        Raises:
+          UserError: as `read`, or a column of a group holds no lists.
+        """
+        table = self._stored(group, [*columns, *(name for members in groups for name in members)])
+        plain = self._filled(table.select(list(dict.fromkeys(columns))), group)
+        return (
+            {name: _to_numpy(plain[name], name, group.where) for name in columns},
+            {members: self._shared(table, members, group) for members in groups},
+        )
+
+    def _shared(self, table: pa.Table, members: tuple[str, ...], group: RowGroup) -> Shared:
+        if not {name for stored in self.repeats_left_out for name in stored}.issuperset(members):
+            lists = lists_of(self._filled(table.select(list(members)), group), members, group.where)
+            found = deduplicate(lists, [members])
+            distinct = found.distinct[0]
+            rows = tuple(Ragged(distinct.offsets(name), distinct[name].values) for name in members)
+            return Shared(rows, found.inverse[0])
+        written = [_written(table[name], group) for name in members]
+        heads = np.logical_or.reduce(written)
+        rows = []
+        for name, own in zip(members, written, strict=True):
+            lists = _to_numpy(table[name].drop_null(), name, group.where)
+            assert isinstance(lists, Ragged)
+            # Features of one group of the file are written in the same rows; others have theirs repeated.
+            rows.append(lists if own.sum() == heads.sum() else lists.take((np.cumsum(own) - 1)[heads]))
+        return Shared(tuple(rows), np.cumsum(heads, dtype=np.int32) - np.int32(1))
 
     def features(self, group: RowGroup, names: Sequence[str], groups: Sequence[Sequence[str]] = ()) -> DedupKeyedJagged:
         """List columns of a row group, as `deduplicate(..., groups)` of all of them gives.

@@ -8,13 +8,14 @@ and the right-hand side does the work once per distinct row ("deduplicated prepr
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from scalejax.data.dedup import DedupKeyedJagged, check_names
-from scalejax.data.jagged import KeyedJagged, gather_runs
+from scalejax.data.jagged import KeyedJagged, gather_runs, signed_ids
 from scalejax.data.permutation import key_of, mix
+from scalejax.data.records import Ragged, Shared
 from scalejax.errors import UserError
 
 RowTransform = Callable[[KeyedJagged], KeyedJagged]
@@ -121,3 +122,50 @@ def map_distinct(dedup: DedupKeyedJagged, transforms: Mapping[str, RowTransform]
         return map_rows(part, {key: transforms[key] for key in part.keys if key in transforms})
 
     return dataclasses.replace(dedup, distinct=tuple(map(over, dedup.distinct)), plain=over(dedup.plain))
+
+
+def map_columns(
+    columns: Mapping[str, np.ndarray | Ragged],
+    shared: Mapping[tuple[str, ...], Shared],
+    transforms: Sequence[tuple[str, RowTransform]],
+) -> tuple[dict[str, np.ndarray | Ragged], dict[tuple[str, ...], Shared]]:
+    """Runs transforms on columns as they come from a file, on the features of groups once per row of lists.
+
+    Args:
+      columns: Name -> int[N] ids, or `Ragged` lists of ids; others stay as they are.
+      shared: Names of the features of a group -> their lists.
+      transforms: (feature, transform) pairs; those of one feature run one after another.
+    Raises:
+      UserError: there is no such feature.
+      ValueError: a transform changed the number of rows, or how many ids a column of one id a row has.
+    """
+    columns, shared = dict(columns), dict(shared)
+    check_names([name for name, _ in transforms], (*columns, *(name for group in shared for name in group)))
+    for name, transform in transforms:
+        if name in columns:
+            columns[name] = _transformed(columns[name], name, transform)
+            continue
+        group = next(group for group in shared if name in group)
+        rows = shared[group]
+        lists = tuple(
+            _lists_transformed(own, name, transform) if member == name else own
+            for member, own in zip(group, rows.lists, strict=True)
+        )
+        shared[group] = Shared(lists, rows.index)
+    return columns, shared
+
+
+def _transformed(column: np.ndarray | Ragged, name: str, transform: RowTransform) -> np.ndarray | Ragged:
+    if isinstance(column, Ragged):
+        return _lists_transformed(column, name, transform)
+    lists = _lists_transformed(Ragged(np.arange(column.size + 1), column), name, transform)
+    if (lists.lengths != 1).any():
+        raise ValueError(f"map_columns: the transform of {name!r}, one id a row, must keep one id a row.")
+    return lists.values
+
+
+def _lists_transformed(lists: Ragged, name: str, transform: RowTransform) -> Ragged:
+    values = signed_ids(lists.values[lists.offsets[0] : lists.offsets[-1]])
+    part = KeyedJagged((name,), values, lists.lengths.astype(np.int32)[None])
+    done = map_rows(part, {name: transform})
+    return Ragged(done.offsets(name), done.values)

@@ -20,6 +20,10 @@ sessions open at a time and exponential gaps between the samples of a session, e
 
 which is near 1 as long as a batch is short beside C S: without clustering by session there is nothing to deduplicate.
 
+A click has the log-odds log(1/9) + `signal` z. Every id of the first feature of a group, and of every item-side
+feature, has an effect of its own (uniform, variance 1, by a hash); z is the sum over those features of the mean effect
+of a list, shifted and scaled to mean 0 and variance 1 over the log.
+
 After Zhao et al., RecD (MLSys 2023, arXiv 2211.05239); lists that shift by a few ids between samples are not modelled.
 """
 
@@ -100,9 +104,10 @@ class SessionLog:
       rows: Different ids of each feature.
       zipf: Id of rank k has probability proportional to k^-zipf; 0 = uniform.
       ids: "ranks" = ids in [0, rows), the most frequent first; "hashed" = 63-bit numbers, as raw logs have them.
-      dense: Number columns.
+      dense: Number columns, unrelated to clicks.
       concurrent: Mean number of sessions that are open at a time (away from the ends of the log, hence meant for far
         fewer than `sessions`).
+      signal: Weight of the ids in the log-odds of a click; 0 = a tenth of all rows are clicks, by chance alone.
       seed: Of everything.
     """
 
@@ -119,6 +124,7 @@ class SessionLog:
     ids: Literal["ranks", "hashed"] = "hashed"
     dense: int = 4
     concurrent: float = 10_000
+    signal: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -173,17 +179,18 @@ class SessionLog:
         session = np.repeat(np.arange(self.sessions), lengths)
         time = self._times(shape, firsts, session)
         order = np.argsort(time, kind="stable")  # row of the log -> sample, session after session
-        click = np.random.Generator(np.random.PCG64(next(streams)))
+        click = np.random.Generator(np.random.PCG64(next(streams))).random(count)
         ids = mix(np.uint64(key_of(self.seed, 0x5E551011)) + np.arange(self.sessions, dtype=np.uint64))
         out: dict[str, np.ndarray | Ragged] = {
             "session_id": ids.view(np.int64)[session[order]],
             "timestamp": time[order],
-            "label": (click.random(count) < 0.1).astype(np.int8),
+            "label": (click < 0.1).astype(np.int8),
         }
         for name in self.dense_names:
             numbers = np.random.Generator(np.random.PCG64(next(streams)))
             out[name] = numbers.standard_normal(count, np.float32)
         cumulated = np.cumsum(np.arange(1, self.rows + 1, dtype=np.float64) ** -self.zipf)
+        score = np.zeros(count)
         feature = 0
         for group in self.groups:
             changes = np.random.Generator(np.random.PCG64(next(streams))).random(count) >= self.repeat
@@ -192,10 +199,18 @@ class SessionLog:
             for name in group:
                 lists = self._draw(next(streams), int(changes.sum()), self.user_ids, cumulated, feature)
                 out[name] = lists.take(version)
+                if name == group[0] and self.signal:
+                    score += _mean_effect(lists, key_of(self.seed, 0xEFFEC7, feature))[version]
                 feature += 1
         for name in self.item_names:
-            out[name] = self._draw(next(streams), count, self.item_ids, cumulated, feature)
+            lists = self._draw(next(streams), count, self.item_ids, cumulated, feature)
+            out[name] = lists
+            if self.signal:
+                score += _mean_effect(lists, key_of(self.seed, 0xEFFEC7, feature))
             feature += 1
+        if self.signal:
+            z = (score - score.mean()) / max(float(score.std()), 1e-12)
+            out["label"] = (click < 1 / (1 + 9 * np.exp(-self.signal * z))).astype(np.int8)
         return out
 
     def table(self) -> "pa.Table":
@@ -261,6 +276,14 @@ class SessionLog:
             return Ragged(offsets, ranks)
         key = np.uint64(key_of(self.seed, 0x1D, feature))
         return Ragged(offsets, (mix(ranks.astype(np.uint64) + key) >> np.uint64(1)).astype(np.int64))
+
+
+def _mean_effect(lists: Ragged, key: int) -> np.ndarray:
+    """float64[N] mean over each list of the effects of its ids; 0 of an empty one."""
+    bits = mix(lists.values.astype(np.int64).view(np.uint64) + np.uint64(key))
+    effects = (bits >> np.uint64(11)) * 2.0**-53 * math.sqrt(12) - math.sqrt(3)
+    sums = np.concatenate([[0.0], np.cumsum(effects)])[lists.offsets]
+    return np.diff(sums) / np.maximum(lists.lengths, 1)
 
 
 def _to_arrow(column: "np.ndarray | Ragged") -> "pa.Array":

@@ -15,7 +15,7 @@ are the identity. For a full permutation convert the file (`arrow.convert`).
 import collections
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -23,15 +23,33 @@ import numpy as np
 from scalejax.data.dataset import Day
 from scalejax.data.encode import Numbers, encode
 from scalejax.data.jagged import lengths_to_offsets
-from scalejax.data.parquet_files import ParquetFiles
+from scalejax.data.parquet_files import ParquetFiles, RowGroup
 from scalejax.data.permutation import Permutation
 from scalejax.data.records import RecordLayout, Rows
+from scalejax.data.row_transforms import RowTransform, map_columns
 from scalejax.data.runs import RunOrder
 from scalejax.data.splits import SPLITS
 from scalejax.errors import UserError
 
 # Batches in flight straddle two windows, a third is decoded ahead.
 _KEPT_WINDOWS = 3
+
+
+def decode(
+    files: ParquetFiles,
+    group: RowGroup,
+    layout: RecordLayout,
+    numbers: Numbers,
+    transforms: Sequence[tuple[str, RowTransform]] = (),
+) -> Rows:
+    """The examples of a row group; the lists of the layout's groups are decoded and transformed once per row of lists.
+
+    Raises:
+      UserError: the row group is damaged, or holds a bad id, label or number.
+    """
+    columns, shared = files.read_shared(group, layout.columns, layout.groups)
+    columns, shared = map_columns(columns, shared, transforms)
+    return encode(columns, layout, numbers, where=group.where, shared=shared)
 
 
 class WindowExamples:
@@ -48,6 +66,7 @@ class WindowExamples:
       fingerprint: Hex digest.
       days: Days of the training rows, or ().
       runs: Row group number -> int64[M] lengths of the runs of its training rows that stay together, or None.
+      transforms: (feature, transform) pairs, run where row groups are decoded.
     """
 
     def __init__(
@@ -63,16 +82,16 @@ class WindowExamples:
         fingerprint: str,
         days: tuple[Day, ...] = (),
         runs: Callable[[int], np.ndarray] | None = None,
+        transforms: Sequence[tuple[str, RowTransform]] = (),
     ) -> None:
         self.layout = layout
+        self._transforms = transforms
         self._files, self._numbers = files, numbers
         self._split_rows, self._sizes = split_rows, split_sizes
         self._window, self._seed = window, seed
         self._fingerprint, self._days, self._runs = fingerprint, days, runs
         # Kept while batches of a window are cut; the following window may be begun by another thread.
         self._order = functools.lru_cache(maxsize=_KEPT_WINDOWS)(self._make_order)
-        schema = layout.schema
-        self._columns = (*schema.keys, *schema.dense, *schema.labels)
         self._decoded: collections.OrderedDict[Hashable, Future[Rows]] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._decoders = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scalejax-decode")
@@ -155,7 +174,7 @@ class WindowExamples:
         parts = []
         for g in groups:
             group = self._files.groups[g]
-            rows = encode(self._files.read(group, self._columns), self.layout, self._numbers, where=group.where)
+            rows = decode(self._files, group, self.layout, self._numbers, self._transforms)
             wanted = self._split_rows(split, g)
             parts.append(rows if wanted.size == group.rows else rows.take(wanted))
         return Rows.concatenate(parts)

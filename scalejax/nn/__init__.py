@@ -8,6 +8,7 @@ name per dimension, as plain metadata; a rules table maps the names to mesh axes
     norm     scale and bias of a normalisation
 """
 
+from scalejax.nn.distinct import over_distinct_rows as over_distinct_rows
 from scalejax.nn.dropout import dropout as dropout
 from scalejax.nn.linear import Linear as Linear
 from scalejax.nn.linear import scaled_normal as scaled_normal

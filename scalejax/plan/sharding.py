@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from scalejax.data.dedup import expand_batch
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import planner
@@ -168,7 +169,7 @@ def _statistics(
         return assumed, f"ids per example from the schema, repeated by Zipf's law of exponent {zipf:g} (assumed)"
     # All processes' slices together: one process would count fewer ids, and other distinct rows.
     batches = experiment.data.build().train_batches(start_example=0, process_index=0, process_count=1)
-    sample = (batch.features for batch in itertools.islice(batches, sample_batches))
+    sample = (expand_batch(batch).features for batch in itertools.islice(batches, sample_batches))
     counted = planner.from_batches(tables, sample)
     spread = {table.name: _positions(schema, table) for table in tables}
     counted = tuple(dataclasses.replace(found, positions=spread[found.table]) for found in counted)

@@ -8,8 +8,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from scalejax.data.batch import Batch
-from scalejax.data.dedup import DedupBatch, DedupKeyedJagged, deduplicate, expand
+from scalejax.data.dedup import AnyBatch, DedupKeyedJagged, deduplicate, expand
 from scalejax.parallel.embedding import jagged
 from scalejax.parallel.embedding.host_plan import Room
 from scalejax.parallel.embedding.jagged import DeviceBatch
@@ -17,7 +16,7 @@ from scalejax.train.program import Program
 
 
 def to_device(
-    batch: Batch | DedupBatch,
+    batch: AnyBatch,
     program: Program,
     purpose: Literal["training", "scoring"] = "training",
     room: Room | None = None,
@@ -53,9 +52,7 @@ def to_device(
     )
 
 
-def _packed(
-    batch: Batch | DedupBatch, program: Program, shards: int
-) -> tuple[jagged.Packed, tuple[jagged.FeatureLayout, ...]]:
+def _packed(batch: AnyBatch, program: Program, shards: int) -> tuple[jagged.Packed, tuple[jagged.FeatureLayout, ...]]:
     collection, groups = program.collection, program.experiment.dedup
     if groups:
         wanted = tuple(group.features for group in groups)
@@ -78,7 +75,7 @@ class Prefetch:
 
     def __init__(
         self,
-        batches: Iterator[Batch],
+        batches: Iterator[AnyBatch],
         program: Program,
         *,
         depth: int = 2,
@@ -103,16 +100,16 @@ class Prefetch:
                 continue
         self._thread.join()
 
-    def __iter__(self) -> Iterator[tuple[Batch, DeviceBatch]]:
+    def __iter__(self) -> Iterator[tuple[AnyBatch, DeviceBatch]]:
         return self
 
-    def __next__(self) -> tuple[Batch, DeviceBatch]:
+    def __next__(self) -> tuple[AnyBatch, DeviceBatch]:
         item = self._ready.get()
         if isinstance(item, BaseException):
             raise item
         return item
 
-    def _fill(self, batches: Iterator[Batch], program: Program, purpose: Literal["training", "scoring"]) -> None:
+    def _fill(self, batches: Iterator[AnyBatch], program: Program, purpose: Literal["training", "scoring"]) -> None:
         room = Room()
         try:
             for batch in batches:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from flax import nnx
 
-from scalejax.data.batch import Batch
+from scalejax.data.dedup import AnyBatch
 from scalejax.data.schema import Schema
 from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
 from scalejax.parallel.embedding.jagged import DeviceBatch
@@ -72,11 +72,13 @@ class DataSet(Protocol):
         """Hex digest of the files, columns, split and order; a run resumes only on equal fingerprints."""
         ...
 
-    def train_batches(self, *, start_example: int, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+    def train_batches(
+        self, *, start_example: int, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[AnyBatch]:
         """This process's contiguous slice of each global batch from stream position `start_example`, without end."""
         ...
 
-    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[AnyBatch]:
         """One pass in file order; the last batch is filled up with examples of weight 0."""
         ...
 
@@ -86,7 +88,7 @@ class DataSet(Protocol):
 
     def range_batches(
         self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1
-    ) -> Iterator[Batch]:
+    ) -> Iterator[AnyBatch]:
         """One pass over stream positions [start, stop), the last batch filled up with examples of weight 0."""
         ...
 

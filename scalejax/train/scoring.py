@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from scalejax.data.batch import Batch
+from scalejax.data.dedup import AnyBatch
 from scalejax.errors import UserError
 from scalejax.train import evaluation, exact
 from scalejax.train.convert import Prefetch
@@ -44,7 +44,7 @@ class Scores:
         )
 
 
-def score(program: Program, state: TrainState, batches: Iterator[Batch]) -> Scores:
+def score(program: Program, state: TrainState, batches: Iterator[AnyBatch]) -> Scores:
     """Runs the model over one pass of batches; every process passes its slices and gets all scores.
 
     Raises:
@@ -52,7 +52,7 @@ def score(program: Program, state: TrainState, batches: Iterator[Batch]) -> Scor
     """
     logits: list[jax.Array] = []
     faults: list[jax.Array] = []
-    slices: list[Batch] = []
+    slices: list[AnyBatch] = []
     with Prefetch(batches, program, purpose="scoring") as prefetched:
         for host, device in prefetched:
             out, met = program.eval_step(state, device)

@@ -34,7 +34,8 @@ def test_model_fits_the_columns_of_its_data(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SMOKES)
-def test_smoke_trains_and_sums_up(name: str, tmp_path: pathlib.Path) -> None:
+def test_smoke_trains_and_sums_up(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     closing = loop.train(configs.load(name), workdir=tmp_path / "run", recipe=name)
     assert closing["steps"] == 12
     for field in ("test_auc", "test_auc_low", "test_logloss", "test_ne", "samples_per_s"):

@@ -189,3 +189,38 @@ def test_the_written_columns_are_those_named(tmp_path: pathlib.Path) -> None:
 def test_dials_out_of_range_are_refused(field: str, value: object) -> None:
     with pytest.raises(UserError, match=f"SessionLog: {field} must be"):
         SessionLog(**({"sessions": 1} | {field: value}))
+
+
+def test_clicks_follow_the_effects_of_ids_as_strongly_as_asked() -> None:
+    dials = {"sessions": 4000, "samples": 5, "user_groups": (2, 1), "item_features": 1, "rows": 100, "dense": 0}
+    none = SessionLog(**dials, concurrent=100).columns()
+    some = SessionLog(**dials, concurrent=100, signal=1.5).columns()
+    assert column(none, "label").mean() == pytest.approx(0.1, abs=0.007)  # 3 standard deviations of 20,000 coins
+    for name in none:
+        if name != "label":
+            np.testing.assert_array_equal(
+                getattr(none[name], "values", none[name]), getattr(some[name], "values", some[name])
+            )
+    # The oracle: least squares on the mean of each id's indicator finds the score that clicks follow.
+    lists = [lists_of(some, name) for name in ("user_0_0", "user_1_0", "item_0")]
+    shares = np.zeros((20_000, sum(np.unique(own.values).size for own in lists)))
+    place = 0
+    for own in lists:
+        _, codes = np.unique(own.values, return_inverse=True)
+        rows = np.repeat(np.arange(20_000), own.lengths)
+        np.add.at(shares, (rows, place + codes), 1 / own.lengths[rows])
+        place += int(codes.max()) + 1
+    clicks = column(some, "label").astype(float)
+    train, test = slice(0, 15_000), slice(15_000, None)
+    fit = np.linalg.lstsq(
+        shares[train].T @ shares[train] + 5 * np.eye(shares.shape[1]), shares[train].T @ clicks[train], rcond=None
+    )[0]
+    score = shares[test] @ fit
+    order = np.argsort(np.argsort(score))
+    hit = clicks[test] > 0
+    auc = (order[hit].sum() - hit.sum() * (hit.sum() - 1) / 2) / (hit.sum() * (~hit).sum())
+    assert auc > 0.65
+    # log-odds log(1/9) + 1.5 z with z near normal: the mean of its sigmoid by Gauss-Hermite quadrature.
+    points, weights = np.polynomial.hermite_e.hermegauss(60)
+    expected = float((weights / (1 + 9 * np.exp(-1.5 * points))).sum() / weights.sum())
+    assert clicks.mean() == pytest.approx(expected, abs=0.02)

@@ -29,6 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalejax.data import dedup
 from scalejax.data.dedup import DedupKeyedJagged
 from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.schema import Schema
@@ -36,13 +37,14 @@ from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
 from scalejax.parallel.embedding import host_check, host_plan, id_map, initial, mapped, memory, ragged, stored, tracking
 from scalejax.parallel.embedding.config import UPDATED, TableConfig
-from scalejax.parallel.embedding.exchange import Route, fetch, route
+from scalejax.parallel.embedding.exchange import Route, exchange_may_lack_room, fetch, route
 from scalejax.parallel.embedding.jagged import (
     DedupGroup,
     FeatureLayout,
     KeyedJagged,
     Packed,
     expand,
+    expanded_fits,
     pack,
     pack_deduplicated,
     to_device,
@@ -308,8 +310,15 @@ class EmbeddingCollection:
         for part in features.distinct:
             host_check.check_ids(self.stacks, part, layout, bag="distinct row")
         packed = pack_deduplicated(features, layout, groups, shards)
-        if packed is not None:
-            self._check_room(packed, layout)
+        if packed is None:
+            return None
+        self._check_room(packed, layout)
+        if self.accumulate == "exact":  # all occurrences travel for the update: the device expands what lies here
+            if not expanded_fits(features, layout, shards):
+                return None
+            whole = _plain_layout(layout, features.num_examples // shards)
+            if any(exchange_may_lack_room(stack, lookups(stack, whole), self.exchange) for stack in self.stacks):
+                self._check_room(pack(dedup.expand(features), whole, shards), whole)
         return packed
 
     def abstract_state(self) -> State:
@@ -483,10 +492,7 @@ class EmbeddingCollection:
         routing = self._exchange(features)
         if features.inverse is None or self.accumulate == "ordered":
             return routing
-        layout = tuple(
-            FeatureLayout(f.name, f.plain_capacity, f.length, features.inverse.shape[2], max_length=f.max_length)
-            for f in features.layout
-        )
+        layout = _plain_layout(features.layout, features.inverse.shape[2])
         plain = self._everywhere(lambda f: expand(f, layout), in_specs=P(self.axes), out_specs=P(self.axes))(features)
         return dataclasses.replace(routing, plain=self._exchange(plain))
 
@@ -978,6 +984,13 @@ def _check_logical(tree: dict[str, dict[str, Any]], wanted: dict[str, dict[str, 
                     f"{tuple(tree[name][leaf].shape)}. Give the table the rows, the width and, for one statistic a slice, "
                     "the number of slices that the state was made with."
                 )
+
+
+def _plain_layout(layout: tuple[FeatureLayout, ...], examples: int) -> tuple[FeatureLayout, ...]:
+    """The layout without groups, of so many examples a shard."""
+    return tuple(
+        FeatureLayout(f.name, f.plain_capacity, f.length, examples, map=f.map, max_length=f.max_length) for f in layout
+    )
 
 
 def _shard(features: KeyedJagged) -> Shard:

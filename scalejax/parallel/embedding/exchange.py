@@ -75,6 +75,12 @@ class Route:
     runs: ragged.Runs | None = None
 
 
+def exchange_may_lack_room(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> bool:
+    """Whether a bucket of the "rows" channel has fewer slots than all ids of a device take."""
+    total = sum(look.feature.capacity for look in found if look.channel == "rows")
+    return bucket_capacity(stack, found, exchange) < total
+
+
 def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> int:
     """K: slots per destination of the "rows" channel: what the fullest device can expect.
 

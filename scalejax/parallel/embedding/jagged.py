@@ -226,20 +226,32 @@ def pack_deduplicated(
         if counts.max(initial=0) > group.bags(per_shard):
             return None
         names = set(group.features) & grouped
-        part = distinct.take(rows)
+        part = distinct if shards == 1 and rows.size == distinct.num_examples else distinct.take(rows)
         if any(_overflows(part, f, counts) for f in layout if f.name in names):
             return None
         _fill(packed, part, layout, names, counts)
     return dataclasses.replace(packed, inverse=inverse)
 
 
+def expanded_fits(features: DedupKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> bool:
+    """Whether every shard has room for the ids of all its examples: `plain_capacity` slots for a feature of a group."""
+    room = {feature.name: feature.plain_capacity for feature in layout if feature.group is not None}
+    for distinct, inverse in zip(features.distinct, features.inverse, strict=True):
+        for name, lengths in zip(distinct.keys, distinct.lengths, strict=True):
+            ids = lengths[inverse].reshape(shards, -1).sum(axis=1, dtype=np.int64)
+            if name in room and ids.max(initial=0) > room[name]:
+                return False
+    return True
+
+
 def _rows_of_shards(inverse: np.ndarray, rows: int, shards: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Distinct rows of each shard one after the other, their numbers by shard, and the inverse within each shard."""
-    key = (np.arange(shards)[:, None] * rows + inverse.reshape(shards, -1)).reshape(-1)
-    distinct, back = np.unique(key, return_inverse=True)
-    counts = np.bincount(distinct // max(rows, 1), minlength=shards)
-    starts = np.cumsum(counts) - counts
-    return distinct % max(rows, 1), counts, back.reshape(shards, -1).astype(np.int32) - starts[:, None].astype(np.int32)
+    own = inverse.reshape(shards, -1)
+    present = np.zeros((shards, rows), bool)
+    np.put_along_axis(present, own, True, axis=1)
+    number = np.cumsum(present, axis=1, dtype=np.int32)
+    number -= 1
+    return np.nonzero(present)[1], present.sum(axis=1), np.take_along_axis(number, own, axis=1)
 
 
 def _empty(layout: tuple[FeatureLayout, ...], shards: int, *, weighted: bool) -> Packed:
