@@ -137,9 +137,10 @@ def _adam_direction(
         square = rounded(grads * grads, zero)
     moment2 = rounded(beta2 * states[1], zero) + rounded((1 - beta2) * square, zero)
     count = (updates + 1).astype(dtype)
-    unbiased1 = moment1 / (1 - _power(beta1, count))
-    unbiased2 = moment2 / (1 - _power(beta2, count))
-    root = jnp.sqrt(unbiased2) + optimizer.eps
+    # A compiler turns a division by one number into a product with its inverse, or not; written out it always is one.
+    inverse1, inverse2 = (rounded(1 / (1 - _power(beta, count)), zero) for beta in (beta1, beta2))
+    unbiased1 = rounded(moment1 * inverse1, zero)
+    root = jnp.sqrt(rounded(moment2 * inverse2, zero)) + optimizer.eps
     return unbiased1 / (root[:, None] if by_row else root), (moment1, moment2)
 
 

@@ -6,6 +6,7 @@ pooling sum, mean and none, of one id, of several and of any number, empty bags 
 """
 
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -144,6 +145,22 @@ def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted,
     equal(embedded, expected)
     equal(after, state)
     agrees_with_double_precision(embedded, after, name, weighted)
+
+
+@pytest.mark.parametrize("name", [n if n == "adam" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
+def test_a_plan_of_several_kinds_equals_one_device_to_the_bit(name):
+    """Each kind is a program of its own here, where a compiler may divide in one and multiply in the other."""
+    tables = wide_tables(OPTIMIZERS[name])
+    host = batch(BATCH)
+    kinds = ("table_wise", "table_row_wise", "row_wise", "data_parallel")
+    if not OPTIMIZERS[name].uses_row_norms:
+        kinds = ("table_wise", "grid", "row_wise", "column_wise")
+    entries = [plan_of(kind, (table,)).tables for kind, table in zip(itertools.cycle(kinds), tables, strict=False)]
+    on = collection(tables, 8, ShardingPlan(tables=tuple(itertools.chain.from_iterable(entries))), replica=2)
+    embedded, after = two_steps(on, host, given_grads(tables, host))
+    expected, state = on_one_device(name, False)
+    equal(embedded, expected)
+    equal(after, state)
 
 
 @pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
