@@ -11,7 +11,7 @@ import pytest
 from scalejax import configs
 from scalejax.data.dedup import DedupBatch
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import convert, loop
+from scalejax.train import convert, scoring
 from scalejax.train import program as programs
 from scalejax.train.experiment import Experiment
 from scalejax.train.state import TrainState
@@ -85,12 +85,14 @@ def test_the_log_is_made_once_and_deduplicated_as_the_dials_say(smoke: Experimen
 def test_shuffled_sessions_train_as_well_as_shuffled_rows(tmp_path: pathlib.Path) -> None:
     recipe = configs.load("recd-sessions_time")
     found = {"sessions": [], "rows": []}
-    for seed in range(3):
+    for seed in range(2):
         for shuffle, aucs in found.items():
             data = dataclasses.replace(recipe.data, shuffle=shuffle, seed=seed, folder=str(tmp_path / "logs"))
             experiment = dataclasses.replace(recipe, data=data, seed=seed)
-            run = loop.train(experiment, workdir=tmp_path / f"{shuffle}-{seed}", recipe="recd-sessions_time")
-            aucs.append(run["test_auc"])
-    # The spread over seeds is some 0.002.
+            state, _ = trained(experiment, steps=recipe.steps)
+            program = programs.build(experiment, data.schema(), make_mesh(recipe.mesh, jax.devices()[:1]))
+            scores = scoring.score(program, state, data.build().eval_batches("test"))
+            aucs.append(scores.measure(["label"])["auc"])
+    # Over seeds each has a standard deviation of 0.004 (benchmarks/results/recd.md).
     assert np.mean(found["sessions"]) == pytest.approx(np.mean(found["rows"]), abs=0.01)
-    assert min(found["sessions"]) > 0.7
+    assert min(found["sessions"]) > 0.75
