@@ -819,7 +819,7 @@ class EmbeddingCollection:
         """The inverse of `to_logical`, from arrays of any placement (NumPy too).
 
         Args:
-          tree: The tables.
+          tree: The tables. "updated" of a tracked table may be left out: its rows then count as touched by no update.
           updates: Updates that they have behind them (Adam and LAMB count them).
 
         Raises:
@@ -831,7 +831,10 @@ class EmbeddingCollection:
                 f"from_logical: table {self.mapped_tables[0].name!r} has an id map, and rows alone do not say whose they are. "
                 "Restore it from what to_stored gave, which holds its map."
             )
-        _check_logical(tree, self.abstract_logical())
+        # Rows that come from elsewhere were touched by no update of this collection.
+        untouched = {t.name: {UPDATED: np.zeros(t.rows, np.int32)} for t in self.tables if t.track == "updates"}
+        given: dict[str, Any] = {name: untouched.get(name, {}) | leaves for name, leaves in tree.items()}
+        _check_logical(given, self.abstract_logical())
 
         def split(tree: dict[str, dict[str, jax.Array]]) -> stored.Tree:
             return {
@@ -845,13 +848,6 @@ class EmbeddingCollection:
                 for name, leaves in tree.items()
             }
 
-        # Rows that come from elsewhere were touched by no update of this collection.
-        given: dict[str, Any] = {
-            table.name: {**tree[table.name], UPDATED: np.zeros(table.rows, np.int32)}
-            if table.track == "updates" and UPDATED not in tree[table.name]
-            else tree[table.name]
-            for table in self.tables
-        }
         placed = jax.device_put(given, self._shardings(self.abstract_logical()))
         tables = jax.jit(split, out_shardings=self._shardings(self._abstract_stored_tables()))(placed)
         counts = {"updates": np.asarray(updates, np.int32), "faults": np.zeros(2, np.int32)}
