@@ -134,12 +134,6 @@ class EmbeddingCollection:
             )
         if self.exchange.all_to_all == "ragged":
             ragged.check_platform(self.mesh)
-        for table in self.mapped_tables:
-            assert table.id_map is not None
-            try:
-                id_map.buckets_per_shard(table.id_map, self.mesh.size)
-            except UserError as error:
-                raise UserError(f"EmbeddingCollection: table {table.name!r}: {error}") from error
         _ = self.stacks  # which refuse a plan that cannot be built
 
     @property
@@ -168,6 +162,7 @@ class EmbeddingCollection:
             devices=self.group_devices,
             devices_per_host=inside,
             accumulate=self.accumulate,
+            mesh_devices=self.mesh.size,
         )
         return stack_tables(self.tables, slices, self.group_devices)
 

@@ -187,12 +187,16 @@ UPDATED = "updated"
 """Name of the row state of tracked tables: int32[rows], the number of the update that last touched a row; 0 = none."""
 
 
+_SHOWN = 4
+"""Numbers of devices that a message names."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IdMapConfig:
     """A map of 64-bit ids to the rows of one table, see `id_map`.
 
     Attributes:
-      rows: Rows of the table, row 0 included: 1 + a multiple of `ways`.
+      rows: Rows of the table, row 0 included: 1 + buckets * `ways`, where the number of devices divides the buckets.
       ways: Rows among which an id can be placed. More ways waste fewer rows before the map is full and cost more
         comparisons.
       policy: Who is evicted, see `id_map`.
@@ -238,6 +242,25 @@ class IdMapConfig:
     def buckets(self) -> int:
         """Buckets of the whole map."""
         return (self.rows - 1) // self.ways
+
+    def device_bytes(self, devices: int) -> int:
+        """Bytes of the map on each of so many devices: id, count and last step (16) of every way and candidate."""
+        entries = self.ways + (self.candidate_ways if self.admit_after > 1 else 0)
+        return 16 * entries * -(-self.buckets // devices)
+
+    def refusal(self, devices: int) -> str | None:
+        """Why the map cannot be cut over so many devices, as the end of a sentence about it; None if it can."""
+        if self.buckets % devices == 0:
+            return None
+        fewer = [number for number in range(devices, 0, -1) if self.buckets % number == 0][:_SHOWN]
+        more = [number for number in range(devices, 4 * devices + 1) if self.buckets % number == 0][:1]
+        step = devices * self.ways
+        return (
+            f"has {self.buckets} buckets of {self.ways} ways, which do not divide over {devices} devices. A map with ids in "
+            f"it keeps its buckets: it can be on {', '.join(map(str, sorted(fewer + more)))} devices or another divisor of "
+            f"{self.buckets}. A new one can have rows={1 + -(-self.buckets // devices) * step}, or another 1 + multiple of "
+            f"{step}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

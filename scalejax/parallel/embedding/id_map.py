@@ -149,12 +149,8 @@ def buckets_per_shard(config: IdMapConfig, shards: int) -> int:
     Raises:
       UserError: the buckets do not divide over the shards.
     """
-    if config.buckets % shards:
-        more = -(-config.buckets // shards) * shards
-        raise UserError(
-            f"id map: {config.buckets} buckets of {config.ways} ways do not divide over {shards} devices. Set "
-            f"rows={1 + more * config.ways}, or another 1 + multiple of {shards * config.ways}."
-        )
+    if (why := config.refusal(shards)) is not None:
+        raise UserError(f"The id map {why}")
     return config.buckets // shards
 
 

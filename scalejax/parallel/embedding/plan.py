@@ -242,6 +242,7 @@ def place(
     devices: int,
     devices_per_host: int,
     accumulate: Accumulate = "ordered",
+    mesh_devices: int | None = None,
 ) -> dict[str, tuple[Slice, ...]]:
     """Slices and devices of every table.
 
@@ -253,6 +254,7 @@ def place(
       devices: Devices that hold one copy of the tables.
       devices_per_host: Of these, devices of one host; divides `devices`.
       accumulate: As in `EmbeddingCollection`.
+      mesh_devices: As in `refusal`.
 
     Raises:
       UserError: a plan for another number of devices, or an entry that cannot be built here: see the message.
@@ -265,7 +267,12 @@ def place(
         )
     for table in tables:
         why = refusal(
-            table, entries[table.name], devices=devices, devices_per_host=devices_per_host, accumulate=accumulate
+            table,
+            entries[table.name],
+            devices=devices,
+            devices_per_host=devices_per_host,
+            accumulate=accumulate,
+            mesh_devices=mesh_devices,
         )
         if why is not None:
             raise UserError(f"ShardingPlan: table {table.name!r} {why}")
@@ -384,7 +391,13 @@ def _groups(
 
 
 def refusal(
-    table: TableConfig, entry: TablePlan, *, devices: int, devices_per_host: int, accumulate: Accumulate = "ordered"
+    table: TableConfig,
+    entry: TablePlan,
+    *,
+    devices: int,
+    devices_per_host: int,
+    accumulate: Accumulate = "ordered",
+    mesh_devices: int | None = None,
 ) -> str | None:
     """Why a table cannot be sharded so, as the end of a sentence about it; None if it can. Planners ask here too.
 
@@ -394,10 +407,17 @@ def refusal(
       devices: Devices that hold one copy of the tables.
       devices_per_host: Of these, devices of one host.
       accumulate: As in `EmbeddingCollection`.
+      mesh_devices: Devices of all copies, which share the buckets of an id map; None = there is one copy.
     """
-    return _refused_form(entry) or _refused_slices(table, entry, accumulate, devices) or (
+    return refused_map(table, mesh_devices or devices) or _refused_form(entry) or _refused_slices(table, entry, accumulate, devices) or (
         None if entry.ranks is None else _refused_ranks(entry, entry.ranks, devices, devices_per_host)
     )
+
+
+def refused_map(table: TableConfig, devices: int) -> str | None:
+    """As `refusal`, of what holds for every kind: whether the id map, if there is one, can be cut over the mesh."""
+    why = None if table.id_map is None else table.id_map.refusal(devices)
+    return None if why is None else f"has an id map that {why}"
 
 
 def _refused_form(entry: TablePlan) -> str | None:

@@ -398,7 +398,7 @@ def test_maps_that_fit_neither_table_nor_mesh_are_refused():
     with pytest.raises(UserError, match=r"'t': rows must be those of its id map, 49; got 50"):
         TableConfig(name="t", rows=50, dim=4, features=("a",), id_map=LFU)
     odd = IdMapConfig(rows=1 + 10 * 2, ways=2)
-    with pytest.raises(UserError, match=r"table 't': id map: 10 buckets of 2 ways do not divide over 8 dev.*rows=33"):
+    with pytest.raises(UserError, match=r"table 't' has an id map that has 10 buckets of 2 ways, .* 8 dev.*rows=33"):
         EmbeddingCollection(
             tables=(TableConfig(name="t", rows=21, dim=4, features=("a",), id_map=odd),), mesh=mesh
         )

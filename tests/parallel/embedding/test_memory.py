@@ -8,7 +8,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import memory
 from scalejax.parallel.embedding.collection import EmbeddingCollection
-from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, TableConfig
+from scalejax.parallel.embedding.config import Adam, IdMapConfig, RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.units import size
 
@@ -35,13 +35,43 @@ def test_counted_bytes_are_those_that_are_allocated(plan):
     each = collection(plan=plan)
     state = each.init(jax.random.key(0))
     allocated = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state["stacks"]))
-    assert memory.device_bytes(each.stacks) == allocated
+    assert memory.device_bytes(each.stacks, each.mesh.size) == allocated
+
+
+def test_id_maps_count_on_every_device_of_the_mesh():
+    waiting = IdMapConfig(rows=1 + 24 * 2, ways=2, admit_after=2, candidate_ways=3)
+    at_once = IdMapConfig(rows=1 + 16, ways=1)
+    tables = (
+        *TABLES[:1],
+        TableConfig(name="waiting", rows=49, dim=32, features=("w",), id_map=waiting),
+        TableConfig(name="at_once", rows=17, dim=8, features=("o",), id_map=at_once),
+    )
+    plan = ShardingPlan(
+        tables=(
+            TablePlan(table="waiting", kind="column_wise", columns=2),
+            TablePlan(table="at_once", kind="data_parallel"),
+        ),
+        replicas="copy",
+    )
+    mesh = meshes.make_mesh(meshes.MeshShape(replica=2), jax.devices()[:8])
+    each = EmbeddingCollection(tables=tables, mesh=mesh, plan=plan)
+    state = each.abstract_state()
+    # Eight devices share the buckets, four a copy of the rows. Counters are not counted.
+    maps = [leaf for leaves in state["maps"].values() for name, leaf in leaves.items() if name != "counts"]
+    leaves = [*maps, *jax.tree.leaves(state["stacks"])]
+    allocated = sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in leaves)
+    assert memory.device_bytes(each.stacks, 8) == allocated
+    assert sum(x.size * x.dtype.itemsize for x in maps) == 24 * (2 + 3) * 16 + 16 * 16
+    assert memory.largest_tables(each.stacks, 8)["waiting"] == 49 * (16 + 1) * 4 + 3 * (2 + 3) * 16
+    with pytest.raises(UserError, match="take .* too much"):
+        memory.check_fits(each.stacks, allocated - 1, 8)
+    memory.check_fits(each.stacks, allocated, 8)
 
 
 def test_each_table_counts_where_most_of_it_lies():
     each = collection(plan=PLANS["slices"], devices=2)
     # Four slices of 16 columns over two devices: two on each, every one with its own mean of squares.
-    assert memory.largest_tables(each.stacks) == {
+    assert memory.largest_tables(each.stacks, 2) == {
         "wide": 1000 * 2 * (16 + 1) * 4,
         "narrow": 90 * (16 * (2 + 4 + 4) + 4),
         "copied": 5 * (8 + 1) * 4,
@@ -56,7 +86,7 @@ def test_tables_beyond_the_memory_of_the_machine_are_refused_before_they_are_mad
     with pytest.raises(UserError, match=r"tables take 8 TiB on each of 8 device\(s\), which has [\d.]+ GiB") as refusal:
         each.init(jax.random.key(0))
     said = str(refusal.value)
-    assert f"{size(memory.device_bytes(each.stacks) - room)} too much" in said
+    assert f"{size(memory.device_bytes(each.stacks, each.mesh.size) - room)} too much" in said
     assert "The largest tables, on the device that has most of each: everyone 8 TiB, narrow" in said
     assert "precision.tables=bfloat16" in said
 
