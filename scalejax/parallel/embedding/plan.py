@@ -297,10 +297,6 @@ def place(
     return {table.name: placed[table.name] for table in tables}
 
 
-MOST_ROWS = 2**31 - 2**24
-"""Rows of a stack that one device can address with int32; fillers of an update need room above the last row."""
-
-
 class StackKey(NamedTuple):
     """Tables, or slices of them, that agree in all of this lie in one array, as long on every device as on the fullest.
 
@@ -409,8 +405,11 @@ def refusal(
       accumulate: As in `EmbeddingCollection`.
       mesh_devices: Devices of all copies, which share the buckets of an id map; None = there is one copy.
     """
-    return refused_map(table, mesh_devices or devices) or _refused_form(entry) or _refused_slices(table, entry, accumulate, devices) or (
-        None if entry.ranks is None else _refused_ranks(entry, entry.ranks, devices, devices_per_host)
+    return (
+        refused_map(table, mesh_devices or devices)
+        or _refused_form(entry)
+        or _refused_slices(table, entry, accumulate, devices)
+        or (None if entry.ranks is None else _refused_ranks(entry, entry.ranks, devices, devices_per_host))
     )
 
 

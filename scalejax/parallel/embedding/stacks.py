@@ -25,8 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import UPDATED, Leaf, RowOptimizer, RowwiseAdagrad, TableConfig, row_states
-from scalejax.parallel.embedding.plan import MOST_ROWS, Slice, StackKey, stack_key
+from scalejax.parallel.embedding.config import (
+    MOST_ROWS,
+    UPDATED,
+    Leaf,
+    RowOptimizer,
+    RowwiseAdagrad,
+    TableConfig,
+    row_states,
+)
+from scalejax.parallel.embedding.plan import Slice, StackKey, stack_key
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,6 +12,7 @@ from planner_cases import machine
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import (
+    MOST_ROWS,
     Adagrad,
     Adam,
     IdMapConfig,
@@ -23,7 +24,7 @@ from scalejax.parallel.embedding.config import (
     Sgd,
     TableConfig,
 )
-from scalejax.parallel.embedding.plan import MOST_ROWS, ShardingPlan, TablePlan, place
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan, place
 from scalejax.parallel.mesh import AXES
 from scalejax.parallel.planner import AnalyticPlanner, Reuse, TableConstraints, TableStatistics, evaluate
 from scalejax.parallel.planner.options import KINDS
