@@ -359,7 +359,13 @@ class EmbeddingCollection:
         """
         room = device_memory_bytes(self.mesh)
         if room is not None:
-            memory.check_fits(self.stacks, room, self.mesh.size)
+            memory.check_fits(
+                self.stacks,
+                room,
+                self.mesh.size,
+                copies=self.mesh.size // self.group_devices,
+                platform=self.mesh.devices.flat[0].platform,
+            )
 
     def init(self, key: jax.Array) -> State:
         """A fresh state: a row depends on the key, the name of its table and its number, and on no mesh.

@@ -4,6 +4,7 @@ Counts rows, row states and id maps of the fullest device, padding included, as 
 comes on top.
 """
 
+import bisect
 from collections import Counter
 from collections.abc import Sequence
 
@@ -39,13 +40,17 @@ def largest_tables(stacks: Sequence[Stack], devices: int) -> dict[str, int]:
     return dict(sorted(most.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
-def check_fits(stacks: tuple[Stack, ...], room: int, devices: int) -> None:
+def check_fits(
+    stacks: tuple[Stack, ...], room: int, devices: int, *, copies: int = 1, platform: str = "cpu"
+) -> None:
     """Refuses tables that a device has no room for.
 
     Args:
       stacks: Of a collection.
       room: Bytes of a device.
       devices: Of the mesh.
+      copies: Of the tables on the mesh.
+      platform: Of the devices, as jax names it.
 
     Raises:
       UserError: rows, states and id maps take more; says which tables, by how much, and what helps.
@@ -53,12 +58,47 @@ def check_fits(stacks: tuple[Stack, ...], room: int, devices: int) -> None:
     wanted = device_bytes(stacks, devices)
     if wanted <= room:
         return
-    raise UserError(
-        f"The embedding tables take {size(wanted)} on each of {devices} device(s), which has {size(room)}: "
-        f"{size(wanted - room)} too much. {describe_largest(stacks, devices)}. Rows that are dealt out evenly need at least "
-        f"{-(-wanted * devices // room)} such devices; otherwise set fewer rows, a narrower dtype (--set "
-        "precision.tables=bfloat16) or an optimizer with less state, or let `scalejax shard` choose a plan."
+    pool = (
+        " in XLA's pool (three quarters of a GPU, unless the environment variable XLA_PYTHON_CLIENT_MEM_FRACTION sets "
+        "another share)"
     )
+    raise UserError(
+        f"The embedding tables take {size(wanted)} on each of {devices} device(s), which has {size(room)}"
+        f"{pool if platform == 'gpu' else ''}: {size(wanted - room)} too much. {describe_largest(stacks, devices)}. "
+        f"{_what_helps(_tables(stacks), room, devices, copies)}"
+    )
+
+
+def _what_helps(tables: Sequence[TableConfig], room: int, devices: int, copies: int) -> str:
+    for over, how in ((devices // copies, "kind='row_wise'"), (devices, "replicas='shard' and kind='row_wise'")):
+        if (each := _dealt_bytes(tables, over, devices)) <= room:
+            return (
+                f"Rows that are dealt out over {over} devices take {size(each)} on each: set {how} in the "
+                "ShardingPlan, or let `scalejax shard` choose a plan."
+            )
+    least = _fewest_devices(tables, room)
+    if least is None:
+        more = "Not even a row of each has room on one device"
+    else:
+        alone = "" if copies == 1 else " and replicas='shard'"
+        more = f"Rows that are dealt out evenly need at least {least} such devices{alone}"
+    return (
+        f"{more}; otherwise set fewer rows, a narrower dtype (--set precision.tables=bfloat16) or an optimizer with "
+        "less state."
+    )
+
+
+def _dealt_bytes(tables: Sequence[TableConfig], over: int, devices: int) -> int:
+    """Bytes on the fullest device if every table is dealt out row by row over `over` of the devices of a mesh."""
+    return sum(-(-table.rows // over) * row_bytes(table) + _map_bytes(table, devices) for table in tables)
+
+
+def _fewest_devices(tables: Sequence[TableConfig], room: int) -> int | None:
+    """The smallest mesh with room for one copy, dealt out over all of it; None where no number is enough."""
+    most = max(table.rows for table in tables)
+    numbers = range(1, most + 1)
+    before = bisect.bisect_left(numbers, True, key=lambda number: _dealt_bytes(tables, number, number) <= room)
+    return None if before == most else before + 1
 
 
 def describe_largest(stacks: tuple[Stack, ...], devices: int) -> str:

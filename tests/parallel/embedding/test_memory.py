@@ -8,7 +8,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import memory
 from scalejax.parallel.embedding.collection import EmbeddingCollection
-from scalejax.parallel.embedding.config import Adam, IdMapConfig, RowwiseAdagrad, TableConfig
+from scalejax.parallel.embedding.config import Adam, IdMapConfig, RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.units import size
 
@@ -99,3 +99,64 @@ def test_the_number_of_devices_that_it_names_is_enough_and_one_less_is_not():
     share = TABLES[0].rows * (64 + 1) * 4
     assert np.ceil(share / wanted) <= room < share / (wanted - 1)
     memory.check_fits(collection(TABLES[:1], devices=wanted).stacks, room, wanted)
+
+
+ONE_BIG = (TableConfig(name="big", rows=1000, dim=63, features=("a",), optimizer=Sgd()),)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "data_parallel"])
+def test_a_plan_that_wastes_room_is_told_what_rows_dealt_out_take(kind):
+    wasteful = collection(ONE_BIG, ShardingPlan(tables=(TablePlan(table="big", kind=kind),)))
+    room = memory.device_bytes(wasteful.stacks, 8) // 2
+    with pytest.raises(UserError, match="too much") as refusal:
+        memory.check_fits(wasteful.stacks, room, 8)
+    dealt = collection(ONE_BIG)
+    memory.check_fits(dealt.stacks, room, 8)
+    each = size(memory.device_bytes(dealt.stacks, 8))
+    assert f"dealt out over 8 devices take {each} on each: set kind='row_wise'" in str(refusal.value)
+    assert "such devices" not in str(refusal.value)
+
+
+def test_copies_of_tables_are_told_what_one_copy_takes(monkeypatch):
+    mesh = meshes.make_mesh(meshes.MeshShape(replica=2), jax.devices()[:8])
+    entries = (TablePlan(table="big", kind="table_wise"),)
+    takes = {over: 1000 // over * 63 * 4 for over in (4, 8)}
+    for room, advice in (
+        (takes[4], "over 4 devices take [^ ]+ KiB on each: set kind='row_wise'"),
+        (takes[4] - 1, "over 8 devices take [^ ]+ KiB on each: set replicas='shard' and kind='row_wise'"),
+        (takes[8], "over 8 devices"),
+        (takes[8] - 1, "at least 9 such devices and replicas='shard'"),
+    ):
+        each = EmbeddingCollection(
+            tables=ONE_BIG, mesh=mesh, plan=ShardingPlan(tables=entries, replicas="copy")
+        )
+        monkeypatch.setattr("scalejax.parallel.embedding.collection.device_memory_bytes", lambda mesh, room=room: room)
+        with pytest.raises(UserError, match=advice):
+            each.check_fits()
+
+
+def test_the_number_of_devices_counts_what_does_not_get_smaller():
+    # Small tables, of which every device has a row, and a map.
+    id_map = IdMapConfig(rows=1 + 64 * 8, ways=8)
+    tables = (
+        *(TableConfig(name=f"t{i}", rows=3, dim=25, features=(f"f{i}",), optimizer=Sgd()) for i in range(10)),
+        TableConfig(name="big", rows=id_map.rows, dim=25, features=("a",), optimizer=Sgd(), id_map=id_map),
+    )
+
+    def takes(devices):
+        return 10 * -(-3 // devices) * 100 + -(-513 // devices) * 100 + -(-64 // devices) * 8 * 16
+
+    for room in (60_000, 8_000, 2_000, 1_328):
+        by_trial = next(n for n in range(1, 1000) if takes(n) <= room)
+        with pytest.raises(UserError, match=f"at least {by_trial} such devices"):
+            memory.check_fits(collection(tables, devices=1).stacks, room, 1)
+    with pytest.raises(UserError, match="Not even a row of each has room"):
+        memory.check_fits(collection(tables, devices=1).stacks, 1_227, 1)
+
+
+def test_on_gpus_the_room_is_a_pool_of_which_the_message_names_the_size():
+    stacks = collection(ONE_BIG).stacks
+    for platform, named in (("gpu", True), ("cpu", False), ("tpu", False)):
+        with pytest.raises(UserError, match="too much") as refusal:
+            memory.check_fits(stacks, 100, 8, platform=platform)
+        assert ("XLA_PYTHON_CLIENT_MEM_FRACTION" in str(refusal.value)) is named

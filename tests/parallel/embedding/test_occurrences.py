@@ -15,7 +15,7 @@ from scalejax.parallel.embedding.row_numbers import exists, row_numbers
 
 @pytest.mark.parametrize("rows", [MOST_ROWS + 1, 2**31, 3 * 10**9])
 def test_more_rows_than_int32_can_number_are_refused(rows):
-    with pytest.raises(UserError, match=r"TableConfig 'huge': rows must be at most 2,130,706,432.*id map.*several tables"):
+    with pytest.raises(UserError, match=r"'huge': rows must be at most 2,130,706,432.*id map.*several tables"):
         TableConfig(name="huge", rows=rows, dim=4, features=("f",))
 
 
