@@ -15,6 +15,7 @@ from scalejax.parallel.embedding.stacks import Member, Stack
 from scalejax.units import size
 
 _SHOWN = 3
+_GPUS = ("gpu", "cuda", "rocm")
 
 
 def device_bytes(stacks: Sequence[Stack], devices: int) -> int:
@@ -64,7 +65,7 @@ def check_fits(
     )
     raise UserError(
         f"The embedding tables take {size(wanted)} on each of {devices} device(s), which has {size(room)}"
-        f"{pool if platform == 'gpu' else ''}: {size(wanted - room)} too much. {describe_largest(stacks, devices)}. "
+        f"{pool if platform in _GPUS else ''}: {size(wanted - room)} too much. {describe_largest(stacks, devices)}. "
         f"{_what_helps(_tables(stacks), room, devices, copies)}"
     )
 
