@@ -11,6 +11,7 @@ With tables that have an id map, ids become rows first (where there are none, th
     features, assignment = collection.map_ids(state, batch.features)     # training
     state = collection.admit(state, assignment)
     features, faults = collection.find_ids(state, batch.features)        # evaluation
+    state = collection.expire(state)                                     # where ids past their TTL are to leave at once
 
 `lookup` is the first two in one. Each is a shard_map over all mesh axes. The exchange of ids reads no state, so that it
 can run a step ahead. An update is exact and deterministic: the gradients of a row are summed in the order of examples,
@@ -458,6 +459,27 @@ class EmbeddingCollection:
         )
         faults = state["faults"] + assignment.faults
         return {**state, "stacks": stacks, "maps": assignment.maps, "faults": faults}
+
+    def expire(self, state: State) -> State:
+        """The state without the ids that policy "ttl" lets go at the next step, whether or not others want their rows.
+
+        Their rows and row states are as fresh as at `init`; tracked ones count as touched by the next update. Jittable.
+        Training does not need it: rows that are wanted are taken by `map_ids`.
+
+        Raises:
+          ValueError: no table has an id map of that policy.
+        """
+        if all(table.id_map is None or table.id_map.policy != "ttl" for table in self.tables):
+            raise ValueError("expire: no table has an id map of policy 'ttl'; the ids of others do not expire.")
+
+        def local(maps: mapped.Maps, step: jax.Array) -> Any:
+            return mapped.expire(self.tables, maps, step, devices=self.mesh.size, axes=self.axes)
+
+        all_axes = P(self.axes)
+        maps, evicted = self._everywhere(local, in_specs=(all_axes, P()), out_specs=all_axes)(
+            state["maps"], state["updates"]
+        )
+        return self.admit(state, Assignment(maps, evicted, jnp.zeros((self.mesh.size, 2), jnp.int32)))
 
     def find_ids(self, state: State, features: KeyedJagged) -> tuple[KeyedJagged, jax.Array]:
         """As `map_ids`, for evaluation: changes nothing, and ids without a row get row 0.

@@ -24,7 +24,7 @@ Scores, lowest first; ties by position in the bucket:
   lfu   f, then `seen`
   lru   `seen`
   ttl   `seen`, and only a way not seen for more than `ttl_steps` steps can be taken. Until it is, its id still finds
-        it; `expire` evicts all such ids at once.
+        it; `expire` (`EmbeddingCollection.expire`) evicts all such ids at once.
 
 Ids without a way get row 0, which is reserved for them, and are counted. The result depends on the set of occurrences
 of a batch, not on their order. An evicted row and its optimizer state still hold the values of the old id: the caller

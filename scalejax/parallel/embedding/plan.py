@@ -58,7 +58,9 @@ class Exchange:
       spill: Ids that find no room embed as zeros and update nothing. "fail": training stops; "count": it goes on, and
         their number is a metric.
       all_to_all: "padded": every device sends every other one buckets of fixed size; everywhere. "ragged": only what
-        there is travels; TPU and GPU. The results are equal to the bit.
+        there is travels; TPU and GPU. The results are equal to the bit while every id has room. "padded" has room for a
+        number of ids from each device to each other, "ragged" for as many in all at each owner: a batch that is too
+        uneven for one may fit the other.
     """
 
     capacity_factor: float = 2.0
@@ -320,11 +322,14 @@ class StackKey(NamedTuple):
 
 
 def stack_key(
-    table: TableConfig, width: int, *, copied: bool = False, update: Literal["gather", "psum"] = "gather"
+    table: TableConfig,
+    width: int,
+    *,
+    spread: Literal["dealt", "copied"],
+    update: Literal["gather", "psum"] = "gather",
 ) -> StackKey:
-    """The stack of a slice of `width` columns."""
+    """The stack of a slice of `width` columns; the rest as in `StackKey`."""
     rounding = table.rounding if itemsize(table.dtype) < 4 else ""
-    spread = "copied" if copied else "dealt"
     return StackKey(width, _dtype_name(table.dtype), rounding, table.optimizer, table.track, spread, update)
 
 

@@ -193,7 +193,7 @@ def estimate(
         kind=kind,
         columns=columns,
         row_parts=row_parts,
-        stack=stack_key(asked.table, width, copied=not owned),
+        stack=stack_key(asked.table, width, spread="dealt" if owned else "copied"),
         rows=rows,
         row_bytes=asked.row_bytes(width),
         shard=_shard_seconds(asked, topology, kind, width, row_parts) if owned else Seconds(),
