@@ -71,6 +71,11 @@ def shard(
         print("Next: --save FILE.json keeps the plan.")
         return
     result.planned.plan.save(save)
+    from scalejax.parallel.mesh import AXES
+
     again = [f"--set={text}" for text in sets or []] + [f"--set=sharding={save}"]
-    again += [f"--set=mesh.{axis}={size}" for axis, size in result.mesh.items()]
+    planned = {axis: result.mesh.get(axis, 1) for axis in AXES}
+    again += [
+        f"--set=mesh.{axis}={size}" for axis, size in planned.items() if size > 1 or getattr(experiment.mesh, axis) != 1
+    ]
     print(f"Plan: {save}\nNext: {shlex.join(['scalejax', 'train', recipe, *again])}")

@@ -143,7 +143,8 @@ def plan(experiment: "Experiment", topology_name: str, mesh: str | None = None) 
     )
     if result.memory.fits or not program.collection.stacks:
         return result
-    note = f"{describe_largest(program.collection.stacks)}. `scalejax shard` plans tables by memory and time."
+    largest = describe_largest(program.collection.stacks, device_mesh.size)
+    note = f"{largest}. `scalejax shard` plans tables by memory and time."
     return dataclasses.replace(result, warnings=(*result.warnings, note))
 
 

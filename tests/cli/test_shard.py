@@ -1,6 +1,7 @@
 """`scalejax shard`: the report, the plan as a file, and that file in training."""
 
 import json
+import shlex
 
 import jax
 import pytest
@@ -32,6 +33,26 @@ def test_a_saved_plan_is_read_again_for_the_mesh_that_it_was_made_for(invoke, tm
     # On another number of devices the plan is refused, not bent.
     with pytest.raises(UserError, match="was made for 8 devices, but 1 hold one copy"):
         programs.build(experiment, experiment.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(
+    ("sets", "mesh", "sizes"),
+    [
+        (("mesh.replica=2",), "fsdp=8", (1, 8, 1, 1, 1, 1)),
+        (("mesh.replica=4", "mesh.fsdp=1", "mesh.tensor=2"), "replica=2,fsdp=4", (2, 4, 1, 1, 1, 1)),
+        ((), "tensor=8", (1, 1, 1, 1, 8, 1)),
+    ],
+)
+def test_the_next_command_trains_on_the_mesh_that_was_planned_for(invoke, tmp_path, sets, mesh, sizes):
+    recipe = small_run.write_recipe(tmp_path)
+    given = [word for text in sets for word in ("--set", text)]
+    plan = tmp_path / "plan.json"
+    planning = invoke("shard", recipe, "--topology", "h100:1x8", "--mesh", mesh, *given, "--save", str(plan))
+    assert planning.exit_code == 0, planning.stderr
+    command = shlex.split(planning.stdout.partition("Next: ")[2])
+    assert command[:3] == ["scalejax", "train", recipe]
+    again = [word.removeprefix("--set=") for word in command[3:]]
+    assert configs.load(recipe, again).mesh.resolve(8) == sizes
 
 
 @pytest.mark.slow

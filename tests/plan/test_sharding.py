@@ -11,7 +11,7 @@ import small_run
 from scalejax.configs.recsys import dcnv2
 from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, TableConfig
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.planner import Zipf
@@ -65,6 +65,21 @@ def test_ids_are_counted_in_the_first_batches_of_the_data(small):
         seen[name] = found.planned.report.mean_s
     assert seen["uneven"] < seen["even"]
     assert "assumed" in shard(small, MACHINE).statistics
+
+
+def test_ids_of_any_64_bits_are_counted(small):
+    hashes = small_run.columns()["item"].astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    path = small_run.write(pathlib.Path(small.data.path).with_name("hashed.parquet"), {"item": hashes})
+    features = (*small_run.FEATURES[:2], Categorical(name="item", rows=None))
+    id_map = IdMapConfig(rows=1 + 64 * 2, ways=2)
+    mapped = dataclasses.replace(
+        small,
+        data=small_run.data(path, categorical=features),
+        id_maps=(MappedFeatures(features=("item",), id_map=id_map),),
+    )
+    found = shard(mapped, MACHINE, sample_batches=3)
+    assert "counted in the first 3 batches" in found.statistics
+    assert {line.table for line in found.planned.report.tables} == {"shop", "hour", "item"}
 
 
 def test_the_recipes_own_plan_is_priced_beside_it_or_its_fault_is_named(small):

@@ -11,6 +11,7 @@ With tables that have an id map, ids become rows first (where there are none, th
     features, assignment = collection.map_ids(state, batch.features)     # training
     state = collection.admit(state, assignment)
     features, faults = collection.find_ids(state, batch.features)        # evaluation
+    state = collection.expire(state)                                     # where ids past their TTL are to leave at once
 
 `lookup` is the first two in one. Each is a shard_map over all mesh axes. The exchange of ids reads no state, so that it
 can run a step ahead. An update is exact and deterministic: the gradients of a row are summed in the order of examples,
@@ -134,12 +135,6 @@ class EmbeddingCollection:
             )
         if self.exchange.all_to_all == "ragged":
             ragged.check_platform(self.mesh)
-        for table in self.mapped_tables:
-            assert table.id_map is not None
-            try:
-                id_map.buckets_per_shard(table.id_map, self.mesh.size)
-            except UserError as error:
-                raise UserError(f"EmbeddingCollection: table {table.name!r}: {error}") from error
         _ = self.stacks  # which refuse a plan that cannot be built
 
     @property
@@ -168,6 +163,7 @@ class EmbeddingCollection:
             devices=self.group_devices,
             devices_per_host=inside,
             accumulate=self.accumulate,
+            mesh_devices=self.mesh.size,
         )
         return stack_tables(self.tables, slices, self.group_devices)
 
@@ -364,7 +360,13 @@ class EmbeddingCollection:
         """
         room = device_memory_bytes(self.mesh)
         if room is not None:
-            memory.check_fits(self.stacks, room, self.mesh.size)
+            memory.check_fits(
+                self.stacks,
+                room,
+                self.mesh.size,
+                copies=self.mesh.size // self.group_devices,
+                platform=self.mesh.devices.flat[0].platform,
+            )
 
     def init(self, key: jax.Array) -> State:
         """A fresh state: a row depends on the key, the name of its table and its number, and on no mesh.
@@ -457,6 +459,27 @@ class EmbeddingCollection:
         )
         faults = state["faults"] + assignment.faults
         return {**state, "stacks": stacks, "maps": assignment.maps, "faults": faults}
+
+    def expire(self, state: State) -> State:
+        """The state without the ids that policy "ttl" lets go at the next step, whether or not others want their rows.
+
+        Their rows and row states are as fresh as at `init`; tracked ones count as touched by the next update. Jittable.
+        Training does not need it: rows that are wanted are taken by `map_ids`.
+
+        Raises:
+          ValueError: no table has an id map of that policy.
+        """
+        if all(table.id_map is None or table.id_map.policy != "ttl" for table in self.tables):
+            raise ValueError("expire: no table has an id map of policy 'ttl'; the ids of others do not expire.")
+
+        def local(maps: mapped.Maps, step: jax.Array) -> Any:
+            return mapped.expire(self.tables, maps, step, devices=self.mesh.size, axes=self.axes)
+
+        all_axes = P(self.axes)
+        maps, evicted = self._everywhere(local, in_specs=(all_axes, P()), out_specs=all_axes)(
+            state["maps"], state["updates"]
+        )
+        return self.admit(state, Assignment(maps, evicted, jnp.zeros((self.mesh.size, 2), jnp.int32)))
 
     def find_ids(self, state: State, features: KeyedJagged) -> tuple[KeyedJagged, jax.Array]:
         """As `map_ids`, for evaluation: changes nothing, and ids without a row get row 0.
@@ -819,7 +842,7 @@ class EmbeddingCollection:
         """The inverse of `to_logical`, from arrays of any placement (NumPy too).
 
         Args:
-          tree: The tables.
+          tree: The tables. "updated" of a tracked table may be left out: its rows then count as touched by no update.
           updates: Updates that they have behind them (Adam and LAMB count them).
 
         Raises:
@@ -831,7 +854,10 @@ class EmbeddingCollection:
                 f"from_logical: table {self.mapped_tables[0].name!r} has an id map, and rows alone do not say whose they are. "
                 "Restore it from what to_stored gave, which holds its map."
             )
-        _check_logical(tree, self.abstract_logical())
+        # Rows that come from elsewhere were touched by no update of this collection.
+        untouched = {t.name: {UPDATED: np.zeros(t.rows, np.int32)} for t in self.tables if t.track == "updates"}
+        given: dict[str, Any] = {name: untouched.get(name, {}) | leaves for name, leaves in tree.items()}
+        _check_logical(given, self.abstract_logical())
 
         def split(tree: dict[str, dict[str, jax.Array]]) -> stored.Tree:
             return {
@@ -845,13 +871,6 @@ class EmbeddingCollection:
                 for name, leaves in tree.items()
             }
 
-        # Rows that come from elsewhere were touched by no update of this collection.
-        given: dict[str, Any] = {
-            table.name: {**tree[table.name], UPDATED: np.zeros(table.rows, np.int32)}
-            if table.track == "updates" and UPDATED not in tree[table.name]
-            else tree[table.name]
-            for table in self.tables
-        }
         placed = jax.device_put(given, self._shardings(self.abstract_logical()))
         tables = jax.jit(split, out_shardings=self._shardings(self._abstract_stored_tables()))(placed)
         counts = {"updates": np.asarray(updates, np.int32), "faults": np.zeros(2, np.int32)}

@@ -183,8 +183,16 @@ def row_state_bytes(optimizer: RowOptimizer, dim: int) -> int:
     return sum(4 * (dim if kind == "element" else 1) for kind in row_states(optimizer).values())
 
 
+MOST_ROWS = 2**31 - 2**24
+"""Rows of a table, and of a stack on one device, that int32 can number. Fillers of an update, and the padding of tables
+that are dealt out, need numbers above the last row."""
+
 UPDATED = "updated"
 """Name of the row state of tracked tables: int32[rows], the number of the update that last touched a row; 0 = none."""
+
+
+_SHOWN = 4
+"""Numbers of devices that a message names."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,7 +200,7 @@ class IdMapConfig:
     """A map of 64-bit ids to the rows of one table, see `id_map`.
 
     Attributes:
-      rows: Rows of the table, row 0 included: 1 + a multiple of `ways`.
+      rows: Rows of the table, row 0 included: 1 + buckets * `ways`, where the number of devices divides the buckets.
       ways: Rows among which an id can be placed. More ways waste fewer rows before the map is full and cost more
         comparisons.
       policy: Who is evicted, see `id_map`.
@@ -239,6 +247,25 @@ class IdMapConfig:
         """Buckets of the whole map."""
         return (self.rows - 1) // self.ways
 
+    def device_bytes(self, devices: int) -> int:
+        """Bytes of the map on each of so many devices: id, count and last step (16) of every way and candidate."""
+        entries = self.ways + (self.candidate_ways if self.admit_after > 1 else 0)
+        return 16 * entries * -(-self.buckets // devices)
+
+    def refusal(self, devices: int) -> str | None:
+        """Why the map cannot be cut over so many devices, as the end of a sentence about it; None if it can."""
+        if self.buckets % devices == 0:
+            return None
+        fewer = [number for number in range(devices, 0, -1) if self.buckets % number == 0][:_SHOWN]
+        more = [number for number in range(devices, 4 * devices + 1) if self.buckets % number == 0][:1]
+        step = devices * self.ways
+        return (
+            f"has {self.buckets} buckets of {self.ways} ways, which do not divide over {devices} devices. A map with "
+            f"ids in it keeps its buckets: it can be on {', '.join(map(str, sorted(fewer + more)))} devices or another "
+            f"divisor of {self.buckets}. A new one can have rows={1 + -(-self.buckets // devices) * step}, or another "
+            f"1 + multiple of {step}."
+        )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MappedFeatures:
@@ -263,7 +290,7 @@ class TableConfig:
 
     Attributes:
       name: Unique in a collection.
-      rows: Number of rows; ids of its features lie in [0, rows).
+      rows: Number of rows, at most `MOST_ROWS`; ids of its features lie in [0, rows).
       dim: Width of a row.
       features: Names of the features that look rows up here (several features may share a table).
       pooling: How the rows of one example become one vector: "sum" or "mean" (zeros for an empty bag), or "none": the
@@ -297,6 +324,12 @@ class TableConfig:
         if self.rows < 1 or self.dim < 1:
             raise ValueError(
                 f"TableConfig {self.name!r}: rows and dim must be at least 1; got {self.rows}, {self.dim}."
+            )
+        if self.rows > MOST_ROWS:
+            raise UserError(
+                f"TableConfig {self.name!r}: rows must be at most {MOST_ROWS:,}, what int32 can number with room for "
+                f"the padding above; got {self.rows:,}. Give it an id map, which has rows for the ids in use alone "
+                "(id_map=IdMapConfig(...)), or split its ids over several tables."
             )
         if not self.features:
             raise ValueError(f"TableConfig {self.name!r}: features must name at least one feature; got none.")

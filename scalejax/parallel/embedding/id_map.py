@@ -24,7 +24,7 @@ Scores, lowest first; ties by position in the bucket:
   lfu   f, then `seen`
   lru   `seen`
   ttl   `seen`, and only a way not seen for more than `ttl_steps` steps can be taken. Until it is, its id still finds
-        it; `expire` evicts all such ids at once.
+        it; `expire` (`EmbeddingCollection.expire`) evicts all such ids at once.
 
 Ids without a way get row 0, which is reserved for them, and are counted. The result depends on the set of occurrences
 of a batch, not on their order. An evicted row and its optimizer state still hold the values of the old id: the caller
@@ -149,12 +149,8 @@ def buckets_per_shard(config: IdMapConfig, shards: int) -> int:
     Raises:
       UserError: the buckets do not divide over the shards.
     """
-    if config.buckets % shards:
-        more = -(-config.buckets // shards) * shards
-        raise UserError(
-            f"id map: {config.buckets} buckets of {config.ways} ways do not divide over {shards} devices. Set "
-            f"rows={1 + more * config.ways}, or another 1 + multiple of {shards * config.ways}."
-        )
+    if (why := config.refusal(shards)) is not None:
+        raise UserError(f"The id map {why}")
     return config.buckets // shards
 
 

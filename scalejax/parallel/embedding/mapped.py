@@ -209,6 +209,29 @@ def find(
     return values, _faults(lost)
 
 
+def expire(
+    tables: Sequence[TableConfig], maps: Maps, step: jax.Array, *, devices: int, axes: tuple[str, ...]
+) -> tuple[Maps, dict[str, jax.Array]]:
+    """This device's maps of policy "ttl" without the ids that may go at a step, and the rows that these had.
+
+    Args:
+      tables: Some with an id map of that policy.
+      maps: This device's part of each map.
+      step: int32[].
+      devices: M, over which the maps are cut.
+      axes: Mesh axes of these devices.
+
+    Returns:
+      All maps; per table int32[A] rows as in `Assignment`.
+    """
+    after, evicted = dict(maps), {}
+    for table in tables:
+        if table.id_map is not None and table.id_map.policy == "ttl":
+            first = lax.axis_index(axes) * id_map.buckets_per_shard(table.id_map, devices)
+            after[table.name], evicted[table.name] = id_map.expire(table.id_map, maps[table.name], step, first)
+    return after, evicted
+
+
 def reset(
     stacks: tuple[Stack, ...],
     leaves: dict[str, dict[str, jax.Array]],

@@ -58,7 +58,9 @@ class Exchange:
       spill: Ids that find no room embed as zeros and update nothing. "fail": training stops; "count": it goes on, and
         their number is a metric.
       all_to_all: "padded": every device sends every other one buckets of fixed size; everywhere. "ragged": only what
-        there is travels; TPU and GPU. The results are equal to the bit.
+        there is travels; TPU and GPU. The results are equal to the bit while every id has room. "padded" has room for a
+        number of ids from each device to each other, "ragged" for as many in all at each owner: a batch that is too
+        uneven for one may fit the other.
     """
 
     capacity_factor: float = 2.0
@@ -242,6 +244,7 @@ def place(
     devices: int,
     devices_per_host: int,
     accumulate: Accumulate = "ordered",
+    mesh_devices: int | None = None,
 ) -> dict[str, tuple[Slice, ...]]:
     """Slices and devices of every table.
 
@@ -253,6 +256,7 @@ def place(
       devices: Devices that hold one copy of the tables.
       devices_per_host: Of these, devices of one host; divides `devices`.
       accumulate: As in `EmbeddingCollection`.
+      mesh_devices: As in `refusal`.
 
     Raises:
       UserError: a plan for another number of devices, or an entry that cannot be built here: see the message.
@@ -265,7 +269,12 @@ def place(
         )
     for table in tables:
         why = refusal(
-            table, entries[table.name], devices=devices, devices_per_host=devices_per_host, accumulate=accumulate
+            table,
+            entries[table.name],
+            devices=devices,
+            devices_per_host=devices_per_host,
+            accumulate=accumulate,
+            mesh_devices=mesh_devices,
         )
         if why is not None:
             raise UserError(f"ShardingPlan: table {table.name!r} {why}")
@@ -288,10 +297,6 @@ def place(
             for rank in ranks or range(devices):
                 loads[rank] += table.rows * row_bytes(table) / columns / max(1, len(ranks))
     return {table.name: placed[table.name] for table in tables}
-
-
-MOST_ROWS = 2**31 - 2**24
-"""Rows of a stack that one device can address with int32; fillers of an update need room above the last row."""
 
 
 class StackKey(NamedTuple):
@@ -317,11 +322,14 @@ class StackKey(NamedTuple):
 
 
 def stack_key(
-    table: TableConfig, width: int, *, copied: bool = False, update: Literal["gather", "psum"] = "gather"
+    table: TableConfig,
+    width: int,
+    *,
+    spread: Literal["dealt", "copied"],
+    update: Literal["gather", "psum"] = "gather",
 ) -> StackKey:
-    """The stack of a slice of `width` columns."""
+    """The stack of a slice of `width` columns; the rest as in `StackKey`."""
     rounding = table.rounding if itemsize(table.dtype) < 4 else ""
-    spread = "copied" if copied else "dealt"
     return StackKey(width, _dtype_name(table.dtype), rounding, table.optimizer, table.track, spread, update)
 
 
@@ -384,7 +392,13 @@ def _groups(
 
 
 def refusal(
-    table: TableConfig, entry: TablePlan, *, devices: int, devices_per_host: int, accumulate: Accumulate = "ordered"
+    table: TableConfig,
+    entry: TablePlan,
+    *,
+    devices: int,
+    devices_per_host: int,
+    accumulate: Accumulate = "ordered",
+    mesh_devices: int | None = None,
 ) -> str | None:
     """Why a table cannot be sharded so, as the end of a sentence about it; None if it can. Planners ask here too.
 
@@ -394,10 +408,20 @@ def refusal(
       devices: Devices that hold one copy of the tables.
       devices_per_host: Of these, devices of one host.
       accumulate: As in `EmbeddingCollection`.
+      mesh_devices: Devices of all copies, which share the buckets of an id map; None = there is one copy.
     """
-    return _refused_form(entry) or _refused_slices(table, entry, accumulate, devices) or (
-        None if entry.ranks is None else _refused_ranks(entry, entry.ranks, devices, devices_per_host)
+    return (
+        refused_map(table, mesh_devices or devices)
+        or _refused_form(entry)
+        or _refused_slices(table, entry, accumulate, devices)
+        or (None if entry.ranks is None else _refused_ranks(entry, entry.ranks, devices, devices_per_host))
     )
+
+
+def refused_map(table: TableConfig, devices: int) -> str | None:
+    """As `refusal`, of what holds for every kind: whether the id map, if there is one, can be cut over the mesh."""
+    why = None if table.id_map is None else table.id_map.refusal(devices)
+    return None if why is None else f"has an id map that {why}"
 
 
 def _refused_form(entry: TablePlan) -> str | None:

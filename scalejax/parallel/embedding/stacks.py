@@ -25,8 +25,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import UPDATED, Leaf, RowOptimizer, RowwiseAdagrad, TableConfig, row_states
-from scalejax.parallel.embedding.plan import MOST_ROWS, Slice, StackKey, stack_key
+from scalejax.parallel.embedding.config import (
+    MOST_ROWS,
+    UPDATED,
+    Leaf,
+    RowOptimizer,
+    RowwiseAdagrad,
+    TableConfig,
+    row_states,
+)
+from scalejax.parallel.embedding.plan import Slice, StackKey, stack_key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +180,8 @@ def stack_tables(
     groups: dict[StackKey, list[tuple[TableConfig, Slice]]] = {}
     for table in tables:
         for part in slices[table.name]:
-            key = stack_key(table, part.stop - part.start, copied=not part.ranks, update=part.update)
+            spread = "dealt" if part.ranks else "copied"
+            key = stack_key(table, part.stop - part.start, spread=spread, update=part.update)
             groups.setdefault(key, []).append((table, part))
     return tuple(_stack(number, key, parts, devices) for number, (key, parts) in enumerate(groups.items()))
 

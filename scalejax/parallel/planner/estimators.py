@@ -117,6 +117,7 @@ class Option:
       shard_buffers: Bytes of exchange and gradients at the owner of a piece.
       everywhere: Seconds of every device, besides.
       everywhere_buffers: Bytes of every device, besides.
+      map_bytes: Bytes of the id map on every device, whatever the kind; 0 where ids are rows.
     """
 
     table: str
@@ -130,6 +131,7 @@ class Option:
     shard_buffers: int
     everywhere: Seconds
     everywhere_buffers: int
+    map_bytes: int = 0
 
     @property
     def shards(self) -> int:
@@ -191,13 +193,14 @@ def estimate(
         kind=kind,
         columns=columns,
         row_parts=row_parts,
-        stack=stack_key(asked.table, width, copied=not owned),
+        stack=stack_key(asked.table, width, spread="dealt" if owned else "copied"),
         rows=rows,
         row_bytes=asked.row_bytes(width),
         shard=_shard_seconds(asked, topology, kind, width, row_parts) if owned else Seconds(),
         shard_buffers=_shard_buffers(asked, kind, width, row_parts, capacity_factor) if owned else 0,
         everywhere=_everywhere_seconds(asked, topology, kind),
         everywhere_buffers=_everywhere_buffers(asked, topology, kind, capacity_factor),
+        map_bytes=0 if asked.table.id_map is None else asked.table.id_map.device_bytes(topology.devices),
     )
 
 

@@ -75,6 +75,7 @@ def evaluate(
             total += getattr(option.everywhere, name)
             np.add.at(total, index, getattr(option.shard, name))
         fixed += option.everywhere_buffers
+        replicated += option.map_bytes
         if entry.kind == "data_parallel":
             replicated += option.rows * option.row_bytes
         else:
@@ -139,7 +140,7 @@ def _table_line(option: Option, ranks: tuple[int, ...] | None, devices: int) -> 
         kind=option.kind,
         columns=option.columns,
         ranks=ranks,
-        bytes=shards * option.rows * option.row_bytes,
+        bytes=shards * option.rows * option.row_bytes + devices * option.map_bytes,
         piece_bytes=option.rows * option.row_bytes,
         piece_s=option.shard.total + option.everywhere.total,
         work_s=option.work_s(devices),

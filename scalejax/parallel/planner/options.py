@@ -6,7 +6,7 @@ from typing import get_args
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan import SLICED, Accumulate, Kind, TablePlan, refusal
+from scalejax.parallel.embedding.plan import SLICED, Accumulate, Kind, TablePlan, refusal, refused_map
 from scalejax.parallel.planner import estimators
 from scalejax.parallel.planner.estimators import Option, Work
 from scalejax.parallel.planner.topology import Topology
@@ -94,9 +94,12 @@ def options(
       accumulate: As in `EmbeddingCollection`.
 
     Raises:
-      UserError: nothing is left; says what the engine refuses and what would be possible.
+      UserError: nothing is left; says what the engine refuses and what would be possible. Or the table has an id map
+        that the engine cannot cut over these devices.
     """
     limits = constraint or TableConstraints(table=asked.table.name)
+    if (why := refused_map(asked.table, topology.devices)) is not None:
+        raise UserError(f"plan: table {asked.table.name!r} {why}")
     most = min(topology.devices, limits.max_devices or topology.devices)
     in_host, hosts = topology.group_size, topology.groups
     slices = [

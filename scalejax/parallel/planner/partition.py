@@ -25,7 +25,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from scalejax.parallel.embedding.plan import MOST_ROWS, StackKey
+from scalejax.parallel.embedding.config import MOST_ROWS
+from scalejax.parallel.embedding.plan import StackKey
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.topology import Topology
 
@@ -90,7 +91,7 @@ class _Load:
     def add(self, option: Option, devices: "np.ndarray | slice") -> None:
         """A piece to each of these devices, and to every device its share."""
         self.seconds += option.everywhere.total
-        self.fixed_bytes += option.everywhere_buffers
+        self.fixed_bytes += option.everywhere_buffers + option.map_bytes
         if option.kind == "data_parallel":
             self._rows_of(option.stack)[:] += option.rows
             self.fullest_rows[option.stack] += option.rows
@@ -131,7 +132,7 @@ class _Load:
 
     def place(self, option: Option, choose: _Choose) -> tuple[int, ...]:
         """Takes the pieces in, each on a device of its own that `choose` picks."""
-        self.fixed_bytes += option.everywhere_buffers  # before room is counted
+        self.fixed_bytes += option.everywhere_buffers + option.map_bytes  # before room is counted
         self.seconds += option.everywhere.total
         if option.kind in ("table_wise", "column_wise", "row_wise"):
             return self._place_pieces(option, choose, None)

@@ -250,7 +250,7 @@ def _why(found: Sequence[Option], chosen: Option, report: Report, topology: Topo
 
 def _bytes_of_all(option: Option, devices: int) -> int:
     copies = devices if option.kind == "data_parallel" else option.shards
-    return copies * option.rows * option.row_bytes
+    return copies * option.rows * option.row_bytes + devices * option.map_bytes
 
 
 def _does_not_fit(search: _Search, tables: dict[str, TableConfig]) -> str:
@@ -261,7 +261,8 @@ def _does_not_fit(search: _Search, tables: dict[str, TableConfig]) -> str:
     total = sum(least.values())
     closest = min(search.failures, key=lambda failure: (failure.missing_bytes, failure.option.table))
     option, table = closest.option, tables[closest.option.table]
-    each = option.rows * option.row_bytes + option.shard_buffers + option.everywhere_buffers
+    held = option.rows * option.row_bytes + option.map_bytes
+    each = held + option.shard_buffers + option.everywhere_buffers
     largest = sorted(least, key=lambda name: (-least[name], name))[:3]
     advice = []
     if total > n * room:
@@ -273,7 +274,7 @@ def _does_not_fit(search: _Search, tables: dict[str, TableConfig]) -> str:
     return (
         f"plan: the tables do not fit on {n} devices of {size(room)}. Closest was table {option.table!r} "
         f"({table.rows:,} rows x {table.dim}, {table.dtype}, {type(table.optimizer).__name__}) as {option.label}: "
-        f"{size(each)} a device, of which {size(option.rows * option.row_bytes)} rows and state, "
+        f"{size(each)} a device, of which {size(held)} rows and state{' and id map' if option.map_bytes else ''}, "
         f"{size(closest.missing_bytes)} more than is left there. All tables take {size(total)} of {size(n * room)}; "
         f"the largest: {', '.join(f'{name} {size(least[name])}' for name in largest)}. What helps: {'; '.join(advice)}."
     )

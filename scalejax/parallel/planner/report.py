@@ -23,8 +23,8 @@ class TableReport:
       kind: As in `TablePlan`, like columns and ranks.
       columns: Number of column slices.
       ranks: Devices that hold a piece; None = all.
-      bytes: Rows and optimizer state on all devices.
-      piece_bytes: The same of one piece.
+      bytes: Rows, optimizer state and id map on all devices.
+      piece_bytes: Rows and optimizer state of one piece.
       piece_s: Seconds of a step for the owner of a piece.
       work_s: Seconds of all devices together.
       why: Why this kind.
@@ -48,7 +48,7 @@ class DeviceReport:
     Attributes:
       device: Its number in the group.
       seconds: Of a step.
-      table_bytes: Rows and optimizer state that it holds.
+      table_bytes: Rows, optimizer state and parts of id maps that it holds.
       padding_bytes: Unused: stacks are as long on every device as on the fullest.
       buffer_bytes: Exchanges and gradients, as on the fullest device.
     """

@@ -106,11 +106,14 @@ def assumed(
 def from_batches(tables: Sequence[TableConfig], batches: Iterable[KeyedJagged]) -> tuple[TableStatistics, ...]:
     """Counts ids and distinct rows of sample batches.
 
+    Distinct ids of a table with an id map count as rows, as if all had one; never more than there are.
+
     Args:
       tables: The tables; their features must be keys of the batches.
       batches: Some batches, best of the size that is planned for; at least one example in all.
+
     Raises:
-      UserError: no example, a feature that the batches lack, or an id outside its table.
+      UserError: no example, a feature that the batches lack, or an id outside its table (one without an id map).
     """
     examples, count = 0, 0
     ids = {table.name: np.zeros(len(table.features)) for table in tables}
@@ -127,14 +130,15 @@ def from_batches(tables: Sequence[TableConfig], batches: Iterable[KeyedJagged]) 
                         f"has {', '.join(batch.keys)}. Give batches with all features."
                     )
                 found = batch[feature].values
-                if found.size and not 0 <= found.min() <= found.max() < table.rows:
+                bounded = table.id_map is None  # any integer is an id of a map
+                if bounded and found.size and not 0 <= found.min() <= found.max() < table.rows:
                     raise UserError(
                         f"from_batches: feature {feature!r} has an id outside [0, {table.rows}) in batch {count - 1}. "
                         f"Correct the data or the rows of table {table.name!r}."
                     )
                 ids[table.name][f] += found.size
                 values.append(found)
-            distinct[table.name] += len(np.unique(np.concatenate(values)))
+            distinct[table.name] += min(table.rows, len(np.unique(np.concatenate(values))))
     if not examples:
         raise UserError(f"from_batches: needs at least one example; got {count} batches without any.")
     return tuple(

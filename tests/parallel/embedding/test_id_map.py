@@ -349,5 +349,11 @@ def test_contradicting_fields_are_refused(fields, message):
 
 def test_buckets_that_do_not_divide_over_the_devices_are_refused():
     config = IdMapConfig(rows=1 + 10 * 8)
-    with pytest.raises(UserError, match=r"10 buckets of 8 ways do not divide over 4 devices\. Set rows=97"):
+    with pytest.raises(UserError, match=r"10 buckets of 8 ways, which do not divide over 4 devices") as refusal:
         id_map.init(config, shards=4)
+    # A trained map keeps its buckets, so the numbers of devices that suit it are named beside the rows of a new one.
+    assert "it can be on 1, 2, 5 devices or another divisor of 10" in str(refusal.value)
+    assert "rows=97, or another 1 + multiple of 32" in str(refusal.value)
+    for shards in (1, 2, 5):
+        id_map.init(config, shards)
+    id_map.init(IdMapConfig(rows=97), shards=4)

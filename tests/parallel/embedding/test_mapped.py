@@ -1,5 +1,6 @@
 """Tables with id maps: a plain-Python model of the policy beside plain tables gives the same bits on every mesh."""
 
+import copy
 import dataclasses
 import functools
 
@@ -237,6 +238,31 @@ def hashed_batch(host, first):
     return dataclasses.replace(host, values=values)
 
 
+def test_expired_ids_leave_at_once_and_their_rows_are_fresh():
+    each, (_, state) = on("3"), trained("3")
+    model = copy.deepcopy(expected()[2]["tags"])
+    gone = model.expire(STEPS)
+    assert 0 < len(gone) < TTL.rows - 1
+    after = jax.jit(each.expire)(state)
+    before, tree = stored_of(each, state), stored_of(each, after)
+    equal({leaf: x for leaf, x in tree[MAPS]["tags"].items() if leaf != "counts"}, model.arrays())
+    assert each.id_totals(jax.device_get(each.id_counts(after)))["tags"] == model.counts
+    was, fresh, tags = (
+        jax.tree.map(np.array, each.to_logical(s)["tags"]) for s in (state, each.init(jax.random.key(3)), after)
+    )
+    assert (was["rows"][gone] != fresh["rows"][gone]).any(axis=1).all()
+    fresh["updated"][gone] = STEPS + 1
+    for leaf, value in was.items():
+        value[gone] = fresh[leaf][gone]
+    equal(tags, was)
+    # Nothing else changes.
+    equal(tree["pairs"], before["pairs"])
+    equal(tree[MAPS]["pairs"], before[MAPS]["pairs"])
+    equal(tree[COUNTS], before[COUNTS])
+    with pytest.raises(ValueError, match="no table has an id map of policy 'ttl'"):
+        build(1, None, ("items", "shops")).expire({})
+
+
 @pytest.mark.parametrize("name", ["3", "1"])
 def test_evaluation_changes_nothing_and_gives_unknown_ids_row_zero(name):
     each, (_, state) = on(name), trained(name)
@@ -398,7 +424,7 @@ def test_maps_that_fit_neither_table_nor_mesh_are_refused():
     with pytest.raises(UserError, match=r"'t': rows must be those of its id map, 49; got 50"):
         TableConfig(name="t", rows=50, dim=4, features=("a",), id_map=LFU)
     odd = IdMapConfig(rows=1 + 10 * 2, ways=2)
-    with pytest.raises(UserError, match=r"table 't': id map: 10 buckets of 2 ways do not divide over 8 dev.*rows=33"):
+    with pytest.raises(UserError, match=r"table 't' has an id map that has 10 buckets of 2 ways, .* 8 dev.*rows=33"):
         EmbeddingCollection(
             tables=(TableConfig(name="t", rows=21, dim=4, features=("a",), id_map=odd),), mesh=mesh
         )

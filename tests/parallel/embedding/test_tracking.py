@@ -17,6 +17,7 @@ from embedding_cases import (
     wide_tables,
 )
 
+from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import tracking
 from scalejax.parallel.embedding.collection import EmbeddingCollection
@@ -162,3 +163,17 @@ def test_tables_that_are_not_tracked_carry_no_numbers():
 def test_only_names_of_choices_are_taken():
     with pytest.raises(ValueError, match="track must be nothing or updates; got 'yes'"):
         dataclasses.replace(wide_tables(RowwiseAdagrad())[0], track="yes")
+
+
+def test_rows_from_elsewhere_enter_tracked_tables_untouched():
+    table = dataclasses.replace(wide_tables(OPTIMIZERS["rowwise"])[0], track="updates")
+    each = planned((table,), 2, None)
+    leaves = random_logical(each)[table.name]
+    del leaves["updated"]
+    state = each.from_logical({table.name: leaves})
+    back = as_numpy(each.to_logical(state)[table.name])
+    assert (back["updated"] == 0).all()
+    np.testing.assert_array_equal(back["rows"], leaves["rows"])
+    assert list(tracking.touched_rows(each, state, since=0)) == []
+    with pytest.raises(UserError, match="missing: \\['accumulator'\\]"):
+        each.from_logical({table.name: {"rows": leaves["rows"]}})

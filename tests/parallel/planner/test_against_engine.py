@@ -12,8 +12,10 @@ from planner_cases import machine
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import (
+    MOST_ROWS,
     Adagrad,
     Adam,
+    IdMapConfig,
     Lamb,
     LarsSgd,
     PartialRowwiseAdam,
@@ -22,7 +24,7 @@ from scalejax.parallel.embedding.config import (
     Sgd,
     TableConfig,
 )
-from scalejax.parallel.embedding.plan import MOST_ROWS, ShardingPlan, TablePlan, place
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan, place
 from scalejax.parallel.mesh import AXES
 from scalejax.parallel.planner import AnalyticPlanner, Reuse, TableConstraints, TableStatistics, evaluate
 from scalejax.parallel.planner.options import KINDS
@@ -46,6 +48,18 @@ COUNTERS = 4 + 2 * 4
 """Bytes of a device that are no table: the number of updates and two counts of faults."""
 
 
+def mapped(table, rng):
+    """The table with an id map, whose buckets divide over every number of `SHAPES`."""
+    ways = int(rng.choice([1, 2, 8]))
+    id_map = IdMapConfig(
+        rows=1 + 24 * int(rng.integers(1, 50)) * ways,
+        ways=ways,
+        admit_after=int(rng.integers(1, 3)),
+        candidate_ways=int(rng.choice([1, 3, 8])),
+    )
+    return dataclasses.replace(table, rows=id_map.rows, id_map=id_map)
+
+
 def random_case(seed):
     """Tables, their statistics, a machine, constraints, and how gradients add up."""
     rng = np.random.default_rng(seed)
@@ -64,6 +78,8 @@ def random_case(seed):
             rounding=("stochastic", "nearest")[rng.integers(2)],
             track=("nothing", "updates")[rng.integers(2)],
         )
+        if rng.random() < 0.25:
+            table = mapped(table, rng)
         tables.append(table)
         pooling = tuple(float(rng.uniform(0, 20)) for _ in features)
         reuse = Reuse(factor=float(rng.uniform(1, 9)))
@@ -98,8 +114,11 @@ def mesh_of(topology):
 
 
 def allocated(tables, topology, plan, **options):
-    """Bytes of every device of the state that the engine would allocate, without its counters."""
+    """Bytes of every device of the state that the engine would allocate, without its counters and its key."""
     state = EmbeddingCollection(tables=tuple(tables), mesh=mesh_of(topology), plan=plan, **options).abstract_state()
+    state.pop("key", None)
+    for leaves in state.get("maps", {}).values():
+        del leaves["counts"]
     total = 0
     for leaf in jax.tree.leaves(state):
         total += int(np.prod(leaf.sharding.shard_shape(leaf.shape))) * leaf.dtype.itemsize
@@ -107,7 +126,7 @@ def allocated(tables, topology, plan, **options):
 
 
 def test_the_engine_builds_every_plan_and_allocates_what_was_estimated():
-    kinds, sliced = Counter(), 0
+    kinds, of_maps, sliced = Counter(), Counter(), 0
     for seed in range(300):
         found, tables, topology, accumulate = planned(seed)
         with jax.enable_x64(True):  # float64 tables
@@ -115,8 +134,10 @@ def test_the_engine_builds_every_plan_and_allocates_what_was_estimated():
         estimated = {device.table_bytes + device.padding_bytes for device in found.report.devices}
         assert estimated == {held}, seed
         kinds.update(entry.kind for entry in found.plan.tables)
+        of_maps.update(e.kind for e, table in zip(found.plan.tables, tables, strict=True) if table.id_map)
         sliced += any(entry.columns > 1 for entry in found.plan.tables)
     assert set(kinds) == set(KINDS)  # every kind was put to the test
+    assert set(of_maps) == set(KINDS)
     assert sliced > 30
 
 
@@ -166,6 +187,37 @@ def test_the_planner_and_the_engine_count_the_rows_of_a_device_alike():
         allocated(tables, topology, both)
     found = AnalyticPlanner().plan(tables, statistics, topology, BATCH)
     assert allocated(tables, topology, found.plan) > 0
+
+
+@pytest.mark.parametrize("devices", [4, 5, 8])
+def test_an_id_map_that_the_engine_refuses_is_not_planned_for(devices):
+    id_map = IdMapConfig(rows=1 + 50 * 2, ways=2)
+    table = TableConfig(name="t", rows=id_map.rows, dim=8, features=("f",), id_map=id_map)
+    statistics = [TableStatistics(table="t", pooling_factors=(1.0,), popularity=Reuse(factor=1.0))]
+    topology = machine(devices, devices)
+    if devices == 5:
+        found = AnalyticPlanner().plan([table], statistics, topology, BATCH)
+        assert allocated([table], topology, found.plan) > 0
+        return
+    asked = (
+        lambda: AnalyticPlanner().plan([table], statistics, topology, BATCH),
+        lambda: evaluate(ShardingPlan(), [table], statistics, topology, BATCH),
+        lambda: allocated([table], topology, ShardingPlan()),
+    )
+    for ask in asked:
+        with pytest.raises(UserError, match=f"table 't' has an id map .* 50 buckets .* over {devices} devices"):
+            ask()
+
+
+def test_an_id_map_takes_room_from_the_rows():
+    id_map = IdMapConfig(rows=1 + 8 * 1000, ways=8, admit_after=2)
+    table = TableConfig(name="t", rows=id_map.rows, dim=1, features=("f",), id_map=id_map, optimizer=Sgd())
+    statistics = [TableStatistics(table="t", pooling_factors=(0.001,), popularity=Reuse(factor=1.0))]
+    rows, ways = 4 * id_map.rows, 16 * 1000 * (8 + 8)
+    with pytest.raises(UserError, match="do not fit"):
+        AnalyticPlanner().plan([table], statistics, machine(1, 1, memory=rows + ways - 1), BATCH)
+    (line,) = AnalyticPlanner().plan([table], statistics, machine(1, 1, memory=rows + ways + 8000), BATCH).report.tables
+    assert line.bytes == rows + ways
 
 
 def test_a_plan_says_how_many_devices_it_was_made_for():

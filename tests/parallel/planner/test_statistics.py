@@ -5,7 +5,7 @@ import pytest
 
 from scalejax.data.jagged import KeyedJagged
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.config import IdMapConfig, TableConfig
 from scalejax.parallel.planner import Reuse, TableStatistics, Zipf, assumed, from_batches
 from scalejax.parallel.planner.statistics import expected_distinct, fit_zipf
 
@@ -72,6 +72,23 @@ def test_batches_are_counted_by_feature():
         min(np.mean(counted), expected_distinct(occurrences, 100, 0.0)), rel=1e-3
     )
     assert user.popularity == Zipf(exponent=8.0)
+
+
+def test_ids_of_a_map_may_be_any_and_take_no_more_rows_than_it_has():
+    id_map = IdMapConfig(rows=1 + 4 * 2, ways=2)
+    tables = (TableConfig(name="t", rows=id_map.rows, dim=4, features=("f",), id_map=id_map),)
+
+    def distinct_rows(*batches):
+        given = [KeyedJagged.from_lists({"f": [[i] for i in ids]}, dtype=np.int64) for ids in batches]
+        (found,) = from_batches(tables, given)
+        assert found.pooling_factors == (1.0,)
+        return found.popularity.distinct_rows(20, id_map.rows)
+
+    all_different = [-(2**63), 2**63 - 1, *(2**40 * i for i in range(18))]
+    assert distinct_rows(all_different) == pytest.approx(expected_distinct(20, 9, 0.0))
+    assert distinct_rows([2**40, -7, 0, 3] * 5) == pytest.approx(4, rel=1e-3)
+    # Nine rows in one batch, one in the other.
+    assert distinct_rows(all_different, [-7] * 20) == pytest.approx(5, rel=1e-3)
 
 
 def test_bad_batches_are_refused():
