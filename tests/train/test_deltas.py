@@ -3,6 +3,7 @@
 import dataclasses
 import errno
 import json
+import pathlib
 import shutil
 
 import jax
@@ -293,6 +294,12 @@ def test_a_served_copy_follows_a_run(runs, rows, tmp_path):
         parts = [tree["tables"][name][part] for part in ("rows_body", "rows_tail") if part in tree["tables"][name]]
         np.testing.assert_array_equal(array, np.concatenate(parts))
     assert_equal(publish.load(folder, 6).tables, whole.tables)
+
+
+def test_folders_may_be_relative(runs, monkeypatch):
+    monkeypatch.chdir(runs[0])
+    served = publish.apply(publish.load(pathlib.Path("checkpoints"), 2), pathlib.Path("checkpoints/4"))
+    assert_equal(served.tables, publish.load(runs[1] / "checkpoints", 4).tables)
 
 
 def test_what_does_not_follow_a_served_copy_is_refused_and_changes_nothing(runs, run):
