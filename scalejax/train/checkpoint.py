@@ -28,9 +28,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding import tracking
+from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.tracking import Rows
 from scalejax.train import chain, disk, distributed, rows_file
 from scalejax.train import manifest as manifests
@@ -249,6 +251,9 @@ class Checkpointer:
     def restore(self, step: int | None, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint onto the mesh of `abstract_tree`, whatever mesh it was saved from.
 
+        Rows that are tracked here and were not when it was saved count as never updated. The next checkpoint is then a
+        full one (`base_updates`), which covers what was not counted.
+
         Args:
           step: Which; None = the newest. Never another one than asked for.
           abstract_tree: Pytree of jax.ShapeDtypeStruct with shardings.
@@ -265,7 +270,10 @@ class Checkpointer:
             distributed.together(lambda link=link: self._check_files(step, link))
         manifest = links[-1]
         targets = manifests.named_leaves(abstract_tree)
-        arrays = self._arrays_store().read(self.folder / str(links[0].step) / _ARRAYS, targets)
+        fresh = _untracked_marks(manifest, targets)
+        stored = {name: leaf for name, leaf in targets.items() if name not in fresh}
+        arrays = self._arrays_store().read(self.folder / str(links[0].step) / _ARRAYS, stored)
+        arrays |= {name: _zeros(leaf) for name, leaf in fresh.items()}
         for link in links[1:]:
             self._apply_rows(link, arrays)
         if (delta := chain.delta_of(manifest)) is not None:
@@ -436,7 +444,9 @@ class Checkpointer:
             for name, wanted in sorted(self._identity.items())
             if manifest.identity.get(name) != wanted
         ]
-        differences += manifests.describe_mismatch(abstract_tree, manifest.arrays)
+        fresh = _untracked_marks(manifest, manifests.named_leaves(abstract_tree))
+        here = {name: manifests.describe(leaf) for name, leaf in fresh.items()}
+        differences += manifests.describe_mismatch(abstract_tree, manifest.arrays | here)
         if differences:
             shown = differences[:8] + ([f"and {len(differences) - 8} more"] if len(differences) > 8 else [])
             raise UserError(
@@ -476,6 +486,22 @@ class Checkpointer:
 
     def _cannot_save(self, step: int) -> str:
         return f"cannot save checkpoint {self.folder / str(step)} (earlier checkpoints are intact)"
+
+
+def _untracked_marks(manifest: Manifest, targets: dict[str, Any]) -> dict[str, Any]:
+    """Of the leaves to restore, the numbers of updates of rows that were not tracked when a checkpoint was saved."""
+    if manifest.updates is not None:
+        return {}
+    ends = tuple(f".{UPDATED}_{part}" for part in ("body", "tail"))
+    return {
+        name: leaf
+        for name, leaf in targets.items()
+        if name.startswith(f"{_TABLES}.") and name.endswith(ends) and name not in manifest.arrays
+    }
+
+
+def _zeros(leaf: Any) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
 
 def retained(scores: dict[int, float | None], policy: Checkpoints) -> set[int]:

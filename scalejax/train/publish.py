@@ -13,7 +13,7 @@ Row states of optimizers are left out. Every file is compared with its digest be
 
 import dataclasses
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orbax.checkpoint as ocp
@@ -129,19 +129,23 @@ def rows_of(served: Served, table: str, ids: np.ndarray, config: IdMapConfig) ->
         raise UserError(f"rows_of: table {table!r} has no id map; with one: {known}. Its ids are its rows.")
     leaves = served.maps[table]
     held = np.flatnonzero(leaves["frequency"][:_CHECKED])
-    own = id_map.bucket_of(config, leaves["key_hi"][held], leaves["key_lo"][held])
+    own = _bucket_of(config, leaves["key_hi"][held], leaves["key_lo"][held])
     if config.rows != len(served.tables[table]) or not np.array_equal(own, held // config.ways):
         raise UserError(
             f"rows_of: config is of {config.rows} rows in {config.ways} ways, and the map of table {table!r} was made "
             f"with others ({len(served.tables[table])} rows). Give the config that the run was trained with."
         )
     hi, lo = id_map.split_ids(ids)
-    bucket = id_map.bucket_of(config, hi, lo).astype(np.int64)
+    bucket = _bucket_of(config, hi, lo)
     place = bucket[:, None] * config.ways + np.arange(config.ways)
     same = (leaves["key_hi"][place] == hi[:, None]) & (leaves["key_lo"][place] == lo[:, None])
     same &= leaves["frequency"][place] > 0  # 0: a free way
     row = 1 + same.argmax(axis=1) * config.buckets + bucket
     return np.where(same.any(axis=1), row, id_map.RESERVED_ROW)
+
+
+def _bucket_of(config: IdMapConfig, hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
+    return np.asarray(id_map.bucket_of(config, cast(Any, hi), cast(Any, lo)), np.int64)
 
 
 def _check_tables(served: Served, manifest: Manifest, folder: pathlib.Path) -> None:

@@ -12,7 +12,9 @@ import pytest
 import small_run
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad
+from scalejax.parallel.embedding import tracking
+from scalejax.parallel.embedding.collection import EmbeddingCollection
+from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import chain, loop, program, publish, rows_file, snapshot
@@ -279,6 +281,52 @@ def test_advice_about_a_damaged_base_names_all_that_need_it(tmp_path):
     for name in ("10", "11", "12"):
         shutil.rmtree(tmp_path / name)
     assert restore_leaf(tmp_path, None) == 9
+
+
+def collection_of(track):
+    table = TableConfig(name="t", rows=40, dim=4, features=("f",), track=track, optimizer=Sgd())
+    return EmbeddingCollection(tables=(table,), mesh=make_mesh(MeshShape(), jax.devices()[:1]))
+
+
+def with_update(state, number):
+    """The state after an update that wrote its number to the row of that number."""
+    ((name, leaves),) = state["stacks"].items()
+    leaves = {leaf: array.at[number].set(number) for leaf, array in leaves.items()}
+    updates = jax.device_put(np.int32(number), state["updates"].sharding)
+    return {**state, "stacks": {name: leaves}, "updates": updates}
+
+
+def test_tracking_may_begin_in_a_run_that_has_checkpoints(tmp_path):
+    plain, tracked = collection_of("nothing"), collection_of("updates")
+    state = with_update(with_update(plain.init(jax.random.key(0)), 1), 2)
+    with Checkpointer(tmp_path, Checkpoints(every=1), {}) as made:
+        made.save(2, {"tables": plain.to_stored(state)}, {})
+    policy, abstract = Checkpoints(every=1, full_every=10), {"tables": tracked.abstract_stored()}
+    with Checkpointer(tmp_path, policy, {}) as made:
+        tree, _ = made.restore(None, abstract)
+        found, expected = tree["tables"]["t"], plain.to_stored(state)["t"]
+        assert set(found) == {*expected, "updated_tail"}
+        assert_equal({name: np.asarray(found[name]) for name in expected}, jax.tree.map(np.asarray, expected))
+        assert not np.asarray(found["updated_tail"]).any()
+        state = with_update(tracked.from_stored(tree["tables"]), 3)
+        # Rows 1 and 2 were updated without being counted: only a full checkpoint covers them.
+        assert made.base_updates(3) is None
+        made.save(3, {"tables": tracked.to_stored(state)}, {}, updates=3)
+        since = made.base_updates(4)
+    assert since == 3
+    touched = tracking.touched_rows(tracked, with_update(state, 4), since)
+    assert [row for rows in touched for row in rows.numbers] == [4]
+
+
+def test_a_tracked_checkpoint_that_lacks_its_marks_is_refused(tmp_path):
+    plain, tracked = collection_of("nothing"), collection_of("updates")
+    with Checkpointer(tmp_path, Checkpoints(every=1), {}) as made:
+        made.save(2, {"tables": plain.to_stored(plain.init(jax.random.key(0)))}, {}, updates=2)
+    with (
+        Checkpointer(tmp_path, EVERY, {}) as made,
+        pytest.raises(UserError, match=r"tables\.t\.updated_tail .* not in the checkpoint"),
+    ):
+        made.restore(2, {"tables": tracked.abstract_stored()})
 
 
 def test_a_served_copy_follows_a_run(runs, rows, tmp_path):
