@@ -275,7 +275,7 @@ class _Run:
                     scores = scoring.score(self.program, state, batches)
                     sums = metrics.of_scores(scores.logits, scores.labels, scores.weights)
                     host = host.with_day(sums)
-                    self.events.evaluation(step - 1, name, metrics.compute(sums, self.names))
+                    self.events.evaluation(step - 1, name, metrics.compute(sums, self.names) | scores.counted())
         return host
 
     def _save(self, state: TrainState, host: HostState, step: int, scored: dict[str, float] | None) -> None:

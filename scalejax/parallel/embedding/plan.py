@@ -55,8 +55,8 @@ class Exchange:
         its range; float8 and int8 carry one float32 scale a vector.
       backward: What gradients travel as.
       loss_scale: Gradients are multiplied by it before they travel and divided after; for float16 and float8.
-      spill: Ids that find no room embed as zeros and update nothing. "fail": training stops; "count": it goes on, and
-        their number is a metric.
+      spill: Ids that find no room embed as zeros and update nothing. "fail": training or scoring stops; "count": it
+        goes on, and their number is the metric "spilled_ids", of training and of every evaluation.
       all_to_all: "padded": every device sends every other one buckets of fixed size; everywhere. "ragged": only what
         there is travels; TPU and GPU. The results are equal to the bit.
     """
