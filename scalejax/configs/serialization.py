@@ -3,7 +3,9 @@
 A dataclass is {"type": dotted name, "fields": {...}}, a tuple a list; None, booleans, integers, strings and finite
 floats are themselves (Python's shortest repr is exact). JSON has no word for inf and nan: these are {"type": "float",
 "fields": {"value": "inf"}}. Nothing is ever instantiated from a file: a command on a run folder re-runs the recipe that
-the folder names, with the recorded overrides, and compares the result with the recorded data.
+the folder names, with the recorded overrides, and compares the result with the recorded data. One thing is taken from
+the record: a sharding plan that came from a file (`--set sharding=plan.json`), since it is data and the file may have
+gone or be another by now.
 """
 
 import dataclasses
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 _SHOWN = 8  # differences spelt out in a message
+_PLAN = "sharding"
 
 
 def to_data(value: object) -> Json:
@@ -94,7 +97,7 @@ def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pat
             )
         if function and found.function != function:
             raise UserError(f"--recipe {recipe}: the run {where} came from function {function!r} of this file.")
-    experiment = configs.load(recipe or named, sets)
+    experiment = _build(recipe or named, sets, recorded["experiment"], where)
     differences = diff(recorded["experiment"], experiment)
     if differences:
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
@@ -104,6 +107,26 @@ def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pat
             f"{scalejax.__version__}: use the version that made it, or train again."
         )
     return experiment
+
+
+def _build(recipe: str, sets: Sequence[str], recorded: Any, where: pathlib.Path | str) -> "Experiment":
+    parts = [[part.strip() for part in text.partition("=")] for text in sets]
+    if not any(path == _PLAN and value.endswith(".json") for path, _, value in parts):
+        return configs.load(recipe, sets)
+    from scalejax.parallel.embedding.plan import ShardingPlan
+
+    others = [text for text, (path, *_) in zip(sets, parts, strict=True) if path.split(".")[0] != _PLAN]
+    found = _plain(recorded.get("fields", {}).get(_PLAN))
+    plan = ShardingPlan.from_json(found, f"{_PLAN} in experiment.json of the run {where}")
+    return dataclasses.replace(configs.load(recipe, others), sharding=plan)
+
+
+def _plain(data: Json) -> Json:
+    """Data of dataclasses as objects of their fields."""
+    if isinstance(data, dict):
+        fields = data.get("fields")
+        return {name: _plain(value) for name, value in fields.items()} if isinstance(fields, dict) else None
+    return [_plain(item) for item in data] if isinstance(data, list) else data
 
 
 def _function(recipe: str) -> str:

@@ -28,9 +28,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding import tracking
+from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.tracking import Rows
 from scalejax.train import chain, disk, distributed, rows_file
 from scalejax.train import manifest as manifests
@@ -249,6 +251,9 @@ class Checkpointer:
     def restore(self, step: int | None, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
         """Reads a checkpoint onto the mesh of `abstract_tree`, whatever mesh it was saved from.
 
+        Rows that are tracked here and were not when it was saved count as never updated. The next checkpoint is then a
+        full one (`base_updates`), which covers what was not counted.
+
         Args:
           step: Which; None = the newest. Never another one than asked for.
           abstract_tree: Pytree of jax.ShapeDtypeStruct with shardings.
@@ -265,7 +270,10 @@ class Checkpointer:
             distributed.together(lambda link=link: self._check_files(step, link))
         manifest = links[-1]
         targets = manifests.named_leaves(abstract_tree)
-        arrays = self._arrays_store().read(self.folder / str(links[0].step) / _ARRAYS, targets)
+        fresh = _untracked_marks(manifest, targets)
+        stored = {name: leaf for name, leaf in targets.items() if name not in fresh}
+        arrays = self._arrays_store().read(self.folder / str(links[0].step) / _ARRAYS, stored)
+        arrays |= {name: _zeros(leaf) for name, leaf in fresh.items()}
         for link in links[1:]:
             self._apply_rows(link, arrays)
         if (delta := chain.delta_of(manifest)) is not None:
@@ -359,7 +367,7 @@ class Checkpointer:
     def _commit(self, manifest: Manifest) -> None:
         saving = self.folder / f"{_SAVING}{manifest.step}"
         if (delta := chain.delta_of(manifest)) is not None:
-            digest = manifests.stored_digest(self.folder / str(delta.base_step))
+            digest = self._digest_of_base(manifest.step, delta.base_step)
             manifest = dataclasses.replace(manifest, delta=dataclasses.replace(delta, base_digest=digest).to_dict())
         manifests.write(saving, dataclasses.replace(manifest, files=manifests.digests(saving)))
         for folder in saving.rglob("*"):
@@ -368,27 +376,48 @@ class Checkpointer:
         os.rename(saving, self.folder / str(manifest.step))
         disk.sync(self.folder)
 
+    def _digest_of_base(self, step: int, base_step: int) -> str:
+        base = self.folder / str(base_step)
+        try:
+            manifests.read(base)
+            return manifests.stored_digest(base)
+        except (UserError, OSError) as error:
+            advice = "Run the same command again"
+            if isinstance(error, Damaged):
+                advice = f"Bring the file back from a copy, or move {base} away, and run the same command again"
+            raise UserError(
+                f"cannot save checkpoint {self.folder / str(step)}: it would hold only the rows updated since step "
+                f"{base_step}, and that one cannot be read: {str(error).removesuffix('.')}. {advice}; it goes on from "
+                "the newest checkpoint."
+            ) from error
+
     def _remove_others(self) -> None:
-        scores = {step: self._score(step) for step in _listed(self.folder)}
-        kept = chain.with_bases(retained(scores, self._policy), {step: self._base_of(step) for step in scores})
-        for step in sorted(set(scores) - kept, reverse=True):  # never a base before what needs it
+        """Removes what the policy does not keep, and no manifest that was read needs.
+
+        One that cannot be read may need any checkpoint before it, and may be the best. So while it is kept, nothing
+        before it is removed; nor is it itself, unless its file is damaged and will not come back by itself.
+        """
+        found: dict[int, Manifest] = {}
+        unread: dict[int, Exception] = {}
+        for step in _listed(self.folder):
+            try:
+                found[step] = manifests.read(self.folder / str(step))
+            except (UserError, OSError) as error:
+                unread[step] = error  # whoever restores it will be told
+        bases = {step: delta.base_step for step, read in found.items() if (delta := chain.delta_of(read)) is not None}
+        scores = {step: self._score(read) for step, read in found.items()} | dict.fromkeys(unread)
+        kept = retained(scores, self._policy)
+        kept |= {step for step, error in unread.items() if not isinstance(error, Damaged)}
+        kept = chain.with_bases(kept, {step: bases.get(step) for step in scores})
+        newest_unread = max(unread.keys() & kept, default=-1)
+        doomed_steps = [step for step in scores.keys() - kept if step > newest_unread]
+        for step in sorted(doomed_steps, reverse=True):  # never a base before what needs it
             doomed = self.folder / f"{_REMOVING}{step}"
             os.rename(self.folder / str(step), doomed)
             shutil.rmtree(doomed)
 
-    def _score(self, step: int) -> float | None:
-        try:
-            metrics = manifests.read(self.folder / str(step)).metrics
-        except UserError:
-            return None  # damaged; whoever restores it will be told
-        return None if metrics is None else metrics.get(self._policy.best_metric)
-
-    def _base_of(self, step: int) -> int | None:
-        try:
-            delta = chain.delta_of(manifests.read(self.folder / str(step)))
-        except UserError:
-            return None  # damaged; whoever restores it will be told
-        return None if delta is None else delta.base_step
+    def _score(self, manifest: Manifest) -> float | None:
+        return None if manifest.metrics is None else manifest.metrics.get(self._policy.best_metric)
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -415,7 +444,9 @@ class Checkpointer:
             for name, wanted in sorted(self._identity.items())
             if manifest.identity.get(name) != wanted
         ]
-        differences += manifests.describe_mismatch(abstract_tree, manifest.arrays)
+        fresh = _untracked_marks(manifest, manifests.named_leaves(abstract_tree))
+        here = {name: manifests.describe(leaf) for name, leaf in fresh.items()}
+        differences += manifests.describe_mismatch(abstract_tree, manifest.arrays | here)
         if differences:
             shown = differences[:8] + ([f"and {len(differences) - 8} more"] if len(differences) > 8 else [])
             raise UserError(
@@ -434,15 +465,19 @@ class Checkpointer:
             raise self._damaged(step, damage) from damage
 
     def _damaged(self, step: int, damage: Damaged) -> UserError:
-        for earlier in reversed([other for other in _listed(self.folder) if other < step]):
+        listed = _listed(self.folder)
+        for earlier in reversed([other for other in listed if other < step]):
             try:
                 for manifest in chain.chain_to(self.folder, earlier):
                     manifests.check_files(self.folder / str(manifest.step), manifest.files)
             except UserError:
                 continue
+            # All of them: those in between are damaged too, or need what is.
+            above = [str(self.folder / str(other)) for other in listed if other > earlier]
+            folders = ("the folder " if len(above) == 1 else "the folders ") + ", ".join(above)
             advice = (
-                f"The newest intact checkpoint before it is step {earlier}. To go on from there, move the folder "
-                f"{self.folder / str(step)} away and run the same command again"
+                f"The newest intact checkpoint before it is step {earlier}. To go on from there, move {folders} away "
+                "and run the same command again"
             )
             break
         else:
@@ -451,6 +486,22 @@ class Checkpointer:
 
     def _cannot_save(self, step: int) -> str:
         return f"cannot save checkpoint {self.folder / str(step)} (earlier checkpoints are intact)"
+
+
+def _untracked_marks(manifest: Manifest, targets: dict[str, Any]) -> dict[str, Any]:
+    """Of the leaves to restore, the numbers of updates of rows that were not tracked when a checkpoint was saved."""
+    if manifest.updates is not None:
+        return {}
+    ends = tuple(f".{UPDATED}_{part}" for part in ("body", "tail"))
+    return {
+        name: leaf
+        for name, leaf in targets.items()
+        if name.startswith(f"{_TABLES}.") and name.endswith(ends) and name not in manifest.arrays
+    }
+
+
+def _zeros(leaf: Any) -> jax.Array:
+    return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
 
 def retained(scores: dict[int, float | None], policy: Checkpoints) -> set[int]:

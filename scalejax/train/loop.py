@@ -6,6 +6,7 @@ evaluation, then save. Whatever checkpoint survives, every line up to its step i
 """
 
 import contextlib
+import dataclasses
 import datetime
 import pathlib
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.plan import PlanRefused, ShardingPlan
 from scalejax.parallel.mesh import make_mesh
 from scalejax.train import console as consoles
 from scalejax.train import distributed, evaluation, metrics, report, run_folder, scoring, snapshot, summary
@@ -93,6 +95,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Scores a checkpoint of a run folder on a split; writes nothing.
 
+    A checkpoint holds tables without their sharding plan. So where the mesh is not the one that the plan was made for,
+    tables are dealt out row by row instead, and the console says so.
+
     Args:
       experiment: The run's experiment; mesh and batch size may differ from those it was trained with.
       workdir: Run folder.
@@ -105,7 +110,7 @@ def evaluate(
     """
     data = experiment.data.build()
     _check_splits(data, split=split)
-    program = programs.build(experiment, data.schema, make_mesh(experiment.mesh))
+    program = _build_to_score(experiment, data, console)
     identity = snapshot.identity(program, data)
     with Checkpointer(pathlib.Path(workdir) / "checkpoints", experiment.checkpoints, identity) as checkpoints:
         state, host = _restore(program, checkpoints, step)
@@ -270,7 +275,7 @@ class _Run:
                     scores = scoring.score(self.program, state, batches)
                     sums = metrics.of_scores(scores.logits, scores.labels, scores.weights)
                     host = host.with_day(sums)
-                    self.events.evaluation(step - 1, name, metrics.compute(sums, self.names))
+                    self.events.evaluation(step - 1, name, metrics.compute(sums, self.names) | scores.counted())
         return host
 
     def _save(self, state: TrainState, host: HostState, step: int, scored: dict[str, float] | None) -> None:
@@ -296,6 +301,22 @@ def _check_splits(data: DataSet, **splits: str) -> None:
                 f"{field}: split {split!r} has no examples, and it is scored. Give it a share of the data "
                 "(--set data.split...), or name another split."
             )
+
+
+def _build_to_score(experiment: Experiment, data: DataSet, console: Console | None) -> Program:
+    mesh = make_mesh(experiment.mesh)
+    try:
+        return programs.build(experiment, data.schema, mesh)
+    except PlanRefused as refused:
+        if console is not None:
+            why = str(refused).split(". ")[0].removesuffix(".")
+            console.print(
+                f"Scoring without the run's sharding plan, with every table dealt out row by row: {why}.",
+                markup=False,
+                highlight=False,
+                soft_wrap=True,
+            )
+        return programs.build(dataclasses.replace(experiment, sharding=ShardingPlan()), data.schema, mesh)
 
 
 def _begin(program: Program) -> tuple[TrainState, HostState]:

@@ -4,24 +4,34 @@
     served = publish.apply(served, pathlib.Path("arrived/1100"))      # a folder that was copied here
     served.tables["user"], served.params["over/mlp/0/kernel"]
 
+Tables with an id map (`TableConfig(id_map=...)`) come with it, and with its config 64-bit ids find their rows:
+
+    served.tables["item"][publish.rows_of(served, "item", ids, config)]
+
 Row states of optimizers are left out. Every file is compared with its digest before anything of the copy is changed.
 """
 
 import dataclasses
 import pathlib
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orbax.checkpoint as ocp
 
 from scalejax.errors import UserError
+from scalejax.parallel.embedding import id_map
+from scalejax.parallel.embedding.collection import MAPS
+from scalejax.parallel.embedding.config import IdMapConfig
 from scalejax.train import chain, rows_file
 from scalejax.train import manifest as manifests
 from scalejax.train.manifest import Manifest
 
 _ARRAYS = "arrays"
 _TABLES, _PARAMS = "tables.", "params."
+_MAPS = f"{_TABLES}{MAPS}."
 _PARTS = ("_body", "_tail")
+_CHECKED = 4096
+"""Ways of a map whose ids are looked at to see whether a config is that of the map."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +43,14 @@ class Served:
       digest: Of its manifest.
       tables: Name -> rows [V, dim] in their dtype at rest.
       params: Path -> dense parameter.
+      maps: Name of a table with an id map -> the arrays of the map, as in `id_map.State` (its counters are left out).
     """
 
     step: int
     digest: str
     tables: dict[str, np.ndarray]
     params: dict[str, np.ndarray]
+    maps: dict[str, dict[str, np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
 def load(folder: pathlib.Path, step: int) -> Served:
@@ -89,12 +101,51 @@ def apply(served: Served, folder: pathlib.Path) -> Served:
             "different runs. Load a full checkpoint of the same run."
         )
     manifests.check_files(folder, manifest.files)
-    tables, params = _arrays(folder, list(delta.whole))
+    tables, params, maps = _arrays(folder, list(delta.whole))
     for rows in rows_file.read(folder):
         if "rows" in rows.leaves:
             columns, values = rows.leaves["rows"]
             served.tables[rows.table][rows.numbers, slice(*columns) if columns else slice(None)] = values
-    return Served(manifest.step, manifests.stored_digest(folder), served.tables | tables, params)
+    return Served(manifest.step, manifests.stored_digest(folder), served.tables | tables, params, maps)
+
+
+def rows_of(served: Served, table: str, ids: np.ndarray, config: IdMapConfig) -> np.ndarray:
+    """Rows of 64-bit ids in a table with an id map, as evaluation finds them (`id_map.find`).
+
+    Args:
+      served: The copy.
+      table: Name.
+      ids: int64[N] or uint64[N].
+      config: Of the table's map, that of the run.
+
+    Returns:
+      int64[N]; 0, the row that all of these share, for ids that have none of their own.
+
+    Raises:
+      UserError: The table has no map, or one of other sizes.
+    """
+    if table not in served.maps:
+        known = ", ".join(served.maps) or "none"
+        raise UserError(f"rows_of: table {table!r} has no id map; with one: {known}. Its ids are its rows.")
+    leaves = served.maps[table]
+    held = np.flatnonzero(leaves["frequency"][:_CHECKED])
+    own = _bucket_of(config, leaves["key_hi"][held], leaves["key_lo"][held])
+    if config.rows != len(served.tables[table]) or not np.array_equal(own, held // config.ways):
+        raise UserError(
+            f"rows_of: config is of {config.rows} rows in {config.ways} ways, and the map of table {table!r} was made "
+            f"with others ({len(served.tables[table])} rows). Give the config that the run was trained with."
+        )
+    hi, lo = id_map.split_ids(ids)
+    bucket = _bucket_of(config, hi, lo)
+    place = bucket[:, None] * config.ways + np.arange(config.ways)
+    same = (leaves["key_hi"][place] == hi[:, None]) & (leaves["key_lo"][place] == lo[:, None])
+    same &= leaves["frequency"][place] > 0  # 0: a free way
+    row = 1 + same.argmax(axis=1) * config.buckets + bucket
+    return np.where(same.any(axis=1), row, id_map.RESERVED_ROW)
+
+
+def _bucket_of(config: IdMapConfig, hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
+    return np.asarray(id_map.bucket_of(config, cast(Any, hi), cast(Any, lo)), np.int64)
 
 
 def _check_tables(served: Served, manifest: Manifest, folder: pathlib.Path) -> None:
@@ -126,18 +177,25 @@ def _table_of(name: str) -> str | None:
     return None
 
 
-def _arrays(folder: pathlib.Path, names: list[str]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """(tables, parameters) among the arrays of a checkpoint, one array at a time."""
+def _arrays(
+    folder: pathlib.Path, names: list[str]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
+    """(tables, parameters, id maps) among the arrays of a checkpoint, one array at a time."""
     params = {name[len(_PARAMS) :]: _read(folder, name) for name in names if name.startswith(_PARAMS)}
     tables: dict[str, np.ndarray] = {}
     for table in dict.fromkeys(table for name in names if (table := _table_of(name)) is not None):
         parts = [f"{_TABLES}{table}.rows{part}" for part in _PARTS]
         tables[table] = np.concatenate([_read(folder, name) for name in parts if name in names])
-    return tables, params
+    maps: dict[str, dict[str, np.ndarray]] = {}
+    for name in names:
+        table, _, leaf = name.removeprefix(_MAPS).rpartition(".")
+        if name.startswith(_MAPS) and leaf != "counts":
+            maps.setdefault(table, {})[leaf] = _read(folder, name)
+    return tables, params, maps
 
 
 def _read(folder: pathlib.Path, name: str) -> np.ndarray:
-    path = folder / _ARRAYS
+    path = (folder / _ARRAYS).absolute()  # orbax takes no other
     with ocp.PyTreeCheckpointer() as reader:
         found: Any = reader.restore(
             path,

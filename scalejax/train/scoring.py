@@ -25,12 +25,15 @@ class Scores:
       labels: float32[N, T].
       weights: float32[N].
       groups: int64[N], or None where the data has no groups.
+      spilled_ids: Ids that found no room in an exchange and were embedded as zeros, in the whole pass; None unless
+        there may be any (`Exchange(spill="count")`).
     """
 
     logits: np.ndarray
     labels: np.ndarray
     weights: np.ndarray
     groups: np.ndarray | None
+    spilled_ids: int | None = None
 
     @property
     def probabilities(self) -> np.ndarray:
@@ -38,17 +41,26 @@ class Scores:
         return exact.sigmoid(self.logits)
 
     def measure(self, names: Sequence[str], *, intervals: Literal["none", "bootstrap"] = "none") -> dict[str, float]:
-        """All metrics; keys end in "/name" where there are several tasks (see `evaluation.evaluate`)."""
-        return evaluation.evaluate(
+        """All metrics; keys end in "/name" where there are several tasks (see `evaluation.evaluate`).
+
+        "spilled_ids" is among them where ids may find no room: what was scored then is not quite the model.
+        """
+        values = evaluation.evaluate(
             self.probabilities, self.labels, self.weights, groups=self.groups, names=names, intervals=intervals
         )
+        return values | self.counted()
+
+    def counted(self) -> dict[str, float]:
+        """{"spilled_ids": ...}, or nothing where there are none by agreement."""
+        return {} if self.spilled_ids is None else {"spilled_ids": self.spilled_ids}
 
 
 def score(program: Program, state: TrainState, batches: Iterator[AnyBatch]) -> Scores:
     """Runs the model over one pass of batches; every process passes its slices and gets all scores.
 
     Raises:
-      UserError: a score is not finite, or an exchange had no room for an id.
+      UserError: a score is not finite, an id is out of range, or an exchange had no room for one; with
+        `Exchange(spill="count")` the latter are in the result instead.
     """
     logits: list[jax.Array] = []
     faults: list[jax.Array] = []
@@ -63,7 +75,9 @@ def score(program: Program, state: TrainState, batches: Iterator[AnyBatch]) -> S
             logits.append(out)
             faults.append(met)
             slices.append(host)
-    program.collection.check_faults(np.sum([np.asarray(met) for met in faults], axis=0))
+    counts = np.sum([np.asarray(met) for met in faults], axis=0)
+    program.collection.check_faults(counts)
+    spilled = int(counts[1]) if program.collection.exchange.spill == "count" else None
     all_logits = np.concatenate([np.asarray(part) for part in logits])
     if not np.isfinite(all_logits).all():
         raise UserError(
@@ -77,7 +91,7 @@ def score(program: Program, state: TrainState, batches: Iterator[AnyBatch]) -> S
     groups = None
     if all(b.groups is not None for b in slices):
         groups = _gather(np.stack([np.asarray(b.groups) for b in slices]))[kept]
-    return Scores(all_logits[kept], labels[kept], weights[kept], groups)
+    return Scores(all_logits[kept], labels[kept], weights[kept], groups, spilled)
 
 
 def _gather(local: np.ndarray) -> np.ndarray:

@@ -10,7 +10,8 @@
 
 Metrics are those of `evaluation.evaluate`: examples, logloss, ne, auc, gauc, calibration, base_rate; progressive
 validation has auc_hist and auc_error_bound instead of auc. With several tasks the key ends in "/task":
-"test_auc_low/click". An undefined value is null. All fields are optional for a reader.
+"test_auc_low/click". With `Exchange(spill="count")` there is also spilled_ids: those that the pass embedded as zeros,
+for all tasks together. An undefined value is null. All fields are optional for a reader.
 """
 
 import dataclasses
@@ -78,6 +79,9 @@ def _section(summary: Mapping[str, Any], start: str, split: str, task: str) -> S
     if get("gauc") is not None:
         rows.append(Row("GAUC", number(get("gauc")), _interval(get, "gauc"), number(0.5)))
     rows.append(Row("calibration", number(get("calibration")), "", number(1.0)))
+    spilled = summary.get(f"{start}_spilled_ids")
+    if spilled is not None:
+        rows.append(Row("ids without room", f"{spilled:,}", "", ""))
     examples = summary.get(f"{start}_examples")
     title = split + (f", {task[1:]}" if task else "")
     if examples is not None:

@@ -65,6 +65,10 @@ def test_training_goes_by_a_saved_plan_and_records_it(invoke, tmp_path):
     recorded = json.loads((run / "experiment.json").read_text())["experiment"]["fields"]["sharding"]["fields"]
     names = [entry.table for entry in ShardingPlan.load(plan).tables]
     assert [entry["fields"]["table"] for entry in recorded["tables"]] == names
+    plan.unlink()  # the record holds it
+    for mesh in ((), ("--mesh", "replica=2,fsdp=4")):
+        scored = invoke("eval", str(run), "--recipe", recipe, *mesh)
+        assert scored.exit_code == 0, scored.stderr
 
 
 def test_measured_constants_replace_rates(invoke, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 from scalejax import configs
 from scalejax.configs import serialization
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 
 EXAMPLES = pathlib.Path(__file__).parent / "example_recipes.py"
 RECIPE = f"{EXAMPLES}:first"
@@ -117,3 +118,20 @@ def test_an_importable_recipe_is_run_again_by_itself(tmp_path, monkeypatch):
     assert serialization.reload(recorded).steps == 3
     with pytest.raises(UserError, match="Leave --recipe out"):
         serialization.reload(recorded, recipe=RECIPE)
+
+
+def test_a_plan_of_a_file_is_taken_from_the_record(tmp_path):
+    plan = ShardingPlan(
+        tables=(TablePlan(table="a", kind="table_wise", ranks=(1,)), TablePlan(table="b", kind="data_parallel")),
+        devices=2,
+    )
+    plan.save(tmp_path / "plan.json")
+    sets = ("steps=7", f"sharding={tmp_path / 'plan.json'}", "sharding.replicas=copy", "seed=3")
+    recorded = _recorded(RECIPE, *sets)
+    (tmp_path / "plan.json").unlink()
+    found = serialization.reload(recorded, recipe=RECIPE)
+    assert found.sharding == dataclasses.replace(plan, replicas="copy")
+    assert (found.steps, found.seed) == (7, 3)
+    recorded["experiment"]["fields"]["sharding"]["fields"]["tables"] = "b"
+    with pytest.raises(UserError, match=r"tables in sharding in experiment\.json of the run here must be a list"):
+        serialization.reload(recorded, recipe=RECIPE, where="here")

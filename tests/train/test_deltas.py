@@ -1,7 +1,9 @@
 """Checkpoints of touched rows: with what they build on they are full checkpoints, to the bit, or refused."""
 
 import dataclasses
+import errno
 import json
+import pathlib
 import shutil
 
 import jax
@@ -10,7 +12,9 @@ import pytest
 import small_run
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad
+from scalejax.parallel.embedding import tracking
+from scalejax.parallel.embedding.collection import EmbeddingCollection
+from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import chain, loop, program, publish, rows_file, snapshot
@@ -170,6 +174,161 @@ def test_a_delta_needs_a_base(tmp_path):
         checkpoints.save_delta(3, {}, [], {}, abstract_tree={}, updates=3)
 
 
+LEAF = {"x": jax.ShapeDtypeStruct((2,), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
+
+
+def save_chain(folder, steps, *, before=lambda step: None, **policy):
+    """Saves a leaf of two numbers, its step, at these steps; full where it is due."""
+    with Checkpointer(folder, Checkpoints(**{"every": 1, "full_every": 10, "keep_best": 0, **policy}), {}) as made:
+        for step in steps:
+            before(step)
+            tree = {"x": jax.numpy.full(2, step, np.float32)}
+            if made.base_updates(step) is None:
+                made.save(step, tree, {}, updates=step)
+            else:
+                made.save_delta(step, tree, [], {}, abstract_tree=LEAF, updates=step)
+            made.wait()
+        return made.steps()
+
+
+def restore_leaf(folder, step):
+    with Checkpointer(folder, Checkpoints(every=1, full_every=10), {}) as made:
+        return float(made.restore(step, LEAF)[0]["x"][0])
+
+
+@pytest.mark.parametrize("error", [UserError("cannot read it"), OSError(errno.ESTALE, "Stale file handle")])
+def test_what_an_unreadable_link_may_need_is_not_removed(tmp_path, monkeypatch, error):
+    read, failing = manifests.read, []
+
+    def flaky(folder):
+        if folder.name in failing:
+            raise error
+        return read(folder)
+
+    def at_14_only(step):
+        failing[:] = ["12"] if step == 14 else []
+
+    monkeypatch.setattr(manifests, "read", flaky)
+    assert save_chain(tmp_path, (8, 9, 10, 11, 12, 13, 14), keep_last=2, before=at_14_only) == [*(10, 11, 12, 13, 14)]
+    failing.clear()
+    assert [restore_leaf(tmp_path, step) for step in (12, 13, 14)] == [12, 13, 14]
+
+
+def test_an_unreadable_best_checkpoint_is_not_removed(tmp_path, monkeypatch):
+    read = manifests.read
+    policy = Checkpoints(every=1, keep_last=1, keep_best=1)
+    with Checkpointer(tmp_path, policy, {}) as made:
+        made.save(1, {"x": jax.numpy.zeros(2)}, {}, {"logloss": 0.1})
+        made.save(2, {"x": jax.numpy.zeros(2)}, {}, {"logloss": 0.3})
+        made.wait()
+
+        def flaky(folder):
+            if folder.name == "1":
+                raise UserError("cannot read it")
+            return read(folder)
+
+        monkeypatch.setattr(manifests, "read", flaky)
+        made.save(3, {"x": jax.numpy.zeros(2)}, {}, {"logloss": 0.2})
+        made.wait()
+        assert 1 in made.steps()
+
+
+def test_a_damaged_manifest_keeps_older_ones_only_while_it_is_kept(tmp_path):
+    def damage(step):
+        if step == 5:
+            (tmp_path / "4" / "manifest.json").write_text("{")
+
+    policy = {"full_every": None, "keep_last": 2}
+    assert save_chain(tmp_path, (2, 3, 4, 5), before=damage, **policy) == [3, 4, 5]
+    assert save_chain(tmp_path, (6,), **policy) == [5, 6]
+
+
+def test_nothing_is_built_on_a_base_that_cannot_be_read(tmp_path, monkeypatch):
+    read = manifests.read
+
+    def stale(folder):
+        if folder.name == "10":
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return read(folder)
+
+    def fail(step):
+        if step == 11:
+            monkeypatch.setattr(manifests, "read", stale)
+
+    with pytest.raises(UserError, match=r"cannot save checkpoint .*/11: .* Stale file handle\. Run the same command"):
+        save_chain(tmp_path, (10, 11), before=fail)
+
+
+def test_nothing_is_built_on_a_damaged_manifest(tmp_path):
+    def damage(step):
+        if step == 11:
+            text = (tmp_path / "10" / "manifest.json").read_text()
+            (tmp_path / "10" / "manifest.json").write_text(text.replace('"step": 10', '"step": 18'))
+
+    with pytest.raises(UserError, match=r"cannot save checkpoint .*/11: it would hold .*/10/manifest.json is damaged"):
+        save_chain(tmp_path, (9, 10, 11), before=damage)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["10", "9"]
+
+
+def test_advice_about_a_damaged_base_names_all_that_need_it(tmp_path):
+    assert save_chain(tmp_path, (8, 9, 10, 11, 12), keep_last=9) == [8, 9, 10, 11, 12]
+    path = tmp_path / "10" / "arrays" / "manifest.ocdbt"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(UserError) as caught:
+        restore_leaf(tmp_path, 12)
+    folders = ", ".join(str(tmp_path / name) for name in ("10", "11", "12"))
+    assert f"is step 9. To go on from there, move the folders {folders} away" in str(caught.value)
+    for name in ("10", "11", "12"):
+        shutil.rmtree(tmp_path / name)
+    assert restore_leaf(tmp_path, None) == 9
+
+
+def collection_of(track):
+    table = TableConfig(name="t", rows=40, dim=4, features=("f",), track=track, optimizer=Sgd())
+    return EmbeddingCollection(tables=(table,), mesh=make_mesh(MeshShape(), jax.devices()[:1]))
+
+
+def with_update(state, number):
+    """The state after an update that wrote its number to the row of that number."""
+    ((name, leaves),) = state["stacks"].items()
+    leaves = {leaf: array.at[number].set(number) for leaf, array in leaves.items()}
+    updates = jax.device_put(np.int32(number), state["updates"].sharding)
+    return {**state, "stacks": {name: leaves}, "updates": updates}
+
+
+def test_tracking_may_begin_in_a_run_that_has_checkpoints(tmp_path):
+    plain, tracked = collection_of("nothing"), collection_of("updates")
+    state = with_update(with_update(plain.init(jax.random.key(0)), 1), 2)
+    with Checkpointer(tmp_path, Checkpoints(every=1), {}) as made:
+        made.save(2, {"tables": plain.to_stored(state)}, {})
+    policy, abstract = Checkpoints(every=1, full_every=10), {"tables": tracked.abstract_stored()}
+    with Checkpointer(tmp_path, policy, {}) as made:
+        tree, _ = made.restore(None, abstract)
+        found, expected = tree["tables"]["t"], plain.to_stored(state)["t"]
+        assert set(found) == {*expected, "updated_tail"}
+        assert_equal({name: np.asarray(found[name]) for name in expected}, jax.tree.map(np.asarray, expected))
+        assert not np.asarray(found["updated_tail"]).any()
+        state = with_update(tracked.from_stored(tree["tables"]), 3)
+        # Rows 1 and 2 were updated without being counted: only a full checkpoint covers them.
+        assert made.base_updates(3) is None
+        made.save(3, {"tables": tracked.to_stored(state)}, {}, updates=3)
+        since = made.base_updates(4)
+    assert since == 3
+    touched = tracking.touched_rows(tracked, with_update(state, 4), since)
+    assert [row for rows in touched for row in rows.numbers] == [4]
+
+
+def test_a_tracked_checkpoint_that_lacks_its_marks_is_refused(tmp_path):
+    plain, tracked = collection_of("nothing"), collection_of("updates")
+    with Checkpointer(tmp_path, Checkpoints(every=1), {}) as made:
+        made.save(2, {"tables": plain.to_stored(plain.init(jax.random.key(0)))}, {}, updates=2)
+    with (
+        Checkpointer(tmp_path, EVERY, {}) as made,
+        pytest.raises(UserError, match=r"tables\.t\.updated_tail .* not in the checkpoint"),
+    ):
+        made.restore(2, {"tables": tracked.abstract_stored()})
+
+
 def test_a_served_copy_follows_a_run(runs, rows, tmp_path):
     folder = runs[0] / "checkpoints"
     served = publish.load(folder, 2)
@@ -183,6 +342,12 @@ def test_a_served_copy_follows_a_run(runs, rows, tmp_path):
         parts = [tree["tables"][name][part] for part in ("rows_body", "rows_tail") if part in tree["tables"][name]]
         np.testing.assert_array_equal(array, np.concatenate(parts))
     assert_equal(publish.load(folder, 6).tables, whole.tables)
+
+
+def test_folders_may_be_relative(runs, monkeypatch):
+    monkeypatch.chdir(runs[0])
+    served = publish.apply(publish.load(pathlib.Path("checkpoints"), 2), pathlib.Path("checkpoints/4"))
+    assert_equal(served.tables, publish.load(runs[1] / "checkpoints", 4).tables)
 
 
 def test_what_does_not_follow_a_served_copy_is_refused_and_changes_nothing(runs, run):

@@ -3,15 +3,19 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import small_run
 
 from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
+from scalejax.parallel.embedding import id_map
+from scalejax.parallel.embedding.collection import MAPS
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop, program, snapshot
+from scalejax.train import loop, program, publish, snapshot
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
@@ -54,10 +58,10 @@ def windows(folder):
 
 @pytest.fixture(scope="module")
 def trained(rows, tmp_path_factory):
-    """A run without interruption, scored every four steps, nothing ahead, with full checkpoints."""
+    """A run without interruption, scored every four steps, nothing ahead; step 6 saved in full and 12 on top of it."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     return folder, loop.train(
-        experiment(rows, eval_every=4, checkpoints=Checkpoints(every=6, full_every=6)), workdir=folder
+        experiment(rows, eval_every=4, checkpoints=Checkpoints(every=6, full_every=18)), workdir=folder
     )
 
 
@@ -97,6 +101,36 @@ def test_a_checkpoint_of_eight_devices_is_the_same_on_one_and_scores_there(train
     jax.tree.map(np.testing.assert_array_equal, stored(whole, folder, devices=1), stored(whole, folder))
     again = loop.evaluate(whole, workdir=folder, split="test")
     assert again["test_logloss"] == trained[1]["test_logloss"]
+
+
+@pytest.fixture(scope="module")
+def served(trained):
+    return publish.load(trained[0] / "checkpoints", 12)
+
+
+def test_a_served_copy_finds_rows_as_evaluation_does(served, trained, rows):
+    expected = stored(experiment(rows, checkpoints=Checkpoints(every=6, full_every=18)), trained[0])["tables"][MAPS]
+    assert set(served.maps) == set(expected) == {"item"}
+    for name, array in served.maps["item"].items():
+        np.testing.assert_array_equal(array, expected["item"][name])
+    seen = pq.read_table(rows)["item"].to_numpy()
+    ids = np.concatenate([seen, np.arange(50, dtype=np.uint64)])
+    hi, lo = (jnp.asarray(words) for words in id_map.split_ids(ids))
+    state = {name: jnp.asarray(array) for name, array in expected["item"].items()}
+    wanted = np.asarray(id_map.find(MAP, state, hi, lo, jnp.ones(len(ids), bool)))
+    found = publish.rows_of(served, "item", ids, MAP)
+    np.testing.assert_array_equal(found, wanted)
+    assert len(np.unique(found[: len(seen)])) > 20
+    assert (found[len(seen) :] == 0).all()
+
+
+def test_rows_are_found_with_the_config_of_the_run_only(served):
+    ids = np.arange(3)
+    with pytest.raises(UserError, match=r"table 'shop' has no id map; with one: item\. Its ids are its rows"):
+        publish.rows_of(served, "shop", ids, MAP)
+    for other in (dataclasses.replace(MAP, ways=4), dataclasses.replace(MAP, rows=65)):
+        with pytest.raises(UserError, match=r"config is of .* and the map of table 'item' was made with others \(129"):
+            publish.rows_of(served, "item", ids, other)
 
 
 def test_a_checkpoint_of_another_map_is_refused(trained, rows):

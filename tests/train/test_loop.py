@@ -1,6 +1,7 @@
 """Whole runs in this process: what they record, keep, refuse, and how they go on."""
 
 import dataclasses
+import io
 import json
 import math
 import pathlib
@@ -11,10 +12,12 @@ import jax
 import numpy as np
 import pytest
 import small_run
+from rich.console import Console
 
 from scalejax import optim
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
+from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import convert, loop, program, snapshot
 from scalejax.train import summary as summaries
@@ -115,6 +118,24 @@ def test_report_is_one_file_with_its_pictures(trained):
     sources = re.findall(r'src="([^"]{0,20})', page)
     assert len(sources) >= 5  # curves and diagrams
     assert all(source.startswith("data:image/") for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (ShardingPlan(devices=2), "was made for 2 devices, but 8 hold one copy of the tables on this mesh"),
+        (ShardingPlan(tables=(TablePlan(table="item", kind="table_wise", ranks=(9,)),)), "table 'item' has ranks (9,)"),
+    ],
+)
+def test_a_plan_for_another_mesh_is_left_out_of_scoring_and_refused_in_training(trained, run, rows, plan, why):
+    planned, shown = small_run.experiment(rows, sharding=plan), io.StringIO()
+    summary = loop.evaluate(planned, workdir=run, console=Console(file=shown, width=60))
+    assert summary["test_logloss"] == trained[1]["test_logloss"]
+    (line,) = [line for line in shown.getvalue().splitlines() if "plan" in line]
+    assert line.startswith("Scoring without the run's sharding plan, with every table dealt out row by row: ")
+    assert why in line
+    with pytest.raises(UserError, match=re.escape(why)):
+        loop.train(dataclasses.replace(planned, steps=18), workdir=run)
 
 
 def test_evaluate_gives_what_the_loop_logged(trained, rows):

@@ -736,7 +736,10 @@ class EmbeddingCollection:
         return found
 
     def check_faults(self, counts: np.ndarray) -> None:
-        """Raises if the counts of `faults` are not zero; ids without room may be any with `Exchange(spill="count")`.
+        """Raises if the counts of `faults` are not zero.
+
+        With `Exchange(spill="count")` ids without room may be any: whoever has the counts says how many, as training
+        and scoring do ("spilled_ids").
 
         Raises:
           UserError: some are not.

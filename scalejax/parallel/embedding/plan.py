@@ -55,8 +55,8 @@ class Exchange:
         its range; float8 and int8 carry one float32 scale a vector.
       backward: What gradients travel as.
       loss_scale: Gradients are multiplied by it before they travel and divided after; for float16 and float8.
-      spill: Ids that find no room embed as zeros and update nothing. "fail": training stops; "count": it goes on, and
-        their number is a metric.
+      spill: Ids that find no room embed as zeros and update nothing. "fail": training or scoring stops; "count": it
+        goes on, and their number is the metric "spilled_ids", of training and of every evaluation.
       all_to_all: "padded": every device sends every other one buckets of fixed size; everywhere. "ragged": only what
         there is travels; TPU and GPU. The results are equal to the bit while every id has room. "padded" has room for a
         number of ids from each device to each other, "ragged" for as many in all at each owner: a batch that is too
@@ -141,15 +141,28 @@ class ShardingPlan:
             raise UserError(
                 f"ShardingPlan: cannot read {path} as JSON ({error}). Give a file that `scalejax shard --save` wrote."
             ) from error
-        fields = _fields_of(cls, found, str(path))
+        return cls.from_json(found, str(path))
+
+    @classmethod
+    def from_json(cls, found: object, where: str) -> "ShardingPlan":
+        """The plan of a JSON object as `save` writes it; fields may also be as by default.
+
+        Args:
+          found: What `json.loads` gave.
+          where: Where it is from, for messages.
+
+        Raises:
+          UserError: it is no object, or has a field of another name or type.
+        """
+        fields = _fields_of(cls, found, where)
         entries = fields.pop("tables", [])
         if not isinstance(entries, list):
-            raise UserError(f"ShardingPlan: tables in {path} must be a list; got {type(entries).__name__}.")
-        tables = tuple(TablePlan(**_entry_of(entry, f"tables[{i}] of {path}")) for i, entry in enumerate(entries))
+            raise UserError(f"ShardingPlan: tables in {where} must be a list; got {type(entries).__name__}.")
+        tables = tuple(TablePlan(**_entry_of(entry, f"tables[{i}] of {where}")) for i, entry in enumerate(entries))
         devices, replicas = fields.get("devices"), fields.get("replicas", "shard")
         if not (devices is None or type(devices) is int) or not isinstance(replicas, str):
             raise UserError(
-                f"ShardingPlan: devices in {path} must be a whole number or null and replicas a text; got {devices!r} "
+                f"ShardingPlan: devices in {where} must be a whole number or null and replicas a text; got {devices!r} "
                 f"and {replicas!r}."
             )
         return cls(tables=tables, replicas=cast(Any, replicas), devices=devices)
@@ -237,6 +250,10 @@ class Slice:
     update: Literal["gather", "psum"] = "gather"
 
 
+class PlanRefused(UserError):
+    """A plan that cannot be built on this mesh; its tables are right."""
+
+
 def place(
     tables: Sequence[TableConfig],
     plan: ShardingPlan,
@@ -259,11 +276,12 @@ def place(
       mesh_devices: As in `refusal`.
 
     Raises:
-      UserError: a plan for another number of devices, or an entry that cannot be built here: see the message.
+      PlanRefused: a plan for another number of devices, or an entry that cannot be built here: see the message.
+      UserError: a table that does not exist or is named twice.
     """
     entries = plan.by_table([table.name for table in tables])
     if plan.devices not in (None, devices):
-        raise UserError(
+        raise PlanRefused(
             f"ShardingPlan: was made for {plan.devices} devices, but {devices} hold one copy of the tables on this mesh. "
             "Plan again with `scalejax shard RECIPE --topology ...`, or use a mesh of that many devices."
         )
@@ -277,7 +295,7 @@ def place(
             mesh_devices=mesh_devices,
         )
         if why is not None:
-            raise UserError(f"ShardingPlan: table {table.name!r} {why}")
+            raise PlanRefused(f"ShardingPlan: table {table.name!r} {why}")
     loads = [0.0] * devices
     placed: dict[str, tuple[Slice, ...]] = {}
     fixed = [t for t in tables if entries[t.name].ranks is not None or entries[t.name].kind in _EVERYWHERE]
