@@ -16,6 +16,7 @@ import ast
 import contextlib
 import dataclasses
 import difflib
+import functools
 import re
 import types
 import typing
@@ -114,7 +115,7 @@ class _Change:
             if self.text == member.__name__:
                 return self.default(member, path)
             if self.text.endswith(".json") and hasattr(member, "load"):
-                return self.construct(lambda: typing.cast(Any, member).load(self.text))
+                return self.construct(functools.partial(typing.cast(Any, member).load, self.text))
         if _is_config(value) and not configs:  # a protocol: any type would do, and none can be named by a text
             raise self.error(
                 f"{path} is of type {type(value).__name__} and cannot be set as a whole. Set its fields "

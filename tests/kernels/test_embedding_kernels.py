@@ -83,7 +83,9 @@ def test_a_tpu_takes_wide_rows_and_many_blocks_of_bags():
     _assert_bags(case, table, table, None, "sum", "pallas_tpu", True)
 
 
-@pytest.mark.parametrize(("implementation", "interpret"), [("xla", False), ("reference", False), BACKENDS[0], SIMULATED[0]])
+@pytest.mark.parametrize(
+    ("implementation", "interpret"), [("xla", False), ("reference", False), BACKENDS[0], SIMULATED[0]]
+)
 def test_packed_rows_are_bfloat16_rows(implementation, interpret):
     case = CASES["no rows among the ids"]
     packed = ops.pack_rows(jnp.asarray(case.table(256)))
@@ -291,9 +293,7 @@ def test_the_fused_update_equals_sums_and_update(count, hot):
     @functools.partial(jax.jit, static_argnums=(2, 3))
     def update(arrays, grads, implementation, interpret):
         step = _rowwise_adagrad(jnp.float32(0.1))
-        return ops.sum_and_update_rows(
-            arrays, plan, grads, step, implementation=implementation, interpret=interpret
-        )
+        return ops.sum_and_update_rows(arrays, plan, grads, step, implementation=implementation, interpret=interpret)
 
     for implementation, interpret in BACKENDS:
         for ours, theirs in zip(
@@ -373,7 +373,7 @@ def test_what_a_kernel_cannot_take_is_refused_and_never_done_by_another():
 @pytest.mark.parametrize("implementation", ["pallas_tpu", "pallas_gpu"])
 def test_kernels_refuse_to_run_where_their_chip_is_not(implementation):
     ids, lengths = jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32)
-    with pytest.raises(ValueError, match="(?i)interpret mode"):
+    with pytest.raises(ValueError, match=r"(?i)interpret mode"):
         ops.embedding_bag(jnp.zeros((4, 128)), ids, lengths, implementation=implementation)
 
 
@@ -391,7 +391,7 @@ def test_a_step_that_a_kernel_cannot_hold_is_refused(implementation):
         update(table, sums, lambda a, g: (a[0].sum(axis=1),))
     with pytest.raises(ValueError, match="float32; sums are bfloat16"):
         update(table, sums.astype(jnp.bfloat16), _sgd(0.1))
-    with pytest.raises(ValueError, match="power of two|multiple of 128"):
+    with pytest.raises(ValueError, match=r"power of two|multiple of 128"):
         update(jnp.zeros((4, 96)), jnp.zeros((2, 96)), _sgd(0.1))
 
 

@@ -17,9 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is dep
 HOPPER = jax.sharding.AbstractMesh(
     (),
     (),
-    abstract_device=jax.sharding.AbstractDevice(
-        device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda"
-    ),
+    abstract_device=jax.sharding.AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="cuda"),
 )
 SMALL, LARGE = 2**20, 2**24 + 8  # the latter times 128 columns is beyond 2^31
 
@@ -110,4 +108,3 @@ def _equations(jaxpr):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns") and equation.primitive.name != "pallas_call":
                 yield from _equations(inner)
-

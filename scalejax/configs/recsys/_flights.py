@@ -2,7 +2,8 @@
 
 Two epochs: in a third all models overfit. What helps all of them: the numbers also as 64 quantile bins, L2 on the rows
 that a step touches (most rows of `tailnum` and `flight` are seen a few dozen times), a high learning rate of the rows,
-and both rates falling to zero. Dropout in the hidden layers helps none. `benchmarks/results/quality.md` has the numbers.
+and both rates falling to zero. Dropout in the hidden layers helps none. `benchmarks/results/quality.md` has the
+numbers.
 """
 
 import dataclasses

@@ -52,9 +52,7 @@ def movielens() -> Experiment:
     Put recbole==1.2.1 (pip download --no-deps) beside you or set data.path.
     """
     return _movielens.experiment(
-        wukong.WukongConfig(
-            dim=16, layers=2, fm_outputs=4, lcb_outputs=4, rank=8, fmb_hidden=(64,), head_hidden=(64,)
-        )
+        wukong.WukongConfig(dim=16, layers=2, fm_outputs=4, lcb_outputs=4, rank=8, fmb_hidden=(64,), head_hidden=(64,))
     )
 
 

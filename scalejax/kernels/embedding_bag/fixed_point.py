@@ -1,8 +1,8 @@
 """Sums by row in fixed point: the same to the bit in any order and any grouping of the occurrences.
 
-The largest magnitude among the gradients of a row, in each block of 16 columns, gives them a power of two; each gradient
-is rounded to a multiple of 2^-22 of that power, an integer of 24 bits, and integers are added exactly, in limbs that
-cannot overflow:
+The largest magnitude among the gradients of a row, in each block of 16 columns, gives them a power of two; each
+gradient is rounded to a multiple of 2^-22 of that power, an integer of 24 bits, and integers are added exactly, in
+limbs that cannot overflow:
 
     q = round(g * 2^(22 - E)),  2^E <= max |g| < 2^(E + 1)         |q| <= 2^23
     q = hi * 2^12 + lo                                             up to 2^19 occurrences: two sums in int32

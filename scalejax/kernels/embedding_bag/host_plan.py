@@ -57,7 +57,9 @@ def plan_tables_host(rows: np.ndarray, num_rows: int, capacity: int) -> RowPlan:
         )
     tables, count = rows.shape
     if count and rows.min() < 0:
-        raise ValueError(f"plan_tables_host: rows must not be negative; got {rows.min()}. Mark what has no row by num_rows.")
+        raise ValueError(
+            f"plan_tables_host: rows must not be negative; got {rows.min()}. Mark what has no row by num_rows."
+        )
     position_bits = max(1, (count - 1).bit_length())
     wide = num_rows.bit_length() + position_bits > 32
     word = np.uint64 if wide else np.uint32
@@ -91,7 +93,8 @@ def plan_tables_host(rows: np.ndarray, num_rows: int, capacity: int) -> RowPlan:
 
 
 def narrow_plan(plan: RowPlan, capacity: int) -> RowPlan:
-    """The plan that `plan_tables_host` makes with less capacity; that must hold the distinct rows, which is not checked.
+    """The plan that `plan_tables_host` makes with less capacity; that must hold the distinct rows, which is not
+    checked.
 
     Args:
       plan: NumPy arrays, order and slots [T, N], rows [T, U].

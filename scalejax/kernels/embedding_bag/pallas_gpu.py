@@ -17,8 +17,8 @@ occurrences and their order alone. The last kernel starts from these sums for su
 
 Offsets are row * D in 64 bits where an array is larger than 2^32 bytes: Pallas decides it by the shape.
 
-jax 0.12 lowers these kernels with a warning that Triton will leave Pallas in some later version. They have been compiled
-for Hopper and interpreted, and have not run on a GPU.
+jax 0.12 lowers these kernels with a warning that Triton will leave Pallas in some later version. They have been
+compiled for Hopper and interpreted, and have not run on a GPU.
 """
 
 import dataclasses
@@ -234,9 +234,7 @@ def _sum_cut(segments: _Segments, *, interpret: bool) -> jax.Array:
     return _sum(short, first=first, interpret=interpret, name="embedding_sum_by_row")
 
 
-def _sum_long(
-    segments: _Segments, *, interpret: bool
-) -> tuple[_Segments, tuple[jax.Array, jax.Array] | None]:
+def _sum_long(segments: _Segments, *, interpret: bool) -> tuple[_Segments, tuple[jax.Array, jax.Array] | None]:
     """Sums the segments that are longer than 64 and takes them out.
 
     N places hold at most N / 65 such segments, and these at most N / 64 + N / 65 runs.
@@ -433,7 +431,9 @@ def _cost(segments: _Segments, written_bytes: int) -> pl.CostEstimate:
     places = (source if index is None else index).shape[0]
     read = places * (source.shape[1] * source.dtype.itemsize + (0 if index is None else 4))
     return pl.CostEstimate(
-        flops=places * source.shape[1], transcendentals=0, bytes_accessed=read + 8 * segments.counts.shape[0] + written_bytes
+        flops=places * source.shape[1],
+        transcendentals=0,
+        bytes_accessed=read + 8 * segments.counts.shape[0] + written_bytes,
     )
 
 

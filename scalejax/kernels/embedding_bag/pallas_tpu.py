@@ -262,8 +262,8 @@ def update_rows(
             _check_rows("update_rows", f"arrays[{number}]", array)
         elif array.dtype != jnp.float32:
             raise ValueError(
-                f'update_rows: implementation="pallas_tpu" wants float32 row states; arrays[{number}] is {array.dtype}. '
-                'Name implementation="xla".'
+                f'update_rows: implementation="pallas_tpu" wants float32 row states; arrays[{number}] is '
+                f'{array.dtype}. Name implementation="xla".'
             )
     if sums.dtype != jnp.float32:
         raise ValueError(
@@ -335,13 +335,17 @@ def update_rows(
     for place, n in enumerate(wide):
         updated[n] = after[place]
     for place, n in enumerate(narrow):
-        updated[n] = arrays[n].at[distinct].set(
-            after[len(wide) + place], mode="drop", indices_are_sorted=True, unique_indices=True
+        updated[n] = (
+            arrays[n]
+            .at[distinct]
+            .set(after[len(wide) + place], mode="drop", indices_are_sorted=True, unique_indices=True)
         )
     return tuple(updated)
 
 
-def _update_kernel(used, rows, rows_next, *refs, closed: steps.ClosedStep, wide: list[int], narrow: list[int], block: int):  # pyright: ignore[reportMissingParameterType]
+def _update_kernel(
+    used, rows, rows_next, *refs, closed: steps.ClosedStep, wide: list[int], narrow: list[int], block: int
+):  # pyright: ignore[reportMissingParameterType]
     scalars, refs = refs[: len(closed.scalars)], refs[len(closed.scalars) :]
     sums, refs = refs[0], refs[1:]
     refs = refs[len(wide) :]  # the wide arrays as inputs; as outputs they are the same memory
@@ -357,7 +361,9 @@ def _update_kernel(used, rows, rows_next, *refs, closed: steps.ClosedStep, wide:
         return jnp.where(number < 0, 0, jnp.clip(used[0] - number * block, 0, block))
 
     def fetch(row: Any, k: int, place: Any, slot: jax.Array) -> Any:
-        return pltpu.make_async_copy(tables[k].at[pl.ds(row, 1)], read[k].at[slot, pl.ds(place, 1)], arrived.at[k, slot])
+        return pltpu.make_async_copy(
+            tables[k].at[pl.ds(row, 1)], read[k].at[slot, pl.ds(place, 1)], arrived.at[k, slot]
+        )
 
     def put(row: Any, k: int, place: Any, slot: jax.Array) -> Any:
         return pltpu.make_async_copy(

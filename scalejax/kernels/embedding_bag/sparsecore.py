@@ -41,8 +41,8 @@ def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
     """
     if table.dtype != jnp.float32 or table.shape[1] % 128:
         raise ValueError(
-            'gather_rows: implementation="sparsecore" wants a float32 table with a width that is a multiple of 128; got '
-            f'{table.dtype}{list(table.shape)}. Name implementation="xla".'
+            'gather_rows: implementation="sparsecore" wants a float32 table with a width that is a multiple of 128; '
+            f'got {table.dtype}{list(table.shape)}. Name implementation="xla".'
         )
     count, (num_rows, width) = ids.shape[0], table.shape
     if count == 0:

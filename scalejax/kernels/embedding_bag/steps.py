@@ -33,7 +33,9 @@ class ClosedStep:
         return core.eval_jaxpr(self.jaxpr, scalars, *arrays, grads)
 
 
-def close(step: Callable[..., Any], arrays: tuple[jax.ShapeDtypeStruct, ...], grads: jax.ShapeDtypeStruct) -> ClosedStep:
+def close(
+    step: Callable[..., Any], arrays: tuple[jax.ShapeDtypeStruct, ...], grads: jax.ShapeDtypeStruct
+) -> ClosedStep:
     """Traces `step` on blocks of the given shapes.
 
     Raises:

@@ -69,11 +69,12 @@ from scalejax.parallel.mesh import check_batch, device_memory_bytes
 State = dict[str, Any]
 """{"stacks": {stack: {"rows": [N * L, dim], "accumulator": ...}}, "updates": int32[], "faults": int32[M, 2]}.
 
-Stacks are sharded on dimension 0 over the devices that they are dealt out over, or copied. Updates are counted since the
-tables began; faults count, per device, bad ids and ids that an exchange had no room for, since the state was made.
+Stacks are sharded on dimension 0 over the devices that they are dealt out over, or copied. Updates are counted since
+the tables began; faults count, per device, bad ids and ids that an exchange had no room for, since the state was made.
 
-Where tables have id maps, also {"maps": {table: see `id_map.State`}, "key": uint32[...]}: the maps, sharded on dimension
-0 over all devices, and the data of the key that the tables were made with, which evicted rows are made with again."""
+Where tables have id maps, also {"maps": {table: see `id_map.State`}, "key": uint32[...]}: the maps, sharded on
+dimension 0 over all devices, and the data of the key that the tables were made with, which evicted rows are made with
+again."""
 
 
 @jax.tree_util.register_dataclass
@@ -107,9 +108,9 @@ class EmbeddingCollection:
       mesh: All its axes together shard examples, and rows unless the plan says otherwise.
       plan: How each table is sharded; None = all row-wise.
       exchange: Room in the exchange, and what travels.
-      accumulate: How the gradients of a row add up. "ordered": one by one in the order of examples, features, positions,
-        the same to the bit for the same batch on any mesh. "exact": in fixed point, the same to the bit also if the
-        batch is permuted or cut in another way (float32 tables).
+      accumulate: How the gradients of a row add up. "ordered": one by one in the order of examples, features,
+        positions, the same to the bit for the same batch on any mesh. "exact": in fixed point, the same to the bit
+        also if the batch is permuted or cut in another way (float32 tables).
     """
 
     tables: tuple[TableConfig, ...]
@@ -130,9 +131,7 @@ class EmbeddingCollection:
                 "several embeddings of one feature use a wider table and split its vector."
             )
         if self.accumulate not in ("ordered", "exact"):
-            raise ValueError(
-                f"EmbeddingCollection: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}."
-            )
+            raise ValueError(f"EmbeddingCollection: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
         if self.exchange.all_to_all == "ragged":
             ragged.check_platform(self.mesh)
         _ = self.stacks  # which refuse a plan that cannot be built
@@ -186,9 +185,7 @@ class EmbeddingCollection:
         """How the arrays of a stack lie on the mesh."""
         return P() if stack.spread == "copied" else P(self.group)
 
-    def layout(
-        self, schema: Schema, batch_size: int, groups: tuple[DedupGroup, ...] = ()
-    ) -> tuple[FeatureLayout, ...]:
+    def layout(self, schema: Schema, batch_size: int, groups: tuple[DedupGroup, ...] = ()) -> tuple[FeatureLayout, ...]:
         """Where each feature lies in the device form of a global batch.
 
         Args:
@@ -210,16 +207,17 @@ class EmbeddingCollection:
             for name in table.features:
                 if name not in schema.keys:
                     raise UserError(
-                        f"EmbeddingCollection: table {table.name!r} looks up the feature {name!r}, which the data does not "
-                        f"have; it has {', '.join(schema.keys)}. Rename it in TableConfig.features, or read the column."
+                        f"EmbeddingCollection: table {table.name!r} looks up the feature {name!r}, which the data "
+                        f"does not have; it has {', '.join(schema.keys)}. Rename it in TableConfig.features, or read "
+                        "the column."
                     )
                 feature = schema[name]
                 if feature.rows is None and table.id_map is None:
                     raise UserError(
                         f"EmbeddingCollection: feature {name!r} has ids of any 64 bits (rows=None), but table "
                         f"{table.name!r} has no id map. Give it one: TableConfig(id_map=IdMapConfig(...)), or "
-                        f"Experiment(id_maps=(MappedFeatures(features=({name!r},), id_map=IdMapConfig(...)),)); or give "
-                        "the feature a number of rows."
+                        f"Experiment(id_maps=(MappedFeatures(features=({name!r},), id_map=IdMapConfig(...)),)); or "
+                        "give the feature a number of rows."
                     )
                 if table.id_map is None and feature.rows is not None and feature.rows > table.rows:
                     raise ValueError(
@@ -229,8 +227,9 @@ class EmbeddingCollection:
                 if feature.length is None and feature.max_length is None and table.pooling == "none":
                     raise UserError(
                         f"EmbeddingCollection: table {table.name!r} has pooling 'none', and feature {name!r} has any "
-                        "number of ids (length=None, max_length=None); its rows need a number of positions. Give it the "
-                        f"largest number of ids of an example: Categorical(name={name!r}, length=None, max_length=...)."
+                        "number of ids (length=None, max_length=None); its rows need a number of positions. Give it "
+                        f"the largest number of ids of an example: Categorical(name={name!r}, length=None, "
+                        "max_length=...)."
                     )
                 group, plain = group_of.get(name), feature.capacity_for(examples)
                 bags = examples if group is None else groups[group].bags(examples)
@@ -382,9 +381,7 @@ class EmbeddingCollection:
 
         def fill(key: jax.Array) -> Any:
             return {
-                stack.name: initial.local_leaves(
-                    stack, key, jax.lax.axis_index(self.group) if stack.devices > 1 else 0
-                )
+                stack.name: initial.local_leaves(stack, key, jax.lax.axis_index(self.group) if stack.devices > 1 else 0)
                 for stack in self.stacks
             }
 
@@ -405,9 +402,7 @@ class EmbeddingCollection:
         routing = self.exchange_ids(features)
         return self.fetch(state, routing), routing
 
-    def map_ids(
-        self, state: State, features: KeyedJagged, *, steps_ahead: int = 0
-    ) -> tuple[KeyedJagged, Assignment]:
+    def map_ids(self, state: State, features: KeyedJagged, *, steps_ahead: int = 0) -> tuple[KeyedJagged, Assignment]:
         """Gives the ids of tables with an id map their rows, for a training step.
 
         Reads the maps and the count of updates alone, and changes neither: `admit` does, before rows are fetched.
@@ -585,9 +580,9 @@ class EmbeddingCollection:
 
         tables = {name: leaves["rows"] for name, leaves in state["stacks"].items()}
         all_axes = P(self.axes)
-        embedded = self._everywhere(
-            local, in_specs=(self._table_specs(), all_axes, all_axes), out_specs=all_axes
-        )(tables, routing.routes, features)
+        embedded = self._everywhere(local, in_specs=(self._table_specs(), all_axes, all_axes), out_specs=all_axes)(
+            tables, routing.routes, features
+        )
         # The order of the configuration, whatever a pytree made of it.
         return {name: embedded[name] for table in self.tables for name in table.features}
 
@@ -699,9 +694,9 @@ class EmbeddingCollection:
         looked_up = {feature.name: feature for feature in features.layout}
         if set(grads) != set(looked_up):
             raise ValueError(
-                f"EmbeddingCollection.update: grads must have the features that were looked up, {', '.join(looked_up)}; "
-                f"missing: {sorted(set(looked_up) - set(grads))}, unknown: {sorted(set(grads) - set(looked_up))}. Pass "
-                "the gradient with respect to all that `lookup` returned."
+                "EmbeddingCollection.update: grads must have the features that were looked up, "
+                f"{', '.join(looked_up)}; missing: {sorted(set(looked_up) - set(grads))}, unknown: "
+                f"{sorted(set(grads) - set(looked_up))}. Pass the gradient with respect to all that `lookup` returned."
             )
         for table in self.tables:
             for name in table.features:
@@ -749,13 +744,15 @@ class EmbeddingCollection:
             rooms = "make every batch with it, and see --set exchange.capacity_factor."
             if self.mapped_tables:
                 rooms = (
-                    f"make every batch with it. Only the devices know the rows of table {self.mapped_tables[0].name!r}, "
-                    "which has an id map: give its rows more room with --set exchange.capacity_factor=4 or "
-                    "exchange.roomy_below_bytes; ids without a row of their own all go to the device of row 0."
+                    "make every batch with it. Only the devices know the rows of table "
+                    f"{self.mapped_tables[0].name!r}, which has an id map: give its rows more room with --set "
+                    "exchange.capacity_factor=4 or exchange.roomy_below_bytes; ids without a row of their own all go "
+                    "to the device of row 0."
                 )
             raise UserError(
-                f"Embedding lookups met {bad} ids out of range and {lost} ids for which an exchange, or a max_length, had no "
-                f"room; they were embedded as zeros. Batches that `EmbeddingCollection.pack` makes never do this: {rooms}"
+                f"Embedding lookups met {bad} ids out of range and {lost} ids for which an exchange, or a max_length, "
+                "had no room; they were embedded as zeros. Batches that `EmbeddingCollection.pack` makes never do "
+                f"this: {rooms}"
             )
 
     def to_stored(self, state: State) -> stored.Tree:
@@ -798,14 +795,14 @@ class EmbeddingCollection:
         if self.mapped_tables:
             counts["key"] = self._abstract_key()
             tree[MAPS] = {
-                name: leaves
-                | {"counts": jax.ShapeDtypeStruct((len(id_map.COUNTS), 2), jnp.uint32, sharding=whole)}
+                name: leaves | {"counts": jax.ShapeDtypeStruct((len(id_map.COUNTS), 2), jnp.uint32, sharding=whole)}
                 for name, leaves in self._abstract_maps().items()
             }
         return tree
 
     def untracked_to_stored(self, state: State) -> stored.Tree:
-        """As `to_stored`, of the counts, the id maps and tables that are not tracked: what goes with `tracking.touched_rows`."""
+        """As `to_stored`, of the counts, the id maps and tables that are not tracked: what goes with
+        `tracking.touched_rows`."""
         rest = tuple(table for table in self.tables if table.track == "nothing")
         tables = self._part_to_stored(rest)(state["stacks"]) if rest else {}
         return {**tables, **self._counts_to_stored(state)}
@@ -854,8 +851,8 @@ class EmbeddingCollection:
         """
         if self.mapped_tables:
             raise UserError(
-                f"from_logical: table {self.mapped_tables[0].name!r} has an id map, and rows alone do not say whose they are. "
-                "Restore it from what to_stored gave, which holds its map."
+                f"from_logical: table {self.mapped_tables[0].name!r} has an id map, and rows alone do not say whose "
+                "they are. Restore it from what to_stored gave, which holds its map."
             )
         # Rows that come from elsewhere were touched by no update of this collection.
         untouched = {t.name: {UPDATED: np.zeros(t.rows, np.int32)} for t in self.tables if t.track == "updates"}
@@ -1002,9 +999,9 @@ def _check_logical(tree: dict[str, dict[str, Any]], wanted: dict[str, dict[str, 
         for leaf, value in leaves.items():
             if tuple(tree[name][leaf].shape) != value.shape:
                 raise UserError(
-                    f"EmbeddingCollection.from_logical: {leaf} of table {name!r} must have the shape {value.shape}; got "
-                    f"{tuple(tree[name][leaf].shape)}. Give the table the rows, the width and, for one statistic a slice, "
-                    "the number of slices that the state was made with."
+                    f"EmbeddingCollection.from_logical: {leaf} of table {name!r} must have the shape {value.shape}; "
+                    f"got {tuple(tree[name][leaf].shape)}. Give the table the rows, the width and, for one statistic "
+                    "a slice, the number of slices that the state was made with."
                 )
 
 

@@ -354,9 +354,7 @@ def _send_bags(shard: Shard, rows: dict[Lookup, jax.Array], stack: Stack, *, axe
         arrived=arrived[:, 0].reshape(-1),
         sequence=(source * slots + arrived[:, -1]).reshape(-1) if ordered else None,
         bags=(source * vectors + arrived[:, 1]).reshape(-1),
-        weights=None
-        if shard.weights is None
-        else lax.bitcast_convert_type(arrived[:, 2], jnp.float32).reshape(-1),
+        weights=None if shard.weights is None else lax.bitcast_convert_type(arrived[:, 2], jnp.float32).reshape(-1),
     )
 
 
@@ -420,7 +418,9 @@ def _blocks(
     sample = next(iter(parts.values()))
     blocks = []
     for device in _ranks(stack):
-        own = [part for look, part in sorted(parts.items(), key=lambda p: begin(p[0])) if look.member.ranks[0] == device]
+        own = [
+            part for look, part in sorted(parts.items(), key=lambda p: begin(p[0])) if look.member.ranks[0] == device
+        ]
         missing = size - sum(part.shape[0] for part in own)
         blocks.append(jnp.concatenate([*own, jnp.full((missing, *sample.shape[1:]), fill, sample.dtype)]))
     return jnp.stack(blocks)

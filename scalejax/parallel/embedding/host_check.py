@@ -13,7 +13,6 @@ from scalejax.parallel.embedding.occurrences import Lookup, lookups
 from scalejax.parallel.embedding.plan import Exchange
 from scalejax.parallel.embedding.stacks import Stack
 
-
 _LARGEST_ROWS = 2**31 - 1
 
 
@@ -41,8 +40,8 @@ def check_ids(
         which, number = np.unravel_index(_bag_of(int(wrong[0]), features.lengths.reshape(-1)), features.lengths.shape)
         raise UserError(
             f"Feature {features.keys[which]!r}: an id in {bag} {number} of the batch has the weight "
-            f"{features.weights[wrong[0]]}; weights must be finite numbers ({wrong.size} of {features.weights.size} are "
-            "not). Clean the column, or drop those ids."
+            f"{features.weights[wrong[0]]}; weights must be finite numbers ({wrong.size} of {features.weights.size} "
+            "are not). Clean the column, or drop those ids."
         )
     ends = np.cumsum(features.lengths.sum(axis=1, dtype=np.int64))
     for stack in stacks:
@@ -95,9 +94,9 @@ def _check_range(look: Lookup, ids: np.ndarray, lengths: np.ndarray, bag: str) -
                 "(data.coding has Hashed and Counted), or look it up through an id map (parallel.embedding.id_map)."
             )
         raise UserError(
-            f"Feature {look.feature.name!r}: id {ids[wrong[0]]} in {bag} {_bag_of(int(wrong[0]), lengths)} of the batch "
-            f"is outside [0, {rows}), the rows of table {look.member.config.name!r}; {wrong.size} of {ids.size} ids are. "
-            f"{advice}"
+            f"Feature {look.feature.name!r}: id {ids[wrong[0]]} in {bag} {_bag_of(int(wrong[0]), lengths)} of the "
+            f"batch is outside [0, {rows}), the rows of table {look.member.config.name!r}; {wrong.size} of {ids.size} "
+            f"ids are. {advice}"
         )
 
 
@@ -114,9 +113,7 @@ def _load(look: Lookup, packed: Packed, devices: int) -> np.ndarray:
     return np.bincount(owner.reshape(-1), minlength=shards * devices).reshape(shards, devices)
 
 
-def _check_load(
-    stack: Stack, found: tuple[Lookup, ...], loads: dict[Lookup, np.ndarray], exchange: Exchange
-) -> None:
+def _check_load(stack: Stack, found: tuple[Lookup, ...], loads: dict[Lookup, np.ndarray], exchange: Exchange) -> None:
     total: Any = sum(loads.values())
     capacity = bucket_capacity(stack, found, exchange)
     most = int(total.max(initial=0))

@@ -17,9 +17,9 @@ from scalejax.parallel.embedding.update import alike
 class Room:
     """Room for distinct rows in the plans of a run: that of the fullest batch so far and a quarter more.
 
-    A batch names far fewer rows than it has ids, and an update takes time for every place. Shapes of arrays are shapes of
-    programs, so room grows and never shrinks: a run compiles its step once, and again each time that a batch has more
-    distinct rows than a group of tables has room for. Results do not depend on it.
+    A batch names far fewer rows than it has ids, and an update takes time for every place. Shapes of arrays are shapes
+    of programs, so room grows and never shrinks: a run compiles its step once, and again each time that a batch has
+    more distinct rows than a group of tables has room for. Results do not depend on it.
     """
 
     def __init__(self) -> None:

@@ -40,9 +40,7 @@ def local_leaves(stack: Stack, key: jax.Array, device: jax.Array | int) -> dict[
     return leaves
 
 
-def fresh_rows(
-    stack: Stack, key: jax.Array, local: jax.Array, device: jax.Array | int
-) -> dict[str, jax.Array]:
+def fresh_rows(stack: Stack, key: jax.Array, local: jax.Array, device: jax.Array | int) -> dict[str, jax.Array]:
     """{"rows": [U, dim], ...}: what `local_leaves` has at these local rows, int32[U], which are rows of tables."""
     member, row = row_numbers(stack, local, device)
     draws = jax.vmap(_draw(stack, key))(member, row, jnp.ones(local.shape, bool))

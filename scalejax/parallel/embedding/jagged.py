@@ -419,7 +419,7 @@ def _check_length(feature: FeatureLayout, lengths: np.ndarray) -> None:
 def _check_capacity(feature: FeatureLayout, counts: np.ndarray) -> None:
     if counts.max(initial=0) > feature.capacity:
         raise UserError(
-            f"Feature {feature.name!r} has {counts.max()} ids in the {feature.bags} examples of one device, but room for "
-            f"{feature.capacity}. Declare it with a capacity of at least {counts.max() / feature.bags:.2f} ids per "
-            "example."
+            f"Feature {feature.name!r} has {counts.max()} ids in the {feature.bags} examples of one device, but room "
+            f"for {feature.capacity}. Declare it with a capacity of at least {counts.max() / feature.bags:.2f} ids "
+            "per example."
         )

@@ -3,9 +3,10 @@
     features (hi, lo)  --sort, distinct ids-->  all_to_all  -->  the device of their bucket: `id_map.apply`
     features (rows)    <--------------------    all_to_all  <--  rows;  evicted rows are made fresh wherever they are
 
-The buckets of every map are cut over all devices, whatever the plan does with the rows of its table. A device sends each
-of its distinct ids once, with the number of its occurrences, so that a popular id takes one slot and hashed buckets
-spread ids evenly. All maps share two exchanges. From then on the ids are rows, and every kind of sharding is as it is.
+The buckets of every map are cut over all devices, whatever the plan does with the rows of its table. A device sends
+each of its distinct ids once, with the number of its occurrences, so that a popular id takes one slot and hashed
+buckets spread ids evenly. All maps share two exchanges. From then on the ids are rows, and every kind of sharding is
+as it is.
 
 Rows that were taken from an id are given their fresh values, those that `initial` makes for them at the start, before
 anything is looked up. Their numbers go to every device in rounds of a fixed size, as many as the fullest needs (none

@@ -41,9 +41,7 @@ def largest_tables(stacks: Sequence[Stack], devices: int) -> dict[str, int]:
     return dict(sorted(most.items(), key=lambda entry: (-entry[1], entry[0])))
 
 
-def check_fits(
-    stacks: tuple[Stack, ...], room: int, devices: int, *, copies: int = 1, platform: str = "cpu"
-) -> None:
+def check_fits(stacks: tuple[Stack, ...], room: int, devices: int, *, copies: int = 1, platform: str = "cpu") -> None:
     """Refuses tables that a device has no room for.
 
     Args:
@@ -105,7 +103,9 @@ def _fewest_devices(tables: Sequence[TableConfig], room: int) -> int | None:
 def describe_largest(stacks: tuple[Stack, ...], devices: int) -> str:
     """The largest tables, in words; arguments as `device_bytes`."""
     shown = list(largest_tables(stacks, devices).items())[:_SHOWN]
-    return "The largest tables, on the device that has most of each: " + ", ".join(f"{name} {size(count)}" for name, count in shown)
+    return "The largest tables, on the device that has most of each: " + ", ".join(
+        f"{name} {size(count)}" for name, count in shown
+    )
 
 
 def _tables(stacks: Sequence[Stack]) -> list[TableConfig]:

@@ -23,7 +23,6 @@ from scalejax.parallel.embedding.jagged import FeatureLayout, slot_positions
 from scalejax.parallel.embedding.rounding import rounded
 from scalejax.parallel.embedding.stacks import Member, Stack
 
-
 Channel = Literal["here", "rows", "bags"]
 
 

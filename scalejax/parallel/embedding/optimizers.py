@@ -1,6 +1,5 @@
 """The row optimizers of `config` on arrays."""
 
-from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -110,10 +109,10 @@ def step(optimizer: RowOptimizer, learning_rate_scale: jax.Array, updates: jax.A
             case Adam() | PartialRowwiseAdam():
                 direction, states = _adam_direction(optimizer, states, grads, updates, zero)
                 change = rounded(rate * direction, zero)
-        if optimizer.weight_decay and optimizer.weight_decay_mode == "decoupled":
-            if not isinstance(optimizer, Lamb | LarsSgd):
-                keep = 1.0 - rounded(rate * optimizer.weight_decay, zero)
-                weights = rounded(keep * weights, zero)
+        decoupled = optimizer.weight_decay_mode == "decoupled" and not isinstance(optimizer, Lamb | LarsSgd)
+        if optimizer.weight_decay and decoupled:
+            keep = 1.0 - rounded(rate * optimizer.weight_decay, zero)
+            weights = rounded(keep * weights, zero)
         weights = weights - change
         if optimizer.max_norm is not None:
             norm = _norm(weights, zero)
@@ -169,5 +168,3 @@ def _ratio(over: jax.Array, under: jax.Array, otherwise: float) -> jax.Array:
     """over / under where both are positive."""
     good = (over > 0) & (under > 0)
     return jnp.where(good, over / jnp.where(good, under, 1.0), otherwise).astype(over.dtype)
-
-

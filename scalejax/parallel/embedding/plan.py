@@ -33,9 +33,7 @@ from scalejax.parallel.embedding.config import (
     row_state_bytes,
 )
 
-Kind = Literal[
-    "row_wise", "table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "data_parallel"
-]
+Kind = Literal["row_wise", "table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "data_parallel"]
 KINDS: tuple[str, ...] = get_args(Kind)
 SLICED = ("column_wise", "table_column_wise", "grid")
 Accumulate = Literal["ordered", "exact"]
@@ -230,7 +228,9 @@ def _entry_of(found: object, where: str) -> dict[str, Any]:
     }
     for name, good in right.items():
         if not good:
-            raise UserError(f"ShardingPlan: {name} in {where} is missing or of the wrong type; got {fields.get(name)!r}.")
+            raise UserError(
+                f"ShardingPlan: {name} in {where} is missing or of the wrong type; got {fields.get(name)!r}."
+            )
     return fields
 
 
@@ -282,8 +282,8 @@ def place(
     entries = plan.by_table([table.name for table in tables])
     if plan.devices not in (None, devices):
         raise PlanRefused(
-            f"ShardingPlan: was made for {plan.devices} devices, but {devices} hold one copy of the tables on this mesh. "
-            "Plan again with `scalejax shard RECIPE --topology ...`, or use a mesh of that many devices."
+            f"ShardingPlan: was made for {plan.devices} devices, but {devices} hold one copy of the tables on this "
+            "mesh. Plan again with `scalejax shard RECIPE --topology ...`, or use a mesh of that many devices."
         )
     for table in tables:
         why = refusal(
@@ -305,9 +305,7 @@ def place(
         columns = entry.columns if entry.kind in SLICED else 1
         groups = _groups(entry, devices, devices_per_host, loads)
         width = table.dim // columns
-        slices = [
-            Slice(i * width, (i + 1) * width, ranks, entry.update) for i, ranks in enumerate(groups)
-        ]
+        slices = [Slice(i * width, (i + 1) * width, ranks, entry.update) for i, ranks in enumerate(groups)]
         if _is_joined(table, devices):
             slices = [Slice(0, table.dim, slices[0].ranks, entry.update)]
         placed[table.name] = tuple(slices)
@@ -378,9 +376,7 @@ def _is_joined(table: TableConfig, devices: int) -> bool:
     return devices == 1 and not (isinstance(table.optimizer, RowwiseAdagrad) and table.optimizer.statistic == "slice")
 
 
-def _groups(
-    entry: TablePlan, devices: int, per_host: int, loads: Sequence[float]
-) -> list[tuple[int, ...]]:
+def _groups(entry: TablePlan, devices: int, per_host: int, loads: Sequence[float]) -> list[tuple[int, ...]]:
     """Devices of each slice."""
     hosts = [tuple(range(h, h + per_host)) for h in range(0, devices, per_host)]
     by_load = sorted(range(devices), key=lambda d: (loads[d], d))
@@ -475,8 +471,8 @@ def _refused_slices(table: TableConfig, entry: TablePlan, accumulate: Accumulate
         return None
     if isinstance(optimizer, RowwiseAdagrad) and optimizer.statistic == "row":
         return (
-            f"has slices of {width} columns, but the mean square over a row, RowwiseAdagrad(statistic='row'), is formed "
-            f"of blocks of {GRANULE_COLUMNS}. Use fewer slices, or statistic='slice' for one statistic a slice."
+            f"has slices of {width} columns, but the mean square over a row, RowwiseAdagrad(statistic='row'), is "
+            f"formed of blocks of {GRANULE_COLUMNS}. Use fewer slices, or statistic='slice' for one statistic a slice."
         )
     if accumulate == "exact" and not _is_joined(table, devices):
         return (

@@ -6,8 +6,8 @@ A device has its occurrences sorted by destination, one run per destination; the
                 [ 4  9  9  .      | 2  .  .  . ...]             [ 4  9  9  .  | 7  .  .  .    | .  .  . ]
 
 Who sends how much is agreed on first, in two small all_to_alls. Arrivals come in the order that buckets of fixed size
-have, with fewer gaps: all sums are the same to the bit. An owner has room for a number of arrivals, not for a number per
-sender; what comes beyond it is not sent, and counted. Which ids that is differs from buckets of fixed size.
+have, with fewer gaps: all sums are the same to the bit. An owner has room for a number of arrivals, not for a number
+per sender; what comes beyond it is not sent, and counted. Which ids that is differs from buckets of fixed size.
 
 A TPU moves rows of 128 lanes, whatever is in them. So slots travel as many to a row as fill it (ids 128, vectors of 64
 numbers 2), and runs begin at multiples of `GRANULE` slots.

@@ -5,8 +5,8 @@
     state = collection.from_logical(logical)                  # any mesh, any plan
 
 TorchRec keeps a table as "PREFIXembedding_bags.TABLE.weight" (or "embeddings."), on every rank the shards that it has,
-and its optimizer's state under the same key, as "TABLE.momentum1" and so on. One state dict per rank goes in; shards are
-put where their offsets say.
+and its optimizer's state under the same key, as "TABLE.momentum1" and so on. One state dict per rank goes in; shards
+are put where their offsets say.
 """
 
 import re
@@ -138,8 +138,8 @@ def _table(table: TableConfig, weights: list[dict[str, Any]], states: list[dict[
         if not held:
             has = sorted({name for state in own for name in state})
             raise UserError(
-                f"table {table.name!r}: {type(table.optimizer).__name__} wants the state {' or '.join(_NAMES[name])}; the "
-                f"optimizer's state dicts have {', '.join(has) or 'none'} for it. Name the optimizer that it was "
+                f"table {table.name!r}: {type(table.optimizer).__name__} wants the state {' or '.join(_NAMES[name])}; "
+                f"the optimizer's state dicts have {', '.join(has) or 'none'} for it. Name the optimizer that it was "
                 "trained with."
             )
         leaves[name] = _joined(f"{name} of table {table.name!r}", held, shape, "float32")
@@ -159,17 +159,17 @@ def _joined(what: str, held: list[Any], shape: tuple[int, ...], dtype: str) -> n
             span = tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=False))
             if part.ndim != len(shape) or any(s.stop > n for s, n in zip(span, shape, strict=True)):
                 raise UserError(
-                    f"{what} have shape {tuple(part.shape)} at {tuple(offsets)} in a state dict; wanted {shape}. Give the "
-                    "table the rows and width that it was trained with (row-wise states of column shards cannot be "
-                    "joined: they are one statistic a shard)."
+                    f"{what} have shape {tuple(part.shape)} at {tuple(offsets)} in a state dict; wanted {shape}. Give "
+                    "the table the rows and width that it was trained with (row-wise states of column shards cannot "
+                    "be joined: they are one statistic a shard)."
                 )
             whole[span] = part
             seen[span] += 1
     if (seen != 1).any():
         where = int(np.argwhere(seen != 1)[0][0])
         raise UserError(
-            f"{what}: row {where} is held {int(seen[where].reshape(-1)[0])} times by the {len(held)} state dicts; wanted "
-            "once. Give the state dict of every rank, once."
+            f"{what}: row {where} is held {int(seen[where].reshape(-1)[0])} times by the {len(held)} state dicts; "
+            "wanted once. Give the state dict of every rank, once."
         )
     return whole
 
@@ -190,4 +190,3 @@ def _numpy(tensor: Any) -> np.ndarray:
     if str(tensor.dtype) == "torch.bfloat16":
         return tensor.float().numpy().astype(ml_dtypes.bfloat16)  # NumPy knows no bfloat16; nothing is rounded
     return tensor.numpy()
-

@@ -273,7 +273,8 @@ def _whole_means(
         totals |= dict.fromkeys(looks, mean)
     forth = to_owners(totals, way, stack, found, axes=place.route_axes)  # A
     means = jnp.zeros(blocks.shape[0], blocks.dtype).at[place_of].set(forth, mode="drop")
-    # Rows that only other copies looked up have no arrival here; means are not negative, and equal where they are known.
+    # Rows that only other copies looked up have no arrival here; means are not negative, and equal where they are
+    # known.
     return lax.pmax(means, place.copy_axes) if place.copy_axes else means
 
 

@@ -20,7 +20,9 @@ _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _SCALED = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2, "int8": jnp.int8}
 
 
-def carry(vectors: jax.Array, wire: Wire, move: Callable[[jax.Array], jax.Array], *, loss_scale: float = 1.0) -> jax.Array:
+def carry(
+    vectors: jax.Array, wire: Wire, move: Callable[[jax.Array], jax.Array], *, loss_scale: float = 1.0
+) -> jax.Array:
     """float[..., D] -> what `move` makes of them, moved as `wire`; in the dtype they came in.
 
     Args:

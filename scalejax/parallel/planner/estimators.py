@@ -10,8 +10,9 @@ every device pays, owner or not. With
     H     vectors that readers hold: V, or B x positions where rows of jagged features are spread out unpooled
     g(b)  bytes fetched for a row of b bytes (whole granules)          S(d)  optimizer state of a row
 
-a shard gets O/n ids and U/n distinct rows. What travels per shard are T vectors: pooled ones (T = V, of w bytes a number)
-where rows lie whole on their owner, and one row per id (T = O/n, of e bytes a number) where rows are dealt out. Seconds:
+a shard gets O/n ids and U/n distinct rows. What travels per shard are T vectors: pooled ones (T = V, of w bytes a
+number) where rows lie whole on their owner, and one row per id (T = O/n, of e bytes a number) where rows are dealt out.
+Seconds:
 
     forward compute   (4 O/n + g(d e) O/n + w d T) / memory + c O/n          ids, rows, vectors written
     forward comm      (4 O/n + x d T) * exchange                             ids to the owner, vectors (x = w or e) back
@@ -27,14 +28,15 @@ or, where unpooled rows of any kind are spread over more positions than there ar
 
     forward compute   (w D O/N + w D H/N) / memory         backward compute   2 w D O/N / memory
 
-A data-parallel table is looked up where its examples are, all devices gather all ids and gradients, and each updates all:
+A data-parallel table is looked up where its examples are, all devices gather all ids and gradients, and each updates
+all:
 
     forward compute   ((4 + g(D e)) O/N + w D H/N) / memory + c O/N
     backward comm     (4 + w D) O * gather
     backward compute  the one above with n = 1, d = D
 
-`memory` is bytes/s, `exchange` and `gather` seconds/byte, c seconds/id, all of the topology. 64 bytes are the least of a
-radix sort of 32-bit keys with 32-bit positions: 4 passes of 8 bits, 8 bytes read and 8 written in each. TorchRec's
+`memory` is bytes/s, `exchange` and `gather` seconds/byte, c seconds/id, all of the topology. 64 bytes are the least of
+a radix sort of 32-bit keys with 32-bit positions: 4 passes of 8 bits, 8 bytes read and 8 written in each. TorchRec's
 planner takes the backward as twice the forward instead; here it follows from the distinct rows.
 """
 
@@ -51,6 +53,7 @@ SORT_BYTES = 64
 """Memory traffic of sorting one id: see the module."""
 
 ID_BYTES = 4
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Seconds:

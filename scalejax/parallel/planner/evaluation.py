@@ -1,7 +1,8 @@
 """What a plan costs, whoever made it: memory and seconds of every device, from the plan alone.
 
 Works on any `ShardingPlan` that the engine builds, so that a plan written by hand, by another planner or by a search is
-judged by one measure. Where the rows lie is asked of the engine (`embedding.plan.place`), tables without ranks included.
+judged by one measure. Where the rows lie is asked of the engine (`embedding.plan.place`), tables without ranks
+included.
 """
 
 from collections.abc import Sequence
@@ -46,8 +47,8 @@ def evaluate(
     """
     if plan.replicas != "shard":
         raise UserError(
-            f"evaluate: replicas must be 'shard'; got {plan.replicas!r}: what copies send each other is not priced. Give "
-            "the topology of one copy and the same tables with replicas='shard'."
+            f"evaluate: replicas must be 'shard'; got {plan.replicas!r}: what copies send each other is not priced. "
+            "Give the topology of one copy and the same tables with replicas='shard'."
         )
     capacity_factor = (exchange or Exchange()).capacity_factor
     works = works_of(tables, statistics, batch_size)

@@ -3,7 +3,8 @@
     measure_constants().save("constants.json")
 
 Lookups: rows of several widths at random places are gathered and summed in bags, the forward compute of `estimators`.
-Its seconds per id, a + bytes / rate, are fitted over the widths by least squares: `occurrence_s` and `memory_bandwidth`.
+Its seconds per id, a + bytes / rate, are fitted over the widths by least squares: `occurrence_s` and
+`memory_bandwidth`.
 Exchanges: an all_to_all over the devices of this process, one host; the network between hosts is not measured.
 """
 
@@ -79,8 +80,8 @@ def fit_rate(moved: Sequence[float], seconds: Sequence[float]) -> tuple[float, f
         slope, constant = (x * y).sum() / (x * x).sum(), 0.0
     if not slope > 0:
         raise RuntimeError(
-            f"measure_constants: times must grow with the bytes moved; got {seconds} s for {moved} bytes an id. Measure "
-            "on an idle machine, with a larger table_bytes and more ids."
+            f"measure_constants: times must grow with the bytes moved; got {seconds} s for {moved} bytes an id. "
+            "Measure on an idle machine, with a larger table_bytes and more ids."
         )
     return float(1 / slope), float(constant)
 
@@ -99,7 +100,10 @@ def _exchange_rate(devices: Sequence[Any], exchange_bytes: int, turns: int) -> f
     @jax.jit
     def exchange(x: jax.Array) -> jax.Array:
         body = jax.shard_map(
-            lambda part: lax.all_to_all(part, "host", 0, 0, tiled=True), mesh=mesh, in_specs=P("host"), out_specs=P("host")
+            lambda part: lax.all_to_all(part, "host", 0, 0, tiled=True),
+            mesh=mesh,
+            in_specs=P("host"),
+            out_specs=P("host"),
         )
         return body(x)
 

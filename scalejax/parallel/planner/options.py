@@ -60,7 +60,8 @@ def check_constraints(tables: Sequence[TableConfig], constraints: Sequence[Table
     for entry in constraints:
         if entry.table not in by_name:
             raise UserError(
-                f"constraints: there is no table {entry.table!r}; the tables are {', '.join(by_name)}. Correct the name."
+                f"constraints: there is no table {entry.table!r}; the tables are {', '.join(by_name)}. Correct the "
+                "name."
             )
         if entry.table in seen:
             raise UserError(f"constraints: table {entry.table!r} is named twice; give it one entry.")

@@ -35,6 +35,7 @@ _LOOKED_AT = 64
 
 _MOVABLE = ("table_wise", "column_wise", "table_column_wise")
 
+
 class DoesNotFit(Exception):
     """A table found no device.
 

@@ -24,9 +24,9 @@ from scalejax.parallel.planner.options import TableConstraints
 from scalejax.parallel.planner.partition import DoesNotFit, Partitioner, Placement
 from scalejax.parallel.planner.proposals import Choices, Proposal
 from scalejax.parallel.planner.report import Attempt, Report
-from scalejax.units import duration, size
 from scalejax.parallel.planner.statistics import TableStatistics
 from scalejax.parallel.planner.topology import Topology
+from scalejax.units import duration, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,9 +121,7 @@ class AnalyticPlanner:
         report = evaluation.evaluate(
             found, tables, statistics, topology, batch_size, exchange=self.exchange, accumulate=self.accumulate
         )
-        reasons = {
-            name: _why(choices[i], placement.options[i], report, topology) for i, name in enumerate(names)
-        }
+        reasons = {name: _why(choices[i], placement.options[i], report, topology) for i, name in enumerate(names)}
         return Planned(
             found,
             dataclasses.replace(

@@ -5,9 +5,9 @@ A proposal is one option for every table. In the order in which they are tried:
 - *every combination*, where there are few;
 - *uniform*: every table in the same kind where its constraints allow it, else in its cheapest option;
 - *limited*: for a limit of seconds, every table in the option that costs all devices together least among those whose
-  single piece stays below the limit. Without a limit that is the least work of all, unevenly spread; the lower the limit,
-  the more tables are cut, and the more is paid for cutting. One number to search instead of one choice per table, and a
-  second one, a limit on the bytes of a piece, where memory is short;
+  single piece stays below the limit. Without a limit that is the least work of all, unevenly spread; the lower the
+  limit, the more tables are cut, and the more is paid for cutting. One number to search instead of one choice per
+  table, and a second one, a limit on the bytes of a piece, where memory is short;
 - *least memory*: every table in the option that leaves least bytes on a device, for machines that are nearly full;
 - *greedy*: from the best so far, the largest piece of the busiest device is cut finer, again and again.
 """

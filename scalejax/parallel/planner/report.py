@@ -158,7 +158,9 @@ class Report:
             f"{self.batch_size:,} examples a step ({escape(machine.source)})"
         )
         kinds = Counter(table.kind for table in self.tables)
-        console.print(f"{len(self.tables)} tables: {', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}")
+        console.print(
+            f"{len(self.tables)} tables: {', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}"
+        )
         console.print(self._tables(most_rows))
         console.print(self._devices(most_rows))
         if self.attempts:
@@ -198,7 +200,13 @@ class Report:
         shown = sorted(self.devices, key=lambda line: (-line.seconds.total, line.device))[:most_rows]
         for line in shown:
             parts = line.seconds
-            times = (parts.total, parts.forward_compute, parts.forward_comm, parts.backward_compute, parts.backward_comm)
+            times = (
+                parts.total,
+                parts.forward_compute,
+                parts.forward_comm,
+                parts.backward_compute,
+                parts.backward_comm,
+            )
             held = (line.table_bytes, line.padding_bytes, line.buffer_bytes)
             table.add_row(str(line.device), *map(duration, times), *map(size, held))
         _say_more(table, len(self.devices) - len(shown), len(names))

@@ -4,7 +4,8 @@
     statistics = assumed(tables, pooling_factor=10.0)   # made up, and said so
 
 The number of *distinct* rows of a batch decides what an update costs. It is modelled by Zipf's law, which carries over
-to other batch sizes: over R rows with exponent s, row k has probability p_k = k^-s / sum_j j^-s, and O occurrences touch
+to other batch sizes: over R rows with exponent s, row k has probability p_k = k^-s / sum_j j^-s, and O occurrences
+touch
 
     E[distinct] = sum_k 1 - (1 - p_k)^O
 
@@ -126,8 +127,8 @@ def from_batches(tables: Sequence[TableConfig], batches: Iterable[KeyedJagged]) 
             for f, feature in enumerate(table.features):
                 if feature not in batch.keys:
                     raise UserError(
-                        f"from_batches: table {table.name!r} has feature {feature!r}, which batch {count - 1} lacks; it "
-                        f"has {', '.join(batch.keys)}. Give batches with all features."
+                        f"from_batches: table {table.name!r} has feature {feature!r}, which batch {count - 1} lacks; "
+                        f"it has {', '.join(batch.keys)}. Give batches with all features."
                     )
                 found = batch[feature].values
                 bounded = table.id_map is None  # any integer is an id of a map
@@ -145,9 +146,7 @@ def from_batches(tables: Sequence[TableConfig], batches: Iterable[KeyedJagged]) 
         TableStatistics(
             table=table.name,
             pooling_factors=tuple(float(total) / examples for total in ids[table.name]),
-            popularity=Zipf(
-                exponent=fit_zipf(ids[table.name].sum() / count, distinct[table.name] / count, table.rows)
-            ),
+            popularity=Zipf(exponent=fit_zipf(ids[table.name].sum() / count, distinct[table.name] / count, table.rows)),
         )
         for table in tables
     )

@@ -46,7 +46,9 @@ class Constants:
         try:
             found = json.loads(pathlib.Path(path).read_text())
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise UserError(f"Constants: cannot read {path} as JSON ({error}). Give a file that save() wrote.") from error
+            raise UserError(
+                f"Constants: cannot read {path} as JSON ({error}). Give a file that save() wrote."
+            ) from error
         known = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(found, dict) or set(found) - known or not {"device", "date"} <= set(found):
             given = sorted(found) if isinstance(found, dict) else type(found).__name__
@@ -82,8 +84,8 @@ class Topology:
       inter_host_bandwidth: Bytes/s from a device to other hosts, one direction.
       row_granule_bytes: Smallest piece of memory that is fetched.
       occurrence_s: Seconds that an id costs besides the bytes it moves.
-      devices_per_group: Devices that share an index of the mesh axis `replica`, which is what the kinds that stay in one
-        host stay in (`embedding.plan`); divides `devices`. None = those of a host.
+      devices_per_group: Devices that share an index of the mesh axis `replica`, which is what the kinds that stay in
+        one host stay in (`embedding.plan`); divides `devices`. None = those of a host.
       name: For reports.
       source: Where the rates come from, for reports.
     """
@@ -108,12 +110,14 @@ class Topology:
             )
         if self.group_size < 1 or self.devices % self.group_size:
             raise UserError(
-                f"Topology: devices_per_group must divide the {self.devices} devices; got {self.devices_per_group}. Give "
-                "the devices that share an index of the mesh axis replica."
+                f"Topology: devices_per_group must divide the {self.devices} devices; got {self.devices_per_group}. "
+                "Give the devices that share an index of the mesh axis replica."
             )
         for field in ("memory_bytes", "memory_bandwidth", "intra_host_bandwidth", "inter_host_bandwidth"):
             if not getattr(self, field) > 0:
-                raise UserError(f"Topology: {field} must be positive; got {getattr(self, field)}. Give bytes or bytes/s.")
+                raise UserError(
+                    f"Topology: {field} must be positive; got {getattr(self, field)}. Give bytes or bytes/s."
+                )
         if self.row_granule_bytes < 1 or not self.occurrence_s >= 0:
             raise UserError(
                 "Topology: row_granule_bytes must be at least 1 and occurrence_s at least 0; got "

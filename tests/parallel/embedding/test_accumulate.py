@@ -122,7 +122,9 @@ def test_rounding_by_chance_is_the_same_on_every_mesh_and_differs_from_nearest(d
 
 
 def test_small_updates_of_a_bfloat16_table_add_up():
-    table = TableConfig(name="t", rows=13, dim=64, features=("one",), dtype="bfloat16", optimizer=Sgd(learning_rate=1.0))
+    table = TableConfig(
+        name="t", rows=13, dim=64, features=("one",), dtype="bfloat16", optimizer=Sgd(learning_rate=1.0)
+    )
     host = KeyedJagged(("one",), np.zeros(BATCH, np.int64), np.ones((1, BATCH), np.int32))
     grads = {"one": np.full((BATCH, 64), 2.0**-12 / BATCH, np.float32)}  # 2^-12 a step, an eighth of half a unit
     got = {}

@@ -53,9 +53,7 @@ def repetitive(weighted, seed=0):
 
 def deduplicated(on, host, groups=GROUPS):
     layout = on.layout(SCHEMA, SIZE, groups)
-    packed = on.pack_deduplicated(
-        deduplicate(host, tuple(g.features for g in groups)), on.mesh.size, layout, groups
-    )
+    packed = on.pack_deduplicated(deduplicate(host, tuple(g.features for g in groups)), on.mesh.size, layout, groups)
     assert packed is not None
     return placed(on, packed, layout)
 
@@ -84,12 +82,12 @@ def plainly(accumulate, weighted):
 
 
 @pytest.mark.parametrize(
-    ("devices", "kind", "weighted"), [
+    ("devices", "kind", "weighted"),
+    [
         (1, "row_wise", True),
         (8, "row_wise", False),
         pytest.param(8, "table_wise", True, marks=pytest.mark.slow),
     ],
-
 )
 def test_forward_is_equal_to_the_bit_and_updates_to_reassociation(devices, kind, weighted):
     tables, host = wide_tables(RowwiseAdagrad(learning_rate=0.1)), repetitive(weighted)

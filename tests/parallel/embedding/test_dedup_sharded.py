@@ -19,7 +19,8 @@ from scalejax.plan import hlo
 
 TABLES = (
     TableConfig(name="t", rows=4096, dim=16, features=("a",), optimizer=RowwiseAdagrad(learning_rate=0.1)),
-    TableConfig(name="means", rows=97, dim=8, features=("b",), pooling="mean", optimizer=RowwiseAdagrad(learning_rate=0.1)),
+    TableConfig(name="means", rows=97, dim=8, features=("b",), pooling="mean",
+    optimizer=RowwiseAdagrad(learning_rate=0.1)),
 )  # fmt: skip
 
 

@@ -66,9 +66,14 @@ def test_weights_must_be_finite():
     host.weights[3] = np.nan
     each = on(tables_of(Sgd()))
     bag, example = next(
-        (SCHEMA.keys[f], e) for f in range(5) for e in range(SIZE) if host.lengths.reshape(-1)[: f * SIZE + e + 1].sum() > 3
+        (SCHEMA.keys[f], e)
+        for f in range(5)
+        for e in range(SIZE)
+        if host.lengths.reshape(-1)[: f * SIZE + e + 1].sum() > 3
     )
-    with pytest.raises(UserError, match=rf"'{bag}': an id in example {example} .* weight nan.*\(1 of .*Clean the column"):
+    with pytest.raises(
+        UserError, match=rf"'{bag}': an id in example {example} .* weight nan.*\(1 of .*Clean the column"
+    ):
         each.pack(host, 8, each.layout(SCHEMA, SIZE))
 
 
@@ -91,14 +96,16 @@ def test_ids_and_lengths_that_are_no_counts_are_refused():
     each = on(tables_of(Sgd()))
     with pytest.raises(UserError, match=r"'bag' has -1 ids in example 5 .*must not be negative.*offsets"):
         each.pack(host, 8, each.layout(SCHEMA, SIZE))
-    with pytest.raises(ValueError, match="keys must be unique; a appear more than once. Rename"):
+    with pytest.raises(ValueError, match=r"keys must be unique; a appear more than once. Rename"):
         HostKeyedJagged(("a", "a"), np.zeros(2, np.int64), np.ones((2, 1), np.int32))
 
 
 def test_features_of_another_name_are_refused_wherever_they_meet():
     each = on(tables_of(Sgd()), devices=1)
     lacking = dataclasses.replace(SCHEMA, categorical=SCHEMA.categorical[1:])
-    with pytest.raises(UserError, match="table 'shared' looks up the feature 'one'.*does not have; it has bag, fixed.*Rename"):
+    with pytest.raises(
+        UserError, match=r"table 'shared' looks up the feature 'one'.*does not have; it has bag, fixed.*Rename"
+    ):
         each.layout(lacking, SIZE)
     features = device_features(each, batch(SIZE), SIZE)
     embedded, routing = jax.eval_shape(each.lookup, each.abstract_state(), features)
@@ -113,14 +120,18 @@ def test_features_of_another_name_are_refused_wherever_they_meet():
 def test_more_rows_than_a_device_can_number_are_refused_naming_the_tables():
     tables = tuple(TableConfig(name=n, rows=2**30 + 2**29, dim=2, features=(n,)) for n in ("a", "b"))
     on(tables, devices=8)
-    with pytest.raises(UserError, match=r"tables a, b together have 3,221,225,472 rows on one device; at most .*more devices"):
+    with pytest.raises(
+        UserError, match=r"tables a, b together have 3,221,225,472 rows on one device; at most .*more devices"
+    ):
         on(tables, devices=1)
 
 
 def test_a_state_of_other_tables_is_refused():
     each = on(tables_of(RowwiseAdagrad()), devices=1)
     logical = random_logical(each)
-    with pytest.raises(UserError, match=r"tables must be shared.*missing: \['big'\], unknown: \['bigger'\].*Name the tables"):
+    with pytest.raises(
+        UserError, match=r"tables must be shared.*missing: \['big'\], unknown: \['bigger'\].*Name the tables"
+    ):
         each.from_logical({("bigger" if name == "big" else name): leaves for name, leaves in logical.items()})
     with pytest.raises(UserError, match=r"arrays of table 'big' must be rows, accumulator; missing: \['accumulator'\]"):
         each.from_logical(logical | {"big": {"rows": logical["big"]["rows"]}})

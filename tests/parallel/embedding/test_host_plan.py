@@ -87,7 +87,9 @@ def test_updates_are_the_same_to_the_bit_whatever_the_room():
     for host in hosts:
         one, other = step(one, features(host, None)), step(other, features(host, room))
     jax.tree.map(np.testing.assert_array_equal, one["stacks"], other["stacks"])
-    assert not np.array_equal(*(COLLECTION.to_logical(s)["first"]["rows"] for s in (one, COLLECTION.init(jax.random.key(0)))))
+    assert not np.array_equal(
+        *(COLLECTION.to_logical(s)["first"]["rows"] for s in (one, COLLECTION.init(jax.random.key(0))))
+    )
 
 
 def test_a_table_is_its_own_oracle_where_the_batch_has_fewer_rows_than_before():

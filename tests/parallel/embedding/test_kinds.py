@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 from embedding_cases import (
+    OPTIMIZERS,
     batch,
     device_features,
-    OPTIMIZERS,
     given_grads,
     numpy_lookup,
     numpy_stack,
@@ -206,9 +206,7 @@ def test_the_dense_sum_of_a_copied_table_agrees_to_rounding():
 def _compiled(kind, devices=8, replicas="shard", replica=2, update="gather"):
     table = TableConfig(name="t", rows=8192, dim=64, features=("a", "b"))
     columns = 2 if kind in ("column_wise", "table_column_wise", "grid") else 1
-    plan = ShardingPlan(
-        tables=(TablePlan(table="t", kind=kind, columns=columns, update=update),), replicas=replicas
-    )
+    plan = ShardingPlan(tables=(TablePlan(table="t", kind=kind, columns=columns, update=update),), replicas=replicas)
     on = collection((table,), devices, plan, replica, exchange=Exchange())
     features = device_features(on, None, 512, schema=schema_of({"a": 1, "b": 3}, rows=8192))
 
@@ -302,7 +300,9 @@ def test_plans_that_cannot_be_built_say_what_would_do():
             collection(own, 8, ShardingPlan(tables=(TablePlan(table="big", **entry),)), replica=2, **more)
 
     refused({"kind": "diagonal"}, "kind 'diagonal'; known kinds: row_wise, table_wise")
-    refused({"kind": "table_wise", "ranks": (8,)}, r"ranks \(8,\), but the mesh numbers its devices 0 to 7.*another mesh")
+    refused(
+        {"kind": "table_wise", "ranks": (8,)}, r"ranks \(8,\), but the mesh numbers its devices 0 to 7.*another mesh"
+    )
     refused({"kind": "table_wise", "ranks": (1, 2)}, "needs 1 ranks on this mesh")
     refused({"kind": "column_wise", "columns": 3}, "32 wide, which 3 equal column slices do not divide")
     refused({"kind": "column_wise", "columns": 4}, "slices of 8 columns.*blocks of 16.*statistic='slice'")

@@ -1,12 +1,13 @@
 """What users of other embedding libraries ran into, and what happens here instead.
 
-Sources are issues of those libraries. Some have their tests elsewhere: ids without bound in test_id_map; plans that name a
-device twice (TorchRec #1388) in test_kinds; rounding by chance, the same on every mesh (FBGEMM #5972), in test_accumulate;
-ids dropped by full buffers (keras-rs #166) in test_host_check; hundreds of tables in one exchange in test_kinds; checkpoints
-on another number of devices (TorchRec #2534) in test_stored and tests/train/test_checkpoint.py; plans without reasons
-(TorchRec #1257) in tests/parallel/planner/test_report.py; figures that nobody can reproduce (dlrm #393) and models that no
-baseline stands beside (FuxiCTR #89) in tests/test_documents.py; engines that their makers drop in tests/test_package.py,
-which holds this package to jax and NumPy. That all of it runs without an accelerator (TorchRec #3031) is this test run.
+Sources are issues of those libraries. Some have their tests elsewhere: ids without bound in test_id_map; plans that
+name a device twice (TorchRec #1388) in test_kinds; rounding by chance, the same on every mesh (FBGEMM #5972), in
+test_accumulate; ids dropped by full buffers (keras-rs #166) in test_host_check; hundreds of tables in one exchange in
+test_kinds; checkpoints on another number of devices (TorchRec #2534) in test_stored and
+tests/train/test_checkpoint.py; plans without reasons (TorchRec #1257) in tests/parallel/planner/test_report.py;
+figures that nobody can reproduce (dlrm #393) and models that no baseline stands beside (FuxiCTR #89) in
+tests/test_documents.py; engines that their makers drop in tests/test_package.py, which holds this package to jax and
+NumPy. That all of it runs without an accelerator (TorchRec #3031) is this test run.
 """
 
 import functools
@@ -62,9 +63,7 @@ def meaning_of_a_gradient():
     return tuple(tables), Schema(categorical=tuple(features)), host
 
 
-@pytest.mark.parametrize(
-    "devices", [8, *(pytest.param(devices, marks=pytest.mark.slow) for devices in (1, 2, 4))]
-)
+@pytest.mark.parametrize("devices", [8, *(pytest.param(devices, marks=pytest.mark.slow) for devices in (1, 2, 4))])
 def test_a_row_moves_by_the_gradient_of_the_global_mean_on_any_number_of_devices(devices):
     """TorchRec #2251 (divided by the world size once more), #766 (2 ranks and 1 differ), #1298 (ids that repeat);
     TFRA #499, #500 (is a sparse gradient a sum or a mean?).

@@ -63,7 +63,7 @@ def test_id_maps_count_on_every_device_of_the_mesh():
     assert memory.device_bytes(each.stacks, 8) == allocated
     assert sum(x.size * x.dtype.itemsize for x in maps) == 24 * (2 + 3) * 16 + 16 * 16
     assert memory.largest_tables(each.stacks, 8)["waiting"] == 49 * (16 + 1) * 4 + 3 * (2 + 3) * 16
-    with pytest.raises(UserError, match="take .* too much"):
+    with pytest.raises(UserError, match=r"take .* too much"):
         memory.check_fits(each.stacks, allocated - 1, 8)
     memory.check_fits(each.stacks, allocated, 8)
 
@@ -127,9 +127,7 @@ def test_copies_of_tables_are_told_what_one_copy_takes(monkeypatch):
         (takes[8], "over 8 devices"),
         (takes[8] - 1, "at least 9 such devices and replicas='shard'"),
     ):
-        each = EmbeddingCollection(
-            tables=ONE_BIG, mesh=mesh, plan=ShardingPlan(tables=entries, replicas="copy")
-        )
+        each = EmbeddingCollection(tables=ONE_BIG, mesh=mesh, plan=ShardingPlan(tables=entries, replicas="copy"))
         monkeypatch.setattr("scalejax.parallel.embedding.collection.device_memory_bytes", lambda mesh, room=room: room)
         with pytest.raises(UserError, match=advice):
             each.check_fits()

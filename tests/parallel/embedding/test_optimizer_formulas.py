@@ -1,8 +1,9 @@
 """Every row optimizer, with every weight decay and longest row, follows its published formula over 20 steps.
 
-The formulas are written out once more, number by number in NumPy float64, as FBGEMM's kernels state them (for GPU, where
-its CPU build has no such optimizer: Adam, partial row-wise Adam, LAMB, partial row-wise LAMB, LARS-SGD). `iter` counts the
-steps of all tables. With 64-bit rows nothing but the order of additions is left to differ.
+The formulas are written out once more, number by number in NumPy float64, as FBGEMM's kernels state them (for GPU,
+where
+its CPU build has no such optimizer: Adam, partial row-wise Adam, LAMB, partial row-wise LAMB, LARS-SGD). `iter` counts
+the steps of all tables. With 64-bit rows nothing but the order of additions is left to differ.
 """
 
 import jax
@@ -174,7 +175,10 @@ def test_an_optimizer_of_touched_rows_is_the_dense_one_where_every_row_is_touche
         "sgd": (Sgd(learning_rate=0.1), optax.sgd(0.1)),
         "adam": (Adam(learning_rate=0.1), optax.adam(0.1)),
         # optax adds eps inside the root; a negligible one makes both the same formula
-        "adagrad": (Adagrad(learning_rate=0.1, eps=1e-30), optax.adagrad(0.1, initial_accumulator_value=0.1, eps=1e-30)),
+        "adagrad": (
+            Adagrad(learning_rate=0.1, eps=1e-30),
+            optax.adagrad(0.1, initial_accumulator_value=0.1, eps=1e-30),
+        ),
         "lamb": (Lamb(learning_rate=0.1, weight_decay=0.03), optax.lamb(0.1, eps=1e-8, weight_decay=0.03)),
     }
     on = _collection({name: ours for name, (ours, _) in dense.items()})
@@ -206,7 +210,9 @@ def test_an_optimizer_of_touched_rows_is_the_dense_one_where_every_row_is_touche
                 assert difference > 1e-3, name
 
 
-@pytest.mark.parametrize("optimizer", [Lamb(learning_rate=0.1), PartialRowwiseLamb(learning_rate=0.1), LarsSgd(eta=0.5)])
+@pytest.mark.parametrize(
+    "optimizer", [Lamb(learning_rate=0.1), PartialRowwiseLamb(learning_rate=0.1), LarsSgd(eta=0.5)]
+)
 def test_a_row_of_zeros_is_moved_by_its_gradient(x64, optimizer):
     # The formula's ratio |w| / |d| would keep it where it is for ever.
     on = _collection({"t": optimizer})

@@ -59,5 +59,5 @@ def test_files_that_hold_no_plan_are_refused(text, said, tmp_path):
 def test_a_plan_that_cannot_be_written_or_found_says_so(tmp_path):
     with pytest.raises(UserError, match="cannot write"):
         PLAN.save(tmp_path / "no" / "plan.json")
-    with pytest.raises(UserError, match="cannot read .*scalejax shard --save"):
+    with pytest.raises(UserError, match=r"cannot read .*scalejax shard --save"):
         ShardingPlan.load(tmp_path / "plan.json")

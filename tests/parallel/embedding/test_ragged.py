@@ -4,8 +4,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from embedding_cases import OPTIMIZERS, batch, device_features, given_grads, numpy_stack, plan_of, random_logical
-from embedding_cases import wide_tables
+from embedding_cases import (
+    OPTIMIZERS,
+    batch,
+    device_features,
+    given_grads,
+    numpy_stack,
+    plan_of,
+    random_logical,
+    wide_tables,
+)
 from jax import lax
 
 from scalejax.data.jagged import KeyedJagged
@@ -111,7 +119,7 @@ def test_room_is_for_all_arrivals_together_and_what_has_none_is_counted(all_to_a
 
 def test_other_platforms_are_refused(monkeypatch):
     monkeypatch.setattr(ragged, "PLATFORMS", ("tpu",))
-    with pytest.raises(UserError, match="all_to_all='ragged' needs a TPU or a GPU.*on 'cpu'.*'padded'"):
+    with pytest.raises(UserError, match=r"all_to_all='ragged' needs a TPU or a GPU.*on 'cpu'.*'padded'"):
         both("row_wise", {})
     with pytest.raises(UserError, match="all_to_all must be 'padded' or 'ragged'; got 'dense'"):
         Exchange(all_to_all="dense")

@@ -1,4 +1,5 @@
-"""Unpooled features of any length: rows in order and zeros behind them, by literal loops; what travels; what is refused."""
+"""Unpooled features of any length: rows in order and zeros behind them, by literal loops; what travels; what is
+refused."""
 
 import dataclasses
 import functools
@@ -33,9 +34,16 @@ SCHEMA = Schema(
 )
 TABLES = (
     TableConfig(
-        name="items", rows=ROWS, dim=DIM, features=("clicks", "views"), pooling="none", optimizer=Sgd(learning_rate=RATE)
+        name="items",
+        rows=ROWS,
+        dim=DIM,
+        features=("clicks", "views"),
+        pooling="none",
+        optimizer=Sgd(learning_rate=RATE),
     ),
-    TableConfig(name="pairs", rows=ROWS, dim=DIM, features=("pair",), pooling="none", optimizer=Sgd(learning_rate=RATE)),
+    TableConfig(
+        name="pairs", rows=ROWS, dim=DIM, features=("pair",), pooling="none", optimizer=Sgd(learning_rate=RATE)
+    ),
 )
 POSITIONS = {"clicks": 6, "views": 3, "pair": 2}
 
@@ -134,7 +142,10 @@ def equal(one, other):
         (3, "row_wise"),
         (8, "table_wise"),
         pytest.param(1, "row_wise", marks=pytest.mark.slow),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((8, "row_wise"), (3, "table_wise"), (3, "data_parallel"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((8, "row_wise"), (3, "table_wise"), (3, "data_parallel"))
+        ),
     ],
 )
 def test_rows_stand_in_order_and_zeros_behind_them(devices, kind):
@@ -192,7 +203,9 @@ def test_a_fixed_length_given_as_the_longest_one_changes_no_bit(devices, kind, s
     each, state, step = both(devices, kind)
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, most, 2 * SIZE * LENGTH)
-    host = KeyedJagged(("a", "b"), ids, np.full((2, SIZE), LENGTH, np.int32), rng.normal(size=ids.size).astype(np.float32))
+    host = KeyedJagged(
+        ("a", "b"), ids, np.full((2, SIZE), LENGTH, np.int32), rng.normal(size=ids.size).astype(np.float32)
+    )
     grads = {name: rng.normal(size=(SIZE, LENGTH, DIM)).astype(np.float32) for name in ("a", "b")}
     found = []
     for schema in TWICE.values():
@@ -248,7 +261,9 @@ def sent(schema, kind):
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise", "data_parallel"])
 def test_only_slots_travel_and_never_positions(kind):
     few, many = (
-        Schema(categorical=tuple(Categorical(name=n, rows=ROWS, length=None, max_length=m, capacity=2) for n in ("a", "b")))
+        Schema(
+            categorical=tuple(Categorical(name=n, rows=ROWS, length=None, max_length=m, capacity=2) for n in ("a", "b"))
+        )
         for m in (2, 500)
     )
     shapes = sent(many, kind)
@@ -265,14 +280,18 @@ def long(host, example=5):
 
 def test_a_list_that_is_too_long_is_refused_where_it_is_packed():
     each, host = on(TABLES, 1), long(batch())
-    message = r"feature 'clicks': example 5 has 8 ids; its max_length is 6 \(1 of 24 .*Raise Categorical.max_length to 8"
+    message = (
+        r"feature 'clicks': example 5 has 8 ids; its max_length is 6 \(1 of 24 .*Raise Categorical.max_length to 8"
+    )
     with pytest.raises(UserError, match=message):
         on_device(each, host)
     with pytest.raises(UserError, match=message):
         host.validate(SCHEMA)
     groups = (DedupGroup(features=("clicks", "views"), rows_per_example=1.0),)
     twice = KeyedJagged.concatenate([host.slice(0, 4)] * 2 + [host.slice(5, 21)])
-    with pytest.raises(UserError, match=r"'clicks': example 8 has 8 ids"):  # which is not the number of its distinct row
+    with pytest.raises(
+        UserError, match=r"'clicks': example 8 has 8 ids"
+    ):  # which is not the number of its distinct row
         layout = each.layout(SCHEMA, SIZE, groups)
         each.pack_deduplicated(deduplicate(twice, (groups[0].features,)), 1, layout, groups)
 
@@ -326,7 +345,9 @@ def test_ids_without_a_position_are_not_seen_by_an_id_map():
 
 def test_jagged_lists_without_a_longest_one_are_refused_and_so_are_gradients_of_other_shapes():
     each = on(TABLES, 1)
-    unlimited = Schema(categorical=(Categorical(name="clicks", rows=ROWS, length=None, capacity=4), *SCHEMA.categorical[1:]))
+    unlimited = Schema(
+        categorical=(Categorical(name="clicks", rows=ROWS, length=None, capacity=4), *SCHEMA.categorical[1:])
+    )
     with pytest.raises(UserError, match=r"'items' has pooling 'none', and feature 'clicks' .*max_length=\.\.\."):
         each.layout(unlimited, SIZE)
     state, features = each.abstract_state(), on_device(each, batch())

@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_named():
         torchrec.read_state([*models, models[0]], states, [TABLE])
     with pytest.raises(UserError, match=r"shape \(4, 4\) at \(0, 0\).*wanted \(3, 4\)"):
         torchrec.read_state(models, states, [TableConfig(name="t", rows=3, dim=4, features=("a",))])
-    with pytest.raises(UserError, match="Adam wants the state exp_avg_sq or momentum2.*have momentum1"):
+    with pytest.raises(UserError, match=r"Adam wants the state exp_avg_sq or momentum2.*have momentum1"):
         adam = TableConfig(name="t", rows=6, dim=4, features=("a",), optimizer=Adam())
         widened = [{"state": {KEY: {"t.momentum1": ROWS}}}]
         torchrec.read_state([{KEY: ROWS}], widened, [adam])

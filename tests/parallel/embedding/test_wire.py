@@ -47,7 +47,9 @@ def test_errors_are_within_half_a_unit(kind):
 
 def test_float16_is_clamped_to_its_range():
     vectors = jnp.float32([[1e6, -1e6, 1.0]])
-    np.testing.assert_array_equal(wire.decode(wire.encode(vectors, "float16"), "float16", jnp.float32), [[65504, -65504, 1]])
+    np.testing.assert_array_equal(
+        wire.decode(wire.encode(vectors, "float16"), "float16", jnp.float32), [[65504, -65504, 1]]
+    )
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -110,7 +112,7 @@ def test_forward_and_backward_travel_as_they_are_told(kind, forward, backward):
 
 
 def test_what_cannot_travel_is_refused():
-    with pytest.raises(UserError, match="forward must be one of full, bfloat16.*got 'float4'"):
+    with pytest.raises(UserError, match=r"forward must be one of full, bfloat16.*got 'float4'"):
         Exchange(forward="float4")
     with pytest.raises(UserError, match="loss_scale must be a positive number; got 0"):
         Exchange(loss_scale=0.0)

@@ -87,9 +87,7 @@ def random_case(seed):
         if rng.random() < 0.7:
             kinds = tuple(k for k in KINDS if rng.random() < 0.5) or None
             width, most = int(rng.choice([1, 2, 4, 8, 16, 32])), int(rng.choice([1, 2, 8]))
-            constraints.append(
-                TableConstraints(table=table.name, kinds=kinds, min_slice_width=width, max_devices=most)
-            )
+            constraints.append(TableConstraints(table=table.name, kinds=kinds, min_slice_width=width, max_devices=most))
     devices, in_group = SHAPES[rng.integers(len(SHAPES))]
     topology = dataclasses.replace(machine(devices, 1), devices_per_group=in_group)
     return tables, statistics, topology, constraints, ("ordered", "exact")[rng.integers(2)]

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import Adam, PartialRowwiseAdam, Adagrad, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.planner import Reuse, TableStatistics, Topology, estimators
+from scalejax.parallel.embedding.config import Adagrad, Adam, PartialRowwiseAdam, RowwiseAdagrad, Sgd, TableConfig
+from scalejax.parallel.planner import Reuse, TableStatistics, Topology
 from scalejax.parallel.planner.estimators import estimate, work
 
 # Two hosts of four. Seconds for each byte sent in an exchange, and for each byte that a gather brings:
@@ -131,12 +131,15 @@ def test_lists_travel_as_long_as_they_are_and_are_held_as_long_as_they_may_be():
         assert option.everywhere_buffers - other.everywhere_buffers == 2 * 4 * 96 * (64 * 25 - 320)
     held = estimate(found, MACHINE, kind="data_parallel").everywhere_buffers
     assert held == 2 * 384 * 64 * 25 + (4 + 2 * 384) * IDS
-    with pytest.raises(UserError, match=r"positions must be one number, at least 1, for each of the 2 features.*\(3,\)"):
+    with pytest.raises(
+        UserError, match=r"positions must be one number, at least 1, for each of the 2 features.*\(3,\)"
+    ):
         TableStatistics(table="t", pooling_factors=(3.0, 2.0), popularity=Reuse(factor=4.0), positions=(3,))
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "numbers"), [(Sgd(), 0), (RowwiseAdagrad(), 1), (Adagrad(), 48), (Adam(), 96), (PartialRowwiseAdam(), 49)]
+    ("optimizer", "numbers"),
+    [(Sgd(), 0), (RowwiseAdagrad(), 1), (Adagrad(), 48), (Adam(), 96), (PartialRowwiseAdam(), 49)],
 )
 def test_state_of_a_slice_of_a_row(optimizer, numbers):
     option = estimate(asked(optimizer=optimizer), MACHINE, kind="column_wise", columns=2)

@@ -90,7 +90,9 @@ def test_a_host_is_what_shares_an_index_of_the_meshs_replica_axis():
 
 
 def test_a_choice_that_the_engine_refuses_says_why():
-    with pytest.raises(UserError, match="As column_wise the table is cut into columns, but Sgd with max_norm=1.0 needs"):
+    with pytest.raises(
+        UserError, match=r"As column_wise the table is cut into columns, but Sgd with max_norm=1.0 needs"
+    ):
         offered(optimizer=Sgd(max_norm=1.0), kinds=("column_wise",))
 
 
@@ -106,7 +108,7 @@ def test_constraints_narrow_the_choice():
 
 
 def test_a_choice_of_nothing_is_refused_with_what_would_be_possible():
-    with pytest.raises(UserError, match="table 't' .width 32. cannot be sharded.*possible: table_wise, row_wise"):
+    with pytest.raises(UserError, match=r"table 't' .width 32. cannot be sharded.*possible: table_wise, row_wise"):
         offered(dim=32, kinds=("column_wise",))
 
 

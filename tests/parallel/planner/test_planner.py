@@ -70,7 +70,11 @@ def check_valid(found, tables, topology):
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(seed=st.integers(0, 2**32 - 1), shape=st.sampled_from([(1, 1), (2, 1), (4, 4), (8, 4), (6, 2)]), tight=st.floats(0.3, 3))
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    shape=st.sampled_from([(1, 1), (2, 1), (4, 4), (8, 4), (6, 2)]),
+    tight=st.floats(0.3, 3),
+)
 def test_a_plan_never_exceeds_the_memory_and_is_whole(seed, shape, tight):
     rng = np.random.default_rng(seed)
     tables, statistics = random_tables(rng, rng.integers(1, 9))

@@ -59,7 +59,9 @@ def test_batches_are_counted_by_feature():
     for _ in range(3):
         seen = [rng.integers(0, 100, rng.integers(0, 5)).tolist() for _ in range(50)]
         batches.append(
-            KeyedJagged.from_lists({"user": [[3]] * 50, "seen": seen, "bought": [[1, 2]] + [[]] * 49, "other": [[]] * 50})
+            KeyedJagged.from_lists(
+                {"user": [[3]] * 50, "seen": seen, "bought": [[1, 2]] + [[]] * 49, "other": [[]] * 50}
+            )
         )
     item, user = from_batches(tables, batches)
     lengths = [batch["seen"].lengths.sum() for batch in batches]
