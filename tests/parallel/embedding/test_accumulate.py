@@ -67,7 +67,7 @@ def equal(one, other):
     ("kind", "devices"),
     [
         ("row_wise", 8),
-        ("data_parallel", 2),
+        pytest.param("data_parallel", 2, marks=pytest.mark.slow),
         pytest.param("table_wise", 4, marks=pytest.mark.slow),
         pytest.param("grid", 8, marks=pytest.mark.slow),
     ],

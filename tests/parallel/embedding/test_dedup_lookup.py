@@ -84,7 +84,7 @@ def plainly(accumulate, weighted):
 @pytest.mark.parametrize(
     ("devices", "kind", "weighted"),
     [
-        (1, "row_wise", True),
+        pytest.param(1, "row_wise", True, marks=pytest.mark.slow),
         (8, "row_wise", False),
         pytest.param(8, "table_wise", True, marks=pytest.mark.slow),
     ],
@@ -108,7 +108,11 @@ def test_forward_is_equal_to_the_bit_and_updates_to_reassociation(devices, kind,
 
 @pytest.mark.parametrize(
     ("devices", "kind", "weighted"),
-    [(1, "row_wise", True), (8, "row_wise", True), pytest.param(4, "grid", False, marks=pytest.mark.slow)],
+    [
+        (8, "row_wise", True),
+        pytest.param(1, "row_wise", True, marks=pytest.mark.slow),
+        pytest.param(4, "grid", False, marks=pytest.mark.slow),
+    ],
 )
 def test_training_is_equal_to_the_bit_where_sums_are_exact(devices, kind, weighted):
     tables, host = wide_tables(RowwiseAdagrad(learning_rate=0.1)), repetitive(weighted)

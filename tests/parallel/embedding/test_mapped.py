@@ -79,7 +79,7 @@ CASES = {
     "3, all": (3, None, ALL),
 }
 """Devices, plan, tables."""
-BY_DEFAULT = ("8, kinds", "3")
+BY_DEFAULT = ("8, kinds",)
 
 
 def cases():
