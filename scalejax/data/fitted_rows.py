@@ -14,7 +14,7 @@ import numpy as np
 from scalejax.data.packing import FittedRows, Spans, fit
 from scalejax.data.token_corpus import damaged, kept, map_array
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def fitted(

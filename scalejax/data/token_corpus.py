@@ -34,7 +34,7 @@ from scalejax.errors import UserError
 Marks = Literal["none", "begin", "end", "both"]
 Progress = Callable[[int, int], None]
 
-_FORMAT = 1
+_FORMAT = 2
 # Encoded at once: tokenizers that use threads need many texts, and none of this is large beside a model.
 _BATCH_CHARACTERS = 4_000_000
 _BATCH_BLOCKS = 1024
