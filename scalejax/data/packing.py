@@ -27,6 +27,8 @@ from scalejax.data.tokens import TokenBatch
 
 Positions = Literal["document", "row"]
 
+# Pieces of this mean length or more are copied one by one; of shorter ones, so many positions are filled at once.
+_LONG = 256
 _FILLED_AT_ONCE = 16_384
 
 
@@ -124,6 +126,9 @@ def fill(tokens: np.ndarray, pieces: Pieces, rows: int, length: int, positions: 
     batch = TokenBatch.empty(rows, length)
     if positions == "row":
         batch.positions[:] = np.arange(length, dtype=np.int32)
+    if pieces.length.sum() >= _LONG * pieces.length.size:
+        _copy_pieces(tokens, pieces, batch, positions)
+        return batch
     # A few rows at once: temporaries that leave the caches, and are asked of the system anew, cost most of the time.
     step = max(1, _FILLED_AT_ONCE // length)
     bounds = np.searchsorted(pieces.row, np.arange(0, rows + step, step))
@@ -135,9 +140,29 @@ def fill(tokens: np.ndarray, pieces: Pieces, rows: int, length: int, positions: 
     return batch
 
 
+def _copy_pieces(tokens: np.ndarray, pieces: Pieces, batch: TokenBatch, positions: Positions) -> None:
+    """Piece after piece."""
+    counter = np.arange(batch.tokens.shape[1], dtype=np.int32)
+    row, column, number = -1, 0, 0
+    columns = (pieces.row, pieces.begin, pieces.length, pieces.more)
+    for r, begin, size, more in zip(*(values.tolist() for values in columns), strict=True):
+        if r != row:
+            row, column, number = r, 0, 0
+        end, known = column + size, size if more else size - 1
+        number += 1
+        batch.tokens[r, column:end] = tokens[begin : begin + size]
+        batch.targets[r, column : column + known] = tokens[begin + 1 : begin + 1 + known]
+        batch.weights[r, column : column + known] = 1
+        batch.segment_ids[r, column:end] = number
+        if positions == "document":
+            batch.positions[r, column:end] = counter[:size]
+        column = end
+
+
 def _fill_rows(
     tokens: np.ndarray, pieces: Pieces, flat: dict[str, np.ndarray], length: int, positions: Positions
 ) -> None:
+    """All pieces of some rows at once."""
     rows = flat["tokens"].size // length
     heads = np.flatnonzero(np.diff(pieces.row, prepend=-1))
     number = np.arange(pieces.row.size) - np.repeat(heads, np.diff(np.append(heads, pieces.row.size))) + 1
