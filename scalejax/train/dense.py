@@ -153,7 +153,7 @@ class DenseProgram:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             total, weight, _, grads = gradients(state.params, batch, key)
         grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         clip = self.experiment.clip
         if clip is not None:
             shrink = jnp.minimum(1.0, clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
