@@ -19,9 +19,8 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import convert, loop, program, snapshot
+from scalejax.train import convert, loop, program
 from scalejax.train import summary as summaries
-from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
 
@@ -65,15 +64,8 @@ def steps_kept(folder):
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
 
 
-def stored(experiment, folder, step=None, devices=None):
-    """The state of a checkpoint, restored on the first `devices` devices and taken off them again: name -> array."""
-    data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices]))
-    with Checkpointer(folder / "checkpoints", experiment.checkpoints, snapshot.identity(built, data)) as checkpoints:
-        tree, _ = checkpoints.restore(step, snapshot.abstract_stored(built))
-    tree = snapshot.to_stored(built, snapshot.from_stored(built, tree))
-    tree["key"] = jax.random.key_data(tree["key"])
-    return jax.tree.map(np.asarray, tree)
+def stored(experiment, folder, devices=None):
+    return small_run.restored(experiment, folder, devices=devices)[0]
 
 
 def assert_equal_trees(left, right):
