@@ -31,6 +31,13 @@ if TYPE_CHECKING:
     from scalejax.data.splits import ByPosition as ByPosition
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
+    from scalejax.data.text import TextData as TextData
+    from scalejax.data.text import TextSplit as TextSplit
+    from scalejax.data.token_dataset import TokenDataSet as TokenDataSet
+    from scalejax.data.tokenizer import ByteTokenizer as ByteTokenizer
+    from scalejax.data.tokenizer import CharacterTokenizer as CharacterTokenizer
+    from scalejax.data.tokens import TokenBatch as TokenBatch
+    from scalejax.data.tokens import TokenSchema as TokenSchema
 
 _HOMES = {
     "ArrowData": "arrow",
@@ -39,7 +46,9 @@ _HOMES = {
     "BatchedDataSet": "dataset",
     "ByPosition": "splits",
     "ByTime": "splits",
+    "ByteTokenizer": "tokenizer",
     "Categorical": "schema",
+    "CharacterTokenizer": "tokenizer",
     "Counted": "coding",
     "CriteoData": "criteo",
     "CriteoMultiHotData": "criteo_multi_hot",
@@ -55,6 +64,11 @@ _HOMES = {
     "Schema": "schema",
     "SessionData": "session_data",
     "SessionLog": "sessions",
+    "TextData": "text",
+    "TextSplit": "text",
+    "TokenBatch": "tokens",
+    "TokenDataSet": "token_dataset",
+    "TokenSchema": "tokens",
     "from_columns": "memory",
 }
 

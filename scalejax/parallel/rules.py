@@ -116,3 +116,8 @@ FSDP_TENSOR = Rules(
     )
 )
 """Both: hidden features over `tensor`, the other dimension over `fsdp`."""
+
+LLM_FSDP = Rules(
+    axes=tuple((n, ("fsdp",)) for n in ("embed", "vocabulary", "heads", "kv_heads", "head", "hidden", "norm"))
+)
+"""Stand-in."""
