@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from scalejax.data.fitted_rows import fitted
+from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.packing import ConcatenatedRows, PackedRows, Pieces, Positions, Spans, fill
 from scalejax.data.permutation import Permutation, key_of, mix
 from scalejax.data.splits import SPLITS
@@ -21,7 +22,7 @@ from scalejax.errors import UserError
 
 TextOrder = Literal["shuffled", "file", "random-crops"]
 Packing = Literal["first-fit", "best-fit", "concatenate"]
-AnyTokenizer = ByteTokenizer | CharacterTokenizer
+AnyTokenizer = ByteTokenizer | CharacterTokenizer | HuggingFaceTokenizer
 
 # Keep the several uses of one seed apart.
 _DOCUMENTS, _ROWS, _CROPS = 0xD0C, 0x80E5, 0xC809
