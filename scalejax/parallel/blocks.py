@@ -41,6 +41,8 @@ passes each of them through `gather` once, by block, before it uses it. aux is a
 Accumulate = Literal["communicate", "local"]
 """Whether gradients of every part of a batch are reduced over devices ("communicate"), or their local sum, once."""
 
+DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
+
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 """Names of the primitives that make parameters whole."""
 
@@ -49,7 +51,8 @@ class Exchange(Protocol):
     """How the parameters of a block travel; runs inside a shard_map over the data axes.
 
     `shards` and gradients are {path: array} of one block. Arrays of a scanned block are those of one layer; where all
-    layers are reduced at once (`accumulate="local"`) they are stacked along a first axis, and so is their state.
+    layers are reduced at once (`accumulate="local"`) they are stacked along a first axis, and so is their state. The
+    order of a dict is that in which parameters are fetched.
     """
 
     def gather(self, shards: Arrays, state: States) -> tuple[Arrays, Any]:
@@ -110,13 +113,16 @@ class Fetch:
       after_forward: Whether gathered copies are dropped after the forward pass of their layer and fetched again for
         its backward pass, or kept.
       primitives: Names of the primitives whose results are the gathered copies.
+      order: Paths in the order in which a loss, as it was traced, fetched them.
     """
 
     exchange: Exchange
     after_forward: Literal["drop", "keep"] = "drop"
     primitives: tuple[str, ...] = GATHERS
+    order: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def __call__(self, params: Mapping[str, Any]) -> Arrays:
+        self.order.extend(path for path in params if path not in self.order)
         bundles = {path: p if isinstance(p, Bundle) else Bundle(p) for path, p in params.items()}
         return _fetch(
             self.exchange,
@@ -331,10 +337,12 @@ def exchanged_gradients(
             state = jax.tree.map(lambda x: x[0], state)
             if key is not None and over:
                 key = jax.random.fold_in(key, jax.lax.axis_index(over))
-            one = functools.partial(_part, loss, Fetch(exchange, after_forward), where, accumulate, over, scale)
+            fetch = Fetch(exchange, after_forward)
+            one = functools.partial(_part, loss, fetch, where, accumulate, over, scale)
             total, weight, aux, gradients, state = _sum_over_parts(one, params, state, batch, key, parts)
             if accumulate == "local":
-                gradients, changed = exchange.reduce(gradients, state, None)
+                fetched = {path: gradients[path] for path in (*fetch.order, *gradients)}
+                gradients, changed = exchange.reduce(fetched, state, None)
                 gradients = {path: g.astype(params[path].dtype) for path, g in gradients.items()}
                 state = _changed(state, changed)
             if over:

@@ -25,13 +25,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel import blocks
-from scalejax.parallel.blocks import Accumulate, Arrays, Loss
+from scalejax.parallel import blocks, ddp
+from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Loss
+from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import BATCH_AXES
 from scalejax.parallel.rules import LogicalAxes, Placement, Rules
 
 Sharding = Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
-DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
 
 _SHARDED_OVER: dict[str, tuple[str, ...]] = {
     "NO_SHARD": (),
@@ -104,10 +104,17 @@ class Fsdp:
         """The mesh axes over which this strategy shards parameters; those of size 1 left out."""
         return tuple(axis for axis in _SHARDED_OVER[self.sharding] if mesh.shape.get(axis, 1) > 1)
 
+    def exchange(self, layouts: Mapping[str, blocks.Layout], axes: tuple[str, ...]) -> blocks.Exchange:
+        """How parameters travel in the explicit form."""
+        return blocks.Plain(layouts=layouts, axes=axes, param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+
+
+Strategy = Fsdp | Ddp
+
 
 def place(
     params: Mapping[str, tuple[LogicalAxes, tuple[int, ...]]],
-    strategy: Fsdp,
+    strategy: Strategy,
     *,
     mesh: Mesh | AbstractMesh,
     rules: Rules | None = None,
@@ -161,7 +168,7 @@ def place(
 
 def gradients(
     loss: Loss,
-    strategy: Fsdp,
+    strategy: Strategy,
     *,
     mesh: Mesh,
     specs: Mapping[str, P],
@@ -186,9 +193,12 @@ def gradients(
     """
     if parts < 1:
         raise UserError(f"gradients: parts must be at least 1; got {parts}.")
-    _check_specs(strategy, mesh, specs)
-    if strategy.form == "explicit":
-        run = explicit_gradients(loss, strategy, mesh=mesh, specs=specs, parts=parts)
+    if isinstance(strategy, Ddp):
+        ddp.check_specs(specs, mesh)
+    else:
+        _check_specs(strategy, mesh, specs)
+    if isinstance(strategy, Ddp) or strategy.form == "explicit":
+        run = _explicit_gradients(loss, strategy, mesh, specs, parts)
     else:
         run = _implicit_gradients(loss, strategy, mesh, specs, parts)
 
@@ -204,22 +214,13 @@ def gradients(
     return checked
 
 
-def explicit_gradients(
-    loss: Loss, strategy: Fsdp, *, mesh: Mesh, specs: Mapping[str, P], parts: int
+def _explicit_gradients(
+    loss: Loss, strategy: Strategy, mesh: Mesh, specs: Mapping[str, P], parts: int
 ) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
-    """The explicit form: one exchange a block."""
-
-    def plain(layouts: Mapping[str, blocks.Layout], axes: tuple[str, ...]) -> blocks.Exchange:
-        return blocks.Plain(
-            layouts=layouts,
-            axes=axes,
-            param_dtype=strategy.param_dtype,
-            reduce_dtype=strategy.reduce_dtype,
-        )
-
+    """One exchange a block."""
     run = blocks.exchanged_gradients(
         loss,
-        plain,
+        strategy.exchange,
         mesh=mesh,
         specs=specs,
         parts=parts,
