@@ -18,7 +18,6 @@ import residual_stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-
 from scalejax.errors import UserError
 from scalejax.parallel import ddp, fsdp
 from scalejax.parallel import mesh as meshes
