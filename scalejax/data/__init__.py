@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from scalejax.data.dedup import DedupKeyedJagged as DedupKeyedJagged
     from scalejax.data.dedup import Deduplicate as Deduplicate
     from scalejax.data.flights import FlightsData as FlightsData
+    from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
     from scalejax.data.jagged import KeyedJagged as KeyedJagged
     from scalejax.data.memory import from_columns as from_columns
     from scalejax.data.movielens import MovielensData as MovielensData
@@ -58,6 +59,7 @@ _HOMES = {
     "FlightsData": "flights",
     "Fractions": "splits",
     "Hashed": "coding",
+    "HuggingFaceTokenizer": "huggingface_tokenizer",
     "KeyedJagged": "jagged",
     "MovielensData": "movielens",
     "ParquetData": "parquet",

@@ -8,18 +8,21 @@ from typing import Literal
 
 import numpy as np
 
-from scalejax.data.packing import ConcatenatedRows, PackedRows, Positions, Spans, fill
+from scalejax.data.fitted_rows import fitted
+from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from scalejax.data.packing import ConcatenatedRows, PackedRows, Pieces, Positions, Spans, fill
 from scalejax.data.permutation import Permutation, key_of, mix
 from scalejax.data.splits import SPLITS
 from scalejax.data.text_sources import SUFFIXES, find_texts
-from scalejax.data.token_corpus import Corpus, Marks, Progress, tokenised
+from scalejax.data.token_corpus import Corpus, Marks, Progress, damaged, tokenised
 from scalejax.data.token_dataset import TokenDataSet
 from scalejax.data.tokenizer import ByteTokenizer, CharacterTokenizer
 from scalejax.data.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
 
 TextOrder = Literal["shuffled", "file", "random-crops"]
-AnyTokenizer = ByteTokenizer | CharacterTokenizer
+Packing = Literal["first-fit", "best-fit", "concatenate"]
+AnyTokenizer = ByteTokenizer | CharacterTokenizer | HuggingFaceTokenizer
 
 # Keep the several uses of one seed apart.
 _DOCUMENTS, _ROWS, _CROPS = 0xD0C, 0x80E5, 0xC809
@@ -84,7 +87,9 @@ class TextData:
       tokenizer: Text to ids.
       length: Positions of a row, S.
       batch_size: Global batch size, in rows.
-      packing: How documents are laid into rows (`packing.py`).
+      packing: How documents are laid into rows (`packing.py`): "concatenate" cuts them wherever a row ends, "first-fit"
+        and "best-fit" cut only those longer than a row.
+      window: Documents that may share rows under "first-fit" and "best-fit", after they are shuffled.
       positions: "document" = rotary positions restart with each document; "row" = they run through the row.
       order: "shuffled" = documents are shuffled once before they are packed, and rows anew every epoch. "file" =
         neither. "random-crops" = each row is `length` tokens from anywhere in the training split, drawn with
@@ -104,7 +109,8 @@ class TextData:
     tokenizer: AnyTokenizer = ByteTokenizer()
     length: int = 1024
     batch_size: int = 16
-    packing: Literal["concatenate"] = "concatenate"
+    packing: Packing = "best-fit"
+    window: int = 16_384
     positions: Positions = "document"
     order: TextOrder = "shuffled"
     marks: Marks = "end"
@@ -150,8 +156,9 @@ class TextData:
         return TokenDataSet(PackedText(corpus, schema, self), batch_size=self.batch_size, threads=self.threads)
 
     def _check(self) -> None:
-        if self.length < 1:
-            raise UserError(f"data.length must be at least 1; got {self.length}.")
+        for name in ("length", "window"):
+            if getattr(self, name) < 1:
+                raise UserError(f"data.{name} must be at least 1; got {getattr(self, name)}.")
         if self.order == "random-crops" and self.packing != "concatenate":
             raise UserError(
                 f'data.order="random-crops" cuts windows from documents one after another; got data.packing='
@@ -176,8 +183,17 @@ class PackedText:
             spans["train"] = spans["train"].take(
                 Permutation(len(spans["train"]), _DOCUMENTS, data.seed)(np.arange(len(spans["train"])))
             )
-        self._rows: dict[str, PackedRows] = {s: ConcatenatedRows(spans[s], schema.length) for s in SPLITS}
+        self._rows = {split: self._pack(split, spans[split]) for split in SPLITS}
         self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
+
+    def _pack(self, split: str, spans: Spans) -> PackedRows:
+        data = self._data
+        if data.packing == "concatenate":
+            return ConcatenatedRows(spans, self.schema.length)
+        order = (data.order, data.seed) if split == "train" else "file"
+        key = repr((self._corpus.digest, data.split, split, order))
+        folder = pathlib.Path(self._corpus.where).parent
+        return fitted(spans, self.schema.length, data.packing, data.window, folder=folder, key=key)
 
     def num_examples(self, split: str) -> int:
         """Rows of a split."""
@@ -208,15 +224,22 @@ class PackedText:
     def fingerprint(self) -> str:
         """Hex digest of tokens, packing, split and order."""
         data = self._data
-        parts = (self._corpus.digest, self.schema, data.packing, data.positions, data.order, data.split, data.seed)
+        packing = (data.packing,) if data.packing == "concatenate" else (data.packing, data.window)
+        parts = (self._corpus.digest, self.schema, packing, data.positions, data.order, data.split, data.seed)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _make_epoch_order(self, epoch: int) -> Permutation:
         return Permutation(len(self._rows["train"]), _ROWS, self._data.seed, epoch)
 
     def _read(self, split: str, rows: np.ndarray) -> TokenBatch:
-        pieces = self._rows[split].pieces(rows)
-        return fill(self._corpus.tokens, pieces, rows.size, self.schema.length, self._data.positions)
+        return self._fill(self._rows[split].pieces(rows), rows.size)
+
+    def _fill(self, pieces: Pieces, rows: int) -> TokenBatch:
+        batch = fill(self._corpus.tokens, pieces, rows, self.schema.length, self._data.positions)
+        if (largest := int(batch.tokens.max(initial=0))) >= self._corpus.vocabulary:
+            error = ValueError(f"token {largest} is outside the vocabulary of {self._corpus.vocabulary}")
+            raise damaged(pathlib.Path(self._corpus.where), error)
+        return batch
 
     def _crops(self) -> ConcatenatedRows:
         rows = self._rows["train"]
@@ -236,4 +259,4 @@ class PackedText:
             np.uint64(key_of(_CROPS, self._data.seed)) + examples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         )
         starts = (hashes % np.uint64(offsets)).astype(np.int64)
-        return fill(self._corpus.tokens, self._crops().windows(starts), starts.size, length, self._data.positions)
+        return self._fill(self._crops().windows(starts), starts.size)

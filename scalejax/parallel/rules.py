@@ -117,7 +117,14 @@ FSDP_TENSOR = Rules(
 )
 """Both: hidden features over `tensor`, the other dimension over `fsdp`."""
 
-LLM_FSDP = Rules(
-    axes=tuple((n, ("fsdp",)) for n in ("embed", "vocabulary", "heads", "kv_heads", "head", "hidden", "norm"))
+LLM = Rules(
+    axes=(
+        ("embed", ("fsdp",)),
+        ("heads", ("tensor",)),
+        ("kv_heads", ("tensor",)),
+        ("hidden", ("tensor",)),
+        ("vocabulary", ("tensor",)),
+    )
 )
-"""Stand-in."""
+"""Language models: heads, hidden features of MLPs and the vocabulary over `tensor` (Shoeybi et al., 2019), the other
+dimension of each matrix over `fsdp`."""

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.parallel import fsdp
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel.rules import Placement
 from scalejax.train import dense_metrics
 from scalejax.train.experiment import DenseExperiment
 from scalejax.train.precision import check_precision, compute_dtype
@@ -69,7 +70,13 @@ class DenseProgram:
     @functools.cached_property
     def shardings(self) -> dict[str, NamedSharding]:
         """Sharding per parameter, between steps."""
-        return self.model.shardings(self.mesh, self.experiment.rules)
+        return {placed.name: NamedSharding(self.mesh, placed.spec) for placed in self.placements}
+
+    @functools.cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """Where each parameter lies between steps, and why not elsewhere."""
+        described = {name: (self.model.logical_axes[name], p.shape) for name, p in self.model.params.items()}
+        return fsdp.place(described, self.experiment.strategy, mesh=self.mesh, rules=self.experiment.rules)
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -153,7 +160,7 @@ class DenseProgram:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             total, weight, _, grads = gradients(state.params, batch, key)
         grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         clip = self.experiment.clip
         if clip is not None:
             shrink = jnp.minimum(1.0, clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))

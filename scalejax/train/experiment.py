@@ -11,7 +11,7 @@ from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
-from scalejax.parallel.rules import LLM_FSDP, REPLICATED, Rules
+from scalejax.parallel.rules import LLM, REPLICATED, Rules
 from scalejax.train.protocols import DataConfig, DenseModelConfig, ModelConfig
 
 Strategy = Fsdp | Ddp
@@ -170,7 +170,7 @@ class DenseExperiment:
     clip: float | None = 1.0
     strategy: Strategy = Fsdp()
     mesh: MeshShape = MeshShape()
-    rules: Rules = LLM_FSDP
+    rules: Rules = LLM
     precision: Precision = Precision()
     microbatch: int | None = None
     seed: int = 0

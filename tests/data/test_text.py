@@ -32,7 +32,7 @@ def joined(batches: list[TokenBatch]) -> dict[str, np.ndarray]:
 
 
 def test_concatenated_rows_are_the_stream_of_documents_and_targets_stay_inside_them(folder: pathlib.Path) -> None:
-    data = make(folder, order="file").build()
+    data = make(folder, order="file", packing="concatenate").build()
     documents = [[*path.read_bytes(), 257] for path in sorted(folder.glob("*.txt"))]
     stream = [
         (token, i + 1 < len(d), d[i + 1] if i + 1 < len(d) else 0) for d in documents for i, token in enumerate(d)
@@ -48,7 +48,7 @@ def test_concatenated_rows_are_the_stream_of_documents_and_targets_stay_inside_t
 
 @pytest.mark.parametrize("order", ["shuffled", "file", "random-crops"])
 def test_any_start_and_any_number_of_processes_read_the_same_rows(folder: pathlib.Path, order: str) -> None:
-    data = make(folder, order=order).build()
+    data = make(folder, order=order, packing="concatenate").build()
     whole = joined(list(itertools.islice(data.train_batches(start_example=0), 30)))
     assert 2 * data.num_examples("train") < len(whole["tokens"])  # epochs go by
     for start, processes in ((0, 2), (6, 3), (54, 6), (90, 1)):

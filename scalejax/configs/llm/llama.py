@@ -7,7 +7,7 @@ import dataclasses
 
 from scalejax import optim
 from scalejax.data.text import TextData
-from scalejax.models.llm.llama3 import SIZES, LlamaConfig
+from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.train.experiment import Checkpoints, DenseExperiment
 
 _TINY = LlamaConfig(
