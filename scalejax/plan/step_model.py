@@ -200,9 +200,9 @@ class StepEstimate:
         return self.tokens_per_s_per_chip * flops / self.topology.chip.bf16_flops_per_s
 
 
-def check_divides(decoder: Decoder, training: Training, machine: Topology) -> tuple[str, ...]:
+def check_divides(decoder: Decoder, training: Training, devices: int) -> tuple[str, ...]:
     """Why a model and a batch cannot be cut over a mesh: one sentence each, empty if they can."""
-    sizes = _sizes(training, machine)
+    sizes = _sizes(training, devices)
     rows = math.prod(sizes[axis] for axis in BATCH_AXES)
     reasons = []
     for what, size, count, axes in (
@@ -237,10 +237,10 @@ def estimate(
     """
     if not 0 < share <= 1:
         raise UserError(f"estimate: share must lie above 0 and at most at 1; got {share}. See published_runs.SHARES.")
-    reasons = check_divides(decoder, training, machine)
+    reasons = check_divides(decoder, training, machine.devices)
     if reasons:
         raise UserError(f"estimate: {'; '.join(reasons)}. Change the mesh or the model.")
-    cut = _Cut.of(decoder, training, machine)
+    cut = _Cut.of(decoder, training, machine.devices)
     layout = layout or lay_out(machine, training.mesh)[0]
     seconds = functools.partial(_seconds, machine, layout)
     moved = tuple(
@@ -257,7 +257,7 @@ def estimate(
     # Each of the stages waits (stages - 1) parts for the first and the last one; collectives of layers wait with them.
     busy = product_s + attention_s + between_s
     stages = cut.sizes["stage"]
-    kinds = memory_of_device(decoder, training, machine)
+    kinds = memory_of_device(decoder, training, machine.devices)
     return StepEstimate(
         decoder=decoder,
         training=training,
@@ -271,14 +271,14 @@ def estimate(
     )
 
 
-def memory_of_device(decoder: Decoder, training: Training, machine: Topology) -> dict[str, int]:
+def memory_of_device(decoder: Decoder, training: Training, devices: int) -> dict[str, int]:
     """Bytes of one device by kind, largest first.
 
     "parameters", "optimizer state" and "gradients" are shards at rest; "activations" what is kept of all layers for the
     backward pass. What is at work is the larger of two, which do not meet: "a layer" has the parameters that are
     gathered for one layer and the next, and results and gradients of one; "logits" those of one slice, with the head.
     """
-    cut = _Cut.of(decoder, training, machine)
+    cut = _Cut.of(decoder, training, devices)
     kinds = {
         "parameters": cut.resting * training.parameter_bytes,
         "optimizer state": cut.resting * training.optimizer_bytes,
@@ -290,8 +290,8 @@ def memory_of_device(decoder: Decoder, training: Training, machine: Topology) ->
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
 
-def _sizes(training: Training, machine: Topology) -> dict[str, int]:
-    return {axis: size for axis, size in zip(AXES, training.mesh.resolve(machine.devices), strict=True)}
+def _sizes(training: Training, devices: int) -> dict[str, int]:
+    return {axis: size for axis, size in zip(AXES, training.mesh.resolve(devices), strict=True)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,8 +317,8 @@ class _Cut:
     resting: int
 
     @classmethod
-    def of(cls, decoder: Decoder, training: Training, machine: Topology) -> "_Cut":
-        sizes = _sizes(training, machine)
+    def of(cls, decoder: Decoder, training: Training, devices: int) -> "_Cut":
+        sizes = _sizes(training, devices)
         rows = math.prod(sizes[axis] for axis in BATCH_AXES)
         counts = decoder.layer_parameters
         experts = (counts["gate_up"] + counts["down"]) if decoder.experts > 1 else 0
