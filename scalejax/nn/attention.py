@@ -10,6 +10,7 @@ from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.activations import constrain as constrain
 from scalejax.parallel.kernel_sharding import shard_kernel
 
+
 def attend(
     q: jax.Array,
     k: jax.Array,

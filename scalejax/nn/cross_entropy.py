@@ -16,7 +16,7 @@ from scalejax.nn.linear import wide
 
 
 def linear_cross_entropy(
-    x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, *, positions: int = 1024
+    x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, *, positions: int = 512
 ) -> jax.Array:
     """sum_bs weights_bs * cross-entropy(x_bs @ weight, targets_bs).
 

@@ -1,9 +1,9 @@
 """Where activations live: logical axis -> mesh axes, for the mesh at hand.
 
-    batch    rows                      sequence   positions, inside attention
-    stream   positions, between blocks: also over `tensor`, which shards norms and residuals ("sequence parallelism",
-             Korthikanti et al., 2022)
-    heads, kv_heads, hidden, vocabulary   features, over `tensor`
+batch    rows                      sequence   positions, inside attention
+stream   positions, between blocks: also over `tensor`, which shards norms and residuals ("sequence parallelism",
+         Korthikanti et al., 2022)
+heads, kv_heads, hidden, vocabulary   features, over `tensor`
 """
 
 import math

@@ -261,4 +261,3 @@ class _Normal:
         layers = self.config.layers
         weight = self.config.init_scale * shrink * jax.random.normal(self.rngs.params(), (layers, *shape), self.dtype)
         return nnx.Param(weight, logical_axes=("layers", *axes))
-
