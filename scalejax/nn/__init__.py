@@ -14,7 +14,6 @@ stacked layers, which is never sharded.
 from scalejax.nn.attention import attend as attend
 from scalejax.nn.attention import constrain as constrain
 from scalejax.nn.cross_entropy import linear_cross_entropy as linear_cross_entropy
-
 from scalejax.nn.distinct import over_distinct_rows as over_distinct_rows
 from scalejax.nn.dropout import dropout as dropout
 from scalejax.nn.layers import scan_layers as scan_layers

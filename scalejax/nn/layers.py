@@ -76,17 +76,18 @@ def scan_layers(
       The last carry, and the ys stacked.
     """
     graph, state = nnx.split(layers)
-    paths = [f"{prefix}/{'/'.join(map(str, path))}" for path, _ in nnx.to_flat_state(state)]
-    leaves, treedef = jax.tree.flatten(state)
+    variables = {f"{prefix}/{'/'.join(map(str, path))}": (path, v) for path, v in nnx.to_flat_state(state)}
+    # Before they are gathered, values may be other pytrees than single arrays.
+    params = {name: variable.get_value() for name, (_, variable) in variables.items()}
 
     def step(carry: Any, scanned: Any) -> tuple[Any, Any]:
         params, x = scanned
-        params = gather(dict(zip(paths, params, strict=True)))
-        layer = nnx.merge(graph, jax.tree.unflatten(treedef, [params[path] for path in paths]))
-        return body(layer, carry, x)
+        params = gather(params)
+        flat = [(path, variable.replace(params[name])) for name, (path, variable) in variables.items()]
+        return body(nnx.merge(graph, nnx.from_flat_state(flat)), carry, x)
 
     policy = remat_policy(remat, gather)
     if policy is not None:
         # In a scan nothing can be merged with the forward pass, so no barrier against that is needed.
         step = jax.checkpoint(step, policy=policy, prevent_cse=False)
-    return jax.lax.scan(step, carry, (leaves, xs))
+    return jax.lax.scan(step, carry, (params, xs))

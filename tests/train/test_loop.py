@@ -292,13 +292,13 @@ def test_prefetch_raises_at_the_batch_and_ends_when_left_early(rows):
     experiment = small_run.experiment(rows)
     data = experiment.data.build()
     built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
-    with convert.Prefetch(Failing(data, 3).train_batches(start_example=0), built) as prefetched:
+    with convert.prefetch(Failing(data, 3).train_batches(start_example=0), built) as prefetched:
         assert sum(1 for _ in zip(range(3), prefetched, strict=False)) == 3
         with pytest.raises(UserError, match="batch 3 cannot be read"):
             next(prefetched)
-    with convert.Prefetch(data.train_batches(start_example=0), built) as prefetched:
+    with convert.prefetch(data.train_batches(start_example=0), built) as prefetched:
         next(prefetched)  # leaving must not wait for a stream without end
-    with convert.Prefetch(data.eval_batches("test"), built) as prefetched:
+    with convert.prefetch(data.eval_batches("test"), built) as prefetched:
         assert len(list(prefetched)) == 1
 
 
