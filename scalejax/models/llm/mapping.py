@@ -3,8 +3,8 @@
     Entry("layers/attention/query", "model.layers.{layer}.self_attn.q_proj.weight", "(H D) E -> E H D")
 
 says that layer l of the stacked parameter is the tensor of that name, whose first dimension is split in heads, and
-whose axes are put in another order. Sizes of the letters belong to a config. Because of the table a slice of a parameter is a
-slice of a tensor, and a device reads no more than it holds.
+whose axes are put in another order. Sizes of the letters belong to a config. Because of the table a slice of a
+parameter is a slice of a tensor, and a device reads no more than it holds.
 """
 
 import dataclasses

@@ -141,9 +141,7 @@ def read_config(content: Mapping[str, Any], where: str) -> tuple[LlamaConfig, Sp
             dim=_integer(content, "hidden_size", where),
             ffn_dim=_integer(content, "intermediate_size", where),
             heads=heads,
-            kv_heads=heads
-            if content.get("num_key_value_heads") is None
-            else _integer(content, "num_key_value_heads", where),
+            kv_heads=_integer(content, "num_key_value_heads", where) if grouped else heads,
             head_dim=None if head_dim is None else _integer(content, "head_dim", where),
             vocabulary=_integer(content, "vocab_size", where),
             rope_theta=theta,
