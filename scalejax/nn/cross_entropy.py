@@ -19,7 +19,7 @@ from scalejax.parallel.mesh import BATCH_AXES
 
 
 def linear_cross_entropy(
-    x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, *, positions: int = 1024
+    x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, *, positions: int = 512
 ) -> jax.Array:
     """sum_bs weights_bs * cross-entropy(x_bs @ weight, targets_bs).
 

@@ -52,7 +52,7 @@ class LlamaConfig:
     init_scale: float = 0.02
     remat: Remat = "full"
     attention: Implementation | None = None
-    loss_positions: int = 1024
+    loss_positions: int = 512
 
     def __post_init__(self) -> None:
         for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions"):
