@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from scalejax.data.dedup import DedupKeyedJagged as DedupKeyedJagged
     from scalejax.data.dedup import Deduplicate as Deduplicate
     from scalejax.data.flights import FlightsData as FlightsData
+    from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
     from scalejax.data.jagged import KeyedJagged as KeyedJagged
     from scalejax.data.memory import from_columns as from_columns
     from scalejax.data.movielens import MovielensData as MovielensData
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from scalejax.data.splits import ByPosition as ByPosition
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
+    from scalejax.data.text import TextData as TextData
+    from scalejax.data.text import TextSplit as TextSplit
+    from scalejax.data.token_dataset import TokenDataSet as TokenDataSet
+    from scalejax.data.tokenizer import ByteTokenizer as ByteTokenizer
+    from scalejax.data.tokenizer import CharacterTokenizer as CharacterTokenizer
+    from scalejax.data.tokens import TokenBatch as TokenBatch
+    from scalejax.data.tokens import TokenSchema as TokenSchema
 
 _HOMES = {
     "ArrowData": "arrow",
@@ -39,7 +47,9 @@ _HOMES = {
     "BatchedDataSet": "dataset",
     "ByPosition": "splits",
     "ByTime": "splits",
+    "ByteTokenizer": "tokenizer",
     "Categorical": "schema",
+    "CharacterTokenizer": "tokenizer",
     "Counted": "coding",
     "CriteoData": "criteo",
     "CriteoMultiHotData": "criteo_multi_hot",
@@ -49,12 +59,18 @@ _HOMES = {
     "FlightsData": "flights",
     "Fractions": "splits",
     "Hashed": "coding",
+    "HuggingFaceTokenizer": "huggingface_tokenizer",
     "KeyedJagged": "jagged",
     "MovielensData": "movielens",
     "ParquetData": "parquet",
     "Schema": "schema",
     "SessionData": "session_data",
     "SessionLog": "sessions",
+    "TextData": "text",
+    "TextSplit": "text",
+    "TokenBatch": "tokens",
+    "TokenDataSet": "token_dataset",
+    "TokenSchema": "tokens",
     "from_columns": "memory",
 }
 

@@ -1,10 +1,5 @@
-"""The data set that training sees: batches cut from a source of examples, by global example number.
+"""The data set that training sees: batches cut from a source of examples, by global example number."""
 
-Grain drives the batches with read-ahead threads. An element of its `MapDataset` is a whole batch, never a row: per row
-it reaches some ten thousand rows a second, per batch millions. Grain imports jax, hence it is imported on first use.
-"""
-
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +9,7 @@ import numpy as np
 
 from scalejax.data.dedup import AnyBatch
 from scalejax.data.permutation import Permutation
+from scalejax.data.reading import Source, check_sizes, check_start, read_ahead, share
 from scalejax.data.records import RecordLayout, Rows, Table
 from scalejax.data.runs import RunOrder
 from scalejax.data.schema import Schema
@@ -133,32 +129,6 @@ def day_ranges(period: np.ndarray, name: Callable[[int], str]) -> tuple[Day, ...
     return tuple((name(int(period[a])), int(a), int(b)) for a, b in zip(starts, stops, strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source(Generic[T]):
-    """Random access to batches by number, the form in which Grain takes data."""
-
-    make: Callable[[int], T]
-    count: int
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> T:
-        return self.make(int(index))
-
-    def __repr__(self) -> str:
-        return "scalejax batches"
-
-
-def _read_ahead(source: _Source[T], threads: int) -> Iterator[T]:
-    import grain
-
-    if source.count == 0:
-        return iter(())
-    options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads + 2)
-    return iter(grain.MapDataset.source(source).to_iter_dataset(options))
-
-
 class BatchedDataSet:
     """Batches of a fixed global size; implements the `DataSet` protocol of `train.protocols`.
 
@@ -174,10 +144,7 @@ class BatchedDataSet:
     """
 
     def __init__(self, examples: Examples, *, batch_size: int, threads: int = 2) -> None:
-        if batch_size < 1:
-            raise UserError(f"data.batch_size must be at least 1; got {batch_size}.")
-        if threads < 1:
-            raise UserError(f"data.threads must be at least 1; got {threads}.")
+        check_sizes(batch_size, threads)
         self.examples, self.batch_size, self.threads = examples, batch_size, threads
         self.schema: Schema = examples.layout.schema
 
@@ -211,15 +178,11 @@ class BatchedDataSet:
         Raises:
           UserError: a negative position, or a batch that the processes cannot share evenly.
         """
-        return _read_ahead(self._train(start_example, process_index, process_count), self.threads)
+        return read_ahead(self._train(start_example, process_index, process_count), self.threads)
 
-    def _train(self, start_example: int, process_index: int, process_count: int) -> _Source[AnyBatch]:
-        if start_example < 0:
-            raise UserError(
-                f"start_example must not be negative; got {start_example}. If it comes from a checkpoint, that one is "
-                "damaged: resume from an earlier step."
-            )
-        local = self._local(process_index, process_count)
+    def _train(self, start_example: int, process_index: int, process_count: int) -> Source[AnyBatch]:
+        check_start(start_example)
+        local = share(self.batch_size, process_index, process_count)
         if self.num_examples("train") == 0:
             raise UserError("the training split is empty; change the split or the data.")
         first = start_example + process_index * local
@@ -228,13 +191,13 @@ class BatchedDataSet:
             start = first + number * self.batch_size
             return self.examples.layout.batch(self.examples.stream(start, start + local), local)
 
-        return _Source(make, sys.maxsize)
+        return Source(make, sys.maxsize)
 
     def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[AnyBatch]:
         """One pass over a split in file order; the last batch is filled up with examples of weight 0."""
-        return _read_ahead(self._held(split, process_index, process_count), self.threads)
+        return read_ahead(self._held(split, process_index, process_count), self.threads)
 
-    def _held(self, split: str, process_index: int, process_count: int) -> _Source[AnyBatch]:
+    def _held(self, split: str, process_index: int, process_count: int) -> Source[AnyBatch]:
         stop = self.num_examples(split)
         return self._pass(lambda a, b: self.examples.held(split, a, b), 0, stop, process_index, process_count)
 
@@ -245,7 +208,7 @@ class BatchedDataSet:
 
         Progressive validation scores `range_batches(*day)` before it trains on the same positions.
         """
-        return _read_ahead(self._range(start, stop, process_index, process_count), self.threads)
+        return read_ahead(self._range(start, stop, process_index, process_count), self.threads)
 
     def mapped(self, transform: Callable[[AnyBatch], T]) -> "MappedDataSet[T]":
         """The same data set, every batch of a process given to a function in the reading threads.
@@ -254,15 +217,15 @@ class BatchedDataSet:
         """
         return MappedDataSet(self, transform)
 
-    def _range(self, start: int, stop: int, process_index: int, process_count: int) -> _Source[AnyBatch]:
+    def _range(self, start: int, stop: int, process_index: int, process_count: int) -> Source[AnyBatch]:
         if not 0 <= start <= stop:
             raise UserError(f"range_batches needs 0 <= start <= stop; got [{start}, {stop}).")
         return self._pass(self.examples.stream, start, stop, process_index, process_count)
 
     def _pass(
         self, read: Callable[[int, int], Rows], start: int, stop: int, process_index: int, process_count: int
-    ) -> _Source[AnyBatch]:
-        local = self._local(process_index, process_count)
+    ) -> Source[AnyBatch]:
+        local = share(self.batch_size, process_index, process_count)
         layout = self.examples.layout
 
         def make(number: int) -> AnyBatch:
@@ -271,17 +234,7 @@ class BatchedDataSet:
             rows = read(a, b) if a < b else read(stop - 1, stop).take(np.zeros(0, np.int64))
             return layout.batch(rows, local)
 
-        return _Source(make, -(-(stop - start) // self.batch_size))
-
-    def _local(self, process_index: int, process_count: int) -> int:
-        if not 0 <= process_index < process_count:
-            raise ValueError(f"process_index must be in [0, {process_count}); got {process_index}.")
-        if self.batch_size % process_count:
-            raise UserError(
-                f"data.batch_size={self.batch_size} cannot be divided evenly among {process_count} processes; choose a "
-                f"multiple of {process_count}, for example {-(-self.batch_size // process_count) * process_count}."
-            )
-        return self.batch_size // process_count
+        return Source(make, -(-(stop - start) // self.batch_size))
 
 
 class MappedDataSet(Generic[T]):
@@ -307,5 +260,5 @@ class MappedDataSet(Generic[T]):
         """As `BatchedDataSet.range_batches`."""
         return self._run(self.data._range(start, stop, process_index, process_count))
 
-    def _run(self, source: _Source[AnyBatch]) -> Iterator[T]:
-        return _read_ahead(_Source(lambda number: self.transform(source.make(number)), source.count), self.data.threads)
+    def _run(self, source: Source[AnyBatch]) -> Iterator[T]:
+        return read_ahead(Source(lambda number: self.transform(source.make(number)), source.count), self.data.threads)
