@@ -6,8 +6,8 @@ scalejax train llama
 import dataclasses
 
 from scalejax import optim
+from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text import TextData
-from scalejax.data.tokenizer import HuggingFaceTokenizer
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.train.experiment import Checkpoints, DenseExperiment
