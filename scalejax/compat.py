@@ -27,6 +27,13 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind if described is None else described.device_kind
 
 
+def platform() -> str:
+    """ "cpu", "gpu" or "tpu", of what is being compiled for: as in `device_kind`."""
+    described = jax.sharding.get_abstract_mesh().abstract_device
+    found = jax.default_backend() if described is None else described.platform
+    return "gpu" if found in ("cuda", "rocm") else found
+
+
 def copy_from_subcore(source: Any, destination: Any) -> None:
     """A synchronous copy out of the memory of a SparseCore's vector subcore.
 

@@ -305,3 +305,18 @@ def _columns(collection, member, leaf):
     if leaf.shape[1] == member.config.dim:
         return leaf[:, member.start : member.stop]
     return leaf[:, member.start // (member.stop - member.start)]  # one statistic a slice
+
+
+def two_steps(on, features, grads, logical=None):
+    """(what was looked up first, rows and states after two steps with the same given gradients)."""
+
+    @jax.jit
+    def step(state, features, grads):
+        embedded, routing = on.lookup(state, features)
+        return embedded, on.update(state, routing, grads)
+
+    embedded, state = step(numpy_stack(on, random_logical(on) if logical is None else logical), features, grads)
+    _, state = step(state, features, grads)
+    assert not np.asarray(on.faults(state)).any()
+    assert int(state["updates"]) == 2
+    return {name: np.asarray(x) for name, x in embedded.items()}, numpy_unstack(on, state)

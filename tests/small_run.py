@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -10,6 +11,9 @@ import pyarrow.parquet as pq
 from scalejax import optim
 from scalejax.configs.recsys import wukong
 from scalejax.data import Categorical, ParquetData
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import program, snapshot
+from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
 
 ROWS = 640
@@ -73,3 +77,14 @@ def experiment(path: pathlib.Path, **changes: object) -> Experiment:
         "row_schedule": optim.Constant(),
     }
     return dataclasses.replace(wukong.smoke(), **{"data": data(path), **constant, **changes})
+
+
+def restored(experiment: Experiment, folder: pathlib.Path, step: int | None = None, devices: int | None = None):
+    """(name -> array, host state) of a checkpoint (None = the newest) that went through the first devices."""
+    data = experiment.data.build()
+    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices]))
+    with Checkpointer(folder / "checkpoints", experiment.checkpoints, snapshot.identity(built, data)) as checkpoints:
+        tree, host = checkpoints.restore(step, snapshot.abstract_stored(built))
+    tree = snapshot.to_stored(built, snapshot.from_stored(built, tree))
+    tree["key"] = jax.random.key_data(tree["key"])
+    return jax.tree.map(np.asarray, tree), host

@@ -191,7 +191,7 @@ class _Side:
 
     def trains(self, count: int) -> None:
         batches = (self.read(next(self._groups)) for _ in range(count))
-        with convert.Prefetch(batches, self.program) as ready:
+        with convert.prefetch(batches, self.program) as ready:
             for _, batch in ready:
                 self._step(batch)
         jax.block_until_ready(self._state[0])

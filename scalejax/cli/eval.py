@@ -11,7 +11,7 @@ from scalejax.cli import environment, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import Experiment
+    from scalejax.train.experiment import AnyExperiment
 
 
 def evaluate(
@@ -80,7 +80,7 @@ def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-def load_run(run_folder: pathlib.Path, recipe: str | None) -> "Experiment":
+def load_run(run_folder: pathlib.Path, recipe: str | None) -> "AnyExperiment":
     """The experiment of a run folder, by running its recipe again.
 
     Raises:

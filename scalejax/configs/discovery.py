@@ -1,4 +1,4 @@
-"""Finds recipes: top-level functions annotated `-> Experiment`.
+"""Finds recipes: top-level functions annotated `-> Experiment` or `-> DenseExperiment`.
 
 Files are *parsed* to list recipes and only the file of the one that is wanted is imported, so that listing needs no jax
 and a command on one recipe never waits for the imports of the others.
@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import Experiment
+    from scalejax.train.experiment import AnyExperiment
 
 _PACKAGE = "scalejax.configs"
 _FOLDER = pathlib.Path(__file__).parent
+_EXPERIMENTS = ("Experiment", "DenseExperiment")
 _COLUMNS = ("model", "data", "mesh", "steps")
 
 
@@ -64,7 +65,7 @@ class Recipe:
         """Hex digest of a user's file; None for a recipe of an installed module, which its version identifies."""
         return None if self.module else hashlib.sha256(self.path.read_bytes()).hexdigest()
 
-    def build(self) -> "Experiment":
+    def build(self) -> "AnyExperiment":
         """Imports the file and calls the function.
 
         Raises:
@@ -77,11 +78,11 @@ class Recipe:
                 experiment = getattr(_import_file(self.path), self.function)()
             except Exception as error:  # Any mistake in a user's file is the user's, whatever its type.
                 raise UserError(_describe_failure(self.path, error)) from error
-        from scalejax.train.experiment import Experiment
+        from scalejax.train.experiment import DenseExperiment, Experiment
 
-        if not isinstance(experiment, Experiment):
+        if not isinstance(experiment, Experiment | DenseExperiment):
             raise UserError(
-                f"Recipe {self.name!r}: must return a scalejax.train.experiment.Experiment; "
+                f"Recipe {self.name!r}: must return a scalejax.train.experiment.Experiment or DenseExperiment; "
                 f"got {type(experiment).__name__}. Return Experiment(model=..., data=..., steps=...)."
             )
         return experiment
@@ -211,7 +212,7 @@ def _is_recipe(node: ast.FunctionDef) -> bool:
         name = returns.value.rpartition(".")[2]
     else:
         name = _last_name(returns)
-    return not node.name.startswith("_") and required == 0 and name == "Experiment"
+    return not node.name.startswith("_") and required == 0 and name in _EXPERIMENTS
 
 
 def _last_name(node: ast.AST | None) -> str:

@@ -26,7 +26,7 @@ from typing import Any, TypeGuard
 from scalejax.errors import UserError
 
 if typing.TYPE_CHECKING:
-    from scalejax.train.experiment import Experiment
+    from scalejax.train.experiment import AnyExperiment
 
 _EXAMPLES: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true"),
@@ -39,7 +39,7 @@ _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
 _SHOWN = 6  # nearest paths in a message
 
 
-def apply(experiment: "Experiment", sets: Sequence[str]) -> "Experiment":
+def apply(experiment: "AnyExperiment", sets: Sequence[str]) -> "AnyExperiment":
     """Applies `path=value` overrides in order and returns the new experiment.
 
     Raises:
@@ -84,7 +84,7 @@ def show(value: object) -> str:
 class _Change:
     """One `path=text` on its way down the tree; `root` is only there for messages."""
 
-    root: "Experiment"
+    root: "AnyExperiment"
     path: str
     text: str
 

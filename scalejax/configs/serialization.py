@@ -20,7 +20,7 @@ from scalejax.configs import discovery
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import Experiment
+    from scalejax.train.experiment import AnyExperiment
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
@@ -47,7 +47,7 @@ def same(a: object, b: object) -> bool:
     return not diff(a, b)
 
 
-def record(recipe: str, sets: Sequence[str], experiment: "Experiment") -> dict[str, Any]:
+def record(recipe: str, sets: Sequence[str], experiment: "AnyExperiment") -> dict[str, Any]:
     """What `experiment.json` of a run folder holds.
 
     Args:
@@ -67,7 +67,9 @@ def record(recipe: str, sets: Sequence[str], experiment: "Experiment") -> dict[s
     }
 
 
-def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pathlib.Path | str = "") -> "Experiment":
+def reload(
+    recorded: Mapping[str, Any], *, recipe: str | None = None, where: pathlib.Path | str = ""
+) -> "AnyExperiment":
     """Re-runs the recipe of a run folder with its overrides, and checks that it still is the same experiment.
 
     Args:
@@ -109,7 +111,7 @@ def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pat
     return experiment
 
 
-def _build(recipe: str, sets: Sequence[str], recorded: Any, where: pathlib.Path | str) -> "Experiment":
+def _build(recipe: str, sets: Sequence[str], recorded: Any, where: pathlib.Path | str) -> "AnyExperiment":
     parts = [[part.strip() for part in text.partition("=")] for text in sets]
     if not any(path == _PLAN and value.endswith(".json") for path, _, value in parts):
         return configs.load(recipe, sets)

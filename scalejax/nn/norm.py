@@ -60,3 +60,36 @@ def _backward(eps, saved, g):
 
 
 layer_norm.defvjp(_forward, _backward)
+
+
+class RMSNorm(nnx.Module):
+    """y = x / sqrt(mean(x^2) + eps) * scale over the last axis (Zhang and Sennrich, 2019).
+
+    Normalised in float32 or wider, cast to the compute dtype, and only then multiplied by the scale in that dtype: the
+    order of Llama, whose bfloat16 results differ in the other one.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        *,
+        eps: float = 1e-5,
+        param_dtype: DType = jnp.float32,
+        compute_dtype: DType = jnp.float32,
+        logical_axes: tuple[str, ...] = ("norm",),
+    ):
+        """Starts with scale 1; `shape` is (features,), after the axes of stacked layers."""
+        self.scale = nnx.Param(jnp.ones(shape, param_dtype), logical_axes=logical_axes)
+        self.eps = eps
+        self.compute_dtype = jnp.dtype(compute_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x: float[..., features]. Returns compute_dtype[..., features]."""
+        return rms_norm(x, self.scale[...], self.eps, self.compute_dtype)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, compute_dtype: DType) -> jax.Array:
+    """RMSNorm of x, float[..., D], with scale float[D]; returns compute_dtype[..., D]."""
+    wider = x.astype(wide(x.dtype, compute_dtype))
+    normal = wider * jax.lax.rsqrt((wider * wider).mean(-1, keepdims=True) + eps)
+    return normal.astype(compute_dtype) * scale.astype(compute_dtype).reshape(*(1,) * (x.ndim - 1), -1)

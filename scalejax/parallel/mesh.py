@@ -15,7 +15,7 @@ import os
 import re
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.experimental import mesh_utils
@@ -125,8 +125,13 @@ def device_memory_bytes(mesh: Mesh) -> int | None:
     return min(known) if known else None
 
 
-def check_batch(batch_size: int, mesh: Mesh) -> None:
+def check_batch(batch_size: int, mesh: Mesh, over: Literal["batch axes", "all axes"] = "all axes") -> None:
     """Refuses a global batch that does not divide over the mesh.
+
+    Args:
+      batch_size: Examples of a step.
+      mesh: The mesh.
+      over: Embedding lookups divide the batch over "all axes", models without them over the "batch axes".
 
     Raises:
       UserError: names the axes and their sizes.
@@ -134,10 +139,10 @@ def check_batch(batch_size: int, mesh: Mesh) -> None:
     if batch_size < 1:
         raise UserError(f"batch_size must be at least 1; got {batch_size}.")
     over_batch = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
-    for axes, count, what in (
-        (BATCH_AXES, over_batch, "the batch axes"),
-        (tuple(mesh.axis_names), mesh.size, "all axes (embedding lookups use every device)"),
-    ):
+    checks = [(BATCH_AXES, over_batch, "the batch axes")]
+    if over == "all axes":
+        checks.append((tuple(mesh.axis_names), mesh.size, "all axes (embedding lookups use every device)"))
+    for axes, count, what in checks:
         if batch_size % count:
             sizes = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in axes if mesh.shape.get(axis, 1) > 1)
             below, above = batch_size // count * count, (batch_size // count + 1) * count

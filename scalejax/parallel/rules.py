@@ -116,3 +116,15 @@ FSDP_TENSOR = Rules(
     )
 )
 """Both: hidden features over `tensor`, the other dimension over `fsdp`."""
+
+LLM = Rules(
+    axes=(
+        ("embed", ("fsdp",)),
+        ("heads", ("tensor",)),
+        ("kv_heads", ("tensor",)),
+        ("hidden", ("tensor",)),
+        ("vocabulary", ("tensor",)),
+    )
+)
+"""Language models: heads, hidden features of MLPs and the vocabulary over `tensor` (Shoeybi et al., 2019), the other
+dimension of each matrix over `fsdp`."""

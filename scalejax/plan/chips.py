@@ -34,6 +34,8 @@ class Chip:
       int8_ops_per_s: Peak of an int8 matrix product; None = the chip has no faster int8 path than bfloat16.
       f32_flops_per_s: Peak of a float32 matrix product of full precision. A TPU has no float32 matrix unit: "highest"
         precision takes 6 bfloat16 passes, "high" takes 3, the default takes 1 and rounds its inputs to bfloat16.
+      mxu_side: Rows and columns of a matrix unit: a product that is narrower or shallower than this leaves part of it
+        idle. 1 = not modelled.
       link_bytes_per_s: One link to a neighbour, one direction.
       link_axes: Axes of the torus; an axis has a link to each side. 0 = no torus (every pair at full rate: NVLink).
       dcn_bytes_per_s: Network between slices, a chip's share, one direction.
@@ -53,6 +55,7 @@ class Chip:
     bf16_flops_per_s: float
     int8_ops_per_s: float | None
     f32_flops_per_s: float
+    mxu_side: int = 1
     link_bytes_per_s: float
     link_axes: int
     dcn_bytes_per_s: float
@@ -89,6 +92,7 @@ V5E = Chip(
     bf16_flops_per_s=197e12,  # [v5e]
     int8_ops_per_s=393e12,  # [v5e]
     f32_flops_per_s=197e12 / 6,  # six bf16 passes
+    mxu_side=128,  # [jax]
     link_bytes_per_s=50e9,  # [v5e] 400 GB/s both ways over 4 ports
     link_axes=2,
     dcn_bytes_per_s=25e9 / 8,  # [v5e] 6.4 Tb/s per pod of 256
@@ -106,6 +110,7 @@ V5P = Chip(
     bf16_flops_per_s=459e12,  # [v5p]
     int8_ops_per_s=918e12,  # [jax]
     f32_flops_per_s=459e12 / 6,  # six bf16 passes
+    mxu_side=128,  # [jax]
     link_bytes_per_s=100e9,  # [v5p] 1200 GB/s both ways over 6 ports
     link_axes=3,
     dcn_bytes_per_s=50e9 / 8,  # [v5p] 50 Gb/s
@@ -123,6 +128,7 @@ V6E = Chip(
     bf16_flops_per_s=918e12,  # [v6e]
     int8_ops_per_s=1836e12,  # [v6e]
     f32_flops_per_s=918e12 / 6,  # six bf16 passes
+    mxu_side=256,  # [jax]
     link_bytes_per_s=100e9,  # [v6e] 800 GB/s both ways over 4 ports
     link_axes=2,
     dcn_bytes_per_s=100e9 / 8,  # [7x] compares: v6e 100 Gb/s
@@ -141,6 +147,7 @@ TPU7X = Chip(
     bf16_flops_per_s=2307e12,  # [7x]
     int8_ops_per_s=None,  # [7x] and [jax] name fp8, no int8 path
     f32_flops_per_s=2307e12 / 6,  # six bf16 passes
+    mxu_side=256,  # [jax]
     link_bytes_per_s=100e9,  # [7x] 1200 GB/s both ways over 6 ports
     link_axes=3,
     dcn_bytes_per_s=100e9 / 8,  # [7x] 100 Gb/s

@@ -13,7 +13,7 @@ import numpy as np
 
 from scalejax.plan.collectives import Collective, Groups
 from scalejax.plan.flops import MatmulFlops
-from scalejax.plan.topology import Topology
+from scalejax.plan.topology import Layout, Topology
 from scalejax.plan.traffic import Traffic
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Roofline:
 
 
 def predict(
-    topology: Topology, mesh: "Mesh", flops: MatmulFlops, traffic: Traffic, collectives: Sequence[Collective]
+    topology: Topology, mesh: "Mesh | Layout", flops: MatmulFlops, traffic: Traffic, collectives: Sequence[Collective]
 ) -> Roofline:
     """Divides the work of a step by the peaks of the chips.
 
@@ -77,7 +77,7 @@ def predict(
     )
 
 
-def collective_seconds(collective: Collective, topology: Topology, mesh: "Mesh") -> tuple[float, float]:
+def collective_seconds(collective: Collective, topology: Topology, mesh: "Mesh | Layout") -> tuple[float, float]:
     """Seconds on the links between chips and on the network between slices.
 
     On a torus a group that spans k axes can use all their links at once: two an axis that closes to a ring, one
@@ -111,7 +111,7 @@ class _Group:
     extents: tuple[int, ...]
 
 
-def _place(groups: Groups, mesh: "Mesh") -> _Group:
+def _place(groups: Groups, mesh: "Mesh | Layout") -> _Group:
     """Where the widest group lies (of a permute: the pair that is furthest apart)."""
     devices: list[Any] = list(mesh.devices.flat)
     widest = None

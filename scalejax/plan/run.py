@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from scalejax.plan import collectives, flops, hlo, memory, roofline, topology, traffic
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from rich.console import Console
 
-    from scalejax.train.experiment import Experiment
+    from scalejax.train.experiment import AnyExperiment, Experiment
 
 
 class StepProgram(Protocol):
@@ -111,7 +111,7 @@ class PlanResult:
         render.render(self, console)
 
 
-def plan(experiment: "Experiment", topology_name: str, mesh: str | None = None) -> PlanResult:
+def plan(experiment: "AnyExperiment", topology_name: str, mesh: str | None = None) -> PlanResult:
     """Compiles the train step of an experiment for a topology that need not be here.
 
     Args:
@@ -123,29 +123,47 @@ def plan(experiment: "Experiment", topology_name: str, mesh: str | None = None) 
       UserError: the topology or the mesh is wrong, libtpu is missing, or the batch does not divide over the mesh.
     """
     from scalejax.parallel import mesh as meshes
-    from scalejax.parallel.embedding.memory import describe_largest
+    from scalejax.train.experiment import DenseExperiment
 
     machine = topology.parse(topology_name)
     shape = None if mesh is None else meshes.parse_mesh(mesh)
     device_mesh, warnings = topology.make_mesh(machine, shape)
+    if isinstance(experiment, DenseExperiment):
+        from scalejax.train import dense
+
+        return _plan_bound(dense.build(experiment, experiment.data.schema(), device_mesh), machine, warnings)
+    return _plan_with_tables(experiment, machine, device_mesh, warnings)
+
+
+def _plan_with_tables(
+    experiment: "Experiment", machine: Topology, device_mesh: "Mesh", warnings: Sequence[str]
+) -> PlanResult:
+    from scalejax.parallel.embedding.memory import describe_largest
     from scalejax.train import program as programs
 
     program = programs.build(experiment, experiment.data.schema(), device_mesh)
+    result = _plan_bound(program, machine, warnings)
+    if result.memory.fits or not program.collection.stacks:
+        return result
+    largest = describe_largest(program.collection.stacks, device_mesh.size)
+    note = f"{largest}. `scalejax shard` plans tables by memory and time."
+    return dataclasses.replace(result, warnings=(*result.warnings, note))
+
+
+def _plan_bound(program: Any, machine: Topology, warnings: Sequence[str]) -> PlanResult:
+    """The plan of a program that an experiment was bound to."""
+    experiment = program.experiment
     placements = experiment.rules.describe(
-        {name: (program.model.logical_axes[name], p.shape) for name, p in program.model.params.items()}, device_mesh
+        {name: (program.model.logical_axes[name], p.shape) for name, p in program.model.params.items()},
+        program.mesh,
     )
-    result = plan_program(
+    return plan_program(
         program,
         machine,
         model_flops=program.task.flops_per_example() * experiment.data.batch_size,
         unsharded=tuple((p.name, p.shape, p.reason) for p in placements if p.reason),
         warnings=tuple(warnings),
     )
-    if result.memory.fits or not program.collection.stacks:
-        return result
-    largest = describe_largest(program.collection.stacks, device_mesh.size)
-    note = f"{largest}. `scalejax shard` plans tables by memory and time."
-    return dataclasses.replace(result, warnings=(*result.warnings, note))
 
 
 def plan_program(

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from scalejax.parallel.mesh import MeshShape
-    from scalejax.train.experiment import Experiment
+    from scalejax.train.experiment import AnyExperiment, Experiment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ class ShardResult:
 
 
 def shard(
-    experiment: "Experiment",
+    experiment: "AnyExperiment",
     machine_name: str,
     *,
     mesh: str | None = None,
@@ -109,7 +109,10 @@ def shard(
     topology = planner_machines.topology(machine_name)
     from scalejax.parallel import mesh as meshes
     from scalejax.train import program as programs
+    from scalejax.train.experiment import DenseExperiment
 
+    if isinstance(experiment, DenseExperiment):
+        raise UserError("This recipe has no embedding tables to place. `scalejax plan` says how its model fits.")
     shape = _default_mesh(machine_name, topology) if mesh is None else meshes.parse_mesh(mesh)
     sizes = dict(zip(meshes.AXES, shape.resolve(topology.devices), strict=True))
     topology = dataclasses.replace(

@@ -12,9 +12,11 @@ import difflib
 import glob
 import importlib.metadata
 import importlib.util
+import itertools
 import math
 import os
 import re
+import types
 from typing import TYPE_CHECKING, Any
 
 from scalejax.errors import UserError
@@ -132,6 +134,61 @@ def abstract_devices(topology: Topology) -> list[Any]:
     return list(found)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layout:
+    """Where the devices of a mesh lie: as much of a `Mesh` as collectives are timed by.
+
+    Attributes:
+      devices: NumPy array of devices, one axis per name.
+      axis_names: Mesh axes.
+    """
+
+    devices: Any
+    axis_names: tuple[str, ...]
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Devices per axis."""
+        return dict(zip(self.axis_names, self.devices.shape, strict=True))
+
+    @property
+    def size(self) -> int:
+        """All devices."""
+        return self.devices.size
+
+
+def stand_in_devices(topology: Topology) -> list[Any]:
+    """Devices that have a place and nothing else: good for arithmetic, without libtpu."""
+    coordinates = itertools.product(*(range(size) for size in reversed(topology.shape)))
+    places = [tuple(reversed(c)) + (0,) * (3 - len(topology.shape)) for c in coordinates]
+    places = [(c, core) for c in places for core in range(topology.chip.devices_per_chip)]
+    return [
+        types.SimpleNamespace(
+            id=index * len(places) + number,
+            platform="tpu",
+            device_kind=topology.chip.device_kind,
+            process_index=0,
+            coords=coords,
+            core_on_chip=core,
+            slice_index=index,
+        )
+        for index in range(topology.slices)
+        for number, (coords, core) in enumerate(places)
+    ]
+
+
+def lay_out(topology: Topology, shape: "MeshShape | None" = None) -> tuple[Layout, list[str]]:
+    """What `make_mesh` gives, on stand-ins: needs no libtpu.
+
+    Raises:
+      UserError: as `make_mesh`.
+    """
+    from scalejax.parallel.mesh import AXES
+
+    grid, warnings = _arrange(topology, shape, stand_in_devices(topology))
+    return Layout(grid, AXES), warnings
+
+
 def make_mesh(topology: Topology, shape: "MeshShape | None" = None) -> "tuple[Mesh, list[str]]":
     """A mesh over a topology, all axes Auto, and warnings about how it lies on the torus.
 
@@ -140,9 +197,18 @@ def make_mesh(topology: Topology, shape: "MeshShape | None" = None) -> "tuple[Me
     Raises:
       UserError: the sizes do not multiply to the devices, or `replica` does not hold the slices.
     """
+    from jax.sharding import AxisType, Mesh
+
+    from scalejax.parallel.mesh import AXES
+
+    grid, warnings = _arrange(topology, shape, abstract_devices(topology))
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)), warnings
+
+
+def _arrange(topology: Topology, shape: "MeshShape | None", devices: list[Any]) -> tuple[Any, list[str]]:
+    """Devices in the shape of the mesh, and warnings."""
     import numpy as np
     from jax.experimental import mesh_utils
-    from jax.sharding import AxisType, Mesh
 
     from scalejax.parallel.mesh import AXES
 
@@ -159,7 +225,6 @@ def make_mesh(topology: Topology, shape: "MeshShape | None" = None) -> "tuple[Me
             f"mesh: replica must be a multiple of the {topology.slices} slices, the only axis that may cross the "
             f"network between them; got replica={sizes[0]}. Try replica={topology.slices}."
         )
-    devices = abstract_devices(topology)
     inner = (sizes[0] // topology.slices, *sizes[1:])
     warnings: list[str] = []
     blocks = []
@@ -178,8 +243,7 @@ def make_mesh(topology: Topology, shape: "MeshShape | None" = None) -> "tuple[Me
                     "than one link apart, so collectives are slower than predicted. Sizes that are products of whole "
                     f"axes ({'x'.join(map(str, topology.shape))}) avoid this."
                 )
-    grid = np.concatenate(blocks, axis=0)
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)), warnings
+    return np.concatenate(blocks, axis=0), warnings
 
 
 def _quiet_libtpu() -> None:

@@ -12,7 +12,7 @@ from scalejax.train import summary as summaries
 
 
 def progress_columns() -> tuple[ProgressColumn, ...]:
-    """Columns of `rich.progress.Progress`: step/total, examples/s, window LogLoss and AUC, time left.
+    """Columns of `rich.progress.Progress`: step/total, speed, metrics of the window, time left.
 
     Add the task with `**progress_fields()` and pass `**progress_fields(...)` to each update that has new figures.
     """
@@ -28,19 +28,9 @@ def progress_columns() -> tuple[ProgressColumn, ...]:
     )
 
 
-def progress_fields(
-    *, samples_per_s: float | None = None, logloss: float | None = None, auc: float | None = None
-) -> dict[str, str]:
-    """The texts of one progress line; what is not known yet is left out."""
-    quality = []
-    if logloss is not None:
-        quality.append(f"logloss {logloss:.4f}")
-    if auc is not None:
-        quality.append(f"auc {auc:.4f}")
-    return {
-        "rate": "" if samples_per_s is None else f"{count(samples_per_s)} examples/s",
-        "quality": "  ".join(quality),
-    }
+def progress_fields(rate: str = "", **metrics: float) -> dict[str, str]:
+    """The texts of one progress line: how fast it goes, and metrics by name."""
+    return {"rate": rate, "quality": "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())}
 
 
 def closing_table(summary: Mapping[str, Any]) -> Table:

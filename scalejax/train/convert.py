@@ -1,9 +1,8 @@
-"""Host batches to device batches: checked, packed into static shapes, placed, and prefetched by a thread."""
+"""Host batches to device batches: checked, packed into static shapes, and placed."""
 
-import queue
-import threading
+import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ from scalejax.data.dedup import AnyBatch, DedupKeyedJagged, deduplicate, expand
 from scalejax.parallel.embedding import jagged
 from scalejax.parallel.embedding.host_plan import Room
 from scalejax.parallel.embedding.jagged import DeviceBatch
+from scalejax.train.prefetch import Prefetch
 from scalejax.train.program import Program
 
 
@@ -67,55 +67,13 @@ def _packed(batch: AnyBatch, program: Program, shards: int) -> tuple[jagged.Pack
     return collection.pack(plain, shards, program.plain_layout), program.plain_layout
 
 
-class Prefetch:
-    """Iterates over device batches that a thread prepares ahead; use as a context manager.
-
-    An exception of the thread (a bad id, a corrupt file) is raised by `__next__` at the batch where it happened.
-    """
-
-    def __init__(
-        self,
-        batches: Iterator[AnyBatch],
-        program: Program,
-        *,
-        depth: int = 2,
-        purpose: Literal["training", "scoring"] = "training",
-    ) -> None:
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(
-            target=self._fill, args=(batches, program, purpose), name="prefetch", daemon=True
-        )
-        self._thread.start()
-
-    def __enter__(self) -> "Prefetch":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        while self._thread.is_alive():  # a blocked put must find room to see the stop
-            try:
-                self._ready.get(timeout=0.05)
-            except queue.Empty:
-                continue
-        self._thread.join()
-
-    def __iter__(self) -> Iterator[tuple[AnyBatch, DeviceBatch]]:
-        return self
-
-    def __next__(self) -> tuple[AnyBatch, DeviceBatch]:
-        item = self._ready.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item
-
-    def _fill(self, batches: Iterator[AnyBatch], program: Program, purpose: Literal["training", "scoring"]) -> None:
-        room = Room()
-        try:
-            for batch in batches:
-                if self._stop.is_set():
-                    return
-                self._ready.put((batch, to_device(batch, program, purpose, room)))
-            self._ready.put(StopIteration())
-        except BaseException as error:  # handed over to the consumer, which raises it
-            self._ready.put(error)
+def prefetch(
+    batches: Iterator[AnyBatch],
+    program: Program,
+    *,
+    depth: int = 2,
+    purpose: Literal["training", "scoring"] = "training",
+) -> Prefetch:
+    """(Batch, its device form) pairs that a thread prepares ahead; a context manager."""
+    place = functools.partial(to_device, program=program, purpose=purpose, room=Room())
+    return Prefetch(batches, place, depth=depth)

@@ -5,12 +5,16 @@ from typing import Literal
 
 from scalejax import optim
 from scalejax.errors import UserError
+from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
 from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
+from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
-from scalejax.parallel.rules import REPLICATED, Rules
-from scalejax.train.protocols import DataConfig, ModelConfig
+from scalejax.parallel.rules import LLM, REPLICATED, Rules
+from scalejax.train.protocols import DataConfig, DenseModelConfig, ModelConfig
+
+Strategy = Fsdp | Ddp
 
 ComputeDtype = Literal["platform", "float32", "bfloat16", "float64"]
 
@@ -42,13 +46,13 @@ class Checkpoints:
       full_every: Steps between full checkpoints, a multiple of `every`; those in between hold of the tables only the
         rows that were updated since the checkpoint before, and need it to be restored (it is kept as long as they
         are). None = all are full.
-      best_metric: Field of the evaluation record; "logloss" and "ne" are better low, "auc" better high.
+      best_metric: Field of the evaluation record; "logloss", "ne" and "loss" are better low, "auc" better high.
     """
 
     every: int = 1000
     keep_last: int = 2
     keep_best: int = 1
-    best_metric: Literal["logloss", "ne", "auc"] = "logloss"
+    best_metric: Literal["logloss", "ne", "auc", "loss"] = "logloss"
     full_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -122,10 +126,7 @@ class Experiment:
     checkpoints: Checkpoints = Checkpoints()
 
     def __post_init__(self) -> None:
-        if not 1 <= self.steps < 2**31:
-            raise ValueError(f"Experiment: steps must be at least 1 and less than 2**31; got {self.steps}.")
-        if self.microbatch is not None and self.microbatch < 1:
-            raise ValueError(f"Experiment: microbatch must be at least 1, or None; got {self.microbatch}.")
+        _check_common("Experiment", self)
         if self.accumulate not in ("ordered", "exact"):
             raise ValueError(f"Experiment: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
         if self.pipeline not in ("none", "ids", "stale"):
@@ -135,11 +136,77 @@ class Experiment:
                 "Experiment: pipeline='stale' fetches rows before the update of the step before, which may be that of "
                 "an id whose row an id map has just given to another. Set pipeline='ids', which is exact, or 'none'."
             )
-        if not 0 <= self.seed < 2**32:
-            raise ValueError(f"Experiment: seed must be at least 0 and less than 2**32; got {self.seed}.")
-        if self.log_every < 1:
-            raise ValueError(f"Experiment: log_every must be at least 1; got {self.log_every}.")
-        if self.eval_every < 0:
-            raise ValueError(
-                f"Experiment: eval_every must be at least 1, or 0 for only the end; got {self.eval_every}."
-            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseExperiment:
+    """One run of a model without embedding tables, such as a language model.
+
+    Attributes:
+      model: Architecture.
+      data: Where examples come from; holds the global batch size.
+      steps: Optimizer steps, fewer than 2**31.
+      optimizer: Optimizer.
+      clip: Gradients are scaled down to this global norm where theirs is larger; None = never.
+      strategy: How parameters, gradients and optimizer state are divided over `replica` and `fsdp`, and how gradients
+        are reduced.
+      mesh: Devices per mesh axis.
+      rules: Logical axis of a parameter -> mesh axes.
+      precision: Dtypes (`tables` is not used).
+      microbatch: Most examples that a device puts through the model at once; gradients add up over the parts and one
+        update follows. None = all.
+      seed: Seeds parameters and dropout, in [0, 2**32) (the order of the data has its own seed).
+      log_every: Steps between lines of metrics; these are the windows of windowed metrics.
+      eval_every: Steps between evaluations on `eval_split`; 0 = only at the end.
+      eval_split: Split scored at intervals.
+      final_split: Split scored at the end.
+      checkpoints: When to save and what to keep.
+    """
+
+    model: DenseModelConfig
+    data: DataConfig
+    steps: int
+    optimizer: optim.Optimizer = optim.AdamW()
+    clip: float | None = 1.0
+    strategy: Strategy = Fsdp()
+    mesh: MeshShape = MeshShape()
+    rules: Rules = LLM
+    precision: Precision = Precision()
+    microbatch: int | None = None
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 0
+    eval_split: str = "validation"
+    final_split: str = "validation"
+    checkpoints: Checkpoints = Checkpoints(best_metric="loss")
+
+    def __post_init__(self) -> None:
+        _check_common("DenseExperiment", self)
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"DenseExperiment: clip must be above 0, or None; got {self.clip}.")
+        if self.precision.tables is not None:
+            raise ValueError("DenseExperiment: precision.tables must be None: there are no embedding tables.")
+        if self.checkpoints.full_every is not None:
+            raise ValueError("DenseExperiment: checkpoints.full_every must be None: only embedding tables have deltas.")
+
+
+AnyExperiment = Experiment | DenseExperiment
+
+
+def _check_common(name: str, experiment: AnyExperiment) -> None:
+    """What every kind of run has.
+
+    Raises:
+      ValueError: a field is out of its range.
+    """
+    e = experiment
+    if not 1 <= e.steps < 2**31:
+        raise ValueError(f"{name}: steps must be at least 1 and less than 2**31; got {e.steps}.")
+    if e.microbatch is not None and e.microbatch < 1:
+        raise ValueError(f"{name}: microbatch must be at least 1, or None; got {e.microbatch}.")
+    if not 0 <= e.seed < 2**32:
+        raise ValueError(f"{name}: seed must be at least 0 and less than 2**32; got {e.seed}.")
+    if e.log_every < 1:
+        raise ValueError(f"{name}: log_every must be at least 1; got {e.log_every}.")
+    if e.eval_every < 0:
+        raise ValueError(f"{name}: eval_every must be at least 1, or 0 for only the end; got {e.eval_every}.")

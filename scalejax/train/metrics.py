@@ -20,6 +20,7 @@ operations: rounding can merge neighbours but never swap them, hence the bound h
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -76,10 +77,7 @@ def zeros(tasks: int, *, bins: int = BINS) -> MetricSums:
     if bins < 2 or bins % 2:
         raise ValueError(f"metrics.zeros: bins must be an even number of at least 2; got {bins}.")
     dtype = jax.dtypes.canonicalize_dtype(jnp.float64)
-
-    def pair(*shape: int) -> Pair:
-        return Pair(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))  # two buffers: sums are donated
-
+    pair = functools.partial(pair_zeros, dtype)
     return MetricSums(
         examples=jnp.zeros((), jnp.int32),
         nonfinite=jnp.zeros((tasks,), jnp.int32),
@@ -126,11 +124,11 @@ def update(sums: MetricSums, logits: jax.Array, labels: jax.Array, weights: jax.
     return MetricSums(
         examples=sums.examples + jnp.sum(counts, dtype=jnp.int32),
         nonfinite=sums.nonfinite + jnp.sum(counts & ~jnp.isfinite(loss), axis=0, dtype=jnp.int32),
-        weight=_add(sums.weight, total(ones)),
-        positive=_add(sums.positive, total(labels)),
-        cross_entropy=_add(sums.cross_entropy, total(loss)),
-        prediction=_add(sums.prediction, total(jax.nn.sigmoid(logits))),
-        histogram=_add(sums.histogram, _histogram(logits, labels, jnp.where(scored, w, 0), bins)),
+        weight=add(sums.weight, total(ones)),
+        positive=add(sums.positive, total(labels)),
+        cross_entropy=add(sums.cross_entropy, total(loss)),
+        prediction=add(sums.prediction, total(jax.nn.sigmoid(logits))),
+        histogram=add(sums.histogram, _histogram(logits, labels, jnp.where(scored, w, 0), bins)),
     )
 
 
@@ -138,7 +136,7 @@ def merge(a: MetricSums, b: MetricSums) -> MetricSums:
     """Sums of the examples of both."""
 
     def pair(x: Pair, y: Pair) -> Pair:
-        total = _add(x, y.value)
+        total = add(x, y.value)
         return Pair(total.value, total.error + y.error)
 
     return MetricSums(
@@ -152,8 +150,13 @@ def merge(a: MetricSums, b: MetricSums) -> MetricSums:
     )
 
 
-def _add(total: Pair, x: jax.Array) -> Pair:
-    """Two-sum (Knuth, The Art of Computer Programming 2, 4.2.2, theorem B): the rounding error is exact."""
+def pair_zeros(dtype: Any, *shape: int) -> Pair:
+    """A sum of nothing, in two buffers: sums are donated."""
+    return Pair(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+
+
+def add(total: Pair, x: jax.Array) -> Pair:
+    """total + x, elementwise, by two-sum (Knuth, The Art of Computer Programming 2, 4.2.2): the error is exact."""
     s = total.value + x
     back = s - total.value
     return Pair(s, total.error + ((total.value - (s - back)) + (x - back)))

@@ -25,9 +25,13 @@ class Pipeline:
         self._batch: DeviceBatch | None = None
         self._coming: DeviceBatch | None = None
 
-    def take(self) -> None:
-        """Waits for the batches of the next step."""
+    def take(self) -> int:
+        """Waits for the batches of the next step; returns the examples of one."""
         self._left -= 1
+        self._take()
+        return self._program.experiment.data.batch_size
+
+    def _take(self) -> None:
         if self._program.experiment.pipeline == "none":
             _, self._batch = next(self._batches)
             return

@@ -26,6 +26,7 @@ from scalejax.parallel.embedding.jagged import DeviceBatch, FeatureLayout, Keyed
 from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.train import metrics
 from scalejax.train.experiment import Experiment, Precision
+from scalejax.train.precision import check_precision, compute_dtype
 from scalejax.train.protocols import Task
 from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings
 
@@ -348,7 +349,7 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
         model, the schema and the id maps do not fit.
     """
     meshes.check_batch(experiment.data.batch_size, mesh)
-    _check_precision(experiment.precision)
+    check_precision(experiment.precision)
     task = bound_task(experiment, schema)
     collection = EmbeddingCollection(
         tables=tables_of(experiment, task),
@@ -429,22 +430,8 @@ def tables_of(experiment: Experiment, task: Task) -> tuple[TableConfig, ...]:
     return tables
 
 
-def _check_precision(precision: Precision) -> None:
-    """Refuses float64 where jax would quietly compute in float32."""
-    for field in dataclasses.fields(precision):
-        if getattr(precision, field.name) == "float64" and jnp.result_type(float) != jnp.float64:
-            raise UserError(
-                f"precision.{field.name} is float64, but this jax has 64-bit types switched off and would use float32. "
-                f"Set JAX_ENABLE_X64=1 in the environment, or choose another type with --set precision.{field.name}=..."
-            )
-
-
 def _init_model(task: Task, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:
-    compute = precision.compute
-    if compute == "platform":
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        compute = precision.params if on_cpu else "bfloat16"
-    return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=jnp.dtype(compute))
+    return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=compute_dtype(precision, mesh))
 
 
 def _with_sharding(leaf: Any, sharding: NamedSharding) -> Any:

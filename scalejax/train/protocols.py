@@ -6,7 +6,6 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 from flax import nnx
 
-from scalejax.data.dedup import AnyBatch
 from scalejax.data.schema import Schema
 from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
 from scalejax.parallel.embedding.jagged import DeviceBatch
@@ -52,6 +51,47 @@ class ModelConfig(Protocol):
     def task(self, schema: Schema, row_optimizer: RowOptimizer) -> Task: ...
 
 
+class DenseTask(Protocol):
+    """A model without embedding tables, bound to a schema. Single-device code."""
+
+    @property
+    def schema(self) -> Any:
+        """What the data is like."""
+        ...
+
+    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module:
+        """Builds the model; its `nnx.Param`s carry `logical_axes` metadata."""
+        ...
+
+    def loss(
+        self, model: Any, batch: dict[str, jax.Array], *, key: jax.Array | None = None, gather: Any = ...
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+        """Returns (weighted sum of losses, sum of weights, further sums).
+
+        Args:
+          model: What `init` returned.
+          batch: The fields of a host batch, [B, ...] each.
+          key: Drives dropout; None = evaluation, nothing random.
+          gather: Makes the parameters of a block whole, {path: array} to the same (`nn.layers.Gather`).
+        """
+        ...
+
+    def tokens_per_example(self) -> int:
+        """Positions of an example; 1 where that means nothing."""
+        ...
+
+    def flops_per_example(self) -> int:
+        """FLOPs of forward and backward, 6 a multiply-accumulate."""
+        ...
+
+
+@runtime_checkable
+class DenseModelConfig(Protocol):
+    """A frozen dataclass of plain values that describes an architecture without embedding tables."""
+
+    def task(self, schema: Any) -> DenseTask: ...
+
+
 class DataSet(Protocol):
     """Examples of every split, addressed by *global* example number.
 
@@ -60,8 +100,8 @@ class DataSet(Protocol):
     """
 
     @property
-    def schema(self) -> Schema:
-        """Columns of the data."""
+    def schema(self) -> Any:
+        """Columns of the data, or what else a model must know of it."""
         ...
 
     def num_examples(self, split: str) -> int:
@@ -72,13 +112,11 @@ class DataSet(Protocol):
         """Hex digest of the files, columns, split and order; a run resumes only on equal fingerprints."""
         ...
 
-    def train_batches(
-        self, *, start_example: int, process_index: int = 0, process_count: int = 1
-    ) -> Iterator[AnyBatch]:
+    def train_batches(self, *, start_example: int, process_index: int = 0, process_count: int = 1) -> Iterator[Any]:
         """This process's contiguous slice of each global batch from stream position `start_example`, without end."""
         ...
 
-    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[AnyBatch]:
+    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Any]:
         """One pass in file order; the last batch is filled up with examples of weight 0."""
         ...
 
@@ -86,9 +124,7 @@ class DataSet(Protocol):
         """(name, start, stop) of each day of the training split, as stream positions; data in time order only."""
         ...
 
-    def range_batches(
-        self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1
-    ) -> Iterator[AnyBatch]:
+    def range_batches(self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1) -> Iterator[Any]:
         """One pass over stream positions [start, stop), the last batch filled up with examples of weight 0."""
         ...
 
@@ -102,8 +138,8 @@ class DataConfig(Protocol):
         """Global batch size."""
         ...
 
-    def schema(self) -> Schema:
-        """Columns of the data that `build()` gives; reads as little as it can, nothing where the fields suffice."""
+    def schema(self) -> Any:
+        """That of what `build()` gives; reads as little as it can, nothing where the fields suffice."""
         ...
 
     def build(self) -> DataSet: ...

@@ -16,6 +16,8 @@ from scalejax.train import console, disk, evaluation, figures, page, run_folder
 from scalejax.train import summary as summaries
 
 _METRICS = (
+    ("loss", "Loss", "nats a target, lower is better"),
+    ("grad_norm", "Gradient norm", "mean over the window of the global norm before clipping"),
     ("logloss", "LogLoss", "nats per example, lower is better"),
     ("ne", "Normalized entropy", "LogLoss over that of the base rate of the same examples; below 1 is better"),
     ("auc", "AUC", "windows by histogram with its error bound as a band, evaluations exact"),
@@ -55,7 +57,7 @@ class Run:
         found = dict.fromkeys(
             key[len("logloss") :] for r in records for key in r if key == "logloss" or key.startswith("logloss/")
         )
-        return list(found)
+        return list(found) or [""]
 
 
 def read_run(folder: pathlib.Path) -> Run:
@@ -140,10 +142,12 @@ def _tiles(run: Run) -> str:
     if sections:
         split = sections[0].title.split(":")[0]
         for row in sections[0].rows:
-            if row.name in ("LogLoss", "NE", "AUC"):
-                items.append((f"{split} {row.name}", row.value, f"base rate {row.base}"))
-    rate = run.summary.get("samples_per_s")
-    if rate is not None:
+            if row.name in ("LogLoss", "NE", "AUC", "loss", "perplexity"):
+                items.append((f"{split} {row.name}", row.value, f"base rate {row.base}" if row.base else ""))
+    rate, tokens = run.summary.get("samples_per_s"), run.summary.get("tokens_per_s")
+    if tokens is not None:
+        items.append(("tokens/s", console.count(tokens), "training, without warm-up"))
+    elif rate is not None:
         items.append(("samples/s", console.count(rate), "training, without warm-up"))
     wall = summaries.duration(run.summary.get("wall_s"))
     if wall is not None:

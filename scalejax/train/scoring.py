@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from scalejax.data.dedup import AnyBatch
 from scalejax.errors import UserError
 from scalejax.train import evaluation, exact
-from scalejax.train.convert import Prefetch
+from scalejax.train.convert import prefetch
 from scalejax.train.program import Program
 from scalejax.train.state import TrainState
 
@@ -65,7 +65,7 @@ def score(program: Program, state: TrainState, batches: Iterator[AnyBatch]) -> S
     logits: list[jax.Array] = []
     faults: list[jax.Array] = []
     slices: list[AnyBatch] = []
-    with Prefetch(batches, program, purpose="scoring") as prefetched:
+    with prefetch(batches, program, purpose="scoring") as prefetched:
         for host, device in prefetched:
             out, met = program.eval_step(state, device)
             out.copy_to_host_async()

@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.parallel.rules import Rules
-from scalejax.train.metrics import MetricSums
 
 Params = dict[str, jax.Array]
 """Dense parameters by path, "layers/0/fm/weight": the names that checkpoints and tables show."""
@@ -26,7 +25,7 @@ class TrainState:
       params: Dense parameters by path.
       optimizer: optax state over `params`.
       tables: Embedding rows and row states, as the collection's sharded view.
-      metrics: Sums since the last line of metrics.
+      metrics: Sums since the last line of metrics, a pytree of arrays.
       key: PRNG key of the run; a step uses fold_in(key, step).
     """
 
@@ -34,7 +33,7 @@ class TrainState:
     params: Params
     optimizer: optax.OptState
     tables: Any
-    metrics: MetricSums
+    metrics: Any
     key: jax.Array
 
 

@@ -1,15 +1,18 @@
 """`summary.json`: the closing table of a run as one flat JSON object, and how its numbers are written out.
 
     recipe, date, device, mesh                        what ran, as texts
-    dense_parameters, table_parameters, flops_per_example
+    dense_parameters, table_parameters, flops_per_example, tokens_per_example
     steps, examples                                   how much was trained
+    weight                                            sum of weights; of a language model the targets it learnt from
     samples_per_s, step_p50_s, step_p95_s, data_wait_share, compile_s, wall_s, ...      see `timing.StepTimer.summary`
     peak_rss_bytes, peak_device_bytes                 see `timing.peak_memory`
+    tokens_per_s, tokens_per_s_per_device, tflops_per_s_per_device, mfu     of a language model, see `timing.speed`
     <split>_<metric>                                  quality; split is train, val, test or progressive
     <split>_<metric>_low, <split>_<metric>_high       95 % bootstrap interval of logloss, ne and auc
 
-Metrics are those of `evaluation.evaluate`: examples, logloss, ne, auc, gauc, calibration, base_rate; progressive
-validation has auc_hist and auc_error_bound instead of auc. With several tasks the key ends in "/task":
+Metrics of a model without tables are loss (mean, in nats), perplexity (e to its power) and weight (over how much).
+Those of a click model are those of `evaluation.evaluate`: examples, logloss, ne, auc, gauc, calibration, base_rate;
+progressive validation has auc_hist and auc_error_bound instead of auc. With several tasks the key ends in "/task":
 "test_auc_low/click". With `Exchange(spill="count")` there is also spilled_ids: those that the pass embedded as zeros,
 for all tasks together. An undefined value is null. All fields are optional for a reader.
 """
@@ -58,7 +61,19 @@ def quality(summary: Mapping[str, Any]) -> list[Section]:
         first = f"{start}_logloss"
         tasks = [key[len(first) :] for key in summary if key == first or key.startswith(first + "/")]
         sections += [_section(summary, start, split, task) for task in tasks]
+        if f"{start}_loss" in summary:
+            sections.append(_loss_section(summary, start, split))
     return sections
+
+
+def _loss_section(summary: Mapping[str, Any], start: str, split: str) -> Section:
+    loss = summary[f"{start}_loss"]
+    rows = (
+        Row("loss", number(loss), "", ""),
+        Row("perplexity", number(summary.get(f"{start}_perplexity")), "", ""),
+        Row("bits a target", number(None if loss is None else loss / math.log(2)), "", ""),
+    )
+    return Section(f"{split}: {_whole(summary.get(f'{start}_weight'))} targets", rows)
 
 
 def _section(summary: Mapping[str, Any], start: str, split: str, task: str) -> Section:
@@ -109,9 +124,15 @@ def speed(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows: list[tuple[str, str | None]] = [
         ("device", get("device")),
         ("parameters, dense / tables", _both(_whole(get("dense_parameters")), _whole(get("table_parameters")))),
+        ("parameters", None if "table_parameters" in summary else _whole(get("dense_parameters"))),
         ("steps", _whole(get("steps"))),
         ("examples trained", _whole(get("examples"))),
+        ("targets trained", _whole(get("weight"))),
         ("samples/s", _whole(get("samples_per_s"))),
+        ("tokens/s", _whole(get("tokens_per_s"))),
+        ("tokens/s a device", _whole(get("tokens_per_s_per_device"))),
+        ("TFLOP/s a device", _decimals(get("tflops_per_s_per_device"))),
+        ("MFU", _share_of_peak(summary)),
         ("step p50 / p95", _both(duration(get("step_p50_s")), duration(get("step_p95_s")))),
         ("waiting for data", None if get("data_wait_share") is None else f"{get('data_wait_share'):.1%}"),
         ("compilation", duration(get("compile_s"))),
@@ -146,6 +167,18 @@ def size(count: float | None) -> str | None:
     if count is None:
         return None
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _decimals(value: float | None) -> str | None:
+    return None if value is None or math.isnan(value) else f"{value:.3g}"
+
+
+def _share_of_peak(summary: Mapping[str, Any]) -> str | None:
+    """Model FLOPs over the peak of the chip, which is named: the number means nothing without it."""
+    mfu, peak = summary.get("mfu"), summary.get("peak_tflops_per_s")
+    if mfu is None or peak is None:
+        return None
+    return f"{mfu:.1%} of {peak:,.0f} TFLOP/s bf16, causal attention by half"
 
 
 def _whole(value: float | None) -> str | None:

@@ -30,6 +30,7 @@ def test_the_chip_table_agrees_with_jax(name):
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         info = pltpu.get_tpu_info()  # per TensorCore
     cores = info.num_cores * chip.devices_per_chip
+    assert info.mxu_column_size == chip.mxu_side
     assert mesh.devices.flat[0].device_kind == chip.device_kind
     assert mesh.size == machine.devices == 4 * chip.devices_per_chip
     # Both round published figures; jax has 2.46e12 B/s for v5p where the vendor says 2765 GB/s.
@@ -70,6 +71,27 @@ def test_meshes_lie_on_whole_axes(name, mesh, shape):
     _, found, warnings = _mesh(name, mesh)
     assert {axis: size for axis, size in found.shape.items() if size > 1} == shape
     assert warnings == []
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("v6e:16x16", "fsdp=64,tensor=4"),
+        ("v6e:2x4", "fsdp=8"),
+        ("v5p:4x8x8", "fsdp=32,context=2,tensor=4"),
+        ("v5e:8x8", "replica=2,fsdp=32"),
+        ("tpu7x:2x2x2", "fsdp=4,tensor=4"),
+        ("v5p:2x2x2,slices=2", "replica=2,fsdp=8"),
+    ],
+)
+def test_stand_ins_lie_as_the_devices_of_libtpu(name, mesh):
+    machine, found, warnings = _mesh(name, mesh)
+    layout, alike = topology.lay_out(machine, meshes.parse_mesh(mesh))
+    assert layout.devices.shape == found.devices.shape
+    for ours, theirs in zip(layout.devices.flat, found.devices.flat, strict=True):
+        place = tuple(theirs.coords), theirs.core_on_chip, getattr(theirs, "slice_index", 0)
+        assert (ours.coords, ours.core_on_chip, ours.slice_index) == place
+    assert warnings == alike
 
 
 def test_neighbours_of_a_whole_axis_are_one_link_apart():

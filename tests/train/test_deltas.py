@@ -17,7 +17,7 @@ from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import chain, loop, program, publish, rows_file, snapshot
+from scalejax.train import chain, loop, publish, rows_file
 from scalejax.train import manifest as manifests
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
@@ -57,17 +57,6 @@ def run(runs, tmp_path):
     return tmp_path / "run"
 
 
-def restored(experiment, folder, step, devices=None):
-    """The state of a checkpoint through the first devices: name -> array."""
-    data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices]))
-    with Checkpointer(folder / "checkpoints", experiment.checkpoints, snapshot.identity(built, data)) as checkpoints:
-        tree, host = checkpoints.restore(step, snapshot.abstract_stored(built))
-    tree = snapshot.to_stored(built, snapshot.from_stored(built, tree))
-    tree["key"] = jax.random.key_data(tree["key"])
-    return jax.tree.map(np.asarray, tree), host
-
-
 def assert_equal(left, right):
     assert jax.tree.structure(left) == jax.tree.structure(right)
     jax.tree.map(np.testing.assert_array_equal, left, right)
@@ -77,13 +66,15 @@ def test_a_chain_is_the_full_checkpoint_to_the_bit_on_any_mesh(runs, rows):
     deltas, full = runs
     kinds = [manifests.read(deltas / "checkpoints" / str(step)).delta is None for step in (2, 4, 6)]
     assert kinds == [True, False, False]
-    expected = restored(experiment(rows), full, 6, 8)
+    expected = small_run.restored(experiment(rows), full, 6, 8)
     sliced = experiment(rows, sharding=dataclasses.replace(MIXED, tables=MIXED.tables[1:]))
     for what, devices in ((experiment(rows), 8), (sliced, 4), (experiment(rows, data=small(rows, 63)), 3)):
-        tree, host = restored(what, deltas, 6, devices)
+        tree, host = small_run.restored(what, deltas, 6, devices)
         assert_equal(tree, expected[0])
         assert host == expected[1]
-    assert_equal(restored(experiment(rows), deltas, 4, 1)[0], restored(experiment(rows), full, 4, 1)[0])
+    assert_equal(
+        small_run.restored(experiment(rows), deltas, 4, 1)[0], small_run.restored(experiment(rows), full, 4, 1)[0]
+    )
 
 
 def small(rows, batch_size):
@@ -99,7 +90,7 @@ def test_a_chain_from_column_slices_and_copies_restores_elsewhere(rows, tmp_path
     loop.train(experiment(rows, **changes, checkpoints=FULL), workdir=tmp_path / "b")
     assert len(chain.chain_to(tmp_path / "a" / "checkpoints", 8)) == 4
     plain = experiment(rows, row_optimizer=Adam(learning_rate=0.01))
-    assert_equal(restored(plain, tmp_path / "a", 8, 1), restored(plain, tmp_path / "b", 8, 1))
+    assert_equal(small_run.restored(plain, tmp_path / "a", 8, 1), small_run.restored(plain, tmp_path / "b", 8, 1))
 
 
 def test_training_goes_on_from_a_chain_as_if_never_stopped(runs, rows, run, tmp_path):
@@ -107,7 +98,7 @@ def test_training_goes_on_from_a_chain_as_if_never_stopped(runs, rows, run, tmp_
     loop.train(longer, workdir=run)
     loop.train(longer, workdir=tmp_path / "whole")
     for step in (8, 10):
-        assert_equal(restored(longer, run, step), restored(longer, tmp_path / "whole", step))
+        assert_equal(small_run.restored(longer, run, step), small_run.restored(longer, tmp_path / "whole", step))
     kinds = [manifests.read(run / "checkpoints" / str(step)).delta is None for step in (2, 4, 6, 8, 10)]
     assert kinds == [True, False, False, True, False]
 
@@ -140,14 +131,14 @@ def test_steps_with_their_bases():
 def test_a_missing_base_is_said(run, rows):
     shutil.rmtree(run / "checkpoints" / "4")
     with pytest.raises(UserError, match=r"only the rows updated since step 4, and .*checkpoints/4 is missing.*step 2"):
-        restored(experiment(rows), run, 6)
+        small_run.restored(experiment(rows), run, 6)
 
 
 def test_another_base_of_the_same_step_is_refused(runs, run, rows):
     shutil.rmtree(run / "checkpoints" / "4")
     shutil.copytree(runs[1] / "checkpoints" / "4", run / "checkpoints" / "4")
     with pytest.raises(UserError, match=r"checkpoints/4 is another checkpoint of that step"):
-        restored(experiment(rows), run, 6)
+        small_run.restored(experiment(rows), run, 6)
 
 
 def test_a_flipped_bit_in_any_link_is_noticed(run, rows):
@@ -156,12 +147,12 @@ def test_a_flipped_bit_in_any_link_is_noticed(run, rows):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"checkpoints/4/rows/00000\.bin is damaged.*step 2"):
-        restored(experiment(rows), run, 6)
+        small_run.restored(experiment(rows), run, 6)
 
 
 def test_a_half_written_one_is_not_listed(run, rows):
     (run / "checkpoints" / "6").rename(run / "checkpoints" / "saving-6")
-    assert_equal(restored(experiment(rows), run, None)[0], restored(experiment(rows), run, 4)[0])
+    assert_equal(small_run.restored(experiment(rows), run, None)[0], small_run.restored(experiment(rows), run, 4)[0])
 
 
 def test_full_checkpoints_come_at_multiples():
@@ -337,7 +328,7 @@ def test_a_served_copy_follows_a_run(runs, rows, tmp_path):
     whole = publish.load(runs[1] / "checkpoints", 6)
     assert served.step == 6
     assert_equal((served.tables, served.params), (whole.tables, whole.params))
-    tree, _ = restored(experiment(rows), runs[1], 6)
+    tree, _ = small_run.restored(experiment(rows), runs[1], 6)
     for name, array in served.tables.items():
         parts = [tree["tables"][name][part] for part in ("rows_body", "rows_tail") if part in tree["tables"][name]]
         np.testing.assert_array_equal(array, np.concatenate(parts))

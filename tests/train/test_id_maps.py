@@ -15,8 +15,7 @@ from scalejax.parallel.embedding import id_map
 from scalejax.parallel.embedding.collection import MAPS
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop, program, publish, snapshot
-from scalejax.train.checkpoint import Checkpointer
+from scalejax.train import loop, program, publish
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
 
@@ -42,14 +41,7 @@ def experiment(rows, **changes):
 
 
 def stored(whole, folder, devices=None):
-    """Arrays of the newest checkpoint, restored on the first devices and taken off them again."""
-    data = whole.data.build()
-    built = program.build(whole, data.schema, make_mesh(MeshShape(), jax.devices()[:devices]))
-    with Checkpointer(folder / "checkpoints", whole.checkpoints, snapshot.identity(built, data)) as checkpoints:
-        tree, _ = checkpoints.restore(None, snapshot.abstract_stored(built))
-    tree = snapshot.to_stored(built, snapshot.from_stored(built, tree))
-    tree["key"] = jax.random.key_data(tree["key"])
-    return jax.tree.map(np.asarray, tree)
+    return small_run.restored(whole, folder, devices=devices)[0]
 
 
 def windows(folder):

@@ -19,9 +19,8 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import convert, loop, program, snapshot
+from scalejax.train import convert, loop, program
 from scalejax.train import summary as summaries
-from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
 
@@ -65,15 +64,8 @@ def steps_kept(folder):
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
 
 
-def stored(experiment, folder, step=None, devices=None):
-    """The state of a checkpoint, restored on the first `devices` devices and taken off them again: name -> array."""
-    data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices]))
-    with Checkpointer(folder / "checkpoints", experiment.checkpoints, snapshot.identity(built, data)) as checkpoints:
-        tree, _ = checkpoints.restore(step, snapshot.abstract_stored(built))
-    tree = snapshot.to_stored(built, snapshot.from_stored(built, tree))
-    tree["key"] = jax.random.key_data(tree["key"])
-    return jax.tree.map(np.asarray, tree)
+def stored(experiment, folder, devices=None):
+    return small_run.restored(experiment, folder, devices=devices)[0]
 
 
 def assert_equal_trees(left, right):
@@ -300,13 +292,13 @@ def test_prefetch_raises_at_the_batch_and_ends_when_left_early(rows):
     experiment = small_run.experiment(rows)
     data = experiment.data.build()
     built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
-    with convert.Prefetch(Failing(data, 3).train_batches(start_example=0), built) as prefetched:
+    with convert.prefetch(Failing(data, 3).train_batches(start_example=0), built) as prefetched:
         assert sum(1 for _ in zip(range(3), prefetched, strict=False)) == 3
         with pytest.raises(UserError, match="batch 3 cannot be read"):
             next(prefetched)
-    with convert.Prefetch(data.train_batches(start_example=0), built) as prefetched:
+    with convert.prefetch(data.train_batches(start_example=0), built) as prefetched:
         next(prefetched)  # leaving must not wait for a stream without end
-    with convert.Prefetch(data.eval_batches("test"), built) as prefetched:
+    with convert.prefetch(data.eval_batches("test"), built) as prefetched:
         assert len(list(prefetched)) == 1
 
 

@@ -226,6 +226,6 @@ def test_summary_texts():
 
 def test_progress_fields_leave_out_what_is_unknown():
     assert console.progress_fields() == {"rate": "", "quality": ""}
-    fields = console.progress_fields(samples_per_s=123456, logloss=0.45678, auc=0.7654)
+    fields = console.progress_fields(rate="123k examples/s", logloss=0.45678, auc=0.7654)
     assert fields == {"rate": "123k examples/s", "quality": "logloss 0.4568  auc 0.7654"}
     assert len(console.progress_columns()) == 8

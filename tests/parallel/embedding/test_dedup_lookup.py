@@ -12,13 +12,12 @@ from embedding_cases import (
     batch,
     device_features,
     given_grads,
-    numpy_stack,
-    numpy_unstack,
     numpy_update,
     placed,
     plan_of,
     random_logical,
     schema_of,
+    two_steps,
     wide_tables,
 )
 
@@ -56,18 +55,6 @@ def deduplicated(on, host, groups=GROUPS):
     packed = on.pack_deduplicated(deduplicate(host, tuple(g.features for g in groups)), on.mesh.size, layout, groups)
     assert packed is not None
     return placed(on, packed, layout)
-
-
-def two_steps(on, features, grads):
-    @jax.jit
-    def step(state, features, grads):
-        embedded, routing = on.lookup(state, features)
-        return embedded, on.update(state, routing, grads)
-
-    embedded, state = step(numpy_stack(on, random_logical(on)), features, grads)
-    _, state = step(state, features, grads)
-    assert not np.asarray(on.faults(state)).any()
-    return {name: np.asarray(x) for name, x in embedded.items()}, numpy_unstack(on, state)
 
 
 def equal(one, other):

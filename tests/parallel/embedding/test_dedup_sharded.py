@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from embedding_cases import numpy_stack, numpy_unstack, placed, random_logical
+from embedding_cases import placed, two_steps
 
 from scalejax.data.dedup import deduplicate
 from scalejax.data.jagged import KeyedJagged
@@ -48,20 +48,6 @@ def schema(capacity: float) -> Schema:
     )
 
 
-def steps(on: EmbeddingCollection, features, grads) -> tuple[dict, dict]:
-    """What is looked up, and the rows and states after two updates."""
-
-    @jax.jit
-    def step(state, features, grads):
-        embedded, routing = on.lookup(state, features)
-        return embedded, on.update(state, routing, grads)
-
-    embedded, state = step(numpy_stack(on, random_logical(on)), features, grads)
-    _, state = step(state, features, grads)
-    assert not np.asarray(on.faults(state)).any()
-    return {name: np.asarray(x) for name, x in embedded.items()}, numpy_unstack(on, state)
-
-
 @pytest.mark.parametrize("devices", [3, 8])
 def test_a_sharded_deduplicated_step_is_the_plain_step_of_one_device(devices: int) -> None:
     examples = 48
@@ -70,13 +56,13 @@ def test_a_sharded_deduplicated_step_is_the_plain_step_of_one_device(devices: in
     grads = {n: rng.normal(size=(examples, d)).astype(np.float32) for n, d in (("a", 16), ("b", 8))}
     one = collection(1, accumulate="exact")
     layout = one.layout(schema(9.0), examples)
-    wanted = steps(one, placed(one, one.pack(host, 1, layout), layout), grads)
+    wanted = two_steps(one, placed(one, one.pack(host, 1, layout), layout), grads)
     on = collection(devices, accumulate="exact", exchange=room)
     groups = (DedupGroup(features=("a", "b"), rows_per_example=0.5),)
     layout = on.layout(schema(9.0), examples, groups)
     packed = on.pack_deduplicated(deduplicate(host, (("a", "b"),)), devices, layout, groups)
     assert packed is not None
-    found = steps(on, placed(on, packed, layout), grads)
+    found = two_steps(on, placed(on, packed, layout), grads)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 

@@ -17,12 +17,11 @@ from embedding_cases import (
     device_features,
     given_grads,
     numpy_lookup,
-    numpy_stack,
-    numpy_unstack,
     numpy_update,
     plan_of,
     random_logical,
     schema_of,
+    two_steps,
     wide_tables,
 )
 
@@ -48,28 +47,15 @@ def collection(tables, devices, plan=None, replica=1, **more):
     return EmbeddingCollection(tables=tables, mesh=mesh, plan=plan, **{"exchange": ROOM, **more})
 
 
-def two_steps(on, host, grads, logical=None):
-    """(what was looked up first, logical state after two steps with the same given gradients)."""
-
-    @jax.jit
-    def step(state, features, grads):
-        embedded, routing = on.lookup(state, features)
-        return embedded, on.update(state, routing, grads)
-
-    state = numpy_stack(on, random_logical(on) if logical is None else logical)
-    features = device_features(on, host, BATCH)
-    embedded, state = step(state, features, grads)
-    _, state = step(state, features, grads)
-    assert not np.asarray(on.faults(state)).any()
-    assert int(state["updates"]) == 2
-    return {name: np.asarray(x) for name, x in embedded.items()}, numpy_unstack(on, state)
+def stepped(on, host, grads, logical=None):
+    return two_steps(on, device_features(on, host, BATCH), grads, logical)
 
 
 @functools.cache
 def on_one_device(name, weighted):
     tables = wide_tables(OPTIMIZERS[name])
     host = batch(BATCH, weighted=weighted)
-    return two_steps(collection(tables, 1), host, given_grads(tables, host))
+    return stepped(collection(tables, 1), host, given_grads(tables, host))
 
 
 @functools.cache
@@ -140,7 +126,7 @@ def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted,
     tables = wide_tables(OPTIMIZERS[name])
     host = batch(BATCH, weighted=weighted)
     on = collection(tables, devices, plan_of(kind, tables, replicas), replica=2)
-    embedded, after = two_steps(on, host, given_grads(tables, host))
+    embedded, after = stepped(on, host, given_grads(tables, host))
     expected, state = on_one_device(name, weighted)
     equal(embedded, expected)
     equal(after, state)
@@ -157,7 +143,7 @@ def test_a_plan_of_several_kinds_equals_one_device_to_the_bit(name):
         kinds = ("table_wise", "grid", "row_wise", "column_wise")
     entries = [plan_of(kind, (table,)).tables for kind, table in zip(itertools.cycle(kinds), tables, strict=False)]
     on = collection(tables, 8, ShardingPlan(tables=tuple(itertools.chain.from_iterable(entries))), replica=2)
-    embedded, after = two_steps(on, host, given_grads(tables, host))
+    embedded, after = stepped(on, host, given_grads(tables, host))
     expected, state = on_one_device(name, False)
     equal(embedded, expected)
     equal(after, state)
@@ -177,21 +163,21 @@ def test_one_statistic_a_slice_is_another_optimizer_and_says_so_in_its_shape(kin
     on = collection(tables, 8, plan_of(kind, tables), replica=2)
     logical = random_logical(on)
     assert logical["big"]["accumulator"].shape == (tables[1].rows, 2)
-    _, after = two_steps(on, host, grads, logical)
+    _, after = stepped(on, host, grads, logical)
     expected = logical
     for _ in range(2):
         expected, _ = numpy_update(tables, expected, host, grads, np.float32)
     equal(after, expected)
     by_row = {t: {n: x.mean(axis=1) if n == "accumulator" else x for n, x in s.items()} for t, s in logical.items()}
     whole = wide_tables(RowwiseAdagrad(learning_rate=0.1))
-    _, other = two_steps(collection(whole, 8, plan_of(kind, whole), replica=2), host, grads, by_row)
+    _, other = stepped(collection(whole, 8, plan_of(kind, whole), replica=2), host, grads, by_row)
     assert abs(other["shared"]["rows"] - after["shared"]["rows"]).max() > 1e-3
 
 
 def test_the_dense_sum_of_a_copied_table_agrees_to_rounding():
     tables, host = wide_tables(OPTIMIZERS["rowwise"]), batch(BATCH, weighted=True)
     plan = ShardingPlan(tables=tuple(TablePlan(table=t.name, kind="data_parallel", update="psum") for t in tables))
-    embedded, after = two_steps(collection(tables, 8, plan), host, given_grads(tables, host))
+    embedded, after = stepped(collection(tables, 8, plan), host, given_grads(tables, host))
     expected, state = on_one_device("rowwise", True)
     equal(embedded, expected)
     for name, leaves in after.items():
@@ -341,7 +327,7 @@ def test_given_ranks_are_taken():
         ("tiny", 16): (7,),
     }
     host = batch(BATCH, weighted=True)
-    embedded, after = two_steps(on, host, given_grads(tables, host))
-    expected, state = two_steps(collection(tables, 1), host, given_grads(tables, host))
+    embedded, after = stepped(on, host, given_grads(tables, host))
+    expected, state = stepped(collection(tables, 1), host, given_grads(tables, host))
     equal(embedded, expected)
     equal(after, state)

@@ -127,8 +127,7 @@ def trace():
 def features_of(each, host, layout=None):
     layout = layout or each.layout(SCHEMA, SIZE)
     packed = each.pack(host, each.mesh.size, layout)
-    high = None if packed.high is None else jax.device_put(packed.high, meshes.everywhere(each.mesh))
-    return dataclasses.replace(placed(each, packed, layout), high=high)
+    return placed(each, packed, layout)
 
 
 @functools.cache
@@ -339,9 +338,7 @@ def test_deduplicated_features_give_the_same_rows_counts_and_vectors():
     packed = each.pack_deduplicated(deduplicate(host, tuple(g.features for g in groups)), 1, layout, groups)
     assert packed is not None
     assert (packed.inverse[0] != np.arange(SIZE)).any(axis=1).all()
-    features = dataclasses.replace(
-        placed(each, packed, layout), high=jax.device_put(packed.high, meshes.everywhere(each.mesh))
-    )
+    features = placed(each, packed, layout)
     _, state = step_of(each)(each.init(jax.random.key(3)), features_of(each, host), grads_at(0, each))
     start = each.init(jax.random.key(3))
     deduplicated, assignment = jax.jit(each.map_ids)(start, features)

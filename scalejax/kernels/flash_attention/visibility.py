@@ -1,0 +1,141 @@
+"""Which keys a query sees, as data that every implementation shares.
+
+Query i of a row sees key j where all that is asked for holds:
+
+    causal     key_position[j] <= query_position[i]
+    window     query_position[i] - key_position[j] < window
+    segments   query_segment[i] == key_segment[j]
+
+Positions are `start + offset + i` and `j`, numbers that a kernel makes by itself, or arrays. What can be said of a
+block of queries and a block of keys follows from the smallest and largest position and segment in each of them: no pair
+is visible, all pairs are, or one has to look. `pairs` says it for all blocks of a row.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+HIDDEN, PARTLY, WHOLE = 0, 1, 2
+"""What a block of queries sees of a block of keys: nothing, some of it, everything."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Visibility:
+    """Masks of a batch.
+
+    Attributes:
+      causal: Whether keys after the query are hidden.
+      window: Keys this far before the query, or farther, are hidden; None = none are.
+      start: Position of query 0 among the keys; the part of it that is known while tracing.
+      offset: int32[B], what has to be added to `start`, or None.
+      query_positions: int32[B, S], or None for those that follow from `start` and `offset`.
+      key_positions: int32[B, T], or None for 0 ... T - 1. Both arrays are given, or none.
+      query_segments: int32[B, S], or None.
+      key_segments: int32[B, T], or None. Both arrays are given, or none.
+    """
+
+    causal: bool = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
+    start: int = dataclasses.field(metadata={"static": True})
+    offset: jax.Array | None
+    query_positions: jax.Array | None
+    key_positions: jax.Array | None
+    query_segments: jax.Array | None
+    key_segments: jax.Array | None
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every query sees every key."""
+        return not self.causal and self.window is None and self.query_segments is None
+
+    @property
+    def uses_positions(self) -> bool:
+        return self.causal or self.window is not None
+
+    @property
+    def is_same_for_all_rows(self) -> bool:
+        """Whether the masks of all rows are equal, as far as can be known while tracing."""
+        return self.offset is None and self.query_positions is None and self.query_segments is None
+
+    def positions(self, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
+        """int32 positions, [B or 1, S] of queries and [B or 1, T] of keys."""
+        if self.query_positions is not None and self.key_positions is not None:
+            return self.query_positions, self.key_positions
+        query = self.start + jnp.arange(queries, dtype=jnp.int32)[None]
+        if self.offset is not None:
+            query = query + self.offset[:, None]
+        return query, jnp.arange(keys, dtype=jnp.int32)[None]
+
+    def compare(
+        self,
+        query_positions: jax.Array,
+        key_positions: jax.Array,
+        query_segments: jax.Array | None,
+        key_segments: jax.Array | None,
+    ) -> jax.Array | None:
+        """What the given queries see of the given keys, by broadcasting; None = everything.
+
+        Arrays come in any shapes that broadcast, e.g. [bq, 1] for queries and [1, bk] for keys.
+        """
+        visible = None
+        if self.causal:
+            visible = key_positions <= query_positions
+        if self.window is not None:
+            near = key_positions > query_positions - self.window
+            visible = near if visible is None else visible & near
+        if query_segments is not None and key_segments is not None:
+            same = query_segments == key_segments
+            visible = same if visible is None else visible & same
+        return visible
+
+    def pairs(self, queries: int, keys: int, query_block: int, key_block: int) -> jax.Array:
+        """What each block of queries sees of each block of keys.
+
+        Args:
+          queries: S.
+          keys: T.
+          query_block: Queries in a block; the last block may have fewer.
+          key_block: Keys in a block; a last block with fewer is never WHOLE, for what is past its keys.
+
+        Returns:
+          int32[B or 1, blocks of queries, blocks of keys] of HIDDEN, PARTLY and WHOLE; where the answer is not sure
+          it is PARTLY.
+        """
+        query_blocks, key_blocks = -(-queries // query_block), -(-keys // key_block)
+        some = jnp.ones((1, query_blocks, key_blocks), bool)
+        every = some
+        if self.uses_positions:
+            query, key = self.positions(queries, keys)
+            (query_least, query_most), (key_least, key_most) = (
+                tuple(x[:, :, None] for x in block_bounds(query, query_block)),
+                tuple(x[:, None, :] for x in block_bounds(key, key_block)),
+            )
+            if self.causal:
+                some, every = some & (key_least <= query_most), every & (key_most <= query_least)
+            if self.window is not None:
+                some = some & (key_most > query_least - self.window)
+                every = every & (key_least > query_most - self.window)
+        if self.query_segments is not None and self.key_segments is not None:
+            (query_least, query_most), (key_least, key_most) = (
+                tuple(x[:, :, None] for x in block_bounds(self.query_segments, query_block)),
+                tuple(x[:, None, :] for x in block_bounds(self.key_segments, key_block)),
+            )
+            some = some & (query_least <= key_most) & (key_least <= query_most)
+            every = every & (query_least == query_most) & (key_least == key_most) & (query_least == key_least)
+        if keys % key_block:
+            every = every & (jnp.arange(key_blocks) < key_blocks - 1)[None, None]
+        return jnp.where(some, jnp.where(every, WHOLE, PARTLY), HIDDEN)
+
+
+def block_bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
+    """(smallest, largest) of each block of [B, N]: two [B, ceil(N / block)]."""
+    padded = jnp.pad(values, ((0, 0), (0, -values.shape[1] % block)), mode="edge")
+    cut = padded.reshape(values.shape[0], -1, block)
+    return cut.min(axis=2), cut.max(axis=2)
+
+
+def pad_row(values: jax.Array, block: int) -> jax.Array:
+    """[B, N] -> [B, a multiple of the block], by repeating the last value."""
+    return jnp.pad(values, ((0, 0), (0, -values.shape[1] % block)), mode="edge")

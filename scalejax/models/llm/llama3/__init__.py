@@ -1,0 +1,12 @@
+"""Llama 3: one decoder family from 1B to 405B parameters.
+
+Read `config.py` (shapes), `rope.py` (positions), `model.py` (the network), `task.py` (what training minimises),
+`huggingface.py` (checkpoints of others), in this order.
+"""
+
+from scalejax.models.llm.llama3.config import SIZES as SIZES
+from scalejax.models.llm.llama3.config import LlamaConfig as LlamaConfig
+from scalejax.models.llm.llama3.model import Cache as Cache
+from scalejax.models.llm.llama3.model import Llama as Llama
+from scalejax.models.llm.llama3.rope import RopeScaling as RopeScaling
+from scalejax.models.llm.llama3.task import LlamaTask as LlamaTask

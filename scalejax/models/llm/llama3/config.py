@@ -1,0 +1,192 @@
+"""Shapes of Llama 3 (Table 3 of arXiv 2407.21783, and the released configurations of 3.1 and 3.2)."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Literal
+
+from scalejax.data.tokens import TokenSchema
+from scalejax.errors import UserError
+from scalejax.kernels.flash_attention.api import Implementation
+from scalejax.models.llm.llama3.rope import RopeScaling
+from scalejax.nn.layers import Remat
+
+if TYPE_CHECKING:
+    from scalejax.models.llm.llama3.task import LlamaTask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Architecture.
+
+    Attributes:
+      layers: L.
+      dim: E, width of the residual stream.
+      ffn_dim: F, width of the gated MLP.
+      heads: H, query heads.
+      kv_heads: K, key and value heads; K divides H.
+      head_dim: D; None = dim / heads.
+      vocabulary: V. None = that of the data's tokenizer.
+      rope_theta: Base of the rotary frequencies.
+      rope_scaling: Stretch of long wavelengths (3.1 on); None = none.
+      max_positions: Longest sequence that the model is meant for.
+      norm_eps: Added to the mean square in RMSNorm.
+      tie_embeddings: Whether the output head is the embedding, transposed.
+      init_scale: Standard deviation of the initial weights; matrices that write to the residual stream start smaller by
+        1 / sqrt(2 L).
+      remat: What of a layer's forward pass is kept for its backward pass, see `nn.scan_layers`.
+      attention: Implementation of attention; None = the fastest for the platform, see `kernels.flash_attention`.
+      loss_positions: Positions of a row whose logits exist at one time.
+    """
+
+    layers: int
+    dim: int
+    ffn_dim: int
+    heads: int
+    kv_heads: int
+    head_dim: int | None = None
+    vocabulary: int | None = 128_256
+    rope_theta: float = 500_000.0
+    rope_scaling: RopeScaling | None = None
+    max_positions: int = 8192
+    norm_eps: float = 1e-5
+    tie_embeddings: bool = False
+    init_scale: float = 0.02
+    remat: Remat = "full"
+    attention: Implementation | None = None
+    loss_positions: int = 512
+
+    def __post_init__(self) -> None:
+        for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"LlamaConfig: {field} must be at least 1; got {getattr(self, field)}.")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"LlamaConfig: kv_heads must divide heads; got {self.kv_heads} and {self.heads}. Each key and value "
+                "head serves the same number of query heads."
+            )
+        if self.head_dim is None and self.dim % self.heads:
+            raise ValueError(
+                f"LlamaConfig: heads must divide dim; got {self.heads} and {self.dim}. Set head_dim to choose the "
+                "width of a head freely."
+            )
+        if self.width % 2:
+            raise ValueError(f"LlamaConfig: head_dim must be even, as rotary positions turn pairs; got {self.width}.")
+
+    @property
+    def width(self) -> int:
+        """D, width of a head."""
+        return self.dim // self.heads if self.head_dim is None else self.head_dim
+
+    def task(self, schema: TokenSchema) -> "LlamaTask":
+        """Binds the model to the tokens of a data set.
+
+        Raises:
+          UserError: the data has tokens that the vocabulary lacks, or rows that are longer than `max_positions`.
+        """
+        from scalejax.models.llm.llama3.task import LlamaTask  # which needs this file
+
+        return LlamaTask(config=self.bound(schema), schema=schema)
+
+    def bound(self, schema: TokenSchema) -> "LlamaConfig":
+        """This architecture with the vocabulary of the data, if it has none of its own.
+
+        Raises:
+          UserError: as `task`.
+        """
+        if self.vocabulary is not None and schema.vocabulary > self.vocabulary:
+            raise UserError(
+                f"model.vocabulary is {self.vocabulary:,}, but the tokenizer of the data has {schema.vocabulary:,} "
+                "tokens. Take the tokenizer that belongs to the model, or set model.vocabulary=None for a new model."
+            )
+        if schema.length > self.max_positions:
+            raise UserError(
+                f"data.length is {schema.length:,} positions, but the model is meant for at most "
+                f"{self.max_positions:,} (model.max_positions). Shorten the rows, or raise it for a new model."
+            )
+        return dataclasses.replace(self, vocabulary=self.vocabulary or schema.vocabulary)
+
+    def parameters(self) -> int:
+        """Exact number of parameters.
+
+        Raises:
+          ValueError: the vocabulary is not known.
+        """
+        if self.vocabulary is None:
+            raise ValueError("LlamaConfig: parameters() needs a vocabulary; bind the config to a schema first.")
+        e, d = self.dim, self.width
+        attention = 2 * e * self.heads * d + 2 * e * self.kv_heads * d
+        layer = attention + 3 * e * self.ffn_dim + 2 * e
+        return self.layers * layer + e + self.vocabulary * e * (1 if self.tie_embeddings else 2)
+
+    def flops_per_token(self, length: int, attention: Literal["causal", "full"] = "causal") -> int:
+        """FLOPs of forward and backward a token: 6 a multiply-accumulate of the matrices that tokens pass through.
+
+        The embedding is a lookup and costs nothing; norms, softmax and rotations are left out.
+
+        Args:
+          length: S, positions of a row, all of one document.
+          attention: "causal" counts the pairs that the mask keeps, as if they were half of S * S; "full" all of them.
+        """
+        assert self.vocabulary is not None
+        e, d = self.dim, self.width
+        matrices = 2 * e * self.heads * d + 2 * e * self.kv_heads * d + 3 * e * self.ffn_dim
+        pairs = 2 * self.heads * d * length  # scores and values
+        if attention == "causal":
+            pairs //= 2
+        return 6 * (self.layers * (matrices + pairs) + e * self.vocabulary)
+
+
+_LLAMA31 = RopeScaling()
+_LLAMA32 = RopeScaling(factor=32.0)
+
+SIZES = {
+    "3.2-1b": LlamaConfig(
+        layers=16,
+        dim=2048,
+        ffn_dim=8192,
+        heads=32,
+        kv_heads=8,
+        rope_scaling=_LLAMA32,
+        max_positions=131_072,
+        tie_embeddings=True,
+    ),
+    "3.2-3b": LlamaConfig(
+        layers=28,
+        dim=3072,
+        ffn_dim=8192,
+        heads=24,
+        kv_heads=8,
+        rope_scaling=_LLAMA32,
+        max_positions=131_072,
+        tie_embeddings=True,
+    ),
+    "3-8b": LlamaConfig(layers=32, dim=4096, ffn_dim=14_336, heads=32, kv_heads=8),
+    "3-70b": LlamaConfig(layers=80, dim=8192, ffn_dim=28_672, heads=64, kv_heads=8),
+    "3.1-8b": LlamaConfig(
+        layers=32,
+        dim=4096,
+        ffn_dim=14_336,
+        heads=32,
+        kv_heads=8,
+        rope_scaling=_LLAMA31,
+        max_positions=131_072,
+    ),
+    "3.1-70b": LlamaConfig(
+        layers=80,
+        dim=8192,
+        ffn_dim=28_672,
+        heads=64,
+        kv_heads=8,
+        rope_scaling=_LLAMA31,
+        max_positions=131_072,
+    ),
+    "3.1-405b": LlamaConfig(
+        layers=126,
+        dim=16_384,
+        ffn_dim=53_248,
+        heads=128,
+        kv_heads=8,
+        rope_scaling=_LLAMA31,
+        max_positions=131_072,
+    ),
+}
+"""Published shapes by version and size."""

@@ -1,0 +1,45 @@
+"""Where activations live: logical axis -> mesh axes, for the mesh at hand.
+
+batch    rows                      sequence   positions, inside attention
+stream   positions, between blocks: also over `tensor`, which shards norms and residuals ("sequence parallelism",
+         Korthikanti et al., 2022)
+heads, kv_heads, hidden, vocabulary   features, over `tensor`
+"""
+
+import math
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from scalejax.parallel.mesh import BATCH_AXES
+from scalejax.parallel.rules import LogicalAxes, Rules
+
+ACTIVATIONS = Rules(
+    axes=(
+        ("batch", BATCH_AXES),
+        ("sequence", ("context",)),
+        ("stream", ("context", "tensor")),
+        ("heads", ("tensor",)),
+        ("kv_heads", ("tensor",)),
+        ("hidden", ("tensor",)),
+        ("vocabulary", ("tensor",)),
+    )
+)
+
+
+def constrain(x: jax.Array, axes: LogicalAxes, rules: Rules = ACTIVATIONS) -> jax.Array:
+    """x, laid out by the names of its axes over the automatic axes of the ambient mesh; x itself where there is none.
+
+    A dimension that does not divide is left to the compiler.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    free = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    entries: list[tuple[str, ...] | None] = []
+    for name, size in zip(axes, x.shape, strict=True):
+        wanted = tuple(axis for axis in rules.mesh_axes(name) if axis in free)
+        divides = size % math.prod(mesh.shape[axis] for axis in wanted) == 0
+        entries.append(wanted if wanted and divides else None)
+    return jax.lax.with_sharding_constraint(x, P(*entries)) if any(entries) else x

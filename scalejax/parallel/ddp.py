@@ -1,0 +1,227 @@
+"""Data parallelism with gradient buckets (Li et al. 2020, arXiv 2006.15704), as an exchange of `parallel.blocks`.
+
+Every device holds all parameters. Gradients are laid end to end into buckets, and each bucket is summed over devices by
+one all-reduce: few large messages instead of many small ones, and several instead of one, so that the first can travel
+while later gradients are computed. Buckets are filled in the reverse of the order in which a model fetches its
+parameters, which is the order in which gradients become final.
+
+Where the sums stand decides what can overlap: `accumulate="communicate"` cuts the gradients of each block into buckets
+and sums them inside the backward pass, one layer while the next is computed; "local" cuts those of the whole tree after
+it (PyTorch's `no_sync` until the last part), and only blocks outside of a scan are final before the end.
+
+Also here: making replicas equal at the start, and finding out whether they still are.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from scalejax.errors import UserError
+from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Exchange, Layout, States, axes_of
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ddp:
+    """A strategy: whole parameters on every device, gradients summed in buckets. Always in the explicit form.
+
+    Attributes:
+      bucket_bytes: Most bytes of gradients in a bucket; a parameter beyond that has a bucket of its own.
+      accumulate: Sum the gradients of each part of a batch, inside its backward pass ("communicate"), or those of all
+        parts at once after it ("local").
+      param_dtype: Dtype in which parameters are given to the model; None = as they are.
+      reduce_dtype: Dtype in which gradients are summed over devices; None = param_dtype.
+      output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
+    """
+
+    bucket_bytes: int = 25 * MIB
+    accumulate: Accumulate = "communicate"
+    param_dtype: DTypeName | None = None
+    reduce_dtype: DTypeName | None = None
+    output_dtype: DTypeName | None = None
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 1:
+            raise UserError(f"Ddp: bucket_bytes must be at least 1; got {self.bucket_bytes}.")
+        if self.accumulate not in ("communicate", "local"):
+            raise UserError(f"Ddp: accumulate must be 'communicate' or 'local'; got {self.accumulate!r}.")
+
+    @property
+    def form(self) -> Literal["explicit"]:
+        """Buckets are collectives that a program states itself."""
+        return "explicit"
+
+    @property
+    def after_forward(self) -> Literal["keep"]:
+        """Nothing is gathered, so there is nothing to drop."""
+        return "keep"
+
+    @property
+    def replicate_below(self) -> int:
+        """Parameters of any size are whole."""
+        return 0
+
+    def axes(self, mesh: Any) -> tuple[str, ...]:
+        """The mesh axes over which parameters are sharded: none."""
+        del mesh
+        return ()
+
+    def exchange(self, layouts: Mapping[str, Layout], axes: tuple[str, ...]) -> Exchange:
+        """How parameters travel: they do not, and gradients go in buckets."""
+        del layouts
+        return Bucketed(
+            axes=axes,
+            bucket_bytes=self.bucket_bytes,
+            param_dtype=self.param_dtype,
+            reduce_dtype=self.reduce_dtype,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Bucketed:
+    """The exchange of `Ddp`; see there.
+
+    Attributes:
+      axes: The data axes of the mesh.
+    """
+
+    axes: tuple[str, ...]
+    bucket_bytes: int
+    param_dtype: Any = None
+    reduce_dtype: Any = None
+
+    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, Any]:
+        del state
+        return {path: p if self.param_dtype is None else p.astype(self.param_dtype) for path, p in shards.items()}, None
+
+    def reduce(self, gradients: Arrays, state: States, kept: Any) -> tuple[Arrays, States]:
+        del kept
+        if self.reduce_dtype is not None:
+            gradients = {path: g.astype(self.reduce_dtype) for path, g in gradients.items()}
+        if not self.axes:
+            return gradients, state
+        reduced = {}
+        for bucket in buckets(gradients, self.bucket_bytes):
+            flat = jnp.concatenate([gradients[path].ravel() for path in bucket])
+            parts = jnp.split(
+                jax.lax.psum(flat, self.axes), np.cumsum([gradients[path].size for path in bucket])[:-1].tolist()
+            )
+            reduced |= {path: part.reshape(gradients[path].shape) for path, part in zip(bucket, parts, strict=True)}
+        return reduced, state
+
+
+def buckets(arrays: Mapping[str, Any], bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
+    """Which arrays travel together: from the last to the first, in buckets of one dtype each.
+
+    Args:
+      arrays: Path -> anything with `size` and `dtype`.
+      bucket_bytes: Most bytes of a bucket with more than one array.
+
+    Returns:
+      Paths by bucket, in the order in which buckets are full; those that never are come last.
+    """
+    open_buckets: dict[Any, tuple[list[str], int]] = {}
+    closed: list[list[str]] = []
+    for path, array in reversed(list(arrays.items())):
+        size = array.size * array.dtype.itemsize
+        members, filled = open_buckets.pop(array.dtype, ([], 0))
+        if members and filled + size > bucket_bytes:
+            closed.append(members)
+            members, filled = [], 0
+        members.append(path)
+        if filled + size >= bucket_bytes:
+            closed.append(members)
+        else:
+            open_buckets[array.dtype] = (members, filled + size)
+    return tuple(tuple(members) for members in (*closed, *(members for members, _ in open_buckets.values())))
+
+
+def check_specs(specs: Mapping[str, P], mesh: Mesh) -> None:
+    """Refuses parameters that are not whole.
+
+    Raises:
+      UserError: names one, and the strategy that shards.
+    """
+    for path, spec in specs.items():
+        over = [axis for entry in spec for axis in axes_of(entry) if mesh.shape[axis] > 1]
+        if over:
+            raise UserError(
+                f"Ddp: {path!r} is sharded over {'+'.join(over)}, but buckets need whole parameters. Use "
+                "Fsdp(sharding='NO_SHARD', form='explicit') beside other axes, or a strategy that shards."
+            )
+
+
+def broadcast(tree: Any, mesh: Mesh) -> Any:
+    """Gives every device the values that the first device of the mesh holds, to the bit.
+
+    Args:
+      tree: Pytree of arrays that are whole on every device (P()), whatever each device, or each process, holds.
+      mesh: The devices; the first belongs to process 0.
+
+    Returns:
+      The same shapes and dtypes, equal on all devices.
+    """
+    axes = tuple(mesh.axis_names)
+
+    def first(x: jax.Array) -> jax.Array:
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(first(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+        if x.dtype == jnp.bool_:
+            return first(x.astype(jnp.uint8)) != 0
+        # As integers: a sum with zeros would turn -0.0 into 0.0.
+        bits = _bits(x)
+        mine = jnp.where(jax.lax.axis_index(axes) == 0, bits, jnp.zeros_like(bits))
+        return jax.lax.bitcast_convert_type(jax.lax.psum(mine, axes), x.dtype)
+
+    run = jax.shard_map(lambda tree: jax.tree.map(first, tree), mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.jit(run)(tree)
+
+
+def differing(params: Mapping[str, jax.Array], specs: Mapping[str, P], mesh: Mesh) -> dict[str, jax.Array]:
+    """Compares the copies of parameters by checksums of their bits; a few numbers travel, whatever the size.
+
+    A change of one element always changes its checksum; several changes cancel with a chance of 2**-32.
+
+    Args:
+      params: Path -> array.
+      specs: Path -> sharding. Copies are what differs along axes that it does not name.
+      mesh: The devices.
+
+    Returns:
+      Path -> bool[], whether some copies of that parameter differ. May be called under jit.
+    """
+    axes = tuple(mesh.axis_names)
+
+    def local(params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        found = {}
+        for path, p in params.items():
+            own = {axis for entry in specs[path] for axis in axes_of(entry)}
+            over = tuple(axis for axis in axes if axis not in own)
+            mine = checksum(p)
+            differs = jax.lax.pmax(mine, over) != jax.lax.pmin(mine, over) if over else jnp.zeros((), bool)
+            found[path] = jax.lax.pmax(differs.astype(jnp.int32), axes) > 0
+        return found
+
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=({path: specs[path] for path in params},), out_specs=P(), check_vma=False
+    )
+    return run(dict(params))
+
+
+def checksum(x: jax.Array) -> jax.Array:
+    """uint32: the sum of all 32-bit words of an array, each times an odd number of its own, modulo 2**32."""
+    words = _bits(x).ravel().astype(jnp.uint32)
+    odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
+    return (words * odd).sum(dtype=jnp.uint32)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """An array as unsigned integers of at most 32 bits; 64-bit numbers become pairs along a last axis."""
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * min(x.dtype.itemsize, 4)}"))

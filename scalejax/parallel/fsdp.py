@@ -1,0 +1,351 @@
+"""Fully sharded data parallelism (Zhao et al. 2023, arXiv 2304.11277) as named strategies.
+
+    NO_SHARD             whole parameters on every device                               gradients: all-reduce
+    SHARD_GRAD_OP        sharded over all data axes, gathered from forward to backward  gradients: reduce-scatter
+    FULL_SHARD           sharded over all data axes, gathered twice                     gradients: reduce-scatter
+    HYBRID_SHARD_ZERO2   as SHARD_GRAD_OP inside an index of `replica`                  reduce-scatter, then all-reduce
+    HYBRID_SHARD         as FULL_SHARD inside an index of `replica`                     reduce-scatter, then all-reduce
+
+What is sharded is the master parameter, its gradient and its optimizer state. Each parameter is cut along one of its
+dimensions, so that names, shapes, norms and optimizers stay those of one device; nothing is flattened. A unit of the
+paper is one layer of a scanned body, or what a model fetches at once outside of it.
+
+Two forms, see `Fsdp.form`: the compiler places the collectives, or `parallel.blocks` does.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalejax.errors import UserError
+from scalejax.parallel import blocks, ddp
+from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Loss
+from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.mesh import BATCH_AXES
+from scalejax.parallel.rules import LogicalAxes, Placement, Rules
+
+Sharding = Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+
+_SHARDED_OVER: dict[str, tuple[str, ...]] = {
+    "NO_SHARD": (),
+    "SHARD_GRAD_OP": BATCH_AXES,
+    "FULL_SHARD": BATCH_AXES,
+    "HYBRID_SHARD": tuple(axis for axis in BATCH_AXES if axis != "replica"),
+    "HYBRID_SHARD_ZERO2": tuple(axis for axis in BATCH_AXES if axis != "replica"),
+}
+_AFTER_FORWARD: dict[str, Literal["drop", "keep"]] = {
+    "NO_SHARD": "keep",
+    "SHARD_GRAD_OP": "keep",
+    "FULL_SHARD": "drop",
+    "HYBRID_SHARD": "drop",
+    "HYBRID_SHARD_ZERO2": "keep",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fsdp:
+    """A strategy.
+
+    Attributes:
+      sharding: Which, see the table above.
+      form: "implicit": shardings under jit, collectives placed by the compiler. "explicit": a shard_map over the data
+        axes with one exchange a block; every collective is stated, and so are dtypes in which they run.
+      param_dtype: Dtype in which parameters are gathered and given to the model; None = that of the master parameters.
+        The shard is cast before it travels.
+      reduce_dtype: Dtype in which gradients are summed over devices (explicit form); None = param_dtype.
+      output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
+      accumulate: With several parts: reduce the gradients of each ("communicate"), or their local sum once ("local",
+        explicit form; a whole gradient rests on each device).
+      replicate_below: Parameters with fewer elements (of one layer) are not sharded: latency would cost more than the
+        memory is worth.
+    """
+
+    sharding: Sharding = "FULL_SHARD"
+    form: Literal["implicit", "explicit"] = "implicit"
+    param_dtype: DTypeName | None = None
+    reduce_dtype: DTypeName | None = None
+    output_dtype: DTypeName | None = None
+    accumulate: Accumulate = "communicate"
+    replicate_below: int = 0
+
+    def __post_init__(self) -> None:
+        if self.sharding not in _SHARDED_OVER:
+            raise UserError(f"Fsdp: sharding must be one of {', '.join(_SHARDED_OVER)}; got {self.sharding!r}.")
+        if self.form not in ("implicit", "explicit"):
+            raise UserError(f"Fsdp: form must be 'implicit' or 'explicit'; got {self.form!r}.")
+        if self.accumulate not in ("communicate", "local"):
+            raise UserError(f"Fsdp: accumulate must be 'communicate' or 'local'; got {self.accumulate!r}.")
+        if self.form == "implicit" and self.accumulate == "local":
+            raise UserError(
+                "Fsdp: accumulate='local' needs form='explicit': under jit with shardings a gradient that is not yet "
+                "summed over devices cannot be said. Set form='explicit', or accumulate='communicate'."
+            )
+        if self.form == "implicit" and self.reduce_dtype is not None:
+            raise UserError(
+                f"Fsdp: reduce_dtype={self.reduce_dtype!r} needs form='explicit': in the implicit form the compiler "
+                "sums in the dtype of the matrix product. Set form='explicit', or leave reduce_dtype out."
+            )
+        if self.replicate_below < 0:
+            raise UserError(f"Fsdp: replicate_below must be at least 0; got {self.replicate_below}.")
+
+    @property
+    def after_forward(self) -> Literal["drop", "keep"]:
+        """Whether gathered parameters of a layer are dropped after its forward pass ("reshard after forward")."""
+        return _AFTER_FORWARD[self.sharding]
+
+    def axes(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+        """The mesh axes over which this strategy shards parameters; those of size 1 left out."""
+        return tuple(axis for axis in _SHARDED_OVER[self.sharding] if mesh.shape.get(axis, 1) > 1)
+
+    def exchange(self, layouts: Mapping[str, blocks.Layout], axes: tuple[str, ...]) -> blocks.Exchange:
+        """How parameters travel in the explicit form."""
+        return blocks.Plain(layouts=layouts, axes=axes, param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+
+
+Strategy = Fsdp | Ddp
+
+
+def place(
+    params: Mapping[str, tuple[LogicalAxes, tuple[int, ...]]],
+    strategy: Strategy,
+    *,
+    mesh: Mesh | AbstractMesh,
+    rules: Rules | None = None,
+) -> tuple[Placement, ...]:
+    """Where each master parameter lies.
+
+    The rules say which dimensions lie on the other axes (`tensor`). The axes of the strategy take one more dimension of
+    each parameter: the one that the rules give to `fsdp`, if it divides, else the largest that divides. The axis
+    "layers" of a scanned block is never taken, since a layer would then rest on one device.
+
+    Args:
+      params: Path -> (logical axes, shape).
+      strategy: The strategy.
+      mesh: The devices.
+      rules: Logical axis -> mesh axes; None = no axes but those of the strategy.
+
+    Returns:
+      One placement a parameter, with the reason where it stays whole on the data axes.
+    """
+    over = strategy.axes(mesh)
+    count = math.prod(mesh.shape[axis] for axis in over)
+    table = rules or Rules()
+    others = Rules(
+        axes=tuple((name, tuple(a for a in axes if a not in BATCH_AXES)) for name, axes in table.axes),
+    )
+    placed = []
+    for name, (logical_axes, shape) in params.items():
+        base = others.describe({name: (logical_axes, shape)}, mesh)[0]
+        entries: list[Any] = [*base.spec, *(None for _ in range(len(shape) - len(base.spec)))]
+        reason = base.reason
+        elements = math.prod(n for n, axis in zip(shape, logical_axes, strict=True) if axis != "layers")
+        free = [
+            dim
+            for dim, (size, axis) in enumerate(zip(shape, logical_axes, strict=True))
+            if axis != "layers" and entries[dim] is None and size % count == 0
+        ]
+        if over and elements < strategy.replicate_below:
+            reason = _join(reason, f"{elements} elements are fewer than replicate_below={strategy.replicate_below}")
+        elif over and not free:
+            stated = "x".join(f"{axis}={mesh.shape[axis]}" for axis in over)
+            reason = _join(reason, f"no free dimension of {shape} divides by {stated}")
+        elif over:
+            named = [dim for dim in free if "fsdp" in table.mesh_axes(logical_axes[dim])]
+            taken = named[0] if named else max(free, key=lambda dim: shape[dim])
+            entries[taken] = over if len(over) > 1 else next(iter(over))
+        while entries and entries[-1] is None:
+            entries.pop()
+        placed.append(Placement(name, shape, logical_axes, P(*entries), reason))
+    return tuple(placed)
+
+
+def gradients(
+    loss: Loss,
+    strategy: Strategy,
+    *,
+    mesh: Mesh,
+    specs: Mapping[str, P],
+    parts: int = 1,
+) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
+    """Gradients of a loss under a strategy; to be called under jit.
+
+    Args:
+      loss: (params, batch, key, gather) -> (sum, weight, aux): see `blocks.Loss`.
+      strategy: The strategy.
+      mesh: The devices.
+      specs: Path -> sharding of the master parameter, see `place`.
+      parts: Passes over equal cuts of the batch, their gradients added up.
+
+    Returns:
+      A function (params, batch, key=None, scale=1.0) -> (sum, weight, aux, gradients). params are {path: array} in the
+      shardings `specs`; arrays of the batch are [B, ...], sharded over the batch axes. sum, weight and aux are sums
+      over the global batch; gradients are those of scale times the sum, in dtype and sharding of the parameters.
+
+    Raises:
+      UserError: the parameters are not sharded as the strategy says, or, on call, the batch does not divide.
+    """
+    if parts < 1:
+        raise UserError(f"gradients: parts must be at least 1; got {parts}.")
+    if isinstance(strategy, Ddp):
+        ddp.check_specs(specs, mesh)
+    else:
+        _check_specs(strategy, mesh, specs)
+    if isinstance(strategy, Ddp) or strategy.form == "explicit":
+        run = _explicit_gradients(loss, strategy, mesh, specs, parts)
+    else:
+        run = _implicit_gradients(loss, strategy, mesh, specs, parts)
+
+    def checked(
+        params: Arrays, batch: Any, key: Any = None, scale: Any = 1.0
+    ) -> tuple[jax.Array, jax.Array, Any, Arrays]:
+        check_cut(batch, mesh, parts)
+        total, weight, aux, grads = run(params, batch, key, scale)
+        if strategy.output_dtype is not None:
+            aux = jax.tree.map(lambda x: _cast_floating(x, strategy.output_dtype), aux)
+        return total, weight, aux, grads
+
+    return checked
+
+
+def _explicit_gradients(
+    loss: Loss, strategy: Strategy, mesh: Mesh, specs: Mapping[str, P], parts: int
+) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
+    """One exchange a block."""
+    run = blocks.exchanged_gradients(
+        loss,
+        strategy.exchange,
+        mesh=mesh,
+        specs=specs,
+        parts=parts,
+        accumulate=strategy.accumulate,
+        after_forward=strategy.after_forward,
+    )
+    return lambda params, batch, key, scale: run(params, {}, batch, key, scale)[:4]
+
+
+def _implicit_gradients(
+    loss: Loss, strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P], parts: int
+) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
+    """Shardings and constraints: parameters of a block are asked for whole, their gradients in shards."""
+
+    def run(params: Arrays, batch: Any, key: Any, scale: Any) -> tuple[jax.Array, jax.Array, Any, Arrays]:
+        ndims = {path: p.ndim for path, p in params.items()}
+        constrained = functools.partial(_Constrained, mesh=mesh, specs=specs, ndims=ndims)
+        moving = blocks.Fetch(constrained(param_dtype=strategy.param_dtype), "drop", ("sharding_constraint",))
+        # Of all layers at once, before the loss; its blocks then find whole parameters, and only cut their gradients.
+        whole = blocks.Fetch(constrained(moves=False), "keep", ())
+
+        def one(params: Arrays, batch: Any, key: Any) -> tuple[jax.Array, jax.Array, Any, Arrays]:
+            def value(params: Arrays) -> tuple[jax.Array, Any]:
+                if strategy.after_forward == "keep":
+                    total, weight, aux = loss(moving(params), batch, key, whole)
+                else:
+                    total, weight, aux = loss(params, batch, key, moving)
+                return total, (weight, aux)
+
+            total, pull, (weight, aux) = jax.vjp(value, params, has_aux=True)
+            (grads,) = pull(jnp.asarray(scale).astype(total.dtype))
+            grads = {
+                path: jax.lax.with_sharding_constraint(g, NamedSharding(mesh, specs[path])) for path, g in grads.items()
+            }
+            return total, weight, aux, grads
+
+        if parts == 1:
+            return one(params, batch, key)
+        batch = jax.tree.map(lambda x: cut(x, mesh, parts), batch)
+        keys = None if key is None else jax.random.split(key, parts)
+
+        def step(sums: Any, part: Any) -> tuple[Any, None]:
+            return jax.tree.map(jnp.add, sums, one(params, *part)), None
+
+        first = jax.tree.map(lambda x: x[0], (batch, keys))
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, params, *first))
+        sums, _ = jax.lax.scan(step, zeros, (batch, keys))
+        return sums
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Constrained:
+    """The exchange of the implicit form: it only says what should lie where."""
+
+    mesh: Mesh
+    specs: Mapping[str, P]
+    ndims: Mapping[str, int]
+    param_dtype: Any = None
+    moves: bool = True
+
+    def gather(self, shards: Arrays, state: blocks.States) -> tuple[Arrays, Any]:
+        del state
+        if not self.moves:
+            return shards, None
+        whole = {}
+        for path, x in shards.items():
+            if self.param_dtype is not None:
+                x = self._constrain(path, x.astype(self.param_dtype), ())  # cast, then moved
+            whole[path] = self._constrain(path, x, BATCH_AXES)
+        return whole, None
+
+    def reduce(self, gradients: Arrays, state: blocks.States, kept: Any) -> tuple[Arrays, blocks.States]:
+        del kept
+        return {path: self._constrain(path, g, ()) for path, g in gradients.items()}, state
+
+    def _constrain(self, path: str, x: jax.Array, without: tuple[str, ...]) -> jax.Array:
+        entries = list(self.specs[path])[self.ndims[path] - x.ndim :]
+        kept = (tuple(a for a in blocks.axes_of(entry) if a not in without) or None for entry in entries)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*kept)))
+
+
+def check_cut(batch: Any, mesh: Mesh, parts: int) -> None:
+    """Refuses a batch that does not divide into parts of equal size on every device.
+
+    Raises:
+      UserError: names the sizes.
+    """
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+    for size in {x.shape[0] for x in jax.tree.leaves(batch)}:
+        if size % (shards * parts):
+            stated = ", ".join(f"{a}={mesh.shape[a]}" for a in BATCH_AXES if mesh.shape.get(a, 1) > 1) or "one device"
+            below, above = size // (shards * parts) * shards * parts, -(-size // (shards * parts)) * shards * parts
+            raise UserError(
+                f"gradients: a batch of {size} does not divide into {parts} parts on {shards} devices ({stated}). "
+                f"The nearest sizes that do: {f'{below} or {above}' if below else above}; or change parts or the mesh."
+            )
+
+
+def cut(x: jax.Array, mesh: Mesh, parts: int) -> jax.Array:
+    """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples."""
+    shards = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+    each = x.shape[0] // (shards * parts)
+    x = x.reshape(shards, parts, each, *x.shape[1:]).swapaxes(0, 1)
+    x = x.reshape(parts, shards * each, *x.shape[3:])
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, BATCH_AXES)))
+
+
+def _check_specs(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:
+    allowed = strategy.axes(mesh)
+    for path, spec in specs.items():
+        used = {a for entry in spec for a in blocks.axes_of(entry) if a in BATCH_AXES and mesh.shape[a] > 1}
+        if used and used != set(allowed):
+            said = "+".join(a for a in BATCH_AXES if a in used)
+            meant = "over " + "+".join(allowed) if allowed else "over no data axis"
+            raise UserError(
+                f"gradients: {path!r} is sharded over {said}, but {strategy.sharding} on this mesh shards {meant} or "
+                "leaves a parameter whole. Take the specs of `fsdp.place`, or name the strategy that fits them."
+            )
+
+
+def _cast_floating(x: jax.Array, dtype: Any) -> jax.Array:
+    return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _join(*reasons: str) -> str:
+    return "; ".join(reason for reason in reasons if reason)

@@ -1,0 +1,229 @@
+"""A run of a model without embedding tables: windows and evaluations of its mean loss."""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from scalejax.errors import UserError
+from scalejax.train import console as consoles
+from scalejax.train import dense, dense_metrics, summary
+from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.dense import DenseProgram
+from scalejax.train.dense_metrics import HostState
+from scalejax.train.experiment import DenseExperiment
+from scalejax.train.prefetch import Prefetch
+from scalejax.train.protocols import DataSet
+from scalejax.train.records import Records
+from scalejax.train.state import TrainState
+from scalejax.train.timing import peak_memory
+
+
+class DenseRun:
+    """Implements `runs.Run`."""
+
+    def __init__(self, program: DenseProgram, data: DataSet) -> None:
+        self.program, self.data, self.experiment = program, data, program.experiment
+        self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
+        self._records: Records | None = None
+
+    @classmethod
+    def bind(cls, experiment: DenseExperiment, data: DataSet, mesh: Mesh) -> "DenseRun":
+        """Binds an experiment to its data and a mesh.
+
+        Raises:
+          UserError: as `dense.build`.
+        """
+        return cls(dense.build(experiment, data.schema, mesh), data)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.program.mesh
+
+    @property
+    def in_flight(self) -> int:
+        return self.program.in_flight
+
+    @property
+    def records(self) -> Records:
+        assert self._records is not None, "attach() comes first"
+        return self._records
+
+    def identity(self) -> dict[str, str]:
+        """Model, optimizer and data; how the backward pass recomputes and what computes attention may differ."""
+        experiment = self.experiment
+        shapes = {name: (p.shape, str(p.dtype)) for name, p in self.program.model.params.items()}
+        digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
+        return {
+            "model": f"{type(experiment.model).__name__} {digest}",
+            "optimizer": type(experiment.optimizer).__name__,
+            "data": self.data.fingerprint(),
+        }
+
+    def begin(self) -> tuple[TrainState, HostState]:
+        return self.program.init(), HostState()
+
+    def restore(self, checkpoints: Checkpointer, step: int | None) -> tuple[TrainState, HostState]:
+        abstract = self.program.abstract_state()
+        stored, host = checkpoints.restore(step, to_stored(abstract))
+        optimizer = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), jax.tree.leaves(stored["optimizer"]))
+        return TrainState(**{**stored, "optimizer": optimizer, "tables": {}}), HostState.from_dict(host)
+
+    def attach(self, records: Records) -> None:
+        self._records = records
+
+    @contextlib.contextmanager
+    def feed(self, host: HostState, steps: int) -> Iterator["_Feed"]:
+        batches = self.data.train_batches(
+            start_example=host.examples, process_index=jax.process_index(), process_count=jax.process_count()
+        )
+        with Prefetch(batches, self._place) as prefetched:
+            yield _Feed(self.program, prefetched, jax.process_count())
+
+    def before_step(self, state: TrainState, host: HostState, step: int) -> HostState:
+        """Nothing is due."""
+        del state, step
+        return host
+
+    def log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:
+        """Writes the window that ends here; here and before a save training waits for the device."""
+        self._check(state, step)
+        state, sums = self.program.take_metrics(state)
+        with self.records.timer.phase("blocked"):
+            window = dense_metrics.to_host(sums)
+        host = host.with_window(window)
+        rate = float(np.asarray(self.learning_rate(step)))
+        values = window.values()
+        seen = {"examples_seen": host.examples, "weight_seen": host.weight, "learning_rate": rate}
+        self.records.events.window(step, seen | values)
+        timing = self._speed(self.records.timer.window())
+        self.records.events.timing(step, timing)
+        shown = consoles.progress_fields(
+            rate=f"{consoles.count(timing['tokens_per_s'])} tokens/s", loss=values["loss"], lr=rate
+        )
+        return state, host, shown
+
+    def evaluate(self, state: TrainState, step: int, split: str) -> dict[str, float]:
+        values = self._loss(state, split)
+        self.records.events.evaluation(step, split, values)
+        return values
+
+    def save(self, state: TrainState, host: HostState, step: int, scored: dict[str, float] | None) -> None:
+        self._check(state, step)
+        self.records.events.sync()
+        best = self.experiment.checkpoints.best_metric
+        if scored is not None and best not in scored:
+            raise UserError(
+                f"checkpoints.best_metric is {best!r}, but this model is scored by {', '.join(scored)}. Set "
+                "--set checkpoints.best_metric=loss."
+            )
+        kept = None if scored is None else {best: scored[best]}
+        self.records.checkpoints.save(step, to_stored(state), host.to_dict(), kept)
+
+    def close(self, state: TrainState, host: HostState) -> dict[str, Any]:
+        experiment, split, timer = self.experiment, self.experiment.final_split, self.records.timer
+        with timer.phase("evaluation"):
+            values = self._loss(state, split)
+        with timer.phase("checkpoint"):
+            # Before anything else is written: if the disk is full, the checkpoint is what the user must hear of.
+            self.records.checkpoints.wait()
+        self.records.events.evaluation(experiment.steps, split, values)
+        closing = {"steps": experiment.steps, "examples": host.examples, "weight": host.weight}
+        closing |= summary.of_evaluation(split, values)
+        return closing | self._speed(timer.summary()) | peak_memory(self.mesh.local_mesh.devices.flat)
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "dense_parameters": sum(math.prod(p.shape) for p in self.program.model.params.values()),
+            "flops_per_example": self.program.task.flops_per_example(),
+            "tokens_per_example": self.program.task.tokens_per_example(),
+        }
+
+    def score(self, state: TrainState, split: str) -> dict[str, Any]:
+        return summary.of_evaluation(split, self._loss(state, split))
+
+    def _loss(self, state: TrainState, split: str) -> dict[str, float]:
+        """Mean loss of one pass over a split; sums of batches are added in float64, in file order."""
+        batches = self.data.eval_batches(split, process_index=jax.process_index(), process_count=jax.process_count())
+        found: list[tuple[jax.Array, jax.Array]] = []
+        with Prefetch(batches, self._place) as prefetched:
+            for _, batch in prefetched:
+                found.append(self.program.eval_step(state, batch))
+                # Without a bound a long split would queue on the device; virtual devices must not queue at all.
+                if len(found) >= self.program.in_flight:
+                    found[-self.program.in_flight][0].block_until_ready()
+        sums = np.array([[float(x) for x in pair] for pair in jax.device_get(found)])
+        total, weight = sums.sum(0)
+        if not np.isfinite(total):
+            raise UserError(
+                f"The loss of split {split!r} is not finite at step {int(state.step)}: these parameters are of no use. "
+                "Take an earlier checkpoint (--step), or train again with a lower learning rate."
+            )
+        mean = total / weight
+        return {"loss": mean, "perplexity": float(np.exp(mean)), "weight": weight}
+
+    def _place(self, batch: Any) -> dict[str, jax.Array]:
+        """This process's slice of a global batch on its devices."""
+        sharding = self.program.batch_sharding()
+        size = len(batch) * jax.process_count()
+        return {
+            field.name: jax.make_array_from_process_local_data(
+                sharding, getattr(batch, field.name), (size, *getattr(batch, field.name).shape[1:])
+            )
+            for field in dataclasses.fields(batch)
+        }
+
+    def _speed(self, timing: dict[str, float]) -> dict[str, float]:
+        """With tokens, and FLOPs of the model (nothing recomputed) a second on each device."""
+        task, devices, rate = self.program.task, self.mesh.size, timing["samples_per_s"]
+        return timing | {
+            "tokens_per_s": rate * task.tokens_per_example(),
+            "tokens_per_s_per_device": rate * task.tokens_per_example() / devices,
+            "tflops_per_s_per_device": rate * task.flops_per_example() / devices / 1e12,
+        }
+
+    def _check(self, state: TrainState, step: int) -> None:
+        """Nothing that is not finite is ever logged or saved."""
+        with self.records.timer.phase("blocked"):
+            nonfinite = int(np.asarray(state.metrics.nonfinite))
+        if nonfinite:
+            raise UserError(
+                f"The loss or the gradient of {nonfinite} steps was not finite in the steps up to {step}. Nothing was "
+                "saved after the last checkpoint. Lower the learning rate, --set optimizer.learning_rate.peak=..., and "
+                "start again from it."
+            )
+
+
+class _Feed:
+    """Takes batches and dispatches steps on them."""
+
+    def __init__(self, program: DenseProgram, batches: Iterator[Any], processes: int) -> None:
+        self._program, self._batches, self._processes = program, batches, processes
+        self._batch: Any = None
+
+    def take(self) -> int:
+        host, self._batch = next(self._batches)
+        return len(host) * self._processes
+
+    def step(self, state: TrainState) -> tuple[TrainState, jax.Array]:
+        return self._program.train_step(state, self._batch)
+
+    def drain(self) -> None:
+        """Nothing is computed ahead."""
+
+
+def to_stored(state: TrainState) -> dict[str, Any]:
+    """The state as named arrays that know no mesh."""
+    return {
+        "step": state.step,
+        "params": state.params,
+        "optimizer": state.optimizer,
+        "metrics": state.metrics,
+        "key": state.key,
+    }

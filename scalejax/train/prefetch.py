@@ -1,0 +1,55 @@
+"""A thread that prepares batches ahead of the step that takes them."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class Prefetch:
+    """Iterates over (host batch, device batch) pairs that a thread prepares ahead; use as a context manager.
+
+    An exception of the thread (a bad id, a corrupt file) is raised by `__next__` at the batch where it happened.
+
+    Args:
+      batches: Host batches.
+      place: Puts one on the devices.
+      depth: Batches ready at one time.
+    """
+
+    def __init__(self, batches: Iterator[Any], place: Callable[[Any], Any], *, depth: int = 2) -> None:
+        self._ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._fill, args=(batches, place), name="prefetch", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Prefetch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        while self._thread.is_alive():  # a blocked put must find room to see the stop
+            try:
+                self._ready.get(timeout=0.05)
+            except queue.Empty:
+                continue
+        self._thread.join()
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return self
+
+    def __next__(self) -> tuple[Any, Any]:
+        item = self._ready.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def _fill(self, batches: Iterator[Any], place: Callable[[Any], Any]) -> None:
+        try:
+            for batch in batches:
+                if self._stop.is_set():
+                    return
+                self._ready.put((batch, place(batch)))
+            self._ready.put(StopIteration())
+        except BaseException as error:  # handed over to the consumer, which raises it
+            self._ready.put(error)

@@ -1,0 +1,352 @@
+"""Attention: the reference against loops in NumPy, every implementation and its gradients against the reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scalejax.kernels.flash_attention import api, blocks, flash_attention, flash_attention_gradients
+from scalejax.kernels.flash_attention.cases import CASES, Case
+from scalejax.kernels.flash_attention.reference import sum_dtype
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+
+def by_loops(q, k, v, *, mask, window=None, segment_ids=None, kv_segment_ids=None, query_offset=None,
+             query_positions=None, key_positions=None, scale=None):  # fmt: skip
+    """out and lse in float64, one query at a time, from the definition."""
+    batch, queries, heads, width = q.shape
+    keys, kv_heads = k.shape[1:3]
+    scale = width**-0.5 if scale is None else scale
+    kv_segment_ids = segment_ids if kv_segment_ids is None else kv_segment_ids
+    out, lse = np.zeros(q.shape), np.full((batch, heads, queries), -np.inf)
+    for b in range(batch):
+        offset = 0 if query_offset is None else np.broadcast_to(query_offset, (batch,))[b]
+        for i in range(queries):
+            position = offset + i if query_positions is None else query_positions[b, i]
+            seen = []
+            for j in range(keys):
+                at = j if key_positions is None else key_positions[b, j]
+                if mask == "causal" and at > position:
+                    continue
+                if window is not None and position - at >= window:
+                    continue
+                if segment_ids is not None and segment_ids[b, i] != kv_segment_ids[b, j]:
+                    continue
+                seen.append(j)
+            if not seen:
+                continue
+            for h in range(heads):
+                scores = scale * k[b, seen, h // (heads // kv_heads)] @ q[b, i, h]
+                weights = np.exp(scores - scores.max())
+                out[b, i, h] = weights @ v[b, seen, h // (heads // kv_heads)] / weights.sum()
+                lse[b, h, i] = np.log(weights.sum()) + scores.max()
+    return out, lse
+
+
+def arrays(case, dtype):
+    masks = {n: jnp.asarray(m) if isinstance(m, np.ndarray) else m for n, m in case.masks().items()}
+    return tuple(jnp.asarray(x, dtype) for x in case.operands()), masks
+
+
+def value_and_pull(implementation, operands, masks, d_out, d_lse, **more):
+    """(out, lse), (d_q, d_k, d_v) of one program."""
+    traced = {n: m for n, m in masks.items() if isinstance(m, jax.Array)}
+    fixed = {n: m for n, m in masks.items() if n not in traced}
+
+    @jax.jit
+    def run(q, k, v, traced, d_out, d_lse):
+        def call(q, k, v):
+            return flash_attention(q, k, v, **traced, **fixed, implementation=implementation, **more)
+
+        value, pull = jax.vjp(call, q, k, v)
+        return value, pull((d_out, d_lse))
+
+    return run(*operands, traced, d_out, d_lse)
+
+
+def cotangents(case, dtype):
+    random = np.random.default_rng(3)
+    d_out = random.normal(size=(case.batch, case.queries, case.heads, case.width))
+    d_lse = random.normal(size=(case.batch, case.heads, case.queries))
+    return jnp.asarray(d_out, dtype), jnp.asarray(d_lse, sum_dtype(dtype))
+
+
+@functools.cache
+def of_reference(case):
+    """float64 results of the reference, as NumPy arrays."""
+    with jax.enable_x64(True):
+        operands, masks = arrays(case, jnp.float64)
+        value, grads = value_and_pull("reference", operands, masks, *cotangents(case, jnp.float64))
+        return jax.tree.map(np.asarray, (value, grads))
+
+
+def assert_matches_reference(implementation, case, dtype=jnp.float32, rtol=2e-5, **more):
+    """Differences are judged by the largest number of each result: float32 sums of a few hundred terms."""
+    operands, masks = arrays(case, dtype)
+    (out, lse), grads = value_and_pull(implementation, operands, masks, *cotangents(case, dtype), **more)
+    (wanted_out, wanted_lse), wanted_grads = of_reference(case)
+    assert out.dtype == dtype
+    assert lse.dtype == sum_dtype(dtype)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(wanted_lse))
+    finite = np.isfinite(wanted_lse)
+    for got, wanted in zip(
+        (out, np.where(finite, lse, 0), *grads), (wanted_out, np.where(finite, wanted_lse, 0), *wanted_grads),
+        strict=True,
+    ):  # fmt: skip
+        assert got.shape == wanted.shape
+        np.testing.assert_allclose(
+            np.asarray(got, np.float64), wanted, rtol=0, atol=rtol * max(1e-30, np.abs(wanted).max())
+        )
+    unseen = np.isneginf(wanted_lse)  # B H S
+    assert not np.swapaxes(np.asarray(out, np.float64), 1, 2)[unseen].any()
+    assert not np.swapaxes(np.asarray(grads[0], np.float64), 1, 2)[unseen].any()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_equals_loops_in_float64(name, x64):
+    case = CASES[name]
+    operands, masks = arrays(case, jnp.float64)
+    out, lse = flash_attention(*operands, **masks, implementation="reference")
+    wanted_out, wanted_lse = by_loops(*case.operands(), **case.masks())
+    np.testing.assert_allclose(out, wanted_out, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["all at once", "queries before the keys"])
+def test_gradients_of_the_reference_equal_finite_differences_of_the_loops(name):
+    case = Case(batch=2, queries=5, keys=7, heads=2, width=3, offset=(2, -3), window=4, documents=2)
+    if name == "queries before the keys":
+        case = Case(queries=4, keys=3, heads=2, width=3, offset=-2)
+    (_, _), grads = of_reference(case)
+    with jax.enable_x64(True):
+        d_out, d_lse = (np.asarray(x) for x in cotangents(case, jnp.float64))
+
+    def total(*operands):
+        out, lse = by_loops(*operands, **case.masks())
+        return (out * d_out).sum() + (np.where(np.isfinite(lse), lse, 0) * d_lse).sum()
+
+    for number, grad in enumerate(grads):
+        random = np.random.default_rng(number)
+        direction = random.normal(size=grad.shape)
+        lower, upper = ([*case.operands()] for _ in range(2))
+        lower[number] = lower[number] - 1e-5 * direction
+        upper[number] = upper[number] + 1e-5 * direction
+        np.testing.assert_allclose((grad * direction).sum(), (total(*upper) - total(*lower)) / 2e-5, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_chunks_of_xla_equal_the_reference_with_gradients(name):
+    assert_matches_reference("xla", CASES[name])
+
+
+@pytest.mark.parametrize("name", ["no multiples of a block", "all at once", "queries before the keys"])
+def test_small_chunks_equal_the_reference_to_float64(name, monkeypatch, x64):
+    """Chunks so small that every loop turns several times, in float64, where nothing hides in rounding."""
+    monkeypatch.setattr(blocks, "XLA", blocks.XlaChunks(queries=16, keys=24, scores=3 * 16 * 24))
+    jax.clear_caches()  # sizes of blocks are no arguments
+    assert_matches_reference("xla", CASES[name], jnp.float64, rtol=1e-12)
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_operands_are_summed_in_float32(dtype):
+    case = CASES["all at once"]
+    operands, masks = arrays(case, dtype)
+    out, lse = flash_attention(*operands, **masks, implementation="xla")
+    wanted_out, wanted_lse = by_loops(*(np.asarray(x, np.float64) for x in operands), **case.masks())
+    assert (out.dtype, lse.dtype) == (dtype, jnp.float32)
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-4, atol=1e-4)  # products of halves are exact in float32
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted_out, atol=3 * float(jnp.finfo(dtype).eps))
+
+
+random_cases = st.builds(
+    Case,
+    batch=st.integers(1, 2),
+    queries=st.integers(1, 40),
+    keys=st.integers(1, 50),
+    heads=st.sampled_from([4, 8]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    width=st.sampled_from([8, 12]),
+    mask=st.sampled_from(["causal", "full"]),
+    window=st.none() | st.integers(1, 30),
+    offset=st.integers(-20, 40),
+    documents=st.integers(0, 3),
+    permuted=st.sampled_from(["no", "queries", "both"]),
+)
+
+
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(case=random_cases)
+def test_any_mask_and_shape_equals_the_loops(case):
+    operands, masks = arrays(case, jnp.float32)
+    out, lse = flash_attention(*operands, **masks, implementation="xla")
+    wanted_out, wanted_lse = by_loops(*case.operands(), **case.masks())
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, wanted_out, rtol=1e-5, atol=1e-5)
+
+
+def test_a_cotangent_of_lse_alone_and_of_out_alone():
+    case = CASES["documents"]
+    operands, masks = arrays(case, jnp.float32)
+    for pick in (0, 1):
+
+        def loss(operands, name, pick=pick):
+            return jnp.sin(flash_attention(*operands, **masks, implementation=name)[pick]).sum()
+
+        grads, wanted = (jax.grad(loss)(operands, name) for name in ("xla", "reference"))
+        for one, two in zip(grads, wanted, strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_the_keys_merge_to_the_whole_with_gradients():
+    """What a ring over keys does: results merged by their lse, through jax's own derivative of the merge."""
+    case = Case(batch=2, queries=48, keys=96, offset=48, heads=4, kv_heads=2, width=16)
+    (q, k, v), _ = arrays(case, jnp.float32)
+
+    def whole(q, k, v):
+        return flash_attention(q, k, v, query_offset=48, implementation="reference")[0]
+
+    def merged(q, k, v):
+        outs, lses = zip(
+            *(
+                flash_attention(q, k[:, at : at + 32], v[:, at : at + 32], query_offset=48 - at, implementation="xla")
+                for at in (0, 32, 64)  # some queries see nothing of the last part
+            ),
+            strict=True,
+        )
+        shares = jax.nn.softmax(jnp.stack(lses), axis=0)  # parts B H S
+        return (jnp.stack(outs) * jnp.swapaxes(shares, 2, 3)[..., None]).sum(axis=0)
+
+    value, pull = jax.vjp(merged, q, k, v)
+    wanted, wanted_pull = jax.vjp(whole, q, k, v)
+    np.testing.assert_allclose(value, wanted, atol=1e-5)
+    cotangent = jnp.sin(wanted * 9)
+    for one, two in zip(pull(cotangent), wanted_pull(cotangent), strict=True):
+        np.testing.assert_allclose(one, two, atol=2e-5)
+
+
+def test_gradients_from_a_result_of_all_keys_add_up_over_parts_of_them():
+    case = Case(batch=2, queries=48, heads=4, kv_heads=2, width=16)
+    (q, k, v), _ = arrays(case, jnp.float32)
+    (out, lse), pull = jax.vjp(lambda *x: flash_attention(*x, implementation="reference"), q, k, v)
+    d_out, d_lse = jnp.sin(9 * out), jnp.cos(lse)
+    parts = [
+        flash_attention_gradients(
+            q, k[:, part], v[:, part], out, lse, d_out, d_lse, query_offset=-part.start, implementation="xla"
+        )
+        for part in (slice(0, 20), slice(20, 48))
+    ]
+    d_q, d_k, d_v = pull((d_out, d_lse))
+    np.testing.assert_allclose(sum(p[0] for p in parts), d_q, atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate([p[1] for p in parts], axis=1), d_k, atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate([p[2] for p in parts], axis=1), d_v, atol=1e-5)
+
+
+def _temporary_bytes(length, *, gradient):
+    def call(q, k, v):
+        return flash_attention(q, k, v, implementation="xla")[0]
+
+    def with_gradient(q, k, v, d_out):
+        return jax.vjp(call, q, k, v)[1](d_out)
+
+    q = jax.ShapeDtypeStruct((1, length, 4, 32), jnp.float32)
+    args = (q, q, q, q) if gradient else (q, q, q)
+    compiled = jax.jit(with_gradient if gradient else call).trace(*args).lower().compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_temporary_memory_grows_with_the_length_and_not_with_its_square(gradient):
+    shorter, longer = (_temporary_bytes(n, gradient=gradient) for n in (16384, 32768))
+    assert longer < 2.1 * shorter
+    assert longer < 4 * 32768**2 * 4 / 100  # the scores of all heads, in bytes
+
+
+def test_a_policy_that_saves_the_named_results_runs_the_forward_pass_once():
+    def loss(q, k, v):
+        out, lse = flash_attention(jnp.sin(q), k, v, implementation="xla")
+        return out.sum() + lse.sum()
+
+    operands, _ = arrays(CASES["causal"], jnp.float32)
+
+    def loops(policy):
+        return str(jax.make_jaxpr(jax.grad(jax.checkpoint(loss, policy=policy)))(*operands)).count("while[")
+
+    saved = loops(jax.checkpoint_policies.save_only_these_names(api.OUT_NAME, api.LSE_NAME))
+    assert saved < loops(jax.checkpoint_policies.nothing_saveable)
+
+
+def test_nothing_to_see_gives_zeros_and_minus_infinity():
+    q = jnp.ones((2, 3, 4, 8))
+    out, lse = flash_attention(q, jnp.ones((2, 0, 2, 8)), jnp.ones((2, 0, 2, 8)), mask="full")
+    assert not out.any()
+    assert np.isneginf(lse).all()
+    assert flash_attention(q[:, :0], q, q)[0].shape == (2, 0, 4, 8)
+
+
+def test_a_scale_is_used_as_given():
+    (q, k, v), _ = arrays(CASES["causal"], jnp.float32)
+    given, _ = flash_attention(q, k, v, scale=0.3)
+    wanted, _ = flash_attention(q * (0.3 * q.shape[-1] ** 0.5), k, v)
+    np.testing.assert_allclose(given, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_every_row_of_a_batch_and_every_group_of_heads_is_on_its_own(implementation):
+    """What a shard of the batch and of the heads computes is what it would be in the whole."""
+    case = CASES["all at once"]
+    (q, k, v), masks = arrays(case, jnp.float32)
+    out, lse = flash_attention(q, k, v, **masks, implementation=implementation)
+    row = {n: m[1:] if isinstance(m, jax.Array) else m for n, m in masks.items()}
+    part, part_lse = flash_attention(q[1:, :, 3:], k[1:, :, 1:], v[1:, :, 1:], **row, implementation=implementation)
+    np.testing.assert_allclose(part, out[1:, :, 3:], atol=1e-6)
+    np.testing.assert_allclose(part_lse, lse[1:, 3:], atol=1e-6)
+
+
+_Q, _K = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 12, 2, 16))
+_IDS = jnp.ones((2, 8), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": _Q[0]}, "q must have shape"),
+        ({"v": _K[:, :3]}, "v must have the shape of k"),
+        ({"k": _K[:1], "v": _K[:1]}, "rows and the head dim"),
+        ({"k": jnp.ones((2, 12, 3, 16)), "v": jnp.ones((2, 12, 3, 16))}, "got 3 for 4"),
+        ({"q": jnp.ones((2, 8, 4, 16), jnp.int32)}, "q must be float32"),
+        ({"k": _K.astype(jnp.bfloat16)}, "k must have the dtype of q"),
+        ({"mask": "banded"}, "'banded'"),
+        ({"window": 0}, "window must be an int >= 1"),
+        ({"window": 2.5}, "window must be an int >= 1"),
+        ({"window": True}, "window must be an int >= 1"),
+        ({"scale": float("nan")}, "scale must be a finite number"),
+        ({"kv_segment_ids": jnp.ones((2, 12), jnp.int32)}, "without segment_ids"),
+        ({"segment_ids": _IDS}, "S = 8, T = 12"),
+        ({"segment_ids": _IDS, "kv_segment_ids": _IDS}, r"kv_segment_ids must be integers of shape \(2, 12\)"),
+        ({"segment_ids": jnp.ones((2, 8)), "kv_segment_ids": _IDS}, "segment_ids must be integers"),
+        ({"query_offset": 1.5}, "query_offset must be an int"),
+        ({"query_offset": jnp.ones(3, jnp.int32)}, r"\(B,\) = \(2,\)"),
+        ({"query_positions": _IDS, "query_offset": 3}, "exclude each other"),
+        ({"query_positions": _IDS[:1]}, "query_positions must be integers"),
+        ({"key_positions": _IDS}, "key_positions must be integers"),
+        ({"implementation": "fast"}, "'fast'"),
+    ],
+)
+def test_rejects_what_it_cannot_mean(change, message):
+    args = {"q": _Q, "k": _K, "v": _K, **change}
+    with pytest.raises(ValueError, match=message):
+        flash_attention(args.pop("q"), args.pop("k"), args.pop("v"), **args)
+
+
+def test_results_of_other_shapes_are_rejected():
+    out, lse = flash_attention(_Q, _K, _K)
+    with pytest.raises(ValueError, match="lse must have the shape"):
+        flash_attention_gradients(_Q, _K, _K, out, lse[:, :2], out)
+    with pytest.raises(NotImplementedError, match="differentiated by jax"):
+        flash_attention_gradients(_Q, _K, _K, out, lse, out, implementation="reference")

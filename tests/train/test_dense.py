@@ -1,0 +1,186 @@
+"""Training without embedding tables: the mean over the global batch, clipping, windows, evaluation, resuming."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import small_language_run as small
+
+from scalejax import optim
+from scalejax.errors import UserError
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import dense, loop
+from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.dense_run import DenseRun
+from scalejax.train.experiment import Precision
+from scalejax.train.run_folder import read_lines
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return small.write(tmp_path_factory.mktemp("texts") / "documents")
+
+
+@pytest.fixture(scope="module")
+def whole(texts, tmp_path_factory):
+    """A run from its beginning to its end."""
+    folder = tmp_path_factory.mktemp("run")
+    return folder, loop.train(small.experiment(texts), workdir=folder)
+
+
+def program_of(experiment, devices=1):
+    data = experiment.data.build()
+    mesh = make_mesh(MeshShape(fsdp=devices), jax.devices()[:devices])
+    return dense.build(experiment, data.schema, mesh), data
+
+
+def batch_of(experiment, data, program):
+    return DenseRun(program, data)._place(next(data.train_batches(start_example=0)))
+
+
+def test_a_step_is_the_optimizer_on_the_gradient_of_the_mean_over_all_targets(texts, x64):
+    experiment = small.experiment(texts, clip=None, precision=Precision(params="float64"))
+    program, data = program_of(experiment)
+    state, batch = program.init(), batch_of(experiment, data, program_of(experiment)[0])
+
+    def mean(params):
+        model = program.model.put_together(params)
+        logits = model(batch["tokens"], batch["positions"], batch["segment_ids"])
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)[..., 0]
+        return (nats * batch["weights"]).sum() / batch["weights"].sum()
+
+    want, grads = jax.jit(jax.value_and_grad(mean))(state.params)
+    updates, _ = program.transformation.update(grads, state.optimizer, state.params)
+    updated = optax.apply_updates(state.params, updates)
+    after, loss = program.train_step(state, batch)
+    np.testing.assert_allclose(loss, want, rtol=1e-12)
+    for name, value in after.params.items():
+        np.testing.assert_allclose(value, updated[name], rtol=1e-9, atol=1e-12, err_msg=name)
+    np.testing.assert_allclose(after.metrics.grad_norm.value, optax.tree.norm(grads), rtol=1e-10)
+
+
+def test_the_gradient_is_scaled_down_to_the_norm_that_it_may_have(texts, x64):
+    sgd = optim.Sgd(learning_rate=optim.Constant(value=1.0))
+    changes = {"optimizer": sgd, "precision": Precision(params="float64")}
+    moved = []
+    for clip in (None, 0.1):
+        program, data = program_of(small.experiment(texts, clip=clip, **changes))
+        state = program.init()
+        before = jax.tree.map(np.asarray, state.params)
+        after, _ = program.train_step(state, batch_of(program.experiment, data, program))
+        moved.append({name: np.asarray(value) - before[name] for name, value in after.params.items()})
+        assert int(after.metrics.clipped) == (clip is not None)
+    norm = np.sqrt(sum((step**2).sum() for step in moved[0].values()))
+    assert norm > 0.1
+    for name, step in moved[1].items():
+        np.testing.assert_allclose(step, moved[0][name] * (0.1 / norm), rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize(("devices", "microbatch"), [(8, None), (1, 2), (4, 1)])
+def test_devices_and_parts_change_nothing_but_the_order_of_sums(texts, x64, devices, microbatch):
+    found = []
+    for n, most in ((1, None), (devices, microbatch)):
+        experiment = small.experiment(texts, microbatch=most, precision=Precision(params="float64"))
+        program, data = program_of(experiment, n)
+        state, losses = program.init(), []
+        batches = data.train_batches(start_example=0)
+        for _ in range(3):
+            state, loss = program.train_step(state, DenseRun(program, data)._place(next(batches)))
+            losses.append(float(loss))
+        found.append((losses, jax.tree.map(np.asarray, state.params)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-12)
+    for name, value in found[1][1].items():
+        np.testing.assert_allclose(value, found[0][1][name], rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_parameters_begin_equal_to_the_bit_on_any_mesh(texts):
+    one, eight = (program_of(small.experiment(texts), n)[0].init() for n in (1, 8))
+    for name, value in eight.params.items():
+        assert (np.asarray(value) == np.asarray(one.params[name])).all(), name
+
+
+def test_windows_and_evaluations_hold_the_mean_loss(whole, texts):
+    folder, summary = whole
+    lines = read_lines(folder / "metrics.jsonl")
+    windows = [line for line in lines if line["kind"] == "window"]
+    assert [line["step"] for line in windows] == [4, 8, 12]
+    assert windows[-1]["examples_seen"] == 12 * 8
+    assert windows[0]["loss"] > windows[-1]["loss"] > 0
+    assert windows[-1]["weight_seen"] == sum(line["weight"] for line in windows)
+    assert summary["val_perplexity"] == pytest.approx(np.exp(summary["val_loss"]))
+    assert json.loads((folder / "summary.json").read_text())["val_loss"] == summary["val_loss"]
+    again = loop.evaluate(small.experiment(texts), workdir=folder, split="validation")
+    assert again["val_loss"] == summary["val_loss"]
+
+
+def test_a_validation_loss_is_the_mean_over_the_targets_of_the_split(whole, texts):
+    folder, summary = whole
+    experiment = small.experiment(texts)
+    program, data = program_of(experiment)
+    run = DenseRun(program, data)
+    with Checkpointer(folder / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
+        state, host = run.restore(checkpoints, None)
+    assert host.examples == 12 * 8
+    total = weight = 0.0
+    model = program.model.put_together(state.params)
+    for batch in data.eval_batches("validation"):
+        logits = np.asarray(model(batch.tokens, batch.positions, batch.segment_ids), np.float64)
+        logits -= logits.max(-1, keepdims=True)
+        nats = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, batch.targets[..., None], -1)[..., 0]
+        total, weight = total + (nats * batch.weights).sum(), weight + batch.weights.sum()
+    assert summary["val_weight"] == weight
+    assert summary["val_loss"] == pytest.approx(total / weight, rel=1e-5)  # float32 model
+
+
+def test_a_run_in_parts_equals_one_in_one_piece_to_the_bit(whole, texts, tmp_path):
+    experiment = small.experiment(texts)
+    loop.train(dataclasses.replace(experiment, steps=4), workdir=tmp_path)
+    loop.train(experiment, workdir=tmp_path, resume="must")
+    states = []
+    for folder in (whole[0], tmp_path):
+        program, data = program_of(experiment)
+        run = DenseRun(program, data)
+        with Checkpointer(folder / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
+            states.append(run.restore(checkpoints, 12)[0])
+    for a, b in zip(jax.tree.leaves(states[0]), jax.tree.leaves(states[1]), strict=True):
+        if not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            assert (np.asarray(a) == np.asarray(b)).all()
+    windows = [[r for r in read_lines(f / "metrics.jsonl") if r["step"] > 4] for f in (whole[0], tmp_path)]
+    assert windows[0] == windows[1]
+
+
+def test_a_checkpoint_goes_on_upon_another_mesh(whole, texts):
+    experiment = small.experiment(texts)
+    found = []
+    for devices in (1, 8):
+        program, data = program_of(experiment, devices)
+        run = DenseRun(program, data)
+        with Checkpointer(whole[0] / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
+            state, _ = run.restore(checkpoints, 8)
+        found.append(float(program.train_step(state, batch_of(experiment, data, program))[1]))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(texts, tmp_path):
+    wild = optim.Sgd(learning_rate=optim.Constant(value=1e30))
+    with pytest.raises(UserError, match="was not finite in the steps up to 4"):
+        loop.train(small.experiment(texts, optimizer=wild, clip=None), workdir=tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+def test_mistakes_are_named(texts):
+    experiment = small.experiment(texts)
+    longer = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, length=128))
+    with pytest.raises(UserError, match=r"data.length is 128 positions, but the model is meant for at most 64"):
+        dense.build(longer, longer.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
+    fewer = dataclasses.replace(experiment, model=dataclasses.replace(small.MODEL, vocabulary=100))
+    with pytest.raises(UserError, match=r"model.vocabulary is 100, but the tokenizer of the data has"):
+        dense.build(fewer, fewer.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
+    with pytest.raises(UserError, match="batch_size 8 does not divide over the batch axes"):
+        dense.build(experiment, experiment.data.schema(), make_mesh(MeshShape(fsdp=3), jax.devices()[:3]))
+    with pytest.raises(ValueError, match="clip must be above 0"):
+        small.experiment(texts, clip=0.0)
