@@ -57,9 +57,7 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, S, E] -> queries [B, S, H, D], keys and values [B, S, K, D], the first two rotated."""
         q, k, v = (
-            nn.constrain(
-                jnp.einsum("bse,ehd->bshd", x, p[...].astype(self.compute_dtype)), ("batch", "sequence", heads, None)
-            )
+            nn.constrain(nn.project(x, p[...].astype(self.compute_dtype)), ("batch", "sequence", heads, None))
             for p, heads in ((self.query, "heads"), (self.key, "kv_heads"), (self.value, "kv_heads"))
         )
         return rope.rotate(q, *turns), rope.rotate(k, *turns), v
@@ -91,7 +89,7 @@ class Attention(nnx.Module):
 
     def combine(self, mixed: jax.Array) -> jax.Array:
         """[B, S, H, D] -> [B, S, E]."""
-        return jnp.einsum("bshd,hde->bse", mixed, self.out[...].astype(self.compute_dtype))
+        return nn.project(mixed, self.out[...].astype(self.compute_dtype), contract=2)
 
 
 class GatedMlp(nnx.Module):
@@ -107,8 +105,8 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
         gate, up, down = (p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down))
-        hidden = jax.nn.silu(jnp.einsum("bse,ef->bsf", x, gate)) * jnp.einsum("bse,ef->bsf", x, up)
-        return jnp.einsum("bsf,fe->bse", nn.constrain(hidden, ("batch", "sequence", "hidden")), down)
+        hidden = jax.nn.silu(nn.project(x, gate)) * nn.project(x, up)
+        return nn.project(nn.constrain(hidden, ("batch", "sequence", "hidden")), down)
 
 
 class Block(nnx.Module):
