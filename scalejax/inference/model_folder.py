@@ -18,7 +18,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -63,7 +63,9 @@ class LanguageModel:
       tokens: Its special tokens.
       source: Its parameters.
       tokenizer: Its tokenizer; None = the folder has none that is known here.
+      begins: What comes before a text: the token "bos" of the tokenizer, if it has one, or "nothing".
       files: Files beside the parameters that go with it.
+      made: Files that go with it and are written anew, as {name: content}.
       shards: Files that hold the parameters.
       remarks: What a user should know of how it was read.
     """
@@ -74,7 +76,9 @@ class LanguageModel:
     tokens: SpecialTokens
     source: Source
     tokenizer: TokenizerConfig | None
+    begins: Literal["bos", "nothing"] = "bos"
     files: tuple[pathlib.Path, ...]
+    made: Mapping[str, str] = dataclasses.field(default_factory=dict)
     shards: tuple[pathlib.Path, ...]
     remarks: tuple[str, ...] = ()
 
@@ -191,6 +195,8 @@ def convert(
         safetensors.write_folder(folder, plan, produce, shard_bytes=shard_bytes, wrote=wrote)
         for file in model.files:
             shutil.copyfile(file, folder / file.name)
+        for name, text in model.made.items():
+            (folder / name).write_text(text, encoding="utf-8")
         named_dtype = str(model.dtype if dtype is None else dtype)
         if to == "model":
             content = model_json(config, model.tokens)

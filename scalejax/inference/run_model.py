@@ -1,15 +1,18 @@
 """The language model of a run folder, as its checkpoints hold it."""
 
 import dataclasses
+import json
 import pathlib
 
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text import TextData
+from scalejax.data.tokenizer import Bytes, ByteTokenizer
 from scalejax.errors import UserError
-from scalejax.inference.model_folder import LanguageModel
+from scalejax.inference.model_folder import COPIED, LanguageModel
 from scalejax.models.llm import mapping
 from scalejax.models.llm.llama3 import LlamaConfig, huggingface
 from scalejax.models.llm.llama3.huggingface import SpecialTokens
@@ -94,6 +97,8 @@ def open_run(run_folder: pathlib.Path, experiment: AnyExperiment, step: int | No
         if found != wanted:
             raise UserError(f"checkpoint {folder}: {path} has shape {found}; the run's recipe says {wanted}.")
     manifests.check_files(folder, manifest.files)
+    # Documents begin as the data says: that is part of what the model has learnt.
+    begins = "bos" if data.marks in ("begin", "both") else "nothing"
     return LanguageModel(
         path=run_folder,
         kind="run",
@@ -101,7 +106,9 @@ def open_run(run_folder: pathlib.Path, experiment: AnyExperiment, step: int | No
         tokens=SpecialTokens(bos=tokenizer.bos, eos=tuple(tokenizer.stop_ids), pad=tokenizer.pad),
         source=CheckpointSource(folder / "arrays", entries, manifest),
         tokenizer=data.tokenizer,
+        begins=begins,
         files=_tokenizer_files(data),
+        made=_byte_tokenizer(begins) if isinstance(data.tokenizer, ByteTokenizer) else {},
         shards=(folder,),
         remarks=(f"step {step} of the run",),
     )
@@ -119,11 +126,42 @@ def _existing(folder: pathlib.Path, step: int | None) -> int:
 
 
 def _tokenizer_files(data: TextData) -> tuple[pathlib.Path, ...]:
-    from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
-    from scalejax.inference.model_folder import COPIED
-
     if not isinstance(data.tokenizer, HuggingFaceTokenizer):
         return ()
     path = pathlib.Path(data.tokenizer.path)
     folder = path if path.is_dir() else path.parent
     return tuple(folder / name for name in COPIED if (folder / name).is_file())
+
+
+def _byte_tokenizer(begins: str) -> dict[str, str]:
+    """The tokenizer of bytes as the files of a byte-level BPE without merges, which other libraries read."""
+    specials = [
+        {"id": i, "content": name, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+        for name, i in Bytes.special_ids.items()
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [token | {"special": True} for token in specials],
+        "normalizer": None,
+        "pre_tokenizer": level,
+        "post_processor": None,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": {c: byte for byte, c in enumerate(_byte_characters())}, "merges": []},
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
+    if begins == "bos":
+        config["bos_token"] = "<|bos|>"
+    return {
+        "tokenizer.json": json.dumps(tokenizer, indent=1, ensure_ascii=False) + "\n",
+        "tokenizer_config.json": json.dumps(config, indent=1) + "\n",
+    }
+
+
+def _byte_characters() -> list[str]:
+    """The printable character that stands for each byte in byte-level vocabularies (those of GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
