@@ -15,15 +15,15 @@ import numpy as np
 V, E, F, L = 16, 8, 32, 3
 
 
-def axes():
+def axes(layers=L, dim=E, hidden=F):
     """Path -> (logical axes, shape)."""
     return {
-        "embed/weight": (("vocabulary", "embed"), (V, E)),
-        "layers/norm/scale": (("layers", "norm"), (L, E)),
-        "layers/mlp/up": (("layers", "embed", "hidden"), (L, E, F)),
-        "layers/mlp/down": (("layers", "hidden", "embed"), (L, F, E)),
-        "final_norm/scale": (("norm",), (E,)),
-        "head/weight": (("embed", "vocabulary"), (E, V)),
+        "embed/weight": (("vocabulary", "embed"), (V, dim)),
+        "layers/norm/scale": (("layers", "norm"), (layers, dim)),
+        "layers/mlp/up": (("layers", "embed", "hidden"), (layers, dim, hidden)),
+        "layers/mlp/down": (("layers", "hidden", "embed"), (layers, hidden, dim)),
+        "final_norm/scale": (("norm",), (dim,)),
+        "head/weight": (("embed", "vocabulary"), (dim, V)),
     }
 
 

@@ -304,6 +304,27 @@ class _Constrained:
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*kept)))
 
 
+def sharded_init(init: Callable[..., Arrays], *, mesh: Mesh, specs: Mapping[str, P]) -> Any:
+    """A jitted `init` whose parameters are born sharded: no device ever holds more than what it keeps.
+
+    Every device computes the random numbers of its own shard, so that the result does not depend on the mesh.
+
+    Args:
+      init: (key, ...) -> {path: array}.
+      mesh: The devices.
+      specs: Path -> sharding.
+
+    Raises:
+      UserError: jax is set up so that random numbers depend on the sharding.
+    """
+    if not jax.config.jax_threefry_partitionable:
+        raise UserError(
+            "sharded_init: jax_threefry_partitionable is off, so that each device would compute all random numbers. "
+            "Leave it at its default, True."
+        )
+    return jax.jit(init, out_shardings={path: NamedSharding(mesh, spec) for path, spec in specs.items()})
+
+
 def check_cut(batch: Any, mesh: Mesh, parts: int) -> None:
     """Refuses a batch that does not divide into parts of equal size on every device.
 
