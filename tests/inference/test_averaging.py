@@ -1,5 +1,7 @@
 """The mean of the checkpoints of a run."""
 
+import pathlib
+
 import numpy as np
 import pytest
 import small_language_run as small
@@ -30,6 +32,13 @@ def test_the_average_is_the_mean_of_the_last_checkpoints(run, path, layer):
     index = (slice(1, 3), slice(0, 2))
     np.testing.assert_array_equal(averaged.source.read(path, layer, index), want[index])
     assert averaged.remarks == ("mean of steps 2, 3 of the run",)
+
+
+def test_a_run_opens_by_a_path_from_here(run, monkeypatch):
+    folder, experiment = run
+    monkeypatch.chdir(folder.parent)
+    opened = run_model.open_run(pathlib.Path(folder.name), experiment)
+    assert np.isfinite(opened.source.read("embed/weight", None)).all()
 
 
 def test_too_few_checkpoints_are_refused(run):
