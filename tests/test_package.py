@@ -22,6 +22,7 @@ ALLOWED = {
     "nn": {"numerics", "kernels", "parallel"},
     "models": {"numerics", "kernels", "parallel", "nn", "data"},
     "train": {"parallel", "data", "optim"},
+    "inference": {"numerics", "kernels", "parallel", "nn", "models", "data", "train"},
     "plan": {"parallel", "data", "optim", "train"},
     "configs": {"parallel", "data", "optim", "nn", "models", "train"},
 }
