@@ -26,16 +26,12 @@ def _experiment(**fields):
     return DenseExperiment(**given)
 
 
-def _schema(experiment):
-    return dataclasses.replace(experiment.data.schema(), vocabulary=256)
-
-
 @pytest.mark.parametrize("strategy", [Fsdp(), Fsdp(sharding="NO_SHARD"), Fsdp(sharding="HYBRID_SHARD"), Ddp()])
 def test_state_at_rest_is_what_a_run_keeps(strategy):
     mesh = make_mesh(MeshShape(replica=2, fsdp=2, tensor=2))
     experiment = _experiment(strategy=strategy)
     found = estimate.needed_bytes(experiment, mesh)
-    program = dense.build(experiment, _schema(experiment), mesh)
+    program = dense.build(experiment, experiment.data.schema(), mesh)
     kept = memory.arguments_by_kind(program.abstract_state(), program.abstract_batch())
     assert found["parameters"] == pytest.approx(kept["parameters"], rel=0.01)
     assert found["optimizer state"] == pytest.approx(kept["optimizer state"], rel=0.01)  # besides two counters

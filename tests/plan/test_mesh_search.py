@@ -28,9 +28,10 @@ class Rows:
 
     batch_size: int
     length: int
+    vocabulary: int = 256
 
     def schema(self):
-        return TokenSchema(vocabulary=128_256, length=self.length)
+        return TokenSchema(vocabulary=self.vocabulary, length=self.length)
 
     def build(self):
         raise NotImplementedError
