@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import jaxlib
+import jaxlib.version
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
@@ -72,8 +72,8 @@ def check(devices: Any = None) -> None:
     problem = _problem(device)
     if problem:
         raise UserError(
-            f"offload: jaxlib {jaxlib.__version__} on {device.device_kind} {problem}, so nothing may be offloaded. "
-            "Use offload='none', or another jaxlib."
+            f"offload: jaxlib {jaxlib.version.__version__} on {device.device_kind} {problem}, so nothing may be "
+            "offloaded. Use offload='none', or another jaxlib."
         )
 
 
