@@ -5,7 +5,7 @@ A corpus is a folder in the user's cache folder:
   tokens     uint16 or uint32 [N], the documents one after another, marks included
   offsets    int64 [D + 1], where each document begins
   hashes     uint64 [D], of each document's text: what splits go by
-  about.json what it was made of, sizes and a digest of the contents
+  about      what it was made of, sizes and a digest of the contents
 
 Its name is a hash of the files (path, size and times of change), the tokenizer and the marks, so a changed file makes
 another corpus. It is written beside its place and renamed, so what has the name is whole. Nothing is pickled.
@@ -34,7 +34,7 @@ from scalejax.errors import UserError
 Marks = Literal["none", "begin", "end", "both"]
 Progress = Callable[[int, int], None]
 
-_FORMAT = 1
+_FORMAT = 2
 # Encoded at once: tokenizers that use threads need many texts, and none of this is large beside a model.
 _BATCH_CHARACTERS = 4_000_000
 _BATCH_BLOCKS = 1024
@@ -116,7 +116,7 @@ def open_corpus(path: pathlib.Path) -> Corpus:
       UserError: it is damaged.
     """
     try:
-        about = json.loads((path / "about.json").read_text())
+        about = json.loads((path / "about").read_text())
         tokens = map_array(path / "tokens", about["dtype"], about["tokens"])
         offsets = map_array(path / "offsets", "int64", about["documents"] + 1)
         hashes = map_array(path / "hashes", "uint64", about["documents"])
@@ -240,7 +240,7 @@ def _write(
         "digest": writer.digest(),
         "tokenizer": tokenizer.fingerprint(),
     }
-    (path / "about.json").write_text(json.dumps(about, indent=1))
+    (path / "about").write_text(json.dumps(about, indent=1))
 
 
 class _Writer:

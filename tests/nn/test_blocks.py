@@ -65,6 +65,36 @@ def test_layer_norm_keeps_float32_statistics_for_bfloat16_input(strict_promotion
     np.testing.assert_allclose(np.asarray(y, np.float64), exact, rtol=2**-8, atol=1e-4)  # one rounding to bfloat16
 
 
+def test_rms_norm_equals_numpy_in_value_and_gradient(x64):
+    norm, rng = nn.RMSNorm((7,), eps=1e-3, **F64), np.random.default_rng(0)
+    x, scale = rng.normal(3.0, 5.0, size=(2, 4, 7)), rng.normal(size=7)
+    norm.scale[...] = jnp.asarray(scale)
+
+    def oracle(x):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-3) * scale
+
+    np.testing.assert_allclose(norm(jnp.asarray(x)), oracle(x), rtol=1e-12)
+    weight, step = rng.normal(size=x.shape), rng.normal(size=x.shape)
+    gradient = jax.grad(lambda x: (norm(x) * weight).sum())(jnp.asarray(x))
+    numeric = ((oracle(x + 1e-6 * step) - oracle(x - 1e-6 * step)) * weight).sum() / 2e-6
+    np.testing.assert_allclose((gradient * step).sum(), numeric, rtol=1e-7)  # central difference: 1e-12 / 1e-6 and h^2
+
+
+def test_rms_norm_rounds_to_bfloat16_before_it_multiplies(strict_promotion):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 128)).astype(jnp.bfloat16)
+    scale = rng.uniform(0.5, 1.5, 128).astype(jnp.bfloat16)
+    y = np.asarray(nn.rms_norm(jnp.asarray(x), jnp.asarray(scale), 1e-5, jnp.bfloat16))
+    wide = x.astype(np.float64)
+    normal = wide / np.sqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
+    rounded = normal.astype(jnp.bfloat16).astype(np.float64)
+    first = (rounded * scale.astype(np.float64)).astype(jnp.bfloat16)
+    last = (normal * scale.astype(np.float64)).astype(jnp.bfloat16)
+    assert y.dtype == jnp.bfloat16
+    assert (y != first).mean() < 1e-3  # where float32 statistics round to another bfloat16
+    assert (y != last).mean() > 0.1  # the other order is another function
+
+
 @pytest.mark.parametrize("rate", [0.1, 0.5])
 @pytest.mark.parametrize("width", [64, 65])
 def test_dropout_keeps_the_mean_and_scales_the_survivors(rate, width):

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from scalejax.data.tokens import TokenSchema
 from scalejax.errors import UserError
+from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.models.llm.llama3.rope import RopeScaling
 from scalejax.nn.layers import Remat
 
@@ -50,8 +51,8 @@ class LlamaConfig:
     tie_embeddings: bool = False
     init_scale: float = 0.02
     remat: Remat = "full"
-    attention: str | None = None
-    loss_positions: int = 1024
+    attention: Implementation | None = None
+    loss_positions: int = 512
 
     def __post_init__(self) -> None:
         for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions"):

@@ -57,9 +57,7 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, S, E] -> queries [B, S, H, D], keys and values [B, S, K, D], the first two rotated."""
         q, k, v = (
-            nn.constrain(
-                jnp.einsum("bse,ehd->bshd", x, p[...].astype(self.compute_dtype)), ("batch", "sequence", heads, None)
-            )
+            nn.constrain(nn.project(x, p[...].astype(self.compute_dtype)), ("batch", "sequence", heads, None))
             for p, heads in ((self.query, "heads"), (self.key, "kv_heads"), (self.value, "kv_heads"))
         )
         return rope.rotate(q, *turns), rope.rotate(k, *turns), v
@@ -91,7 +89,7 @@ class Attention(nnx.Module):
 
     def combine(self, mixed: jax.Array) -> jax.Array:
         """[B, S, H, D] -> [B, S, E]."""
-        return jnp.einsum("bshd,hde->bse", mixed, self.out[...].astype(self.compute_dtype))
+        return nn.project(mixed, self.out[...].astype(self.compute_dtype), contract=2)
 
 
 class GatedMlp(nnx.Module):
@@ -107,8 +105,8 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
         gate, up, down = (p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down))
-        hidden = jax.nn.silu(jnp.einsum("bse,ef->bsf", x, gate)) * jnp.einsum("bse,ef->bsf", x, up)
-        return jnp.einsum("bsf,fe->bse", nn.constrain(hidden, ("batch", "sequence", "hidden")), down)
+        hidden = jax.nn.silu(nn.project(x, gate)) * nn.project(x, up)
+        return nn.project(nn.constrain(hidden, ("batch", "sequence", "hidden")), down)
 
 
 class Block(nnx.Module):
@@ -213,11 +211,11 @@ class Llama(nnx.Module):
 
         Args:
           tokens: int32[B, S]; of row b the first counts[b] are read. There must be room for all S in the cache.
-          counts: int32[B] in [1, S].
+          counts: int32[B] in [0, S].
           cache: What was read before.
 
         Returns:
-          Logits after the last token read of each row, wide[B, V], and the cache.
+          Logits after the last token read of each row, wide[B, V] (of no meaning where none is), and the cache.
         """
         offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         turns = self._turns(cache.lengths[:, None] + offsets[None, :])
@@ -227,7 +225,7 @@ class Llama(nnx.Module):
             return layer.extend(x, turns, cached, cache.lengths)
 
         x, (keys, values) = scan_layers(self.layers, body, x, (cache.keys, cache.values))
-        last = jnp.take_along_axis(x, (counts - 1)[:, None, None], axis=1)  # B S E -> B 1 E
+        last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # B S E -> B 1 E
         head = self.embed.weight[...].T if self.head is None else self.head.weight[...]
         return self._logits(self.final_norm(last), head)[:, 0], Cache(keys, values, cache.lengths + counts)
 

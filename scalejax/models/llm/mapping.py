@@ -1,0 +1,224 @@
+"""Parameters of ours as tensors of a checkpoint: a table with a line a tensor, read in both directions.
+
+    Entry("layers/attention/query", "model.layers.{layer}.self_attn.q_proj.weight", "(H D) E -> E H D")
+
+says that layer l of the stacked parameter is the tensor of that name, whose first dimension is split in heads, and
+whose axes are put in another order. Sizes of the letters belong to a config. Because of the table a slice of a
+parameter is a slice of a tensor, and a device reads no more than it holds.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from scalejax.errors import UserError
+from scalejax.models.llm import safetensors
+from scalejax.models.llm.safetensors import Tensor
+
+LAYER = "{layer}"
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One parameter.
+
+    Attributes:
+      path: Our path.
+      name: The name of the tensor, with `{layer}` in it where there is one for each layer of a stacked parameter.
+      axes: Its axes and ours, "(H D) E -> E H D"; axes in brackets are one dimension of the tensor.
+    """
+
+    path: str
+    name: str
+    axes: str
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the parameter has a leading axis of layers."""
+        return LAYER in self.name
+
+    def theirs(self) -> list[list[str]]:
+        """Dimensions of the tensor, each a list of axes."""
+        left = self.axes.split(" -> ")[0].replace("(", "( ").replace(")", " )").split()
+        dims: list[list[str]] = []
+        inside = False
+        for word in left:
+            if word == "(":
+                dims.append([])
+            elif word != ")":
+                if inside:
+                    dims[-1].append(word)
+                else:
+                    dims.append([word])
+            inside = word == "(" or (inside and word != ")")
+        return dims
+
+    def ours(self) -> list[str]:
+        """Axes of the parameter, without that of layers."""
+        return self.axes.split(" -> ")[1].split()
+
+    def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.theirs())
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Shape of one layer of the parameter."""
+        return tuple(sizes[axis] for axis in self.ours())
+
+    def from_tensor(self, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+        """The tensor, or the slice of it whose axes have these sizes, as one layer of the parameter (a view)."""
+        flat = [axis for dim in self.theirs() for axis in dim]
+        return array.reshape([sizes[axis] for axis in flat]).transpose([flat.index(axis) for axis in self.ours()])
+
+    def to_tensor(self, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+        """The inverse of `from_tensor`, contiguous."""
+        flat, ours = [axis for dim in self.theirs() for axis in dim], self.ours()
+        return _contiguous(array.transpose([ours.index(axis) for axis in flat])).reshape(self.tensor_shape(sizes))
+
+
+class Source(Protocol):
+    """Where parameters come from."""
+
+    def dtype(self, path: str) -> np.dtype:
+        """Dtype as stored."""
+        ...
+
+    def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
+        """A slice of a parameter, of one layer of it where it is stacked (`layer`), contiguous.
+
+        Raises:
+          UserError: it cannot be read, or holds NaN or infinity.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSource:
+    """Parameters that lie in safetensors files, by a table.
+
+    Attributes:
+      entries: The table.
+      sizes: Sizes of its axes.
+      tensors: The files' tensors by name, see `check`.
+    """
+
+    entries: Mapping[str, Entry]
+    sizes: Mapping[str, int]
+    tensors: Mapping[str, Tensor]
+
+    def dtype(self, path: str) -> np.dtype:
+        """Dtype as stored."""
+        return self.tensors[self.entries[path].name.replace(LAYER, "0")].dtype
+
+    def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
+        """See `Source`."""
+        entry = self.entries[path]
+        tensor = self.tensors[entry.name.replace(LAYER, str(layer))]
+        ours = entry.ours()
+        whole = {axis: range(self.sizes[axis]) for axis in ours}
+        wanted = dict(whole)
+        if index is not None:
+            wanted = {a: whole[a][part] for a, part in zip(ours, index, strict=True)}
+        # Of axes that share a dimension the first can be cut in the file, the others in memory.
+        cut, read = [], dict(whole)
+        for first, *rest in entry.theirs():
+            inner = math.prod(self.sizes[axis] for axis in rest)
+            read[first] = wanted[first]
+            cut.append(slice(wanted[first].start * inner, wanted[first].stop * inner))
+        array = entry.from_tensor(tensor.read(tuple(cut)), {axis: len(span) for axis, span in read.items()})
+        array = array[
+            tuple(slice(wanted[a].start, wanted[a].stop) if read[a] != wanted[a] else slice(None) for a in ours)
+        ]
+        check_finite(array, f"{tensor.file}: tensor {tensor.name}")
+        return _contiguous(array)
+
+
+def check(
+    entries: Iterable[Entry], sizes: Mapping[str, int], layers: int, tensors: Mapping[str, Tensor], where: str
+) -> None:
+    """Compares the tensors of a checkpoint with those that a table wants.
+
+    Raises:
+      UserError: one is missing, is there beside them, or has another shape or a dtype that is no float.
+    """
+    wanted: dict[str, tuple[int, ...]] = {}
+    for entry in entries:
+        for layer in range(layers) if entry.stacked else (0,):
+            wanted[entry.name.replace(LAYER, str(layer))] = entry.tensor_shape(sizes)
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise UserError(
+            f"{where}: lacks {_some(missing)}, which its config asks for. The folder is incomplete, or config.json is "
+            "that of another model."
+        )
+    extra = sorted(name for name in tensors if name not in wanted)
+    if extra:
+        hint = " Biases are not part of this architecture." if any(name.endswith(".bias") for name in extra) else ""
+        raise UserError(
+            f"{where}: also holds {_some(extra)}, which its config does not account for.{hint} A model that is only "
+            "partly understood is not converted: check config.json."
+        )
+    for name, shape in wanted.items():
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            raise UserError(
+                f"{tensor.file}: tensor {name} has shape {list(tensor.shape)}, but by the config it should be "
+                f"{list(shape)}. The file and config.json belong to different models."
+            )
+        if tensor.kind not in safetensors.DTYPES:
+            raise UserError(
+                f"{tensor.file}: tensor {name} has dtype {tensor.kind}; weights can be "
+                f"{', '.join(safetensors.DTYPES)}. Get the model unquantised."
+            )
+    kinds = {tensors[name].kind for name in wanted}
+    for entry in entries:
+        own = {tensors[entry.name.replace(LAYER, str(i))].kind for i in range(layers)} if entry.stacked else set()
+        if len(own) > 1:
+            raise UserError(
+                f"{where}: the layers of {entry.name} have different dtypes, {_some(sorted(own))}, and become "
+                f"one array. Rewrite the model in one of {_some(sorted(kinds))}."
+            )
+
+
+def check_finite(array: np.ndarray, what: str) -> None:
+    """Refuses NaN and infinity.
+
+    Raises:
+      UserError: says how many there are, and in what.
+    """
+    if array.dtype.itemsize == 2 and array.dtype.kind != "f":
+        bits = array.view(np.uint16) & np.uint16(0x7F80)  # the exponent of bfloat16, twice as fast as its own isfinite
+        bad = bits == np.uint16(0x7F80)
+    else:
+        bad = ~np.isfinite(array)
+    if bad.any():
+        raise UserError(
+            f"{what} holds {int(bad.sum()):,} values that are NaN or infinite. The file is damaged, or its training "
+            "diverged: get it anew, or take an earlier checkpoint."
+        )
+
+
+def _contiguous(array: np.ndarray, tile: int = 512) -> np.ndarray:
+    """The array in memory order; where it is a transposed matrix tile by tile, which is 2.5 times as fast."""
+    if array.flags.c_contiguous:
+        return array
+    for split in range(1, array.ndim):
+        turned = array.transpose(*range(split, array.ndim), *range(split))
+        if turned.flags.c_contiguous:
+            out = np.empty(array.shape, array.dtype)
+            rows = out.reshape(math.prod(array.shape[:split]), -1)
+            columns = turned.reshape(rows.shape[::-1])
+            for i in range(0, rows.shape[0], tile):
+                for j in range(0, rows.shape[1], tile):
+                    rows[i : i + tile, j : j + tile] = columns[j : j + tile, i : i + tile].T
+            return out
+    return np.ascontiguousarray(array)
+
+
+def _some(names: list[str], shown: int = 3) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return ", ".join(names[:shown]) + more
