@@ -7,7 +7,7 @@ import typer
 import typer.core
 
 import scalejax
-from scalejax.cli import bench, doctor, eval, plan, recipes, report, shard, train
+from scalejax.cli import bench, convert, doctor, eval, generate, plan, recipes, report, shard, train
 from scalejax.errors import UserError
 
 
@@ -41,6 +41,8 @@ app = typer.Typer(
 app.command("recipes")(recipes.recipes)
 app.command("train")(train.train)
 app.command("eval")(eval.evaluate)
+app.command("generate")(generate.generate)
+app.command("convert")(convert.convert)
 app.command("report")(report.report)
 app.command("plan")(plan.plan)
 app.command("shard")(shard.shard)

@@ -100,6 +100,29 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
+def batch_shards(mesh: Mesh) -> int:
+    """Devices over which the examples of a batch are spread."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+
+
+def cut(x: jax.Array, mesh: Mesh, parts: int) -> jax.Array:
+    """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples, so that nothing moves."""
+    shards = batch_shards(mesh)
+    each = x.shape[0] // (shards * parts)  # not -1: there may be nothing in a row
+    x = x.reshape(shards, parts, each, *x.shape[1:]).swapaxes(0, 1)
+    x = x.reshape(parts, shards * each, *x.shape[3:])
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, BATCH_AXES)))
+
+
+def join(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """The inverse of `cut`."""
+    parts, shards = x.shape[0], batch_shards(mesh)
+    each = x.shape[1] // shards
+    x = x.reshape(parts, shards, each, *x.shape[2:]).swapaxes(0, 1)
+    x = x.reshape(shards * parts * each, *x.shape[3:])
+    return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
+
+
 def everywhere(mesh: Mesh) -> NamedSharding:
     """Dimension 0 over all axes: how lookups see examples, and how tables lie."""
     return NamedSharding(mesh, P(tuple(mesh.axis_names)))

@@ -78,7 +78,8 @@ class Training:
       parts: Parts of a batch whose gradients add up before an update; under `stage` they fill the pipeline.
       stream: Layout of norms and residuals under `tensor`: "sharded" cuts positions, "whole" computes them on every
         device of the axis.
-      compute_bytes: Of a parameter or activation in products and gathers.
+      compute_bytes: Of a parameter or activation in products.
+      gather_bytes: Of a parameter on its way to a device.
       reduce_bytes: Of a gradient on its way.
       parameter_bytes: Of a master parameter at rest.
       gradient_bytes: Of a gradient at rest.
@@ -99,6 +100,7 @@ class Training:
     parts: int = 1
     stream: Literal["sharded", "whole"] = "sharded"
     compute_bytes: int = 2
+    gather_bytes: int = 2
     reduce_bytes: int = 2
     parameter_bytes: int = 4
     gradient_bytes: int = 4
@@ -373,9 +375,9 @@ class _Cut:
     def layer_bytes(self) -> int:
         """Of one layer at the peak of its backward pass, and of the gathered parameters."""
         t, d, tensor = self.training, self.decoder, self.sizes["tensor"]
-        gathered = 2 * self.layer * t.compute_bytes + self.layer * t.reduce_bytes
+        gathered = 2 * self.layer * t.gather_bytes + self.layer * t.reduce_bytes
         if t.reshard == "keep":
-            gathered += (self.layers - 2) * self.layer * t.compute_bytes
+            gathered += max(self.layers - 2, 0) * self.layer * t.gather_bytes
         widths = self.widths()
         stream, hidden = widths["input"], widths["gate_up"] // 2
         # The input of both halves and of their norms and the gradient that came in; queries, keys, values and what
@@ -450,8 +452,8 @@ def _moved(cut: _Cut) -> list[Moved]:
 
     again = 2 if t.reshard == "after_forward" else 1
     if shards:
-        add("layers", "all-gather", shards, cut.layer * t.compute_bytes, again * cut.layers * parts)
-        add("embedding and head", "all-gather", shards, cut.ends * t.compute_bytes, again * parts)
+        add("layers", "all-gather", shards, cut.layer * t.gather_bytes, again * cut.layers * parts)
+        add("embedding and head", "all-gather", shards, cut.ends * t.gather_bytes, again * parts)
         add("gradients of layers", "reduce-scatter", shards, cut.layer * t.reduce_bytes, cut.layers * parts)
         add("gradients of embedding and head", "reduce-scatter", shards, cut.ends * t.reduce_bytes, parts)
     if copies:

@@ -31,20 +31,22 @@ class ArrayStore:
     def write(self, folder: pathlib.Path, arrays: dict[str, jax.Array]) -> None:
         """Begins to write; returns when the arrays are copied to the host and may be donated."""
         numbers = {name: _as_numbers(leaf) for name, leaf in arrays.items() if leaf.size}  # orbax refuses empty ones
-        self._checkpointer.save(folder, args=ocp.args.PyTreeSave(numbers))
+        self._checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(numbers))
 
     def wait(self) -> None:
         """Returns when the write is complete on every process; raises its error."""
         self._checkpointer.wait_until_finished()
 
     def read(self, folder: pathlib.Path, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Reads arrays into the shardings of `targets`, whose shapes and dtypes are those that were written."""
+        """Reads arrays, of all that were written, into the shardings of `targets`; shapes and dtypes are unchanged."""
         numbers = {name: _as_abstract_numbers(name, leaf) for name, leaf in targets.items() if leaf.size}
         arguments = {
             name: ocp.ArrayRestoreArgs(sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype)
             for name, leaf in numbers.items()
         }
-        arrays = self._checkpointer.restore(folder, args=ocp.args.PyTreeRestore(item=numbers, restore_args=arguments))
+        arrays = self._checkpointer.restore(
+            folder.absolute(), args=ocp.args.PyTreeRestore(item=numbers, restore_args=arguments, partial_restore=True)
+        )
         return {name: _as_target(arrays.get(name), leaf) for name, leaf in targets.items()}
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel import fsdp
+from scalejax.parallel import fsdp, gradient_scaling
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.rules import Placement
 from scalejax.train import dense_metrics
@@ -160,11 +160,11 @@ class DenseProgram:
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             total, weight, _, grads = gradients(state.params, batch, key)
         grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
-        norm = optax.tree.norm(grads)
         clip = self.experiment.clip
-        if clip is not None:
-            shrink = jnp.minimum(1.0, clip / jnp.maximum(norm, jnp.finfo(norm.dtype).tiny))
-            grads = jax.tree.map(lambda g: g * shrink.astype(g.dtype), grads)
+        if clip is None:
+            norm = gradient_scaling.global_norm(grads)
+        else:
+            grads, norm = gradient_scaling.clip_by_global_norm(grads, clip)
         updates, optimizer = self.transformation.update(grads, state.optimizer, state.params)
         state = TrainState(
             step=state.step + 1,

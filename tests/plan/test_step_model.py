@@ -60,7 +60,15 @@ def test_the_dense_published_runs_fit_by_the_estimate():
 
 def _llama(remat):
     config = llama3.LlamaConfig(
-        layers=3, dim=32, ffn_dim=48, heads=4, kv_heads=2, vocabulary=64, remat=remat, loss_positions=16
+        layers=3,
+        dim=32,
+        ffn_dim=48,
+        heads=4,
+        kv_heads=2,
+        vocabulary=64,
+        remat=remat,
+        loss_positions=16,
+        attention="reference",  # all pairs, so that attention is exactly quadratic in the sequence
     )
     decoder = Decoder(layers=3, dim=32, hidden=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
     return config, decoder

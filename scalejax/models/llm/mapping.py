@@ -203,15 +203,19 @@ def check_finite(array: np.ndarray, what: str) -> None:
 
 
 def _contiguous(array: np.ndarray, tile: int = 512) -> np.ndarray:
-    """The array in memory order, transposed tile by tile where it is a plain transpose (2.5 times as fast)."""
+    """The array in memory order; where it is a transposed matrix tile by tile, which is 2.5 times as fast."""
     if array.flags.c_contiguous:
         return array
-    if array.ndim == 2 and array.T.flags.c_contiguous:
-        out = np.empty(array.shape, array.dtype)
-        for i in range(0, array.shape[0], tile):
-            for j in range(0, array.shape[1], tile):
-                out[i : i + tile, j : j + tile] = array[i : i + tile, j : j + tile]
-        return out
+    for split in range(1, array.ndim):
+        turned = array.transpose(*range(split, array.ndim), *range(split))
+        if turned.flags.c_contiguous:
+            out = np.empty(array.shape, array.dtype)
+            rows = out.reshape(math.prod(array.shape[:split]), -1)
+            columns = turned.reshape(rows.shape[::-1])
+            for i in range(0, rows.shape[0], tile):
+                for j in range(0, rows.shape[1], tile):
+                    rows[i : i + tile, j : j + tile] = columns[j : j + tile, i : i + tile].T
+            return out
     return np.ascontiguousarray(array)
 
 

@@ -210,6 +210,17 @@ def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict
     }
 
 
+def write_generation_config(tokens: SpecialTokens) -> dict[str, Any]:
+    """The generation_config.json of a model that came without."""
+    eos = list(tokens.eos)
+    named = {
+        "bos_token_id": tokens.bos,
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": tokens.pad,
+    }
+    return {"_from_model_config": True} | {name: value for name, value in named.items() if value is not None}
+
+
 _LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",

@@ -211,11 +211,11 @@ class Llama(nnx.Module):
 
         Args:
           tokens: int32[B, S]; of row b the first counts[b] are read. There must be room for all S in the cache.
-          counts: int32[B] in [1, S].
+          counts: int32[B] in [0, S].
           cache: What was read before.
 
         Returns:
-          Logits after the last token read of each row, wide[B, V], and the cache.
+          Logits after the last token read of each row, wide[B, V] (of no meaning where none is), and the cache.
         """
         offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         turns = self._turns(cache.lengths[:, None] + offsets[None, :])
@@ -225,7 +225,7 @@ class Llama(nnx.Module):
             return layer.extend(x, turns, cached, cache.lengths)
 
         x, (keys, values) = scan_layers(self.layers, body, x, (cache.keys, cache.values))
-        last = jnp.take_along_axis(x, (counts - 1)[:, None, None], axis=1)  # B S E -> B 1 E
+        last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # B S E -> B 1 E
         head = self.embed.weight[...].T if self.head is None else self.head.weight[...]
         return self._logits(self.final_norm(last), head)[:, 0], Cache(keys, values, cache.lengths + counts)
 

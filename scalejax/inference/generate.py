@@ -1,0 +1,345 @@
+"""Continues token sequences with a language model: prompts are read in pieces, then one token a step is added.
+
+Prompts of a batch may differ in length: each fills its row of the cache from the left, and what lies behind is never
+looked at. Shapes come in buckets (rows, length of a piece, length of the cache), so that two programs serve prompts of
+many lengths: one reads a piece, the other generates up to a number of tokens that is no part of its shape. Both take
+the cache over, and no second one is ever made.
+
+On a mesh, parameters lie as the rules say (heads, hidden features and vocabulary over `tensor`), rows of the batch over
+the batch axes.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from scalejax import nn, units
+from scalejax.errors import UserError
+from scalejax.inference import sampling as samplings
+from scalejax.inference.model_folder import LanguageModel
+from scalejax.inference.sampling import GREEDY, Sampling
+from scalejax.models.llm import loading
+from scalejax.models.llm.llama3 import Cache, Llama, LlamaConfig
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.activations import ACTIVATIONS
+from scalejax.parallel.rules import LLM, Rules
+from scalejax.train.state import ModelShape, Params
+
+PIECE = 512
+"""Positions of a prompt that are read at once, at most."""
+
+_LEAST_PIECE = 32
+_LEAST_CACHE = 128
+_CACHE_STEP = 1024
+_BLOCK = 32  # tokens that one call of the decoding program can generate
+
+Ended = Literal["stop", "length"]
+_CACHE_AXES = (None, "batch", None, "kv_heads", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Continuation:
+    """What was generated for one prompt.
+
+    Attributes:
+      tokens: The new tokens, without the one that ended them.
+      ended: "stop": by a stop token; "length": there were as many as asked for.
+    """
+
+    tokens: tuple[int, ...]
+    ended: Ended
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _State:
+    """Between two steps.
+
+    Attributes:
+      cache: What was read.
+      logits: Of each row's next token, wide[B, V].
+      done: bool[B], rows that have met a stop token or are only there to fill up.
+    """
+
+    cache: Cache
+    logits: jax.Array
+    done: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Engine:
+    """A model on devices that continues sequences.
+
+    Attributes:
+      config: Architecture.
+      shape: Structure of the model.
+      params: Its parameters by path.
+      mesh: The devices.
+    """
+
+    config: LlamaConfig
+    shape: ModelShape
+    params: Params
+    mesh: Mesh
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop: Sequence[int] = (),
+        samples: Sequence[int] | None = None,
+        progress: Callable[[list[list[int]]], bool] | None = None,
+    ) -> list[Continuation]:
+        """Continues each prompt.
+
+        Which tokens a prompt is continued with depends on it, the sampling and its sample number; on the rest of the
+        batch only so far as the size of a batch and its cache, which choose the programs, may change the last bit of
+        a logit.
+
+        Args:
+          prompts: Token ids, at least one each.
+          max_tokens: New tokens of each, at most.
+          sampling: How they are chosen.
+          stop: A row ends where one of these comes, which is not part of the result.
+          samples: A number for each prompt; draws of different numbers are independent. None = 0 for all.
+          progress: Told the new tokens of all rows so far, after each step; returns whether to go on. Without it steps
+            run in blocks.
+
+        Raises:
+          UserError: a prompt is empty, holds an id outside the vocabulary, or is longer, with what is to come, than the
+            model is meant for; or the cache does not fit.
+        """
+        if not prompts:
+            return []
+        self._check(prompts, max_tokens)
+        numbers = [0] * len(prompts) if samples is None else list(samples)
+        if len(numbers) != len(prompts):
+            raise ValueError(f"generate: samples must have one number a prompt, {len(prompts)}; got {len(numbers)}.")
+        rows = self._rows(len(prompts))
+        longest = max(map(len, prompts))
+        piece = _bucket(min(longest, PIECE), _LEAST_PIECE)
+        pieces = -(-longest // piece)
+        positions = _cache_length(max(pieces * piece, longest + max_tokens))
+        self.check_fits(rows, positions)
+        state = self._read(prompts, rows, piece, pieces, positions)
+        keys = samplings.keys(sampling, jnp.asarray([*numbers, *[0] * (rows - len(prompts))], jnp.int32))
+        stops = np.asarray(sorted(set(stop)), np.int32)
+        out: list[list[int]] = [[] for _ in prompts]
+        ended: list[Ended | None] = [None] * len(prompts)
+        for tokens in self._steps(state, keys, stops, sampling, max_tokens, 1 if progress else _BLOCK):
+            for row in range(len(prompts)):
+                if ended[row] is None:
+                    ended[row] = _take(out[row], tokens[row], stops)
+            if progress is not None and not progress(out):
+                break
+            if all(ended):
+                break
+        return [Continuation(tuple(new), end or "length") for new, end in zip(out, ended, strict=True)]
+
+    def check_fits(self, rows: int, positions: int) -> None:
+        """Refuses a cache that cannot be beside the parameters, before anything is compiled.
+
+        Raises:
+          UserError: says what would be needed and what there is.
+        """
+        needed = sum(_device_bytes(p, p.sharding) for p in self.params.values()) + self._cache_bytes(rows, positions)
+        _check_memory(self.mesh, needed, f"the parameters and a cache of {rows} x {positions:,} positions")
+
+    def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        if max_tokens < 1:
+            raise UserError(f"max_tokens must be at least 1; got {max_tokens}.")
+        vocabulary = self.config.vocabulary
+        assert vocabulary is not None
+        for number, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise UserError(
+                    f"prompt {number + 1} is empty, and its tokenizer has no token to begin with. Add text."
+                )
+            if min(prompt) < 0 or max(prompt) >= vocabulary:
+                raise UserError(
+                    f"prompt {number + 1} has token {max(prompt)}, but the model's vocabulary ends at "
+                    f"{vocabulary - 1}. Take the tokenizer that belongs to the model."
+                )
+            if len(prompt) + max_tokens > self.config.max_positions:
+                raise UserError(
+                    f"prompt {number + 1} has {len(prompt):,} tokens, and {max_tokens:,} more make "
+                    f"{len(prompt) + max_tokens:,}: the model is meant for at most {self.config.max_positions:,} "
+                    "positions. Shorten the prompt, or ask for fewer tokens."
+                )
+
+    def _rows(self, prompts: int) -> int:
+        shards = math.prod(self.mesh.shape[axis] for axis in meshes.BATCH_AXES)
+        return shards * _bucket(-(-prompts // shards), 1)
+
+    def _cache_bytes(self, rows: int, positions: int) -> int:
+        cache = jax.eval_shape(lambda: self._model(self.shape.params).cache(rows, positions))
+        return sum(_device_bytes(leaf, self._cache_sharding(leaf.shape)) for leaf in (cache.keys, cache.values))
+
+    def _cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
+        return NamedSharding(self.mesh, ACTIVATIONS.spec(_CACHE_AXES, shape, self.mesh))
+
+    # The programs.
+
+    def _read(self, prompts: Sequence[Sequence[int]], rows: int, piece: int, pieces: int, positions: int) -> _State:
+        lengths = np.asarray([*map(len, prompts), *[1] * (rows - len(prompts))], np.int32)
+        tokens = np.zeros((rows, pieces * piece), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, : len(prompt)] = np.asarray(prompt, np.int32)
+        state = self._empty(rows, positions, len(prompts))
+        for start in range(0, pieces * piece, piece):
+            counts = np.clip(lengths - start, 0, piece).astype(np.int32)
+            state = self._read_piece(self.params, tokens[:, start : start + piece], counts, state)
+        return state
+
+    def _empty(self, rows: int, positions: int, prompts: int) -> _State:
+        def empty() -> _State:
+            model = self._model(self.shape.params)
+            logits = jnp.zeros((rows, self.config.vocabulary or 0), nn.wide(model.compute_dtype))
+            return _State(model.cache(rows, positions), logits, jnp.arange(rows) >= prompts)
+
+        whole = NamedSharding(self.mesh, P())
+        keys = self._cache_sharding(jax.eval_shape(empty).cache.keys.shape)
+        return jax.jit(empty, out_shardings=_State(Cache(keys, keys, whole), whole, whole))()  # pyright: ignore[reportArgumentType]
+
+    @functools.cached_property
+    def _read_piece(self) -> Any:
+        def read(params: Params, tokens: jax.Array, counts: jax.Array, state: _State) -> _State:
+            with self._on_mesh():
+                logits, cache = self._model(params).extend(tokens, counts, state.cache)
+                logits = jnp.where(counts[:, None] > 0, logits, state.logits)
+                return _State(_laid_out(cache), logits, state.done)
+
+        return jax.jit(read, donate_argnums=3)
+
+    def _steps(
+        self, state: _State, keys: jax.Array, stops: np.ndarray, sampling: Sampling, max_tokens: int, block: int
+    ) -> Iterator[np.ndarray]:
+        """Blocks of new tokens, int32[B, n]."""
+        made = 0
+        while made < max_tokens:
+            limit = min(block, max_tokens - made)
+            state, tokens = self._decode(self.params, state, keys, stops, jnp.int32(made), jnp.int32(limit), sampling)
+            yield np.asarray(tokens)[:, :limit]
+            made += limit
+
+    @functools.cached_property
+    def _decode(self) -> Any:
+        def decode(
+            params: Params,
+            state: _State,
+            keys: jax.Array,
+            stops: jax.Array,
+            made: jax.Array,
+            limit: jax.Array,
+            sampling: Sampling,
+        ) -> tuple[_State, jax.Array]:
+            def unfinished(carry: tuple[jax.Array, _State, jax.Array]) -> jax.Array:
+                i, state, _ = carry
+                return (i < limit) & ~state.done.all()
+
+            def step(carry: tuple[jax.Array, _State, jax.Array]) -> tuple[jax.Array, _State, jax.Array]:
+                i, state, out = carry
+                with self._on_mesh():
+                    token = samplings.choose(state.logits, keys, made + i, sampling)
+                    out = out.at[:, i].set(token)
+                    done = state.done | (token[:, None] == stops[None, :]).any(-1)
+                    logits, cache = self._model(params).extend(token[:, None], jnp.ones_like(token), state.cache)
+                    return i + 1, _State(_laid_out(cache), logits, done), out
+
+            out = jnp.zeros((state.done.shape[0], _BLOCK), jnp.int32)
+            _, state, out = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, out))
+            return state, out
+
+        return jax.jit(decode, static_argnums=6, donate_argnums=1)
+
+    def _model(self, params: Any) -> Llama:
+        model: Any = self.shape.put_together(params)
+        return model
+
+    def _on_mesh(self) -> Any:
+        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
+
+
+def load(
+    model: LanguageModel,
+    mesh: Mesh,
+    *,
+    param_dtype: Any = None,
+    compute_dtype: Any = None,
+    rules: Rules = LLM,
+    loaded: Callable[[int], None] = lambda _: None,
+) -> Engine:
+    """Puts a model on the devices of a mesh.
+
+    Args:
+      model: Opened.
+      mesh: The devices.
+      param_dtype: Dtype of the parameters; None = as stored.
+      compute_dtype: Dtype of activations and products; None = that of the parameters.
+      rules: Logical axis of a parameter -> mesh axes.
+      loaded: Told the bytes of every tensor that is loaded.
+
+    Raises:
+      UserError: it does not fit the devices, or cannot be read.
+    """
+    param_dtype = jnp.dtype(model.dtype if param_dtype is None else param_dtype)
+    compute_dtype = param_dtype if compute_dtype is None else jnp.dtype(compute_dtype)
+    abstract = nnx.eval_shape(
+        lambda: Llama(model.config, nnx.Rngs(0), param_dtype=param_dtype, compute_dtype=compute_dtype)
+    )
+    shape = ModelShape.of(abstract)
+    shardings = shape.shardings(mesh, rules)
+    needed = sum(_device_bytes(p, shardings[name]) for name, p in shape.params.items())
+    _check_memory(mesh, needed, "the parameters")
+    targets = {
+        name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in shape.params.items()
+    }
+    return Engine(model.config, shape, loading.load(model.source, targets, loaded=loaded), mesh)
+
+
+def _device_bytes(array: Any, sharding: Any) -> int:
+    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _check_memory(mesh: Mesh, needed: int, what: str) -> None:
+    limit = meshes.device_memory_bytes(mesh)
+    if limit is not None and needed > limit:
+        raise UserError(
+            f"{what} need {units.size(needed)} on each device, and it has {units.size(limit)}. Spread the model over "
+            "more devices (--mesh tensor=N), choose a narrower --dtype, or generate fewer rows or tokens at a time."
+        )
+
+
+def _laid_out(cache: Cache) -> Cache:
+    return dataclasses.replace(
+        cache, keys=nn.constrain(cache.keys, _CACHE_AXES), values=nn.constrain(cache.values, _CACHE_AXES)
+    )
+
+
+def _bucket(count: int, least: int) -> int:
+    """The next power of two."""
+    return max(least, 1 << (count - 1).bit_length())
+
+
+def _cache_length(positions: int) -> int:
+    return _bucket(positions, _LEAST_CACHE) if positions <= _CACHE_STEP else -(-positions // _CACHE_STEP) * _CACHE_STEP
+
+
+def _take(out: list[int], new: np.ndarray, stops: np.ndarray) -> Ended | None:
+    """Appends tokens up to a stop token; says whether there was one."""
+    for token in new.tolist():
+        if token in stops:
+            return "stop"
+        out.append(token)
+    return None

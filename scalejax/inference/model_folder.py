@@ -1,0 +1,341 @@
+"""Folders that hold a language model: ours, those of Hugging Face, and the way from one to the other.
+
+    model.json                     the architecture as data: {"format", "scalejax", "model": {"type", "fields"}, ...}
+    model.safetensors, or shards   parameters by our paths, a tensor a layer ("layers/3/attention/query"), in our layout
+    tokenizer.json, ...            files of the tokenizer and generation_config.json, as they came
+
+is a model folder of scalejax. A folder of Hugging Face has config.json instead of model.json, and its names and layouts
+in the safetensors files. Parameters are copied tensor by tensor, one in memory at a time, and bit by bit unless another
+dtype is asked for. A folder appears under its name when it is complete.
+
+Nothing is ever instantiated because a file names it: `type` says which of the known architectures it is.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+import scalejax
+from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from scalejax.data.tokenizer import TokenizerConfig
+from scalejax.errors import UserError
+from scalejax.models.llm import llama3, mapping, safetensors
+from scalejax.models.llm.llama3 import LlamaConfig, huggingface
+from scalejax.models.llm.llama3.huggingface import SpecialTokens
+from scalejax.models.llm.mapping import LAYER, Entry, Source, TensorSource
+from scalejax.models.llm.safetensors import Tensor, Written
+
+FORMAT = 1
+"""Raised when a scalejax of today could not read the folders of tomorrow."""
+
+MODEL = "model.json"
+CONFIG = "config.json"
+RUN = "experiment.json"
+GENERATION = "generation_config.json"
+COPIED = (
+    *(GENERATION, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model"),
+    *("added_tokens.json", "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt"),
+)
+"""Files that go with a model as they are."""
+
+Kind = Literal["model", "huggingface", "run"]
+
+_TYPE = "scalejax.models.llm.llama3.config.LlamaConfig"
+_SCALING = "scalejax.models.llm.llama3.rope.RopeScaling"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageModel:
+    """A model that is somewhere on disk; no parameter is in memory.
+
+    Attributes:
+      path: Its folder.
+      kind: Which kind of folder that is.
+      config: Its architecture, with a vocabulary.
+      tokens: Its special tokens.
+      source: Its parameters.
+      tokenizer: Its tokenizer; None = the folder has none that is known here.
+      begins: What comes before a text: the token "bos" of the tokenizer, if it has one, or "nothing".
+      files: Files beside the parameters that go with it.
+      made: Files that go with it and are written anew, as {name: content}.
+      shards: Files that hold the parameters.
+      remarks: What a user should know of how it was read.
+    """
+
+    path: pathlib.Path
+    kind: Kind
+    config: LlamaConfig
+    tokens: SpecialTokens
+    source: Source
+    tokenizer: TokenizerConfig | None
+    begins: Literal["bos", "nothing"] = "bos"
+    files: tuple[pathlib.Path, ...]
+    made: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shards: tuple[pathlib.Path, ...]
+    remarks: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of most of its parameters."""
+        sizes = {e.path: math.prod(e.shape(huggingface.sizes(self.config))) for e in huggingface.entries(self.config)}
+        counted: dict[np.dtype, int] = {}
+        for path, size in sizes.items():
+            counted[self.source.dtype(path)] = counted.get(self.source.dtype(path), 0) + size
+        return max(counted, key=lambda dtype: counted[dtype])
+
+
+def kind_of(folder: pathlib.Path) -> Kind:
+    """What a folder is, by the file that describes it.
+
+    Raises:
+      UserError: it is not there, or none of the known kinds.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder} is no folder. Give a model folder, one of Hugging Face, or a run folder.")
+    kinds: dict[str, Kind] = {MODEL: "model", RUN: "run", CONFIG: "huggingface"}
+    for name, kind in kinds.items():
+        if (folder / name).is_file():
+            return kind
+    raise UserError(
+        f"{folder} has no {MODEL} (a model folder of scalejax), no {CONFIG} (of Hugging Face) and no {RUN} (a run of "
+        "`scalejax train`). Give one that has."
+    )
+
+
+def open_folder(folder: pathlib.Path) -> LanguageModel:
+    """Opens a model folder or a folder of Hugging Face.
+
+    Raises:
+      UserError: it is damaged, or holds what is not known here; names the file, and the tensor or the field.
+    """
+    kind = kind_of(folder)
+    if kind == "run":
+        raise ValueError(f"open_folder: {folder} is a run folder; see run_model.open_run.")
+    content = _read_json(folder / (MODEL if kind == "model" else CONFIG))
+    remarks: tuple[str, ...] = ()
+    if kind == "model":
+        config, tokens = _read_model_json(content, str(folder / MODEL))
+        entries = huggingface.own_entries(config)
+    else:
+        config, tokens, unknown = huggingface.read_config(content, str(folder / CONFIG))
+        entries = huggingface.entries(config)
+        if unknown:
+            remarks = (f"{CONFIG} also says {', '.join(unknown)}; nothing is known of that, and it was left out",)
+    tensors = safetensors.open_folder(folder)
+    shards = tuple(sorted({tensor.file for tensor in tensors.values()}))
+    tensors, more = _without_copies(tensors, config)
+    sizes = huggingface.sizes(config)
+    mapping.check(entries, sizes, config.layers, tensors, str(folder))
+    _check_token_ids(folder, config, tokens)
+    return LanguageModel(
+        path=folder,
+        kind=kind,
+        config=config,
+        tokens=tokens,
+        source=TensorSource({entry.path: entry for entry in entries}, sizes, tensors),
+        tokenizer=HuggingFaceTokenizer(path=str(folder)) if (folder / "tokenizer.json").is_file() else None,
+        files=tuple(folder / name for name in COPIED if (folder / name).is_file()),
+        shards=shards,
+        remarks=remarks + more,
+    )
+
+
+def convert(
+    model: LanguageModel,
+    target: pathlib.Path,
+    *,
+    to: Literal["model", "huggingface"],
+    dtype: np.dtype | None = None,
+    shard_bytes: int = safetensors.SHARD_BYTES,
+    wrote: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Writes a model into a new folder.
+
+    Args:
+      model: The model.
+      target: Folder that is not there yet, or is empty.
+      to: What it shall be.
+      dtype: Of the parameters; None = as they are.
+      shard_bytes: Largest file.
+      wrote: Told the bytes of every tensor that is written.
+
+    Raises:
+      UserError: the target is there, the disk is full, or a parameter cannot be read, is not finite, or is not any more
+        in the dtype asked for.
+    """
+    config, sizes = model.config, huggingface.sizes(model.config)
+    entries = huggingface.own_entries(config) if to == "model" else huggingface.entries(config)
+    named: dict[str, tuple[Entry, int | None]] = {}
+    for entry in entries:
+        for layer in range(config.layers) if entry.stacked else (None,):
+            named[entry.name.replace(LAYER, str(layer))] = (entry, layer)
+
+    def dtype_of(entry: Entry) -> np.dtype:
+        return model.source.dtype(entry.path) if dtype is None else dtype
+
+    def produce(name: str) -> np.ndarray:
+        entry, layer = named[name]
+        array = model.source.read(entry.path, layer)
+        if array.dtype != dtype_of(entry):
+            with np.errstate(over="ignore"):
+                array = array.astype(dtype_of(entry))
+            mapping.check_finite(array, f"{model.path}: {entry.path} as {array.dtype}")
+        return entry.to_tensor(array, sizes)
+
+    plan = tuple(Written(name, dtype_of(e), e.tensor_shape(sizes)) for name, (e, _) in named.items())
+    with _appearing(target) as folder:
+        safetensors.write_folder(folder, plan, produce, shard_bytes=shard_bytes, wrote=wrote)
+        for file in model.files:
+            shutil.copyfile(file, folder / file.name)
+        for name, text in model.made.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        named_dtype = str(model.dtype if dtype is None else dtype)
+        if to == "model":
+            content = model_json(config, model.tokens)
+        else:
+            content = huggingface.write_config(config, model.tokens, named_dtype)
+            if not (folder / GENERATION).exists():
+                _write_json(folder / GENERATION, huggingface.write_generation_config(model.tokens))
+        _write_json(folder / (MODEL if to == "model" else CONFIG), content)
+
+
+def model_json(config: LlamaConfig, tokens: SpecialTokens) -> dict[str, Any]:
+    """What model.json holds."""
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    if config.rope_scaling is not None:
+        fields["rope_scaling"] = {"type": _SCALING, "fields": dataclasses.asdict(config.rope_scaling)}
+    return {
+        "format": FORMAT,
+        "scalejax": scalejax.__version__,
+        "model": {"type": _TYPE, "fields": fields},
+        "tokens": {"bos": tokens.bos, "eos": list(tokens.eos), "pad": tokens.pad},
+    }
+
+
+def parameter_bytes(model: LanguageModel, dtype: np.dtype | None = None) -> int:
+    """Bytes of all parameters, as stored or in another dtype."""
+    sizes, total = huggingface.sizes(model.config), 0
+    for entry in huggingface.entries(model.config):
+        width = (model.source.dtype(entry.path) if dtype is None else dtype).itemsize
+        total += math.prod(entry.shape(sizes)) * width * (model.config.layers if entry.stacked else 1)
+    return total
+
+
+def _read_model_json(content: dict[str, Any], where: str) -> tuple[LlamaConfig, SpecialTokens]:
+    version = content.get("format")
+    if not isinstance(version, int) or version > FORMAT:
+        raise UserError(
+            f"{where}: has format {version!r}, and this scalejax reads up to {FORMAT}. Upgrade with "
+            "`pip install -U scalejax`."
+        )
+    try:
+        described = content["model"]
+        if described["type"] != _TYPE:
+            raise UserError(f"{where}: architecture {described['type']!r} is not known; {_TYPE} is.")
+        fields = dict(described["fields"])
+        scaling = fields.pop("rope_scaling")
+        if scaling is not None:
+            if scaling["type"] != _SCALING:
+                raise UserError(f"{where}: rope_scaling {scaling['type']!r} is not known; {_SCALING} is.")
+            scaling = llama3.RopeScaling(**scaling["fields"])
+        config = LlamaConfig(**fields, rope_scaling=scaling)
+        given = content["tokens"]
+        tokens = SpecialTokens(bos=given["bos"], eos=tuple(given["eos"]), pad=given["pad"])
+        if config.vocabulary is None:
+            raise ValueError("it has no vocabulary")
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where}: is not as this scalejax writes it: {error}. Convert the model again.") from error
+    return config, tokens
+
+
+def _without_copies(tensors: dict[str, Tensor], config: LlamaConfig) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """Tensors without those that say again what others and the config say."""
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(huggingface.DERIVED)}
+    head, table = huggingface.TABLE[-1].name, huggingface.TABLE[0].name
+    if not (config.tie_embeddings and {head, table} <= kept.keys()):
+        return kept, ()
+    copy, original = kept.pop(head), kept[table]
+    if copy.shape != original.shape or copy.kind != original.kind:
+        raise UserError(f"{copy.file}: {head} differs from {table}, but config.json says that they are one (tied).")
+    rows = max(1, 2**25 // max(1, copy.shape[-1]))
+    for start in range(0, copy.shape[0], rows):
+        part = (slice(start, start + rows), slice(None))
+        if copy.read(part).tobytes() != original.read(part).tobytes():
+            raise UserError(
+                f"{copy.file}: {head} differs from {table}, but config.json says that they are one (tied). Set "
+                "tie_word_embeddings to false there if both count."
+            )
+    return kept, (f"{head} repeats {table}, to which it is tied, and was left out",)
+
+
+def _check_token_ids(folder: pathlib.Path, config: LlamaConfig, tokens: SpecialTokens) -> None:
+    """Compares every id that files of the folder name with the vocabulary."""
+    assert config.vocabulary is not None
+    named = {"bos": (tokens.bos,), "eos": tokens.eos, "pad": (tokens.pad,)}
+    for role, ids in named.items():
+        for i in ids:
+            if i is not None and not -1 <= i < config.vocabulary:  # older files say -1 where there is none
+                raise UserError(
+                    f"{folder}: the {role} token is {i}, but the vocabulary ends at {config.vocabulary - 1}. The "
+                    "config belongs to another model."
+                )
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return
+    content = _read_json(path)
+    try:
+        vocabulary = content["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        largest = max([*ids, *(int(token["id"]) for token in content.get("added_tokens") or [])])
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path}: has no vocabulary that can be read ({error!r}). Copy the file anew.") from error
+    if largest >= config.vocabulary:
+        raise UserError(
+            f"{path}: has tokens up to {largest}, but the model's vocabulary ends at {config.vocabulary - 1}. Take the "
+            "tokenizer that belongs to the model."
+        )
+
+
+@contextlib.contextmanager
+def _appearing(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to write into, which becomes `target` when the block ends well and is gone when it does not."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is there already. Name a folder that is not, or an empty one.")
+    partial = target.parent / f".{target.name}.{os.getpid()}.partial"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror}). Choose a folder that can.") from error
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _read_json(path: pathlib.Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}. Copy the file anew.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: must hold a JSON object; got {type(content).__name__}. Copy the file anew.")
+    return content
+
+
+def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

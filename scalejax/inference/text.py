@@ -1,0 +1,196 @@
+"""Text continued with a language model and its tokenizer."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from scalejax.data.tokenizer import Tokenizer, check_vocabulary
+from scalejax.errors import UserError
+from scalejax.inference import generate
+from scalejax.inference.generate import Continuation, Ended, Engine
+from scalejax.inference.model_folder import LanguageModel
+from scalejax.inference.sampling import GREEDY, Sampling
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """A prompt and what came after it.
+
+    Attributes:
+      prompt: The prompt.
+      text: The text after it, without what ended it.
+      tokens: The new tokens; where a text of `stop` ended it, those of that text are among them.
+      ended: "stop" or "length".
+    """
+
+    prompt: str
+    text: str
+    tokens: tuple[int, ...]
+    ended: Ended
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Writer:
+    """Continues text.
+
+    Attributes:
+      engine: The model on its devices.
+      tokenizer: Its tokenizer.
+      begin: Tokens before each prompt.
+      stop_ids: Tokens that end a text.
+    """
+
+    engine: Engine
+    tokenizer: Tokenizer
+    begin: tuple[int, ...]
+    stop_ids: tuple[int, ...]
+
+    def complete(
+        self,
+        prompts: Sequence[str],
+        *,
+        max_tokens: int,
+        sampling: Sampling = GREEDY,
+        stop: Sequence[str] = (),
+        samples: int = 1,
+        batch_size: int = 8,
+    ) -> list[Completion]:
+        """Continues every prompt `samples` times; those of one prompt are next to each other.
+
+        Args:
+          prompts: Texts, in which names of special tokens are such tokens.
+          max_tokens: New tokens of each, at most.
+          sampling: How they are chosen.
+          stop: A text ends before one of these, or at the special token of this name.
+          samples: Continuations of each prompt.
+          batch_size: Texts that are generated at once.
+
+        Raises:
+          UserError: as `Engine.generate`.
+        """
+        asked = [(prompt, number) for prompt in prompts for number in range(samples)]
+        found: list[Completion] = []
+        texts, ids = self._stops(stop)
+        for start in range(0, len(asked), batch_size):
+            part = asked[start : start + batch_size]
+            watch = _Watch(self.tokenizer, texts, len(part))
+            got = self.engine.generate(
+                [self.encode(prompt) for prompt, _ in part],
+                max_tokens=max_tokens,
+                sampling=sampling,
+                stop=ids,
+                samples=[number for _, number in part],
+                progress=watch if texts else None,
+            )
+            found += [self._completion(prompt, c, texts) for (prompt, _), c in zip(part, got, strict=True)]
+        return found
+
+    def stream(
+        self,
+        prompt: str,
+        *,
+        max_tokens: int,
+        show: Callable[[str], None],
+        sampling: Sampling = GREEDY,
+        stop: Sequence[str] = (),
+    ) -> Completion:
+        """Continues one prompt and shows the text as it comes; arguments as of `complete`.
+
+        Args:
+          prompt: Text.
+          max_tokens: New tokens, at most.
+          show: Told every new piece of text; never half a character, nor the beginning of a text of `stop`.
+          sampling: How tokens are chosen.
+          stop: As in `complete`.
+        """
+        texts, ids = self._stops(stop)
+        watch = _Watch(self.tokenizer, texts, 1, show)
+        (got,) = self.engine.generate(
+            [self.encode(prompt)], max_tokens=max_tokens, sampling=sampling, stop=ids, progress=watch
+        )
+        completion = self._completion(prompt, got, texts)
+        show(completion.text[watch.shown :])
+        return completion
+
+    def encode(self, prompt: str) -> list[int]:
+        """Tokens of a prompt, with those that begin a text before it unless it has them."""
+        ids = self.tokenizer.encode(prompt, specials="parse").tolist()
+        return ids if tuple(ids[: len(self.begin)]) == self.begin else [*self.begin, *ids]
+
+    def _stops(self, stop: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Texts at which to stop, and tokens."""
+        if "" in stop:
+            raise UserError("--stop must be a text of at least one character. Leave it out, or name one.")
+        special = self.tokenizer.special_ids
+        texts = tuple(text for text in stop if text not in special)
+        return texts, (*self.stop_ids, *(special[text] for text in stop if text in special))
+
+    def _completion(self, prompt: str, got: Continuation, texts: tuple[str, ...]) -> Completion:
+        text = self.tokenizer.decode(got.tokens)
+        at = _first(text, texts)
+        if at is None:
+            return Completion(prompt, text, got.tokens, got.ended)
+        return Completion(prompt, text[:at], got.tokens, "stop")
+
+
+def open_writer(model: LanguageModel, mesh: Mesh, *, dtype: str | None = None, **more: Any) -> Writer:
+    """Puts a model and its tokenizer together.
+
+    Args:
+      model: Opened.
+      mesh: The devices.
+      dtype: Of parameters and products; None = as stored (products of a run on CPU in float32).
+      **more: See `generate.load`.
+
+    Raises:
+      UserError: the model has no tokenizer, or one of another vocabulary; or it does not fit the devices.
+    """
+    if model.tokenizer is None:
+        raise UserError(
+            f"{model.path} has no tokenizer.json. Copy the files of the tokenizer into it (tokenizer.json, "
+            "tokenizer_config.json)."
+        )
+    tokenizer = model.tokenizer.build()
+    assert model.config.vocabulary is not None
+    check_vocabulary(tokenizer, model.config.vocabulary, f"{model.path}: vocabulary")
+    wanted = None if dtype is None else jnp.dtype(dtype)
+    engine = generate.load(model, mesh, param_dtype=wanted, **more)
+    begin = tokenizer.bos if model.begins == "bos" else None
+    ends = dict.fromkeys([*model.tokens.eos, *tokenizer.stop_ids])
+    return Writer(engine, tokenizer, () if begin is None else (begin,), tuple(ends))
+
+
+class _Watch:
+    """Sees tokens as they come: shows the text of the first row, and ends when every row has met a stop text."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, texts: tuple[str, ...], rows: int, show: Callable[[str], None] | None = None
+    ) -> None:
+        self._streams = [tokenizer.stream() for _ in range(rows)]
+        self._read = [0] * rows
+        self._texts = [""] * rows
+        self._stops, self._show = texts, show
+        self._held = max((len(text) - 1 for text in texts), default=0)
+        self.shown = 0
+
+    def __call__(self, out: list[list[int]]) -> bool:
+        for row, tokens in enumerate(out):
+            if _first(self._texts[row], self._stops) is None:
+                self._texts[row] += self._streams[row].push(tokens[self._read[row] :])
+                self._read[row] = len(tokens)
+        ends = [_first(text, self._stops) for text in self._texts]
+        if self._show is not None:
+            safe = len(self._texts[0]) - self._held if ends[0] is None else ends[0]
+            if safe > self.shown:
+                self._show(self._texts[0][self.shown : safe])
+                self.shown = safe
+        return any(end is None for end in ends)
+
+
+def _first(text: str, stops: tuple[str, ...]) -> int | None:
+    """Where the first of the stops begins."""
+    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+    return min(found, default=None)

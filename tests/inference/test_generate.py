@@ -1,0 +1,157 @@
+"""Generation: the tokens that a model without a cache would choose, whatever the batch and the mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from llama_cases import CASES, GQA, model, tokens, write_checkpoint
+
+from scalejax.errors import UserError
+from scalejax.inference import generate, model_folder
+from scalejax.inference.sampling import Sampling
+from scalejax.parallel.mesh import MeshShape, make_mesh
+
+PROMPTS = [tokens(GQA, 1, 40)[0, start:stop].tolist() for start, stop in ((0, 9), (3, 4), (5, 38), (20, 31))]
+
+
+def engine(tmp_path, config=GQA, mesh=None, **dtypes):
+    folder = tmp_path / "theirs"
+    if not folder.exists():
+        write_checkpoint(folder, config)
+    sizes = mesh or {"fsdp": 1}
+    devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+    return generate.load(model_folder.open_folder(folder), make_mesh(MeshShape(**sizes), devices), **dtypes)
+
+
+def greedy(config, prompt, count, stop=()):
+    """One token at a time, each time the whole sequence anew."""
+    llama, ids = model(config), list(prompt)
+    forward = jax.jit(lambda m, *inputs: m(*inputs))
+    for _ in range(count):
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(ids)] = ids
+        out = forward(llama, padded, np.arange(64, dtype=np.int32)[None], np.ones((1, 64), np.int32))
+        new = int(np.argmax(out[0, len(ids) - 1]))
+        if new in stop:
+            break
+        ids.append(new)
+    return tuple(ids[len(prompt) :])
+
+
+@pytest.fixture(scope="module")
+def want():
+    return [greedy(GQA, prompt, 12) for prompt in PROMPTS]
+
+
+def test_greedy_tokens_are_those_of_full_forward_passes(tmp_path, want):
+    got = engine(tmp_path).generate(PROMPTS, max_tokens=12)
+    assert [c.tokens for c in got] == want
+    assert {c.ended for c in got} == {"length"}
+
+
+def test_long_prompts_are_read_in_pieces(tmp_path, want, monkeypatch):
+    monkeypatch.setattr(generate, "PIECE", 8)
+    monkeypatch.setattr(generate, "_LEAST_PIECE", 8)
+    assert [c.tokens for c in engine(tmp_path).generate(PROMPTS, max_tokens=12)] == want
+
+
+def test_the_company_of_a_prompt_changes_nothing(tmp_path):
+    on, chosen = engine(tmp_path), Sampling(temperature=1.0, top_p=0.9, seed=5)
+    together = on.generate(PROMPTS, max_tokens=10, sampling=chosen)
+    for prompt, expected in zip(PROMPTS, together, strict=True):
+        assert on.generate([prompt], max_tokens=10, sampling=chosen) == [expected]
+    backwards = on.generate(PROMPTS[::-1], max_tokens=10, sampling=chosen)
+    assert backwards == together[::-1]
+    assert on.generate(PROMPTS, max_tokens=10, sampling=dataclasses.replace(chosen, seed=6)) != together
+
+
+def test_samples_of_one_prompt_differ_by_their_number(tmp_path):
+    on, chosen = engine(tmp_path), Sampling(temperature=1.0)
+    got = on.generate([PROMPTS[0]] * 3, max_tokens=10, sampling=chosen, samples=[0, 1, 0])
+    assert got[0] == got[2] != got[1]
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 1, "tensor": 8}, {"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}])
+def test_tokens_are_the_same_on_a_mesh(tmp_path, want, mesh):
+    got = engine(tmp_path, mesh=mesh).generate(PROMPTS, max_tokens=12)
+    assert [c.tokens for c in got] == want
+
+
+def test_a_row_ends_at_its_stop_token(tmp_path, want):
+    stop = want[0][3]
+    got = engine(tmp_path).generate(PROMPTS, max_tokens=12, stop=[stop])
+    for prompt, c in zip(PROMPTS, got, strict=True):
+        assert c.tokens == greedy(GQA, prompt, 12, stop=[stop])
+        assert c.ended == ("stop" if len(c.tokens) < 12 else "length")
+    assert got[0].ended == "stop"
+
+
+def test_progress_sees_each_token_and_can_end(tmp_path, want):
+    seen = []
+
+    def progress(rows):
+        seen.append([list(row) for row in rows])
+        return len(rows[0]) < 5
+
+    got = engine(tmp_path).generate(PROMPTS[:2], max_tokens=12, progress=progress)
+    assert [len(rows[0]) for rows in seen] == [1, 2, 3, 4, 5]
+    assert got[0].tokens == want[0][:5] == tuple(seen[-1][0])
+
+
+def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
+    on = engine(tmp_path)
+    on.generate([PROMPTS[0]], max_tokens=4)
+    sizes = on._read_piece._cache_size(), on._decode._cache_size()
+    for length in (1, 5, 30):
+        on.generate([tokens(GQA, 1, 40)[0, :length].tolist()], max_tokens=20)
+    assert (on._read_piece._cache_size(), on._decode._cache_size()) == sizes == (1, 1)
+
+
+def test_the_stored_dtype_is_the_default(tmp_path):
+    write_checkpoint(tmp_path / "theirs", GQA, dtype="bfloat16")
+    on = engine(tmp_path)
+    assert {p.dtype for p in on.params.values()} == {jnp.dtype("bfloat16")}
+    assert on.shape.put_together(on.params).compute_dtype == jnp.bfloat16
+    wide = engine(tmp_path, param_dtype="float32")
+    assert {p.dtype for p in wide.params.values()} == {jnp.dtype("float32")}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "more", "words"),
+    [
+        ([[1], []], {}, "prompt 2 is empty"),
+        ([[1, 96]], {}, "prompt 1 has token 96, but the model's vocabulary ends at 95"),
+        ([[1]], {"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
+        (
+            [[1] * 60],
+            {"max_tokens": 5},
+            "prompt 1 has 60 tokens, and 5 more make 65: the model is meant for at most 64",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, prompts, more, words):
+    on = engine(tmp_path, dataclasses.replace(GQA, max_positions=64))
+    with pytest.raises(UserError, match=words):
+        on.generate(prompts, **{"max_tokens": 3, **more})
+
+
+def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    on = engine(tmp_path)
+    monkeypatch.setattr(generate.meshes, "device_memory_bytes", lambda mesh: 1000)
+    with pytest.raises(UserError, match=r"the parameters need .* on each device, and it has 1000 B\. Spread the model"):
+        engine(tmp_path)
+    with pytest.raises(UserError, match="and a cache of 1 x 128 positions need"):
+        on.generate([[1]], max_tokens=3)
+
+
+def test_no_prompts_give_no_continuations(tmp_path):
+    assert engine(tmp_path).generate([], max_tokens=3) == []
+
+
+@pytest.mark.parametrize("case", ["mqa", "wide heads, scaled"])
+def test_other_shapes_generate_as_well(tmp_path, case):
+    config = CASES[case]
+    got = engine(tmp_path, config).generate(PROMPTS[:2], max_tokens=6)
+    assert [c.tokens for c in got] == [greedy(config, prompt, 6) for prompt in PROMPTS[:2]]
