@@ -16,7 +16,7 @@ from scalejax.data.splits import SPLITS
 from scalejax.data.text_sources import SUFFIXES, find_texts
 from scalejax.data.token_corpus import Corpus, Marks, Progress, damaged, tokenised
 from scalejax.data.token_dataset import TokenDataSet
-from scalejax.data.tokenizer import ByteTokenizer, CharacterTokenizer
+from scalejax.data.tokenizer import ByteTokenizer, CharacterTokenizer, check_vocabulary
 from scalejax.data.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
 
@@ -139,11 +139,8 @@ class TextData:
         """
         self._check()
         tokenizer = self.tokenizer.build()
-        if self.vocabulary is not None and tokenizer.vocabulary > self.vocabulary:
-            raise UserError(
-                f"data.vocabulary={self.vocabulary} is too small: the tokenizer has ids up to "
-                f"{tokenizer.vocabulary - 1}. Set it to {tokenizer.vocabulary} or more, or to None."
-            )
+        if self.vocabulary is not None:
+            check_vocabulary(tokenizer, self.vocabulary, "data.vocabulary")
         corpus = tokenised(
             find_texts(self.path, self.suffixes),
             tokenizer,
