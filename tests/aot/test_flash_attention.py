@@ -54,9 +54,7 @@ def program(
     said = {name: jax.ShapeDtypeStruct(shape, INT) for name, shape in (arrays or {}).items()}
 
     def run(q, k, v, d_out, d_lse, said):
-        attention = functools.partial(
-            flash_attention, **said, mask=mask, window=window, implementation=implementation
-        )
+        attention = functools.partial(flash_attention, **said, mask=mask, window=window, implementation=implementation)
         value, pull = jax.vjp(attention, q, k, v)
         return value, pull((d_out, d_lse))
 
