@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -18,12 +19,18 @@ _FORMAT = 2
 
 
 def fitted(
-    spans: Spans, length: int, packing: Literal["first-fit", "best-fit"], window: int, *, folder: pathlib.Path, key: str
+    spans: Callable[[], Spans],
+    length: int,
+    packing: Literal["first-fit", "best-fit"],
+    window: int,
+    *,
+    folder: pathlib.Path,
+    key: str,
 ) -> FittedRows:
     """The rows of some spans, which are fitted if this is the first use.
 
     Args:
-      spans: In the order in which they are laid.
+      spans: Gives them in the order in which they are laid; called only if they are not fitted yet.
       length: Positions of a row.
       packing: How.
       window: Spans that may share rows.
@@ -33,7 +40,7 @@ def fitted(
       UserError: the folder cannot be written, or what it holds is damaged.
     """
     name = hashlib.sha256(repr((_FORMAT, key, length, packing, window)).encode()).hexdigest()[:24]
-    path = kept(folder, f"rows-{name}", lambda path: _write(path, spans, length, packing, window))
+    path = kept(folder, f"rows-{name}", lambda path: _write(path, spans(), length, packing, window))
     try:
         about = json.loads((path / "about").read_text())
         rows, pieces = about["rows"], about["pieces"]

@@ -179,10 +179,6 @@ class PackedText:
         self.schema = schema
         self._corpus, self._data = corpus, data
         spans = data.split.spans(corpus)
-        if data.order == "shuffled":
-            spans["train"] = spans["train"].take(
-                Permutation(len(spans["train"]), _DOCUMENTS, data.seed)(np.arange(len(spans["train"])))
-            )
         self._rows = {split: self._pack(split, spans[split]) for split in SPLITS}
         # The target of a crop's last position must be there as well.
         self._crop_starts = int((spans["train"].end - spans["train"].begin).sum()) - schema.length
@@ -196,12 +192,19 @@ class PackedText:
 
     def _pack(self, split: str, spans: Spans) -> PackedRows:
         data = self._data
+        shuffled = split == "train" and data.order == "shuffled"
+
+        def ordered() -> Spans:
+            if not shuffled:
+                return spans
+            return spans.take(Permutation(len(spans), _DOCUMENTS, data.seed)(np.arange(len(spans))))
+
         if data.packing == "concatenate":
-            return ConcatenatedRows(spans, self.schema.length)
-        order = (data.order, data.seed) if split == "train" else "file"
+            return ConcatenatedRows(ordered(), self.schema.length)
+        order = ("shuffled", data.seed) if shuffled else "file"
         key = repr((self._corpus.digest, data.split, split, order))
         folder = pathlib.Path(self._corpus.where).parent
-        return fitted(spans, self.schema.length, data.packing, data.window, folder=folder, key=key)
+        return fitted(ordered, self.schema.length, data.packing, data.window, folder=folder, key=key)
 
     def num_examples(self, split: str) -> int:
         """Rows of a split."""

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.reading import share
 from scalejax.data.text import TextData, TextSplit
 from scalejax.data.token_corpus import Corpus
@@ -299,6 +300,25 @@ def test_marks_open_and_end_each_document(folder: pathlib.Path) -> None:
         batch = data.examples.held("train", 0, data.num_examples("train"))
         expected = [i for path in documents for i in (*ends[0], *path.read_bytes(), *ends[1])]
         assert batch.tokens[batch.segment_ids > 0].tolist() == expected
+
+
+def test_fields_are_set_from_the_command_line() -> None:
+    from scalejax.configs import overrides
+    from scalejax.configs.llm import llama
+
+    sets = [
+        "data.tokenizer=there/tokenizer.json",
+        "data.split.by=position",
+        "data.path=['a.txt','b']",
+        "data.length=64",
+    ]
+    data = overrides.apply(llama.tiny(), sets).data
+    assert isinstance(data, TextData)
+    assert data.tokenizer == HuggingFaceTokenizer(path="there/tokenizer.json")
+    assert (data.split.by, data.path, data.length) == ("position", ("a.txt", "b"), 64)
+    data = overrides.apply(llama.tiny(), ["data.tokenizer=CharacterTokenizer", "data.tokenizer.path=x.txt"]).data
+    assert isinstance(data, TextData)
+    assert data.tokenizer == CharacterTokenizer(path="x.txt")
 
 
 def test_fields_that_contradict_one_another_are_refused(folder: pathlib.Path) -> None:

@@ -1,9 +1,13 @@
 """Tokenised documents on disk: what was read, made once, private, whole or not there."""
 
+import itertools
 import json
 import os
 import pathlib
+import socket
 import stat
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -12,11 +16,15 @@ import pytest
 
 from scalejax.data import token_corpus
 from scalejax.data.text_sources import SUFFIXES, find_texts
-from scalejax.data.token_corpus import Corpus, documents_of, open_corpus, tokenised
+from scalejax.data.token_corpus import Corpus, open_corpus, tokenised
 from scalejax.data.tokenizer import Bytes, ByteTokenizer, CharacterTokenizer
 from scalejax.errors import UserError
 
 TEXTS = {"a.txt": "hello", "b.txt": "", "c.txt": "é€😀" * 50, "d.txt": "hello"}
+
+
+def documents_of(corpus: Corpus) -> list[np.ndarray]:
+    return [corpus.tokens[a:b] for a, b in itertools.pairwise(corpus.offsets)]
 
 
 @pytest.fixture
@@ -78,7 +86,7 @@ def test_text_is_tokenised_once_until_a_file_or_the_tokenizer_changes(source: pa
     (source / "a.txt").write_text("jello")  # as long as before
     changed = corpus_of(source, tokenizer)
     assert tokenizer.texts == 12
-    assert bytes(next(documents_of(changed))[:-1].tolist()) == b"jello"
+    assert bytes(documents_of(changed)[0][:-1].tolist()) == b"jello"
     characters = CharacterTokenizer(alphabet="".join(TEXTS.values()) + "j").build()
     assert corpus_of(source, characters, marks="none").vocabulary == 8
 
@@ -149,6 +157,23 @@ def test_what_fails_half_way_leaves_nothing_behind(source: pathlib.Path) -> None
     assert len(corpus_of(source)) == 5
 
 
+def test_what_a_killed_process_was_making_goes_with_the_next_corpus(source: pathlib.Path) -> None:
+    folder = source.parent / "cache"
+    folder.mkdir(mode=0o700)
+    killed = subprocess.Popen([sys.executable, "-c", ""])
+    killed.wait()
+    host = socket.gethostname()
+    left = {
+        folder / f".making-{host}-{killed.pid}-abc": False,
+        folder / f".making-{host}-{os.getpid()}-abc": True,  # this process lives
+        folder / f".making-another-host-{killed.pid}-abc": True,
+    }
+    for path in left:
+        (path / "made").mkdir(parents=True)
+    corpus_of(source)
+    assert {path: path.exists() for path in left} == left
+
+
 def test_two_that_make_the_same_corpus_at_once_share_it(source: pathlib.Path) -> None:
     both = threading.Barrier(2, timeout=30)
 
@@ -175,6 +200,16 @@ def test_progress_counts_bytes_of_files(source: pathlib.Path) -> None:
     assert seen == [(done, sizes[-1]) for done in sizes]
     corpus_of(source, progress=lambda done, total: seen.append((done, total)))
     assert len(seen) == 4  # nothing to do
+
+
+def test_long_work_says_on_standard_error_how_far_it_is(
+    source: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    corpus_of(source, marks="none")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(token_corpus, "_SECONDS_BETWEEN_LINES", 0.0)
+    corpus_of(source)
+    assert capsys.readouterr().err.count("Tokenising text: ") == 4
 
 
 def test_where_tokens_are_kept_unless_a_folder_is_named(
