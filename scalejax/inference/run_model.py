@@ -87,7 +87,7 @@ def open_run(run_folder: pathlib.Path, experiment: AnyExperiment, step: int | No
     config = model.bound(data.schema())
     tokenizer = data.tokenizer.build()
     step = _existing(run_folder / "checkpoints", step)
-    folder = run_folder / "checkpoints" / str(step)
+    folder = run_folder.absolute() / "checkpoints" / str(step)  # orbax wants no other
     manifest = manifests.read(folder)
     entries = {entry.path: entry for entry in huggingface.entries(config)}
     sizes = huggingface.sizes(config)

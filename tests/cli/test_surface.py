@@ -9,7 +9,7 @@ import re
 import pytest
 import typer.testing
 
-COMMANDS = ("", "recipes", "train", "eval", "report", "plan", "shard", "bench", "doctor")
+COMMANDS = ("", "recipes", "train", "eval", "generate", "convert", "report", "plan", "shard", "bench", "doctor")
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
