@@ -72,7 +72,7 @@ def convert(source: pathlib.Path, target: pathlib.Path) -> tuple[float, int]:
 def digests(folder: pathlib.Path) -> dict[str, str]:
     """SHA-256 of every tensor."""
     tensors = safetensors.open_folder(folder)
-    return {name: hashlib.sha256(tensor.read().view(np.uint16)).hexdigest() for name, tensor in tensors.items()}
+    return {name: hashlib.sha256(memoryview(tensor.read().tobytes())).hexdigest() for name, tensor in tensors.items()}
 
 
 def main() -> None:
@@ -117,12 +117,11 @@ def _write(path: pathlib.Path, given: argparse.Namespace, config: LlamaConfig, l
         "# Converting a checkpoint",
         "",
         f"A random bfloat16 checkpoint of the shape {given.size} ({config.parameters():,} parameters, "
-        f"{units.size(2 * config.parameters())}, files of at most {units.size(largest)}), there and back, each way in a "
-        "process of its own. What came back was identical to the bit.",
+        f"{units.size(2 * config.parameters())}, files of at most {units.size(largest)}), there and back, each way in "
+        "a process of its own. What came back was identical to the bit.",
         "",
-        f"{machine.device_name(None)}, which others used too, commit {machine.commit()}, Python {platform.python_version()}, "
-        f"{machine.today()}, "
-        f"`python benchmarks/convert_memory.py {given.size} --folder FOLDER --results benchmarks/results/convert.md`.",
+        f"{machine.device_name(None)}, which others used too, {machine.today()}, commit {machine.commit()}, Python "
+        f"{platform.python_version()}, `python benchmarks/convert_memory.py {given.size} --folder FOLDER --results benchmarks/results/convert.md`.",
         "",
         "| conversion | time | rate | peak RSS of the process | of the largest file |",
         "|---|---|---|---|---|",
