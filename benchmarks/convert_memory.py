@@ -121,7 +121,8 @@ def _write(path: pathlib.Path, given: argparse.Namespace, config: LlamaConfig, l
         "a process of its own. What came back was identical to the bit.",
         "",
         f"{machine.device_name(None)}, which others used too, {machine.today()}, commit {machine.commit()}, Python "
-        f"{platform.python_version()}, `python benchmarks/convert_memory.py {given.size} --folder FOLDER --results benchmarks/results/convert.md`.",
+        f"{platform.python_version()}, `python benchmarks/convert_memory.py {given.size} --folder FOLDER --results "
+        "benchmarks/results/convert.md`.",
         "",
         "| conversion | time | rate | peak RSS of the process | of the largest file |",
         "|---|---|---|---|---|",

@@ -15,26 +15,26 @@ import numpy as np
 V, E, F, L = 16, 8, 32, 3
 
 
-def axes():
+def axes(layers=L, dim=E, hidden=F):
     """Path -> (logical axes, shape)."""
     return {
-        "embed/weight": (("vocabulary", "embed"), (V, E)),
-        "layers/norm/scale": (("layers", "norm"), (L, E)),
-        "layers/mlp/up": (("layers", "embed", "hidden"), (L, E, F)),
-        "layers/mlp/down": (("layers", "hidden", "embed"), (L, F, E)),
-        "final_norm/scale": (("norm",), (E,)),
-        "head/weight": (("embed", "vocabulary"), (E, V)),
+        "embed/weight": (("vocabulary", "embed"), (V, dim)),
+        "layers/norm/scale": (("layers", "norm"), (layers, dim)),
+        "layers/mlp/up": (("layers", "embed", "hidden"), (layers, dim, hidden)),
+        "layers/mlp/down": (("layers", "hidden", "embed"), (layers, hidden, dim)),
+        "final_norm/scale": (("norm",), (dim,)),
+        "head/weight": (("embed", "vocabulary"), (dim, V)),
     }
 
 
-def params(dtype=np.float64, seed=0):
+def params(dtype=np.float64, seed=0, **sizes):
     """Random parameters as NumPy arrays."""
     rng = np.random.default_rng(seed)
     return {
         path: (
             np.ones(shape) + 0.1 * rng.normal(size=shape) if "norm" in path else rng.normal(size=shape) * 0.3
         ).astype(dtype)
-        for path, (_, shape) in axes().items()
+        for path, (_, shape) in axes(**sizes).items()
     }
 
 
@@ -50,8 +50,11 @@ def whole(block):
     return block
 
 
-def loss(params, batch, key, gather=whole, *, remat="full"):
-    """(sum of cross-entropies, number of targets, {"correct": targets that were guessed})."""
+def loss(params, batch, key, gather=whole, *, remat="full", scan=jax.lax.scan):
+    """(sum of cross-entropies, number of targets, {"correct": targets that were guessed}).
+
+    `scan` runs the layers, as `jax.lax.scan` does.
+    """
     del key
     policy = {"full": jax.checkpoint_policies.nothing_saveable, "none": None}[remat]
     adapt = getattr(gather, "remat", None)
@@ -66,7 +69,7 @@ def loss(params, batch, key, gather=whole, *, remat="full"):
     if policy is not None:
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     table = gather({"embed/weight": params["embed/weight"]})["embed/weight"]
-    x, _ = jax.lax.scan(body, table[batch["tokens"]], stacked)
+    x, _ = scan(body, table[batch["tokens"]], stacked)
     last = gather({path: params[path] for path in ("final_norm/scale", "head/weight")})
     logits = norm(x, last["final_norm/scale"]) @ last["head/weight"]
     logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))

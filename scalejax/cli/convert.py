@@ -33,6 +33,10 @@ def convert(
         float, typer.Option("--shard-size", metavar="GB", help="Largest file, unless one tensor is larger.")
     ] = 5.0,
     step: Step = None,
+    average: Annotated[
+        int,
+        typer.Option("--average", metavar="N", min=1, help="Of a run: the mean of the last N checkpoints up to there."),
+    ] = 1,
     recipe: options.RecipeFile = None,
 ) -> None:
     """Convert models of Hugging Face to scalejax, and back.
@@ -46,7 +50,7 @@ def convert(
         raise UserError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
     if not shard_size > 0:
         raise UserError(f"--shard-size must be above 0 GB; got {shard_size}.")
-    model = open_model(source, recipe=recipe, step=step)
+    model = open_model(source, recipe=recipe, step=step, average=average)
 
     from jax.numpy import dtype as as_dtype
 
@@ -72,23 +76,24 @@ def convert(
         print(f'Next: scalejax generate {target} --prompt "..."')
 
 
-def open_model(folder: pathlib.Path, *, recipe: str | None, step: int | None) -> "LanguageModel":
+def open_model(folder: pathlib.Path, *, recipe: str | None, step: int | None, average: int = 1) -> "LanguageModel":
     """Opens whichever kind of folder it is.
 
     Raises:
-      UserError: it is none, or `recipe` or `step` are given for one that is no run.
+      UserError: it is none, or `recipe`, `step` or `average` are given for one that is no run.
     """
     from scalejax.inference import model_folder
 
     if model_folder.kind_of(folder) != "run":
-        for name, value in (("--recipe", recipe), ("--step", step)):
+        several = None if average == 1 else average
+        for name, value in (("--recipe", recipe), ("--step", step), ("--average", several)):
             if value is not None:
                 raise UserError(f"{name} {value}: {folder} is no run folder. Leave {name} out.")
         return model_folder.open_folder(folder)
     from scalejax.cli import eval as runs
     from scalejax.inference import run_model
 
-    return run_model.open_run(folder, runs.load_run(folder, recipe), step)
+    return run_model.open_run(folder, runs.load_run(folder, recipe), step, average)
 
 
 def _table(model: "LanguageModel") -> Any:

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from scalejax.cli import environment, options, output
+from scalejax.errors import UserError
 
 
 def plan(
@@ -14,20 +15,37 @@ def plan(
         typer.Option("--topology", metavar="CHIP:AxB[xC]", help="The machine, e.g. v5e:2x2, v5p:2x2x1, v6e:4x4."),
     ],
     mesh: options.MeshSizes = None,
+    search: Annotated[
+        bool,
+        typer.Option("--search", help="Find the mesh and the rematerialisation of a decoder; compiles at most five."),
+    ] = False,
     sets: options.Sets = None,
     json: options.JsonFile = None,
 ) -> None:
     """Compile a recipe for a TPU topology that is not here.
 
-    Prints whether it fits, bytes per chip by kind, FLOPs, every collective with its bytes, and the predicted step.
+    Prints whether it fits, bytes per chip by kind, FLOPs, every collective with its bytes, and the predicted step. With
+    --search, meshes and rematerialisation policies are judged by arithmetic, and the best few are compiled and ranked.
     """
+    if search and mesh is not None:
+        raise UserError(f"--search finds the mesh; got --mesh {mesh} too. Leave one of them out.")
     environment.prepare()
     from scalejax import configs
 
     experiment = configs.load(recipe, sets or [])
     import scalejax.plan
 
-    result = scalejax.plan.plan(experiment, topology, mesh)
+    if search:
+        from scalejax.train.experiment import DenseExperiment
+
+        if not isinstance(experiment, DenseExperiment):
+            raise UserError(
+                f"--search knows decoders; {recipe} has embedding tables. `scalejax shard` plans where they live."
+            )
+        # Progress goes to standard error, so that the tables can be piped.
+        result = scalejax.plan.search(experiment, topology, progress=lambda line: typer.echo(line, err=True))
+    else:
+        result = scalejax.plan.plan(experiment, topology, mesh)
     result.render(output.console())
     if json is not None:
         output.write_json(json, result.to_json())

@@ -5,12 +5,15 @@ import enum
 import pathlib
 import shlex
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from scalejax.cli import environment, options, output
 from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from scalejax.train.experiment import AnyExperiment
 
 
 class Resume(enum.StrEnum):
@@ -58,6 +61,7 @@ def train(
     from scalejax.train import distributed, loop, run_folder
 
     distributed.initialize(coordinator, processes, process_id)
+    _check_memory(experiment)
     primary = distributed.is_primary()
     name = discovery.find(recipe).slug
     folder = run_folder.choose(workdir, name, resume.value)
@@ -78,13 +82,27 @@ def train(
         raise
     if console is not None:
         console.print(closing.closing_table(summary))
-        _print_next(folder, recipe)
+        _print_next(folder, recipe, experiment)
 
 
-def _print_next(folder: pathlib.Path, recipe: str) -> None:
+def _check_memory(experiment: "AnyExperiment") -> None:
+    """Refuses a language model that cannot fit, before anything is read or compiled."""
+    from scalejax.parallel.mesh import make_mesh
+    from scalejax.plan import estimate
+    from scalejax.train.experiment import DenseExperiment
+
+    if isinstance(experiment, DenseExperiment):
+        estimate.check_fits(experiment, make_mesh(experiment.mesh))
+
+
+def _print_next(folder: pathlib.Path, recipe: str, experiment: "AnyExperiment") -> None:
+    from scalejax.train.experiment import DenseExperiment
+
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
+    speak = [shlex.join(["scalejax", "generate", str(folder), "--prompt", "def main("])]
     commands = {
+        **(dict.fromkeys(speak, "continue a text") if isinstance(experiment, DenseExperiment) else {}),
         shlex.join(["scalejax", "eval", str(folder)]): "score the newest checkpoint again",
         shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
         shlex.join(["scalejax", "plan", recipe, "--topology", "v5e:2x2"]): "the same recipe on a TPU, compiled here",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
     from scalejax.data.jagged import KeyedJagged as KeyedJagged
     from scalejax.data.memory import from_columns as from_columns
+    from scalejax.data.mixture import MixtureData as MixtureData
     from scalejax.data.movielens import MovielensData as MovielensData
     from scalejax.data.parquet import ParquetData as ParquetData
     from scalejax.data.schema import Categorical as Categorical
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from scalejax.data.splits import ByPosition as ByPosition
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
+    from scalejax.data.stages import Stage as Stage
     from scalejax.data.text import TextData as TextData
     from scalejax.data.text import TextSplit as TextSplit
     from scalejax.data.token_dataset import TokenDataSet as TokenDataSet
@@ -61,11 +63,13 @@ _HOMES = {
     "Hashed": "coding",
     "HuggingFaceTokenizer": "huggingface_tokenizer",
     "KeyedJagged": "jagged",
+    "MixtureData": "mixture",
     "MovielensData": "movielens",
     "ParquetData": "parquet",
     "Schema": "schema",
     "SessionData": "session_data",
     "SessionLog": "sessions",
+    "Stage": "stages",
     "TextData": "text",
     "TextSplit": "text",
     "TokenBatch": "tokens",

@@ -50,6 +50,11 @@ class HuggingFaceTokenizer:
     pad: str | None = None
     chat_template: str | None = None
 
+    @classmethod
+    def load(cls, path: str) -> "HuggingFaceTokenizer":
+        """The tokenizer of a file, so that --set data.tokenizer=PATH/tokenizer.json names it."""
+        return cls(path=path)
+
     def build(self) -> "HuggingFace":
         """Reads the files.
 

@@ -16,6 +16,7 @@ target, which is the first token of the next; the pieces do not see each other, 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Literal, Protocol
 
@@ -25,6 +26,10 @@ from scalejax.data.jagged import lengths_to_offsets
 from scalejax.data.tokens import TokenBatch
 
 Positions = Literal["document", "row"]
+
+# Pieces of this mean length or more are copied one by one; of shorter ones, so many positions are filled at once.
+_LONG = 256
+_FILLED_AT_ONCE = 16_384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,36 +123,80 @@ def fill(tokens: np.ndarray, pieces: Pieces, rows: int, length: int, positions: 
       length: Positions of a row.
       positions: "document" = rotary positions restart with each piece; "row" = they run through the row.
     """
-    ends = np.cumsum(pieces.length)
-    before = ends - pieces.length
-    heads = np.flatnonzero(np.diff(pieces.row, prepend=-1))
-    in_row = np.diff(np.append(heads, pieces.row.size))
-    number = np.arange(pieces.row.size) - np.repeat(heads, in_row) + 1
-    column = before - np.repeat(before[heads], in_row)
-    counter = np.arange(pieces.length.sum())
-    take = counter + np.repeat(pieces.begin - before, pieces.length)
-    cut = ends[~pieces.more] - 1  # the last token of a span has no target
-    values = {"tokens": tokens[take]}
-    take += 1
-    take[cut] = 0
-    values["targets"] = tokens[take]
-    values["targets"][cut] = 0
-    values["weights"] = np.ones(counter.size, np.float32)
-    values["weights"][cut] = 0
-    values["segment_ids"] = np.repeat(number, pieces.length)
-    if positions == "document":
-        values["positions"] = counter - np.repeat(before, pieces.length)
     batch = TokenBatch.empty(rows, length)
     if positions == "row":
         batch.positions[:] = np.arange(length, dtype=np.int32)
-    # Rows without padding are filled from end to end, which needs no index.
-    place = slice(None)
-    if counter.size < rows * length:
-        place = counter + np.repeat(pieces.row * length + column - before, pieces.length)
-    arrays = batch.arrays()
-    for name, value in values.items():
-        arrays[name].reshape(-1)[place] = value
+    if pieces.length.sum() >= _LONG * pieces.length.size:
+        _copy_pieces(tokens, pieces, batch, positions)
+        return batch
+    # A few rows at once: temporaries that leave the caches, and are asked of the system anew, cost most of the time.
+    step = max(1, _FILLED_AT_ONCE // length)
+    bounds = np.searchsorted(pieces.row, np.arange(0, rows + step, step))
+    for r, (a, b) in zip(range(0, rows, step), itertools.pairwise(bounds.tolist()), strict=False):
+        if a < b:
+            flat = {name: array[r : r + step].reshape(-1) for name, array in batch.arrays().items()}
+            part = Pieces(pieces.row[a:b] - r, pieces.begin[a:b], pieces.length[a:b], pieces.more[a:b])
+            _fill_rows(tokens, part, flat, length, positions)
     return batch
+
+
+def _copy_pieces(tokens: np.ndarray, pieces: Pieces, batch: TokenBatch, positions: Positions) -> None:
+    """Piece after piece."""
+    counter = np.arange(batch.tokens.shape[1], dtype=np.int32)
+    row, column, number = -1, 0, 0
+    columns = (pieces.row, pieces.begin, pieces.length, pieces.more)
+    for r, begin, size, more in zip(*(values.tolist() for values in columns), strict=True):
+        if r != row:
+            row, column, number = r, 0, 0
+        end, known = column + size, size if more else size - 1
+        number += 1
+        batch.tokens[r, column:end] = tokens[begin : begin + size]
+        batch.targets[r, column : column + known] = tokens[begin + 1 : begin + 1 + known]
+        batch.weights[r, column : column + known] = 1
+        batch.segment_ids[r, column:end] = number
+        if positions == "document":
+            batch.positions[r, column:end] = counter[:size]
+        column = end
+
+
+def _fill_rows(
+    tokens: np.ndarray, pieces: Pieces, flat: dict[str, np.ndarray], length: int, positions: Positions
+) -> None:
+    """All pieces of some rows at once."""
+    rows = flat["tokens"].size // length
+    heads = np.flatnonzero(np.diff(pieces.row, prepend=-1))
+    number = np.arange(pieces.row.size) - np.repeat(heads, np.diff(np.append(heads, pieces.row.size))) + 1
+    # Padding is laid as pieces of segment 0, so that everything below is written from end to end, without an index.
+    used = np.bincount(pieces.row, weights=pieces.length, minlength=rows).astype(np.int64)
+    padded = np.flatnonzero(used < length)
+    order = np.argsort(np.concatenate([pieces.row, padded]), kind="stable")
+    none = np.zeros_like(padded)
+    begin = np.concatenate([pieces.begin, none])[order]
+    size = np.concatenate([pieces.length, length - used[padded]])[order]
+    segment = np.concatenate([number, none])[order]
+    more = np.concatenate([pieces.more, none.astype(bool)])[order]
+    gaps = [slice(r * length + used[r], (r + 1) * length) for r in padded.tolist()]
+    ends = np.cumsum(size)
+    cut = ends[~more] - 1  # the last token of a span has no target
+    counter = np.arange(rows * length)
+    take = counter + np.repeat(begin - (ends - size), size)
+    for gap in gaps:
+        take[gap] = -1  # some token, also after 1 is added
+    flat["tokens"][:] = tokens[take]
+    take += 1
+    take[cut] = 0
+    flat["targets"][:] = tokens[take]
+    flat["targets"][cut] = 0
+    flat["weights"][:] = 1
+    flat["weights"][cut] = 0
+    flat["segment_ids"][:] = np.repeat(segment.astype(np.int32), size)
+    if positions == "document":
+        flat["positions"][:] = counter - np.repeat(ends - size, size)
+    for gap in gaps:
+        for name in ("tokens", "targets", "weights"):
+            flat[name][gap] = 0
+        if positions == "document":
+            flat["positions"][gap] = 0
 
 
 class FittedRows:

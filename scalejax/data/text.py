@@ -64,7 +64,7 @@ class TextSplit:
             return {split: _between(corpus.offsets, a, b) for split, a, b in parts}
         hashes = mix(corpus.hashes ^ np.uint64(key_of(self.seed)))
         shares = (hashes >> np.uint64(11)).astype(np.float64) * 2.0**-53  # in [0, 1)
-        codes = np.digitize(shares, [min(edge + 1e-12, 1.0) for edge in edges])
+        codes = np.digitize(shares, [round(edge, 12) for edge in edges])
         everything = Spans(np.asarray(corpus.offsets[:-1]), np.asarray(corpus.offsets[1:]))
         return {split: everything.take(np.flatnonzero(codes == s)) for s, split in enumerate(SPLITS)}
 
@@ -179,28 +179,39 @@ class PackedText:
         self.schema = schema
         self._corpus, self._data = corpus, data
         spans = data.split.spans(corpus)
-        if data.order == "shuffled":
-            spans["train"] = spans["train"].take(
-                Permutation(len(spans["train"]), _DOCUMENTS, data.seed)(np.arange(len(spans["train"])))
-            )
         self._rows = {split: self._pack(split, spans[split]) for split in SPLITS}
+        # The target of a crop's last position must be there as well.
+        self._crop_starts = int((spans["train"].end - spans["train"].begin).sum()) - schema.length
+        if data.order == "random-crops" and self._crop_starts < 1:
+            raise UserError(
+                f"data.length={schema.length} leaves no crop: the training split has "
+                f"{self._crop_starts + schema.length} tokens; wanted at least {schema.length + 1}. Shorten data.length "
+                "or give more text."
+            )
         self._epoch_order = functools.lru_cache(maxsize=2)(self._make_epoch_order)
 
     def _pack(self, split: str, spans: Spans) -> PackedRows:
         data = self._data
+        shuffled = split == "train" and data.order == "shuffled"
+
+        def ordered() -> Spans:
+            if not shuffled:
+                return spans
+            return spans.take(Permutation(len(spans), _DOCUMENTS, data.seed)(np.arange(len(spans))))
+
         if data.packing == "concatenate":
-            return ConcatenatedRows(spans, self.schema.length)
-        order = (data.order, data.seed) if split == "train" else "file"
+            return ConcatenatedRows(ordered(), self.schema.length)
+        order = ("shuffled", data.seed) if shuffled else "file"
         key = repr((self._corpus.digest, data.split, split, order))
         folder = pathlib.Path(self._corpus.where).parent
-        return fitted(spans, self.schema.length, data.packing, data.window, folder=folder, key=key)
+        return fitted(ordered, self.schema.length, data.packing, data.window, folder=folder, key=key)
 
     def num_examples(self, split: str) -> int:
         """Rows of a split."""
         if split not in self._rows:
             raise UserError(f"split {split!r} does not exist; choose one of {', '.join(SPLITS)}.")
         if split == "train" and self._data.order == "random-crops":
-            return max(0, (self._crops().tokens - 1) // self.schema.length)
+            return (self._crops().tokens - 1) // self.schema.length
         return len(self._rows[split])
 
     def stream(self, start: int, stop: int) -> TokenBatch:
@@ -247,16 +258,7 @@ class PackedText:
         return rows
 
     def _crop(self, examples: np.ndarray) -> TokenBatch:
-        length = self.schema.length
-        # The target of the last position must be there as well.
-        offsets = self._crops().tokens - length
-        if offsets < 1:
-            raise UserError(
-                f"data.length={length} leaves no crop: the training split has {self._crops().tokens} tokens; wanted at "
-                f"least {length + 1}. Shorten data.length or give more text."
-            )
-        hashes = mix(
-            np.uint64(key_of(_CROPS, self._data.seed)) + examples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        )
-        starts = (hashes % np.uint64(offsets)).astype(np.int64)
+        counter = examples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        hashes = mix(np.uint64(key_of(_CROPS, self._data.seed)) + counter)
+        starts = (hashes % np.uint64(self._crop_starts)).astype(np.int64)
         return self._fill(self._crops().windows(starts), starts.size)

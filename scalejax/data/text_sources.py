@@ -5,7 +5,8 @@
   anything else               one document a file, UTF-8
 
 all but Parquet also packed as *.gz or *.zst. A folder stands for all its files (at any depth) whose names end as asked
-for, sorted by path; no path at all for the sources of Python's standard library, which every machine has.
+for, sorted by path and hidden ones left out; no path at all for the sources of Python's standard library, which every
+machine has.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from typing import IO
 from scalejax.data.tokenizer import PIECE_CHARACTERS, pieces
 from scalejax.errors import UserError
 
-SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson", ".json", ".parquet")
+SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson", ".parquet")
 """What is taken of a folder unless other endings are named."""
 
 _JSON = (".jsonl", ".ndjson", ".json")
@@ -73,7 +74,7 @@ def find_texts(path: str | Sequence[str] | None, suffixes: Sequence[str]) -> tup
             continue
         if not start.is_dir():
             raise UserError(f"data.path: {start} does not exist. Name a file or a folder of text, JSONL or Parquet.")
-        inside = [file for file in start.rglob("*") if bare_name(file).endswith(tuple(suffixes)) and file.is_file()]
+        inside = [file for file in start.rglob("*") if _wanted(file, start, suffixes)]
         if not inside:
             raise UserError(
                 f"data.path: the folder {start} holds no file whose name ends in {', '.join(suffixes)}. Name another "
@@ -84,6 +85,11 @@ def find_texts(path: str | Sequence[str] | None, suffixes: Sequence[str]) -> tup
     if not found:
         raise UserError("data.path: names nothing; got (). Name a file or a folder, or None for the standard library.")
     return tuple(found)
+
+
+def _wanted(file: pathlib.Path, start: pathlib.Path, suffixes: Sequence[str]) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(start).parts)
+    return not hidden and bare_name(file).endswith(tuple(suffixes)) and file.is_file()
 
 
 def _standard_library() -> tuple[TextFile, ...]:

@@ -5,7 +5,7 @@ A corpus is a folder in the user's cache folder:
   tokens     uint16 or uint32 [N], the documents one after another, marks included
   offsets    int64 [D + 1], where each document begins
   hashes     uint64 [D], of each document's text: what splits go by
-  about.json what it was made of, sizes and a digest of the contents
+  about      what it was made of, sizes and a digest of the contents
 
 Its name is a hash of the files (path, size and times of change), the tokenizer and the marks, so a changed file makes
 another corpus. It is written beside its place and renamed, so what has the name is whole. Nothing is pickled.
@@ -15,14 +15,15 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 import pathlib
 import shutil
+import socket
 import stat
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Literal
 
 import numpy as np
@@ -34,12 +35,12 @@ from scalejax.errors import UserError
 Marks = Literal["none", "begin", "end", "both"]
 Progress = Callable[[int, int], None]
 
-_FORMAT = 1
+_FORMAT = 2
 # Encoded at once: tokenizers that use threads need many texts, and none of this is large beside a model.
 _BATCH_CHARACTERS = 4_000_000
 _BATCH_BLOCKS = 1024
 _SECONDS_BETWEEN_LINES = 10.0
-_LOG = logging.getLogger(__name__)
+_MAKING = ".making-"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def tokenised(
       column: Field of JSONL and column of Parquet that holds the text.
       marks: Whether `bos` opens each document and `eos` ends it.
       folder: Where corpora are kept; None = `cache_folder()`.
-      progress: Called with (bytes of files read, bytes in all); None = a line of log every ten seconds.
+      progress: Called with (bytes of files read, bytes in all); None = a line on standard error every ten seconds.
     Raises:
       UserError: a file cannot be read, the tokenizer lacks a mark, or the folder cannot be used.
     """
@@ -104,7 +105,7 @@ def tokenised(
 
     def make(path: pathlib.Path) -> None:
         sizes = [s.st_size for s in status]
-        _write(path, files, sizes, tokenizer, column, begin, end, progress or _LogLines())
+        _write(path, files, sizes, tokenizer, column, begin, end, progress or _Lines())
 
     return open_corpus(kept(folder, f"corpus-{key}", make))
 
@@ -116,7 +117,7 @@ def open_corpus(path: pathlib.Path) -> Corpus:
       UserError: it is damaged.
     """
     try:
-        about = json.loads((path / "about.json").read_text())
+        about = json.loads((path / "about").read_text())
         tokens = map_array(path / "tokens", about["dtype"], about["tokens"])
         offsets = map_array(path / "offsets", "int64", about["documents"] + 1)
         hashes = map_array(path / "hashes", "uint64", about["documents"])
@@ -157,7 +158,9 @@ def kept(folder: pathlib.Path, name: str, make: Callable[[pathlib.Path], None]) 
         _make_private(folder)
         if target.is_dir():
             return target
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=folder) as made:  # mode 0700
+        _clear(folder)
+        mine = f"{_MAKING}{socket.gethostname()}-{os.getpid()}-"
+        with tempfile.TemporaryDirectory(prefix=mine, dir=folder) as made:  # mode 0700
             inside = pathlib.Path(made) / "made"
             inside.mkdir(mode=0o700)
             make(inside)
@@ -172,6 +175,18 @@ def kept(folder: pathlib.Path, name: str, make: Callable[[pathlib.Path], None]) 
             f"be written; {_free(folder)} are free in this one."
         ) from error
     return target
+
+
+def _clear(folder: pathlib.Path) -> None:
+    """Removes what processes of this machine that are no more were making: it may be as large as a corpus."""
+    for left in folder.glob(f"{_MAKING}{socket.gethostname()}-*"):
+        pid = left.name.removeprefix(f"{_MAKING}{socket.gethostname()}-").partition("-")[0]
+        try:
+            os.kill(int(pid), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except (PermissionError, ValueError):  # it runs as another user, or is none of ours
+            continue
 
 
 def _make_private(folder: pathlib.Path) -> None:
@@ -240,7 +255,7 @@ def _write(
         "digest": writer.digest(),
         "tokenizer": tokenizer.fingerprint(),
     }
-    (path / "about.json").write_text(json.dumps(about, indent=1))
+    (path / "about").write_text(json.dumps(about, indent=1))
 
 
 class _Writer:
@@ -319,19 +334,13 @@ class _Writer:
             raise
 
 
-class _LogLines:
-    """Progress as lines of the log."""
+class _Lines:
+    """Progress as lines on standard error, for work that takes long."""
 
     def __init__(self) -> None:
         self._next = time.monotonic() + _SECONDS_BETWEEN_LINES
 
     def __call__(self, done: int, total: int) -> None:
         if time.monotonic() >= self._next:
-            _LOG.info("tokenising: %.1f of %.1f MB", done / 1e6, total / 1e6)
+            print(f"Tokenising text: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB", file=sys.stderr, flush=True)
             self._next = time.monotonic() + _SECONDS_BETWEEN_LINES
-
-
-def documents_of(corpus: Corpus) -> Iterator[np.ndarray]:
-    """Ids of each document in turn, for looking into a corpus."""
-    for a, b in zip(corpus.offsets[:-1], corpus.offsets[1:], strict=True):
-        yield corpus.tokens[a:b]

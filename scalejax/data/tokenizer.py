@@ -92,7 +92,10 @@ class Tokenizer(Protocol):
         ...
 
     def stream(self) -> TextStream:
-        """A decoder for ids that come one by one; special tokens are skipped."""
+        """A decoder for ids that come one by one; special tokens are skipped.
+
+        Where ids continue a prompt, push the prompt's first and drop their text: a space may belong to both.
+        """
         ...
 
     def fingerprint(self) -> str:

@@ -12,6 +12,7 @@ from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text import TextData
 from scalejax.data.tokenizer import Bytes, ByteTokenizer
 from scalejax.errors import UserError
+from scalejax.inference.averaging import AveragedSource
 from scalejax.inference.model_folder import COPIED, LanguageModel
 from scalejax.models.llm import mapping
 from scalejax.models.llm.llama3 import LlamaConfig, huggingface
@@ -67,16 +68,19 @@ class CheckpointSource:
         return array
 
 
-def open_run(run_folder: pathlib.Path, experiment: AnyExperiment, step: int | None = None) -> LanguageModel:
-    """Opens a checkpoint of a run.
+def open_run(
+    run_folder: pathlib.Path, experiment: AnyExperiment, step: int | None = None, average: int = 1
+) -> LanguageModel:
+    """Opens a checkpoint of a run, or the mean of several.
 
     Args:
       run_folder: Its folder.
       experiment: What the run is, see `configs.serialization.reload`.
       step: Which checkpoint; None = the newest.
+      average: Take the mean of this checkpoint and the average - 1 before it.
 
     Raises:
-      UserError: it is no run of a language model, has no such checkpoint, or a damaged one.
+      UserError: it is no run of a language model, has no such checkpoint or too few of them, or a damaged one.
     """
     model, data = experiment.model, experiment.data
     if not isinstance(model, LlamaConfig) or not isinstance(data, TextData):
@@ -86,8 +90,27 @@ def open_run(run_folder: pathlib.Path, experiment: AnyExperiment, step: int | No
         )
     config = model.bound(data.schema())
     tokenizer = data.tokenizer.build()
-    step = _existing(run_folder / "checkpoints", step)
-    folder = run_folder.absolute() / "checkpoints" / str(step)  # orbax wants no other
+    steps = _existing(run_folder / "checkpoints", step, average)
+    folders = tuple(run_folder / "checkpoints" / str(step) for step in steps)
+    sources = tuple(_source(folder, config) for folder in folders)
+    # Documents begin as the data says: that is part of what the model has learnt.
+    begins = "bos" if data.marks in ("begin", "both") else "nothing"
+    return LanguageModel(
+        path=run_folder,
+        kind="run",
+        config=config,
+        tokens=SpecialTokens(bos=tokenizer.bos, eos=tuple(tokenizer.stop_ids), pad=tokenizer.pad),
+        source=sources[0] if average == 1 else AveragedSource(sources),
+        tokenizer=data.tokenizer,
+        begins=begins,
+        files=_tokenizer_files(data),
+        made=_byte_tokenizer(begins) if isinstance(data.tokenizer, ByteTokenizer) else {},
+        shards=folders,
+        remarks=(f"{'step' if average == 1 else 'mean of steps'} {', '.join(map(str, steps))} of the run",),
+    )
+
+
+def _source(folder: pathlib.Path, config: LlamaConfig) -> CheckpointSource:
     manifest = manifests.read(folder)
     entries = {entry.path: entry for entry in huggingface.entries(config)}
     sizes = huggingface.sizes(config)
@@ -97,32 +120,25 @@ def open_run(run_folder: pathlib.Path, experiment: AnyExperiment, step: int | No
         if found != wanted:
             raise UserError(f"checkpoint {folder}: {path} has shape {found}; the run's recipe says {wanted}.")
     manifests.check_files(folder, manifest.files)
-    # Documents begin as the data says: that is part of what the model has learnt.
-    begins = "bos" if data.marks in ("begin", "both") else "nothing"
-    return LanguageModel(
-        path=run_folder,
-        kind="run",
-        config=config,
-        tokens=SpecialTokens(bos=tokenizer.bos, eos=tuple(tokenizer.stop_ids), pad=tokenizer.pad),
-        source=CheckpointSource(folder / "arrays", entries, manifest),
-        tokenizer=data.tokenizer,
-        begins=begins,
-        files=_tokenizer_files(data),
-        made=_byte_tokenizer(begins) if isinstance(data.tokenizer, ByteTokenizer) else {},
-        shards=(folder,),
-        remarks=(f"step {step} of the run",),
-    )
+    return CheckpointSource(folder / "arrays", entries, manifest)
 
 
-def _existing(folder: pathlib.Path, step: int | None) -> int:
+def _existing(folder: pathlib.Path, step: int | None, average: int) -> list[int]:
+    """The last `average` checkpoints up to a step."""
+    if average < 1:
+        raise UserError(f"--average must be at least 1; got {average}.")
     steps = Checkpointer(folder, Checkpoints(), {}).steps() if folder.is_dir() else []
     if not steps:
         raise UserError(f"{folder} holds no checkpoint. Train first, or give another run folder.")
-    if step is None:
-        return max(steps)
-    if step not in steps:
+    if step is not None and step not in steps:
         raise UserError(f"--step {step}: {folder} has {', '.join(map(str, steps))}. Name one of these.")
-    return step
+    found = sorted(s for s in steps if step is None or s <= step)
+    if len(found) < average:
+        raise UserError(
+            f"--average {average}: {folder} has {len(found)} checkpoints up to there ({', '.join(map(str, found))}). "
+            "Average fewer, or keep more (--set checkpoints.keep_last=N when training)."
+        )
+    return found[-average:]
 
 
 def _tokenizer_files(data: TextData) -> tuple[pathlib.Path, ...]:

@@ -18,6 +18,7 @@ from scalejax.nn.distinct import over_distinct_rows as over_distinct_rows
 from scalejax.nn.dropout import dropout as dropout
 from scalejax.nn.layers import scan_layers as scan_layers
 from scalejax.nn.linear import Linear as Linear
+from scalejax.nn.linear import project as project
 from scalejax.nn.linear import scaled_normal as scaled_normal
 from scalejax.nn.linear import wide as wide
 from scalejax.nn.mlp import Activation as Activation

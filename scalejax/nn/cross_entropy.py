@@ -11,8 +11,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from scalejax.nn.linear import wide
+from scalejax.parallel.mesh import BATCH_AXES
 
 
 def linear_cross_entropy(
@@ -39,7 +42,29 @@ def linear_cross_entropy(
         )
     if positions < 1:
         raise ValueError(f"linear_cross_entropy: positions must be at least 1; got {positions}.")
-    return _sum(min(positions, x.shape[1]), x, weight, targets, weights)
+    positions = min(positions, x.shape[1])
+    over = _automatic_batch_axes()
+    if not over:
+        return _sum(positions, x, weight, targets, weights)
+
+    # Each device adds up the gradient of `weight` over its own slices. Left to the compiler it is summed over devices
+    # after every slice.
+    def local(*args: jax.Array) -> jax.Array:
+        return jax.lax.psum(_sum(positions, *args), over)
+
+    rows = P(over)
+    return jax.shard_map(local, in_specs=(rows, P(), rows, rows), out_specs=P(), axis_names=set(over), check_vma=False)(
+        x, weight, targets, weights
+    )
+
+
+def _automatic_batch_axes() -> tuple[str, ...]:
+    """The axes of the mesh in force that shard rows and are left to the compiler."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return ()
+    automatic = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    return tuple(axis for axis in BATCH_AXES if axis in automatic and mesh.shape[axis] > 1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -7,4 +7,5 @@ from scalejax.optim.optimizers import Sgd as Sgd
 from scalejax.optim.schedules import Constant as Constant
 from scalejax.optim.schedules import Schedule as Schedule
 from scalejax.optim.schedules import WarmupCosine as WarmupCosine
+from scalejax.optim.schedules import WarmupCosineAnneal as WarmupCosineAnneal
 from scalejax.optim.schedules import WarmupLinear as WarmupLinear

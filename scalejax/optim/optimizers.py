@@ -1,6 +1,7 @@
 """Dense optimizers as data; `build(steps)` gives an optax transformation."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import optax
@@ -57,4 +58,10 @@ Optimizer = Sgd | Adam | AdamW
 
 
 def _matrices(params: optax.Params) -> optax.Params:
-    return jax.tree.map(lambda p: p.ndim >= 2, params)
+    """Of {path: array}: stacked scales and biases of layers have two dimensions, and go by their name."""
+
+    def is_matrix(path: tuple[Any, ...], p: jax.Array) -> bool:
+        name = str(getattr(path[-1], "key", "")) if path else ""
+        return p.ndim >= 2 and name.rpartition("/")[2] not in ("scale", "bias")
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)

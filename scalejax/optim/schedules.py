@@ -56,10 +56,45 @@ class WarmupLinear:
         return optax.join_schedules([optax.linear_schedule(0.0, self.peak, max(1, warm)), down], [warm])
 
 
-Schedule = Constant | WarmupCosine | WarmupLinear
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmupCosineAnneal:
+    """As `WarmupCosine`, but the last `anneal` of the run goes linearly from `final` * peak to 0.
+
+    The cosine ends where annealing begins. This is how Llama 3 was trained (arXiv 2407.21783, section 3.4), whose
+    checkpoints of the last phase are averaged (`train.averaging`).
+
+    Attributes:
+      peak: Highest value.
+      warmup: Fraction of the run's steps in [0, 1).
+      final: Fraction of `peak` at the end of the cosine.
+      anneal: Fraction of the run's steps in [0, 1 - warmup).
+    """
+
+    peak: float = 1.0
+    warmup: float = 0.1
+    final: float = 0.01
+    anneal: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_warmup(self)
+        if not 0.0 <= self.anneal < 1.0 - self.warmup:
+            raise ValueError(
+                f"WarmupCosineAnneal: anneal must be a fraction of the run in [0, {1.0 - self.warmup:g}); got "
+                f"{self.anneal}."
+            )
+
+    def build(self, steps: int) -> optax.Schedule:
+        warm, last = round(self.warmup * steps), round(self.anneal * steps)
+        up = optax.linear_schedule(0.0, self.peak, max(1, warm))
+        down = optax.cosine_decay_schedule(self.peak, max(1, steps - warm - last), alpha=self.final)
+        end = optax.linear_schedule(self.final * self.peak, 0.0, max(1, last))
+        return optax.join_schedules([up, down, end], [warm, steps - last])
 
 
-def _check_warmup(schedule: WarmupCosine | WarmupLinear) -> None:
+Schedule = Constant | WarmupCosine | WarmupLinear | WarmupCosineAnneal
+
+
+def _check_warmup(schedule: WarmupCosine | WarmupLinear | WarmupCosineAnneal) -> None:
     if not 0.0 <= schedule.warmup < 1.0:
         raise ValueError(
             f"{type(schedule).__name__}: warmup must be a fraction of the run in [0, 1); got {schedule.warmup}."

@@ -202,10 +202,12 @@ class Layout:
     Attributes:
       ndim: Dimensions of the master parameter, the layer axis of a scanned block included.
       sharded: ((dimension of the master parameter, mesh axes), ...), data axes alone.
+      apart: Axes that the loss itself runs over and along which devices hold different parts of it for good.
     """
 
     ndim: int
     sharded: tuple[tuple[int, tuple[str, ...]], ...]
+    apart: tuple[str, ...] = ()
 
     def dimensions(self, ndim: int) -> tuple[tuple[int, tuple[str, ...]], ...]:
         """The same for an array of `ndim` dimensions: the master parameter, or one layer of it."""
@@ -218,7 +220,7 @@ class Plain:
 
     Attributes:
       layouts: Path -> where it lies.
-      axes: The data axes of the mesh: gradients are summed over all of them.
+      axes: The axes over which gradients are summed: the data axes, and those that the loss itself runs over.
       param_dtype: Dtype in which parameters travel and are handed to the model; None = that of the master parameters.
       reduce_dtype: Dtype in which gradients are summed; None = that in which the model returns them.
     """
@@ -246,7 +248,7 @@ class Plain:
     def _reduce(self, path: str, x: jax.Array) -> jax.Array:
         if self.reduce_dtype is not None:
             x = x.astype(self.reduce_dtype)
-        rest = self.axes
+        rest = tuple(axis for axis in self.axes if axis not in self.layouts[path].apart)
         for dim, axes in self.layouts[path].dimensions(x.ndim):
             x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
             rest = tuple(axis for axis in rest if axis not in axes)
@@ -258,13 +260,16 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in BATCH_AXES if mesh.shape.get(axis, 1) > 1)
 
 
-def layouts(specs: Mapping[str, P], ndims: Mapping[str, int], mesh: Mesh) -> dict[str, Layout]:
+def layouts(
+    specs: Mapping[str, P], ndims: Mapping[str, int], mesh: Mesh, handled: tuple[str, ...] = ()
+) -> dict[str, Layout]:
     """Where parameters lie on the data axes.
 
     Args:
       specs: Sharding of each master parameter.
       ndims: Dimensions of each.
       mesh: The devices.
+      handled: Axes that the loss itself runs over.
 
     Raises:
       UserError: a dimension is sharded over another axis first and over a data axis second.
@@ -272,7 +277,7 @@ def layouts(specs: Mapping[str, P], ndims: Mapping[str, int], mesh: Mesh) -> dic
     over = data_axes(mesh)
     found = {}
     for path, spec in specs.items():
-        sharded = []
+        sharded, apart = [], []
         for dim, entry in enumerate(spec):
             axes = tuple(a for a in axes_of(entry) if mesh.shape[a] > 1)
             mine = tuple(axis for axis in axes if axis in over)
@@ -283,7 +288,8 @@ def layouts(specs: Mapping[str, P], ndims: Mapping[str, int], mesh: Mesh) -> dic
                 )
             if mine:
                 sharded.append((dim, mine))
-        found[path] = Layout(ndim=ndims[path], sharded=tuple(sharded))
+            apart += [axis for axis in axes if axis in handled]
+        found[path] = Layout(ndim=ndims[path], sharded=tuple(sharded), apart=tuple(apart))
     return found
 
 
@@ -296,38 +302,43 @@ def exchanged_gradients(
     parts: int = 1,
     accumulate: Accumulate = "communicate",
     after_forward: Literal["drop", "keep"] = "drop",
+    handled: tuple[str, ...] = (),
 ) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays, States]]:
     """Gradients of a loss whose parameters travel by an exchange.
 
-    The step is a shard_map over the data axes (and axes of size 1); the others stay automatic, so that the compiler
-    places what tensor parallelism needs.
+    The step is a shard_map over the data axes, axes of size 1 and those that are `handled`; the others stay automatic,
+    so that the compiler places what tensor parallelism needs.
 
     Args:
       loss: See `Loss`.
-      make_exchange: (layout of each parameter, data axes) -> the exchange.
+      make_exchange: (layout of each parameter, axes to sum over) -> the exchange.
       mesh: The devices.
       specs: Sharding of the master parameters, by path. No state or gradient of a scanned block may be sharded along
         its layers over a data axis.
       parts: Passes over equal cuts of each device's examples.
       accumulate: Whether gradients are reduced in every pass or once. "local" holds a whole gradient on each device.
       after_forward: What becomes of gathered parameters, see `Fetch`.
+      handled: Further axes that are manual because the loss has collectives of its own over them: `stage`, for a
+        pipeline. Its sum, weight and aux are then added up over them too, so that they must be zero where a device does
+        not count (`pipeline.on_last_stage`).
 
     Returns:
       A function (params, state, batch, key, scale) -> (sum, weight, aux, gradients, next state). Arrays of the batch
       are [B, ...], sharded over `BATCH_AXES`; arrays of the state, {path: pytree}, are
-      [data devices, shape on one device], the first axis sharded over `BATCH_AXES`. sum, weight and aux are summed over
-      devices and parts. Gradients are those of `scale` times the sum, laid out as the master parameters. Each device
-      and part gets a key of its own.
+      [devices, shape on one device], the first axis sharded over `BATCH_AXES` and `handled`. sum, weight and aux are
+      summed over devices and parts. Gradients are those of `scale` times the sum, laid out as the master parameters.
+      Each device and part gets a key of its own.
     """
     over = data_axes(mesh)
-    manual = {axis for axis in mesh.axis_names if axis in over or mesh.shape[axis] == 1}
-    rows = P(tuple(axis for axis in BATCH_AXES if axis in mesh.shape))
+    handled = tuple(axis for axis in handled if mesh.shape[axis] > 1)
+    manual = {axis for axis in mesh.axis_names if axis in over + handled or mesh.shape[axis] == 1}
+    rows, each = P(BATCH_AXES), P((*BATCH_AXES, *handled))
 
     def run(
         params: Arrays, state: States, batch: Any, key: Any = None, scale: Any = 1.0
     ) -> tuple[jax.Array, jax.Array, Any, Arrays, States]:
-        where = layouts(specs, {path: p.ndim for path, p in params.items()}, mesh)
-        exchange = make_exchange(where, over)
+        where = layouts(specs, {path: p.ndim for path, p in params.items()}, mesh, handled)
+        exchange = make_exchange(where, over + handled)
         inside = {
             path: P(*(tuple(a for a in axes_of(entry) if a in manual) or None for entry in specs[path]))
             for path in params
@@ -345,15 +356,15 @@ def exchanged_gradients(
                 gradients, changed = exchange.reduce(fetched, state, None)
                 gradients = {path: g.astype(params[path].dtype) for path, g in gradients.items()}
                 state = _changed(state, changed)
-            if over:
-                total, weight, aux = jax.lax.psum((total, weight, aux), over)
+            if over + handled:
+                total, weight, aux = jax.lax.psum((total, weight, aux), over + handled)
             return total, weight, aux, gradients, jax.tree.map(lambda x: x[None], state)
 
         return jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(inside, rows, rows, P(), P()),
-            out_specs=(P(), P(), P(), inside, rows),
+            in_specs=(inside, each, rows, P(), P()),
+            out_specs=(P(), P(), P(), inside, each),
             axis_names=manual,
             check_vma=False,  # what a gather returns is equal everywhere and its derivative is written out
         )(params, state, batch, key, jnp.asarray(scale))

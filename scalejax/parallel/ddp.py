@@ -129,7 +129,7 @@ def buckets(arrays: Mapping[str, Any], bucket_bytes: int) -> tuple[tuple[str, ..
     """
     open_buckets: dict[Any, tuple[list[str], int]] = {}
     closed: list[list[str]] = []
-    for path, array in reversed(arrays.items()):
+    for path, array in reversed(list(arrays.items())):
         size = array.size * array.dtype.itemsize
         members, filled = open_buckets.pop(array.dtype, ([], 0))
         if members and filled + size > bucket_bytes:

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
 from scalejax.parallel import blocks, ddp
+from scalejax.parallel import mesh as meshes
 from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Loss
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import BATCH_AXES
@@ -173,6 +174,7 @@ def gradients(
     mesh: Mesh,
     specs: Mapping[str, P],
     parts: int = 1,
+    handled: tuple[str, ...] = (),
 ) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
     """Gradients of a loss under a strategy; to be called under jit.
 
@@ -182,6 +184,8 @@ def gradients(
       mesh: The devices.
       specs: Path -> sharding of the master parameter, see `place`.
       parts: Passes over equal cuts of the batch, their gradients added up.
+      handled: In the explicit form, axes over which the loss has collectives of its own (`stage`), see
+        `blocks.exchanged_gradients`.
 
     Returns:
       A function (params, batch, key=None, scale=1.0) -> (sum, weight, aux, gradients). params are {path: array} in the
@@ -197,8 +201,15 @@ def gradients(
         ddp.check_specs(specs, mesh)
     else:
         _check_specs(strategy, mesh, specs)
+    if strategy.form == "explicit":
+        _check_stages(mesh, specs, handled)
+    elif handled:
+        raise UserError(
+            f"gradients: handled={handled} needs form='explicit'; in the implicit form a loss that uses "
+            "`pipeline.pipelined` needs nothing."
+        )
     if isinstance(strategy, Ddp) or strategy.form == "explicit":
-        run = _explicit_gradients(loss, strategy, mesh, specs, parts)
+        run = _explicit_gradients(loss, strategy, mesh, specs, parts, handled)
     else:
         run = _implicit_gradients(loss, strategy, mesh, specs, parts)
 
@@ -215,7 +226,7 @@ def gradients(
 
 
 def _explicit_gradients(
-    loss: Loss, strategy: Strategy, mesh: Mesh, specs: Mapping[str, P], parts: int
+    loss: Loss, strategy: Strategy, mesh: Mesh, specs: Mapping[str, P], parts: int, handled: tuple[str, ...]
 ) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
     """One exchange a block."""
     run = blocks.exchanged_gradients(
@@ -226,6 +237,7 @@ def _explicit_gradients(
         parts=parts,
         accumulate=strategy.accumulate,
         after_forward=strategy.after_forward,
+        handled=handled,
     )
     return lambda params, batch, key, scale: run(params, {}, batch, key, scale)[:4]
 
@@ -259,7 +271,7 @@ def _implicit_gradients(
 
         if parts == 1:
             return one(params, batch, key)
-        batch = jax.tree.map(lambda x: cut(x, mesh, parts), batch)
+        batch = jax.tree.map(lambda x: meshes.cut(x, mesh, parts), batch)
         keys = None if key is None else jax.random.split(key, parts)
 
         def step(sums: Any, part: Any) -> tuple[Any, None]:
@@ -300,8 +312,31 @@ class _Constrained:
 
     def _constrain(self, path: str, x: jax.Array, without: tuple[str, ...]) -> jax.Array:
         entries = list(self.specs[path])[self.ndims[path] - x.ndim :]
-        kept = (tuple(a for a in blocks.axes_of(entry) if a not in without) or None for entry in entries)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*kept)))
+        around = jax.sharding.get_abstract_mesh()
+        without += tuple(around.manual_axes)  # a pipeline may surround this
+        spec = P(*(tuple(a for a in blocks.axes_of(entry) if a not in without) or None for entry in entries))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec) if around.empty else spec)
+
+
+def sharded_init(init: Callable[..., Arrays], *, mesh: Mesh, specs: Mapping[str, P]) -> Any:
+    """A jitted `init` whose parameters are born sharded: no device ever holds more than what it keeps.
+
+    Every device computes the random numbers of its own shard, so that the result does not depend on the mesh.
+
+    Args:
+      init: (key, ...) -> {path: array}.
+      mesh: The devices.
+      specs: Path -> sharding.
+
+    Raises:
+      UserError: jax is set up so that random numbers depend on the sharding.
+    """
+    if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
+        raise UserError(
+            "sharded_init: jax_threefry_partitionable is off, so that each device would compute all random numbers. "
+            "Leave it at its default, True."
+        )
+    return jax.jit(init, out_shardings={path: NamedSharding(mesh, spec) for path, spec in specs.items()})
 
 
 def check_cut(batch: Any, mesh: Mesh, parts: int) -> None:
@@ -310,7 +345,7 @@ def check_cut(batch: Any, mesh: Mesh, parts: int) -> None:
     Raises:
       UserError: names the sizes.
     """
-    shards = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
+    shards = meshes.batch_shards(mesh)
     for size in {x.shape[0] for x in jax.tree.leaves(batch)}:
         if size % (shards * parts):
             stated = ", ".join(f"{a}={mesh.shape[a]}" for a in BATCH_AXES if mesh.shape.get(a, 1) > 1) or "one device"
@@ -319,15 +354,6 @@ def check_cut(batch: Any, mesh: Mesh, parts: int) -> None:
                 f"gradients: a batch of {size} does not divide into {parts} parts on {shards} devices ({stated}). "
                 f"The nearest sizes that do: {f'{below} or {above}' if below else above}; or change parts or the mesh."
             )
-
-
-def cut(x: jax.Array, mesh: Mesh, parts: int) -> jax.Array:
-    """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples."""
-    shards = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
-    each = x.shape[0] // (shards * parts)
-    x = x.reshape(shards, parts, each, *x.shape[1:]).swapaxes(0, 1)
-    x = x.reshape(parts, shards * each, *x.shape[3:])
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, BATCH_AXES)))
 
 
 def _check_specs(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:
@@ -340,6 +366,17 @@ def _check_specs(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:
             raise UserError(
                 f"gradients: {path!r} is sharded over {said}, but {strategy.sharding} on this mesh shards {meant} or "
                 "leaves a parameter whole. Take the specs of `fsdp.place`, or name the strategy that fits them."
+            )
+
+
+def _check_stages(mesh: Mesh, specs: Mapping[str, P], handled: tuple[str, ...]) -> None:
+    """A loss that knows nothing of stages would run through the layers of its own stage alone."""
+    for path, spec in specs.items():
+        if "stage" not in handled and mesh.shape["stage"] > 1 and any("stage" in blocks.axes_of(e) for e in spec):
+            raise UserError(
+                f"gradients: {path!r} is sharded over stage={mesh.shape['stage']}, which the explicit form runs only "
+                "for a loss that is a pipeline (`pipeline.run_stages`): pass handled=('stage',). Otherwise use "
+                "form='implicit', or a mesh with stage=1."
             )
 
 

@@ -2,13 +2,19 @@
 
     result = plan(experiment, "v5p:2x2x1")
     result.memory.fits, result.roofline.predicted_step_s
-    explain_sharding(compiled)          # every collective of any compiled program
+    print(collectives_table(explain_sharding(compiled)))    # every collective of any compiled program
+    search(experiment, "v6e:16x16")     # the mesh and the rematerialisation of a decoder
+    check_fits(experiment, mesh)        # refuses what cannot fit, before anything is compiled
 
 Importing this package needs no TPU compiler; `plan` does.
 """
 
 from scalejax.plan.collectives import Collective as Collective
+from scalejax.plan.collectives import collectives_table as collectives_table
 from scalejax.plan.collectives import explain_sharding as explain_sharding
+from scalejax.plan.estimate import check_fits as check_fits
+from scalejax.plan.mesh_search import SearchResult as SearchResult
+from scalejax.plan.mesh_search import search as search
 from scalejax.plan.run import PlanResult as PlanResult
 from scalejax.plan.run import StepProgram as StepProgram
 from scalejax.plan.run import plan as plan

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from scalejax import units
 from scalejax.plan import hlo
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def explain_sharding(compiled: Any, mesh: "Mesh | None" = None) -> list[Collecti
       mesh: Names the axes. None = the mesh of the first argument that has one.
 
     Returns:
-      One entry per instruction, in the order of the schedule, loop bodies multiplied by their trip counts.
+      One entry per instruction, in the order of the schedule, loop bodies multiplied by their trip counts;
+      `collectives_table` makes text of them.
 
     Raises:
       ValueError: no mesh is given and no argument has a `NamedSharding`.
@@ -117,6 +119,28 @@ def total(collectives: Iterable[Collective]) -> list[Collective]:
         for row in rows.values()
     ]
     return sorted(merged, key=lambda c: -c.bytes)
+
+
+def collectives_table(collectives: Iterable[Collective]) -> str:
+    """What `explain_sharding` found, as text: one line a kind and axis, bytes per device, largest first.
+
+        kind            axis   devices  count  bytes      least to send
+        all-gather      fsdp   8        6      12 MiB     10.5 MiB
+        reduce-scatter  fsdp   8        3      6 MiB      5.25 MiB
+
+    "bytes" is the payload of all executions, loops multiplied by their trip counts; a count with "?" stands in a loop
+    whose trip count depends on data, and counts once.
+    """
+    rows = [("kind", "axis", "devices", "count", "bytes", "least to send")]
+    for c in total(collectives):
+        known = "" if c.trip_count_known else "?"
+        least = units.size(c.minimum_bytes)
+        rows.append((c.kind, c.axis, str(c.group_size), f"{c.count}{known}", units.size(c.bytes), least))
+    if len(rows) == 1:
+        return "no collectives"
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def minimum_bytes(kind: Kind, payload: int, group_size: int) -> int:
@@ -238,9 +262,9 @@ def _collective(kind: Kind, instruction: hlo.Instruction, execution: hlo.Executi
         groups = parse_groups(_value(instruction.attributes, "replica_groups"), mesh.size)
     axes = axes_of(groups, mesh)
     if kind == "collective-permute":
-        size = math.prod(mesh.shape[a] for a in axes)
+        members = math.prod(mesh.shape[a] for a in axes)
     else:
-        size = max((len(group) for group in groups), default=1)
+        members = max((len(group) for group in groups), default=1)
     sent = (
         instruction.operands[:1]
         if kind == "ragged-all-to-all" or instruction.opcode == "send"
@@ -249,12 +273,12 @@ def _collective(kind: Kind, instruction: hlo.Instruction, execution: hlo.Executi
     by_name = execution.computation.by_name
     payload = sum(by_name[name].bytes for name in sent if name in by_name)
     if kind == "all-gather":
-        payload *= size
-    least = minimum_bytes(kind, payload, size) if axes else 0
+        payload *= members
+    least = minimum_bytes(kind, payload, members) if axes else 0
     return Collective(
         kind=kind,
         axes=axes,
-        group_size=size,
+        group_size=members,
         bytes=payload * execution.count,
         count=execution.count,
         minimum_bytes=least * execution.count,

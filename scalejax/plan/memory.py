@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from scalejax.plan.chips import Chip
+from scalejax.chips import Chip
 
 # First field of `train.state.TrainState` -> kind. Tables are told apart by their leaves.
 _FIELDS = {"params": "parameters", "optimizer": "optimizer state", "metrics": "metrics"}

@@ -15,11 +15,11 @@ GPU: a host is an NVLink domain; each GPU has its share of the network. HBM is r
 import math
 import re
 
+from scalejax import chips
+from scalejax.chips import Chip
 from scalejax.errors import UserError
 from scalejax.parallel.planner import Topology
-from scalejax.plan import chips
 from scalejax.plan import topology as tpus
-from scalejax.plan.chips import Chip
 
 _TPU_ROW_BYTES = 512
 _GPU_BURST_BYTES = 64

@@ -1,5 +1,6 @@
 """A plan as tables on a terminal."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -10,9 +11,11 @@ from scalejax.units import duration, size
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from scalejax.plan.mesh_search import Candidate, SearchResult
     from scalejax.plan.run import PlanResult
 
 _BAR = 30
+_MOST = 8
 _TERMS = {"compute": "matrix products", "hbm": "memory", "ici": "links between chips", "dcn": "network between slices"}
 
 
@@ -39,6 +42,70 @@ def render(result: "PlanResult", console: "Console") -> None:
     if result.unsharded:
         console.print(_unsharded(result))
     console.print(f"compiled in {result.compile_s:.1f} s")
+
+
+def render_search(result: "SearchResult", console: "Console") -> None:
+    """Prints what was compiled, what arithmetic ranks behind it, and what was dropped."""
+    machine = result.topology
+    console.print(f"[bold]{machine.name}[/bold]: {machine.chips} chips; products at {result.share:.3g} of their peak")
+    if result.ranked:
+        console.print(_ranked(result))
+    if result.others:
+        console.print(_others(result.others[:_MOST]))
+        if len(result.others) > _MOST:
+            console.print(f"... and {len(result.others) - _MOST} more by arithmetic alone (--json has them)")
+    if result.dropped:
+        console.print(_dropped(result))
+    for candidate in result.ranked:
+        for warning in candidate.compiled.warnings if candidate.compiled else ():
+            console.print(f"[yellow]Warning:[/yellow] {escape(_stated(candidate))}: {escape(warning)}")
+
+
+def _stated(candidate: "Candidate") -> str:
+    from scalejax.plan.mesh_search import stated
+
+    return f"{stated(candidate.mesh)}, remat {candidate.remat}"
+
+
+def _ranked(result: "SearchResult") -> Table:
+    title = "Compiled with 1 and 2 layers, for the whole depth, best first"
+    table = Table(title=title, title_justify="left")
+    for name in ("mesh, rematerialisation", "memory", "products", "memory s", "links", "step", "MFU", "by arithmetic"):
+        table.add_column(name, justify="left" if name.startswith("mesh") else "right")
+    for c in result.ranked:
+        assert c.compiled is not None
+        line, room = c.compiled.roofline, c.compiled.memory
+        need = f"{size(room.total_bytes)}{'' if room.fits else ' (does not fit)'}"
+        terms = ["", "", ""] if line is None else [duration(line.compute_s), duration(line.hbm_s), duration(line.ici_s)]
+        step, mfu = "", ""
+        if c.step_s is not None:
+            peak = result.topology.chips * result.topology.chip.bf16_flops_per_s
+            step, mfu = duration(c.step_s), f"{100 * c.compiled.model_flops / (c.step_s * peak):.1f} %"
+        table.add_row(_stated(c), need, *terms, step, mfu, duration(c.estimate.step_s))
+    return table
+
+
+def _others(others: "Sequence[Candidate]") -> Table:
+    table = Table(title="Not compiled, by arithmetic", title_justify="left")
+    for name in ("mesh, rematerialisation", "memory", "step", "MFU"):
+        table.add_column(name, justify="left" if name.startswith("mesh") else "right")
+    for c in others:
+        e = c.estimate
+        table.add_row(_stated(c), size(e.memory_bytes), duration(e.step_s), f"{100 * e.mfu('causal'):.1f} %")
+    return table
+
+
+def _dropped(result: "SearchResult") -> Table:
+    from scalejax.plan.mesh_search import stated
+
+    table = Table(title=f"Dropped by arithmetic: {len(result.dropped)}", title_justify="left")
+    for name in ("mesh", "rematerialisation", "why"):
+        table.add_column(name)
+    for d in result.dropped[:_MOST]:
+        table.add_row(stated(d.mesh), d.remat, escape(d.reason))
+    if len(result.dropped) > _MOST:
+        table.add_row("...", "", f"{len(result.dropped) - _MOST} more (--json has them)")
+    return table
 
 
 def _memory(result: "PlanResult") -> Table:

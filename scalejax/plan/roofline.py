@@ -114,18 +114,34 @@ class _Group:
 def _place(groups: Groups, mesh: "Mesh | Layout") -> _Group:
     """Where the widest group lies (of a permute: the pair that is furthest apart)."""
     devices: list[Any] = list(mesh.devices.flat)
+    coordinates = np.array([tuple(d.coords) for d in devices])
+    slices = np.array([getattr(d, "slice_index", 0) for d in devices])
     widest = None
-    for positions in groups:
-        group = [devices[position] for position in set(positions)]
-        slices = {getattr(d, "slice_index", 0) for d in group}
-        first = [d for d in group if getattr(d, "slice_index", 0) == min(slices)]
-        coordinates = np.array(sorted({tuple(d.coords) for d in first}))
-        extents = tuple(len(set(axis)) for axis in coordinates.T.tolist())
-        found = _Group(len(slices), len(first), len(coordinates), extents)
+    by_length: dict[int, list[tuple[int, ...]]] = {}
+    for group in groups:
+        by_length.setdefault(len(set(group)), []).append(tuple(dict.fromkeys(group)))
+    for alike in by_length.values():
+        members = np.array(alike)  # group, member
+        spans = _distinct(slices[members])
+        first = slices[members] == slices[members].min(axis=1, keepdims=True)
+        # A group counts with its part in its first slice; other members are put on top of one there.
+        inside = np.take_along_axis(members, np.where(first, np.arange(members.shape[1]), first.argmax(1)[:, None]), 1)
+        places = coordinates[inside]  # group, member, axis
+        numbers = np.ravel_multi_index(tuple(places.transpose(2, 0, 1)), tuple(coordinates.max(axis=0) + 1))
+        chips = _distinct(np.asarray(numbers))
+        index = max(range(len(alike)), key=lambda i: (spans[i], chips[i]))
+        extents = tuple(int(_distinct(places[index : index + 1, :, axis])[0]) for axis in range(places.shape[2]))
+        found = _Group(int(spans[index]), int(first[index].sum()), int(chips[index]), extents)
         if widest is None or (found.slices, found.chips) > (widest.slices, widest.chips):
             widest = found
     assert widest is not None  # a collective has at least one group
     return widest
+
+
+def _distinct(values: np.ndarray) -> np.ndarray:
+    """Different values in each row, [R, N] -> [R]."""
+    ordered = np.sort(values, axis=1)
+    return 1 + (ordered[:, 1:] != ordered[:, :-1]).sum(axis=1)
 
 
 def _bytes_between_slices(kind: str, payload: float, group: _Group) -> float:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
     from rich.console import Console
 
-    from scalejax.train.experiment import AnyExperiment, Experiment
+    from scalejax.parallel.mesh import MeshShape
+    from scalejax.parallel.rules import Placement
+    from scalejax.train.experiment import AnyExperiment, DenseExperiment, Experiment
 
 
 class StepProgram(Protocol):
@@ -129,10 +131,27 @@ def plan(experiment: "AnyExperiment", topology_name: str, mesh: str | None = Non
     shape = None if mesh is None else meshes.parse_mesh(mesh)
     device_mesh, warnings = topology.make_mesh(machine, shape)
     if isinstance(experiment, DenseExperiment):
-        from scalejax.train import dense
-
-        return _plan_bound(dense.build(experiment, experiment.data.schema(), device_mesh), machine, warnings)
+        return _plan_dense(experiment, machine, device_mesh, warnings)
     return _plan_with_tables(experiment, machine, device_mesh, warnings)
+
+
+def plan_dense(experiment: "DenseExperiment", machine: Topology, mesh: "MeshShape") -> PlanResult:
+    """Compiles the train step of an experiment without tables on a mesh; see `plan`.
+
+    Raises:
+      UserError: as `plan`.
+    """
+    device_mesh, warnings = topology.make_mesh(machine, mesh)
+    return _plan_dense(experiment, machine, device_mesh, warnings)
+
+
+def _plan_dense(
+    experiment: "DenseExperiment", machine: Topology, device_mesh: "Mesh", warnings: Sequence[str]
+) -> PlanResult:
+    from scalejax.train import dense
+
+    program = dense.build(experiment, experiment.data.schema(), device_mesh)
+    return _plan_bound(program, program.placements, machine, warnings)
 
 
 def _plan_with_tables(
@@ -142,7 +161,10 @@ def _plan_with_tables(
     from scalejax.train import program as programs
 
     program = programs.build(experiment, experiment.data.schema(), device_mesh)
-    result = _plan_bound(program, machine, warnings)
+    placements = experiment.rules.describe(
+        {name: (program.model.logical_axes[name], p.shape) for name, p in program.model.params.items()}, device_mesh
+    )
+    result = _plan_bound(program, placements, machine, warnings)
     if result.memory.fits or not program.collection.stacks:
         return result
     largest = describe_largest(program.collection.stacks, device_mesh.size)
@@ -150,13 +172,11 @@ def _plan_with_tables(
     return dataclasses.replace(result, warnings=(*result.warnings, note))
 
 
-def _plan_bound(program: Any, machine: Topology, warnings: Sequence[str]) -> PlanResult:
+def _plan_bound(
+    program: Any, placements: "Sequence[Placement]", machine: Topology, warnings: Sequence[str]
+) -> PlanResult:
     """The plan of a program that an experiment was bound to."""
     experiment = program.experiment
-    placements = experiment.rules.describe(
-        {name: (program.model.logical_axes[name], p.shape) for name, p in program.model.params.items()},
-        program.mesh,
-    )
     return plan_program(
         program,
         machine,

@@ -121,25 +121,35 @@ def _bytes(kind: Any) -> int:
 def _trip_count(loop: Any) -> int | None:
     """Trip count of the loops that jax makes of scans: a counter below a constant, plus one each time."""
     condition, body = (region.blocks[0] for region in loop.regions)
-    compared = _owner(list(condition.operations)[-1].operands[0])
+    compared = _owner(_beneath(list(condition.operations)[-1].operands[0]))
     if (
         compared is None
         or compared.name != "stablehlo.compare"
         or "LT" not in str(compared.attributes["comparison_direction"])
     ):
         return None
-    counter, limit = compared.operands[0], _constant(compared.operands[1])
+    counter, limit = _beneath(compared.operands[0]), _constant(compared.operands[1])
     if _owner(counter) is not None:
         return None
     index = _argument_number(counter, condition)
-    step = _owner(list(body.operations)[-1].operands[index])
+    step = _owner(_beneath(list(body.operations)[-1].operands[index]))
     start = _constant(loop.operands[index])
     if step is None or step.name != "stablehlo.add" or limit is None or start is None:
         return None
-    if _owner(step.operands[0]) is not None or _argument_number(step.operands[0], body) != index:
+    before = _beneath(step.operands[0])
+    if _owner(before) is not None or _argument_number(before, body) != index:
         return None
     by = _constant(step.operands[1])
     return None if not by or by < 1 else max(0, -(-(limit - start) // by))
+
+
+def _beneath(value: Any) -> Any:
+    """The value without constraints on its sharding, of which a partly automatic shard_map puts one on every value."""
+    owner = _owner(value)
+    while owner is not None and owner.name == "sdy.sharding_constraint":
+        value = owner.operands[0]
+        owner = _owner(value)
+    return value
 
 
 def _owner(value: Any) -> Any:
@@ -154,7 +164,7 @@ def _argument_number(value: Any, block: Any) -> int:
 
 
 def _constant(value: Any) -> int | None:
-    made = _owner(value)
+    made = _owner(_beneath(value))
     if made is None or made.name != "stablehlo.constant":
         return None
     match = re.match(r"dense<(-?\d+)>", str(made.attributes["value"]))

@@ -78,7 +78,8 @@ class Training:
       parts: Parts of a batch whose gradients add up before an update; under `stage` they fill the pipeline.
       stream: Layout of norms and residuals under `tensor`: "sharded" cuts positions, "whole" computes them on every
         device of the axis.
-      compute_bytes: Of a parameter or activation in products and gathers.
+      compute_bytes: Of a parameter or activation in products.
+      gather_bytes: Of a parameter on its way to a device.
       reduce_bytes: Of a gradient on its way.
       parameter_bytes: Of a master parameter at rest.
       gradient_bytes: Of a gradient at rest.
@@ -99,6 +100,7 @@ class Training:
     parts: int = 1
     stream: Literal["sharded", "whole"] = "sharded"
     compute_bytes: int = 2
+    gather_bytes: int = 2
     reduce_bytes: int = 2
     parameter_bytes: int = 4
     gradient_bytes: int = 4
@@ -200,9 +202,9 @@ class StepEstimate:
         return self.tokens_per_s_per_chip * flops / self.topology.chip.bf16_flops_per_s
 
 
-def check_divides(decoder: Decoder, training: Training, machine: Topology) -> tuple[str, ...]:
+def check_divides(decoder: Decoder, training: Training, devices: int) -> tuple[str, ...]:
     """Why a model and a batch cannot be cut over a mesh: one sentence each, empty if they can."""
-    sizes = _sizes(training, machine)
+    sizes = _sizes(training, devices)
     rows = math.prod(sizes[axis] for axis in BATCH_AXES)
     reasons = []
     for what, size, count, axes in (
@@ -237,10 +239,10 @@ def estimate(
     """
     if not 0 < share <= 1:
         raise UserError(f"estimate: share must lie above 0 and at most at 1; got {share}. See published_runs.SHARES.")
-    reasons = check_divides(decoder, training, machine)
+    reasons = check_divides(decoder, training, machine.devices)
     if reasons:
         raise UserError(f"estimate: {'; '.join(reasons)}. Change the mesh or the model.")
-    cut = _Cut.of(decoder, training, machine)
+    cut = _Cut.of(decoder, training, machine.devices)
     layout = layout or lay_out(machine, training.mesh)[0]
     seconds = functools.partial(_seconds, machine, layout)
     moved = tuple(
@@ -257,7 +259,7 @@ def estimate(
     # Each of the stages waits (stages - 1) parts for the first and the last one; collectives of layers wait with them.
     busy = product_s + attention_s + between_s
     stages = cut.sizes["stage"]
-    kinds = memory_of_device(decoder, training, machine)
+    kinds = memory_of_device(decoder, training, machine.devices)
     return StepEstimate(
         decoder=decoder,
         training=training,
@@ -271,14 +273,14 @@ def estimate(
     )
 
 
-def memory_of_device(decoder: Decoder, training: Training, machine: Topology) -> dict[str, int]:
+def memory_of_device(decoder: Decoder, training: Training, devices: int) -> dict[str, int]:
     """Bytes of one device by kind, largest first.
 
     "parameters", "optimizer state" and "gradients" are shards at rest; "activations" what is kept of all layers for the
     backward pass. What is at work is the larger of two, which do not meet: "a layer" has the parameters that are
     gathered for one layer and the next, and results and gradients of one; "logits" those of one slice, with the head.
     """
-    cut = _Cut.of(decoder, training, machine)
+    cut = _Cut.of(decoder, training, devices)
     kinds = {
         "parameters": cut.resting * training.parameter_bytes,
         "optimizer state": cut.resting * training.optimizer_bytes,
@@ -290,8 +292,8 @@ def memory_of_device(decoder: Decoder, training: Training, machine: Topology) ->
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
 
-def _sizes(training: Training, machine: Topology) -> dict[str, int]:
-    return {axis: size for axis, size in zip(AXES, training.mesh.resolve(machine.devices), strict=True)}
+def _sizes(training: Training, devices: int) -> dict[str, int]:
+    return {axis: size for axis, size in zip(AXES, training.mesh.resolve(devices), strict=True)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -317,8 +319,8 @@ class _Cut:
     resting: int
 
     @classmethod
-    def of(cls, decoder: Decoder, training: Training, machine: Topology) -> "_Cut":
-        sizes = _sizes(training, machine)
+    def of(cls, decoder: Decoder, training: Training, devices: int) -> "_Cut":
+        sizes = _sizes(training, devices)
         rows = math.prod(sizes[axis] for axis in BATCH_AXES)
         counts = decoder.layer_parameters
         experts = (counts["gate_up"] + counts["down"]) if decoder.experts > 1 else 0
@@ -373,9 +375,9 @@ class _Cut:
     def layer_bytes(self) -> int:
         """Of one layer at the peak of its backward pass, and of the gathered parameters."""
         t, d, tensor = self.training, self.decoder, self.sizes["tensor"]
-        gathered = 2 * self.layer * t.compute_bytes + self.layer * t.reduce_bytes
+        gathered = 2 * self.layer * t.gather_bytes + self.layer * t.reduce_bytes
         if t.reshard == "keep":
-            gathered += (self.layers - 2) * self.layer * t.compute_bytes
+            gathered += max(self.layers - 2, 0) * self.layer * t.gather_bytes
         widths = self.widths()
         stream, hidden = widths["input"], widths["gate_up"] // 2
         # The input of both halves and of their norms and the gradient that came in; queries, keys, values and what
@@ -450,8 +452,8 @@ def _moved(cut: _Cut) -> list[Moved]:
 
     again = 2 if t.reshard == "after_forward" else 1
     if shards:
-        add("layers", "all-gather", shards, cut.layer * t.compute_bytes, again * cut.layers * parts)
-        add("embedding and head", "all-gather", shards, cut.ends * t.compute_bytes, again * parts)
+        add("layers", "all-gather", shards, cut.layer * t.gather_bytes, again * cut.layers * parts)
+        add("embedding and head", "all-gather", shards, cut.ends * t.gather_bytes, again * parts)
         add("gradients of layers", "reduce-scatter", shards, cut.layer * t.reduce_bytes, cut.layers * parts)
         add("gradients of embedding and head", "reduce-scatter", shards, cut.ends * t.reduce_bytes, parts)
     if copies:

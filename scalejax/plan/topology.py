@@ -19,9 +19,9 @@ import re
 import types
 from typing import TYPE_CHECKING, Any
 
+from scalejax import chips
+from scalejax.chips import Chip
 from scalejax.errors import UserError
-from scalejax.plan import chips
-from scalejax.plan.chips import Chip
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

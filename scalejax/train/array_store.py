@@ -31,7 +31,7 @@ class ArrayStore:
     def write(self, folder: pathlib.Path, arrays: dict[str, jax.Array]) -> None:
         """Begins to write; returns when the arrays are copied to the host and may be donated."""
         numbers = {name: _as_numbers(leaf) for name, leaf in arrays.items() if leaf.size}  # orbax refuses empty ones
-        self._checkpointer.save(folder, args=ocp.args.PyTreeSave(numbers))
+        self._checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(numbers))
 
     def wait(self) -> None:
         """Returns when the write is complete on every process; raises its error."""
@@ -45,7 +45,7 @@ class ArrayStore:
             for name, leaf in numbers.items()
         }
         arrays = self._checkpointer.restore(
-            folder, args=ocp.args.PyTreeRestore(item=numbers, restore_args=arguments, partial_restore=True)
+            folder.absolute(), args=ocp.args.PyTreeRestore(item=numbers, restore_args=arguments, partial_restore=True)
         )
         return {name: _as_target(arrays.get(name), leaf) for name, leaf in targets.items()}
 

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from scalejax import chips
 from scalejax.errors import UserError
 from scalejax.train import console as consoles
 from scalejax.train import dense, dense_metrics, summary
@@ -180,13 +181,22 @@ class DenseRun:
         }
 
     def _speed(self, timing: dict[str, float]) -> dict[str, float]:
-        """With tokens, and FLOPs of the model (nothing recomputed) a second on each device."""
+        """With tokens and FLOPs of the model a second.
+
+        The FLOPs are those that the model defines, 6 a multiply-accumulate of its matrices and half of those of full
+        attention, nothing recomputed. MFU is their share of the bfloat16 peak of the chip, where that is known.
+        """
         task, devices, rate = self.program.task, self.mesh.size, timing["samples_per_s"]
-        return timing | {
+        speed = {
             "tokens_per_s": rate * task.tokens_per_example(),
             "tokens_per_s_per_device": rate * task.tokens_per_example() / devices,
             "tflops_per_s_per_device": rate * task.flops_per_example() / devices / 1e12,
         }
+        chip = chips.for_device_kind(self.mesh.devices.flat[0].device_kind)
+        if chip is not None:
+            peak = chip.bf16_flops_per_s / chip.devices_per_chip / 1e12
+            speed |= {"peak_tflops_per_s": peak, "mfu": speed["tflops_per_s_per_device"] / peak}
+        return timing | speed
 
     def _check(self, state: TrainState, step: int) -> None:
         """Nothing that is not finite is ever logged or saved."""

@@ -10,13 +10,14 @@ those without.
 
 import contextlib
 import datetime
+import inspect
 import pathlib
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
@@ -59,7 +60,7 @@ def train(
     Raises:
       UserError: bad input, named with what to do.
     """
-    data = experiment.data.build()
+    data = _build_data(experiment, console)
     _check_splits(data, eval_split=experiment.eval_split, final_split=experiment.final_split)
     run = _run(experiment, data, None)
     timer = StepTimer(in_flight=run.in_flight - 1)
@@ -107,7 +108,7 @@ def evaluate(
     Raises:
       UserError: no such checkpoint, another model or other data, a damaged file.
     """
-    data = experiment.data.build()
+    data = _build_data(experiment, console)
     _check_splits(data, split=split)
     run = _run(experiment, data, console, purpose="scoring")
     with Checkpointer(pathlib.Path(workdir) / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
@@ -165,6 +166,17 @@ def _steps(
                     run.save(state, host, step, scored)
                 feed.drain()
     return state, host
+
+
+def _build_data(experiment: AnyExperiment, console: Console | None) -> DataSet:
+    """Opens the data; shows how far it is where that takes long and the data say so (a `progress` of `build`)."""
+    build = experiment.data.build
+    if console is None or "progress" not in inspect.signature(build).parameters:
+        return build()
+    columns = (TextColumn("[bold]{task.description}"), BarColumn(bar_width=24), DownloadColumn())
+    with Progress(*columns, TimeRemainingColumn(compact=True), console=console, transient=True) as progress:
+        task = progress.add_task("reading text", total=None)
+        return build(progress=lambda done, total: progress.update(task, completed=done, total=total))  # pyright: ignore[reportCallIssue]
 
 
 def _check_splits(data: DataSet, **splits: str) -> None:

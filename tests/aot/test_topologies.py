@@ -9,9 +9,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalejax import chips
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
-from scalejax.plan import chips, memory, topology
+from scalejax.plan import memory, topology
 
 pytestmark = pytest.mark.aot
 

@@ -121,6 +121,19 @@ def test_plan_passes_its_arguments_and_writes_json(invoke, example, monkeypatch,
     assert json.loads(out.read_text()) == {"fits": True}
 
 
+def test_plan_search_reports_progress_beside_its_result(invoke, monkeypatch, tmp_path):
+    def search(experiment, topology, *, progress):
+        progress(f"compiling for {topology}")
+        return types.SimpleNamespace(render=lambda console: console.print("ranked"), to_json=lambda: {"ranked": []})
+
+    monkeypatch.setattr(scalejax.plan, "search", search, raising=False)
+    out = tmp_path / "search.json"
+    result = invoke("plan", "llama", "--topology", "v6e:4x4", "--search", "--json", str(out))
+    assert "compiling for v6e:4x4" in result.stderr
+    assert result.stdout.strip() == "ranked"
+    assert json.loads(out.read_text()) == {"ranked": []}
+
+
 def test_bench_passes_its_arguments(invoke, monkeypatch, tmp_path):
     calls = []
     monkeypatch.setattr(scalejax.bench, "run", lambda name, **named: calls.append((name, named)), raising=False)

@@ -43,6 +43,11 @@ def test_broken_recipe_file(invoke, tmp_path, text, words):
     _one_message(invoke("train", f"{tmp_path}/mine_broken.py:f"), words)
 
 
+def test_a_search_with_what_it_should_find_or_cannot(invoke, example):
+    _one_message(invoke("plan", "llama", "--topology", "v6e:4x4", "--search", "--mesh", "fsdp=16"), "finds the mesh")
+    _one_message(invoke("plan", example, "--topology", "v6e:4x4", "--search"), "`scalejax shard` plans where they live")
+
+
 @pytest.mark.parametrize("command", [("train",), ("plan", "--topology", "v5e:2x2"), ("recipes",)])
 def test_unknown_recipe(invoke, command):
     _one_message(invoke(*command, "no-such-recipe"), "Unknown recipe 'no-such-recipe'")

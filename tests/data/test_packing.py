@@ -193,9 +193,19 @@ def literal_batch(tokens: np.ndarray, pieces: Pieces, rows: int, length: int, po
     return batch
 
 
-@given(SIZES, st.integers(1, 12), st.sampled_from(["concatenate", "first-fit", "best-fit"]), st.data())
+@pytest.mark.parametrize("long", [1, 1000], ids=["one-by-one", "at-once"])
+@given(
+    sizes=SIZES,
+    length=st.integers(1, 12),
+    packing=st.sampled_from(["concatenate", "first-fit", "best-fit"]),
+    positions=st.sampled_from(["document", "row"]),
+    at_once=st.integers(1, 60),
+    data=st.data(),
+)
 @settings(max_examples=150, deadline=None)
-def test_batches_equal_a_literal_filling(sizes: list[int], length: int, packing: str, data: st.DataObject) -> None:
+def test_batches_equal_a_literal_filling(
+    long: int, sizes: list[int], length: int, packing: str, positions: Positions, at_once: int, data: st.DataObject
+) -> None:
     tokens = (np.arange(sum(sizes)) * 7 % 65_521).astype(np.uint16)
     spans = spans_of(sizes)
     made: PackedRows = ConcatenatedRows(spans, length)
@@ -203,12 +213,14 @@ def test_batches_equal_a_literal_filling(sizes: list[int], length: int, packing:
         made = next(fit(spans, length, packing, 1000))  # pyright: ignore[reportArgumentType]
     rows = data.draw(st.lists(st.integers(0, max(0, len(made) - 1)), max_size=5 if len(made) else 0))
     pieces = made.pieces(np.array(rows, np.int64))
-    for positions in ("document", "row"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scalejax.data.packing._LONG", long)
+        patch.setattr("scalejax.data.packing._FILLED_AT_ONCE", at_once)
         got = fill(tokens, pieces, len(rows) + 1, length, positions)  # one row more than there are: padding
-        expected = literal_batch(tokens, pieces, len(rows) + 1, length, positions)
-        for name, array in expected.arrays().items():
-            np.testing.assert_array_equal(got.arrays()[name], array, err_msg=name)
-            assert got.arrays()[name].dtype == array.dtype
+    expected = literal_batch(tokens, pieces, len(rows) + 1, length, positions)
+    for name, array in expected.arrays().items():
+        np.testing.assert_array_equal(got.arrays()[name], array, err_msg=name)
+        assert got.arrays()[name].dtype == array.dtype
 
 
 @pytest.mark.parametrize("packing", ["first-fit", "best-fit"])

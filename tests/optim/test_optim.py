@@ -56,6 +56,30 @@ def test_adamw_decays_matrices_and_spares_vectors():
     np.testing.assert_array_equal(updates["bias"], np.zeros(2))
 
 
+def test_adamw_spares_stacked_scales():
+    transformation = optim.AdamW(learning_rate=optim.Constant(value=0.1), weight_decay=0.5).build(1)
+    params = {"layers/norm/scale": jnp.ones((3, 2)), "layers/mlp/up": jnp.ones((3, 2, 2))}
+    zero = {name: jnp.zeros_like(p) for name, p in params.items()}
+    updates, _ = transformation.update(zero, transformation.init(params), params)
+    np.testing.assert_array_equal(updates["layers/norm/scale"], np.zeros((3, 2)))
+    np.testing.assert_allclose(updates["layers/mlp/up"], np.full((3, 2, 2), -0.05), rtol=1e-6)
+
+
+def test_the_schedule_of_the_405b_model_has_its_published_values():
+    # arXiv 2407.21783, section 3.4.1: up to 8e-5 in 8,000 steps, cosine down to 8e-7 at step 1,200,000.
+    schedule = optim.WarmupCosine(peak=8e-5, warmup=8_000 / 1_200_000, final=0.01).build(1_200_000)
+    got = [float(schedule(step)) for step in (0, 7_999, 8_000, 1_200_000)]
+    np.testing.assert_allclose(got, [0.0, 8e-5 * 7_999 / 8_000, 8e-5, 8e-7], rtol=1e-5)  # float32
+
+
+def test_annealing_goes_linearly_to_nothing_from_where_the_cosine_ends():
+    schedule = optim.WarmupCosineAnneal(peak=2.0, warmup=0.1, final=0.25, anneal=0.2).build(1000)
+    values = [float(schedule(step)) for step in (0, 100, 450, 800, 900, 1000)]
+    np.testing.assert_allclose(values, [0.0, 2.0, 1.25, 0.5, 0.25, 0.0], atol=1e-6)
+    with pytest.raises(ValueError, match=r"anneal must be a fraction of the run in \[0, 0.9\); got 0.95"):
+        optim.WarmupCosineAnneal(warmup=0.1, anneal=0.95)
+
+
 def test_sgd_with_momentum_accumulates():
     transformation = optim.Sgd(learning_rate=optim.Constant(value=1.0), momentum=0.5).build(2)
     params = {"w": jnp.zeros(1)}

@@ -1,5 +1,6 @@
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -18,7 +19,6 @@ import residual_stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-
 from scalejax.errors import UserError
 from scalejax.parallel import ddp, fsdp
 from scalejax.parallel import mesh as meshes
@@ -33,8 +33,8 @@ def mesh():
     return meshes.make_mesh(MeshShape(replica=2, fsdp=4))
 
 
-def on_devices(mesh, tree, spec=P()):
-    return jax.device_put(tree, NamedSharding(mesh, spec))
+def on_devices(mesh, tree):
+    return jax.device_put(tree, NamedSharding(mesh, P()))
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def test_buckets_are_a_reversed_partition_within_the_cap(sizes, cap):
         # No two neighbours would have fitted into one.
         filled = [sum(size[p] for p in bucket) for bucket in found if arrays[bucket[0]].dtype == dtype]
         members = [bucket for bucket in found if arrays[bucket[0]].dtype == dtype]
-        for (a, b), before in zip(zip(members, members[1:], strict=False), filled, strict=False):
+        for (a, b), before in zip(itertools.pairwise(members), filled, strict=False):
             assert before + size[b[0]] > cap or before >= cap, (a, b)
 
 

@@ -2,6 +2,7 @@ import functools
 import itertools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,7 +13,9 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.parallel import fsdp
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.gradient_scaling import LossScaling, take_step_if
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import Rules
 
@@ -199,3 +202,108 @@ def test_refuses_a_batch_that_does_not_divide():
         gradients(params, residual_stack.batch(rows=16))
     with pytest.raises(UserError, match="parts must be at least 1; got 0"):
         fsdp.gradients(residual_stack.loss, Fsdp(), mesh=mesh, specs=specs, parts=0)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("form", ["explicit", "implicit"])
+def test_masters_stay_wide_while_narrow_copies_travel(form):
+    # float64 masters, float32 copies: on one device that is the loss of the cast parameters.
+    reduce = "float64" if form == "explicit" else None
+    strategy = Fsdp(form=form, param_dtype="float32", reduce_dtype=reduce, output_dtype="bfloat16")
+    mesh = meshes.make_mesh(MeshShape(fsdp=8))
+    specs, params = placed(strategy, mesh, rules=None)
+    gradients = jax.jit(fsdp.gradients(residual_stack.loss, strategy, mesh=mesh, specs=specs))
+    total, _, aux, grads = gradients(params, jax.device_put(BATCHES[0], meshes.batch_sharding(mesh)))
+    narrow = jax.tree.map(np.float32, residual_stack.params())
+    expected, reference = jax.value_and_grad(lambda p: residual_stack.loss(p, BATCHES[0], None)[0])(narrow)
+    assert aux["correct"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+    for path, g in grads.items():
+        assert g.dtype == jnp.float64
+        np.testing.assert_allclose(g, reference[path], rtol=1e-3, atol=1e-4, err_msg=path)  # float32 products
+        assert np.abs(np.asarray(g) - np.float32(g)).max() > 0 or form == "implicit" or g.ndim == 1
+
+
+@pytest.mark.parametrize(("sharding", "form"), [("FULL_SHARD", "explicit"), ("HYBRID_SHARD", "implicit")])
+def test_float16_overflow_on_one_device_skips_the_step_everywhere(sharding, form):
+    mesh = meshes.make_mesh(MeshShape(replica=2, fsdp=4))
+    strategy = Fsdp(sharding=sharding, form=form, param_dtype="float16")
+    specs, params = placed(strategy, mesh, jax.tree.map(np.float32, residual_stack.params()), rules=None)
+    gradients = fsdp.gradients(residual_stack.loss, strategy, mesh=mesh, specs=specs)
+    config = LossScaling(initial=2.0**10, interval=1)
+
+    @jax.jit
+    def step(params, scale, batch):
+        _, weight, _, grads = gradients(params, batch, scale=scale.scale)
+        grads, finite = scale.unscale(grads)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g / weight, params, grads)
+        return take_step_if(finite, new, params), scale.update(finite, config), finite
+
+    batch = residual_stack.batch(rows=32)
+    heavy = {**batch, "weights": batch["weights"].copy()}
+    heavy["weights"][-1] = 1e6  # one row of the last device: its gradients leave float16
+    scale, seen = config.init(), []
+    for rows in (batch, heavy, batch):
+        before = params
+        params, scale, finite = step(params, scale, jax.device_put(rows, meshes.batch_sharding(mesh)))
+        seen.append((bool(finite), float(scale.scale)))
+        same = [
+            np.array_equal(a.data, b.data)
+            for path, p in params.items()
+            for a, b in zip(p.addressable_shards, before[path].addressable_shards, strict=True)
+        ]
+        assert all(same) == (not finite)
+    assert seen == [(True, 2.0**11), (False, 2.0**10), (True, 2.0**11)]
+
+
+def test_gradients_of_a_scaled_loss_are_scaled():
+    mesh = meshes.make_mesh(MeshShape(fsdp=8))
+    for strategy in (Fsdp(form="implicit"), Ddp()):
+        specs, params = placed(strategy, mesh, jax.tree.map(np.float32, residual_stack.params()), rules=None)
+        gradients = jax.jit(fsdp.gradients(residual_stack.loss, strategy, mesh=mesh, specs=specs))
+        batch = jax.device_put(BATCHES[0], meshes.batch_sharding(mesh))
+        total, _, _, grads = gradients(params, batch)
+        scaled_total, _, _, scaled = gradients(params, batch, scale=8.0)
+        assert total == scaled_total
+        for path, g in grads.items():
+            np.testing.assert_array_equal(8 * g, scaled[path])  # a power of two: exact
+
+
+def init(key):
+    """Parameters large enough that a whole one would show in the memory of a device."""
+    keys = jax.random.split(key, 2)
+    return {
+        "layers/w": jax.random.normal(keys[0], (4, 256, 512)) * 0.02,
+        "head": jax.random.uniform(keys[1], (512, 1024), minval=-1.0),
+        "scale": jnp.ones(512),
+    }
+
+
+@pytest.mark.parametrize("strategy", [Fsdp(), Fsdp(sharding="HYBRID_SHARD"), Ddp()], ids=["full", "hybrid", "ddp"])
+def test_sharded_initialisation_equals_that_of_one_device_to_the_bit(strategy):
+    mesh = meshes.make_mesh(MeshShape(replica=2, fsdp=4))
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    axes = {path: (("layers", "in", "out")[3 - s.ndim :], s.shape) for path, s in shapes.items()}
+    specs = {p.name: p.spec for p in fsdp.place(axes, strategy, mesh=mesh)}
+    run = fsdp.sharded_init(init, mesh=mesh, specs=specs)
+    whole = jax.jit(init)(jax.random.key(3))
+    for path, p in run(jax.random.key(3)).items():
+        assert p.sharding.is_equivalent_to(NamedSharding(mesh, specs[path]), p.ndim)
+        assert np.asarray(p).tobytes() == np.asarray(whole[path]).tobytes(), path
+
+
+def test_sharded_initialisation_never_holds_a_whole_parameter():
+    mesh = meshes.make_mesh(MeshShape(fsdp=8))
+    specs = {"layers/w": P(None, None, "fsdp"), "head": P("fsdp"), "scale": P("fsdp")}
+    compiled = fsdp.sharded_init(init, mesh=mesh, specs=specs).lower(jax.random.key(0)).compile()
+    memory, alone = compiled.memory_analysis(), jax.jit(init).lower(jax.random.key(0)).compile().memory_analysis()
+    for kind in ("output_size_in_bytes", "temp_size_in_bytes"):
+        assert 8 * getattr(memory, kind) < 1.01 * getattr(alone, kind)
+    assert "512,1024]" not in compiled.as_text()
+    assert "256,512]" not in compiled.as_text()
+
+
+def test_refuses_random_numbers_that_depend_on_the_sharding():
+    mesh = meshes.make_mesh(MeshShape(fsdp=8))
+    with jax.threefry_partitionable(False), pytest.raises(UserError, match="jax_threefry_partitionable is off"):
+        fsdp.sharded_init(init, mesh=mesh, specs={})

@@ -1,6 +1,7 @@
 """Collectives of real programs: exact bytes per device, counts, axes; and the forms that TPU compilers write."""
 
 import pathlib
+import re
 import types
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plan import small_programs
 
-from scalejax.plan import collectives, explain_sharding, hlo, stablehlo
+from scalejax.plan import collectives, collectives_table, explain_sharding, hlo, stablehlo
 
 STORED = pathlib.Path(__file__).parent / "hlo"
 
@@ -47,6 +48,16 @@ def test_every_collective_has_its_bytes_and_trip_count_on_cpu(lowered):
     found = explain_sharding(lowered.compile())
     assert _rows(found) == small_programs.expected_collectives(4, 2, 64)
     assert all(c.trip_count_known for c in found)
+
+
+def test_a_table_has_a_line_for_each_kind_and_axis_of_a_program_compiled_here(lowered):
+    lines = collectives_table(explain_sharding(lowered.compile())).splitlines()
+    cells = [re.split(r" {2,}", line) for line in lines]
+    assert cells[0] == ["kind", "axis", "devices", "count", "bytes", "least to send"]
+    counts = {row: count for row, (_, count) in small_programs.expected_collectives(4, 2, 64).items()}
+    assert {(kind, axis): int(count) for kind, axis, _, count, _, _ in cells[1:]} == counts
+    assert ["all-gather", "data", "4", "1", "16 KiB", "12 KiB"] in cells  # 3/4 of it must arrive
+    assert collectives_table([]) == "no collectives"
 
 
 def test_the_stated_program_moves_the_same_bytes(lowered):

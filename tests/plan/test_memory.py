@@ -7,8 +7,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plan import small_programs
 
+from scalejax import chips
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.plan import chips, memory
+from scalejax.plan import memory
 
 REAL_MESSAGE = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (512.00G) exceeds "

@@ -2,8 +2,8 @@
 
 import pytest
 
+from scalejax import chips
 from scalejax.errors import UserError
-from scalejax.plan import chips
 from scalejax.plan.planner_machines import topology
 
 

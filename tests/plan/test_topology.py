@@ -7,10 +7,11 @@ import sys
 
 import pytest
 
+from scalejax import chips
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import chips, topology
+from scalejax.plan import topology
 
 
 @pytest.mark.parametrize(

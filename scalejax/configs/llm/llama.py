@@ -6,8 +6,10 @@ scalejax train llama
 import dataclasses
 
 from scalejax import optim
+from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text import TextData
-from scalejax.models.llm.llama3 import LlamaConfig
+from scalejax.models.llm.llama3 import SIZES, LlamaConfig
+from scalejax.parallel.fsdp import Fsdp
 from scalejax.train.experiment import Checkpoints, DenseExperiment
 
 _TINY = LlamaConfig(
@@ -27,6 +29,26 @@ def tiny() -> DenseExperiment:
     )
 
 
+def pretrain_1b() -> DenseExperiment:
+    """The 1B shape of Llama 3.2 on text of yours: set data.path and data.tokenizer.path. For accelerators."""
+    return _pretrain("3.2-1b", peak=3e-4, rows=256, steps=100_000)
+
+
+def pretrain_8b() -> DenseExperiment:
+    """Llama 3 8B, 4 M tokens a step at first: set data.path and data.tokenizer.path. For accelerators."""
+    return _pretrain("3.1-8b", peak=3e-4, rows=512, steps=1_200_000)
+
+
+def pretrain_70b() -> DenseExperiment:
+    """Llama 3 70B: set data.path and data.tokenizer.path. For accelerators."""
+    return _pretrain("3.1-70b", peak=1.5e-4, rows=1024, steps=1_200_000)
+
+
+def pretrain_405b() -> DenseExperiment:
+    """Llama 3 405B, 16 M tokens a step: set data.path and data.tokenizer.path. For accelerators."""
+    return _pretrain("3.1-405b", peak=8e-5, rows=2048, steps=1_200_000)
+
+
 def smoke() -> DenseExperiment:
     """A few steps of a tiny Llama."""
     return dataclasses.replace(
@@ -35,4 +57,34 @@ def smoke() -> DenseExperiment:
         data=TextData(length=64, batch_size=8),
         steps=4,
         log_every=2,
+    )
+
+
+def _pretrain(size: str, *, peak: float, rows: int, steps: int) -> DenseExperiment:
+    """The recipe of section 3.4 of the paper: rows of 8,192 tokens, AdamW with warm-up over 8,000 steps and a cosine.
+
+    The paper does not print betas, weight decay and clipping; 0.9, 0.95, 0.1 and 1 are what is usual.
+    """
+    return DenseExperiment(
+        model=SIZES[size],
+        data=TextData(
+            path="text",
+            tokenizer=HuggingFaceTokenizer(path="tokenizer.json"),
+            vocabulary=SIZES[size].vocabulary,
+            length=8192,
+            batch_size=rows,
+            packing="best-fit",
+        ),
+        steps=steps,
+        optimizer=optim.AdamW(
+            learning_rate=optim.WarmupCosine(peak=peak, warmup=8_000 / steps, final=0.01),
+            b1=0.9,
+            b2=0.95,
+            weight_decay=0.1,
+        ),
+        clip=1.0,
+        strategy=Fsdp(sharding="FULL_SHARD", param_dtype="bfloat16"),
+        log_every=10,
+        eval_every=1000,
+        checkpoints=Checkpoints(every=1000, best_metric="loss"),
     )

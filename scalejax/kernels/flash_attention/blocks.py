@@ -1,6 +1,13 @@
-"""Block sizes as data."""
+"""Block sizes as data, by chip where they differ by chip.
+
+Those of CPUs were measured (`XLA`); those of TPUs and GPUs were not tuned on a chip: they follow from the sizes of the
+memories, and are compiled for each chip in the tests.
+"""
 
 import dataclasses
+from typing import TypeVar
+
+_Blocks = TypeVar("_Blocks")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,4 +25,33 @@ class XlaChunks:
     scores: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TpuBlocks:
+    """Sizes of one step of the TPU kernels.
+
+    Attributes:
+      queries: Queries of a block; a multiple of 128.
+      keys: Keys of a block; a multiple of 128.
+      vmem_bytes: Vector memory that a kernel may use: a step holds a few arrays of queries * keys float32.
+    """
+
+    queries: int
+    keys: int
+    vmem_bytes: int
+
+
 XLA = XlaChunks(queries=256, keys=512, scores=2**20)
+
+# By jax's name of the device (`jax.Device.device_kind`); "" is for chips that are not listed.
+TPU = {
+    "TPU v5 lite": TpuBlocks(queries=512, keys=1024, vmem_bytes=64 * 2**20),
+    "TPU v5": TpuBlocks(queries=512, keys=1024, vmem_bytes=64 * 2**20),
+    "TPU v6 lite": TpuBlocks(queries=512, keys=1024, vmem_bytes=64 * 2**20),
+    "TPU7x": TpuBlocks(queries=512, keys=1024, vmem_bytes=48 * 2**20),
+    "": TpuBlocks(queries=512, keys=512, vmem_bytes=32 * 2**20),
+}
+
+
+def of_device(sizes: dict[str, _Blocks], device_kind: str) -> _Blocks:
+    """The sizes of the longest name that `device_kind` starts with."""
+    return sizes[max((name for name in sizes if device_kind.startswith(name)), key=len)]

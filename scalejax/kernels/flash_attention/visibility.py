@@ -12,9 +12,11 @@ is visible, all pairs are, or one has to look. `pairs` says it for all blocks of
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 HIDDEN, PARTLY, WHOLE = 0, 1, 2
 """What a block of queries sees of a block of keys: nothing, some of it, everything."""
@@ -59,14 +61,19 @@ class Visibility:
         """Whether the masks of all rows are equal, as far as can be known while tracing."""
         return self.offset is None and self.query_positions is None and self.query_segments is None
 
-    def positions(self, queries: int, keys: int) -> tuple[jax.Array, jax.Array]:
-        """int32 positions, [B or 1, S] of queries and [B or 1, T] of keys."""
+    @property
+    def _numpy(self) -> Any:
+        """numpy where all is known while tracing, so that what follows from it is known as well; else jax.numpy."""
+        return np if self.is_same_for_all_rows else jnp
+
+    def positions(self, queries: int, keys: int) -> tuple[Any, Any]:
+        """int32 positions, [B or 1, S] of queries and [B or 1, T] of keys; NumPy arrays where they are known."""
         if self.query_positions is not None and self.key_positions is not None:
             return self.query_positions, self.key_positions
-        query = self.start + jnp.arange(queries, dtype=jnp.int32)[None]
+        query = self.start + np.arange(queries, dtype=np.int32)[None]
         if self.offset is not None:
             query = query + self.offset[:, None]
-        return query, jnp.arange(keys, dtype=jnp.int32)[None]
+        return query, np.arange(keys, dtype=np.int32)[None]
 
     def compare(
         self,
@@ -90,7 +97,7 @@ class Visibility:
             visible = same if visible is None else visible & same
         return visible
 
-    def pairs(self, queries: int, keys: int, query_block: int, key_block: int) -> jax.Array:
+    def pairs(self, queries: int, keys: int, query_block: int, key_block: int) -> Any:
         """What each block of queries sees of each block of keys.
 
         Args:
@@ -101,41 +108,65 @@ class Visibility:
 
         Returns:
           int32[B or 1, blocks of queries, blocks of keys] of HIDDEN, PARTLY and WHOLE; where the answer is not sure
-          it is PARTLY.
+          it is PARTLY. A NumPy array where it is known while tracing.
         """
         query_blocks, key_blocks = -(-queries // query_block), -(-keys // key_block)
-        some = jnp.ones((1, query_blocks, key_blocks), bool)
-        every = some
+        some = np.ones((1, query_blocks, key_blocks), bool)
+        every: Any = some
         if self.uses_positions:
             query, key = self.positions(queries, keys)
-            (query_least, query_most), (key_least, key_most) = (
-                tuple(x[:, :, None] for x in block_bounds(query, query_block)),
-                tuple(x[:, None, :] for x in block_bounds(key, key_block)),
-            )
+            query_least, query_most = (x[:, :, None] for x in block_bounds(query, query_block))
+            key_least, key_most = (x[:, None, :] for x in block_bounds(key, key_block))
             if self.causal:
                 some, every = some & (key_least <= query_most), every & (key_most <= query_least)
             if self.window is not None:
                 some = some & (key_most > query_least - self.window)
                 every = every & (key_least > query_most - self.window)
         if self.query_segments is not None and self.key_segments is not None:
-            (query_least, query_most), (key_least, key_most) = (
-                tuple(x[:, :, None] for x in block_bounds(self.query_segments, query_block)),
-                tuple(x[:, None, :] for x in block_bounds(self.key_segments, key_block)),
-            )
+            query_least, query_most = (x[:, :, None] for x in block_bounds(self.query_segments, query_block))
+            key_least, key_most = (x[:, None, :] for x in block_bounds(self.key_segments, key_block))
             some = some & (query_least <= key_most) & (key_least <= query_most)
             every = every & (query_least == query_most) & (key_least == key_most) & (query_least == key_least)
         if keys % key_block:
-            every = every & (jnp.arange(key_blocks) < key_blocks - 1)[None, None]
-        return jnp.where(some, jnp.where(every, WHOLE, PARTLY), HIDDEN)
+            every = every & (np.arange(key_blocks) < key_blocks - 1)[None, None]
+        numpy = self._numpy
+        return numpy.where(some, numpy.where(every, WHOLE, PARTLY), HIDDEN).astype(np.int32)
+
+    def most_pairs(self, queries: int, keys: int, query_block: int, key_block: int, *, by: str) -> int:
+        """Pairs of blocks in a row that are not HIDDEN, at most, as far as can be known while tracing.
+
+        A block of queries (`by` "query") or of keys ("key") that has no such pair counts as one.
+        """
+        query_blocks, key_blocks = -(-queries // query_block), -(-keys // key_block)
+        if self.offset is None and self.query_positions is None:
+            # Segments may hide what positions show: a block has fewer pairs then, or one instead of some.
+            of_positions = dataclasses.replace(self, query_segments=None, key_segments=None)
+            seen = of_positions.pairs(queries, keys, query_block, key_block)[0] != HIDDEN
+            return int(np.maximum(seen.sum(axis=1 if by == "query" else 0), 1).sum())
+        if self.query_positions is None and self.causal and self.window is not None:
+            own, other, most = (
+                (query_block, key_block, key_blocks) if by == "query" else (key_block, query_block, query_blocks)
+            )
+            count = query_blocks if by == "query" else key_blocks
+            # A block of n positions sees, or is seen by, a stretch of n + window - 1 of them.
+            return count * min(most, -(-(own + self.window - 2) // other) + 1)
+        return query_blocks * key_blocks
 
 
-def block_bounds(values: jax.Array, block: int) -> tuple[jax.Array, jax.Array]:
-    """(smallest, largest) of each block of [B, N]: two [B, ceil(N / block)]."""
-    padded = jnp.pad(values, ((0, 0), (0, -values.shape[1] % block)), mode="edge")
-    cut = padded.reshape(values.shape[0], -1, block)
+def block_bounds(values: Any, block: int) -> tuple[Any, Any]:
+    """(smallest, largest) of each block of [B, N]: two [B, ceil(N / block)]; NumPy in, NumPy out."""
+    cut = pad_row(values, block).reshape(values.shape[0], -1, block)
     return cut.min(axis=2), cut.max(axis=2)
 
 
-def pad_row(values: jax.Array, block: int) -> jax.Array:
+def pad_row(values: Any, block: int) -> Any:
     """[B, N] -> [B, a multiple of the block], by repeating the last value."""
-    return jnp.pad(values, ((0, 0), (0, -values.shape[1] % block)), mode="edge")
+    numpy = np if isinstance(values, np.ndarray) else jnp
+    return numpy.pad(values, ((0, 0), (0, -values.shape[1] % block)), mode="edge")
+
+
+def first_and_last(seen: Any) -> tuple[Any, Any]:
+    """Of bool[..., N]: index of the first True and the one after the last; equal where there is none."""
+    first = seen.argmax(axis=-1)
+    last = seen.shape[-1] - seen[..., ::-1].argmax(axis=-1)
+    return first, (np if isinstance(seen, np.ndarray) else jnp).where(seen.any(axis=-1), last, first)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.kernels.flash_attention import blocks, reference
-from scalejax.kernels.flash_attention.visibility import HIDDEN, Visibility, pad_row
+from scalejax.kernels.flash_attention.visibility import HIDDEN, Visibility, first_and_last, pad_row
 
 
 def lacks(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *, d_lse: bool) -> str | None:
@@ -225,9 +225,9 @@ class _Cut:
         x = x.transpose(0, 2, 3, 1, 4)
         return x.reshape(self.batch, -1, *x.shape[3:])[:, : self.key_length]
 
-    def of_row(self, x: jax.Array, chunk: int) -> jax.Array:
+    def of_row(self, x: Any, chunk: int) -> jax.Array:
         """[B or 1, N] -> [groups or 1, chunks, units or 1, chunk], the values of each unit's row."""
-        x = pad_row(x, chunk)
+        x = jnp.asarray(pad_row(x, chunk))
         x = x.reshape(x.shape[0], -1, chunk)
         if x.shape[0] == 1:
             return x[:, :, None]
@@ -243,13 +243,12 @@ class _Cut:
         after the last."""
         seen = visibility.pairs(self.length, self.key_length, self.query_chunk, self.key_chunk) != HIDDEN
         if seen.shape[0] > 1:
-            seen = jnp.repeat(seen, self.kv_heads, axis=0)
+            seen = seen.repeat(self.kv_heads, axis=0)
             seen = seen.reshape(self.groups, self.units, *seen.shape[1:]).any(axis=1)
         if by == "key":
             seen = seen.swapaxes(1, 2)
-        first = jnp.argmax(seen, axis=2)
-        last = seen.shape[2] - jnp.argmax(seen[:, :, ::-1], axis=2)
-        return first, jnp.where(seen.any(axis=2), last, first)
+        first, last = first_and_last(seen)
+        return jnp.asarray(first), jnp.asarray(last)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 from scalejax.data.tokens import TokenSchema
 from scalejax.errors import UserError
+from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.models.llm.llama3.rope import RopeScaling
 from scalejax.nn.layers import Remat
 
@@ -33,6 +34,8 @@ class LlamaConfig:
         1 / sqrt(2 L).
       remat: What of a layer's forward pass is kept for its backward pass, see `nn.scan_layers`.
       attention: Implementation of attention; None = the fastest for the platform, see `kernels.flash_attention`.
+      stage_parts: Parts into which a pipeline over the stages of a mesh cuts the rows of a device, see
+        `nn.layers.apply_layers`.
       loss_positions: Positions of a row whose logits exist at one time.
     """
 
@@ -50,7 +53,8 @@ class LlamaConfig:
     tie_embeddings: bool = False
     init_scale: float = 0.02
     remat: Remat = "full"
-    attention: str | None = None
+    attention: Implementation | None = None
+    stage_parts: int | None = None
     loss_positions: int = 512
 
     def __post_init__(self) -> None:

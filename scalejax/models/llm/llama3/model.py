@@ -21,7 +21,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
 from scalejax.models.llm.llama3.config import LlamaConfig
-from scalejax.nn.layers import Gather, scan_layers, whole
+from scalejax.nn.layers import Gather, apply_layers, scan_layers, whole
 from scalejax.nn.linear import DType
 
 
@@ -57,9 +57,7 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, S, E] -> queries [B, S, H, D], keys and values [B, S, K, D], the first two rotated."""
         q, k, v = (
-            nn.constrain(
-                jnp.einsum("bse,ehd->bshd", x, p[...].astype(self.compute_dtype)), ("batch", "sequence", heads, None)
-            )
+            nn.constrain(nn.project(x, p[...].astype(self.compute_dtype)), ("batch", "sequence", heads, None))
             for p, heads in ((self.query, "heads"), (self.key, "kv_heads"), (self.value, "kv_heads"))
         )
         return rope.rotate(q, *turns), rope.rotate(k, *turns), v
@@ -91,7 +89,7 @@ class Attention(nnx.Module):
 
     def combine(self, mixed: jax.Array) -> jax.Array:
         """[B, S, H, D] -> [B, S, E]."""
-        return jnp.einsum("bshd,hde->bse", mixed, self.out[...].astype(self.compute_dtype))
+        return nn.project(mixed, self.out[...].astype(self.compute_dtype), contract=2)
 
 
 class GatedMlp(nnx.Module):
@@ -107,8 +105,8 @@ class GatedMlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
         gate, up, down = (p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down))
-        hidden = jax.nn.silu(jnp.einsum("bse,ef->bsf", x, gate)) * jnp.einsum("bse,ef->bsf", x, up)
-        return jnp.einsum("bsf,fe->bse", nn.constrain(hidden, ("batch", "sequence", "hidden")), down)
+        hidden = jax.nn.silu(nn.project(x, gate)) * nn.project(x, up)
+        return nn.project(nn.constrain(hidden, ("batch", "sequence", "hidden")), down)
 
 
 class Block(nnx.Module):
@@ -183,10 +181,19 @@ class Llama(nnx.Module):
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
         turns = self._turns(positions)
 
-        def body(layer: Any, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return layer(x, turns, segment_ids), None
+        def body(layer: Any, x: jax.Array, beside: Any) -> jax.Array:
+            return layer(x, *beside)
 
-        x, _ = scan_layers(self.layers, body, x, remat=self.config.remat, gather=gather)
+        c = self.config
+        x = apply_layers(
+            self.layers,
+            body,
+            x,
+            (turns, segment_ids),
+            remat=c.remat,
+            gather=gather,
+            stage_parts=c.stage_parts,
+        )
         last = {"final_norm/scale": self.final_norm.scale[...]}
         if self.head is not None:
             last["head/weight"] = self.head.weight[...]

@@ -1,0 +1,140 @@
+"""A stack of equal layers run over the devices of `stage`: GPipe (Huang et al. 2019, arXiv 1811.06965).
+
+Each of S stages holds L / S layers. The batch is cut into parts; in every tick each stage runs its layers on one part
+and hands the result to the next:
+
+    tick      0   1   2   3   4   5          parts = 4, S = 3
+    stage 0   a   b   c   d   .   .
+    stage 1   .   a   b   c   d   .
+    stage 2   .   .   a   b   c   d
+
+parts + S - 1 ticks for parts ticks of work: (S - 1) / (parts + S - 1) of the time is a bubble. The whole is a scan with
+one collective-permute in its body; its derivative is the same pipeline in reverse, all forward ticks before all
+backward ones, so that what a layer keeps for its backward pass is kept for all parts: rematerialise it, with
+`jax.checkpoint` around the body. Stages that wait compute on data of another part, which nothing reads.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import PartitionSpec as P
+
+from scalejax.errors import UserError
+from scalejax.parallel.mesh import batch_shards, cut, join
+
+AXIS = "stage"
+
+Body = Callable[[Any, Any], Any]
+"""(parameters of one layer, x) -> x of the same structure, shapes and dtypes."""
+
+
+def ticks(parts: int, stages: int) -> int:
+    """Ticks of a pass over all parts."""
+    return parts + stages - 1
+
+
+def bubble_fraction(parts: int, stages: int) -> float:
+    """The part of a pass in which a stage has nothing to do."""
+    return (stages - 1) / ticks(parts, stages)
+
+
+def pipelined(body: Body, *, mesh: Mesh | AbstractMesh, parts: int) -> Callable[[Any, Any], Any]:
+    """The stack `x = body(layer, x)`, one layer after the other, run over the stages of a mesh.
+
+    For programs under jit with shardings: `stage` alone is manual, so that the body may be sharded over the other axes
+    as it is without a pipeline. See `run_stages` for code that is inside a shard_map already.
+
+    Args:
+      body: One layer. What it needs of the batch (positions, say) must be in x, and comes out unchanged.
+      mesh: The devices.
+      parts: Cuts of the batch; a multiple of the stages wastes least.
+
+    Returns:
+      (parameters, x) -> x. Parameters are a pytree of arrays [L, ...], whose first axis is sharded over `stage`; x is a
+      pytree of arrays [B, ...], sharded over the batch axes. Differentiable.
+
+    Raises:
+      UserError: on call: the layers do not divide over the stages, or the batch over parts and devices.
+    """
+    if parts < 1:
+        raise UserError(f"pipelined: parts must be at least 1; got {parts}.")
+    stages = mesh.shape[AXIS]
+
+    def run(params: Any, x: Any) -> Any:
+        check_layers(params, stages)
+        shards = batch_shards(mesh)
+        for leaf in jax.tree.leaves(x):
+            if leaf.shape[0] % (parts * shards):
+                raise UserError(
+                    f"pipelined: a batch of {leaf.shape[0]} does not divide into {parts} parts on {shards} devices of "
+                    f"the batch axes. Use a multiple of {parts * shards}."
+                )
+        local = jax.shard_map(
+            lambda params, x: jax.tree.map(lambda y: y[None], run_stages(body, params, x)),
+            mesh=mesh,
+            in_specs=(P(AXIS), P()),
+            out_specs=P(AXIS),
+            axis_names={AXIS},
+            check_vma=False,
+        )
+        out = local(params, jax.tree.map(lambda leaf: cut(leaf, mesh, parts), x))
+        return jax.tree.map(lambda y: join(y[-1], mesh), out)  # of the last stage
+
+    return run
+
+
+def run_stages(body: Body, params: Any, parts: Any) -> Any:
+    """A pass of all parts through the stages; runs inside a shard_map in which `stage` is manual.
+
+    Args:
+      body: One layer.
+      params: Pytree of arrays [L / S, ...], the layers of this stage.
+      parts: Pytree of arrays [parts, ...], equal on all stages; the first stage reads it.
+
+    Returns:
+      Results of the last stage, [parts, ...]. On other stages the array holds other numbers, which must not be used:
+      see `on_last_stage`.
+    """
+    stages, stage = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
+    (count,) = {leaf.shape[0] for leaf in jax.tree.leaves(parts)}
+    onward = [(i, i + 1) for i in range(stages - 1)]
+
+    def layers(x: Any) -> Any:
+        return jax.lax.scan(lambda x, layer: (body(layer, x), None), x, params)[0]
+
+    def tick(received: Any, number: jax.Array) -> tuple[Any, Any]:
+        fresh = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, count - 1)], parts)
+        x = jax.tree.map(functools.partial(jnp.where, stage == 0), fresh, received)
+        y = layers(x)
+        return jax.tree.map(lambda leaf: jax.lax.ppermute(leaf, AXIS, onward), y), y
+
+    # Stages that wait for their first part work on real data, since zeros might give NaN in some layer.
+    first = jax.tree.map(lambda leaf: leaf[0], parts)
+    _, results = jax.lax.scan(tick, first, jnp.arange(ticks(count, stages), dtype=jnp.int32))
+    return jax.tree.map(lambda leaf: leaf[stages - 1 :], results)
+
+
+def on_last_stage(x: Any) -> Any:
+    """x on the last stage and zeros on the others: what a loss must count of what follows a pipeline."""
+    last = jax.lax.axis_index(AXIS) == jax.lax.axis_size(AXIS) - 1
+    return jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros_like(leaf)), x)
+
+
+def check_layers(params: Any, stages: int) -> None:
+    """Refuses layers that do not divide over the stages.
+
+    Raises:
+      UserError: names the numbers.
+    """
+    for leaf in jax.tree.leaves(params):
+        if leaf.shape[0] % stages:
+            near = leaf.shape[0] // stages * stages
+            nearest = f"{near} or {near + stages}" if near else f"{stages}"
+            raise UserError(
+                f"pipelined: {leaf.shape[0]} layers do not divide over stage={stages}. Use {nearest} layers, or "
+                "another number of stages."
+            )

@@ -1,0 +1,140 @@
+"""An experiment with a decoder, as the step model sees it: dimensions, and how it is trained on a mesh."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from scalejax.errors import UserError
+from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
+from scalejax.plan.step_model import REMATS, Training
+from scalejax.plan.transformer import Decoder
+
+if TYPE_CHECKING:
+    from scalejax.train.experiment import DenseExperiment
+
+
+@runtime_checkable
+class DecoderConfig(Protocol):
+    """What the configuration of a model must have to be planned as a decoder; `LlamaConfig` has it.
+
+    It is a dataclass: `dataclasses.replace` changes `layers` and `remat`.
+    """
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def ffn_dim(self) -> int: ...
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def kv_heads(self) -> int: ...
+
+    @property
+    def width(self) -> int:
+        """Of a head."""
+        ...
+
+    @property
+    def vocabulary(self) -> int | None: ...
+
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+    @property
+    def remat(self) -> str: ...
+
+    @property
+    def loss_positions(self) -> int: ...
+
+
+def decoder_of(experiment: "DenseExperiment") -> Decoder:
+    """The dimensions of the model of an experiment.
+
+    Raises:
+      UserError: its model is no decoder.
+    """
+    model: Any = experiment.model
+    if not isinstance(model, DecoderConfig):
+        raise UserError(
+            f"The model must be a decoder such as LlamaConfig to be planned by arithmetic; got {type(model).__name__}. "
+            "`scalejax plan` without --search compiles any model."
+        )
+    vocabulary = model.vocabulary or experiment.data.schema().vocabulary
+    return Decoder(
+        layers=model.layers,
+        dim=model.dim,
+        hidden=model.ffn_dim,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.width,
+        vocabulary=vocabulary,
+        tied=model.tie_embeddings,
+    )
+
+
+def training_of(experiment: "DenseExperiment", mesh: MeshShape, devices: int, *, compute_dtype: Any) -> Training:
+    """How an experiment is trained on a mesh.
+
+    Args:
+      experiment: The run; its own mesh is not used.
+      mesh: Devices per axis.
+      devices: How many there are.
+      compute_dtype: Of products and activations, see `train.precision.compute_dtype`.
+    """
+    model: Any = experiment.model
+    sizes = {axis: count for axis, count in zip(AXES, mesh.resolve(devices), strict=True)}
+    strategy, batch = experiment.strategy, experiment.data.batch_size
+    master, compute = jnp.dtype(experiment.precision.params), jnp.dtype(compute_dtype)
+    moved = jnp.dtype(strategy.param_dtype or (compute if strategy.form == "implicit" else master))
+    rows = math.prod(sizes[axis] for axis in BATCH_AXES)
+    return Training(
+        batch=batch,
+        sequence=experiment.data.schema().length,
+        mesh=mesh,
+        remat=REMATS[model.remat],
+        sharded_over=() if isinstance(strategy, Ddp) else strategy.axes(_abstract_mesh(sizes)),
+        reshard="after_forward" if isinstance(strategy, Ddp) or strategy.after_forward == "drop" else "keep",
+        parts=_parts(batch // rows, experiment.microbatch),
+        compute_bytes=compute.itemsize,
+        gather_bytes=moved.itemsize,
+        reduce_bytes=jnp.dtype(strategy.reduce_dtype or moved).itemsize,
+        parameter_bytes=master.itemsize,
+        gradient_bytes=master.itemsize,
+        optimizer_bytes=_optimizer_bytes(experiment, master),
+        loss_positions=model.loss_positions,
+    )
+
+
+def with_model(experiment: "DenseExperiment", **fields: Any) -> "DenseExperiment":
+    """The experiment with other fields of its model, such as `layers` and `remat`."""
+    model: Any = experiment.model
+    return dataclasses.replace(experiment, model=dataclasses.replace(model, **fields))
+
+
+def _parts(rows: int, most: int | None) -> int:
+    """As `train.dense.DenseProgram.parts`; 1 where no row falls to a device, which is refused elsewhere."""
+    return next((n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= (most or rows)), 1)
+
+
+def _optimizer_bytes(experiment: "DenseExperiment", master: Any) -> int:
+    """Of the state of one parameter; what does not grow with the parameters (step counters) is left out."""
+    count = 4096
+    state = jax.eval_shape(
+        experiment.optimizer.build(experiment.steps).init, {"weight": jax.ShapeDtypeStruct((count, 1), master)}
+    )
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) // count
+
+
+def _abstract_mesh(sizes: Mapping[Any, int]) -> jax.sharding.AbstractMesh:
+    return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))

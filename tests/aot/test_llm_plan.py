@@ -1,0 +1,71 @@
+"""A small Llama planned by the TPU compiler: depths on a line, the arithmetic model beside it, the search as a whole."""
+
+import dataclasses
+
+import pytest
+from plan.test_mesh_search import Rows
+
+from scalejax.models.llm import llama3
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.mesh import MeshShape
+from scalejax.plan import decoders, mesh_search, search, step_model, topology
+from scalejax.plan.run import plan_dense
+from scalejax.train.experiment import DenseExperiment
+
+pytestmark = pytest.mark.aot
+
+SMALL = llama3.LlamaConfig(
+    layers=6,
+    dim=512,
+    ffn_dim=1024,
+    heads=8,
+    kv_heads=4,
+    vocabulary=1024,
+    max_positions=512,
+    remat="full",
+    attention="xla",  # here without kernels: their tests compile them
+    loss_positions=512,
+)
+MACHINE = topology.parse("v6e:2x2")
+
+
+def _experiment(**fields):
+    model = dataclasses.replace(SMALL, **fields)
+    data = Rows(batch_size=8, length=512, vocabulary=1024)
+    return DenseExperiment(model=model, data=data, steps=10, strategy=Fsdp(param_dtype="bfloat16"))
+
+
+@pytest.fixture(scope="module")
+def plans():
+    return {n: plan_dense(_experiment(layers=n), MACHINE, MeshShape(fsdp=4)) for n in (1, 2, 6)}
+
+
+def test_what_the_second_layer_adds_each_further_one_adds(plans):
+    found, wanted = mesh_search.extrapolate(plans[1], plans[2], 6), plans[6]
+    assert (found.flops, found.model_flops) == (wanted.flops, wanted.model_flops)
+    for kind in ("parameters", "optimizer state"):
+        assert found.memory.bytes_per_chip[kind] == wanted.memory.bytes_per_chip[kind]
+    assert found.memory.total_bytes == pytest.approx(wanted.memory.total_bytes, rel=0.15)
+    moved = [sum(c.minimum_bytes for c in plan.collectives) for plan in (found, wanted)]
+    assert moved[0] == pytest.approx(moved[1], rel=0.1)
+    assert found.roofline.compute_s == pytest.approx(wanted.roofline.compute_s, rel=0.02)
+
+
+def test_the_compiled_state_is_the_estimated_one(plans):
+    experiment = _experiment()
+    training = decoders.training_of(experiment, MeshShape(fsdp=4), 4, compute_dtype="bfloat16")
+    found = step_model.memory_of_device(decoders.decoder_of(experiment), training, devices=4)
+    compiled = plans[6].memory.bytes_per_chip
+    assert found["parameters"] == pytest.approx(compiled["parameters"], rel=0.01)
+    assert found["optimizer state"] == pytest.approx(compiled["optimizer state"], rel=0.01)
+    # Everything that is no argument is a temporary to the compiler.
+    rest = sum(count for kind, count in found.items() if kind not in ("parameters", "optimizer state"))
+    assert rest == pytest.approx(compiled["temporaries"], rel=0.6)
+
+
+def test_a_search_ranks_what_it_compiled():
+    found = search(_experiment(), "v6e:2x2", compiles=2)
+    assert len(found.ranked) == 2
+    assert all(c.compiled.memory.fits for c in found.ranked)
+    assert found.ranked[0].step_s <= found.ranked[1].step_s
+    assert all(c.compiled.flops > 0 for c in found.ranked)

@@ -1,0 +1,45 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from scalejax.errors import UserError
+from scalejax.parallel import xla_flags
+
+
+@pytest.mark.parametrize("name", [name for name, s in xla_flags.SETS.items() if s.platform == "gpu"])
+def test_xla_knows_the_options_for_gpus(name):
+    # Every XLA has them, whatever it compiles for; tests/aot asks the TPU's compiler for its own.
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
+    lowered.compile(compiler_options=xla_flags.compiler_options([name], "cuda"))
+
+
+def test_an_option_that_does_not_exist_is_an_error_there():
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        jax.jit(lambda x: x + 1).lower(jnp.ones(2)).compile(compiler_options={"xla_gpu_go_faster": True})
+
+
+def test_sets_of_other_platforms_are_left_out():
+    names = ("tpu-data-parallel-overlap", "gpu-deterministic")
+    assert xla_flags.compiler_options(names, "gpu") == {"xla_gpu_exclude_nondeterministic_ops": True}
+    assert set(xla_flags.compiler_options(names, "tpu")) == {
+        "xla_tpu_enable_data_parallel_all_reduce_opt",
+        "xla_tpu_data_parallel_opt_different_sized_ops",
+    }
+    assert xla_flags.compiler_options(names, "cpu") == {}
+    assert xla_flags.environment(names, "cpu") == {}
+
+
+def test_environment_variables_say_the_same():
+    assert xla_flags.environment(["tpu-gather-pipelining"], "tpu") == {
+        "LIBTPU_INIT_ARGS": "--xla_tpu_enable_ag_backward_pipelining=true --xla_tpu_megacore_fusion_allow_ags=false"
+    }
+    assert xla_flags.environment(["gpu-separate-all-reduces"], "gpu") == {
+        "XLA_FLAGS": "--xla_gpu_all_reduce_combine_threshold_bytes=26214400"
+    }
+
+
+def test_refuses_unknown_names_and_sets_that_disagree():
+    with pytest.raises(UserError, match=r"there is no set 'gpu-latency-hidng'. Did you mean 'gpu-latency-hiding'\?"):
+        xla_flags.compiler_options(["gpu-latency-hidng"], "gpu")
+    with pytest.raises(UserError, match="'gpu-large-messages' and 'gpu-separate-all-reduces' disagree about"):
+        xla_flags.compiler_options(["gpu-large-messages", "gpu-separate-all-reduces"], "gpu")

@@ -1,0 +1,100 @@
+"""Memory that cannot suffice: against what a real state takes, and the remedies that a message names."""
+
+import dataclasses
+import re
+
+import jax
+import pytest
+from plan.test_mesh_search import Rows
+
+from scalejax.errors import UserError
+from scalejax.models.llm import llama3
+from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.plan import check_fits, estimate, memory
+from scalejax.train import dense
+from scalejax.train.experiment import DenseExperiment
+
+SMALL = llama3.LlamaConfig(
+    layers=4, dim=64, ffn_dim=128, heads=8, kv_heads=4, vocabulary=256, max_positions=512, remat="none"
+)
+
+
+def _experiment(**fields):
+    given = {"model": SMALL, "data": Rows(batch_size=32, length=512), "steps": 10, **fields}
+    return DenseExperiment(**given)
+
+
+@pytest.mark.parametrize("strategy", [Fsdp(), Fsdp(sharding="NO_SHARD"), Fsdp(sharding="HYBRID_SHARD"), Ddp()])
+def test_state_at_rest_is_what_a_run_keeps(strategy):
+    mesh = make_mesh(MeshShape(replica=2, fsdp=2, tensor=2))
+    experiment = _experiment(strategy=strategy)
+    found = estimate.needed_bytes(experiment, mesh)
+    program = dense.build(experiment, experiment.data.schema(), mesh)
+    kept = memory.arguments_by_kind(program.abstract_state(), program.abstract_batch())
+    assert found["parameters"] == pytest.approx(kept["parameters"], rel=0.01)
+    assert found["optimizer state"] == pytest.approx(kept["optimizer state"], rel=0.01)  # besides two counters
+
+
+def test_what_fits_passes_and_unknown_memory_refuses_nothing():
+    mesh = make_mesh(MeshShape())
+    needed = sum(estimate.needed_bytes(_experiment(), mesh).values())
+    check_fits(_experiment(), mesh, memory_bytes=needed)
+    with pytest.raises(UserError, match="Memory cannot suffice"):
+        check_fits(_experiment(), mesh, memory_bytes=needed - 1)
+
+
+def _refused(experiment, share, mesh=None):
+    """The message at a share of what is needed, and the remedy in it."""
+    mesh = mesh or make_mesh(MeshShape())
+    kinds = estimate.needed_bytes(experiment, mesh)
+    with pytest.raises(UserError) as error:
+        check_fits(experiment, mesh, memory_bytes=int(share * sum(kinds.values())))
+    return str(error.value), kinds
+
+
+def test_the_largest_kind_comes_first():
+    text, kinds = _refused(_experiment(), 0.9)
+    largest = max(kinds, key=lambda kind: kinds[kind])
+    assert re.search(r"before compiling\): (\w[\w ]*) [\d.]+ [KMG]iB", text).group(1) == largest == "activations"
+
+
+def test_remedies_are_named_in_the_order_of_what_they_cost():
+    assert "with --set model.remat=dots." in _refused(_experiment(), 0.9)[0]
+    assert "with --set model.remat=full." in _refused(_experiment(), 0.3)[0]
+    full = _experiment(model=dataclasses.replace(SMALL, remat="full"))
+    assert "with --set microbatch=2." in _refused(full, 0.9)[0]
+    text, _ = _refused(_experiment(model=dataclasses.replace(SMALL, remat="full"), strategy=Ddp()), 0.9)
+    assert "with --set strategy" in text
+
+
+def test_a_named_remedy_does():
+    mesh = make_mesh(MeshShape())
+    experiment = _experiment()
+    room = int(0.3 * sum(estimate.needed_bytes(experiment, mesh).values()))
+    with pytest.raises(UserError, match=r"model\.remat=full"):
+        check_fits(experiment, mesh, memory_bytes=room)
+    check_fits(dataclasses.replace(experiment, model=dataclasses.replace(SMALL, remat="full")), mesh, memory_bytes=room)
+
+
+def test_a_model_that_is_too_large_says_how_many_devices_hold_it():
+    large = _experiment(model=llama3.SIZES["3.1-8b"], data=Rows(batch_size=8, length=8192))
+    mesh = make_mesh(MeshShape())
+    with pytest.raises(UserError, match=r"alone fill (\d+) such devices") as error:
+        check_fits(large, mesh, memory_bytes=10**9)
+    # 16 bytes a parameter: itself, its gradient and the two moments of AdamW.
+    devices = int(re.search(r"fill (\d+) such", str(error.value)).group(1))
+    assert devices == -(-16 * 8_030_261_248 // 10**9)
+
+
+def test_a_run_of_no_decoder_is_refused_by_name():
+    with pytest.raises(UserError, match="must be a decoder"):
+        check_fits(_experiment(model=object()), make_mesh(MeshShape()), memory_bytes=1)
+
+
+def test_eight_devices_share_the_state():
+    alone = estimate.needed_bytes(_experiment(), make_mesh(MeshShape(fsdp=1), jax.devices()[:1]))
+    together = estimate.needed_bytes(_experiment(), make_mesh(MeshShape(fsdp=8)))
+    assert together["parameters"] == -(-alone["parameters"] // 8)
+    assert together["activations"] == alone["activations"] // 8
