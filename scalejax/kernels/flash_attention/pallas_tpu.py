@@ -299,7 +299,7 @@ class _Plan:
         return jnp.where(found < 0, (last >> 2) << 2, found)
 
     def spec(self, by: str, shape: tuple[int, ...], place: Any) -> pl.BlockSpec:
-        """A block of an operand; `place` maps (row, head, block of queries, block of keys, inner...) to block indices."""
+        """A block of an operand, at place(row, head, block of queries, block of keys, inner...)."""
 
         def index(row: Any, head: Any, step: Any, *rest: Any) -> Any:
             *inner, pairs, _ = rest
@@ -332,7 +332,8 @@ class _Plan:
         batch, heads = operands[0].shape[:2]
         width = operands[0].shape[3]
         starts = jnp.broadcast_to(
-            jnp.int32(self.visibility.start) + (0 if self.visibility.offset is None else self.visibility.offset), (batch,)
+            jnp.int32(self.visibility.start) + (0 if self.visibility.offset is None else self.visibility.offset),
+            (batch,),
         )
         masks, mask_specs = self._mask_operands(by)
         scores = batch * heads * self.most_pairs[by] * self.query_block * self.key_block
@@ -370,9 +371,7 @@ class _Plan:
         ):
             if array is None:
                 continue
-            length, block = (
-                (self.padded_queries, self.query_block) if by_query else (self.padded_keys, self.key_block)
-            )
+            length, block = (self.padded_queries, self.query_block) if by_query else (self.padded_keys, self.key_block)
             found.append(jnp.pad(array, ((0, 0), (0, length - array.shape[1])))[:, None])
 
             def place(b: Any, h: Any, i: Any, j: Any, *rest: Any, by_query: bool = by_query) -> Any:
