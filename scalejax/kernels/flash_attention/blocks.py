@@ -76,6 +76,9 @@ TPU = {
     "TPU7x": TpuBlocks(queries=512, keys=1024, vmem_bytes=48 * 2**20),
     "": TpuBlocks(queries=512, keys=512, vmem_bytes=32 * 2**20),
 }
+SPLASH = 512
+"""Most queries and most keys of a block of jax's splash attention."""
+
 _HOPPER = GpuBlocks(
     forward=GpuTiles(queries=128, keys=128, warps=8, stages=2),
     query_gradient=GpuTiles(queries=128, keys=64, warps=8, stages=2),
