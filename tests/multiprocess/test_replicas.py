@@ -14,7 +14,7 @@ WORKER = pathlib.Path(__file__).with_name("replica_worker.py")
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_broadcast_gives_all_processes_what_process_0_holds(processes):
-    found = [json.loads(worker.stdout) for worker in run_workers(WORKER, processes, 2)]
+    found = [json.loads(printed) for printed in run_workers(WORKER, processes, 2)]
     expected = np.random.default_rng(0).normal(size=(3, 2)).astype(np.float32).tolist()
     for process in found:
         assert process["before"] == {"same": False, "drawn apart": True}
