@@ -9,6 +9,11 @@ from typing import Any, Literal, Protocol
 
 import jax
 from flax import nnx
+from jax.sharding import AxisType
+
+from scalejax.errors import UserError
+from scalejax.parallel import pipeline
+from scalejax.parallel.mesh import batch_shards
 
 Remat = Literal["none", "full", "dots"]
 """What the backward pass finds: "none" all that the forward pass computed, "full" the input of each layer, "dots" also
@@ -51,6 +56,60 @@ def remat_policy(remat: Remat, gather: Gather = whole) -> Callable[..., Any] | N
     return policy if adapt is None else adapt(policy)
 
 
+def apply_layers(
+    layers: nnx.Module,
+    body: Callable[[Any, Any, Any], Any],
+    x: Any,
+    beside: Any,
+    *,
+    prefix: str = "layers",
+    remat: Remat = "none",
+    gather: Gather = whole,
+    stage_parts: int | None = None,
+) -> Any:
+    """x = body(layer l, x, beside) for each layer in turn, over the devices of `stage` where the mesh has several.
+
+    Args:
+      layers: One block whose parameters all have a leading axis of layers.
+      body: (block with the parameters of one layer, x, beside) -> x.
+      x: Pytree of arrays [B, ...].
+      beside: Pytree of arrays [B, ...] that every layer reads.
+      prefix: What comes before the paths of the parameters, as `gather` sees them.
+      remat: What is kept for the backward pass.
+      gather: Fetches the parameters of a layer.
+      stage_parts: Parts into which a pipeline cuts the rows of each device; None = the most up to four a stage.
+
+    Returns:
+      The last x.
+
+    Raises:
+      UserError: the layers do not divide over the stages, or the rows over the parts.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    stages = 1 if mesh.empty else mesh.shape.get(pipeline.AXIS, 1)
+    options: Any = {"prefix": prefix, "remat": remat, "gather": gather}
+    if stages == 1:
+        return scan_layers(layers, lambda layer, x, _: (body(layer, x, beside), None), x, **options)[0]
+    by_hand = mesh.axis_types[mesh.axis_names.index(pipeline.AXIS)] == AxisType.Manual
+    step, params = _one_layer(layers, lambda layer, carry, _: ((body(layer, *carry), carry[1]), None), **options)
+
+    def stacked(params: Any, carry: Any) -> Any:
+        return step(carry, (params, None))[0]
+
+    (rows,) = {leaf.shape[0] for leaf in jax.tree.leaves((x, beside))}
+    local = rows if by_hand else rows // batch_shards(mesh)
+    parts = stage_parts or max(n for n in range(1, 4 * stages + 1) if local % n == 0)
+    if local % parts:
+        raise UserError(
+            f"model.stage_parts={parts} does not divide the {local} rows of a device. Choose a divisor, or None."
+        )
+    if not by_hand:
+        return pipeline.pipelined(stacked, mesh=mesh, parts=parts)(params, (x, beside))[0]
+    cut = jax.tree.map(lambda leaf: leaf.reshape(parts, rows // parts, *leaf.shape[1:]), (x, beside))
+    out, _ = pipeline.run_stages(stacked, params, cut)
+    return jax.tree.map(lambda leaf: leaf.reshape(rows, *leaf.shape[2:]), out)
+
+
 def scan_layers(
     layers: nnx.Module,
     body: Callable[[Any, Any, Any], tuple[Any, Any]],
@@ -75,6 +134,14 @@ def scan_layers(
     Returns:
       The last carry, and the ys stacked.
     """
+    step, params = _one_layer(layers, body, prefix=prefix, remat=remat, gather=gather)
+    return jax.lax.scan(step, carry, (params, xs))
+
+
+def _one_layer(
+    layers: nnx.Module, body: Callable[[Any, Any, Any], tuple[Any, Any]], *, prefix: str, remat: Remat, gather: Gather
+) -> tuple[Callable[[Any, Any], tuple[Any, Any]], dict[str, Any]]:
+    """The body of a scan, (carry, (parameters of a layer, x)) -> (carry, y), and the parameters of all layers."""
     graph, state = nnx.split(layers)
     variables = {f"{prefix}/{'/'.join(map(str, path))}": (path, v) for path, v in nnx.to_flat_state(state)}
     # Before they are gathered, values may be other pytrees than single arrays.
@@ -90,4 +157,4 @@ def scan_layers(
     if policy is not None:
         # In a scan nothing can be merged with the forward pass, so no barrier against that is needed.
         step = jax.checkpoint(step, policy=policy, prevent_cse=False)
-    return jax.lax.scan(step, carry, (params, xs))
+    return step, params

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import jax
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
@@ -95,17 +95,17 @@ def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
     return jax.make_mesh(shape.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
+def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """Examples (dimension 0) over the batch axes."""
     return NamedSharding(mesh, P(BATCH_AXES))
 
 
-def batch_shards(mesh: Mesh) -> int:
+def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     """Devices over which the examples of a batch are spread."""
     return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
-def cut(x: jax.Array, mesh: Mesh, parts: int) -> jax.Array:
+def cut(x: jax.Array, mesh: Mesh | AbstractMesh, parts: int) -> jax.Array:
     """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples, so that nothing moves."""
     shards = batch_shards(mesh)
     each = x.shape[0] // (shards * parts)  # not -1: there may be nothing in a row
@@ -114,7 +114,7 @@ def cut(x: jax.Array, mesh: Mesh, parts: int) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, BATCH_AXES)))
 
 
-def join(x: jax.Array, mesh: Mesh) -> jax.Array:
+def join(x: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
     """The inverse of `cut`."""
     parts, shards = x.shape[0], batch_shards(mesh)
     each = x.shape[1] // shards

@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
@@ -42,7 +42,7 @@ def bubble_fraction(parts: int, stages: int) -> float:
     return (stages - 1) / ticks(parts, stages)
 
 
-def pipelined(body: Body, *, mesh: Mesh, parts: int) -> Callable[[Any, Any], Any]:
+def pipelined(body: Body, *, mesh: Mesh | AbstractMesh, parts: int) -> Callable[[Any, Any], Any]:
     """The stack `x = body(layer, x)`, one layer after the other, run over the stages of a mesh.
 
     For programs under jit with shardings: `stage` alone is manual, so that the body may be sharded over the other axes

@@ -119,6 +119,7 @@ FSDP_TENSOR = Rules(
 
 LLM = Rules(
     axes=(
+        ("layers", ("stage",)),
         ("embed", ("fsdp",)),
         ("heads", ("tensor",)),
         ("kv_heads", ("tensor",)),
@@ -127,4 +128,4 @@ LLM = Rules(
     )
 )
 """Language models: heads, hidden features of MLPs and the vocabulary over `tensor` (Shoeybi et al., 2019), the other
-dimension of each matrix over `fsdp`."""
+dimension of each matrix over `fsdp`, layers over `stage`."""

@@ -18,8 +18,9 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel import fsdp, gradient_scaling
+from scalejax.parallel import fsdp, gradient_scaling, pipeline
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.rules import Placement
 from scalejax.train import dense_metrics
 from scalejax.train.experiment import DenseExperiment
@@ -155,7 +156,14 @@ class DenseProgram:
 
     def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         specs = {name: sharding.spec for name, sharding in self.shardings.items()}
-        gradients = fsdp.gradients(self._loss, self.experiment.strategy, mesh=self.mesh, specs=specs, parts=self.parts)
+        gradients = fsdp.gradients(
+            self._loss,
+            self.experiment.strategy,
+            mesh=self.mesh,
+            specs=specs,
+            parts=self.parts,
+            handled=self._handled,
+        )
         key = jax.random.fold_in(state.key, state.step)
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             total, weight, _, grads = gradients(state.params, batch, key)
@@ -182,8 +190,16 @@ class DenseProgram:
             total, weight, _ = self.task.loss(self.model.put_together(state.params), batch, key=None)
         return total, weight
 
+    @property
+    def _handled(self) -> tuple[str, ...]:
+        """Axes over which the loss has collectives of its own in the explicit form: the stages of a pipeline."""
+        strategy = self.experiment.strategy
+        explicit = isinstance(strategy, Ddp) or strategy.form == "explicit"
+        return (pipeline.AXIS,) if explicit and self.mesh.shape[pipeline.AXIS] > 1 else ()
+
     def _loss(self, params: Params, batch: Batch, key: jax.Array, gather: Any) -> Any:
-        return self.task.loss(self.model.put_together(params), batch, key=key, gather=gather)
+        found = self.task.loss(self.model.put_together(params), batch, key=key, gather=gather)
+        return pipeline.on_last_stage(found) if self._handled else found
 
 
 def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:

@@ -79,3 +79,12 @@ def compile_whole(mesh, run, shapes):
 def test_kernels_compile_for_a_tpu(name, form):
     compiled = compile_whole(tpus(name, 1), *program("pallas_tpu", **FORMS[form]))
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
+
+
+@cuda_topology.needs_cuda_compiler
+@pytest.mark.parametrize("form", FORMS)
+def test_kernels_compile_for_hopper(form):
+    compiled = compile_whole(cuda_topology.mesh(1), *program("pallas_gpu", **FORMS[form]))
+    text = compiled.as_text()
+    for name in ("forward", "query_gradient", "key_gradients"):
+        assert f"flash_attention_{name}" in text

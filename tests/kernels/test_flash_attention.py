@@ -153,6 +153,72 @@ def test_small_chunks_equal_the_reference_to_float64(name, monkeypatch, x64):
     jax.clear_caches()
 
 
+SMALL_BLOCKS = {
+    "pallas_tpu": ("TPU", {"": blocks.TpuBlocks(queries=32, keys=128, vmem_bytes=2**25)}),
+    "pallas_gpu": (
+        "GPU",
+        {
+            "": blocks.GpuBlocks(
+                forward=blocks.GpuTiles(queries=32, keys=16, warps=4, stages=2),
+                query_gradient=blocks.GpuTiles(queries=16, keys=32, warps=4, stages=2),
+                key_gradients=blocks.GpuTiles(queries=32, keys=32, warps=4, stages=2),
+            )
+        },
+    ),
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks so small that several of them pass by."""
+    for name, sizes in SMALL_BLOCKS.values():
+        monkeypatch.setattr(blocks, name, sizes)
+    jax.clear_caches()  # sizes of blocks are no arguments
+    yield
+    jax.clear_caches()
+
+
+FEW = ["no multiples of a block", "queries before the keys", "all at once"]
+
+
+@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize("implementation", SMALL_BLOCKS)
+def test_interpreted_kernels_equal_the_reference_with_gradients(implementation, name, small_blocks):
+    assert_matches_reference(implementation, CASES[name], interpret=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if name not in FEW])
+@pytest.mark.parametrize("implementation", SMALL_BLOCKS)
+def test_interpreted_kernels_equal_the_reference_in_every_case(implementation, name, small_blocks):
+    assert_matches_reference(implementation, CASES[name], interpret=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", SMALL_BLOCKS)
+def test_interpreted_kernels_equal_the_reference_with_blocks_of_a_chip(implementation):
+    for case in CASES.values():
+        assert_matches_reference(implementation, case, interpret=True)
+
+
+@pytest.mark.parametrize("implementation", SMALL_BLOCKS)
+def test_interpreted_kernels_sum_half_precision_in_float32(implementation):
+    case = Case(queries=40, keys=56, offset=16, heads=4, kv_heads=2, width=32)
+    operands, masks = arrays(case, jnp.bfloat16)
+    out, lse = flash_attention(*operands, **masks, implementation=implementation, interpret=True)
+    wanted_out, wanted_lse = by_loops(*(np.asarray(x, np.float64) for x in operands), **case.masks())
+    np.testing.assert_allclose(lse, wanted_lse, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted_out, atol=3 * 2.0**-8)
+
+
+def test_a_simulated_tpu_reads_nothing_that_was_not_written():
+    """Memory that nobody wrote is NaN there, and addresses outside of an array raise."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    case = Case(queries=20, keys=150, offset=130, documents=2, width=16)
+    assert_matches_reference("pallas_tpu", case, interpret=pltpu.InterpretParams())
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_operands_are_summed_in_float32(dtype):
     case = CASES["all at once"]

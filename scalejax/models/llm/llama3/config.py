@@ -34,6 +34,8 @@ class LlamaConfig:
         1 / sqrt(2 L).
       remat: What of a layer's forward pass is kept for its backward pass, see `nn.scan_layers`.
       attention: Implementation of attention; None = the fastest for the platform, see `kernels.flash_attention`.
+      stage_parts: Parts into which a pipeline over the stages of a mesh cuts the rows of a device, see
+        `nn.layers.apply_layers`.
       loss_positions: Positions of a row whose logits exist at one time.
     """
 
@@ -52,6 +54,7 @@ class LlamaConfig:
     init_scale: float = 0.02
     remat: Remat = "full"
     attention: Implementation | None = None
+    stage_parts: int | None = None
     loss_positions: int = 512
 
     def __post_init__(self) -> None:

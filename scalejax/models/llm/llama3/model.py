@@ -21,7 +21,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
 from scalejax.models.llm.llama3.config import LlamaConfig
-from scalejax.nn.layers import Gather, scan_layers, whole
+from scalejax.nn.layers import Gather, apply_layers, scan_layers, whole
 from scalejax.nn.linear import DType
 
 
@@ -181,10 +181,19 @@ class Llama(nnx.Module):
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
         turns = self._turns(positions)
 
-        def body(layer: Any, x: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return layer(x, turns, segment_ids), None
+        def body(layer: Any, x: jax.Array, beside: Any) -> jax.Array:
+            return layer(x, *beside)
 
-        x, _ = scan_layers(self.layers, body, x, remat=self.config.remat, gather=gather)
+        c = self.config
+        x = apply_layers(
+            self.layers,
+            body,
+            x,
+            (turns, segment_ids),
+            remat=c.remat,
+            gather=gather,
+            stage_parts=c.stage_parts,
+        )
         last = {"final_norm/scale": self.final_norm.scale[...]}
         if self.head is not None:
             last["head/weight"] = self.head.weight[...]

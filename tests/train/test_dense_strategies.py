@@ -1,0 +1,116 @@
+"""A language model trained under every strategy, on every kind of mesh, equals one device.
+
+In float64, where what differs is the order of sums alone. The complete product runs under `slow`.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import small_language_run as small
+
+from scalejax import optim
+from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import dense
+from scalejax.train.dense_run import DenseRun
+from scalejax.train.experiment import Precision
+
+SHARDINGS = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+STRATEGIES = {
+    **{f"implicit {s}": Fsdp(sharding=s) for s in SHARDINGS},
+    **{f"explicit {s}": Fsdp(sharding=s, form="explicit") for s in SHARDINGS},
+    **{f"local {s}": Fsdp(sharding=s, form="explicit", accumulate="local") for s in SHARDINGS},
+    "ddp": Ddp(bucket_bytes=4096),
+    "ddp local": Ddp(bucket_bytes=4096, accumulate="local"),
+}
+OPTIMIZERS = {
+    "momentum": {"optimizer": optim.Sgd(learning_rate=optim.Constant(value=0.1), momentum=0.9), "clip": None},
+    "adamw": {"optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)), "clip": None},
+    "clipped": {"optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)), "clip": 0.3},
+}
+PARTS = {"whole": None, "in parts": 1}
+DATA = {"replica": MeshShape(replica=2, fsdp=4), "fsdp": MeshShape(fsdp=8)}
+MESHES = {
+    "tensor": MeshShape(fsdp=2, replica=2, tensor=2),
+    "stage": MeshShape(fsdp=4, stage=2),
+    "both": MeshShape(fsdp=2, tensor=2, stage=2),
+}
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return small.write(tmp_path_factory.mktemp("texts") / "documents")
+
+
+def trained(texts, shape, devices, **changes):
+    # Sixteen rows, so that every device has two to take in parts.
+    experiment = small.experiment(texts, precision=Precision(params="float64"), **changes)
+    experiment = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, batch_size=16))
+    data = experiment.data.build()
+    run = DenseRun(dense.build(experiment, data.schema, make_mesh(shape, jax.devices()[:devices])), data)
+    state, host = run.begin()
+    losses = []
+    with run.feed(host, STEPS) as feed:
+        for _ in range(STEPS):
+            feed.take()
+            state, loss = feed.step(state)
+            losses.append(float(loss))
+    return np.array(losses), jax.tree.map(np.asarray, state.params)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(texts):
+    return functools.cache(lambda optimizer: trained(texts, MeshShape(), 1, **OPTIMIZERS[optimizer]))
+
+
+def check(texts, on_one_device, strategy, shape, optimizer, parts):
+    with jax.enable_x64(True):
+        losses, params = on_one_device(optimizer)
+        changes = {"strategy": STRATEGIES[strategy], "microbatch": PARTS[parts], **OPTIMIZERS[optimizer]}
+        got_losses, got = trained(texts, shape, 8, **changes)
+    np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
+    for name, value in params.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+# Every strategy, every optimizer with every way to accumulate, every mesh.
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "optimizer", "parts"),
+    [
+        ("implicit FULL_SHARD", "fsdp", "clipped", "whole"),
+        ("implicit HYBRID_SHARD", "replica", "momentum", "in parts"),
+        ("implicit SHARD_GRAD_OP", "tensor", "adamw", "whole"),
+        ("explicit FULL_SHARD", "replica", "adamw", "in parts"),
+        ("explicit HYBRID_SHARD_ZERO2", "tensor", "momentum", "whole"),
+        ("local HYBRID_SHARD", "replica", "clipped", "in parts"),
+        ("implicit FULL_SHARD", "both", "momentum", "whole"),
+        ("explicit FULL_SHARD", "stage", "clipped", "whole"),
+        ("ddp", "fsdp", "momentum", "whole"),
+        ("ddp local", "replica", "adamw", "in parts"),
+    ],
+)
+def test_equals_one_device(texts, on_one_device, strategy, mesh, optimizer, parts):
+    check(texts, on_one_device, strategy, (DATA | MESHES)[mesh], optimizer, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", DATA)
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "parts"),
+    list(itertools.product(STRATEGIES, OPTIMIZERS, PARTS)),
+)
+def test_every_combination_equals_one_device(texts, on_one_device, strategy, mesh, optimizer, parts):
+    check(texts, on_one_device, strategy, DATA[mesh], optimizer, parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "ddp" not in s])
+def test_every_strategy_composes_with_tensor_and_pipeline_parallelism(texts, on_one_device, strategy, mesh):
+    check(texts, on_one_device, strategy, MESHES[mesh], "clipped", "whole")
