@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 _NAMES = (
     "wukong_step",
     "dlrm_step",
+    "llama_step",
     "embedding_update",
     "data_pipeline",
     "text_pipeline",
