@@ -39,9 +39,10 @@ def convert(
     ] = 1,
     recipe: options.RecipeFile = None,
 ) -> None:
-    """Turn a model of Hugging Face into a model folder, or a model folder or a run into one of Hugging Face.
+    """Convert models of Hugging Face to scalejax, and back.
 
-    Files of the tokenizer go along. Parameters stay the same to the bit unless --dtype says otherwise.
+    What SOURCE is decides: a folder of Hugging Face becomes a model folder, a model folder or a run one of Hugging
+    Face. Files of the tokenizer go along, and parameters stay the same to the bit unless --dtype says otherwise.
     """
     # Nothing is computed, so nothing is looked for beside the CPU.
     environment.prepare(cpu_devices=1)

@@ -61,7 +61,10 @@ def generate(
     recipe: options.RecipeFile = None,
     cpu_devices: options.CpuDevices = None,
 ) -> None:
-    """Continue prompts with a model; the text of a single one is printed as it comes."""
+    """Continue text with a language model.
+
+    The text of a single prompt is printed as it comes.
+    """
     environment.prepare(cpu_devices=cpu_devices)
     prompts = _prompts(prompt or [], prompt_file or [])
     if dtype is not None and dtype not in DTYPES:

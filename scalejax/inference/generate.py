@@ -133,7 +133,9 @@ class Engine:
         positions = _cache_length(max(pieces * piece, longest + max_tokens))
         self.check_fits(rows, positions)
         state = self._read(prompts, rows, piece, pieces, positions)
-        keys = samplings.keys(sampling, jnp.asarray([*numbers, *[0] * (rows - len(prompts))], jnp.int32))
+        spare = [0] * (rows - len(prompts))
+        digests = np.asarray([*map(samplings.digest, prompts), *spare], np.uint32)
+        keys = samplings.keys(sampling, digests, np.asarray([*numbers, *spare], np.int32))
         stops = np.asarray(sorted(set(stop)), np.int32)
         out: list[list[int]] = [[] for _ in prompts]
         ended: list[Ended | None] = [None] * len(prompts)

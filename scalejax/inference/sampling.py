@@ -1,13 +1,16 @@
 """The next token from logits: greedy, or drawn with a temperature from the smallest set of probability top_p.
 
-A draw depends on the seed, the number of the sample and the position in the text that is generated, and on nothing
-else: not on the row of a batch, nor on the other rows.
+A draw depends on the seed, the prompt, the number of the sample and the position in the text that is generated, and on
+nothing else: not on the row of a batch, nor on the other rows.
 """
 
 import dataclasses
+import zlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scalejax.errors import UserError
 
@@ -39,9 +42,18 @@ GREEDY = Sampling()
 """Always the most probable token."""
 
 
-def keys(sampling: Sampling, samples: jax.Array) -> jax.Array:
-    """One key a row, for the samples of these numbers, int32[B]."""
-    return jax.vmap(lambda number: jax.random.fold_in(jax.random.key(sampling.seed), number))(samples)
+def keys(sampling: Sampling, prompts: jax.Array, samples: jax.Array) -> jax.Array:
+    """One key a row, for prompts of these digests, uint32[B], and samples of these numbers, int32[B]."""
+
+    def one(prompt: jax.Array, number: jax.Array) -> jax.Array:
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(sampling.seed), prompt), number)
+
+    return jax.vmap(one)(prompts, samples)
+
+
+def digest(prompt: Sequence[int]) -> int:
+    """A number of 32 bits for a prompt."""
+    return zlib.crc32(np.asarray(prompt, "<i4").tobytes())
 
 
 def choose(logits: jax.Array, row_keys: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:

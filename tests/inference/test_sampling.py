@@ -28,7 +28,7 @@ def distribution(logits, temperature, top_p):
 
 def draw(logits, chosen, count):
     rows = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (count, len(logits)))
-    keys = sampling.keys(chosen, jnp.arange(count))
+    keys = sampling.keys(chosen, jnp.zeros(count, jnp.uint32), jnp.arange(count))
     return np.asarray(jax.jit(lambda l, k: sampling.choose(l, k, jnp.int32(5), chosen))(rows, keys))
 
 
@@ -53,28 +53,29 @@ def test_draws_follow_the_distribution(temperature, top_p):
     expected = want[want > 0] * count
     # One seed, so this is one experiment: it fails by chance for one seed in a thousand, and for this one it does not.
     assert stats.chisquare(seen[want > 0], expected).pvalue > 1e-3
-    wrong = distribution(logits, temperature * 1.3, 1.0)[want > 0]
+    wrong = distribution(logits, temperature / 1.5, 1.0)[want > 0]
     assert stats.chisquare(seen[want > 0], wrong / wrong.sum() * count).pvalue < 1e-3  # as sharp as that
 
 
 def test_greedy_takes_the_first_of_the_most_probable():
     logits = jnp.asarray([[0.0, 3.0, 3.0], [5.0, 1.0, 2.0]])
-    keys = sampling.keys(sampling.GREEDY, jnp.zeros(2, jnp.int32))
+    keys = sampling.keys(sampling.GREEDY, jnp.zeros(2, jnp.uint32), jnp.zeros(2, jnp.int32))
     assert sampling.choose(logits, keys, jnp.int32(0), sampling.GREEDY).tolist() == [1, 0]
 
 
-def test_a_draw_depends_on_seed_sample_and_position_alone():
+def test_a_draw_depends_on_seed_prompt_sample_and_position_alone():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1000)), jnp.float32)
 
-    def one(seed, number, position, rows=1, row=0):
+    def one(seed=3, prompt=(1, 2), number=0, position=7, rows=1, row=0):
         chosen = Sampling(temperature=1.0, seed=seed)
+        digests = jnp.full(rows, 77, jnp.uint32).at[row].set(np.uint32(sampling.digest(prompt)))
         numbers = jnp.full(rows, 99, jnp.int32).at[row].set(number)
         many = jnp.broadcast_to(logits, (rows, 1000)).at[:row].add(1.0)
-        return int(sampling.choose(many, sampling.keys(chosen, numbers), jnp.int32(position), chosen)[row])
+        keys = sampling.keys(chosen, digests, numbers)
+        return int(sampling.choose(many, keys, jnp.int32(position), chosen)[row])
 
-    first = one(3, 0, 7)
-    assert one(3, 0, 7, rows=4, row=2) == first
-    assert len({first, one(4, 0, 7), one(3, 1, 7), one(3, 0, 8)}) == 4
+    assert one(rows=4, row=2) == one()
+    assert len({one(), one(seed=4), one(prompt=(2, 1)), one(number=1), one(position=8)}) == 5
 
 
 @pytest.mark.parametrize(
