@@ -5,7 +5,12 @@
 Arithmetic only: needs no TPU, no TPU compiler, and takes seconds.
 """
 
+import dataclasses
+
+from scalejax.parallel.mesh import MeshShape
+from scalejax.plan import mesh_search, step_model, topology
 from scalejax.plan import published_runs as runs
+from scalejax.plan.step_model import Training
 from scalejax.units import size
 
 COMMAND = "python benchmarks/llm_plans.py > benchmarks/results/llm_plans.md"
@@ -81,6 +86,31 @@ def choices() -> str:
     return _table("fitted on | share | error of the others, tokens/s", rows)
 
 
+def searched() -> str:
+    """The best mesh and policy by the same model, for the batch of each run, its own policy among them."""
+    rows = []
+    for run in runs.RUNS:
+        machine, share = topology.parse(run.machine), runs.SHARES[_chip(run)]
+
+        def training(mesh: MeshShape, run: runs.PublishedRun = run) -> Training:
+            return dataclasses.replace(run.training, mesh=mesh)
+
+        remats = {**step_model.REMATS, "its own": run.training.remat}
+        candidates, dropped = mesh_search.prune(run.decoder, training, machine, share=share, remats=remats)
+        best = candidates[0]
+        rows.append(
+            [
+                run.name,
+                f"{run.estimate(share).step_s:.2f}",
+                f"{best.estimate.step_s:.2f}",
+                f"{mesh_search.stated(best.mesh)}, {best.remat}",
+                f"{len(candidates)} of {len(candidates) + len(dropped)}",
+            ]
+        )
+    header = "run | its own mesh and policy, s | the best found | which | candidates that divide and fit"
+    return _table(header, rows)
+
+
 def main() -> None:
     """Prints all of it."""
     shares = " and ".join(
@@ -107,6 +137,10 @@ The published utilisation counts all pairs of attention; the last column counts 
 ## Had another run been fitted
 
 {choices()}
+
+## What a search finds
+
+{searched()}
 
 ## Sources, and what they leave open
 

@@ -1,10 +1,13 @@
 """The only place that knows differences between jax versions."""
 
+import importlib
+import importlib.util
 import inspect
 import warnings
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax._src import clusters
 
 
@@ -45,3 +48,237 @@ def copy_from_subcore(source: Any, destination: Any) -> None:
         pltpu.async_copy(source, destination, sem=None).wait()  # pyright: ignore[reportArgumentType]
     else:
         pltpu.sync_copy(source, destination)
+
+
+def splash_kernel(
+    lengths: tuple[int, int],
+    *,
+    heads: int,
+    causal: bool,
+    window: int | None,
+    offset: int,
+    query_block: int,
+    key_block: int,
+    interpret: bool,
+) -> Any:
+    """jax's splash attention for one row: masks and block sizes, as `splash_forward` and `splash_backward` take it.
+
+    Args:
+      lengths: (S, T).
+      heads: H.
+      causal: Whether keys after the query are hidden.
+      window: Keys this far before the query, or farther, are hidden; None = none are.
+      offset: Position of query 0 among the keys.
+      query_block: Queries of a block; divides S.
+      key_block: Keys of a block; divides T.
+      interpret: Whether to run on a CPU.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    if causal and window is not None:
+        mask: Any = masks.LocalMask(lengths, (window - 1, 0), offset)
+    else:
+        mask = masks.CausalMask(lengths, offset) if causal else masks.FullMask(lengths)
+    sizes = splash.BlockSizes(
+        block_q=query_block,
+        block_kv=key_block,
+        block_kv_compute=key_block,
+        block_q_dkv=query_block,
+        block_kv_dkv=key_block,
+        block_kv_dkv_compute=key_block,
+        block_q_dq=query_block,
+        block_kv_dq=key_block,
+    )
+    return splash.make_splash_mha(
+        masks.MultiHeadMask([mask] * heads),
+        block_sizes=sizes,
+        head_shards=1,
+        q_seq_shards=1,
+        save_residuals=True,
+        interpret=interpret,
+    )
+
+
+def splash_forward(
+    kernel: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_segments: jax.Array | None,
+    key_segments: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, H, S, D], lse float32[B, H, S]) of scaled q [B, H, S, D], k and v [B, K, T, D]."""
+
+    def of_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> Any:
+        out, (lse,) = kernel(q, k, v, _splash_segments(segments))
+        return out, lse
+
+    return jax.vmap(of_row)(q, k, v, (query_segments, key_segments))
+
+
+def splash_backward(
+    kernel: Any,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    query_segments: jax.Array | None,
+    key_segments: jax.Array | None,
+    lse: jax.Array,
+    d_out: jax.Array,
+    correction: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of what `splash_forward` took, where `correction` [B, H, S] may hold a cotangent of lse.
+
+    Splash's own derivative has none, but the two kernels that it consists of do not ask where it comes from.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    said, sizes = kernel.kwargs, kernel.kwargs["block_sizes"]
+    layouts = {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
+    common = {
+        "is_mqa": False,
+        "mask_value": said["mask_value"],
+        "attn_logits_soft_cap": None,
+        "mask_function": said["mask_function"],
+        "interpret": said["interpret"],
+        **layouts,
+    }
+
+    def of_row(
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, lse: jax.Array, d_out: jax.Array, di: jax.Array
+    ) -> Any:
+        operands = (q, k, v, _splash_segments(segments), None, lse, d_out, di)
+        _, d_k, d_v = splash._splash_attention_bwd_dkv(
+            *operands,
+            bq=sizes.block_q_dkv,
+            bkv=sizes.block_kv_dkv,
+            bkv_compute=sizes.block_kv_dkv_compute,
+            mask_info=kernel.dkv_mask_info,
+            use_fused_bwd_kernel=False,
+            **common,
+        )
+        d_q = splash._splash_attention_bwd_dq(
+            *operands, bq=sizes.block_q_dq, bkv=sizes.block_kv_dq, mask_info=kernel.dq_mask_info, **common
+        )
+        return d_q, d_k, d_v
+
+    return jax.vmap(of_row)(q, k, v, (query_segments, key_segments), lse, d_out, correction)
+
+
+def _splash_segments(segments: tuple[Any, Any]) -> Any:
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+    return None if segments[0] is None else splash.SegmentIds(*segments)
+
+
+def cudnn_version() -> int | None:
+    """Version of the cuDNN that jax has loaded, or None where it has none or no GPU is there."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    if jax.default_backend() != "gpu":
+        return None
+    try:
+        return cudnn.check_cudnn_version()
+    except RuntimeError:
+        return None
+
+
+def cudnn_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, window: int | None, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, S, H, D], lse float32[B, H, S]) by cuDNN."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    return cudnn.dot_product_attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        mask_type=cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        sliding_window_length=window,
+        return_residual=True,
+    )
+
+
+def cudnn_attention_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v by cuDNN, from a result that is known.
+
+    What jax offers differentiates its own forward pass only; its rule takes (out, lse) of any. From 0.11 on the rule
+    has one argument more.
+    """
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    none = jnp.zeros(0, q.dtype)
+    rule = cudnn._dot_product_attention_bwd_rule
+    modified: tuple[Any, ...] = ((),) if "score_mod" in inspect.signature(rule).parameters else ()
+    given: dict[str, Any] = {
+        "scale": scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": cudnn.MaskType.CAUSAL if causal else cudnn.MaskType.NO_MASK,
+        "layout": cudnn.AttentionLayout.BTNH.value,
+        "sliding_window_length": window,
+        "return_residual": False,
+        "score_mod": None,
+        "is_training": True,
+        "cudnn_version": cudnn.check_cudnn_version(),
+        "res": (q, k, v, *(none,) * 7, *modified, lse, out),
+        "grad_output": d_out,
+    }
+    grads = rule(**{name: given[name] for name in inspect.signature(rule).parameters})
+    return grads[0], grads[1], grads[2]
+
+
+def has_tokamax() -> bool:
+    """Whether the package tokamax is installed with what it needs."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+def tokamax_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, S, H, D], lse float32[B, H, S]) by the kernel that tokamax has for the platform; it publishes no lse."""
+    kernel, residuals_are_lse = _tokamax_kernel()
+    out, (first, second) = kernel(q, k, v, is_causal=causal, logits_scale=scale, return_residuals=True)
+    # On a TPU (maximum, log-sum-exp), on a GPU (maximum, sum of exponentials less the maximum).
+    return out, second if residuals_are_lse else first + jnp.log(second)
+
+
+def tokamax_attention_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v by tokamax, from a result that is known."""
+    kernel, residuals_are_lse = _tokamax_kernel()
+    said = dict(kernel.bind(q, k, v, is_causal=causal, logits_scale=scale).arguments)
+    for name in ("q", "k", "v", "return_residuals"):
+        said.pop(name, None)
+    residuals = (lse, lse if residuals_are_lse else jnp.ones_like(lse))
+    grads = kernel.vjp(residuals, out, d_out, q, k, v, **said)
+    return (grads["q"], grads["k"], grads["v"]) if isinstance(grads, dict) else tuple(grads[:3])
+
+
+def _tokamax_kernel() -> tuple[Any, bool]:
+    attention = importlib.import_module("tokamax._src.ops.attention.api")
+    on_tpu = platform() == "tpu"
+    return attention.IMPLEMENTATIONS["mosaic_tpu" if on_tpu else "mosaic_gpu"], on_tpu

@@ -161,7 +161,7 @@ def open_writer(model: LanguageModel, mesh: Mesh, *, dtype: str | None = None, *
     assert model.config.vocabulary is not None
     check_vocabulary(tokenizer, model.config.vocabulary, f"{model.path}: vocabulary")
     wanted = None if dtype is None else jnp.dtype(dtype)
-    engine = generate.load(model, mesh, param_dtype=wanted, **more)
+    engine = generate.load(model, mesh, param_dtype=wanted, choices=tokenizer.vocabulary, **more)
     begin = tokenizer.bos if model.begins == "bos" else None
     ends = dict.fromkeys([*model.tokens.eos, *tokenizer.stop_ids])
     return Writer(engine, tokenizer, () if begin is None else (begin,), tuple(ends))

@@ -20,6 +20,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
 from scalejax.plan import decoders, step_model
+from scalejax.plan.decoders import DecoderConfig
 from scalejax.plan.step_model import Training
 from scalejax.units import size
 
@@ -43,7 +44,8 @@ def check_fits(experiment: "DenseExperiment", mesh: Mesh, *, memory_bytes: int |
     """Refuses a run whose memory cannot suffice.
 
     Args:
-      experiment: A run of a decoder.
+      experiment: A run. Models that are no decoders (`decoders.DecoderConfig`) are let through: what they keep is not
+        known before their step is compiled.
       mesh: The devices.
       memory_bytes: Of a device; None = what the devices of this process say. Where they say nothing, nothing is
         refused.
@@ -51,6 +53,8 @@ def check_fits(experiment: "DenseExperiment", mesh: Mesh, *, memory_bytes: int |
     Raises:
       UserError: names the largest kinds and the nearest change that would do.
     """
+    if not isinstance(experiment.model, DecoderConfig):
+        return
     if memory_bytes is None:
         memory_bytes = meshes.device_memory_bytes(mesh)
     if memory_bytes is None:

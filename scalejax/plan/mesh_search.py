@@ -9,6 +9,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +42,13 @@ class Dropped:
       mesh: Devices per axis.
       remat: Policy; "any" where none would do.
       reason: One sentence.
+      memory_bytes: What it needs on a chip by estimate; None where it was dropped for another reason.
     """
 
     mesh: MeshShape
     remat: str
     reason: str
+    memory_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,10 +147,11 @@ def search(
     share = published_runs.SHARES.get(machine.chip.name, 1.0)
     candidates, dropped = prune(decoder, training, machine, share=share)
     if not candidates:
-        near = min(dropped, key=lambda d: ("GiB" not in d.reason, d.reason))
+        near = min(dropped, key=lambda d: math.inf if d.memory_bytes is None else d.memory_bytes)
         raise UserError(
-            f"search: nothing fits on {machine.name}; the nearest: {stated(near.mesh)}, {near.remat}: {near.reason}. "
-            "Take more chips, a smaller batch, or set microbatch."
+            f"search: nothing fits on {machine.name}; the nearest: {stated(near.mesh)}, remat {near.remat}: "
+            f"{near.reason}. Take more chips or a smaller batch, or put fewer rows through a device at once (--set "
+            "microbatch=1)."
         )
     found = []
     for candidate in candidates[:compiles]:
@@ -205,7 +209,7 @@ def prune(
             if needed > _SLACK * room:
                 largest = ", ".join(f"{kind} {size(n)}" for kind, n in itertools.islice(kinds.items(), 2))
                 reason = f"needs about {size(needed)} of {size(room)}: {largest}"
-                dropped.append(Dropped(mesh=mesh, remat=name, reason=reason))
+                dropped.append(Dropped(mesh=mesh, remat=name, reason=reason, memory_bytes=needed))
                 continue
             found = step_model.estimate(decoder, chosen, machine, share=share, layout=layout)
             candidates.append(Candidate(mesh=mesh, remat=name, estimate=found, share=share))

@@ -1,4 +1,4 @@
-"""A small Llama planned by the TPU compiler: depths on a line, the arithmetic model beside it, the search as a whole."""
+"""A small Llama planned by the TPU compiler: depths on a line, arithmetic beside it, and the search as a whole."""
 
 import dataclasses
 
@@ -21,17 +21,17 @@ SMALL = llama3.LlamaConfig(
     heads=8,
     kv_heads=4,
     vocabulary=1024,
-    max_positions=512,
+    max_positions=256,
     remat="full",
-    attention="xla",  # here without kernels: their tests compile them
-    loss_positions=512,
+    attention="reference",  # compiles fastest; the kernels' own tests compile them
+    loss_positions=256,
 )
 MACHINE = topology.parse("v6e:2x2")
 
 
 def _experiment(**fields):
     model = dataclasses.replace(SMALL, **fields)
-    data = Rows(batch_size=8, length=512, vocabulary=1024)
+    data = Rows(batch_size=8, length=256, vocabulary=1024)
     return DenseExperiment(model=model, data=data, steps=10, strategy=Fsdp(param_dtype="bfloat16"))
 
 
@@ -64,8 +64,8 @@ def test_the_compiled_state_is_the_estimated_one(plans):
 
 
 def test_a_search_ranks_what_it_compiled():
-    found = search(_experiment(), "v6e:2x2", compiles=2)
-    assert len(found.ranked) == 2
-    assert all(c.compiled.memory.fits for c in found.ranked)
-    assert found.ranked[0].step_s <= found.ranked[1].step_s
-    assert all(c.compiled.flops > 0 for c in found.ranked)
+    found = search(_experiment(), "v6e:2x2", compiles=1)
+    (best,) = found.ranked
+    assert best.compiled.memory.fits
+    assert best.step_s is not None
+    assert best.compiled.model_flops == best.estimate.decoder.model_flops_per_token(256) * 8 * 256

@@ -93,7 +93,7 @@ def test_stop_ids_of_the_generation_config_count(tmp_path: pathlib.Path) -> None
     assert HuggingFaceTokenizer(path=str(tmp_path)).build().stop_ids == (1, 7, 5, 4)
 
 
-@given(TEXTS)
+@given(TEXTS.filter(lambda text: "<|" not in text))  # in which the library reads special tokens
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ids_are_the_library_s_and_come_back(tokenizer: HuggingFace, text: str) -> None:
     ids = tokenizer.encode(text)

@@ -174,3 +174,14 @@ def test_other_shapes_generate_as_well(tmp_path, case):
     config = CASES[case]
     got = engine(tmp_path, config).generate(PROMPTS[:2], max_tokens=6)
     assert [c.tokens for c in got] == [greedy(config, prompt, 6) for prompt in PROMPTS[:2]]
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_chosen(tmp_path):
+    whole = engine(tmp_path)
+    limit = 5
+    fewer = dataclasses.replace(whole, choices=limit)
+    for sampling in (Sampling(), Sampling(temperature=5.0, seed=1)):
+        free = [token for row in whole.generate([[1, 2]], max_tokens=24, sampling=sampling) for token in row.tokens]
+        assert max(free) >= limit, "nothing to be kept from"
+        kept = [token for row in fewer.generate([[1, 2]], max_tokens=24, sampling=sampling) for token in row.tokens]
+        assert max(kept) < limit

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed; benchmarks/peers.sh installs it")
 
-from scalejax.bench import data_pipeline, harness
+from scalejax.bench import data_pipeline, harness, text_pipeline
 
 pytestmark = pytest.mark.peers
 
@@ -34,3 +34,17 @@ def test_missing_rows_are_found(monkeypatch):
     monkeypatch.setattr(torch_loader, "from_memory", without_the_last)
     with pytest.raises(harness.OutputsDiffer):
         data_pipeline.prepare("memory", "torch", None, groups=1).check()
+
+
+@pytest.mark.parametrize("case", text_pipeline.CASES)
+def test_rows_of_text_are_the_peer_s(case, tmp_path):
+    for d in range(20):
+        (tmp_path / f"{d:02}.txt").write_text(chr(65 + d) * 997 * (d + 1))
+    contest = text_pipeline.prepare(case, "torch", tmp_path)
+    try:
+        contest.check()
+        contest.ours(3)
+        assert contest.peer is not None
+        contest.peer(3)
+    finally:
+        contest.close()

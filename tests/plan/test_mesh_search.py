@@ -193,8 +193,13 @@ def test_a_search_as_tables_and_json(compiled):
 
 
 def test_a_machine_that_is_too_small_names_what_came_nearest():
-    with pytest.raises(UserError, match=r"nothing fits on v6e:2x2; the nearest: .* needs about"):
+    with pytest.raises(UserError, match=r"nothing fits on v6e:2x2; the nearest: .*, remat full: needs about") as error:
         search(_experiment("3.1-405b"), "v6e:2x2", compiles=0)
+    machine = topology.parse("v6e:2x2")
+    _, dropped = _prune(_experiment("3.1-405b"), machine)
+    assert all(d.memory_bytes is None or d.memory_bytes > 1.1 * machine.chip.usable_hbm_bytes for d in dropped)
+    least = min((d for d in dropped if d.memory_bytes), key=lambda d: d.memory_bytes)
+    assert f"{mesh_search.stated(least.mesh)}, remat {least.remat}: {least.reason}" in str(error.value)
 
 
 def test_at_most_five_are_compiled():

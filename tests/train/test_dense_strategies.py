@@ -103,8 +103,7 @@ def test_equals_one_device(texts, on_one_device, strategy, mesh, optimizer, part
 @pytest.mark.parametrize("mesh", DATA)
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "parts"),
-    itertools.product(STRATEGIES, OPTIMIZERS, PARTS),
-    ids=lambda value: value,
+    list(itertools.product(STRATEGIES, OPTIMIZERS, PARTS)),
 )
 def test_every_combination_equals_one_device(texts, on_one_device, strategy, mesh, optimizer, parts):
     check(texts, on_one_device, strategy, DATA[mesh], optimizer, parts)

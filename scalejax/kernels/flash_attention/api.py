@@ -226,7 +226,7 @@ def _gradients(
 def _run(direction: str, call: "_Call", q: Any, k: Any, v: Any, visibility: Visibility, *saved: Any) -> Any:
     assert call.implementation is not None
     backend = _load(call.implementation)
-    interpreted = {"interpret": call.interpret} if call.implementation.startswith("pallas") else {}
+    interpreted = {"interpret": call.interpret} if call.implementation in _INTERPRETABLE else {}
     return getattr(backend, direction)(q, k, v, visibility, call.scale, *saved, **interpreted)
 
 
@@ -246,6 +246,8 @@ def _choose(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, visibility: V
             return dataclasses.replace(call, implementation=name)
     return dataclasses.replace(call, implementation="xla")
 
+
+_INTERPRETABLE = ("pallas_tpu", "pallas_gpu", "splash")
 
 _PREFERRED = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
 """By platform, best first; then "xla", which has every case."""

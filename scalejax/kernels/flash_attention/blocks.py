@@ -40,6 +40,32 @@ class TpuBlocks:
     vmem_bytes: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuTiles:
+    """Sizes of one program of a GPU kernel, for heads of 128 numbers of 16 bits; wider ones get smaller blocks.
+
+    Attributes:
+      queries: Queries of a block; a power of two, >= 16.
+      keys: Keys of a block; a power of two, >= 16.
+      warps: Warps of 32 threads that share a program.
+      stages: Blocks in flight from memory.
+    """
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuBlocks:
+    """Sizes of the three GPU kernels."""
+
+    forward: GpuTiles
+    query_gradient: GpuTiles
+    key_gradients: GpuTiles
+
+
 XLA = XlaChunks(queries=256, keys=512, scores=2**20)
 
 # By jax's name of the device (`jax.Device.device_kind`); "" is for chips that are not listed.
@@ -50,6 +76,15 @@ TPU = {
     "TPU7x": TpuBlocks(queries=512, keys=1024, vmem_bytes=48 * 2**20),
     "": TpuBlocks(queries=512, keys=512, vmem_bytes=32 * 2**20),
 }
+SPLASH = 512
+"""Most queries and most keys of a block of jax's splash attention."""
+
+_HOPPER = GpuBlocks(
+    forward=GpuTiles(queries=128, keys=128, warps=8, stages=2),
+    query_gradient=GpuTiles(queries=128, keys=64, warps=8, stages=2),
+    key_gradients=GpuTiles(queries=64, keys=128, warps=8, stages=2),
+)
+GPU = {"NVIDIA H100": _HOPPER, "NVIDIA H200": _HOPPER, "": _HOPPER}
 
 
 def of_device(sizes: dict[str, _Blocks], device_kind: str) -> _Blocks:

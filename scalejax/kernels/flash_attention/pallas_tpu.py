@@ -299,7 +299,7 @@ class _Plan:
         return jnp.where(found < 0, (last >> 2) << 2, found)
 
     def spec(self, by: str, shape: tuple[int, ...], place: Any) -> pl.BlockSpec:
-        """A block of an operand; `place` maps (row, head, block of queries, block of keys, inner...) to block indices."""
+        """A block of an operand, at place(row, head, block of queries, block of keys, inner...)."""
 
         def index(row: Any, head: Any, step: Any, *rest: Any) -> Any:
             *inner, pairs, _ = rest

@@ -170,3 +170,19 @@ def first_and_last(seen: Any) -> tuple[Any, Any]:
     first = seen.argmax(axis=-1)
     last = seen.shape[-1] - seen[..., ::-1].argmax(axis=-1)
     return first, (np if isinstance(seen, np.ndarray) else jnp).where(seen.any(axis=-1), last, first)
+
+
+def stretches(sees: Any) -> Any:
+    """Of [..., N] kinds of pairs, int32[..., 4]: first, begin, end, last.
+
+    [first, last) holds every pair that is not HIDDEN, [begin, end) is a run of WHOLE ones in it; the pairs before and
+    after the run may be of any kind.
+    """
+    numpy = np if isinstance(sees, np.ndarray) else jnp
+    first, last = first_and_last(sees != HIDDEN)
+    is_whole = sees == WHOLE
+    begin = numpy.where(is_whole.any(axis=-1), is_whole.argmax(axis=-1), last)
+    place = np.arange(sees.shape[-1]).reshape((1,) * (sees.ndim - 1) + (-1,))
+    ends = (place > begin[..., None]) & ~is_whole
+    end = numpy.where(ends.any(axis=-1), ends.argmax(axis=-1), last)
+    return numpy.stack([first, begin, numpy.maximum(begin, numpy.minimum(end, last)), last], axis=-1).astype(np.int32)

@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         self.key = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
         self.value = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
         self.out = normal((c.heads, d, c.dim), ("heads", "head", "embed"), shrink=(2 * config.layers) ** -0.5)
-        self.implementation = c.attention
+        self.implementation, self.context_method = c.attention, c.context_method
         self.compute_dtype = jnp.dtype(compute_dtype)
 
     def project(self, x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -62,10 +62,20 @@ class Attention(nnx.Module):
         )
         return rope.rotate(q, *turns), rope.rotate(k, *turns), v
 
-    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
-        """x [B, S, E], turns [B, S, D / 2] each, segment_ids int32[B, S] -> [B, S, E]."""
+    def __call__(
+        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """x [B, S, E], turns [B, S, D / 2] each, segment_ids and positions int32[B, S] -> [B, S, E]."""
         q, k, v = self.project(x, turns)
-        mixed = nn.attend(q, k, v, segment_ids=segment_ids, implementation=self.implementation)
+        mixed = nn.attend(
+            q,
+            k,
+            v,
+            positions=positions,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+            context_method=self.context_method,
+        )
         return self.combine(mixed)
 
     def extend(
@@ -119,9 +129,11 @@ class Block(nnx.Module):
         self.mlp_norm = norm()
         self.mlp = GatedMlp(config, rngs, **dtypes)
 
-    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
-        h = nn.constrain(x + self.attention(self.attention_norm(x), turns, segment_ids), _STREAM)
+        h = nn.constrain(x + self.attention(self.attention_norm(x), turns, segment_ids, positions), _STREAM)
         return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM)
 
     def extend(
@@ -167,7 +179,8 @@ class Llama(nnx.Module):
 
         Args:
           tokens: int32[B, S] in [0, V).
-          positions: int32[B, S], rotary positions.
+          positions: int32[B, S], rotary positions; they increase within a segment. Where a mesh cuts the sequence
+            (`context`), tokens may lie in any order, and these say which of a segment are earlier.
           segment_ids: int32[B, S]; a token attends to earlier ones of equal id.
           gather: Fetches parameters, see `nn.layers`.
 
@@ -186,7 +199,7 @@ class Llama(nnx.Module):
             self.layers,
             body,
             x,
-            (turns, segment_ids),
+            (turns, segment_ids, positions),
             remat=c.remat,
             gather=gather,
             stage_parts=c.stage_parts,
