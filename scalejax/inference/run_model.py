@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -68,7 +69,7 @@ class CheckpointSource:
         return array
 
 
-def _host() -> jax.Device:
+def _host() -> Any:
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS may name an accelerator alone
