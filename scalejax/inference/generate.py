@@ -137,7 +137,7 @@ class Engine:
         state = self._read(prompts, rows, piece, pieces, positions)
         spare = [0] * (rows - len(prompts))
         digests = np.asarray([*map(samplings.digest, prompts), *spare], np.uint32)
-        keys = samplings.keys(sampling, digests, np.asarray([*numbers, *spare], np.int32))
+        keys = samplings.keys(sampling, jnp.asarray(digests), jnp.asarray([*numbers, *spare], jnp.int32))
         stops = np.asarray(sorted(set(stop)), np.int32)
         out: list[list[int]] = [[] for _ in prompts]
         ended: list[Ended | None] = [None] * len(prompts)

@@ -69,8 +69,12 @@ class Writer:
           batch_size: Texts that are generated at once.
 
         Raises:
-          UserError: as `Engine.generate`.
+          UserError: as `Engine.generate`, or several samples are asked for that would all be the same.
         """
+        if samples > 1 and sampling.temperature == 0:
+            raise UserError(
+                f"samples must be 1 where the temperature is 0: all {samples} would be the same. Set a temperature."
+            )
         asked = [(prompt, number) for prompt in prompts for number in range(samples)]
         found: list[Completion] = []
         texts, ids = self._stops(stop)

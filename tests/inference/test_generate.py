@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from llama_cases import CASES, GQA, model, tokens, write_checkpoint
+from flax import nnx
+from llama_cases import CASES, F32, GQA, model, tokens, write_checkpoint
 
 from scalejax.errors import UserError
 from scalejax.inference import generate, model_folder
-from scalejax.inference.sampling import Sampling
+from scalejax.inference.sampling import GREEDY, Sampling
+from scalejax.models.llm import llama3
 from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train.state import ModelShape
 
 PROMPTS = [tokens(GQA, 1, 40)[0, start:stop].tolist() for start, stop in ((0, 9), (3, 4), (5, 38), (20, 31))]
 
@@ -107,6 +110,22 @@ def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
     for length in (1, 5, 30):
         on.generate([tokens(GQA, 1, 40)[0, :length].tolist()], max_tokens=20)
     assert (on._read_piece._cache_size(), on._decode._cache_size()) == sizes == (1, 1)
+
+
+def test_a_step_changes_the_cache_in_place():
+    """Bytes beside the arguments: what one layer's attention needs, not another cache of 8 layers."""
+    config = dataclasses.replace(GQA, layers=8)
+    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **F32)))
+    on = generate.Engine(config, shape, {}, make_mesh(MeshShape(), jax.devices()[:1]))
+    cache = jax.eval_shape(lambda: shape.put_together(shape.params).cache(1, 16_384))
+    state = generate._State(cache, *(jax.ShapeDtypeStruct(s, d) for s, d in (((1, 96), jnp.float32), ((1,), bool))))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = on._decode.lower(shape.params, state, keys, np.zeros(1, np.int32), number, number, GREEDY)
+    found = lowered.compile().memory_analysis()
+    size = 2 * cache.keys.size * 4
+    assert found.alias_size_in_bytes >= size  # the cache that comes out is the one that went in
+    assert found.temp_size_in_bytes < 0.3 * size
 
 
 def test_the_stored_dtype_is_the_default(tmp_path):
