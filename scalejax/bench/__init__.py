@@ -18,7 +18,16 @@ if TYPE_CHECKING:
 
     from scalejax.bench.harness import Effort, Result
 
-_NAMES = ("wukong_step", "dlrm_step", "embedding_update", "data_pipeline", "recd_data", "recd", "planner")
+_NAMES = (
+    "wukong_step",
+    "dlrm_step",
+    "embedding_update",
+    "flash_attention",
+    "data_pipeline",
+    "recd_data",
+    "recd",
+    "planner",
+)
 
 _THREADS = 2
 """CPU threads for both sides, so that numbers of different machines can be compared."""
