@@ -1,7 +1,6 @@
 """Attention on whatever mesh there is: how heads, rows and positions are handed to each device."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
