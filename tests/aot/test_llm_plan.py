@@ -58,9 +58,6 @@ def test_the_compiled_state_is_the_estimated_one(plans):
     compiled = plans[6].memory.bytes_per_chip
     assert found["parameters"] == pytest.approx(compiled["parameters"], rel=0.01)
     assert found["optimizer state"] == pytest.approx(compiled["optimizer state"], rel=0.01)
-    # Everything that is no argument is a temporary to the compiler.
-    rest = sum(count for kind, count in found.items() if kind not in ("parameters", "optimizer state"))
-    assert rest == pytest.approx(compiled["temporaries"], rel=0.6)
 
 
 def test_a_search_ranks_what_it_compiled():
