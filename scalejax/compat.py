@@ -190,7 +190,7 @@ def cudnn_attention(
     """(out [B, S, H, D], lse float32[B, H, S]) by cuDNN."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    return cudnn.dot_product_attention(
+    results: Any = cudnn.dot_product_attention(
         q,
         k,
         v,
@@ -199,6 +199,7 @@ def cudnn_attention(
         sliding_window_length=window,
         return_residual=True,
     )
+    return results
 
 
 def cudnn_attention_gradients(

@@ -100,8 +100,8 @@ def _automatic_axes(positions: int) -> tuple[tuple[str, ...], P]:
     return rows + along, P(rows, along)
 
 
-# The derivative is that of the sum over devices, with no shard_map in it: jax 0.10 to 0.12 cannot differentiate one that
-# stands in another, as this one does where a surrounding shard_map has made rows manual.
+# The derivative is that of the sum over devices, with no shard_map in it: jax 0.10 to 0.12 cannot differentiate one
+# that stands in another, as this one does where a surrounding shard_map has made rows manual.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(cut: _Cut, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
     return cut.run(functools.partial(_value, cut.positions), x, weight, targets, weights)[0]

@@ -222,7 +222,8 @@ class Plain:
       layouts: Path -> where it lies.
       axes: The axes over which gradients are summed: the data axes, and those that the loss itself runs over.
       param_dtype: Dtype in which parameters travel and are handed to the model; None = that of the master parameters.
-      reduce_dtype: Dtype in which gradients are summed; None = that in which the model returns them.
+      reduce_dtype: Dtype in which gradients are summed; None = that in which they arrive: param_dtype, or the dtype of
+        the master parameters where they have been added up over parts before.
     """
 
     layouts: Mapping[str, Layout]

@@ -1,8 +1,9 @@
-"""Attention over a sequence that is cut over the mesh axis `context` (The Llama 3 Herd of Models, arXiv 2407.21783, 3.3.2).
+"""Attention over a sequence that is cut over the mesh axis `context`.
 
-Layout. A row is cut into 2 n chunks for n devices, and device i holds chunks i and 2 n - 1 - i ("zigzag"): under a causal
-mask all devices then have the same number of visible pairs. The layout is only that, a matter of balance. What a query
-sees follows from positions and segment ids, which travel with keys and values; nothing here asks where a token lies.
+Layout. A row is cut into 2 n chunks for n devices, and device i holds chunks i and 2 n - 1 - i (The Llama 3 Herd of
+Models, arXiv 2407.21783, section 3.3.2): under a causal mask all devices then have the same number of visible pairs. The
+layout is only that, a matter of balance. What a query sees follows from positions and segment ids, which travel with
+keys and values; nothing here asks where a token lies.
 
 Two methods, for each layer and device, with P the bytes of keys and values of all positions of the device's rows:
 
@@ -312,6 +313,9 @@ def _ring_backward(call: _Call, saved: Any, cotangents: Any) -> Any:
     d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     if d_out is None:
         d_out = jnp.zeros_like(out)
+    # Where both passes stand in one program, a compiler would find that the same keys and values go round twice, and
+    # keep those of all devices from one pass to the other.
+    k, v, positions, segments, d_out = lax.optimization_barrier((k, v, positions, segments, d_out))
 
     def gradients(held: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
         keys, values, *where = held

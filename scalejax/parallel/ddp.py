@@ -37,7 +37,8 @@ class Ddp:
       accumulate: Sum the gradients of each part of a batch, inside its backward pass ("communicate"), or those of all
         parts at once after it ("local").
       param_dtype: Dtype in which parameters are given to the model; None = as they are.
-      reduce_dtype: Dtype in which gradients are summed over devices; None = param_dtype.
+      reduce_dtype: Dtype in which gradients are summed over devices; None = param_dtype, or that of the master
+        parameters with accumulate="local", which adds up in it.
       output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
     """
 

@@ -60,7 +60,8 @@ class Fsdp:
         axes with one exchange a block; every collective is stated, and so are dtypes in which they run.
       param_dtype: Dtype in which parameters are gathered and given to the model; None = that of the master parameters.
         The shard is cast before it travels.
-      reduce_dtype: Dtype in which gradients are summed over devices (explicit form); None = param_dtype.
+      reduce_dtype: Dtype in which gradients are summed over devices (explicit form); None = param_dtype, or that of the
+        master parameters with accumulate="local", which adds up in it.
       output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
       accumulate: With several parts: reduce the gradients of each ("communicate"), or their local sum once ("local",
         explicit form; a whole gradient rests on each device).

@@ -74,8 +74,8 @@ SETS: dict[str, FlagSet] = {
     ),
     "tpu-separate-all-reduces": FlagSet(
         "tpu",
-        "The compiler puts all-reduces together up to 25 MiB only, as DDP's buckets are.",
-        (("xla_jf_crs_combiner_threshold_in_bytes", 25 * _MIB),),
+        "The compiler leaves all-reduces apart as a program states them: one a bucket of `Ddp`.",
+        (("xla_jf_crs_combiner_threshold_count", 1),),
     ),
     "tpu-sparse-core-collectives": FlagSet(
         "tpu",
@@ -120,7 +120,7 @@ SETS: dict[str, FlagSet] = {
     ),
     "gpu-separate-all-reduces": FlagSet(
         "gpu",
-        "All-reduces are put together up to 25 MiB only, as DDP's buckets are.",
+        "All-reduces are put together up to 25 MiB only, as the buckets of `Ddp` are.",
         (("xla_gpu_all_reduce_combine_threshold_bytes", 25 * _MIB),),
     ),
     "gpu-deterministic": FlagSet(

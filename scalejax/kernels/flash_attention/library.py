@@ -69,7 +69,12 @@ def _splash_forward(
 ) -> tuple[jax.Array, jax.Array]:
     kernel = _splash_kernel(q, k, visibility, interpret)
     out, lse = compat.splash_forward(
-        kernel, *(x.swapaxes(1, 2) for x in (q * scale, k, v)), visibility.query_segments, visibility.key_segments
+        kernel,
+        (q * scale).swapaxes(1, 2),
+        k.swapaxes(1, 2),
+        v.swapaxes(1, 2),
+        visibility.query_segments,
+        visibility.key_segments,
     )
     unseen = ~(lse > _SPLASH_UNSEEN)
     out, lse = jnp.where(unseen[..., None], 0, out), jnp.where(unseen, -jnp.inf, lse)
@@ -92,7 +97,9 @@ def _splash_backward(
     kernel = _splash_kernel(q, k, visibility, interpret)
     d_q, d_k, d_v = compat.splash_backward(
         kernel,
-        *(x.swapaxes(1, 2) for x in (q * scale, k, v)),
+        (q * scale).swapaxes(1, 2),
+        k.swapaxes(1, 2),
+        v.swapaxes(1, 2),
         visibility.query_segments,
         visibility.key_segments,
         lse,

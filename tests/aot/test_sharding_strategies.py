@@ -1,0 +1,82 @@
+"""What the compiler for TPUs makes of strategies of sharding: docs/parallelism.md has the table for larger sizes."""
+
+import jax
+import numpy as np
+import pytest
+import residual_stack
+from jax.sharding import NamedSharding
+
+from scalejax.parallel import fsdp, xla_flags
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.plan import explain_sharding, stablehlo, topology
+
+pytestmark = pytest.mark.aot
+
+LAYERS, DIM, HIDDEN = 2, 256, 512
+NUMBER = 4
+INSIDE = LAYERS * (2 * DIM * HIDDEN + DIM) * NUMBER
+OUTSIDE = (2 * residual_stack.V * DIM + DIM) * NUMBER
+MATRIX = DIM * HIDDEN * NUMBER
+
+CHIPS = pytest.mark.parametrize("chip", ["v5p:2x2x2", "v6e:2x4"])
+
+
+def lowered(chip, strategy, axes="fsdp=8"):
+    mesh, _ = topology.make_mesh(topology.parse(chip), meshes.parse_mesh(axes))
+    described = residual_stack.axes(LAYERS, DIM, HIDDEN)
+    specs = {p.name: p.spec for p in fsdp.place(described, strategy, mesh=mesh)}
+    params = {
+        path: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, specs[path]))
+        for path, (_, shape) in described.items()
+    }
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            (8, 16), np.float32 if name == "weights" else np.int32, sharding=meshes.batch_sharding(mesh)
+        )
+        for name in ("tokens", "targets", "weights")
+    }
+    gradients = fsdp.gradients(residual_stack.loss, strategy, mesh=mesh, specs=specs)
+    return jax.jit(gradients).lower(params, batch), mesh
+
+
+def sizes(collectives, kinds):
+    """Bytes of each execution, without sums of single numbers."""
+    return sorted(c.bytes // c.count for c in collectives if c.kind in kinds and c.bytes > 64 * c.count)
+
+
+@CHIPS
+def test_buckets_are_put_together_unless_an_option_forbids_it(chip):
+    program, mesh = lowered(chip, Ddp(bucket_bytes=2**18, accumulate="local"))
+    stated = sizes(stablehlo.stated_collectives(program, mesh), ["all-reduce"])
+    # Head, last norm and the norms of the layers; two stacked matrices; the embedding.
+    assert len(stated) == 4
+    assert sum(stated) == INSIDE + OUTSIDE
+    merged = sizes(explain_sharding(program.compile(), mesh), ["all-reduce"])
+    assert merged in ([sum(stated) + 8], [sum(stated) + 12])  # sum, weight and aux join them
+    options = xla_flags.compiler_options(["tpu-separate-all-reduces"], "tpu")
+    apart = sizes(explain_sharding(program.compile(compiler_options=options), mesh), ["all-reduce"])
+    assert apart == stated
+
+
+@CHIPS
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_a_layer_is_gathered_twice_and_its_gradient_is_summed_once(chip, form):
+    program, mesh = lowered(chip, Fsdp(form=form, param_dtype="bfloat16"))
+    found = explain_sharding(program.compile(), mesh)
+    assert all(c.trip_count_known for c in found)
+    gathered = sum(c.bytes for c in found if c.kind == "all-gather" and c.bytes // c.count >= MATRIX // 2)
+    assert gathered == 2 * LAYERS * 2 * MATRIX // 2
+    # The compiler writes reduce-scatters as it likes: as such, as all-reduces of equal size, or as rings.
+    kinds = ("reduce-scatter", "all-reduce", "collective-permute")
+    summed = sum(c.bytes for c in found if c.kind in kinds)
+    assert 0.85 * INSIDE // 2 < summed < 1.15 * (INSIDE + OUTSIDE) // 2
+
+
+@CHIPS
+def test_a_whole_gradient_is_summed_across_replicas_only_in_shards(chip):
+    program, mesh = lowered(chip, Fsdp(sharding="HYBRID_SHARD", form="explicit"), "replica=2,fsdp=4")
+    found = explain_sharding(program.compile(), mesh)
+    across = sum(c.bytes for c in found if "replica" in c.axes and c.bytes > 64 * c.count)
+    assert across <= 1.1 * (INSIDE + OUTSIDE) // 4
