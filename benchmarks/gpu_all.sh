@@ -3,8 +3,8 @@
 #
 #     benchmarks/gpu_all.sh [OUTPUT_FOLDER]        # default: gpu_results
 #
-# What does not fit the time is left out and named at the end; what fails does not stop the rest. Peers run on a CPU
-# only, so scalejax is timed alone here. Each JSON file becomes a table with benchmarks/tabulate.py; the embedding
+# What does not fit the time is left out and named at the end; what fails does not stop the rest. Attention is compared
+# with cuDNN; peers of other benchmarks run on a CPU only, so scalejax is timed alone there. Each JSON file becomes a table with benchmarks/tabulate.py; the embedding
 # kernels are compared with XLA and with a copy, line by line, in embedding_kernels.jsonl.
 set -uo pipefail
 
@@ -47,6 +47,7 @@ CHECK
 
 step doctor 60 doctor
 run embedding_kernels 240 benchmarks/gpu_embedding.py --seconds 210 --json "$out/embedding_kernels.jsonl"
+step flash_attention 150 bench flash_attention --against jax --json "$out/flash_attention.json"
 step wukong_main_job 180 train wukong --workdir "$out/wukong" --resume never
 step wukong_step 180 bench wukong_step --json "$out/wukong_step.json"
 step dlrm_step 150 bench dlrm_step --json "$out/dlrm_step.json"

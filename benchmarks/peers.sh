@@ -26,12 +26,14 @@ fi
 "$python" -m pip install --constraint "$constraints" fbgemm-gpu-cpu==1.8.0
 "$python" -m pip install --constraint "$constraints" --no-deps torchrec==1.8.0
 "$python" -m pip install --constraint "$constraints" torchmetrics==1.0.3 iopath pyre-extensions tensordict
+"$python" -m pip install --constraint "$constraints" transformers==5.23.0 safetensors tokenizers
 
 "$python" - <<'CHECK'
 import torch
 
 import torchrec
+import transformers
 
-print(f"torchrec {torchrec.__version__}")
+print(f"torchrec {torchrec.__version__}, transformers {transformers.__version__}")
 print(f"torch {torch.__version__}: {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}")
 CHECK

@@ -1,5 +1,7 @@
 """The only place that knows differences between jax versions."""
 
+import importlib
+import importlib.util
 import inspect
 import warnings
 from typing import Any
@@ -188,7 +190,7 @@ def cudnn_attention(
     """(out [B, S, H, D], lse float32[B, H, S]) by cuDNN."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    return cudnn.dot_product_attention(
+    results: Any = cudnn.dot_product_attention(
         q,
         k,
         v,
@@ -197,6 +199,7 @@ def cudnn_attention(
         sliding_window_length=window,
         return_residual=True,
     )
+    return results
 
 
 def cudnn_attention_gradients(
@@ -238,3 +241,45 @@ def cudnn_attention_gradients(
     }
     grads = rule(**{name: given[name] for name in inspect.signature(rule).parameters})
     return grads[0], grads[1], grads[2]
+
+
+def has_tokamax() -> bool:
+    """Whether the package tokamax is installed with what it needs."""
+    return importlib.util.find_spec("tokamax") is not None
+
+
+def tokamax_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """(out [B, S, H, D], lse float32[B, H, S]) by the kernel that tokamax has for the platform; it publishes no lse."""
+    kernel, residuals_are_lse = _tokamax_kernel()
+    out, (first, second) = kernel(q, k, v, is_causal=causal, logits_scale=scale, return_residuals=True)
+    # On a TPU (maximum, log-sum-exp), on a GPU (maximum, sum of exponentials less the maximum).
+    return out, second if residuals_are_lse else first + jnp.log(second)
+
+
+def tokamax_attention_gradients(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    *,
+    causal: bool,
+    scale: float,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k and v by tokamax, from a result that is known."""
+    kernel, residuals_are_lse = _tokamax_kernel()
+    said = dict(kernel.bind(q, k, v, is_causal=causal, logits_scale=scale).arguments)
+    for name in ("q", "k", "v", "return_residuals"):
+        said.pop(name, None)
+    residuals = (lse, lse if residuals_are_lse else jnp.ones_like(lse))
+    grads = kernel.vjp(residuals, out, d_out, q, k, v, **said)
+    return (grads["q"], grads["k"], grads["v"]) if isinstance(grads, dict) else tuple(grads[:3])
+
+
+def _tokamax_kernel() -> tuple[Any, bool]:
+    attention = importlib.import_module("tokamax._src.ops.attention.api")
+    on_tpu = platform() == "tpu"
+    return attention.IMPLEMENTATIONS["mosaic_tpu" if on_tpu else "mosaic_gpu"], on_tpu

@@ -21,9 +21,13 @@ if TYPE_CHECKING:
 _NAMES = (
     "wukong_step",
     "dlrm_step",
+    "llama_step",
     "embedding_update",
     "data_pipeline",
     "text_pipeline",
+    "embedding_update",
+    "flash_attention",
+    "data_pipeline",
     "recd_data",
     "recd",
     "planner",

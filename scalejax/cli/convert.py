@@ -1,5 +1,6 @@
 """`scalejax convert`: language models from Hugging Face to scalejax and back."""
 
+import os
 import pathlib
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,8 +45,8 @@ def convert(
     What SOURCE is decides: a folder of Hugging Face becomes a model folder, a model folder or a run one of Hugging
     Face. Files of the tokenizer go along, and parameters stay the same to the bit unless --dtype says otherwise.
     """
-    # Nothing is computed, so nothing is looked for beside the CPU.
-    environment.prepare(cpu_devices=1)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed, so no accelerator is looked for
+    environment.prepare()
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
     if not shard_size > 0:
@@ -60,7 +61,7 @@ def convert(
     to = "model" if model.kind == "huggingface" else "huggingface"
     console = output.console()
     console.print(_table(model))
-    with _progress(console) as progress:
+    with output.transfer(console) as progress:
         task = progress.add_task(f"to {target}", total=model_folder.parameter_bytes(model, wanted))
         model_folder.convert(
             model,
@@ -124,17 +125,3 @@ def _table(model: "LanguageModel") -> Any:
     for name, value in [*rows.items(), *(("note", remark) for remark in model.remarks)]:
         shown.add_row(name, markup.escape(value))
     return shown
-
-
-def _progress(console: Any) -> Any:
-    from rich import progress
-
-    return progress.Progress(
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.DownloadColumn(),
-        progress.TransferSpeedColumn(),
-        progress.TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )

@@ -14,7 +14,8 @@ from scalejax.cli.convert import Step, open_model
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.inference.text import Completion
+    from scalejax.inference.model_folder import LanguageModel
+    from scalejax.inference.text import Completion, Writer
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -69,7 +70,6 @@ def generate(
     prompts = _prompts(prompt or [], prompt_file or [])
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    from scalejax.inference import text
     from scalejax.inference.sampling import Sampling
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
@@ -78,7 +78,7 @@ def generate(
     made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
     model = open_model(folder, recipe=recipe, step=step)
     begin = time.perf_counter()
-    writer = text.open_writer(model, made, dtype=dtype)
+    writer = _load(model, made, dtype)
     loaded_s = time.perf_counter() - begin
     asked = {"max_tokens": max_tokens, "sampling": sampling, "stop": tuple(stop or ())}
     begin = time.perf_counter()
@@ -98,6 +98,18 @@ def generate(
     )
     if json is not None:
         output.write_json(json, [_as_json(c) for c in found])
+
+
+def _load(model: "LanguageModel", mesh: Any, dtype: str | None) -> "Writer":
+    import jax.numpy as jnp
+    import rich.console
+
+    from scalejax.inference import model_folder, text
+
+    total = model_folder.parameter_bytes(model, jnp.dtype(model.dtype if dtype is None else dtype))
+    with output.transfer(rich.console.Console(stderr=True)) as progress:  # standard output is for the text
+        task = progress.add_task(f"from {model.path}", total=total)
+        return text.open_writer(model, mesh, dtype=dtype, loaded=lambda count: progress.advance(task, count))
 
 
 def _prompts(given: Sequence[str], files: Sequence[pathlib.Path]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import rich.console
+import rich.progress
 
 from scalejax.errors import UserError
 
@@ -17,6 +18,19 @@ def console() -> rich.console.Console:
     """Tables and progress go to standard output; in a pipe they are plain and as wide as they need to be."""
     out = rich.console.Console(highlight=False, soft_wrap=False)
     return out if out.is_terminal else rich.console.Console(highlight=False, width=160)
+
+
+def transfer(console: rich.console.Console) -> rich.progress.Progress:
+    """A bar for tasks that are counted in bytes; none where the console is no terminal."""
+    return rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.DownloadColumn(),
+        rich.progress.TransferSpeedColumn(),
+        rich.progress.TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
 
 
 def print_json(data: Any) -> None:

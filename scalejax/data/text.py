@@ -10,11 +10,12 @@ import numpy as np
 
 from scalejax.data.fitted_rows import fitted
 from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from scalejax.data.kept_arrays import Verify, damaged
 from scalejax.data.packing import ConcatenatedRows, PackedRows, Pieces, Positions, Spans, fill
 from scalejax.data.permutation import Permutation, key_of, mix
 from scalejax.data.splits import SPLITS
 from scalejax.data.text_sources import SUFFIXES, find_texts
-from scalejax.data.token_corpus import Corpus, Marks, Progress, damaged, tokenised
+from scalejax.data.token_corpus import Corpus, Marks, Progress, tokenised
 from scalejax.data.token_dataset import TokenDataSet
 from scalejax.data.tokenizer import ByteTokenizer, CharacterTokenizer, check_vocabulary
 from scalejax.data.tokens import TokenBatch, TokenSchema
@@ -101,6 +102,8 @@ class TextData:
       suffixes: Endings of the files that are taken of a folder.
       vocabulary: Rows of the model's table, where they are more than the tokenizer has ids.
       folder: Where tokens are kept; None = scalejax/text in the user's cache folder ($XDG_CACHE_HOME or ~/.cache).
+      verify: "checksums" = what is kept there is read once when it is opened, and compared; "sizes" = only sizes of
+        files are.
       seed: Of the order.
       threads: Reading threads.
     """
@@ -119,6 +122,7 @@ class TextData:
     suffixes: tuple[str, ...] = SUFFIXES
     vocabulary: int | None = None
     folder: str | None = None
+    verify: Verify = "checksums"
     seed: int = 0
     threads: int = 2
 
@@ -147,6 +151,7 @@ class TextData:
             column=self.column,
             marks=self.marks,
             folder=None if self.folder is None else pathlib.Path(self.folder),
+            verify=self.verify,
             progress=progress,
         )
         schema = TokenSchema(self.vocabulary or tokenizer.vocabulary, self.length)
@@ -201,7 +206,9 @@ class PackedText:
         order = ("shuffled", data.seed) if shuffled else "file"
         key = repr((self._corpus.digest, data.split, split, order))
         folder = pathlib.Path(self._corpus.where).parent
-        return fitted(ordered, self.schema.length, data.packing, data.window, folder=folder, key=key)
+        return fitted(
+            ordered, self.schema.length, data.packing, data.window, folder=folder, key=key, verify=data.verify
+        )
 
     def num_examples(self, split: str) -> int:
         """Rows of a split."""
@@ -245,8 +252,8 @@ class PackedText:
     def _fill(self, pieces: Pieces, rows: int) -> TokenBatch:
         batch = fill(self._corpus.tokens, pieces, rows, self.schema.length, self._data.positions)
         if (largest := int(batch.tokens.max(initial=0))) >= self._corpus.vocabulary:
-            error = ValueError(f"token {largest} is outside the vocabulary of {self._corpus.vocabulary}")
-            raise damaged(pathlib.Path(self._corpus.where), error)
+            what = f"token {largest} is outside the vocabulary of {self._corpus.vocabulary}"
+            raise damaged(pathlib.Path(self._corpus.where), what)
         return batch
 
     def _crops(self) -> ConcatenatedRows:

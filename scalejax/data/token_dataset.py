@@ -79,8 +79,7 @@ class TokenDataSet:
         """
         check_start(start_example)
         local = share(self.batch_size, process_index, process_count)
-        if self.num_examples("train") == 0:
-            raise UserError("the training split is empty; change the split or the data.")
+        self._check_train()
         first = start_example + process_index * local
 
         def make(number: int) -> TokenBatch:
@@ -100,7 +99,15 @@ class TokenDataSet:
         """One pass over rows [start, stop) of the training stream, the last batch filled up with weight 0."""
         if not 0 <= start <= stop:
             raise UserError(f"range_batches needs 0 <= start <= stop; got [{start}, {stop}).")
+        self._check_train()
         return self._pass(self.examples.stream, start, stop, process_index, process_count)
+
+    def _check_train(self) -> None:
+        if self.num_examples("train") == 0:
+            raise UserError(
+                'the training split is empty. Change data.split (by="position" cuts a document in parts), or give more '
+                "text."
+            )
 
     def _pass(
         self, read: Callable[[int, int], TokenBatch], start: int, stop: int, process_index: int, process_count: int

@@ -84,12 +84,14 @@ class Engine:
       shape: Structure of the model.
       params: Its parameters by path.
       mesh: The devices.
+      choices: Ids below this may be generated; None = all. A table may have more rows than the tokenizer has ids.
     """
 
     config: LlamaConfig
     shape: ModelShape
     params: Params
     mesh: Mesh
+    choices: int | None = None
 
     def generate(
         self,
@@ -135,7 +137,7 @@ class Engine:
         state = self._read(prompts, rows, piece, pieces, positions)
         spare = [0] * (rows - len(prompts))
         digests = np.asarray([*map(samplings.digest, prompts), *spare], np.uint32)
-        keys = samplings.keys(sampling, digests, np.asarray([*numbers, *spare], np.int32))
+        keys = samplings.keys(sampling, jnp.asarray(digests), jnp.asarray([*numbers, *spare], jnp.int32))
         stops = np.asarray(sorted(set(stop)), np.int32)
         out: list[list[int]] = [[] for _ in prompts]
         ended: list[Ended | None] = [None] * len(prompts)
@@ -253,7 +255,7 @@ class Engine:
             def step(carry: tuple[jax.Array, _State, jax.Array]) -> tuple[jax.Array, _State, jax.Array]:
                 i, state, out = carry
                 with self._on_mesh():
-                    token = samplings.choose(state.logits, keys, made + i, sampling)
+                    token = samplings.choose(self._allowed(state.logits), keys, made + i, sampling)
                     out = out.at[:, i].set(token)
                     done = state.done | (token[:, None] == stops[None, :]).any(-1)
                     logits, cache = self._model(params).extend(token[:, None], jnp.ones_like(token), state.cache)
@@ -264,6 +266,12 @@ class Engine:
             return state, out
 
         return jax.jit(decode, static_argnums=6, donate_argnums=1)
+
+    def _allowed(self, logits: jax.Array) -> jax.Array:
+        if self.choices is None:
+            return logits
+        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
+        return jnp.where(ids < self.choices, logits, -jnp.inf)
 
     def _model(self, params: Any) -> Llama:
         model: Any = self.shape.put_together(params)
@@ -280,6 +288,7 @@ def load(
     param_dtype: Any = None,
     compute_dtype: Any = None,
     rules: Rules = LLM,
+    choices: int | None = None,
     loaded: Callable[[int], None] = lambda _: None,
 ) -> Engine:
     """Puts a model on the devices of a mesh.
@@ -290,6 +299,7 @@ def load(
       param_dtype: Dtype of the parameters; None = as stored.
       compute_dtype: Dtype of activations and products; None = that of the parameters.
       rules: Logical axis of a parameter -> mesh axes.
+      choices: See `Engine`.
       loaded: Told the bytes of every tensor that is loaded.
 
     Raises:
@@ -307,7 +317,7 @@ def load(
     targets = {
         name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in shape.params.items()
     }
-    return Engine(model.config, shape, loading.load(model.source, targets, loaded=loaded), mesh)
+    return Engine(model.config, shape, loading.load(model.source, targets, loaded=loaded), mesh, choices)
 
 
 def _device_bytes(array: Any, sharding: Any) -> int:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pathlib
+from typing import Any
 
 import jax
 import numpy as np
@@ -57,7 +58,7 @@ class CheckpointSource:
 
     def _read(self, path: str) -> np.ndarray:
         described = self.manifest.arrays[_PREFIX + path]
-        here = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        here = SingleDeviceSharding(_host())
         target = jax.ShapeDtypeStruct(tuple(described["shape"]), np.dtype(described["dtype"]), sharding=here)
         store = ArrayStore()
         try:
@@ -66,6 +67,13 @@ class CheckpointSource:
             store.close()
         mapping.check_finite(array, f"{self.folder}: {path}")
         return array
+
+
+def _host() -> Any:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX_PLATFORMS may name an accelerator alone
+        return jax.local_devices()[0]
 
 
 def open_run(

@@ -34,6 +34,11 @@ class Sampling:
             raise UserError(f"temperature must be 0 (greedy) or above; got {self.temperature}. 0.8 is usual.")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be above 0 and at most 1; got {self.top_p}. 0.95 is usual, 1 cuts nothing.")
+        if self.temperature == 0 and self.top_p < 1:
+            raise UserError(
+                f"top_p {self.top_p} changes nothing where the temperature is 0: the most probable token is always in. "
+                "Set a temperature (1 is as the model says), or leave top_p out."
+            )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed must be at least 0 and less than 2**32; got {self.seed}.")
 

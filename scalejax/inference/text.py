@@ -69,8 +69,12 @@ class Writer:
           batch_size: Texts that are generated at once.
 
         Raises:
-          UserError: as `Engine.generate`.
+          UserError: as `Engine.generate`, or several samples are asked for that would all be the same.
         """
+        if samples > 1 and sampling.temperature == 0:
+            raise UserError(
+                f"samples must be 1 where the temperature is 0: all {samples} would be the same. Set a temperature."
+            )
         asked = [(prompt, number) for prompt in prompts for number in range(samples)]
         found: list[Completion] = []
         texts, ids = self._stops(stop)
@@ -157,7 +161,7 @@ def open_writer(model: LanguageModel, mesh: Mesh, *, dtype: str | None = None, *
     assert model.config.vocabulary is not None
     check_vocabulary(tokenizer, model.config.vocabulary, f"{model.path}: vocabulary")
     wanted = None if dtype is None else jnp.dtype(dtype)
-    engine = generate.load(model, mesh, param_dtype=wanted, **more)
+    engine = generate.load(model, mesh, param_dtype=wanted, choices=tokenizer.vocabulary, **more)
     begin = tokenizer.bos if model.begins == "bos" else None
     ends = dict.fromkeys([*model.tokens.eos, *tokenizer.stop_ids])
     return Writer(engine, tokenizer, () if begin is None else (begin,), tuple(ends))

@@ -7,7 +7,10 @@ logits are at hand, so that nothing is computed twice: the head costs three matr
     loss_i = logsumexp_v(x_i . w_v) - x_i . w_target(i);    d loss_i / d logit_iv = softmax_iv - [v = target(i)]
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +31,7 @@ def linear_cross_entropy(
       weight: float[E, V].
       targets: int32[B, S] in [0, V).
       weights: float[B, S]; no gradient flows to them.
-      positions: Positions of each row whose logits exist at one time.
+      positions: Positions of each row whose logits exist at one time, of those that a device has.
 
     Returns:
       float32[] (float64 where x is), differentiable once in x and weight.
@@ -42,33 +45,85 @@ def linear_cross_entropy(
         )
     if positions < 1:
         raise ValueError(f"linear_cross_entropy: positions must be at least 1; got {positions}.")
-    positions = min(positions, x.shape[1])
-    over = _automatic_batch_axes()
-    if not over:
-        return _sum(positions, x, weight, targets, weights)
-
-    # Each device adds up the gradient of `weight` over its own slices. Left to the compiler it is summed over devices
-    # after every slice.
-    def local(*args: jax.Array) -> jax.Array:
-        return jax.lax.psum(_sum(positions, *args), over)
-
-    rows = P(over)
-    return jax.shard_map(local, in_specs=(rows, P(), rows, rows), out_specs=P(), axis_names=set(over), check_vma=False)(
-        x, weight, targets, weights
-    )
+    over, spec = _automatic_axes(x.shape[1])
+    return _sum(_Cut(positions=positions, over=over, spec=spec), x, weight, targets, weights)
 
 
-def _automatic_batch_axes() -> tuple[str, ...]:
-    """The axes of the mesh in force that shard rows and are left to the compiler."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Cut:
+    """How tokens are cut.
+
+    Attributes:
+      positions: Of a slice, at most.
+      over: Axes of the mesh over which devices take parts of the tokens by themselves.
+      spec: Rows and positions over these axes.
+    """
+
+    positions: int
+    over: tuple[str, ...]
+    spec: P
+
+    def run(self, function: Callable[..., Any], *args: jax.Array) -> Any:
+        """function(x, weight, targets, weights) -> (sum over tokens, gradient of x, of weight), of all devices.
+
+        Each device slices the positions that it has, and adds up the gradient of `weight` over its own slices. Left to
+        the compiler that is summed over devices after every slice, and positions that lie on several devices would be
+        put together for each.
+        """
+        if not self.over:
+            return function(*args)
+
+        def local(*args: jax.Array) -> tuple[jax.Array, Any, Any]:
+            total, d_x, d_weight = function(*args)
+            total, d_weight = jax.lax.psum((total, d_weight), self.over)
+            return total, d_x, d_weight
+
+        return jax.shard_map(
+            local,
+            in_specs=(self.spec, P(), self.spec, self.spec),
+            out_specs=(P(), self.spec, P()),
+            axis_names=set(self.over),
+            check_vma=False,
+        )(*args)
+
+
+def _automatic_axes(positions: int) -> tuple[tuple[str, ...], P]:
+    """The axes of the mesh in force that cut rows and positions and are left to the compiler: all of them, by use."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return ()
-    automatic = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
-    return tuple(axis for axis in BATCH_AXES if axis in automatic and mesh.shape[axis] > 1)
+    automatic = {
+        a
+        for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto and mesh.shape[a] > 1
+    }
+    rows = tuple(axis for axis in BATCH_AXES if axis in automatic)
+    along = tuple(axis for axis in ("context",) if axis in automatic and positions % mesh.shape[axis] == 0)
+    return rows + along, P(rows, along)
 
 
+# The derivative is that of the sum over devices, with no shard_map in it: jax 0.10 to 0.12 cannot differentiate one
+# that stands in another, as this one does where a surrounding shard_map has made rows manual.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(positions: int, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+def _sum(cut: _Cut, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    return cut.run(functools.partial(_value, cut.positions), x, weight, targets, weights)[0]
+
+
+def _forward(cut: _Cut, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array):
+    total, d_x, d_weight = cut.run(functools.partial(_gradients, cut.positions), x, weight, targets, weights)
+    return total, (d_x, d_weight, weights)
+
+
+def _backward(cut: _Cut, saved: tuple[jax.Array, ...], g: jax.Array):
+    del cut
+    d_x, d_weight, weights = saved
+    return d_x * g.astype(d_x.dtype), d_weight * g.astype(d_weight.dtype), None, jnp.zeros_like(weights)
+
+
+_sum.defvjp(_forward, _backward)
+
+
+def _value(
+    positions: int, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, None, None]:
     def part(total: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x, targets, weights = part
         logits, lse, target = _logits(x, weight, targets)
@@ -76,10 +131,13 @@ def _sum(positions: int, x: jax.Array, weight: jax.Array, targets: jax.Array, we
         return total + ((lse - target) * weights).sum(), None
 
     dtype = wide(x.dtype)
-    return jax.lax.scan(part, jnp.zeros((), dtype), _cut(positions, x, targets, weights.astype(dtype)))[0]
+    total, _ = jax.lax.scan(part, jnp.zeros((), dtype), _slices(positions, x, targets, weights.astype(dtype)))
+    return total, None, None
 
 
-def _forward(positions: int, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array):
+def _gradients(
+    positions: int, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     dtype = wide(x.dtype)
 
     def part(carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, ...]):
@@ -95,19 +153,9 @@ def _forward(positions: int, x: jax.Array, weight: jax.Array, targets: jax.Array
         return (total + loss, d_weight), d_x.astype(x.dtype)
 
     zero = (jnp.zeros((), dtype), jnp.zeros(weight.shape, dtype))
-    (total, d_weight), d_x = jax.lax.scan(part, zero, _cut(positions, x, targets, weights.astype(dtype)))
+    (total, d_weight), d_x = jax.lax.scan(part, zero, _slices(positions, x, targets, weights.astype(dtype)))
     d_x = jnp.moveaxis(d_x, 0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]  # n B s E -> B S E
-    return total, (d_x, d_weight.astype(weight.dtype), targets, weights)
-
-
-def _backward(positions: int, saved: tuple[jax.Array, ...], g: jax.Array):
-    del positions
-    d_x, d_weight, targets, weights = saved
-    del targets
-    return d_x * g.astype(d_x.dtype), d_weight * g.astype(d_weight.dtype), None, jnp.zeros_like(weights)
-
-
-_sum.defvjp(_forward, _backward)
+    return total, d_x, d_weight.astype(weight.dtype)
 
 
 def _logits(x: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -117,8 +165,9 @@ def _logits(x: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Ar
     return logits, jax.nn.logsumexp(logits, axis=-1), target
 
 
-def _cut(positions: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """[B, S, ...] -> [parts, B, positions, ...], filled up with zeros (of weight 0)."""
+def _slices(positions: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """[B, S, ...] -> [parts, B, positions or S, ...], filled up with zeros (of weight 0)."""
+    positions = min(positions, arrays[0].shape[1])
 
     def cut(x: jax.Array) -> jax.Array:
         parts = -(-x.shape[1] // positions)

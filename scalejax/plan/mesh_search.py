@@ -2,8 +2,10 @@
 
 1. All meshes over (`replica`, `fsdp`, `context`, `tensor`) with every policy of `nn.layers`, judged by `step_model`.
    What does not divide or cannot fit is dropped with the reason.
-2. The fastest are compiled ahead of time, at most `compiles` of them, as programs of 1 and 2 layers: what a second
-   layer adds, each further one adds too. Memory, FLOPs and collectives of the whole depth follow by that difference.
+2. The fastest are compiled ahead of time, at most `compiles` of them. Where layers are scanned, as in all models here,
+   a program of 126 layers compiles as fast as one of 2, so the whole depth is. `depths=(1, 2)` compiles programs of 1
+   and 2 layers instead and adds to them what the second layer adds: for models whose layers are unrolled. (Of a scan
+   of one layer the compiler makes another program, whose memory says nothing of more layers: `depths=(2, 3)` there.)
 3. They are ranked by the time that the compiled programs need (`Candidate.step_s`); those that do not fit come last.
 """
 
@@ -122,6 +124,7 @@ def search(
     topology_name: str,
     *,
     compiles: int = MOST_COMPILES,
+    depths: tuple[int, int] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> SearchResult:
     """Searches meshes and rematerialisation policies for an experiment.
@@ -130,6 +133,7 @@ def search(
       experiment: A run of a decoder; its own mesh and policy are not used, its strategy is.
       topology_name: Such as "v6e:16x16".
       compiles: Candidates to compile, 0 to 5.
+      depths: Two numbers of layers to compile and extrapolate from; None = all layers of the model.
       progress: Called with a line before each compilation.
 
     Raises:
@@ -137,6 +141,8 @@ def search(
     """
     if not 0 <= compiles <= MOST_COMPILES:
         raise UserError(f"search: compiles must be 0 to {MOST_COMPILES}; got {compiles}.")
+    if depths is not None and not 1 <= depths[0] < depths[1]:
+        raise UserError(f"search: depths must be two numbers of layers, the smaller first; got {depths}. Try (1, 2).")
     machine = topology.parse(topology_name)
     decoder = decoders.decoder_of(experiment)
     dtype = "bfloat16" if experiment.precision.compute == "platform" else experiment.precision.compute
@@ -156,7 +162,7 @@ def search(
     found = []
     for candidate in candidates[:compiles]:
         progress(f"compiling {stated(candidate.mesh)}, remat {candidate.remat}")
-        found.append(dataclasses.replace(candidate, compiled=_compile(experiment, candidate, machine)))
+        found.append(dataclasses.replace(candidate, compiled=_compile(experiment, candidate, machine, depths)))
     # Those that do not fit come last.
     ranked = sorted(found, key=lambda c: (c.step_s is None, c.step_s or c.estimate.step_s))
     return SearchResult(
@@ -226,19 +232,28 @@ def meshes(machine: Topology) -> Iterator[MeshShape]:
                 yield MeshShape(replica=machine.slices * copies, fsdp=fsdp, context=context, tensor=tensor)
 
 
-def extrapolate(one: PlanResult, two: PlanResult, layers: int) -> PlanResult:
-    """The plan of a model of `layers` layers from those of 1 and of 2: what the second layer adds, each one adds.
+def extrapolate(one: PlanResult, two: PlanResult, depths: tuple[int, int], layers: int) -> PlanResult:
+    """The plan of a model of `layers` layers from those of two depths, on a straight line through both.
 
-    What two layers need less of than one is taken to be the same at every depth, with a warning. Where one of them did
-    not compile, the result has its memory and no time.
+    What the deeper one needs less of is taken to be the same at every depth, with a warning. Where one of them did not
+    compile, the result has its memory and no time.
+
+    Args:
+      one: Plan of `depths[0]` layers.
+      two: Plan of `depths[1]` layers.
+      depths: Their numbers of layers.
+      layers: The depth that is wanted, at least `depths[1]`.
     """
-    further = layers - 1
+    step, further = depths[1] - depths[0], layers - depths[0]
     less: list[str] = []
 
     def line(what: str, a: Any, b: Any) -> Any:
         if b < a:
             less.append(what)
-        return a + further * (b - a) if b > a else a
+        if b <= a:
+            return a
+        # Counts stay whole numbers.
+        return a + (further * (b - a) // step if isinstance(b, int) else further * (b - a) / step)
 
     found, kinds = {}, {**one.memory.bytes_per_chip, **two.memory.bytes_per_chip}
     for kind in (kind for kind in memory.KINDS if kind in kinds):
@@ -265,7 +280,9 @@ def extrapolate(one: PlanResult, two: PlanResult, layers: int) -> PlanResult:
     warnings = list(dict.fromkeys((*one.warnings, *two.warnings)))
     if less:
         names = ", ".join(dict.fromkeys(less))
-        warnings.append(f"two layers need less than one of: {names}; taken to be the same at every depth.")
+        warnings.append(
+            f"{depths[1]} layers need less than {depths[0]} of: {names}; taken to be the same at every depth."
+        )
     return dataclasses.replace(
         two,
         memory=dataclasses.replace(room, fits=fits),
@@ -284,12 +301,16 @@ def stated(mesh: MeshShape) -> str:
     return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n != 1) or "fsdp=1"
 
 
-def _compile(experiment: "DenseExperiment", candidate: Candidate, machine: Topology) -> PlanResult:
-    one, two = (
-        plan_dense(decoders.with_model(experiment, layers=layers, remat=candidate.remat), machine, candidate.mesh)
-        for layers in (1, 2)
+def _compile(
+    experiment: "DenseExperiment", candidate: Candidate, machine: Topology, depths: tuple[int, int] | None
+) -> PlanResult:
+    chosen = decoders.with_model(experiment, remat=candidate.remat)
+    if depths is None:
+        return plan_dense(chosen, machine, candidate.mesh)
+    first, second = (
+        plan_dense(decoders.with_model(chosen, layers=layers), machine, candidate.mesh) for layers in depths
     )
-    return extrapolate(one, two, candidate.estimate.decoder.layers)
+    return extrapolate(first, second, depths, candidate.estimate.decoder.layers)
 
 
 def _divisors(n: int) -> list[int]:

@@ -68,8 +68,7 @@ def _stated(candidate: "Candidate") -> str:
 
 
 def _ranked(result: "SearchResult") -> Table:
-    title = "Compiled with 1 and 2 layers, for the whole depth, best first"
-    table = Table(title=title, title_justify="left")
+    table = Table(title="Compiled, best first", title_justify="left")
     for name in ("mesh, rematerialisation", "memory", "products", "memory s", "links", "step", "MFU", "by arithmetic"):
         table.add_column(name, justify="left" if name.startswith("mesh") else "right")
     for c in result.ranked:

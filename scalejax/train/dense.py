@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel import fsdp, gradient_scaling, pipeline
+from scalejax.parallel import context, fsdp, gradient_scaling, pipeline
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.rules import Placement
@@ -29,7 +30,7 @@ from scalejax.train.protocols import DenseTask
 from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings
 
 Batch = dict[str, jax.Array]
-"""The fields of a host batch, [B, ...] each."""
+"""The fields of a host batch, [B, S] each, positions in the order of `DenseProgram.arrange`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,8 +66,17 @@ class DenseProgram:
         return NamedSharding(self.mesh, P())
 
     def batch_sharding(self) -> NamedSharding:
-        """Examples over the batch axes."""
-        return NamedSharding(self.mesh, P(meshes.BATCH_AXES))
+        """Of a field [B, S]: examples over the batch axes, positions over `context`."""
+        return NamedSharding(self.mesh, P(meshes.BATCH_AXES, "context"))
+
+    def arrange(self, field: np.ndarray) -> np.ndarray:
+        """A field [B, S] of a host batch with its positions in the order in which `context` cuts them.
+
+        All fields are arranged alike, so that each token keeps its target, weight, segment and position, and a loss
+        that is a sum over tokens stays what it was. What fills rows up to a length that divides is padding as the data
+        has it: zeros, of weight 0 and in a segment of its own.
+        """
+        return context.zigzag(field, self.mesh.shape["context"])
 
     @functools.cached_property
     def shardings(self) -> dict[str, NamedSharding]:
@@ -101,7 +111,8 @@ class DenseProgram:
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """One global batch as shapes, dtypes and shardings."""
-        shape = (self.experiment.data.batch_size, self.task.schema.length)
+        length = context.padded_length(self.task.schema.length, self.mesh.shape["context"])
+        shape = (self.experiment.data.batch_size, length)
         dtypes = {
             "tokens": jnp.int32,
             "targets": jnp.int32,

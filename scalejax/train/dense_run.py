@@ -173,11 +173,10 @@ class DenseRun:
         """This process's slice of a global batch on its devices."""
         sharding = self.program.batch_sharding()
         size = len(batch) * jax.process_count()
+        fields = {field.name: self.program.arrange(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
         return {
-            field.name: jax.make_array_from_process_local_data(
-                sharding, getattr(batch, field.name), (size, *getattr(batch, field.name).shape[1:])
-            )
-            for field in dataclasses.fields(batch)
+            name: jax.make_array_from_process_local_data(sharding, field, (size, *field.shape[1:]))
+            for name, field in fields.items()
         }
 
     def _speed(self, timing: dict[str, float]) -> dict[str, float]:

@@ -10,6 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.kernels.flash_attention import flash_attention
+from scalejax.parallel.kernel_sharding import shard_kernel
+from scalejax.parallel.rules import Rules
 from scalejax.plan import topology
 
 pytestmark = [
@@ -74,9 +76,13 @@ def compile_whole(mesh, run, shapes):
     )
 
 
-@pytest.mark.parametrize("name", CHIPS)
-@pytest.mark.parametrize("form", FORMS)
-def test_kernels_compile_for_a_tpu(name, form):
+# Each form for one chip, and two of them for every chip: Mosaic takes seconds for each.
+EVERYWHERE = ("causal", "offset by row, documents, window")
+COVERED = [(form, name) for n, form in enumerate(FORMS) for name in (CHIPS if form in EVERYWHERE else [CHIPS[n % 4]])]
+
+
+@pytest.mark.parametrize(("form", "name"), COVERED)
+def test_kernels_compile_for_a_tpu(form, name):
     compiled = compile_whole(tpus(name, 1), *program("pallas_tpu", **FORMS[form]))
     assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
 
@@ -88,3 +94,67 @@ def test_kernels_compile_for_hopper(form):
     text = compiled.as_text()
     for name in ("forward", "query_gradient", "key_gradients"):
         assert f"flash_attention_{name}" in text
+
+
+@pytest.mark.parametrize("name", CHIPS[:1] + CHIPS[3:])
+def test_splash_compiles_for_a_tpu(name):
+    form = {
+        "dtype": jnp.bfloat16,
+        "window": 1000,
+        "arrays": {"segment_ids": (2, 2048), "kv_segment_ids": (2, 4096)},
+        "keys": 4096,
+    }
+    compiled = compile_whole(tpus(name, 1), *program("splash", **form))
+    assert compiled.as_text().count('custom_call_target="tpu_custom_call"') == 3
+
+
+def _layer(mesh, implementation):
+    """Projections around attention, rows of the batch over "fsdp" and heads over "tensor", with its gradients."""
+    rules = Rules(axes=(("batch", ("fsdp",)), ("heads", ("tensor",)), ("kv_heads", ("tensor",))))
+
+    def attend(q, k, v, segments):
+        return flash_attention(q, k, v, segment_ids=segments, implementation=implementation)[0]
+
+    def loss(w, x, segments):
+        q, k = (jnp.einsum("bse,ehd->bshd", x, w[name]) for name in ("query", "key"))
+        keys = ("batch", None, "kv_heads", None)
+        sharded = shard_kernel(
+            attend,
+            in_axes=(("batch", None, "heads", None), keys, keys, ("batch", None)),
+            out_axes=("batch", None, "heads", None),
+            rules=rules,
+            mesh=mesh,
+        )
+        return jnp.square(sharded(q, k, k, segments).astype(jnp.float32)).sum()
+
+    def placed(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    weights = {
+        "query": placed((256, 8, 128), jnp.bfloat16, None, "tensor"),
+        "key": placed((256, 2, 128), jnp.bfloat16, None, "tensor"),
+    }
+    x = placed((8, 1024, 256), jnp.bfloat16, "fsdp")
+    return jax.grad(loss), (weights, x, placed((8, 1024), INT, "fsdp"))
+
+
+def _lines_of_kernels(mesh, implementation, mark):
+    """Lines of the compiled layer that call kernels; its projections are left to the partitioner."""
+    mesh = Mesh(mesh.devices.reshape(4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    step, shapes = _layer(mesh, implementation)
+    lines = cuda_topology.compile_for(mesh, step, *shapes).as_text().splitlines()
+    return [line for line in lines if "custom-call(" in line and mark in line]
+
+
+@pytest.mark.parametrize("name", EIGHT)
+def test_a_layer_with_kernels_forced_compiles_on_eight_tpus(name):
+    lines = _lines_of_kernels(tpus(name, 8), "pallas_tpu", "tpu_custom_call")
+    assert len(lines) == 3
+    assert all("bf16[2,4,1024,128]" in line for line in lines)  # 8 / 4 rows, 8 / 2 heads
+
+
+@cuda_topology.needs_cuda_compiler
+def test_a_layer_with_kernels_forced_compiles_on_eight_gpus():
+    lines = _lines_of_kernels(cuda_topology.mesh(8), "pallas_gpu", "flash_attention")
+    assert len(lines) == 3
+    assert all("bf16[2048,512]" in line for line in lines)  # 8 / 4 rows of 1024, 8 / 2 heads of 128

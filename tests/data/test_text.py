@@ -353,5 +353,7 @@ def test_fields_that_contradict_one_another_are_refused(folder: pathlib.Path) ->
     empty = make(folder, split=TextSplit(train=0.0, validation=1.0)).build()
     with pytest.raises(UserError, match="training split is empty"):
         empty.train_batches()
+    with pytest.raises(UserError, match="training split is empty"):
+        empty.range_batches(0, 1)
     with pytest.raises(UserError, match=r"data.length=5000 leaves no crop: the training split has \d+ tokens"):
         make(folder, order="random-crops", packing="concatenate", length=5000).build()

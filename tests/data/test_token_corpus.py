@@ -104,7 +104,7 @@ def test_the_folder_is_private_and_holds_plain_arrays(source: pathlib.Path) -> N
     assert sorted(p.name for p in path.parent.iterdir()) == [path.name]  # nothing half-made stays
     assert sorted(p.name for p in path.iterdir()) == ["about", "hashes", "offsets", "tokens"]
     about = json.loads((path / "about").read_text())
-    raw = np.fromfile(path / "tokens", about["dtype"])
+    raw = np.fromfile(path / "tokens", about["arrays"]["tokens"]["dtype"])
     np.testing.assert_array_equal(raw, corpus.tokens)
     with pytest.raises(ValueError, match="read-only"):
         corpus.tokens[0] = 1
@@ -127,6 +127,14 @@ def test_a_folder_that_cannot_be_made_is_named(source: pathlib.Path) -> None:
 
 def test_a_damaged_corpus_is_refused_with_what_to_do(source: pathlib.Path) -> None:
     path = pathlib.Path(corpus_of(source).where)
+    for name in ("tokens", "offsets", "hashes"):
+        content = (path / name).read_bytes()
+        (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(UserError, match=rf"damaged \({name} has another checksum"):
+            open_corpus(path)
+        open_corpus(path, "sizes")
+        (path / name).write_bytes(content)
+    open_corpus(path)
     with open(path / "tokens", "ab") as file:
         file.write(b"xx")
     with pytest.raises(UserError, match=r"damaged \(tokens has \d+ bytes, not \d+\). Delete this folder"):
@@ -139,7 +147,9 @@ def test_a_damaged_corpus_is_refused_with_what_to_do(source: pathlib.Path) -> No
 def test_a_token_outside_the_vocabulary_is_noticed_when_its_row_is_read(source: pathlib.Path) -> None:
     from scalejax.data.text import TextData
 
-    config = TextData(path=str(source), length=16, folder=str(source.parent / "cache"), packing="concatenate")
+    config = TextData(
+        path=str(source), length=16, folder=str(source.parent / "cache"), packing="concatenate", verify="sizes"
+    )
     path = pathlib.Path(corpus_of(source).where)
     tokens = np.memmap(path / "tokens", np.uint16, mode="r+")
     tokens[:] = 999

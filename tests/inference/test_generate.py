@@ -6,12 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from llama_cases import CASES, GQA, model, tokens, write_checkpoint
+from flax import nnx
+from llama_cases import CASES, F32, GQA, model, tokens, write_checkpoint
 
 from scalejax.errors import UserError
 from scalejax.inference import generate, model_folder
-from scalejax.inference.sampling import Sampling
+from scalejax.inference.sampling import GREEDY, Sampling
+from scalejax.models.llm import llama3
 from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train.state import ModelShape
 
 PROMPTS = [tokens(GQA, 1, 40)[0, start:stop].tolist() for start, stop in ((0, 9), (3, 4), (5, 38), (20, 31))]
 
@@ -109,6 +112,22 @@ def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
     assert (on._read_piece._cache_size(), on._decode._cache_size()) == sizes == (1, 1)
 
 
+def test_a_step_changes_the_cache_in_place():
+    """Bytes beside the arguments: what one layer's attention needs, not another cache of 8 layers."""
+    config = dataclasses.replace(GQA, layers=8)
+    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **F32)))
+    on = generate.Engine(config, shape, {}, make_mesh(MeshShape(), jax.devices()[:1]))
+    cache = jax.eval_shape(lambda: shape.put_together(shape.params).cache(1, 16_384))
+    state = generate._State(cache, *(jax.ShapeDtypeStruct(s, d) for s, d in (((1, 96), jnp.float32), ((1,), bool))))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    lowered = on._decode.lower(shape.params, state, keys, np.zeros(1, np.int32), number, number, GREEDY)
+    found = lowered.compile().memory_analysis()
+    size = 2 * cache.keys.size * 4
+    assert found.alias_size_in_bytes >= size  # the cache that comes out is the one that went in
+    assert found.temp_size_in_bytes < 0.3 * size
+
+
 def test_the_stored_dtype_is_the_default(tmp_path):
     write_checkpoint(tmp_path / "theirs", GQA, dtype="bfloat16")
     on = engine(tmp_path)
@@ -155,3 +174,14 @@ def test_other_shapes_generate_as_well(tmp_path, case):
     config = CASES[case]
     got = engine(tmp_path, config).generate(PROMPTS[:2], max_tokens=6)
     assert [c.tokens for c in got] == [greedy(config, prompt, 6) for prompt in PROMPTS[:2]]
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_chosen(tmp_path):
+    whole = engine(tmp_path)
+    limit = 5
+    fewer = dataclasses.replace(whole, choices=limit)
+    for sampling in (Sampling(), Sampling(temperature=5.0, seed=1)):
+        free = [token for row in whole.generate([[1, 2]], max_tokens=24, sampling=sampling) for token in row.tokens]
+        assert max(free) >= limit, "nothing to be kept from"
+        kept = [token for row in fewer.generate([[1, 2]], max_tokens=24, sampling=sampling) for token in row.tokens]
+        assert max(kept) < limit

@@ -85,6 +85,7 @@ def test_a_draw_depends_on_seed_prompt_sample_and_position_alone():
         ({"temperature": float("nan")}, "temperature must be 0"),
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1; got 0.0"),
         ({"top_p": 1.1}, "top_p must be above 0"),
+        ({"top_p": 0.9}, "top_p 0.9 changes nothing where the temperature is 0"),
         ({"seed": -1}, "seed must be at least 0"),
     ],
 )

@@ -97,6 +97,11 @@ def test_models_without_their_tokenizer_are_refused(tmp_path):
         text.open_writer(model, make_mesh(MeshShape(), jax.devices()[:1]))
 
 
+def test_several_samples_that_would_be_the_same_are_refused(writer):
+    with pytest.raises(UserError, match="all 2 would be the same"):
+        writer.complete(["a"], max_tokens=3, samples=2)
+
+
 def test_an_empty_stop_is_refused(writer):
     with pytest.raises(UserError, match="--stop must be a text of at least one character"):
         writer.complete(["a"], max_tokens=3, stop=[""])

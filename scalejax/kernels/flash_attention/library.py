@@ -45,7 +45,9 @@ def _lacks_splash(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibili
 
 def _splash_kernel(q: jax.Array, k: jax.Array, visibility: Visibility, interpret: bool) -> Any:
     most = blocks.SPLASH
-    query_block, key_block = (max(n for n in (128, 256, 512, 1024) if n <= most and x.shape[1] % n == 0) for x in (q, k))
+    query_block, key_block = (
+        max(n for n in (128, 256, 512, 1024) if n <= most and x.shape[1] % n == 0) for x in (q, k)
+    )
     return compat.splash_kernel(
         (q.shape[1], k.shape[1]),
         heads=q.shape[2],
@@ -67,7 +69,12 @@ def _splash_forward(
 ) -> tuple[jax.Array, jax.Array]:
     kernel = _splash_kernel(q, k, visibility, interpret)
     out, lse = compat.splash_forward(
-        kernel, *(x.swapaxes(1, 2) for x in (q * scale, k, v)), visibility.query_segments, visibility.key_segments
+        kernel,
+        (q * scale).swapaxes(1, 2),
+        k.swapaxes(1, 2),
+        v.swapaxes(1, 2),
+        visibility.query_segments,
+        visibility.key_segments,
     )
     unseen = ~(lse > _SPLASH_UNSEEN)
     out, lse = jnp.where(unseen[..., None], 0, out), jnp.where(unseen, -jnp.inf, lse)
@@ -90,7 +97,9 @@ def _splash_backward(
     kernel = _splash_kernel(q, k, visibility, interpret)
     d_q, d_k, d_v = compat.splash_backward(
         kernel,
-        *(x.swapaxes(1, 2) for x in (q * scale, k, v)),
+        (q * scale).swapaxes(1, 2),
+        k.swapaxes(1, 2),
+        v.swapaxes(1, 2),
         visibility.query_segments,
         visibility.key_segments,
         lse,
@@ -143,7 +152,50 @@ def _cudnn_backward(
     )
 
 
+def _lacks_tokamax(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *, d_lse: bool) -> str | None:
+    if visibility.start or visibility.offset is not None or visibility.query_positions is not None:
+        return "has no offset and no positions."
+    if visibility.query_segments is not None or visibility.window is not None:
+        return "has no segment ids and no windows."
+    if visibility.causal and q.shape[1] != k.shape[1]:
+        return f"is causal only where S = T; got {q.shape[1]} and {k.shape[1]}."
+    if d_lse:
+        return "has no place for a cotangent of lse."
+    platform = compat.platform()
+    if platform not in ("tpu", "gpu"):
+        return f"has kernels for TPUs and GPUs; this is compiled for a {platform}."
+    if platform == "tpu" and (q.shape[1] % 128 or k.shape[1] % 128 or q.shape[3] % 128):
+        return f"needs S, T and D that are multiples of 128 on a TPU; got {q.shape[1]}, {k.shape[1]}, {q.shape[3]}."
+    if q.dtype not in ((jnp.bfloat16, jnp.float32) if platform == "tpu" else (jnp.bfloat16, jnp.float16)):
+        return f"does not compute in {q.dtype} on a {platform}."
+    if not compat.has_tokamax():
+        return "needs the package tokamax, which is not installed: pip install tokamax (Python 3.12)."
+    return None
+
+
+def _tokamax_forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    return compat.tokamax_attention(q, k, v, causal=visibility.causal, scale=scale)
+
+
+def _tokamax_backward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visibility: Visibility,
+    scale: float,
+    out: jax.Array,
+    lse: jax.Array,
+    d_out: jax.Array,
+    correction: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    # As with cuDNN.
+    return compat.tokamax_attention_gradients(q, k, v, out, lse, d_out, causal=visibility.causal, scale=scale)
+
+
 BACKENDS = {
+    "tokamax": Library(_lacks_tokamax, _tokamax_forward, _tokamax_backward),
     "splash": Library(_lacks_splash, _splash_forward, _splash_backward),
     "cudnn": Library(_lacks_cudnn, _cudnn_forward, _cudnn_backward),
 }

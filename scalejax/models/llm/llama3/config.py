@@ -8,6 +8,7 @@ from scalejax.errors import UserError
 from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.models.llm.llama3.rope import RopeScaling
 from scalejax.nn.layers import Remat
+from scalejax.parallel.context import METHODS, Method
 
 if TYPE_CHECKING:
     from scalejax.models.llm.llama3.task import LlamaTask
@@ -36,7 +37,9 @@ class LlamaConfig:
       attention: Implementation of attention; None = the fastest for the platform, see `kernels.flash_attention`.
       stage_parts: Parts into which a pipeline over the stages of a mesh cuts the rows of a device, see
         `nn.layers.apply_layers`.
-      loss_positions: Positions of a row whose logits exist at one time.
+      context_method: How keys and values reach the queries of other devices where the mesh cuts sequences (`context`):
+        "all_gather" or "ring", see `parallel.context`.
+      loss_positions: Positions of a row (of those that a device has) whose logits exist at one time.
     """
 
     layers: int
@@ -55,12 +58,16 @@ class LlamaConfig:
     remat: Remat = "full"
     attention: Implementation | None = None
     stage_parts: int | None = None
+    context_method: Method = "all_gather"
     loss_positions: int = 512
 
     def __post_init__(self) -> None:
         for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions"):
             if getattr(self, field) < 1:
                 raise ValueError(f"LlamaConfig: {field} must be at least 1; got {getattr(self, field)}.")
+        if self.context_method not in METHODS:
+            names = " or ".join(f'"{name}"' for name in METHODS)
+            raise ValueError(f"LlamaConfig: context_method must be {names}; got {self.context_method!r}.")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"LlamaConfig: kv_heads must divide heads; got {self.kv_heads} and {self.heads}. Each key and value "

@@ -51,7 +51,7 @@ class Attention(nnx.Module):
         self.key = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
         self.value = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
         self.out = normal((c.heads, d, c.dim), ("heads", "head", "embed"), shrink=(2 * config.layers) ** -0.5)
-        self.implementation = c.attention
+        self.implementation, self.context_method = c.attention, c.context_method
         self.compute_dtype = jnp.dtype(compute_dtype)
 
     def project(self, x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -62,30 +62,37 @@ class Attention(nnx.Module):
         )
         return rope.rotate(q, *turns), rope.rotate(k, *turns), v
 
-    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
-        """x [B, S, E], turns [B, S, D / 2] each, segment_ids int32[B, S] -> [B, S, E]."""
+    def __call__(
+        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """x [B, S, E], turns [B, S, D / 2] each, segment_ids and positions int32[B, S] -> [B, S, E]."""
         q, k, v = self.project(x, turns)
-        mixed = nn.attend(q, k, v, segment_ids=segment_ids, implementation=self.implementation)
+        mixed = nn.attend(
+            q,
+            k,
+            v,
+            positions=positions,
+            segment_ids=segment_ids,
+            implementation=self.implementation,
+            context_method=self.context_method,
+        )
         return self.combine(mixed)
 
     def extend(
-        self,
-        x: jax.Array,
-        turns: tuple[jax.Array, jax.Array],
-        cache: tuple[jax.Array, jax.Array],
-        lengths: jax.Array,
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        """Attends to the cache [B, T, K, D] of one layer after writing the keys and values of x at `lengths`."""
+        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], cache: Cache, layer: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        """Attends to what this layer has in the cache, after writing the keys and values of x behind it."""
         q, k, v = self.project(x, turns)
 
-        def write(row: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-            return jax.lax.dynamic_update_slice(row, new, (at, jnp.zeros_like(at), jnp.zeros_like(at)))
-
+        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+        places = (layer, rows, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :])
         keys, values = (
-            jax.vmap(write)(old, new.astype(old.dtype), lengths) for old, new in zip(cache, (k, v), strict=True)
+            old.at[places].set(new.astype(old.dtype), unique_indices=True, mode="promise_in_bounds")
+            for old, new in ((cache.keys, k), (cache.values, v))
         )
-        mixed = nn.attend(q, keys, values, query_offset=lengths, implementation=self.implementation)
-        return self.combine(mixed), (keys, values)
+        cache = Cache(keys, values, cache.lengths)
+        mixed = nn.attend(q, keys[layer], values[layer], query_offset=cache.lengths, implementation=self.implementation)
+        return self.combine(mixed), cache
 
     def combine(self, mixed: jax.Array) -> jax.Array:
         """[B, S, H, D] -> [B, S, E]."""
@@ -122,16 +129,18 @@ class Block(nnx.Module):
         self.mlp_norm = norm()
         self.mlp = GatedMlp(config, rngs, **dtypes)
 
-    def __call__(self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
-        h = nn.constrain(x + self.attention(self.attention_norm(x), turns, segment_ids), _STREAM)
+        h = nn.constrain(x + self.attention(self.attention_norm(x), turns, segment_ids, positions), _STREAM)
         return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM)
 
     def extend(
-        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], cache: tuple[jax.Array, jax.Array], lengths: jax.Array
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], cache: Cache, layer: jax.Array
+    ) -> tuple[jax.Array, Cache]:
         """The same with a cache, see `Attention.extend`."""
-        mixed, cache = self.attention.extend(self.attention_norm(x), turns, cache, lengths)
+        mixed, cache = self.attention.extend(self.attention_norm(x), turns, cache, layer)
         h = nn.constrain(x + mixed, _STREAM)
         return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM), cache
 
@@ -170,7 +179,8 @@ class Llama(nnx.Module):
 
         Args:
           tokens: int32[B, S] in [0, V).
-          positions: int32[B, S], rotary positions.
+          positions: int32[B, S], rotary positions; they increase within a segment. Where a mesh cuts the sequence
+            (`context`), tokens may lie in any order, and these say which of a segment are earlier.
           segment_ids: int32[B, S]; a token attends to earlier ones of equal id.
           gather: Fetches parameters, see `nn.layers`.
 
@@ -189,7 +199,7 @@ class Llama(nnx.Module):
             self.layers,
             body,
             x,
-            (turns, segment_ids),
+            (turns, segment_ids, positions),
             remat=c.remat,
             gather=gather,
             stage_parts=c.stage_parts,
@@ -230,13 +240,17 @@ class Llama(nnx.Module):
         turns = self._turns(cache.lengths[:, None] + offsets[None, :])
         x = nn.constrain(self.embed.weight[...][tokens].astype(self.compute_dtype), _STREAM)
 
-        def body(layer: Any, x: jax.Array, cached: Any) -> Any:
-            return layer.extend(x, turns, cached, cache.lengths)
+        # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
+        def body(block: Any, carry: tuple[jax.Array, Cache], layer: jax.Array) -> Any:
+            return block.extend(carry[0], turns, carry[1], layer), None
 
-        x, (keys, values) = scan_layers(self.layers, body, x, (cache.keys, cache.values))
+        numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
+        (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers)
         last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # B S E -> B 1 E
         head = self.embed.weight[...].T if self.head is None else self.head.weight[...]
-        return self._logits(self.final_norm(last), head)[:, 0], Cache(keys, values, cache.lengths + counts)
+        return self._logits(self.final_norm(last), head)[:, 0], dataclasses.replace(
+            cache, lengths=cache.lengths + counts
+        )
 
     def _turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config

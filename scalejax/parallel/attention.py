@@ -1,0 +1,54 @@
+"""Attention on whatever mesh there is: how heads, rows and positions are handed to each device."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from scalejax.parallel.activations import ACTIVATIONS
+from scalejax.parallel.kernel_sharding import shard_kernel
+from scalejax.parallel.rules import LogicalAxes
+
+
+def shard_attention(
+    local: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    given: dict[str, jax.Array],
+    axes: dict[str, LogicalAxes],
+    *,
+    sequence: str | None = None,
+) -> jax.Array:
+    """local(q, k, v, **given) on each device's rows and heads, under the mesh in force.
+
+    Query heads of a group stay with their key and value head. Where the mesh has more devices along `tensor` than there
+    are such heads, each is repeated, so that every device has those of its queries.
+
+    Args:
+      local: Arrays as below, parts of them -> [B, S, H, D].
+      q: [B, S, H, D].
+      k: [B, T, K, D].
+      v: [B, T, K, D].
+      given: Further arrays by name.
+      axes: Logical axes of each of them.
+      sequence: Logical axis of the positions of q, k, v and the result; None = each device has all.
+    """
+    b, positions, heads, width = q.shape
+    groups = k.shape[2]
+    if groups % jax.sharding.get_abstract_mesh().shape.get("tensor", 1):
+        k, v, groups = jnp.repeat(k, heads // groups, axis=2), jnp.repeat(v, heads // groups, axis=2), heads
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> jax.Array:
+        rows = q.reshape(*q.shape[:2], -1, width)  # b S K/n G D -> b S H/n D
+        return local(rows, k, v, **dict(zip(given, rest, strict=True))).reshape(q.shape)
+
+    by_group: LogicalAxes = ("batch", sequence, "kv_heads", None, None)
+    sharded = shard_kernel(
+        run,
+        in_axes=(by_group, by_group[:-1], by_group[:-1], *(axes[name] for name in given)),
+        out_axes=by_group,
+        rules=ACTIVATIONS,
+    )
+    q = q.reshape(b, positions, groups, heads // groups, width)
+    return sharded(q, k, v, *given.values()).reshape(b, positions, heads, width)
