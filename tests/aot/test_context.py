@@ -20,9 +20,7 @@ RANKS, B, S, H, K, D = 4, 1, 16_384, 8, 2, 128
 def test_a_tpu_sends_what_is_stated(method):
     mesh, _ = topology.make_mesh(topology.parse("v5e:2x2"), MeshShape(fsdp=1, context=RANKS))
     sharding = NamedSharding(mesh, P(None, "context"))
-    q, k, v, d_out = (
-        jax.ShapeDtypeStruct((B, S, heads, D), jnp.bfloat16, sharding=sharding) for heads in (H, K, K, H)
-    )
+    q, k, v, d_out = (jax.ShapeDtypeStruct((B, S, heads, D), jnp.bfloat16, sharding=sharding) for heads in (H, K, K, H))
     positions = jax.ShapeDtypeStruct((B, S), jnp.int32, sharding=sharding)
 
     def run(q, k, v, d_out, positions):
