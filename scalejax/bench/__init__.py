@@ -22,6 +22,7 @@ _NAMES = (
     "wukong_step",
     "dlrm_step",
     "llama_step",
+    "llama_decode",
     "embedding_update",
     "flash_attention",
     "data_pipeline",
