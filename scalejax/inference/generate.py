@@ -309,8 +309,14 @@ def load(
       loaded: Told the bytes of every tensor that is loaded.
 
     Raises:
-      UserError: it does not fit the devices, or cannot be read.
+      UserError: it does not fit the devices, cannot be read, or the mesh cuts sequences or layers.
     """
+    for axis in ("context", "stage"):
+        if mesh.shape[axis] > 1:
+            raise UserError(
+                f"mesh: generation spreads over tensor, fsdp, replica and expert, not over {axis}={mesh.shape[axis]}. Give "
+                f"these devices to tensor: --mesh tensor={mesh.shape[axis]}."
+            )
     param_dtype = jnp.dtype(model.dtype if param_dtype is None else param_dtype)
     compute_dtype = param_dtype if compute_dtype is None else jnp.dtype(compute_dtype)
     abstract = nnx.eval_shape(

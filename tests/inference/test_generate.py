@@ -166,6 +166,12 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkey
         on.generate([[1]], max_tokens=3)
 
 
+@pytest.mark.parametrize("axis", ["context", "stage"])
+def test_meshes_that_cut_sequences_or_layers_are_refused(tmp_path, axis):
+    with pytest.raises(UserError, match=f"not over {axis}=2. Give these devices to tensor: --mesh tensor=2"):
+        engine(tmp_path, mesh={"fsdp": 1, axis: 2})
+
+
 def test_no_prompts_give_no_continuations(tmp_path):
     assert engine(tmp_path).generate([], max_tokens=3) == []
 
