@@ -68,7 +68,7 @@ class GpuBlocks:
 
 XLA = XlaChunks(queries=256, keys=256, scores=2**18)
 """Of nine sizes from 64 x 256 to 512 x 512 about the fastest: with gradients 1.3 to 1.5 times as fast as 256 x 512 in
-steps of 2^20 scores, B S H K D = 2 1024 8 2 64 and 1 1024 8 2 128, CPU seconds on a busy EPYC with 2 threads, 2026-11-21.
+steps of 2^20 scores, B S H K D = 2 1024 8 2 64 and 1 1024 8 2 128, CPU seconds on a busy EPYC, 2 threads, 2026-11-21.
 """
 
 
