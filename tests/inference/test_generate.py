@@ -105,10 +105,11 @@ def test_progress_sees_each_token_and_can_end(tmp_path, want):
 
 def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
     on = engine(tmp_path)
-    on.generate([PROMPTS[0]], max_tokens=4)
+    on.generate([PROMPTS[0]], max_tokens=4, sampling=Sampling(temperature=1.0, seed=1))
     sizes = on._read_piece._cache_size(), on._decode._cache_size()
     for length in (1, 5, 30):
-        on.generate([tokens(GQA, 1, 40)[0, :length].tolist()], max_tokens=20)
+        prompt = tokens(GQA, 1, 40)[0, :length].tolist()
+        on.generate([prompt], max_tokens=20, sampling=Sampling(temperature=1.0, seed=length))
     assert (on._read_piece._cache_size(), on._decode._cache_size()) == sizes == (1, 1)
 
 

@@ -1,6 +1,6 @@
 """Block sizes as data, by chip where they differ by chip.
 
-Those of CPUs were measured (`XLA`); those of TPUs and GPUs were not tuned on a chip: they follow from the sizes of the
+Those of CPUs were measured (`XLA`) on a busy machine; those of TPUs and GPUs were not tuned on a chip: they follow from the sizes of the
 memories, and are compiled for each chip in the tests.
 """
 
@@ -66,7 +66,10 @@ class GpuBlocks:
     key_gradients: GpuTiles
 
 
-XLA = XlaChunks(queries=256, keys=512, scores=2**20)
+XLA = XlaChunks(queries=256, keys=256, scores=2**18)
+"""Of 256 x 512 x 2^20, 128 x 128 x 2^16 and eight sizes between, about the fastest at B S H K D = 2 1024 8 2 64 and 1 1024
+8 2 128 (EPYC, 2 threads, CPU seconds, 2026-11-21): scores of a step stay in the second-level cache."""
+
 
 # By jax's name of the device (`jax.Device.device_kind`); "" is for chips that are not listed.
 TPU = {
