@@ -334,3 +334,21 @@ def test_refuses_random_numbers_that_depend_on_the_sharding():
     mesh = meshes.make_mesh(MeshShape(fsdp=8))
     with jax.threefry_partitionable(False), pytest.raises(UserError, match="jax_threefry_partitionable is off"):
         fsdp.sharded_init(init, mesh=mesh, specs={})
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "DDP"])
+def test_bfloat16_sums_run_beside_an_automatic_axis(strategy):
+    # XLA for CPU aborts on them as they stand.
+    mesh = meshes.make_mesh(MESHES["replica2-fsdp2-tensor2"])
+    if strategy == "DDP":
+        strategy, rules = Ddp(param_dtype="bfloat16"), None
+    else:
+        strategy, rules = Fsdp(sharding=strategy, form="explicit", param_dtype="bfloat16"), TENSOR
+    specs, params = placed(strategy, mesh, jax.tree.map(np.float32, residual_stack.params()), rules=rules)
+    gradients = jax.jit(fsdp.gradients(residual_stack.loss, strategy, mesh=mesh, specs=specs))
+    *_, grads = gradients(params, jax.device_put(BATCHES[0], meshes.batch_sharding(mesh)))
+    whole = jax.jit(jax.grad(lambda p: residual_stack.loss(p, BATCHES[0], None)[0]))(residual_stack.params(np.float32))
+    for path, g in grads.items():
+        assert g.dtype == np.float32
+        # The whole model computes with 8 bits; a sum that is missing would be off by half.
+        assert np.linalg.norm(g - whole[path]) < 0.1 * np.linalg.norm(whole[path]), path
