@@ -124,7 +124,7 @@ class Engine:
         """
         if not prompts:
             return []
-        self._check(prompts, max_tokens)
+        self.check(prompts, max_tokens)
         numbers = [0] * len(prompts) if samples is None else list(samples)
         if len(numbers) != len(prompts):
             raise ValueError(f"generate: samples must have one number a prompt, {len(prompts)}; got {len(numbers)}.")
@@ -160,7 +160,12 @@ class Engine:
         needed = sum(_device_bytes(p, p.sharding) for p in self.params.values()) + self._cache_bytes(rows, positions)
         _check_memory(self.mesh, needed, f"the parameters and a cache of {rows} x {positions:,} positions")
 
-    def _check(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+        """Refuses prompts that `generate` would refuse, whatever the batch.
+
+        Raises:
+          UserError: names the first by its number, from 1.
+        """
         if max_tokens < 1:
             raise UserError(f"max_tokens must be at least 1; got {max_tokens}.")
         vocabulary = self.config.vocabulary
@@ -230,6 +235,7 @@ class Engine:
         self, state: _State, keys: jax.Array, stops: np.ndarray, sampling: Sampling, max_tokens: int, block: int
     ) -> Iterator[np.ndarray]:
         """Blocks of new tokens, int32[B, n]."""
+        sampling = dataclasses.replace(sampling, seed=0)  # which the keys have: another seed is no other program
         made = 0
         while made < max_tokens:
             limit = min(block, max_tokens - made)
@@ -303,8 +309,14 @@ def load(
       loaded: Told the bytes of every tensor that is loaded.
 
     Raises:
-      UserError: it does not fit the devices, or cannot be read.
+      UserError: it does not fit the devices, cannot be read, or the mesh cuts sequences or layers.
     """
+    for axis in ("context", "stage"):
+        if mesh.shape[axis] > 1:
+            raise UserError(
+                f"mesh: generation spreads over tensor, fsdp, replica and expert, not over {axis}={mesh.shape[axis]}. Give "
+                f"these devices to tensor: --mesh tensor={mesh.shape[axis]}."
+            )
     param_dtype = jnp.dtype(model.dtype if param_dtype is None else param_dtype)
     compute_dtype = param_dtype if compute_dtype is None else jnp.dtype(compute_dtype)
     abstract = nnx.eval_shape(

@@ -322,6 +322,9 @@ def _appearing(target: pathlib.Path) -> Iterator[pathlib.Path]:
         if target.exists():
             target.rmdir()
         partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{target}: cannot be written ({error.strerror}). Choose another folder or disk.") from error
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

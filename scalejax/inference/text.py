@@ -75,6 +75,8 @@ class Writer:
             raise UserError(
                 f"samples must be 1 where the temperature is 0: all {samples} would be the same. Set a temperature."
             )
+        encoded = {prompt: self.encode(prompt) for prompt in prompts}
+        self.engine.check([encoded[prompt] for prompt in prompts], max_tokens)  # before any text is made
         asked = [(prompt, number) for prompt in prompts for number in range(samples)]
         found: list[Completion] = []
         texts, ids = self._stops(stop)
@@ -82,7 +84,7 @@ class Writer:
             part = asked[start : start + batch_size]
             watch = _Watch(self.tokenizer, texts, len(part))
             got = self.engine.generate(
-                [self.encode(prompt) for prompt, _ in part],
+                [encoded[prompt] for prompt, _ in part],
                 max_tokens=max_tokens,
                 sampling=sampling,
                 stop=ids,

@@ -105,10 +105,11 @@ def test_progress_sees_each_token_and_can_end(tmp_path, want):
 
 def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
     on = engine(tmp_path)
-    on.generate([PROMPTS[0]], max_tokens=4)
+    on.generate([PROMPTS[0]], max_tokens=4, sampling=Sampling(temperature=1.0, seed=1))
     sizes = on._read_piece._cache_size(), on._decode._cache_size()
     for length in (1, 5, 30):
-        on.generate([tokens(GQA, 1, 40)[0, :length].tolist()], max_tokens=20)
+        prompt = tokens(GQA, 1, 40)[0, :length].tolist()
+        on.generate([prompt], max_tokens=20, sampling=Sampling(temperature=1.0, seed=length))
     assert (on._read_piece._cache_size(), on._decode._cache_size()) == sizes == (1, 1)
 
 
@@ -163,6 +164,12 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkey
         engine(tmp_path)
     with pytest.raises(UserError, match="and a cache of 1 x 128 positions need"):
         on.generate([[1]], max_tokens=3)
+
+
+@pytest.mark.parametrize("axis", ["context", "stage"])
+def test_meshes_that_cut_sequences_or_layers_are_refused(tmp_path, axis):
+    with pytest.raises(UserError, match=f"not over {axis}=2. Give these devices to tensor: --mesh tensor=2"):
+        engine(tmp_path, mesh={"fsdp": 1, axis: 2})
 
 
 def test_no_prompts_give_no_continuations(tmp_path):

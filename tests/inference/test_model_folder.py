@@ -1,6 +1,7 @@
 """Folders of Hugging Face and of scalejax: round trips to the bit, and what is refused."""
 
 import dataclasses
+import errno
 import json
 import pickle
 
@@ -250,6 +251,17 @@ def test_a_target_that_is_there_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     model_folder.convert(model, tmp_path / "empty", to="model")
     assert model_folder.kind_of(tmp_path / "empty") == "model"
+
+
+def test_a_disk_that_refuses_leaves_nothing_behind(tmp_path, monkeypatch):
+    def refuse(path, content):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_checkpoint(tmp_path / "theirs", GQA)
+    monkeypatch.setattr(model_folder, "_write_json", refuse)
+    with pytest.raises(UserError, match=r"ours: cannot be written \(No space left on device\)"):
+        model_folder.convert(model_folder.open_folder(tmp_path / "theirs"), tmp_path / "ours", to="model")
+    assert [p.name for p in tmp_path.iterdir()] == ["theirs"]
 
 
 def test_folders_that_are_nothing_are_refused(tmp_path):

@@ -84,8 +84,8 @@ def test_names_of_special_tokens_are_these_tokens_in_prompts_and_stops(writer):
 def test_what_begins_a_text_is_said_by_the_model(tmp_path):
     write_checkpoint(tmp_path / "theirs", BYTES)
     assert open_writer(tmp_path / "theirs", begins="nothing").encode("a") == [97]
-    with pytest.raises(UserError, match="prompt 1 is empty"):
-        open_writer(tmp_path / "theirs", begins="nothing").complete([""], max_tokens=3)
+    with pytest.raises(UserError, match="prompt 3 is empty"):
+        open_writer(tmp_path / "theirs", begins="nothing").complete(["a", "b", ""], max_tokens=3, batch_size=1)
 
 
 def test_models_without_their_tokenizer_are_refused(tmp_path):

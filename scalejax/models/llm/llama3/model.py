@@ -19,10 +19,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from scalejax import nn
+from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.models.llm.llama3 import rope
 from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.nn.layers import Gather, apply_layers, scan_layers, whole
 from scalejax.nn.linear import DType
+from scalejax.parallel.context import Method
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +53,8 @@ class Attention(nnx.Module):
         self.key = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
         self.value = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
         self.out = normal((c.heads, d, c.dim), ("heads", "head", "embed"), shrink=(2 * config.layers) ** -0.5)
-        self.implementation, self.context_method = c.attention, c.context_method
+        self.implementation: Implementation | None = c.attention
+        self.context_method: Method = c.context_method
         self.compute_dtype = jnp.dtype(compute_dtype)
 
     def project(self, x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
