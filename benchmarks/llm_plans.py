@@ -122,7 +122,8 @@ def main() -> None:
 
 `scalejax.plan.step_model` against runs that MaxText published (`scalejax.plan.published_runs` says where each figure
 and each setting stands). Fitted is one number a chip, the share of the bfloat16 peak that products reach:
-{shares}. Everything else is arithmetic on data sheets. Nothing ran here.
+{shares}. Everything else is arithmetic on data sheets. Nothing ran here;
+published figures as they stood on 2026-11-21.
 
 `{COMMAND}`
 

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from scalejax import compat
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import BATCH_AXES
 
@@ -247,13 +248,26 @@ class Plain:
         return x
 
     def _reduce(self, path: str, x: jax.Array) -> jax.Array:
-        if self.reduce_dtype is not None:
-            x = x.astype(self.reduce_dtype)
+        x = x if self.reduce_dtype is None else x.astype(self.reduce_dtype)
+        dtype = x.dtype
+        x = summable(x)
         rest = tuple(axis for axis in self.axes if axis not in self.layouts[path].apart)
         for dim, axes in self.layouts[path].dimensions(x.ndim):
             x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
             rest = tuple(axis for axis in rest if axis not in axes)
-        return jax.lax.psum(x, rest) if rest else x
+        return (jax.lax.psum(x, rest) if rest else x).astype(dtype)
+
+
+def summable(x: jax.Array) -> jax.Array:
+    """x as XLA can sum it over devices, inside a shard_map.
+
+    XLA for CPU aborts the process on sums of 16-bit floats where some axis of the mesh is automatic (jaxlib 0.10 to
+    0.12: "Invalid binary instruction opcode copy"). It computes such sums in float32 anyway, so there it is given that.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    partly = any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in mesh.manual_axes)
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return x.astype(jnp.float32) if narrow and partly and compat.device_kind() == "cpu" else x
 
 
 def data_axes(mesh: Mesh) -> tuple[str, ...]:

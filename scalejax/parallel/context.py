@@ -1,9 +1,9 @@
 """Attention over a sequence that is cut over the mesh axis `context`.
 
 Layout. A row is cut into 2 n chunks for n devices, and device i holds chunks i and 2 n - 1 - i (The Llama 3 Herd of
-Models, arXiv 2407.21783, section 3.3.2): under a causal mask all devices then have the same number of visible pairs. The
-layout is only that, a matter of balance. What a query sees follows from positions and segment ids, which travel with
-keys and values; nothing here asks where a token lies.
+Models, arXiv 2407.21783, section 3.3.2): under a causal mask all devices then have the same number of visible pairs.
+The layout is only that, a matter of balance. What a query sees follows from positions and segment ids, which travel
+with keys and values; nothing here asks where a token lies.
 
 Two methods, for each layer and device, with P the bytes of keys and values of all positions of the device's rows:
 
@@ -35,6 +35,7 @@ from jax.sharding import AxisType
 from scalejax.kernels.flash_attention import flash_attention, flash_attention_gradients
 from scalejax.kernels.flash_attention.api import LSE_NAME, OUT_NAME, Implementation
 from scalejax.parallel.attention import shard_attention
+from scalejax.parallel.rules import LogicalAxes
 
 Method = Literal["all_gather", "ring"]
 METHODS = ("all_gather", "ring")
@@ -187,7 +188,7 @@ def sharded_context_attention(
             q, k, v, **given, method=method, mask=mask, window=window, scale=scale, implementation=implementation
         )[0]
 
-    axes = dict.fromkeys(given, ("batch", "sequence"))
+    axes: dict[str, LogicalAxes] = dict.fromkeys(given, ("batch", "sequence"))
     out = shard_attention(local, q, k, v, given, axes, sequence="sequence")
     return out[:, :length] if more else out
 
@@ -232,7 +233,8 @@ class _Call:
 
 
 def _gathered(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any) -> Any:
-    keys, values = _gather(call.axis, k), _gather(call.axis, v)
+    keys: Any = _gather(call.axis, k)
+    values: Any = _gather(call.axis, v)
     key_positions, key_segments = jax.tree.map(functools.partial(_all, call.axis), (positions, segments))
     return flash_attention(q, keys, values, **call.options(positions, segments, key_positions, key_segments))
 

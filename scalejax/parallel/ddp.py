@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Exchange, Layout, States, axes_of
+from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Exchange, Layout, States, axes_of, summable
 
 MIB = 2**20
 
@@ -111,9 +111,8 @@ class Bucketed:
         reduced = {}
         for bucket in buckets(gradients, self.bucket_bytes):
             flat = jnp.concatenate([gradients[path].ravel() for path in bucket])
-            parts = jnp.split(
-                jax.lax.psum(flat, self.axes), np.cumsum([gradients[path].size for path in bucket])[:-1].tolist()
-            )
+            total = jax.lax.psum(summable(flat), self.axes).astype(flat.dtype)
+            parts = jnp.split(total, np.cumsum([gradients[path].size for path in bucket])[:-1].tolist())
             reduced |= {path: part.reshape(gradients[path].shape) for path, part in zip(bucket, parts, strict=True)}
         return reduced, state
 

@@ -225,6 +225,11 @@ def plan_program(
         line = roofline.predict(machine, program.mesh, counted, moved, each)
         found = tuple(collectives.total(each))
         notes += [f"a loop runs as often as the data say; its bytes count once: {x}" for x in moved.unbounded_loops]
+        if room.total_bytes > room.hbm_bytes:
+            notes.append(
+                "the compiler accepted this step although its own figures add up to more memory than a chip has: what "
+                "it counts as temporaries need not all live at one time. Expect it to be close to the limit."
+            )
     return PlanResult(
         topology=machine,
         mesh={axis: size for axis, size in program.mesh.shape.items() if size > 1},

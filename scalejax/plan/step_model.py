@@ -453,7 +453,8 @@ def _moved(cut: _Cut) -> list[Moved]:
     again = 2 if t.reshard == "after_forward" else 1
     if shards:
         add("layers", "all-gather", shards, cut.layer * t.gather_bytes, again * cut.layers * parts)
-        add("embedding and head", "all-gather", shards, cut.ends * t.gather_bytes, again * parts)
+        # A lookup needs no table in its backward pass, and the loss takes both products of the head at once.
+        add("embedding and head", "all-gather", shards, cut.ends * t.gather_bytes, parts)
         add("gradients of layers", "reduce-scatter", shards, cut.layer * t.reduce_bytes, cut.layers * parts)
         add("gradients of embedding and head", "reduce-scatter", shards, cut.ends * t.reduce_bytes, parts)
     if copies:

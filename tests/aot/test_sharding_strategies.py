@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 import residual_stack
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel import fsdp, xla_flags
+from scalejax.parallel import fsdp, offload, xla_flags
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.rules import Rules
 from scalejax.plan import explain_sharding, stablehlo, topology
 
 pytestmark = pytest.mark.aot
@@ -23,10 +25,10 @@ MATRIX = DIM * HIDDEN * NUMBER
 CHIPS = pytest.mark.parametrize("chip", ["v5p:2x2x2", "v6e:2x4"])
 
 
-def lowered(chip, strategy, axes="fsdp=8"):
+def lowered(chip, strategy, axes="fsdp=8", rules=None):
     mesh, _ = topology.make_mesh(topology.parse(chip), meshes.parse_mesh(axes))
     described = residual_stack.axes(LAYERS, DIM, HIDDEN)
-    specs = {p.name: p.spec for p in fsdp.place(described, strategy, mesh=mesh)}
+    specs = {p.name: p.spec for p in fsdp.place(described, strategy, mesh=mesh, rules=rules)}
     params = {
         path: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, specs[path]))
         for path, (_, shape) in described.items()
@@ -80,3 +82,36 @@ def test_a_whole_gradient_is_summed_across_replicas_only_in_shards(chip):
     found = explain_sharding(program.compile(), mesh)
     across = sum(c.bytes for c in found if "replica" in c.axes and c.bytes > 64 * c.count)
     assert across <= 1.1 * (INSIDE + OUTSIDE) // 4
+
+
+@CHIPS
+@pytest.mark.parametrize("form", ["implicit", "explicit"])
+def test_composes_with_tensor_parallelism(chip, form):
+    rules = Rules(axes=(("hidden", ("tensor",)),))
+    program, mesh = lowered(chip, Fsdp(form=form, param_dtype="bfloat16"), "fsdp=4,tensor=2", rules)
+    found = explain_sharding(program.compile(), mesh)
+    gathered = [c for c in found if c.kind == "all-gather" and c.axes == ("fsdp",) and c.count >= LAYERS]
+    # Half of each matrix is gathered, over `fsdp` alone; sums of activations go over `tensor`.
+    assert max(c.bytes // c.count for c in gathered) <= MATRIX // 2
+    assert any("tensor" in c.axes and c.count >= LAYERS for c in found)
+
+
+@CHIPS
+def test_offloaded_state_is_an_argument_in_host_memory(chip):
+    mesh, _ = topology.make_mesh(topology.parse(chip), meshes.parse_mesh("fsdp=8"))
+    sharding = NamedSharding(mesh, P("fsdp"))
+    state = {
+        "mu": jax.ShapeDtypeStruct((1024, 512), np.float32, sharding=sharding),
+        "count": jax.ShapeDtypeStruct((), np.float32, sharding=NamedSharding(mesh, P())),
+    }
+    rest, places = offload.on_host(state), {name: s.sharding for name, s in state.items()}
+
+    def step(state):
+        fetched = offload.fetch(state, places)
+        return offload.stow({"mu": fetched["mu"] * 0.9, "count": fetched["count"] + 1}, rest)
+
+    given = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=rest[name]) for name, s in state.items()}
+    compiled = jax.jit(step, out_shardings=rest, donate_argnums=0).lower(given).compile()
+    memory = compiled.memory_analysis()
+    assert memory.host_argument_size_in_bytes == 1024 * 512 * 4 // 8
+    assert memory.argument_size_in_bytes < 1024

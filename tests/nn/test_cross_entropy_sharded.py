@@ -33,14 +33,20 @@ def gradients(x, weight, targets, weights):
 
 @pytest.mark.parametrize(
     "shape",
-    [MeshShape(fsdp=8), MeshShape(replica=2, fsdp=4), MeshShape(fsdp=4, tensor=2)],
-    ids=["fsdp", "two", "tensor"],
+    [
+        MeshShape(fsdp=8),
+        MeshShape(replica=2, fsdp=4),
+        MeshShape(fsdp=4, tensor=2),
+        MeshShape(fsdp=2, context=4),
+        MeshShape(fsdp=2, context=2, tensor=2),
+    ],
+    ids=["fsdp", "two", "tensor", "context", "three"],
 )
 def test_devices_change_nothing_and_sum_the_gradient_of_the_head_once(x64, shape):
     args = arguments()
     want = jax.jit(gradients)(*args)
     mesh = make_mesh(shape)
-    rows = NamedSharding(mesh, P(BATCH_AXES))
+    rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
     head = NamedSharding(mesh, P(None, "tensor"))
     placed = [jax.device_put(a, head if a.shape == (E, V) else rows) for a in args]
     with jax.set_mesh(mesh):
@@ -49,5 +55,38 @@ def test_devices_change_nothing_and_sum_the_gradient_of_the_head_once(x64, shape
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), got, want)
     found = collectives.of_module(hlo.parse(compiled.as_text()), mesh)
     head_bytes = E * V * 8 // mesh.shape["tensor"]
-    over_data = [c for c in found if c.bytes and "fsdp" in c.axis and c.bytes / c.count >= head_bytes]
+    data = {axis for axis in ("replica", "fsdp", "context") if mesh.shape[axis] > 1}
+    over_data = [c for c in found if data & set(c.axes) and c.bytes / c.count >= head_bytes]
     assert sum(c.count for c in over_data) == 1, over_data
+    assert set(over_data[0].axes) == data
+
+
+@pytest.mark.parametrize("length", [24, 22])  # 22 positions do not divide over the four that cut them
+def test_inside_a_shard_map_over_rows_the_positions_are_cut_as_well(x64, length):
+    x, weight, targets, weights = arguments()
+    x, targets, weights = (a[:, :length] for a in (x, targets, weights))
+    want = jax.jit(gradients)(x, weight, targets, weights)
+    mesh = make_mesh(MeshShape(fsdp=2, context=4))
+
+    def local(x, weight, targets, weights):
+        value, (d_x, d_weight) = gradients(x, weight, targets, weights)
+        return jax.lax.psum(value, "fsdp"), (d_x, jax.lax.psum(d_weight, "fsdp"))
+
+    rows = P("fsdp")
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(rows, P(), rows, rows), out_specs=(P(), (rows, P())), axis_names={"fsdp"},
+        check_vma=False,
+    )  # fmt: skip
+    got = jax.jit(sharded)(x, weight, targets, weights)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), got, want)
+
+
+def test_no_slice_is_put_together_from_several_devices(x64):
+    args = arguments()
+    mesh = make_mesh(MeshShape(fsdp=2, context=4))
+    rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
+    placed = [jax.device_put(a, NamedSharding(mesh, P()) if a.shape == (E, V) else rows) for a in args]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(gradients, out_shardings=(None, (rows, None))).lower(*placed).compile()
+    kinds = {c.kind for c in collectives.of_module(hlo.parse(compiled.as_text()), mesh) if c.axes}
+    assert kinds == {"all-reduce"}

@@ -133,12 +133,12 @@ def _rows(decoder, machine="v5p:2x2x2", **training):
     return {(m.what, m.kind, m.axes): (m.bytes, m.count) for m in found.moved}
 
 
-def test_full_shard_gathers_parameters_twice_and_scatters_gradients_once():
+def test_full_shard_gathers_layers_twice_and_scatters_gradients_once():
     rows = _rows(SMALL, mesh=MeshShape(fsdp=8))
     layers, ends = 4 * SMALL.parameters_per_layer * 2, SMALL.end_parameters * 2  # bfloat16
     assert rows == {
         ("layers", "all-gather", ("fsdp",)): (2 * layers, 8),
-        ("embedding and head", "all-gather", ("fsdp",)): (2 * ends, 2),
+        ("embedding and head", "all-gather", ("fsdp",)): (ends, 1),
         ("gradients of layers", "reduce-scatter", ("fsdp",)): (layers, 4),
         ("gradients of embedding and head", "reduce-scatter", ("fsdp",)): (ends, 1),
     }

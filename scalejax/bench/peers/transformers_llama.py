@@ -45,25 +45,7 @@ class TrainingStep:
     def __init__(self, config: LlamaConfig, parameters: Mapping[str, np.ndarray], settings: Settings) -> None:
         torch.set_num_threads(settings.threads)
         self._settings = settings
-        self._model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                vocab_size=config.vocabulary,
-                hidden_size=config.dim,
-                intermediate_size=config.ffn_dim,
-                num_hidden_layers=config.layers,
-                num_attention_heads=config.heads,
-                num_key_value_heads=config.kv_heads,
-                head_dim=config.width,
-                max_position_embeddings=config.max_positions,
-                rms_norm_eps=config.norm_eps,
-                tie_word_embeddings=config.tie_embeddings,
-                rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-                use_cache=False,
-                attn_implementation="sdpa",
-            )
-        )
-        state = {name: torch.from_numpy(np.array(value)) for name, value in from_ours(config, parameters).items()}
-        self._model.load_state_dict(state)
+        self._model = build(config, parameters)
         matrices = [p for p in self._model.parameters() if p.ndim >= 2]
         norms = [p for p in self._model.parameters() if p.ndim < 2]
         self._adam = torch.optim.AdamW(
@@ -88,8 +70,60 @@ class TrainingStep:
         return loss.detach()
 
     def _objective(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = self._model(tokens).logits
+        logits = self._model(tokens, use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Generation:
+    """Greedy continuation of one prompt.
+
+    Args:
+      config: Architecture.
+      parameters: Ours, by path.
+      threads: CPU threads.
+    """
+
+    def __init__(self, config: LlamaConfig, parameters: Mapping[str, np.ndarray], *, threads: int) -> None:
+        torch.set_num_threads(threads)
+        self._model = build(config, parameters).eval()
+
+    @torch.no_grad()
+    def generate(self, prompt: list[int], tokens: int) -> list[int]:
+        """The next `tokens` tokens."""
+        given = torch.tensor([prompt])
+        out = self._model.generate(
+            given,
+            attention_mask=torch.ones_like(given),
+            max_new_tokens=tokens,
+            min_new_tokens=tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        return out[0, len(prompt) :].tolist()
+
+
+def build(config: LlamaConfig, parameters: Mapping[str, np.ndarray]) -> Any:
+    """`LlamaForCausalLM` with our parameters."""
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=config.vocabulary,
+            hidden_size=config.dim,
+            intermediate_size=config.ffn_dim,
+            num_hidden_layers=config.layers,
+            num_attention_heads=config.heads,
+            num_key_value_heads=config.kv_heads,
+            head_dim=config.width,
+            max_position_embeddings=config.max_positions,
+            rms_norm_eps=config.norm_eps,
+            tie_word_embeddings=config.tie_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
+            attn_implementation="sdpa",
+        )
+    )
+    state = {name: torch.from_numpy(np.array(value)) for name, value in from_ours(config, parameters).items()}
+    model.load_state_dict(state)
+    return model
 
 
 def from_ours(config: LlamaConfig, parameters: Mapping[str, np.ndarray]) -> dict[str, Any]:

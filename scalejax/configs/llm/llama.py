@@ -31,7 +31,7 @@ def tiny() -> DenseExperiment:
 
 
 def shakespeare() -> DenseExperiment:
-    """A Llama of 0.74 M parameters on the characters of tiny Shakespeare; validation loss 1.6 in 1,000 steps.
+    """A Llama of 0.74 M parameters on the characters of tiny Shakespeare; validation loss 1.78 in 1,000 steps.
 
     Set data.path and data.tokenizer.path to the text (input.txt of the repository karpathy/char-rnn, also gzipped).
     """
@@ -59,7 +59,7 @@ def shakespeare() -> DenseExperiment:
         ),
         steps=1000,
         optimizer=optim.AdamW(
-            learning_rate=optim.WarmupCosine(peak=3e-3, warmup=0.02, final=0.1), b2=0.99, weight_decay=0.1
+            learning_rate=optim.WarmupCosine(peak=1.5e-3, warmup=0.03, final=0.1), b2=0.99, weight_decay=0.1
         ),
         log_every=50,
         eval_every=100,

@@ -1,0 +1,58 @@
+"""The step of a Llama on eight chips with attention kernels forced: it compiles, fits, and moves what it should."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from scalejax.configs.llm import llama
+from scalejax.data.text import TextData
+from scalejax.models.llm.llama3 import LlamaConfig
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.mesh import MeshShape
+from scalejax.plan import plan_program, topology
+from scalejax.train import dense
+
+pytestmark = pytest.mark.aot
+
+MODEL = LlamaConfig(
+    layers=2, dim=1024, ffn_dim=2816, heads=8, kv_heads=4, vocabulary=32_000, max_positions=2048, loss_positions=512
+)
+
+
+def planned(name: str, attention: Any, strategy: Fsdp, shape: MeshShape):
+    data = TextData(length=2048, batch_size=16, vocabulary=32_000)
+    experiment = dataclasses.replace(
+        llama.tiny(),
+        model=dataclasses.replace(MODEL, attention=attention),
+        data=data,
+        strategy=strategy,
+    )
+    machine = topology.parse(name)
+    mesh, _ = topology.make_mesh(machine, shape)
+    program = dense.build(experiment, data.schema(), mesh)
+    return program, plan_program(program, machine)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "form"),
+    [
+        ("v6e:2x4", "pallas_tpu", "implicit"),
+        ("v5p:2x2x2", "splash", "explicit"),
+        pytest.param("v5p:2x2x2", "pallas_tpu", "explicit", marks=pytest.mark.slow),
+        pytest.param("v5e:2x4", "pallas_tpu", "implicit", marks=pytest.mark.slow),
+        pytest.param("v6e:2x4", "splash", "implicit", marks=pytest.mark.slow),
+    ],
+)
+def test_compiles_with_kernels_on_fsdp_and_tensor(name, attention, form):
+    strategy = Fsdp(form=form, param_dtype="bfloat16")
+    program, found = planned(name, attention, strategy, MeshShape(fsdp=4, tensor=2))
+    assert found.memory.fits, found.memory.message
+    text = program.train_step.trace(program.abstract_state(), program.abstract_batch()).lower().as_text()
+    assert "tpu_custom_call" in text
+    kinds = {(c.kind, c.axis) for c in found.collectives}
+    assert any("fsdp" in axis for _, axis in kinds)
+    assert any("tensor" in axis for _, axis in kinds)
+    # The loss is made in slices: nothing of the size of all logits, 16 x 2,048 x 32,000 in float32, exists.
+    logits = 16 * 2048 * 32_000 * 4 // 8
+    assert found.memory.bytes_per_chip["temporaries"] < logits
