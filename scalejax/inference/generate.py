@@ -314,8 +314,8 @@ def load(
     for axis in ("context", "stage"):
         if mesh.shape[axis] > 1:
             raise UserError(
-                f"mesh: generation spreads over tensor, fsdp, replica and expert, not over {axis}={mesh.shape[axis]}. Give "
-                f"these devices to tensor: --mesh tensor={mesh.shape[axis]}."
+                f"mesh: generation spreads over tensor, fsdp, replica and expert, not over {axis}={mesh.shape[axis]}. "
+                f"Give these devices to tensor: --mesh tensor={mesh.shape[axis]}."
             )
     param_dtype = jnp.dtype(model.dtype if param_dtype is None else param_dtype)
     compute_dtype = param_dtype if compute_dtype is None else jnp.dtype(compute_dtype)
