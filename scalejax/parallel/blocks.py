@@ -347,6 +347,11 @@ def exchanged_gradients(
     over = data_axes(mesh)
     handled = tuple(axis for axis in handled if mesh.shape[axis] > 1)
     manual = {axis for axis in mesh.axis_names if axis in over + handled or mesh.shape[axis] == 1}
+    # A shard_map inside adds what is automatic, and XLA of jax 0.12 dies where that does not come last in the mesh.
+    automatic = [axis for axis in mesh.axis_names if axis not in manual]
+    if automatic:
+        after = mesh.axis_names[mesh.axis_names.index(automatic[0]) :]
+        manual -= {axis for axis in after if mesh.shape[axis] == 1}
     rows, each = P(BATCH_AXES), P((*BATCH_AXES, *handled))
 
     def run(
