@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from scalejax.data.splits import ByPosition as ByPosition
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
+    from scalejax.data.staged import StagedData as StagedData
     from scalejax.data.stages import Stage as Stage
     from scalejax.data.text import TextData as TextData
     from scalejax.data.text import TextSplit as TextSplit
@@ -70,6 +71,7 @@ _HOMES = {
     "SessionData": "session_data",
     "SessionLog": "sessions",
     "Stage": "stages",
+    "StagedData": "staged",
     "TextData": "text",
     "TextSplit": "text",
     "TokenBatch": "tokens",

@@ -8,7 +8,6 @@ padding, are spread over devices or parts.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -157,11 +156,9 @@ class DenseProgram:
 
         return jax.jit(take, donate_argnums=0, out_shardings=(self.state_shardings, self.state_shardings.metrics))
 
-    @functools.cached_property
-    def parts(self) -> int:
-        """Passes of a step: the fewest that divide a device's examples and are small enough."""
-        shards = math.prod(self.mesh.shape[axis] for axis in meshes.BATCH_AXES)
-        local = self.experiment.data.batch_size // shards
+    def parts(self, rows: int) -> int:
+        """Passes of a step over `rows` examples: the fewest that divide those of a device and are small enough."""
+        local = rows // meshes.batch_shards(self.mesh)
         most = self.experiment.microbatch or local
         return next(parts for parts in range(1, local + 1) if local % parts == 0 and local // parts <= most)
 
@@ -172,7 +169,7 @@ class DenseProgram:
             self.experiment.strategy,
             mesh=self.mesh,
             specs=specs,
-            parts=self.parts,
+            parts=self.parts(next(iter(batch.values())).shape[0]),
             handled=self._handled,
         )
         key = jax.random.fold_in(state.key, state.step)
@@ -220,7 +217,8 @@ def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
       UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, or the
         model and the data do not fit.
     """
-    meshes.check_batch(experiment.data.batch_size, mesh, over="batch axes")
+    for size in getattr(experiment.data, "batch_sizes", (experiment.data.batch_size,)):
+        meshes.check_batch(size, mesh, over="batch axes")
     check_precision(experiment.precision)
     task = experiment.model.task(schema)
     abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment, mesh))

@@ -11,6 +11,7 @@ import pytest
 import small_language_run as small
 
 from scalejax import optim
+from scalejax.data import Stage, StagedData
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import dense, loop
@@ -151,6 +152,24 @@ def test_a_run_in_parts_equals_one_in_one_piece_to_the_bit(whole, texts, tmp_pat
             assert (np.asarray(a) == np.asarray(b)).all()
     windows = [[r for r in read_lines(f / "metrics.jsonl") if r["step"] > 4] for f in (whole[0], tmp_path)]
     assert windows[0] == windows[1]
+
+
+def test_batches_and_rows_grow_during_a_run_and_a_part_of_it_goes_on_to_the_same_bits(texts, tmp_path):
+    data = small.experiment(texts).data
+    stages = (
+        Stage(from_tokens=0, data=dataclasses.replace(data, length=16)),
+        Stage(from_tokens=500, data=dataclasses.replace(data, length=16, batch_size=16)),
+        Stage(from_tokens=1000, data=dataclasses.replace(data, length=32, batch_size=16)),
+    )
+    experiment = small.experiment(texts, data=StagedData(stages=stages))
+    loop.train(experiment, workdir=tmp_path / "whole")
+    loop.train(dataclasses.replace(experiment, steps=4), workdir=tmp_path / "parts")
+    loop.train(experiment, workdir=tmp_path / "parts", resume="must")
+    one, two = (read_lines(tmp_path / name / "metrics.jsonl") for name in ("whole", "parts"))
+    assert [line for line in one if line["step"] > 4] == [line for line in two if line["step"] > 4]
+    # Four steps of 8 rows reach 512 tokens, two of 16 rows 1,024.
+    windows = [line["examples_seen"] for line in one if line["kind"] == "window"]
+    assert windows == [4 * 8, 4 * 8 + 4 * 16, 4 * 8 + 8 * 16]
 
 
 def test_a_checkpoint_goes_on_upon_another_mesh(whole, texts):

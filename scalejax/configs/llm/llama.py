@@ -7,6 +7,8 @@ import dataclasses
 
 from scalejax import optim
 from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from scalejax.data.staged import StagedData
+from scalejax.data.stages import Stage
 from scalejax.data.text import TextData, TextSplit
 from scalejax.data.tokenizer import CharacterTokenizer
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
@@ -83,8 +85,18 @@ def pretrain_70b() -> DenseExperiment:
 
 
 def pretrain_405b() -> DenseExperiment:
-    """Llama 3 405B, 16 M tokens a step: set data.path and data.tokenizer.path. For accelerators."""
-    return _pretrain("3.1-405b", peak=8e-5, rows=2048, steps=1_200_000)
+    """Llama 3 405B, 4 to 16 M tokens a step: set path and tokenizer.path of data.stages.N.data. For accelerators.
+
+    Rows of 4,096 tokens for the first 252 M tokens, then of 8,192; 16 M tokens a step after 2.87 T.
+    """
+    whole = _pretrain("3.1-405b", peak=8e-5, rows=2048, steps=1_200_000)
+    last = whole.data
+    stages = (
+        Stage(from_tokens=0, data=dataclasses.replace(last, length=4096, batch_size=1024)),
+        Stage(from_tokens=252_000_000, data=dataclasses.replace(last, batch_size=1024)),
+        Stage(from_tokens=2_870_000_000_000, data=last),
+    )
+    return dataclasses.replace(whole, data=StagedData(stages=stages))
 
 
 def smoke() -> DenseExperiment:
