@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
+from scalejax.data.mixture import MixtureData
+from scalejax.data.staged import StagedData
 from scalejax.data.text import TextData
 from scalejax.data.tokenizer import Bytes, ByteTokenizer
 from scalejax.errors import UserError
@@ -90,13 +92,13 @@ def open_run(
     Raises:
       UserError: it is no run of a language model, has no such checkpoint or too few of them, or a damaged one.
     """
-    model, data = experiment.model, experiment.data
-    if not isinstance(model, LlamaConfig) or not isinstance(data, TextData):
+    model, data = experiment.model, _text_of(experiment.data)
+    if not isinstance(model, LlamaConfig) or data is None:
         raise UserError(
             f"RUN_FOLDER {run_folder} is a run of {type(model).__name__}, not of a language model. Give a run of "
             "LlamaConfig."
         )
-    config = model.bound(data.schema())
+    config = model.bound(experiment.data.schema())
     tokenizer = data.tokenizer.build()
     steps = _existing(run_folder / "checkpoints", step, average)
     folders = tuple(run_folder / "checkpoints" / str(step) for step in steps)
@@ -116,6 +118,15 @@ def open_run(
         shards=folders,
         remarks=(f"{'step' if average == 1 else 'mean of steps'} {', '.join(map(str, steps))} of the run",),
     )
+
+
+def _text_of(data: Any) -> TextData | None:
+    """Where the tokenizer of a run stands: all parts of its data have the same."""
+    if isinstance(data, StagedData):
+        return _text_of(data.stages[-1].data)
+    if isinstance(data, MixtureData):
+        return data.sources[0][0]
+    return data if isinstance(data, TextData) else None
 
 
 def _source(folder: pathlib.Path, config: LlamaConfig) -> CheckpointSource:

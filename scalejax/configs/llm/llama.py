@@ -89,13 +89,13 @@ def pretrain_405b() -> DenseExperiment:
 
     Rows of 4,096 tokens for the first 252 M tokens, then of 8,192; 16 M tokens a step after 2.87 T.
     """
-    whole = _pretrain("3.1-405b", peak=8e-5, rows=2048, steps=1_200_000)
-    last = whole.data
+    last = _rows("3.1-405b", 2048)
     stages = (
         Stage(from_tokens=0, data=dataclasses.replace(last, length=4096, batch_size=1024)),
         Stage(from_tokens=252_000_000, data=dataclasses.replace(last, batch_size=1024)),
         Stage(from_tokens=2_870_000_000_000, data=last),
     )
+    whole = _pretrain("3.1-405b", peak=8e-5, rows=2048, steps=1_200_000)
     return dataclasses.replace(whole, data=StagedData(stages=stages))
 
 
@@ -117,14 +117,7 @@ def _pretrain(size: str, *, peak: float, rows: int, steps: int) -> DenseExperime
     """
     return DenseExperiment(
         model=SIZES[size],
-        data=TextData(
-            path="text",
-            tokenizer=HuggingFaceTokenizer(path="tokenizer.json"),
-            vocabulary=SIZES[size].vocabulary,
-            length=8192,
-            batch_size=rows,
-            packing="best-fit",
-        ),
+        data=_rows(size, rows),
         steps=steps,
         optimizer=optim.AdamW(
             learning_rate=optim.WarmupCosine(peak=peak, warmup=8_000 / steps, final=0.01),
@@ -137,4 +130,16 @@ def _pretrain(size: str, *, peak: float, rows: int, steps: int) -> DenseExperime
         log_every=10,
         eval_every=1000,
         checkpoints=Checkpoints(every=1000, best_metric="loss"),
+    )
+
+
+def _rows(size: str, rows: int) -> TextData:
+    """Rows of 8,192 tokens of text of the user's."""
+    return TextData(
+        path="text",
+        tokenizer=HuggingFaceTokenizer(path="tokenizer.json"),
+        vocabulary=SIZES[size].vocabulary,
+        length=8192,
+        batch_size=rows,
+        packing="best-fit",
     )
