@@ -1,5 +1,6 @@
 """Every recipe can be built anywhere, and every smoke recipe trains."""
 
+import math
 import pathlib
 
 import pytest
@@ -8,11 +9,12 @@ from scalejax import configs
 from scalejax.configs import discovery
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop
+from scalejax.train import dense, loop
 from scalejax.train import program as programs
 
 RECIPES = {recipe.name: recipe for recipe in discovery.listing()}
-SMOKES = [name for name in RECIPES if name.endswith("-smoke")]
+LANGUAGE = [name for name, recipe in RECIPES.items() if recipe.path.parent.name == "llm"]
+SMOKES = [name for name in RECIPES if name.endswith("-smoke") and name not in LANGUAGE]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -26,11 +28,34 @@ def test_builds_without_reading_anything(name: str, monkeypatch: pytest.MonkeyPa
         assert experiment.eval_every <= experiment.steps
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPES if "movielens" not in n])
+@pytest.mark.parametrize("name", [n for n in RECIPES if "movielens" not in n and n not in LANGUAGE])
 def test_model_fits_the_columns_of_its_data(name: str) -> None:
     experiment = configs.load(name)
     program = programs.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
     assert sum(p.size for p in program.model.params.values()) == program.task.dense_parameters()
+
+
+@pytest.mark.parametrize("name", [n for n in LANGUAGE if "shakespeare" not in n])
+def test_language_model_has_the_parameters_that_it_says(name: str) -> None:
+    experiment = configs.load(name)
+    schema = experiment.data.schema()
+    # Rows of eight devices, whatever the machine.
+    program = dense.build(experiment, schema, make_mesh(MeshShape(fsdp=8)))
+    config = experiment.model.bound(schema)
+    assert sum(math.prod(p.shape) for p in program.model.params.values()) == config.parameters()
+
+
+def test_language_smoke_trains_and_sums_up(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.py"
+    text.write_text("def double(x):\n    return 2 * x\n" * 400)
+    sets = [f"data.path={text}", "data.split.by=position"]
+    closing = loop.train(configs.load("llama-smoke", sets), workdir=tmp_path / "run", recipe="llama-smoke")
+    assert closing["steps"] == 4
+    assert 0 < closing["val_loss"] < 6.5
+    assert closing["val_perplexity"] == pytest.approx(math.exp(closing["val_loss"]))
+    assert closing["tokens_per_s"] > 0
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.parametrize("name", SMOKES)
