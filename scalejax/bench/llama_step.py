@@ -42,6 +42,7 @@ TINY = LlamaConfig(
     rope_theta=10_000.0,
     max_positions=256,
     remat="none",
+    unroll=4,
 )
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-3, 0.1, 1.0

@@ -4,6 +4,7 @@ Every parameter of the block has a leading axis of layers. A scan compiles the b
 parameters of one layer are fetched inside its body, where they can be gathered from shards and dropped again.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -66,6 +67,7 @@ def apply_layers(
     remat: Remat = "none",
     gather: Gather = whole,
     stage_parts: int | None = None,
+    unroll: int = 1,
 ) -> Any:
     """x = body(layer l, x, beside) for each layer in turn, over the devices of `stage` where the mesh has several.
 
@@ -78,6 +80,7 @@ def apply_layers(
       remat: What is kept for the backward pass.
       gather: Fetches the parameters of a layer.
       stage_parts: Parts into which a pipeline cuts the rows of each device; None = the most up to four a stage.
+      unroll: Layers in one turn of the scan (not of a pipeline's).
 
     Returns:
       The last x.
@@ -89,7 +92,8 @@ def apply_layers(
     stages = 1 if mesh.empty else mesh.shape.get(pipeline.AXIS, 1)
     options: Any = {"prefix": prefix, "remat": remat, "gather": gather}
     if stages == 1:
-        return scan_layers(layers, lambda layer, x, _: (body(layer, x, beside), None), x, **options)[0]
+        run = functools.partial(scan_layers, unroll=unroll, **options)
+        return run(layers, lambda layer, x, _: (body(layer, x, beside), None), x)[0]
     by_hand = mesh.axis_types[mesh.axis_names.index(pipeline.AXIS)] == AxisType.Manual
     step, params = _one_layer(layers, lambda layer, carry, _: ((body(layer, *carry), carry[1]), None), **options)
 
@@ -119,6 +123,7 @@ def scan_layers(
     prefix: str = "layers",
     remat: Remat = "none",
     gather: Gather = whole,
+    unroll: int = 1,
 ) -> tuple[Any, Any]:
     """carry, y_l = body(layer l, carry, x_l) for each layer in turn.
 
@@ -130,12 +135,14 @@ def scan_layers(
       prefix: What comes before the paths of the parameters, as `gather` sees them.
       remat: What is kept for the backward pass.
       gather: Fetches the parameters of a layer.
+      unroll: Layers in one turn of the scan: what is kept of them is not stacked, which spares small models on CPUs the
+        filling of fresh memory with zeros, and takes longer to compile.
 
     Returns:
       The last carry, and the ys stacked.
     """
     step, params = _one_layer(layers, body, prefix=prefix, remat=remat, gather=gather)
-    return jax.lax.scan(step, carry, (params, xs))
+    return jax.lax.scan(step, carry, (params, xs), unroll=unroll)
 
 
 def _one_layer(

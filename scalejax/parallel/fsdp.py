@@ -251,7 +251,9 @@ def _implicit_gradients(
     def run(params: Arrays, batch: Any, key: Any, scale: Any) -> tuple[jax.Array, jax.Array, Any, Arrays]:
         ndims = {path: p.ndim for path, p in params.items()}
         constrained = functools.partial(_Constrained, mesh=mesh, specs=specs, ndims=ndims)
-        moving = blocks.Fetch(constrained(param_dtype=strategy.param_dtype), "drop", ("sharding_constraint",))
+        # Where nothing is sharded there is nothing to drop, and no rematerialisation is to be asked for.
+        primitives = ("sharding_constraint",) if strategy.axes(mesh) else ()
+        moving = blocks.Fetch(constrained(param_dtype=strategy.param_dtype), "drop", primitives)
         # Of all layers at once, before the loss; its blocks then find whole parameters, and only cut their gradients.
         whole = blocks.Fetch(constrained(moves=False), "keep", ())
 

@@ -16,7 +16,7 @@ from scalejax.parallel.fsdp import Fsdp
 from scalejax.train.experiment import Checkpoints, DenseExperiment
 
 _TINY = LlamaConfig(
-    layers=4, dim=128, ffn_dim=384, heads=4, kv_heads=2, vocabulary=None, max_positions=1024, remat="none"
+    layers=4, dim=128, ffn_dim=384, heads=4, kv_heads=2, vocabulary=None, max_positions=1024, remat="none", unroll=4
 )
 
 
@@ -48,6 +48,7 @@ def shakespeare() -> DenseExperiment:
             rope_theta=10_000.0,
             max_positions=256,
             remat="none",
+            unroll=4,
         ),
         data=TextData(
             path="input.txt",
@@ -103,7 +104,7 @@ def smoke() -> DenseExperiment:
     """A few steps of a tiny Llama."""
     return dataclasses.replace(
         tiny(),
-        model=dataclasses.replace(_TINY, layers=2, dim=32, ffn_dim=64, remat="full"),
+        model=dataclasses.replace(_TINY, layers=2, dim=32, ffn_dim=64, remat="full", unroll=1),
         data=TextData(length=64, batch_size=8),
         steps=4,
         log_every=2,

@@ -34,6 +34,7 @@ class LlamaConfig:
       init_scale: Standard deviation of the initial weights; matrices that write to the residual stream start smaller by
         1 / sqrt(2 L).
       remat: What of a layer's forward pass is kept for its backward pass, see `nn.scan_layers`.
+      unroll: Layers in one turn of the scan over layers, see `nn.scan_layers`.
       attention: Implementation of attention; None = the fastest for the platform, see `kernels.flash_attention`.
       stage_parts: Parts into which a pipeline over the stages of a mesh cuts the rows of a device, see
         `nn.layers.apply_layers`.
@@ -56,13 +57,14 @@ class LlamaConfig:
     tie_embeddings: bool = False
     init_scale: float = 0.02
     remat: Remat = "full"
+    unroll: int = 1
     attention: Implementation | None = None
     stage_parts: int | None = None
     context_method: Method = "all_gather"
     loss_positions: int = 512
 
     def __post_init__(self) -> None:
-        for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions"):
+        for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions", "unroll"):
             if getattr(self, field) < 1:
                 raise ValueError(f"LlamaConfig: {field} must be at least 1; got {getattr(self, field)}.")
         if self.context_method not in METHODS:

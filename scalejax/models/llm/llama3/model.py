@@ -206,6 +206,7 @@ class Llama(nnx.Module):
             remat=c.remat,
             gather=gather,
             stage_parts=c.stage_parts,
+            unroll=c.unroll,
         )
         last = {"final_norm/scale": self.final_norm.scale[...]}
         if self.head is not None:
