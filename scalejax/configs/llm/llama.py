@@ -24,11 +24,11 @@ def tiny() -> DenseExperiment:
     """A Llama of 0.8 M parameters on the sources of Python's standard library, byte by byte."""
     return DenseExperiment(
         model=_TINY,
-        data=TextData(length=256, batch_size=16),
-        steps=800,
+        data=TextData(length=256, batch_size=16, split=TextSplit(train=0.97, validation=0.015)),
+        steps=400,
         optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=3e-3, warmup=0.05, final=0.1), weight_decay=0.1),
         log_every=50,
-        checkpoints=Checkpoints(every=400, best_metric="loss"),
+        checkpoints=Checkpoints(every=200, best_metric="loss"),
     )
 
 
