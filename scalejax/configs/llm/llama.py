@@ -33,7 +33,7 @@ def tiny() -> DenseExperiment:
 
 
 def shakespeare() -> DenseExperiment:
-    """A Llama of 0.74 M parameters on the characters of tiny Shakespeare; validation loss 1.78 in 1,000 steps.
+    """A Llama of 0.74 M parameters on the characters of tiny Shakespeare; validation loss 1.74 in 1,000 steps.
 
     Set data.path and data.tokenizer.path to the text (input.txt of the repository karpathy/char-rnn, also gzipped).
     """
@@ -47,6 +47,7 @@ def shakespeare() -> DenseExperiment:
             vocabulary=None,
             rope_theta=10_000.0,
             max_positions=256,
+            init_scale=0.04,
             remat="none",
             unroll=4,
         ),
@@ -62,7 +63,7 @@ def shakespeare() -> DenseExperiment:
         ),
         steps=1000,
         optimizer=optim.AdamW(
-            learning_rate=optim.WarmupCosine(peak=1.5e-3, warmup=0.03, final=0.1), b2=0.99, weight_decay=0.1
+            learning_rate=optim.WarmupCosine(peak=1.5e-3, warmup=0.03, final=0.1), b2=0.95, weight_decay=0.1
         ),
         log_every=50,
         eval_every=100,
