@@ -1,6 +1,6 @@
 """Time and host memory of `scalejax convert` on a random checkpoint of a published shape, there and back.
 
-    python benchmarks/convert_memory.py 3.1-8b --folder /tmp/convert --results benchmarks/results/convert.md
+    python benchmarks/convert_memory.py 3.1-8b --folder FOLDER --results benchmarks/results/convert.md
 
 Each conversion runs in a process of its own, whose peak RSS (VmHWM) is set against the largest file of the checkpoint.
 What comes back is compared with what was made, file by file, bit by bit. The folder needs room for two copies.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from scalejax.bench import machine, peers
+from scalejax.bench import machine, peers, training_step
 from scalejax.bench.harness import Contest, OutputsDiffer
 from scalejax.errors import UserError
 from scalejax.inference.generate import Engine
@@ -44,8 +44,8 @@ TINY = LlamaConfig(
 
 
 def on_cpu() -> bool:
-    """Whether jax's first device is a CPU."""
-    return jax.devices()[0].platform == "cpu"
+    """Whether this runs on the CPU whatever the accelerator."""
+    return training_step.on_cpu()
 
 
 def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
@@ -59,11 +59,8 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     device = jax.devices()[0]
     if case == "8b" and device.platform == "cpu":
         raise UserError("--case 8b takes minutes on a CPU. Run it on an accelerator, or choose tiny.")
-    if against is not None and device.platform != "cpu":
-        raise UserError(
-            f"--against: peers are timed on a CPU, and jax's first device is {device.device_kind}. "
-            "Set JAX_PLATFORMS=cpu, or leave --against out to time scalejax alone."
-        )
+    if against is not None:
+        training_step.check_peer_device(device)
     config = TINY if case == "tiny" else dataclasses.replace(SIZES["3.1-8b"], max_positions=8192)
     dtype = jnp.float32 if case == "tiny" else jnp.bfloat16
     engine = _engine(config, device, dtype)

@@ -12,14 +12,14 @@ import dataclasses
 import itertools
 import pathlib
 import time
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from scalejax import chips, optim
-from scalejax.bench import machine, peers
+from scalejax.bench import machine, peers, training_step
 from scalejax.bench.harness import Contest, OutputsDiffer
 from scalejax.data.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
@@ -56,22 +56,9 @@ TRAINED_TOLERANCE = 1e-3
 CHECKED_STEPS = 4
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Given:
-    """A data config for batches that are at hand; only its batch size is ever asked for."""
-
-    batch_size: int
-
-    def schema(self) -> NoReturn:
-        raise NotImplementedError("the schema of a benchmark comes from the benchmark")
-
-    def build(self) -> NoReturn:
-        raise NotImplementedError("the batches of a benchmark come from the benchmark")
-
-
 def on_cpu() -> bool:
-    """Whether jax's first device is a CPU."""
-    return jax.devices()[0].platform == "cpu"
+    """Whether this runs on the CPU whatever the accelerator."""
+    return training_step.on_cpu()
 
 
 def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
@@ -85,11 +72,8 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     device = jax.devices()[0]
     if case == "1b" and device.platform == "cpu":
         raise UserError("--case 1b takes minutes a step on a CPU. Run it on an accelerator, or choose tiny or small.")
-    if against is not None and device.platform != "cpu":
-        raise UserError(
-            f"--against: peers are timed on a CPU, and jax's first device is {device.device_kind}. "
-            "Set JAX_PLATFORMS=cpu, or leave --against out to time scalejax alone."
-        )
+    if against is not None:
+        training_step.check_peer_device(device)
     model, rows, length = {
         "tiny": (TINY, 16, 64),
         "small": (TINY, 16, 256),
@@ -148,7 +132,7 @@ class _Ours:
         accelerated = device.platform != "cpu"
         experiment = DenseExperiment(
             model=model,
-            data=_Given(batch_size=rows),
+            data=training_step.Given(batch_size=rows),
             steps=1_000_000,
             optimizer=optim.AdamW(learning_rate=optim.Constant(value=LEARNING_RATE), weight_decay=WEIGHT_DECAY),
             clip=CLIP,

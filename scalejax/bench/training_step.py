@@ -66,7 +66,7 @@ MakePeer = Callable[[dict[str, np.ndarray], list[np.ndarray]], Peer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Given:
+class Given:
     """A data config for batches that are at hand; only its batch size is ever asked for."""
 
     batch_size: int
@@ -85,13 +85,10 @@ def contest(model: ModelConfig, schema: Schema, batches: Sequence[Batch], make_p
       UserError: a peer is asked for on an accelerator.
     """
     device = jax.devices()[0]
-    if make_peer is not None and device.platform != "cpu":
-        raise UserError(
-            f"--against: peers are timed on a CPU, and jax's first device is {device.device_kind}. "
-            "Set JAX_PLATFORMS=cpu, or leave --against out to time scalejax alone."
-        )
+    if make_peer is not None:
+        check_peer_device(device)
     experiment = Experiment(
-        model=model, data=_Given(batch_size=len(batches[0])), steps=1_000_000, optimizer=ADAM, row_optimizer=ROWS
+        model=model, data=Given(batch_size=len(batches[0])), steps=1_000_000, optimizer=ADAM, row_optimizer=ROWS
     )
     built = program.build(experiment, schema, meshes.make_mesh(experiment.mesh, [device]))
     ours = _Ours(built, batches)
@@ -145,6 +142,19 @@ def torch_step(module: Any, parameters: dict[str, np.ndarray], tables: Sequence[
 def on_cpu() -> bool:
     """Whether jax's first device is a CPU."""
     return jax.devices()[0].platform == "cpu"
+
+
+def check_peer_device(device: Any) -> None:
+    """Refuses a peer on an accelerator.
+
+    Raises:
+      UserError: says how to go on.
+    """
+    if device.platform != "cpu":
+        raise UserError(
+            f"--against: peers are timed on a CPU, and jax's first device is {device.device_kind}. "
+            "Set JAX_PLATFORMS=cpu, or leave --against out to time scalejax alone."
+        )
 
 
 def check_equal(

@@ -26,7 +26,7 @@ from scalejax.train import dense_metrics
 from scalejax.train.experiment import DenseExperiment
 from scalejax.train.precision import check_precision, compute_dtype
 from scalejax.train.protocols import DenseTask
-from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings
+from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings, with_sharding
 
 Batch = dict[str, jax.Array]
 """The fields of a host batch, [B, S] each, positions in the order of `DenseProgram.arrange`."""
@@ -100,12 +100,12 @@ class DenseProgram:
         key = jax.eval_shape(lambda: jax.random.key(0))
         sums = jax.eval_shape(dense_metrics.zeros)
         return TrainState(
-            step=_with_sharding(jax.ShapeDtypeStruct((), jnp.int32), self.replicated),
-            params={name: _with_sharding(p, self.shardings[name]) for name, p in self.model.params.items()},
-            optimizer=jax.tree.map(_with_sharding, optimizer, placed),
+            step=with_sharding(jax.ShapeDtypeStruct((), jnp.int32), self.replicated),
+            params={name: with_sharding(p, self.shardings[name]) for name, p in self.model.params.items()},
+            optimizer=jax.tree.map(with_sharding, optimizer, placed),
             tables={},
-            metrics=jax.tree.map(lambda leaf: _with_sharding(leaf, self.replicated), sums),
-            key=_with_sharding(key, self.replicated),
+            metrics=jax.tree.map(lambda leaf: with_sharding(leaf, self.replicated), sums),
+            key=with_sharding(key, self.replicated),
         )
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -229,7 +229,3 @@ def init_model(task: DenseTask, rngs: nnx.Rngs, experiment: DenseExperiment, mes
     """The model of a run in its dtypes."""
     precision = experiment.precision
     return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=compute_dtype(precision, mesh))
-
-
-def _with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

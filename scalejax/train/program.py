@@ -28,7 +28,7 @@ from scalejax.train import metrics
 from scalejax.train.experiment import Experiment, Precision
 from scalejax.train.precision import check_precision, compute_dtype
 from scalejax.train.protocols import Task
-from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings
+from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings, with_sharding
 
 
 @jax.tree_util.register_dataclass
@@ -107,16 +107,16 @@ class Program:
         sums = jax.eval_shape(functools.partial(metrics.zeros, len(self.task.schema.labels)))
         key = jax.eval_shape(lambda: jax.random.key(0))
         return TrainState(
-            step=_with_sharding(jax.ShapeDtypeStruct((), jnp.int32), self.replicated),
-            params={name: _with_sharding(p, shardings[name]) for name, p in self.model.params.items()},
+            step=with_sharding(jax.ShapeDtypeStruct((), jnp.int32), self.replicated),
+            params={name: with_sharding(p, shardings[name]) for name, p in self.model.params.items()},
             optimizer=jax.tree.map(
-                _with_sharding,
+                with_sharding,
                 optimizer,
                 optimizer_shardings(optimizer, self.model.params, shardings, self.mesh),
             ),
             tables=self.collection.abstract_state(),
-            metrics=jax.tree.map(lambda leaf: _with_sharding(leaf, self.replicated), sums),
-            key=_with_sharding(key, self.replicated),
+            metrics=jax.tree.map(lambda leaf: with_sharding(leaf, self.replicated), sums),
+            key=with_sharding(key, self.replicated),
         )
 
     def abstract_batch(self) -> DeviceBatch:
@@ -432,7 +432,3 @@ def tables_of(experiment: Experiment, task: Task) -> tuple[TableConfig, ...]:
 
 def _init_model(task: Task, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:
     return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=compute_dtype(precision, mesh))
-
-
-def _with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -90,6 +90,11 @@ class ModelShape:
         }
 
 
+def with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
+    """The shape and dtype of a leaf, in a sharding."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
 def optimizer_shardings(
     abstract: Any, params: dict[str, jax.ShapeDtypeStruct], shardings: dict[str, NamedSharding], mesh: Mesh
 ) -> Any:
