@@ -187,6 +187,20 @@ def check(
             )
 
 
+def cast(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
+    """The array in a dtype, itself if it has it.
+
+    Raises:
+      UserError: a value is beyond the range of the dtype.
+    """
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        array = array.astype(dtype)
+    check_finite(array, f"{what} as {dtype}")
+    return array
+
+
 def check_finite(array: np.ndarray, what: str) -> None:
     """Refuses NaN and infinity.
 

@@ -1,6 +1,7 @@
 """Shapes of Llama 3 (Table 3 of arXiv 2407.21783, and the released configurations of 3.1 and 3.2)."""
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Literal
 
 from scalejax.data.tokens import TokenSchema
@@ -67,6 +68,11 @@ class LlamaConfig:
         for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions", "unroll"):
             if getattr(self, field) < 1:
                 raise ValueError(f"LlamaConfig: {field} must be at least 1; got {getattr(self, field)}.")
+        if self.vocabulary is not None and self.vocabulary < 1:
+            raise ValueError(f"LlamaConfig: vocabulary must be at least 1, or None; got {self.vocabulary}.")
+        for field in ("rope_theta", "norm_eps", "init_scale"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"LlamaConfig: {field} must be above 0 and finite; got {getattr(self, field)}.")
         if self.context_method not in METHODS:
             names = " or ".join(f'"{name}"' for name in METHODS)
             raise ValueError(f"LlamaConfig: context_method must be {names}; got {self.context_method!r}.")
