@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from scalejax.data.chat import ChatTemplate
-from scalejax.data.tokenizer import Specials, check_ids, pieces
+from scalejax.data.tokenizer import Specials, check_ids, pieces, utf8
 from scalejax.errors import UserError
 
 # Runs without a change between space and other characters are cut as well: merging a run takes time quadratic in it.
@@ -178,13 +178,7 @@ class HuggingFace:
         )
 
     def _cut(self, text: str) -> list[str]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"encode: character {error.start} of the text is half of a surrogate pair, "
-                f"U+{ord(text[error.start]):04X}, which UTF-8 cannot hold. Repair the text where it was made."
-            ) from error
+        utf8(text)  # the library would fail
         return [part for piece in pieces(text) for part in _short_runs(piece)]
 
     def _encoded(self, tokenizer: Any, parts: list[str]) -> list[Any]:

@@ -250,6 +250,8 @@ def test_a_text_that_the_library_cannot_encode_is_refused() -> None:
     for encode in (tokenizer.encode, lambda text: tokenizer.encode_many(["a", text])):
         with pytest.raises(UserError, match="words cannot represent the text"):
             encode("b")
+        with pytest.raises(UserError, match="half of a surrogate pair"):
+            encode("\ud83d")
 
 
 ORACLE = byte_level()
