@@ -100,15 +100,20 @@ def test_logits_are_those_of_transformers(case, name, strict_promotion):
     np.testing.assert_allclose(got, GOLDEN[f"{case}: {name}"], atol=1e-4, rtol=0)
 
 
-def test_bfloat16_logits_are_close_to_those_of_float32():
-    run = jax.jit(lambda m, *inputs: m(*inputs))
-    ids, segments, positions = scenarios(GQA)["plain"]
-    inputs = (ids, positions, segments)
-    exact = jax.nn.log_softmax(run(model(GQA), *inputs))
-    half = run(model(GQA, compute_dtype=jnp.bfloat16), *inputs)
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_logits_say_what_those_of_transformers_in_float32_say(case):
+    """The mean divergence that MaxText asks of a conversion, and the same first choice unless two are as good."""
+    ids, segments, positions = scenarios(CASES[case])["plain"]
+    llama = model(CASES[case], compute_dtype=jnp.bfloat16)
+    half = jax.jit(lambda m, *inputs: m(*inputs))(llama, ids, positions, segments)
     assert half.dtype == jnp.float32
+    exact = jax.nn.log_softmax(GOLDEN[f"{case}: plain"])
     divergence = (jnp.exp(exact) * (exact - jax.nn.log_softmax(half))).sum(-1)
     assert 0 < divergence.mean() <= 0.015
+    second, first = jnp.moveaxis(jnp.sort(exact)[..., -2:], -1, 0)
+    same = exact.argmax(-1) == half.argmax(-1)
+    assert same[first - second > 0.05].all()
+    assert same.mean() >= 0.9
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
