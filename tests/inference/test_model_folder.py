@@ -159,6 +159,9 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, change, words)
             {"architectures": ["MistralForCausalLM"]},
             "architecture MistralForCausalLM of model_type 'llama' is not known",
         ),
+        ({"architectures": None, "model_type": None}, "architecture None of model_type None is not known"),
+        ({"num_hidden_layers": 10**9}, "lacks model.layers.2.input_layernorm.weight"),
+        ({"head_dim": 0}, "head_dim must be even"),
         ({"model_type": "mixtral"}, "of model_type 'mixtral' is not known"),
         ({"attention_bias": True}, "attention_bias is True: biases in the attention is not known here"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -282,6 +285,9 @@ def test_model_json_of_another_kind_is_refused(tmp_path):
         ({"format": 2}, "has format 2, and this scalejax reads up to 1"),
         ({"model": {"type": "os.system", "fields": {}}}, "architecture 'os.system' is not known"),
         ({"model": {**content["model"], "fields": {**content["model"]["fields"], "wheels": 4}}}, "wheels"),
+        ({"model": {**content["model"], "fields": {**content["model"]["fields"], "layers": 2.0}}}, "layers must be"),
+        ({"model": {**content["model"], "fields": {**content["model"]["fields"], "remat": "x"}}}, "remat must be one"),
+        ({"tokens": {"bos": 1, "eos": ["a"], "pad": None}}, "eos_token_id must be a token id"),
     ):
         path.write_text(json.dumps(content | change))
         with pytest.raises(UserError, match=words):

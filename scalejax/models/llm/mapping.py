@@ -149,6 +149,7 @@ def check(
       UserError: one is missing, is there beside them, or has another shape or a dtype that is no float.
     """
     wanted: dict[str, tuple[int, ...]] = {}
+    layers = min(layers, len(tensors) + 1)  # a config may say anything, and more layers than tensors lack one
     for entry in entries:
         for layer in range(layers) if entry.stacked else (0,):
             wanted[entry.name.replace(LAYER, str(layer))] = entry.tensor_shape(sizes)

@@ -240,7 +240,11 @@ def test_flops_count_six_a_multiply_accumulate():
         ({"kv_heads": 3}, "kv_heads must divide heads; got 3 and 8"),
         ({"dim": 36}, "heads must divide dim; got 8 and 36"),
         ({"head_dim": 5}, "head_dim must be even"),
+        ({"head_dim": -2}, "head_dim must be even"),
         ({"layers": 0}, "layers must be at least 1"),
+        ({"rope_theta": 0.0}, "rope_theta must be above 0 and finite; got 0.0"),
+        ({"attention": "fast"}, "attention must be one of None, reference, xla, .*; got 'fast'"),
+        ({"context_method": "tree"}, "context_method must be one of all_gather, ring; got 'tree'"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(fields, words):

@@ -123,7 +123,7 @@ def read_config(content: Mapping[str, Any], where: str) -> tuple[LlamaConfig, Sp
     architectures = content.get("architectures")
     kind = content.get("model_type")
     if architectures not in ([ARCHITECTURE], None) or kind != "llama":
-        named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else architectures
+        named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else repr(architectures)
         raise UserError(
             f"{where}: architecture {named or 'none named'} of model_type {kind!r} is not known; {ARCHITECTURE} of "
             "model_type 'llama' is. Give the folder of a Llama."
