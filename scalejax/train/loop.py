@@ -151,7 +151,7 @@ def _steps(
                 state, loss = feed.step(state)
                 if step == start + 1:
                     loss.block_until_ready()
-            timer.step_done(examples=examples, output=loss)
+            timer.step_done(examples=examples, output=loss, amounts=feed.amounts)
             host = host.after(examples)
             last = step == experiment.steps
             if last or step % experiment.log_every == 0:

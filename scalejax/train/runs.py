@@ -33,6 +33,11 @@ class Feed(Protocol):
         """Waits for the next batch; returns its examples, over all processes."""
         ...
 
+    @property
+    def amounts(self) -> dict[str, float]:
+        """What is counted of that batch besides its examples, by name: see `timing.StepTimer.step_done`."""
+        ...
+
     def step(self, state: Any) -> tuple[Any, jax.Array]:
         """Dispatches the step on what `take` took; the state is donated. Returns the state and the mean loss."""
         ...
