@@ -84,6 +84,8 @@ class Training:
       parameter_bytes: Of a master parameter at rest.
       gradient_bytes: Of a gradient at rest.
       optimizer_bytes: Of the state of a parameter; AdamW has two float32.
+      optimizer_rests: Where that state lies between steps. From the host it comes one array after the other; the time
+        of these copies is not counted.
       loss_positions: Positions of a row whose logits exist at one time; None = all.
       logits_bytes: Of a logit.
       attention_block: Side of the square blocks in which attention skips what the causal mask hides.
@@ -105,6 +107,7 @@ class Training:
     parameter_bytes: int = 4
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
+    optimizer_rests: Literal["device", "host"] = "device"
     loss_positions: int | None = 1024
     logits_bytes: int = 4
     attention_block: int = 512
@@ -283,7 +286,7 @@ def memory_of_device(decoder: Decoder, training: Training, devices: int) -> dict
     cut = _Cut.of(decoder, training, devices)
     kinds = {
         "parameters": cut.resting * training.parameter_bytes,
-        "optimizer state": cut.resting * training.optimizer_bytes,
+        "optimizer state": cut.resting * training.optimizer_bytes if training.optimizer_rests == "device" else 0,
         "gradients": cut.resting * training.gradient_bytes,
         "activations": cut.kept_bytes(),
     }
