@@ -154,7 +154,8 @@ def check_specs(specs: Mapping[str, P], mesh: Mesh) -> None:
         if over:
             raise UserError(
                 f"Ddp: {path!r} is sharded over {'+'.join(over)}, but buckets need whole parameters. Use "
-                "Fsdp(sharding='NO_SHARD', form='explicit') beside other axes, or a strategy that shards."
+                "Fsdp(sharding='NO_SHARD', form='explicit') beside other axes, or a strategy that shards (--set "
+                "strategy=Fsdp)."
             )
 
 
