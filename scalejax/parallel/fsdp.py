@@ -84,6 +84,9 @@ class Fsdp:
             raise UserError(f"Fsdp: form must be 'implicit' or 'explicit'; got {self.form!r}.")
         if self.accumulate not in ("communicate", "local"):
             raise UserError(f"Fsdp: accumulate must be 'communicate' or 'local'; got {self.accumulate!r}.")
+        blocks.check_dtypes(
+            "Fsdp", param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, output_dtype=self.output_dtype
+        )
         if self.form == "implicit" and self.accumulate == "local":
             raise UserError(
                 "Fsdp: accumulate='local' needs form='explicit': under jit with shardings a gradient that is not yet "

@@ -285,12 +285,12 @@ def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
 
     Raises:
       UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, float16
-        without a scaled loss, or model and data, model and mesh, or strategy and mesh do not fit.
+        without a scaled loss, a dtype of outputs, or model and data, model and mesh, or strategy and mesh do not fit.
     """
     for size in getattr(experiment.data, "batch_sizes", (experiment.data.batch_size,)):
         meshes.check_batch(size, mesh, over="batch axes")
     check_precision(experiment.precision)
-    _check_float16(experiment)
+    _check_dtypes(experiment)
     task = experiment.model.task(schema)
     abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment, mesh))
     program = DenseProgram(experiment=experiment, task=task, mesh=mesh, model=ModelShape.of(abstract))
@@ -299,8 +299,8 @@ def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
     return program
 
 
-def _check_float16(experiment: DenseExperiment) -> None:
-    """Refuses gradients in float16 that are not scaled: the small ones would be zeros, without a word.
+def _check_dtypes(experiment: DenseExperiment) -> None:
+    """Refuses dtypes that would not do what they say, without a word.
 
     Raises:
       UserError: names the field.
@@ -311,7 +311,17 @@ def _check_float16(experiment: DenseExperiment) -> None:
         "strategy.param_dtype": strategy.param_dtype,
         "strategy.reduce_dtype": strategy.reduce_dtype,
     }
+    if strategy.output_dtype is not None:
+        raise UserError(
+            f"strategy.output_dtype is {strategy.output_dtype}, but a run uses nothing that a loss returns beside its "
+            "sum and weight. Leave it None; `fsdp.gradients` takes it in programs of your own."
+        )
     for field, dtype in dtypes.items():
+        if dtype == "float64" and jnp.result_type(float) != jnp.float64:
+            raise UserError(
+                f"{field} is float64, but this jax has 64-bit types switched off and would use float32. Set "
+                f"JAX_ENABLE_X64=1 in the environment, or choose another type with --set {field}=..."
+            )
         if dtype == "float16" and experiment.loss_scaling is None:
             raise UserError(
                 f"{field} is float16, in which small gradients underflow to zero unless the loss is scaled. Set "

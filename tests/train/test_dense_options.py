@@ -175,6 +175,19 @@ def test_an_overflow_at_the_least_factor_ends_the_run(texts, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (Fsdp(param_dtype="float64"), "strategy.param_dtype is float64, but this jax has 64-bit types switched off"),
+        (Ddp(output_dtype="bfloat16"), "strategy.output_dtype is bfloat16, but a run uses nothing"),
+    ],
+)
+def test_dtypes_that_would_do_nothing_are_refused(texts, strategy, message):
+    experiment = small.experiment(texts, strategy=strategy)
+    with pytest.raises(UserError, match=message):
+        dense.build(experiment, experiment.data.schema(), make_mesh(EIGHT))
+
+
+@pytest.mark.parametrize(
     ("changes", "field"),
     [
         ({"precision": Precision(compute="float16")}, "precision.compute"),
