@@ -11,6 +11,7 @@ State may rest in host memory between steps (`parallel.offload`), and the loss m
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -138,7 +139,12 @@ class DenseProgram:
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
     def init(self) -> TrainState:
-        """A fresh state, equal for equal seeds on every mesh; no device ever holds what it does not keep."""
+        """A fresh state, equal for equal seeds on every mesh; no device ever holds what it does not keep.
+
+        Raises:
+          UserError: jax is set up so that random numbers depend on the sharding.
+        """
+        fsdp.check_random()
 
         def create() -> TrainState:
             key = jax.random.key(self.experiment.seed)
@@ -161,7 +167,7 @@ class DenseProgram:
     def train_step(self) -> Any:
         """jitted (state, batch) -> (state, mean loss of the batch); the state is donated."""
         return jax.jit(
-            self._train_step,
+            _explained(self._train_step),
             donate_argnums=0,
             out_shardings=(self.state_shardings, self.replicated),
             compiler_options=self.compiler_options,
@@ -170,7 +176,8 @@ class DenseProgram:
     @functools.cached_property
     def eval_step(self) -> Any:
         """jitted (state, batch) -> (sum of losses, sum of weights) of a batch, on every device."""
-        return jax.jit(self._eval_step, out_shardings=self.replicated, compiler_options=self.compiler_options)
+        step = _explained(self._eval_step)
+        return jax.jit(step, out_shardings=self.replicated, compiler_options=self.compiler_options)
 
     def take_metrics(self, state: TrainState) -> tuple[TrainState, dense_metrics.DenseSums]:
         """The state with zeroed sums, and the sums."""
@@ -297,6 +304,23 @@ def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
     _check_divides(program)
     program.gradients(1)  # what it refuses is refused now
     return program
+
+
+def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step`, in which a kernel that was named and lacks the case is the user's mistake."""
+
+    @functools.wraps(step)
+    def run(*args: Any) -> Any:
+        try:
+            return step(*args)
+        except NotImplementedError as error:
+            if "implementation=" not in str(error):
+                raise
+            raise UserError(
+                f"{error} Name another implementation, or let the platform choose: --set model.attention=none."
+            ) from error
+
+    return run
 
 
 def _check_dtypes(experiment: DenseExperiment) -> None:

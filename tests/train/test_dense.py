@@ -103,6 +103,8 @@ def test_parameters_begin_equal_to_the_bit_on_any_mesh(texts):
     one, eight = (program_of(small.experiment(texts), n)[0].init() for n in (1, 8))
     for name, value in eight.params.items():
         assert (np.asarray(value) == np.asarray(one.params[name])).all(), name
+    with jax.threefry_partitionable(False), pytest.raises(UserError, match="jax_threefry_partitionable is off"):
+        program_of(small.experiment(texts))[0].init()
 
 
 def test_windows_and_evaluations_hold_the_mean_loss(whole, texts):
@@ -223,8 +225,17 @@ def test_mistakes_are_named(texts):
         mesh = make_mesh(MeshShape(**{"fsdp": 1, **sizes}), jax.devices()[:8])
         with pytest.raises(UserError, match=message):
             dense.build(experiment, experiment.data.schema(), mesh)
+    for changes, sizes, message in (
+        ({"attention": "cudnn"}, {}, r'implementation="cudnn" has no segment ids.* --set model.attention=none'),
+        ({"attention": "reference", "context_method": "ring"}, {"context": 2}, '"reference" .* model.attention=none'),
+    ):
+        named = dataclasses.replace(experiment, model=dataclasses.replace(small.MODEL, **changes))
+        mesh = make_mesh(MeshShape(**{"fsdp": 1, **sizes}), jax.devices()[: sizes.get("context", 1)])
+        program = dense.build(named, named.data.schema(), mesh)
+        with pytest.raises(UserError, match=message):
+            program.train_step.trace(program.abstract_state(), program.abstract_batch())
     buckets = dataclasses.replace(experiment, strategy=Ddp())
-    with pytest.raises(UserError, match=r"Ddp: .* is sharded over tensor.* --set strategy=Fsdp"):
+    with pytest.raises(UserError, match=r"Ddp: .* is sharded over tensor.* .--set strategy=Fsdp"):
         dense.build(buckets, experiment.data.schema(), make_mesh(MeshShape(fsdp=4, tensor=2)))
     with pytest.raises(ValueError, match="clip must be above 0"):
         small.experiment(texts, clip=0.0)
