@@ -55,6 +55,10 @@ class DenseRun:
         return self.program.in_flight
 
     @property
+    def compiler_options(self) -> dict[str, Any]:
+        return self.program.compiler_options or {}
+
+    @property
     def records(self) -> Records:
         assert self._records is not None, "attach() comes first"
         return self._records

@@ -61,6 +61,11 @@ class Run(Protocol):
         """Steps that may be queued."""
         ...
 
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options of XLA that the run sets itself."""
+        ...
+
     def identity(self) -> dict[str, str]:
         """What a checkpoint must share with the run that restores it; meshes, rules and batch sizes may differ."""
         ...

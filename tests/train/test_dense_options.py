@@ -17,7 +17,7 @@ from scalejax.train import dense, loop
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.dense_run import DenseRun
 from scalejax.train.experiment import Experiment, Precision
-from scalejax.train.run_folder import read_lines
+from scalejax.train.run_folder import environment_record, read_lines
 
 EIGHT = MeshShape(replica=2, fsdp=4)
 BOTH = "optimizer and parameters"
@@ -215,8 +215,10 @@ def test_named_options_reach_the_compiler_of_their_platform_alone(texts, monkeyp
     monkeypatch.setitem(xla_flags.SETS, "cpu-odd", xla_flags.FlagSet("cpu", "", (("xla_go_faster", True),)))
     names = ("gpu-latency-hiding", "tpu-async-collectives")
     for given, reach in ((names, None), ((*names, "cpu-odd"), {"xla_go_faster": True})):
-        program = bind(texts, MeshShape(fsdp=1), xla_flags=given).program
+        run = bind(texts, MeshShape(fsdp=1), xla_flags=given)
+        program = run.program
         assert program.compiler_options == reach
+        assert environment_record({}, run.compiler_options)["compiler_options"] == (reach or {})
     for step in (program.train_step, program.eval_step):
         with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
             step.lower(program.abstract_state(), program.abstract_batch()).compile()
