@@ -291,13 +291,18 @@ def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
     """Binds an experiment to a schema and a mesh; allocates nothing.
 
     Raises:
-      UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, float16
-        without a scaled loss, a dtype of outputs, or model and data, model and mesh, or strategy and mesh do not fit.
+      UserError: the batch does not divide over the mesh, a dtype would not do what it says, checkpoints are kept by a
+        score that there is not, or model and data, model and mesh, or strategy and mesh do not fit.
     """
     for size in getattr(experiment.data, "batch_sizes", (experiment.data.batch_size,)):
         meshes.check_batch(size, mesh, over="batch axes")
     check_precision(experiment.precision)
     _check_dtypes(experiment)
+    if experiment.checkpoints.best_metric != "loss":
+        raise UserError(
+            f"checkpoints.best_metric is {experiment.checkpoints.best_metric!r}, but a model without embedding tables "
+            "is scored by its loss. Set --set checkpoints.best_metric=loss."
+        )
     task = experiment.model.task(schema)
     abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment, mesh))
     program = DenseProgram(experiment=experiment, task=task, mesh=mesh, model=ModelShape.of(abstract))

@@ -130,11 +130,6 @@ class DenseRun:
         self._check(state, step)
         self.records.events.sync()
         best = self.experiment.checkpoints.best_metric
-        if scored is not None and best not in scored:
-            raise UserError(
-                f"checkpoints.best_metric is {best!r}, but this model is scored by {', '.join(scored)}. Set "
-                "--set checkpoints.best_metric=loss."
-            )
         kept = None if scored is None else {best: scored[best]}
         self.records.checkpoints.save(step, to_stored(state), host.to_dict(), kept)
 

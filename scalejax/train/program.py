@@ -322,11 +322,16 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     """Binds an experiment to a schema and a mesh; allocates nothing.
 
     Raises:
-      UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, or the
-        model, the schema and the id maps do not fit.
+      UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, the
+        checkpoints are kept by a score that there is not, or the model, the schema and the id maps do not fit.
     """
     meshes.check_batch(experiment.data.batch_size, mesh)
     check_precision(experiment.precision)
+    if experiment.checkpoints.best_metric == "loss":
+        raise UserError(
+            "checkpoints.best_metric is 'loss', but a model with embedding tables is scored by logloss, ne and auc. "
+            "Set --set checkpoints.best_metric=logloss."
+        )
     task = bound_task(experiment, schema)
     collection = EmbeddingCollection(
         tables=tables_of(experiment, task),

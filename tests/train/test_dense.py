@@ -18,7 +18,7 @@ from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import dense, loop
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.dense_run import DenseRun
-from scalejax.train.experiment import Precision
+from scalejax.train.experiment import Checkpoints, Precision
 from scalejax.train.run_folder import read_lines
 
 
@@ -234,6 +234,9 @@ def test_mistakes_are_named(texts):
         program = dense.build(named, named.data.schema(), mesh)
         with pytest.raises(UserError, match=message):
             program.train_step.trace(program.abstract_state(), program.abstract_batch())
+    scored = dataclasses.replace(experiment, checkpoints=Checkpoints())
+    with pytest.raises(UserError, match=r"best_metric is 'logloss', but .* --set checkpoints.best_metric=loss"):
+        dense.build(scored, experiment.data.schema(), make_mesh(MeshShape(fsdp=8)))
     buckets = dataclasses.replace(experiment, strategy=Ddp())
     with pytest.raises(UserError, match=r"Ddp: .* is sharded over tensor.* .--set strategy=Fsdp"):
         dense.build(buckets, experiment.data.schema(), make_mesh(MeshShape(fsdp=4, tensor=2)))
