@@ -85,7 +85,7 @@ def check(texts, on_one_device, strategy, shape, optimizer, parts):
     [
         ("implicit FULL_SHARD", "fsdp", "clipped", "whole"),
         ("implicit HYBRID_SHARD", "replica", "momentum", "in parts"),
-        ("implicit SHARD_GRAD_OP", "tensor", "adamw", "whole"),
+        ("implicit SHARD_GRAD_OP", "tensor", "adamw", "in parts"),
         ("explicit FULL_SHARD", "replica", "adamw", "in parts"),
         ("explicit HYBRID_SHARD_ZERO2", "tensor", "momentum", "whole"),
         ("local HYBRID_SHARD", "replica", "clipped", "in parts"),
@@ -111,6 +111,7 @@ def test_every_combination_equals_one_device(texts, on_one_device, strategy, mes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "ddp" not in s])
-def test_every_strategy_composes_with_tensor_and_pipeline_parallelism(texts, on_one_device, strategy, mesh):
-    check(texts, on_one_device, strategy, MESHES[mesh], "clipped", "whole")
+def test_every_strategy_composes_with_tensor_and_pipeline_parallelism(texts, on_one_device, strategy, parts, mesh):
+    check(texts, on_one_device, strategy, MESHES[mesh], "clipped", parts)
