@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel import context, fsdp, gradient_scaling, offload, pipeline, xla_flags
+from scalejax.parallel import context, ddp, fsdp, gradient_scaling, offload, pipeline, xla_flags
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.rules import Placement
@@ -150,6 +150,9 @@ class DenseProgram:
             key = jax.random.key(self.experiment.seed)
             model = init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment, self.mesh)
             params = self.model.take_apart(model)
+            if isinstance(self.experiment.strategy, Ddp) and jax.process_count() > 1:
+                # Every process computed its own copy, perhaps on other hardware.
+                params = ddp.broadcast(params, self.mesh)
             state = TrainState(
                 step=jnp.zeros((), jnp.int32),
                 params=params,
