@@ -13,6 +13,7 @@ import small_language_run as small
 from scalejax import optim
 from scalejax.data import Stage, StagedData
 from scalejax.errors import UserError
+from scalejax.parallel import ddp
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import dense, loop
@@ -105,6 +106,21 @@ def test_parameters_begin_equal_to_the_bit_on_any_mesh(texts):
         assert (np.asarray(value) == np.asarray(one.params[name])).all(), name
     with jax.threefry_partitionable(False), pytest.raises(UserError, match="jax_threefry_partitionable is off"):
         program_of(small.experiment(texts))[0].init()
+
+
+def test_replicas_in_several_processes_begin_from_a_broadcast(texts, monkeypatch):
+    program, _ = program_of(small.experiment(texts, strategy=Ddp()), 8)
+    calls = []
+    broadcast = ddp.broadcast
+    monkeypatch.setattr(ddp, "broadcast", lambda *args: calls.append(args) or broadcast(*args))
+    alone = program.init()
+    assert not calls
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        together = program.init()
+    assert len(calls) == 1
+    for name, value in alone.params.items():
+        assert (np.asarray(value) == np.asarray(together.params[name])).all(), name
 
 
 def test_windows_and_evaluations_hold_the_mean_loss(whole, texts):

@@ -59,7 +59,7 @@ def assert_same_bits(a, b):
     ("strategy", "where"),
     [
         (Fsdp(), BOTH),
-        (Fsdp(sharding="HYBRID_SHARD", form="explicit"), "optimizer"),
+        pytest.param(Fsdp(sharding="HYBRID_SHARD", form="explicit"), "optimizer", marks=pytest.mark.slow),
         pytest.param(Fsdp(), "optimizer", marks=pytest.mark.slow),
         pytest.param(Fsdp(form="explicit"), BOTH, marks=pytest.mark.slow),
         pytest.param(Ddp(), BOTH, marks=pytest.mark.slow),
