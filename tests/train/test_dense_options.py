@@ -58,13 +58,12 @@ def assert_same_bits(a, b):
 @pytest.mark.parametrize(
     ("strategy", "where"),
     [
-        (Fsdp(), BOTH),
-        pytest.param(Fsdp(sharding="HYBRID_SHARD", form="explicit"), "optimizer", marks=pytest.mark.slow),
-        pytest.param(Fsdp(), "optimizer", marks=pytest.mark.slow),
-        pytest.param(Fsdp(form="explicit"), BOTH, marks=pytest.mark.slow),
-        pytest.param(Ddp(), BOTH, marks=pytest.mark.slow),
+        pytest.param(Fsdp(), BOTH, id="implicit, both"),
+        pytest.param(Fsdp(), "optimizer", id="implicit", marks=pytest.mark.slow),
+        pytest.param(Fsdp(form="explicit"), BOTH, id="explicit, both", marks=pytest.mark.slow),
+        pytest.param(Fsdp(sharding="HYBRID_SHARD", form="explicit"), "optimizer", id="hybrid", marks=pytest.mark.slow),
+        pytest.param(Ddp(), BOTH, id="ddp, both", marks=pytest.mark.slow),
     ],
-    ids=str,
 )
 def test_state_in_host_memory_trains_as_state_on_devices_does(texts, x64, strategy, where):
     found = {}
@@ -134,13 +133,10 @@ def test_steps_that_overflow_are_skipped_and_the_run_goes_on(texts):
 
 
 def test_half_precision_learns_what_float32_does(texts):
-    losses = {}
-    for name, changes, count in (
-        ("half", {**HALF, "loss_scaling": LossScaling(initial=2.0**12)}, 12),
-        ("float32", {}, 12),
-    ):
-        run = bind(texts, MeshShape(fsdp=1), **changes)
-        state, losses[name] = steps(run, *run.begin(), count)
+    losses, scaling = {}, dataclasses.replace(HALF["loss_scaling"], initial=2.0**12)
+    for name, changes in (("half", {**HALF, "loss_scaling": scaling}), ("float32", {})):
+        run = bind(texts, **changes)
+        state, losses[name] = steps(run, *run.begin(), 12)
         assert state.loss_scale is None or int(state.loss_scale.skipped) == 0
     np.testing.assert_allclose(losses["half"], losses["float32"], rtol=0.01)
     assert losses["half"][-1] < 0.95 * losses["half"][0]
