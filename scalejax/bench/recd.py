@@ -20,13 +20,13 @@ import itertools
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
 
 from scalejax import optim
-from scalejax.bench import machine
+from scalejax.bench import machine, training_step
 from scalejax.bench.harness import Contest, Effort, OutputsDiffer
 from scalejax.data.dedup import AnyBatch, DedupBatch, Groups, expand_batch
 from scalejax.data.encode import Numbers
@@ -148,7 +148,7 @@ class _Side:
         share = min(1.0, _ROOM / dedup_factor(log.samples, log.repeat))
         experiment = Experiment(
             model=_MODEL,
-            data=_Given(batch_size),
+            data=training_step.Given(batch_size=batch_size),
             steps=1_000_000,
             optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-3)),
             row_optimizer=RowwiseAdagrad(learning_rate=0.002),
@@ -209,19 +209,6 @@ class _Side:
 
     def _step(self, batch: object) -> None:
         self._state[0], _ = self.program.train_step(self._state[0], batch)
-
-
-class _Given:
-    """A data config for batches that are at hand."""
-
-    def __init__(self, batch_size: int) -> None:
-        self.batch_size = batch_size
-
-    def schema(self) -> NoReturn:
-        raise NotImplementedError("the schema of a benchmark comes from the benchmark")
-
-    def build(self) -> NoReturn:
-        raise NotImplementedError("the batches of a benchmark come from the benchmark")
 
 
 def _log(samples: int, repeat: float, rows: int) -> SessionLog:

@@ -1,6 +1,6 @@
-"""A tiny Llama under strategies of sharding: checkpoints go between them, and a step moves and holds what it must.
+"""A small language model under strategies of sharding: checkpoints go between them, bytes and memory are as stated.
 
-That each trains as one device does is in `test_dense_strategies`.
+That each trains as one device does: `test_dense_strategies.py`.
 """
 
 import jax
@@ -18,6 +18,7 @@ from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.dense_run import DenseRun
 from scalejax.train.experiment import Precision
 
+ONE = MeshShape(fsdp=1)
 EIGHT = MeshShape(fsdp=8)
 TENSOR = MeshShape(fsdp=2, tensor=2, replica=2)
 """Four query heads, two pairs of keys and values and the MLP over `tensor`, norms over its positions."""
@@ -36,19 +37,10 @@ def run_of(texts, mesh, strategy, **changes):
     return DenseRun(dense.build(experiment, data.schema, make_mesh(mesh, devices)), data)
 
 
-CASES = {
-    "one device": (MeshShape(fsdp=1), Fsdp()),
-    "full implicit tensor": (TENSOR, Fsdp()),
-    "gradients implicit": (EIGHT, Fsdp(sharding="SHARD_GRAD_OP")),
-    "hybrid explicit": (TENSOR, Fsdp(sharding="HYBRID_SHARD", form="explicit")),
-    "buckets": (MeshShape(replica=2, fsdp=2), Ddp(bucket_bytes=4096)),
-}
-
-
 @pytest.mark.slow
 def test_one_run_in_float32_is_judged_by_its_loss(texts):
     losses = []
-    for mesh, strategy in (CASES["one device"], (TENSOR, Fsdp(form="explicit"))):
+    for mesh, strategy in ((ONE, Fsdp()), (TENSOR, Fsdp(form="explicit"))):
         run = run_of(texts, mesh, strategy)
         state, found = run.program.init(), []
         batches = run.data.train_batches(start_example=0)
@@ -61,8 +53,15 @@ def test_one_run_in_float32_is_judged_by_its_loss(texts):
 
 def test_a_checkpoint_of_one_strategy_loads_under_every_other(texts, tmp_path):
     loop.train(small.experiment(texts, steps=4, strategy=Fsdp(form="explicit")), workdir=tmp_path)
+    others = {
+        "one device": (ONE, Fsdp()),
+        "full with tensor": (TENSOR, Fsdp()),
+        "gradients": (EIGHT, Fsdp(sharding="SHARD_GRAD_OP")),
+        "hybrid": (TENSOR, Fsdp(sharding="HYBRID_SHARD", form="explicit")),
+        "buckets": (MeshShape(replica=2, fsdp=2), Ddp(bucket_bytes=4096, accumulate="local")),
+    }
     states = {}
-    for name, (mesh, strategy) in CASES.items():
+    for name, (mesh, strategy) in others.items():
         run = run_of(texts, mesh, strategy)
         with Checkpointer(tmp_path / "checkpoints", run.program.experiment.checkpoints, run.identity()) as checkpoints:
             states[name], _ = run.restore(checkpoints, 4)
