@@ -124,6 +124,7 @@ def test_every_combination_equals_one_device(texts, on_one_device, strategy, mes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "ddp" not in s])
-def test_every_strategy_composes_with_tensor_and_pipeline_parallelism(texts, on_one_device, strategy, mesh):
-    check(texts, on_one_device, strategy, MESHES[mesh], "clipped", "whole")
+def test_every_strategy_composes_with_tensor_and_pipeline_parallelism(texts, on_one_device, strategy, parts, mesh):
+    check(texts, on_one_device, strategy, MESHES[mesh], "clipped", parts)

@@ -44,7 +44,7 @@ def test_one_run_in_float32_is_judged_by_its_loss(texts):
         run = run_of(texts, mesh, strategy)
         state, found = run.program.init(), []
         batches = run.data.train_batches(start_example=0)
-        for _ in range(10):
+        for _ in range(50):
             state, loss = run.program.train_step(state, run._place(next(batches)))
             found.append(float(loss))
         losses.append(found)
