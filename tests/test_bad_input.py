@@ -171,7 +171,9 @@ def flip_in_the_middle(path):
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("harm", [cut_in_half, flip_in_the_middle, pathlib.Path.unlink])
+@pytest.mark.parametrize(
+    "harm", [flip_in_the_middle, *(pytest.param(h, marks=pytest.mark.slow) for h in (cut_in_half, pathlib.Path.unlink))]
+)
 def test_damaged_checkpoint(recipe, run, harm, tmp_path):
     newest = run / "checkpoints" / "12"
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)

@@ -17,6 +17,8 @@ WAIT = pltpu.InterpretParams()  # copies happen when they are waited for; unwrit
 EAGER = pltpu.InterpretParams(dma_execution_mode="eager")
 BACKENDS = [("pallas_tpu", True), ("pallas_gpu", True)]
 SIMULATED = [("pallas_tpu", WAIT), ("pallas_tpu", EAGER)]
+DEFAULT_ON_TPU = ("many bags", "no rows among the ids", "duplicates")
+"""Interpreting a TPU takes seconds a case."""
 
 
 @pytest.fixture(autouse=True)
@@ -53,16 +55,23 @@ def _assert_bags(case, table, stored, weights, pooling, implementation, interpre
     np.testing.assert_allclose(made, numpy_bags(table, case, weights, pooling), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("implementation", "interpret"), BACKENDS)
-@pytest.mark.parametrize("name", CASES)
-def test_bags_equal_literal_loops(implementation, interpret, name):
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        *((name, "pallas_gpu") for name in CASES),
+        *(pytest.param(name, "pallas_tpu", marks=() if name in DEFAULT_ON_TPU else pytest.mark.slow) for name in CASES),
+    ],
+)
+def test_bags_equal_literal_loops(name, implementation):
     case = CASES[name]
     table = case.table(128)
-    _assert_bags(case, table, table, case.weights(), "sum", implementation, interpret)
-    _assert_bags(case, table, table, None, "mean", implementation, interpret)
+    _assert_bags(case, table, table, case.weights(), "sum", implementation, True)
+    _assert_bags(case, table, table, None, "mean", implementation, True)
 
 
-@pytest.mark.parametrize(("implementation", "interpret"), SIMULATED)
+@pytest.mark.parametrize(
+    ("implementation", "interpret"), [SIMULATED[0], pytest.param(*SIMULATED[1], marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", ["empty bags", "no rows among the ids", "long bags"])
 def test_bags_equal_literal_loops_on_a_simulated_chip(implementation, interpret, name):
     case = CASES[name]
@@ -113,7 +122,10 @@ def test_packing_rounds_like_a_cast_and_keeps_what_is_special():
     np.testing.assert_array_equal(ops.unpack_rows(words).astype(jnp.float32), cast.astype(jnp.float32))
 
 
-@pytest.mark.parametrize(("implementation", "interpret"), [*BACKENDS, *SIMULATED])
+@pytest.mark.parametrize(
+    ("implementation", "interpret"),
+    [*BACKENDS, *(pytest.param(*simulated, marks=pytest.mark.slow) for simulated in SIMULATED)],
+)
 @pytest.mark.parametrize("name", ["no rows among the ids", "many bags"])
 def test_gathered_rows_are_the_rows(implementation, interpret, name):
     case = CASES[name]

@@ -85,7 +85,7 @@ def small_blocks(monkeypatch):
     jax.clear_caches()
 
 
-FEW = ["no multiples of a block", "queries before the keys", "all at once"]
+FEW = ["queries before the keys", "all at once"]
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -96,7 +96,7 @@ SLOW = pytest.mark.slow  # to compile
         (2, "ring"),
         pytest.param(4, "all_gather", marks=SLOW),
         (4, "ring"),
-        (8, "all_gather"),
+        pytest.param(8, "all_gather", marks=SLOW),
         pytest.param(8, "ring", marks=SLOW),
     ],
 )

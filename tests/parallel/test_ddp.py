@@ -133,7 +133,10 @@ def test_one_bucket_for_everything_is_one_all_reduce():
     assert reductions(bucket_program.collectives(2**20, "local", 1)["stated"]) == [(sum(parameter_bytes().values()), 1)]
 
 
-@pytest.mark.parametrize(("accumulate", "parts", "expected"), [("local", 2, TREE), ("communicate", 1, BLOCKS)])
+@pytest.mark.parametrize(
+    ("accumulate", "parts", "expected"),
+    [("local", 2, TREE), pytest.param("communicate", 1, BLOCKS, marks=pytest.mark.slow)],
+)
 def test_buckets_stay_apart_when_compiled_without_the_combiner(accumulate, parts, expected):
     tests = pathlib.Path(__file__).parent.parent
     found = subprocess.run(

@@ -340,7 +340,10 @@ def test_refuses_random_numbers_that_depend_on_the_sharding():
         fsdp.sharded_init(init, mesh=mesh, specs={})
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD", "DDP"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["HYBRID_SHARD", "DDP", *(pytest.param(s, marks=pytest.mark.slow) for s in ("FULL_SHARD", "NO_SHARD"))],
+)
 def test_bfloat16_sums_run_beside_an_automatic_axis(strategy):
     # XLA for CPU aborts on them as they stand.
     mesh = meshes.make_mesh(MESHES["replica2-fsdp2-tensor2"])

@@ -93,6 +93,7 @@ def test_a_chain_from_column_slices_and_copies_restores_elsewhere(rows, tmp_path
     assert_equal(small_run.restored(plain, tmp_path / "a", 8, 1), small_run.restored(plain, tmp_path / "b", 8, 1))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_chain_as_if_never_stopped(runs, rows, run, tmp_path):
     longer = experiment(rows, steps=10)
     loop.train(longer, workdir=run)

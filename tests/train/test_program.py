@@ -55,6 +55,7 @@ def test_eight_devices_equal_one_in_float64(experiment, x64):
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other[part], state[part])
 
 
+@pytest.mark.slow
 def test_eight_devices_equal_one_in_float32_by_loss(experiment):
     losses, _ = _run(experiment, 1)
     other, _ = _run(experiment, 8)
@@ -131,7 +132,7 @@ def test_fsdp_shards_what_divides(experiment):
     assert len(moments) == 2 * len(sharded)  # both moments of Adam are sharded like their parameter
 
 
-@pytest.mark.parametrize("devices", [1, 8])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
 def test_microbatches_add_up_to_the_whole_batch(experiment, x64, devices):
     model = dataclasses.replace(experiment.model, dropout=0.0)
     whole = dataclasses.replace(experiment, precision=FLOAT64, model=model, microbatch=64)

@@ -177,7 +177,7 @@ def test_no_token_sees_a_later_one():
 # The cache.
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in ("mha", "gqa") else c for c in CASES])
 def test_prefill_and_decode_equal_the_full_forward_pass(case):
     config, length = CASES[case], 14
     counts = np.array([5, 9, 1], np.int32)

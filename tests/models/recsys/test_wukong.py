@@ -337,7 +337,7 @@ def test_dropout_is_off_without_a_key_and_random_with_one(schema, optimizer, exa
     assert np.array_equal(a, call(embedded, batch.dense, key=jax.random.key(0)))
 
 
-@pytest.mark.parametrize("fm", ["lowrank", "attentive"])
+@pytest.mark.parametrize("fm", [pytest.param("lowrank", marks=pytest.mark.slow), "attentive"])
 def test_bfloat16_compute_is_close_to_float32_with_float32_logits_and_finite_gradients(
     fm, schema, optimizer, examples, strict_promotion
 ):

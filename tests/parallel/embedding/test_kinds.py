@@ -94,19 +94,13 @@ def _cases():
     default = {
         ("row_wise", "shard", "adam", True, 8),
         ("row_wise", "copy", "rowwise", False, 8),
-        ("table_wise", "shard", "rowwise", True, 8),
         ("table_wise", "copy", "adagrad", True, 4),
         ("column_wise", "shard", "rowwise", True, 8),
         ("column_wise", "copy", "sgd decoupled", False, 8),
-        ("column_wise", "copy", "rowwise", True, 4),
-        ("table_row_wise", "shard", "partial lamb", False, 8),
         ("table_row_wise", "shard", "lars", True, 4),
         ("table_column_wise", "shard", "rowwise", False, 4),
-        ("grid", "shard", "rowwise", True, 8),
         ("grid", "copy", "sgd", False, 8),
-        ("data_parallel", "shard", "rowwise max norm", True, 8),
         ("data_parallel", "shard", "lamb", False, 2),
-        ("row_wise", "shard", "partial adam", False, 2),
     }
     for kind in KINDS:
         for replicas in ("shard", "copy"):
