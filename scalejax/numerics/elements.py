@@ -207,7 +207,7 @@ def encode_ratio(
       divisor_exponent: int32 like it.
       element: the format.
       rounding: how.
-      chance: uint32[...] for stochastic rounding, which sees 23 bits of the quotient.
+      chance: uint32[...] for stochastic rounding, of the quotient cut to 24 bits.
       extra_bits: at most 7, with uint32.
 
     Returns:
@@ -215,12 +215,18 @@ def encode_ratio(
     """
     significand, exponent = float32.parts(bits)
     divisor = jnp.broadcast_to(divisor, bits.shape)
-    digits = 23 if rounding == "stochastic" else element.mantissa_bits + 5
+    # The quotient lies between 1/4 and 2, so up to three digits of what follows are zeros in front.
+    digits = 26 if rounding == "stochastic" else element.mantissa_bits + 5
     ratio, inexact = float32.quotient(significand.astype(divisor.dtype) << extra_bits, divisor, digits)
-    # Between 1/4 and 2; two shifts at most put the first digit in its place, and what is lost below sticks.
-    ratio, exponent = ratio << (24 - digits), exponent - divisor_exponent
-    for _ in range(2):
-        small = ratio < 0x800000
-        ratio, exponent = jnp.where(small, ratio << 1, ratio), jnp.where(small, exponent - 1, exponent)
-    code = magnitude_code(ratio | inexact.astype(jnp.int32), exponent, element, rounding, chance)
+    exponent = exponent - divisor_exponent
+    if rounding == "stochastic":
+        spare = (ratio >= 1 << 24).astype(jnp.int32) + (ratio >= 1 << 25).astype(jnp.int32)  # digits beyond 24
+        ratio, exponent = ratio >> spare, exponent + (spare - 2)
+    else:
+        ratio = ratio << (24 - digits)
+        for _ in range(2):
+            small = ratio < 0x800000
+            ratio, exponent = jnp.where(small, ratio << 1, ratio), jnp.where(small, exponent - 1, exponent)
+        ratio |= inexact.astype(jnp.int32)  # what is lost below breaks ties
+    code = magnitude_code(ratio, exponent, element, rounding, chance)
     return with_sign(jnp.where(divisor == 0, 0, code), bits < 0, element)
