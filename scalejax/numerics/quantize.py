@@ -88,6 +88,11 @@ def quantize(
     """
     format = formats.find(format)
     axis, rule = _checked(x, format, axis, scale_rule, rounding, key, tail, tensor_scale)
+    return _quantized(x, key, tensor_scale, format, axis, rule, rounding)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
+def _quantized(x, key, tensor_scale, format: BlockFormat, axis: int, rule, rounding) -> Quantized:
     chance = None if key is None else _split(jax.random.bits(key, x.shape, jnp.uint32), format, axis)
     split = _split(float32.float_bits(x), format, axis)
     if format.scale == "e4m3" and tensor_scale is None:
@@ -113,7 +118,15 @@ def dequantize(quantized: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) 
     Args:
       quantized: the array.
       dtype: float32, or bfloat16 or float16, rounded from it to nearest, ties to even.
+
+    Raises:
+      UserError: another dtype.
     """
+    return _dequantized(quantized, jnp.dtype(dtype))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _dequantized(quantized: Quantized, dtype) -> jax.Array:
     format = quantized.format
     axis = quantized.axis + quantized.codes.ndim
     encoded = blocks.Encoded(
