@@ -335,9 +335,9 @@ def test_no_program_gathers_or_takes_logarithms():
 
 
 def test_unknown_names_list_the_nearest():
-    with pytest.raises(UserError, match="no 'mx9'; the nearest are bdr_mx9"):
+    with pytest.raises(UserError, match=r"no 'mx9'; the nearest are bdr_mx9"):
         formats.find("mx9")
-    with pytest.raises(UserError, match="the nearest are.*mxfp6_e3m2"):
+    with pytest.raises(UserError, match=r"the nearest are.*mxfp6_e3m2"):
         formats.find("mxfp6-e3m")
     with pytest.raises(UserError, match="there are bdr_mx9, bdr_mx6, bdr_mx4, msfp16"):
         formats.find("zzz")
@@ -350,7 +350,7 @@ def test_integers_are_refused_by_name(dtype):
 
 
 def test_float64_is_refused_by_name(x64):
-    with pytest.raises(UserError, match="got float64. Cast it to float32 first"):
+    with pytest.raises(UserError, match=r"got float64. Cast it to float32 first"):
         api.quantize(jnp.zeros(32, jnp.float64), "mxint8", axis=0)
     assert api.cast(jnp.ones(32, jnp.float32), "bdr_mx4", axis=0).dtype == jnp.float32
 
