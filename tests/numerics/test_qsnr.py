@@ -6,44 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from format_cases import QSNR_TABLE, QSNR_VARIANTS
 
 from scalejax.errors import UserError
 from scalejax.numerics import qsnr, search
 from scalejax.numerics.formats import FORMATS, bdr, find
 from scalejax.numerics.quantize import cast
-
-# dB over 10,000 vectors of 1,024, N(0, sigma^2) with sigma ~ |N(0, 1)|; a reference in NumPy, another seed.
-TABLE = {
-    ("bdr_mx9", None): 46.61,
-    ("bdr_mx6", None): 28.37,
-    ("bdr_mx4", None): 15.77,
-    ("msfp16", None): 43.01,
-    ("msfp12", None): 18.85,
-    ("fp8_e4m3", None): 31.57,
-    ("mxint8", "floor"): 42.03,
-    ("mxint8", "rceil"): 41.96,
-    ("mxfp8_e4m3", "floor"): 30.47,
-    ("mxfp8_e4m3", "rceil"): 31.54,
-    ("mxfp8_e4m3", "even"): 31.07,
-    ("mxfp8_e5m2", "floor"): 25.33,
-    ("mxfp8_e5m2", "rceil"): 25.55,
-    ("mxfp8_e5m2", "even"): 25.55,
-    ("mxfp6_e2m3", "floor"): 30.98,
-    ("mxfp6_e2m3", "rceil"): 30.98,
-    ("mxfp6_e2m3", "even"): 31.03,
-    ("mxfp6_e3m2", "floor"): 25.33,
-    ("mxfp6_e3m2", "rceil"): 25.55,
-    ("mxfp6_e3m2", "even"): 25.55,
-    ("mxfp4_e2m1", "floor"): 18.74,
-    ("mxfp4_e2m1", "rceil"): 18.64,
-    ("mxfp4_e2m1", "even"): 18.99,
-    ("nvfp4", None): 20.43,
-}
-VARIANTS = {
-    "MX9 with d2=2": (bdr(m=7, d2=2), 47.41),
-    "MX9 with k2=8": (bdr(m=7, k2=8), 44.16),
-    "MX9 with k2=1": (bdr(m=7, k2=1), 47.54),
-}
 
 
 @functools.cache
@@ -52,15 +20,15 @@ def vectors(count=10_000):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "rule"), TABLE)
+@pytest.mark.parametrize(("name", "rule"), QSNR_TABLE)
 def test_the_table_is_reproduced(name, rule):
-    assert abs(qsnr.study(name, vectors(), scale_rule=rule).overall - TABLE[name, rule]) < 0.05
+    assert abs(qsnr.study(name, vectors(), scale_rule=rule).overall - QSNR_TABLE[name, rule]) < 0.05
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", QSNR_VARIANTS)
 def test_the_paper_s_sensitivities_are_reproduced(name):
-    format, expected = VARIANTS[name]
+    format, expected = QSNR_VARIANTS[name]
     assert abs(qsnr.study(format, vectors()).overall - expected) < 0.05
 
 
@@ -70,7 +38,7 @@ def test_the_three_formats_of_the_paper_on_a_tenth_of_the_vectors():
     few = vectors()[:1000]
     found = {name: qsnr.study(name, few) for name in ("bdr_mx9", "bdr_mx6", "bdr_mx4", "msfp16")}
     for name, study in found.items():
-        assert abs(study.overall - TABLE[name, None]) < 0.15
+        assert abs(study.overall - QSNR_TABLE[name, None]) < 0.15
         assert qsnr.theorem1_bound(name, 1024) < study.lowest < study.overall
     assert abs(found["bdr_mx9"].overall - found["msfp16"].overall - 3.6) < 0.05
 
