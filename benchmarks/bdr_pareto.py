@@ -43,8 +43,8 @@ ROWS
 ## The Pareto front of {members} members ({search:,} vectors)
 
 k1 of 8 to 128, k2 of 1 to 8, d2 of 0 to 3, 1 to 8 magnitude bits (S), exponents of 8 bits; INT (I), FP8 and VSQ under
-float32 scales. MX9, MX6 and MX4 lie on it, so do their like with other magnitude bits. Cost here is storage; the paper's
-is area and memory of a dot-product unit, which is not modelled.
+float32 scales. MX9, MX6 and MX4 lie on it, so do their like with other magnitude bits. Cost here is storage; that of
+the paper is area and memory of a dot-product unit, which is not modelled.
 
 BEST
 

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.numerics import formats
+from scalejax.numerics import bits as float32
+from scalejax.numerics import blocks, elements, formats
 from scalejax.numerics import quantize as api
 from scalejax.numerics.formats import FORMATS
 
@@ -79,6 +80,44 @@ def test_every_bfloat16_as_the_largest_of_a_block(name, rule, rounding):
     format = format_cases.small(name)
     x = format_cases.blocks(format_cases.all_bfloat16(), format, rule, seed=11)
     check(name, rule, rounding, np.concatenate([x, format_cases.random_bits(8192, format.k1, seed=12)]))
+
+
+@pytest.mark.parametrize("name", ["bdr_mx6", "mxfp4_e2m1", "fp8_e4m3", "vsq8", "nvfp4"])
+def test_the_last_bit_of_chance_decides(name):
+    """By bisection, where the oracle begins to round each number up: exactly there the package does so too."""
+    format = format_cases.small(name)
+    rule = "floor" if format.scale == "exponent" else None
+    described = format_cases.form(format)
+    x = wide_blocks(format)[:64]
+    x[0], x[1, 3] = 1, 0  # numbers that are exact, and stay
+    g = np.float32(np.abs(x).max() / np.float32(2688)) if format.scale == "e4m3" else None
+
+    def oracle(half):
+        chance = (half << 1).astype(np.uint32)
+        return format_oracle.quantize(x, described, rule, "stochastic", chance, tensor_scale=g).codes
+
+    low, high = np.zeros(x.shape, np.int64), np.full(x.shape, 2**31 - 1, np.int64)
+    rounded_up = oracle(high)
+    for _ in range(31):
+        middle = (low + high) // 2
+        up = oracle(middle) == rounded_up
+        low, high = np.where(up, low, middle + 1), np.where(up, middle, high)
+    encode = jax.jit(
+        lambda chance: (
+            blocks.encode_blocks(
+                float32.float_bits(jnp.asarray(x)).reshape(len(x), -1, format.k2),
+                format,
+                axis=1,
+                rule=rule,
+                rounding="stochastic",
+                chance=chance.reshape(len(x), -1, format.k2),
+                tensor_scale=None if g is None else jnp.asarray(g),
+            ).codes
+        )
+    )
+    for half in (high, np.maximum(high - 1, 0), np.zeros_like(high), np.full_like(high, 2**31 - 1)):
+        got = np.asarray(encode(jnp.asarray((half << 1).astype(np.uint32)))).reshape(x.shape)
+        np.testing.assert_array_equal(got, oracle(half))
 
 
 def test_nvfp4_by_a_given_scale_of_the_tensor():
@@ -401,9 +440,6 @@ def test_formats_that_cannot_be_are_refused(numbers, message):
 
 def test_elements_are_those_of_ml_dtypes():
     """All bfloat16 and a million float32 within the range, and saturation beyond it."""
-    from scalejax.numerics import bits as float32
-    from scalejax.numerics import elements
-
     x = np.concatenate([format_cases.all_bfloat16(), format_cases.random_bits(1 << 10, 1 << 10, seed=1).ravel()])
     x = x[np.isfinite(x)]
     types = {
@@ -435,8 +471,6 @@ def test_elements_are_those_of_ml_dtypes():
     ],
 )
 def test_elements_are_those_of_the_specification(element, largest, smallest_normal, smallest, emax):
-    from scalejax.numerics import elements
-
     found = getattr(elements, element)
     assert (found.max, found.max_exponent, found.magnitudes[1]) == (largest, emax, smallest)
     if smallest_normal is not None:
