@@ -123,3 +123,12 @@ def random_bits(rows: int, columns: int, seed: int) -> np.ndarray:
         | rng.integers(0, 1 << 23, (rows, columns))
     )
     return word.astype(np.uint32).view(np.float32)
+
+
+ROWS = 2000  # of wide_blocks, the same everywhere so that one program serves many tests
+
+
+def wide_blocks(format: BlockFormat) -> np.ndarray:
+    """float32[ROWS, k1]: normal blocks far from the ends of float32, over 40 binades."""
+    rng = np.random.default_rng(0)
+    return (rng.standard_normal((ROWS, format.k1)) * 2.0 ** rng.integers(-20, 20, (ROWS, 1))).astype(np.float32)

@@ -67,6 +67,7 @@ class Packed:
         return sum(array.size * array.dtype.itemsize for array in arrays if array is not None)
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "axis"))
 def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
     """Integers of `bits` bits, [..., n, ...] -> uint8[..., n bits / 8, ...], a stream along `axis`.
 
@@ -89,6 +90,7 @@ def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
     return jnp.stack(packed, axis + 1).reshape(*codes.shape[:axis], -1, *codes.shape[axis + 1 :])
 
 
+@functools.partial(jax.jit, static_argnames=("bits", "axis"))
 def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
     """uint8[..., n bits / 8, ...] -> int32[..., n, ...]: what pack_bits was given.
 
@@ -115,6 +117,7 @@ def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
     return jnp.stack(codes, axis + 1).reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
 
 
+@jax.jit
 def pack(quantized: Quantized) -> Packed:
     """Codes, second scales and scales as arrays of their own.
 
@@ -133,6 +136,7 @@ def pack(quantized: Quantized) -> Packed:
     )
 
 
+@jax.jit
 def unpack(packed: Packed) -> Quantized:
     """What `pack` was given."""
     format, axis = packed.format, packed.axis
@@ -168,6 +172,7 @@ def block_bytes(format: str | BlockFormat) -> int:
     return 1 + (format.k1 * format.element.bits + format.k1 // format.k2 * format.d2) // 8
 
 
+@jax.jit
 def pack_blocks(quantized: Quantized) -> jax.Array:
     """One array of bytes, blocks one after another along the block axis: scale, second scales, codes.
 
@@ -196,6 +201,7 @@ def pack_blocks(quantized: Quantized) -> jax.Array:
     return joined.reshape(*joined.shape[:axis], count * size, *joined.shape[axis + 2 :])
 
 
+@functools.partial(jax.jit, static_argnames=("format", "axis", "length"))
 def unpack_blocks(
     data: jax.Array,
     format: str | BlockFormat,
