@@ -156,7 +156,9 @@ def picture(points, front, named, path: pathlib.Path) -> None:
     for name, point in named.items():
         kind = "C3o" if name.startswith("bdr_") else "C0s" if name.startswith(("mx", "nv")) else "C2^"
         axes.plot(point.bits, point.qsnr, kind, markersize=5)
-        axes.annotate(name, (point.bits, point.qsnr), fontsize=7, xytext=(4, -6), textcoords="offset points")
+        left = kind.startswith("C2")
+        place = {"xytext": (-5, 2) if left else (5, -6), "ha": "right" if left else "left"}
+        axes.annotate(name, (point.bits, point.qsnr), fontsize=7, textcoords="offset points", **place)
     axes.set(xlim=(1.5, 12), ylim=(0, 55), xlabel="bits per element", ylabel="QSNR, dB")
     axes.legend(loc="lower right")
     figure.tight_layout()
