@@ -188,9 +188,9 @@ def quantize(x, form, rule=None, rounding="ties_to_even", chance=None, tensor_sc
             scale = np.maximum(largest.astype(np.float32) / np.float32(top), lowest)
             steps = np.ones((len(x), 1), np.int64)
         step = spread(steps).astype(np.float64)
-        divisor = step * scale[:, None]
-        index = on_grid(*ratio(exact, divisor, cut), grid, rounding, chance)
-        values = (grid[index] * step).astype(np.float32) * scale[:, None]
+        divisor = step.astype(np.float32) * scale[:, None]
+        index = on_grid(*ratio(exact, divisor.astype(np.float64), cut), grid, rounding, chance)
+        values = grid[index].astype(np.float32) * divisor
         scales = np.where(poisoned, np.float32(np.nan), scale)
     else:
         g = tensor_scale
@@ -287,6 +287,7 @@ def exact_block(x, form, rule, rounding, chance, tensor_scale=None):
         integers = [Fraction(i) for i in range(2**form.d2)]
         scale = nearest_float32(part / top)
         steps = [scale * rounded(s / part, integers, "ties_to_even", 0) for s in subs]
+        steps = [nearest_float32(step) if step else step for step in steps]
     elif form.scale == "float32":
         scale = nearest_float32(largest / top)
         steps = [scale]

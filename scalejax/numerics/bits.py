@@ -3,8 +3,8 @@
     value = (-1)^sign * significand * 2^(exponent - 23),    2^23 <= significand < 2^24
 
 exp2, log2 and pow are inexact on accelerators, division is on some, and TPUs and XLA's CPU threads take subnormal
-numbers for zero. Shifts, additions and comparisons of int32 are exact everywhere, also inside Pallas kernels. The
-functions below take and give arrays of any shape, gather nothing and keep no state.
+numbers for zero. Shifts, additions, products and comparisons of int32 are exact everywhere, also inside Pallas kernels.
+The functions below take and give arrays of any shape, gather nothing and keep no state.
 """
 
 import jax
@@ -95,22 +95,31 @@ def to_dtype(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def quotient(numerator: jax.Array, divisor: jax.Array, digits: int) -> tuple[jax.Array, jax.Array]:
-    """floor(2^(digits - 1) numerator / divisor) and whether a remainder is left, digit by digit.
+    """floor(2^(digits - 1) numerator / divisor) and whether a remainder is left.
+
+    Up to 14 digits at a time: a float32 quotient, however it was rounded, is off by one at most, and the remainder,
+    which fits int32 though the products on its way do not, says so.
 
     Args:
-      numerator: int32 or uint32 [...], 0 <= numerator < 2 divisor.
-      divisor: the same dtype and shape, positive; int32 below 2^31 and all of uint32 will do.
-      digits: at most 31.
+      numerator: int32[...], 0 <= numerator < 2 divisor.
+      divisor: int32[...], positive, below 2^29.
+      digits: at most 27.
 
     Returns:
       int32[...], below 2^digits, and bool[...].
     """
-    first = numerator >= divisor
-    rest = jnp.where(first, numerator - divisor, numerator)  # below the divisor from here on
-    count = first.astype(jnp.int32)
-    for _ in range(digits - 1):
-        lacking = divisor - rest
-        digit = rest >= lacking
-        rest = jnp.where(digit, rest - lacking, rest + rest)
-        count = (count << 1) | digit.astype(jnp.int32)
+    first = min(digits, 14)
+    count, rest = _divided(numerator, divisor, first - 1)
+    if digits > first:
+        more, rest = _divided(rest, divisor, digits - first)
+        count = (count << (digits - first)) | more
     return count, rest != 0
+
+
+def _divided(numerator: jax.Array, divisor: jax.Array, shift: int) -> tuple[jax.Array, jax.Array]:
+    """floor(2^shift numerator / divisor), below 2^15, and the remainder."""
+    estimate = (numerator.astype(jnp.float32) / divisor.astype(jnp.float32) * 2.0**shift).astype(jnp.int32)
+    rest = (numerator << shift) - estimate * divisor  # modulo 2^32; between -divisor and 2 divisor
+    above, below = rest < 0, rest >= divisor
+    count = estimate + below.astype(jnp.int32) - above.astype(jnp.int32)
+    return count, jnp.where(above, rest + divisor, jnp.where(below, rest - divisor, rest))

@@ -10,7 +10,7 @@ that the scale rule gives (scalejax.numerics.scales), clamped to the d1 bits:
     exponent            x / 2^R(a)
     exponent, exponent  x / 2^(R(a) - tau_j),  tau_j = min(R(a) - R(a_j), 2^d2 - 1); the most where all are zeros
     float32             x / s,                 s = float32(a / max)
-    float32, integer    x / (q_j s),           b = float32(a / (2^d2 - 1)), q_j = round(a_j / b), s = float32(b / max)
+    float32, integer    x / float32(q_j s),    b = float32(a / (2^d2 - 1)), q_j = round(a_j / b), s = float32(b / max)
     e4m3                x / (s g),             s = E4M3(a / (max g)), g = float32(a_tensor / (448 max))
 
 rounded to the element once, from the exact quotient; what lies beyond its largest number becomes that. Scales are
@@ -97,7 +97,11 @@ def encode_blocks(
             steps = jnp.where(poisoned, 0, steps)
             sub_scales = steps.astype(jnp.uint8)
             scale = scales.float_scale(part, element.max_count, element.max_exponent - element.mantissa_bits, -126)
-            codes = _encode_product(bits, steps, 8, scale, element, rounding, chance)
+            # A product of normal numbers, or zero.
+            step = steps.astype(jnp.float32) * lax.bitcast_convert_type(scale, jnp.float32)
+            significand, exponent = float32.parts(lax.bitcast_convert_type(step, jnp.int32))
+            significand = jnp.where(steps == 0, 0, significand)
+            codes = elements.encode_ratio(bits, significand, exponent, element, rounding, chance)
         else:
             scale = scales.float_scale(
                 largest, element.max_count, element.max_exponent - element.mantissa_bits, _lowest_exponent(format)
@@ -124,23 +128,6 @@ def encode_blocks(
         divisor = jnp.where(step == 0, 0, (step_significand >> 20) * significand)
         codes = elements.encode_ratio(bits, divisor, step_exponent + exponent, element, rounding, chance, extra_bits=3)
     return Encoded(jnp.where(poisoned, 0, codes), stored, sub_scales)
-
-
-def _encode_product(bits, steps, step_bits, scale, element, rounding, chance):
-    """Codes of x / (q s) for integers q of so many bits at most and float32 s."""
-    significand, exponent = float32.parts(scale)
-    word = lax.bitcast_convert_type(steps.astype(jnp.float32), jnp.int32)
-    step_significand, step_exponent = float32.parts(word)
-    divisor = (step_significand >> (24 - step_bits)).astype(jnp.uint32) * significand.astype(jnp.uint32)
-    return elements.encode_ratio(
-        bits,
-        jnp.where(steps == 0, jnp.uint32(0), divisor),
-        step_exponent + exponent,
-        element,
-        rounding,
-        chance,
-        extra_bits=step_bits - 1,
-    )
 
 
 def _lowest_exponent(format: BlockFormat) -> int:
@@ -182,9 +169,10 @@ def decode_blocks(encoded: Encoded, format: BlockFormat, tensor_scale: jax.Array
     none = jnp.zeros_like(encoded.codes)
     values = lax.bitcast_convert_type(elements.decode(encoded.codes, none, element), jnp.float32)
     if format.scale == "float32":
+        scale = encoded.scales
         if encoded.sub_scales is not None:
-            values = values * encoded.sub_scales.astype(jnp.float32)  # integers below 2^23
-        values = values * encoded.scales
+            scale = encoded.sub_scales.astype(jnp.float32) * scale
+        values = values * scale
     else:
         assert tensor_scale is not None
         code = encoded.scales.astype(jnp.int32)

@@ -202,22 +202,23 @@ def encode_ratio(
 
     Args:
       bits: int32[...], of float32 x.
-      divisor: int32 or uint32 that broadcasts; d = divisor * 2^(divisor_exponent - 23 - extra_bits), where
+      divisor: int32 that broadcasts; d = divisor * 2^(divisor_exponent - 23 - extra_bits), where
         2^(23 + extra_bits) <= divisor < 2^(25 + extra_bits); 0 gives code 0.
       divisor_exponent: int32 like it.
       element: the format.
       rounding: how.
       chance: uint32[...] for stochastic rounding, of the quotient cut to 24 bits.
-      extra_bits: at most 7, with uint32.
+      extra_bits: at most 3.
 
     Returns:
       int32[...].
     """
     significand, exponent = float32.parts(bits)
-    divisor = jnp.broadcast_to(divisor, bits.shape)
+    none = divisor == 0
+    divisor = jnp.where(none, 1 << (23 + extra_bits), divisor)
     # The quotient lies between 1/4 and 2, so up to three digits of what follows are zeros in front.
     digits = 26 if rounding == "stochastic" else element.mantissa_bits + 5
-    ratio, inexact = float32.quotient(significand.astype(divisor.dtype) << extra_bits, divisor, digits)
+    ratio, inexact = float32.quotient(significand << extra_bits, divisor, digits)
     exponent = exponent - divisor_exponent
     if rounding == "stochastic":
         spare = (ratio >= 1 << 24).astype(jnp.int32) + (ratio >= 1 << 25).astype(jnp.int32)  # digits beyond 24
@@ -229,4 +230,4 @@ def encode_ratio(
             ratio, exponent = jnp.where(small, ratio << 1, ratio), jnp.where(small, exponent - 1, exponent)
         ratio |= inexact.astype(jnp.int32)  # what is lost below breaks ties
     code = magnitude_code(ratio, exponent, element, rounding, chance)
-    return with_sign(jnp.where(divisor == 0, 0, code), bits < 0, element)
+    return with_sign(jnp.where(none, 0, code), bits < 0, element)
