@@ -84,7 +84,8 @@ def quantize(
       The quantized array. Blocks with NaN or infinities are poisoned, see `poisoned_blocks`.
 
     Raises:
-      UserError: another dtype, an unknown name, a rule or key that does not fit, an axis that k1 does not divide.
+      UserError: another dtype, an unknown name, a rule or key that does not fit, an axis that k1 does not divide, or
+        whose blocks would straddle shards.
     """
     format = formats.find(format)
     axis, rule = _checked(x, format, axis, scale_rule, rounding, key, tail, tensor_scale)
@@ -199,6 +200,7 @@ def _checked(x, format, axis, scale_rule, rounding, key, tail, tensor_scale) -> 
             f"quantize: {format.name} has blocks of {format.k1}, and axis {axis} of x{list(x.shape)} is no multiple of "
             "it. Pass tail='pad' to append zeros, take another axis, or dataclasses.replace the format's k1 and k2."
         )
+    _check_shards(x, format, axis)
     if (key is None) == (rounding == "stochastic"):
         raise UserError(
             "key: stochastic rounding needs one, and no other rounding does; got "
@@ -217,6 +219,21 @@ def _checked(x, format, axis, scale_rule, rounding, key, tail, tensor_scale) -> 
     if rule is not None:
         threshold(format.element, rule)  # raises
     return axis, rule
+
+
+def _check_shards(x, format: BlockFormat, axis: int) -> None:
+    """Refuses blocks that would lie on two devices, where the sharding is known: of arrays, and of explicit axes."""
+    sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(sharding, jax.sharding.NamedSharding):
+        return
+    own = sharding.shard_shape(x.shape)[axis]
+    if own != x.shape[axis] and own % format.k1:
+        most = x.shape[axis] // format.k1
+        raise UserError(
+            f"quantize: {format.name} has blocks of {format.k1}, and axis {axis} of x{list(x.shape)} is cut into "
+            f"shards of {own}: blocks would straddle devices. Cut it into a number of shards that divides {most}, or "
+            "shard another axis."
+        )
 
 
 def _split(x, format: BlockFormat, axis: int) -> jax.Array:

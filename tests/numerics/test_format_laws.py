@@ -182,3 +182,24 @@ def test_no_program_gathers_or_takes_logarithms():
         text = str(jax.make_jaxpr(lambda x, f=format: api.cast(x, f, axis=0))(jnp.zeros(64)))
         for primitive in ("gather", "log", "exp2", " exp", "pow", "sort", "while", "scan"):
             assert primitive not in text, (name, primitive)
+
+
+@pytest.mark.parametrize("axis_type", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_blocks_lie_within_shards_or_are_refused(axis_type):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(axis_type,))
+    along = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "fsdp"))
+    across = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp", None))
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((8, 128)), jnp.float32)
+    for sharding in (along, across):
+        # Blocks of 16: eight shards of one block each, or of one row.
+        np.testing.assert_array_equal(
+            np.asarray(api.quantize(jax.device_put(x, sharding), "bdr_mx9", axis=1).codes),
+            np.asarray(api.quantize(x, "bdr_mx9", axis=1).codes),
+        )
+    api.quantize(jax.device_put(x, across), "mxint8", axis=1)
+    message = r"blocks of 32, and axis 1 of x\[8, 128\] is cut into shards of 16.*number of shards that divides 4"
+    with pytest.raises(UserError, match=message):
+        api.quantize(jax.device_put(x, along), "mxint8", axis=1)
+    if axis_type == jax.sharding.AxisType.Explicit:
+        with pytest.raises(UserError, match=message):
+            jax.jit(lambda x: api.cast(x, "mxint8", axis=1))(jax.device_put(x, along))
