@@ -77,7 +77,8 @@ def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
     axis %= codes.ndim
     group, size = _group(bits)
     _check_whole(codes.shape[axis], group, bits)
-    apart = codes.astype(jnp.int32).reshape(*codes.shape[:axis], -1, group, *codes.shape[axis + 1 :])
+    count = codes.shape[axis] // group
+    apart = codes.astype(jnp.int32).reshape(*codes.shape[:axis], count, group, *codes.shape[axis + 1 :])
     parts = [jax.lax.index_in_dim(apart, i, axis + 1, keepdims=False) for i in range(group)]
     packed = []
     for byte in range(size):
@@ -87,7 +88,7 @@ def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
             if -bits < shift < 8:
                 word |= part << shift if shift >= 0 else part >> -shift
         packed.append((word & 0xFF).astype(jnp.uint8))
-    return jnp.stack(packed, axis + 1).reshape(*codes.shape[:axis], -1, *codes.shape[axis + 1 :])
+    return jnp.stack(packed, axis + 1).reshape(*codes.shape[:axis], count * size, *codes.shape[axis + 1 :])
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "axis"))
@@ -104,7 +105,8 @@ def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
             f"unpack_bits: {group} codes of {bits} bits take {size} bytes; got {packed.shape[axis]} bytes along axis "
             f"{axis}. Pass what pack_bits gave, along the same axis."
         )
-    apart = packed.astype(jnp.int32).reshape(*packed.shape[:axis], -1, size, *packed.shape[axis + 1 :])
+    count = packed.shape[axis] // size
+    apart = packed.astype(jnp.int32).reshape(*packed.shape[:axis], count, size, *packed.shape[axis + 1 :])
     parts = [jax.lax.index_in_dim(apart, i, axis + 1, keepdims=False) for i in range(size)]
     codes = []
     for i in range(group):
@@ -114,7 +116,7 @@ def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
             if -bits < shift < 8:
                 word |= part >> shift if shift >= 0 else part << -shift
         codes.append(word & ((1 << bits) - 1))
-    return jnp.stack(codes, axis + 1).reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
+    return jnp.stack(codes, axis + 1).reshape(*packed.shape[:axis], count * group, *packed.shape[axis + 1 :])
 
 
 @jax.jit
@@ -196,7 +198,7 @@ def pack_blocks(quantized: Quantized) -> jax.Array:
         ]
     )
     count = packed.scales.shape[axis]
-    apart = [p.reshape(*p.shape[:axis], count, p.shape[axis] // count, *p.shape[axis + 1 :]) for p in pieces]
+    apart = [p.reshape(*p.shape[:axis], count, p.shape[axis] // max(count, 1), *p.shape[axis + 1 :]) for p in pieces]
     joined = jnp.concatenate(apart, axis + 1)
     return joined.reshape(*joined.shape[:axis], count * size, *joined.shape[axis + 2 :])
 

@@ -13,6 +13,7 @@ import functools
 from typing import Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 
 from scalejax.errors import UserError

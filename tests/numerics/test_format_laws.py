@@ -9,6 +9,7 @@ import pytest
 from scalejax.errors import UserError
 from scalejax.numerics import quantize as api
 from scalejax.numerics.formats import FORMATS
+from scalejax.numerics.packing import pack, unpack
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -203,3 +204,11 @@ def test_blocks_lie_within_shards_or_are_refused(axis_type):
     if axis_type == jax.sharding.AxisType.Explicit:
         with pytest.raises(UserError, match=message):
             jax.jit(lambda x: api.cast(x, "mxint8", axis=1))(jax.device_put(x, along))
+
+
+@pytest.mark.parametrize("name", ["bdr_mx6", "nvfp4", "vsq4"])
+def test_arrays_without_entries_have_codes_without_entries(name):
+    format = format_cases.small(name)
+    for shape in ((0, format.k1), (3, 0)):
+        got = unpack(pack(api.quantize(jnp.zeros(shape), format, axis=1)))
+        assert got.codes.shape == api.dequantize(got).shape == shape
