@@ -13,7 +13,7 @@ exponent only, how integers are. So one encoder and one decoder do for all of th
     signed_magnitude(m)  sign and m magnitude bits in steps of 2^(1 - m): below 2, like the significand of a float
     integer(b)           two's complement in steps of 1 from -(2^(b-1) - 1), symmetric; unsigned(b) from 0
 
-Source: OCP Microscaling Formats (MX) v1.0, tables 1 to 5; Rouhani et al., ISCA 2023, section III.
+Source: OCP Microscaling Formats (MX) v1.0; Rouhani et al., ISCA 2023.
 """
 
 import dataclasses

@@ -15,9 +15,9 @@ share a bit), `mxfp8_e4m3` ... `mxint8` those of the Open Compute Project (block
 
     bits per element = element.bits + d1 / k1 + d2 / k2
 
-Source: Rouhani et al., "With Shared Microexponents, A Little Shifting Goes a Long Way", ISCA 2023, section III and
-table I; OCP Microscaling Formats (MX) v1.0. The sizes of INT, FP8 and VSQ here are not
-the paper's; `dataclasses.replace(format, k1=...)` gives others.
+Source: Rouhani et al., "With Shared Microexponents, A Little Shifting Goes a Long Way", ISCA 2023;
+OCP Microscaling Formats (MX) v1.0. The sizes of INT, FP8 and VSQ are chosen here; `dataclasses.replace(format, k1=...)`
+gives others.
 """
 
 import dataclasses

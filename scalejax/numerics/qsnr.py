@@ -2,7 +2,7 @@
 
     QSNR = -10 log10( sum ||Q(X) - X||^2 / sum ||X||^2 )  dB
 
-Source: Rouhani et al., ISCA 2023, section IV, theorem 1, figure 7.
+Source: Rouhani et al., ISCA 2023, theorem 1 (pp. 6, 11) and the study on p. 7.
 """
 
 import dataclasses

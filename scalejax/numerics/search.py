@@ -3,7 +3,7 @@
 The paper sweeps its family by hardware cost; storage is the cost here. Exponents with microexponents are measured for
 all magnitudes and microexponents of one (k1, k2) in one program, since only constants differ; the others one by one.
 
-Source: Rouhani et al., ISCA 2023, section IV, figure 7.
+Source: Rouhani et al., ISCA 2023, p. 7.
 """
 
 import dataclasses
