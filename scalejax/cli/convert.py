@@ -12,7 +12,7 @@ from scalejax.errors import UserError
 if TYPE_CHECKING:
     from scalejax.inference.model_folder import LanguageModel
 
-DTYPES = ("float32", "bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16")
 Step = Annotated[
     int | None, typer.Option("--step", metavar="N", min=0, help="Of a run: which checkpoint. Default: the newest.")
 ]
@@ -47,10 +47,9 @@ def convert(
     """
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is computed, so no accelerator is looked for
     environment.prepare()
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
-    if not shard_size > 0:
-        raise UserError(f"--shard-size must be above 0 GB; got {shard_size}.")
+    check_dtype(dtype)
+    if not 0 < shard_size < float("inf"):
+        raise UserError(f"--shard-size must be above 0 GB and finite; got {shard_size}.")
     model = open_model(source, recipe=recipe, step=step, average=average)
 
     from jax.numpy import dtype as as_dtype
@@ -75,6 +74,12 @@ def convert(
     print(f"Wrote the {what} {target}.")
     if model.tokenizer is not None:
         print(f'Next: scalejax generate {target} --prompt "..."')
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Raises UserError for a dtype that weights cannot have."""
+    if dtype is not None and dtype not in _DTYPES:
+        raise UserError(f"--dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
 
 
 def open_model(folder: pathlib.Path, *, recipe: str | None, step: int | None, average: int = 1) -> "LanguageModel":

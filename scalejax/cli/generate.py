@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from scalejax.cli import environment, options, output
-from scalejax.cli.convert import Step, open_model
+from scalejax.cli.convert import Step, check_dtype, open_model
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
     from scalejax.inference.model_folder import LanguageModel
     from scalejax.inference.text import Completion, Writer
-
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def generate(
@@ -68,8 +66,7 @@ def generate(
     """
     environment.prepare(cpu_devices=cpu_devices)
     prompts = _prompts(prompt or [], prompt_file or [])
-    if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype!r}.")
+    check_dtype(dtype)
     from scalejax.inference.sampling import Sampling
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
@@ -83,6 +80,7 @@ def generate(
     asked = {"max_tokens": max_tokens, "sampling": sampling, "stop": tuple(stop or ())}
     begin = time.perf_counter()
     if len(prompts) == 1 and samples == 1:
+        writer.engine.check([writer.encode(prompts[0])], max_tokens)  # before anything is shown
         print(prompts[0], end="", flush=True)
         found = [writer.stream(prompts[0], show=lambda piece: print(piece, end="", flush=True), **asked)]
         print()

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from scalejax.data.chat import ChatTemplate
-from scalejax.data.tokenizer import Specials, check_ids, pieces
+from scalejax.data.tokenizer import Specials, check_ids, pieces, utf8
 from scalejax.errors import UserError
 
 # Runs without a change between space and other characters are cut as well: merging a run takes time quadratic in it.
@@ -73,6 +73,8 @@ class HuggingFaceTokenizer:
                 f"{path}: the tokenizers library {library.__version__} cannot read it ({error}). Is it complete? A "
                 "newer format needs pip install --upgrade tokenizers."
             ) from error
+        if not tokenizer.get_vocab_size():
+            raise UserError(f"{path}: has no token. Copy it again from its source.")
         beside = _Beside(path.parent)
         names = {role: getattr(self, role) or beside.token(f"{role}_token") for role in ("bos", "eos", "pad")}
         ids = {role: _token_id(tokenizer, role, name, path) for role, name in names.items() if name}
@@ -127,12 +129,12 @@ class HuggingFace:
     def encode(self, text: str, *, specials: Specials = "text") -> np.ndarray:
         """int32[N] ids; adds no special token, and reads none unless specials="parse"."""
         tokenizer = self._tokenizer if specials == "text" else self._parsing
-        return self._joined(tokenizer.encode_batch_fast(self._cut(text), add_special_tokens=False))
+        return self._joined(self._encoded(tokenizer, self._cut(text)))
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text, in the library's threads."""
         cut = [self._cut(text) for text in texts]
-        flat = iter(self._tokenizer.encode_batch_fast([p for parts in cut for p in parts], add_special_tokens=False))
+        flat = iter(self._encoded(self._tokenizer, [part for parts in cut for part in parts]))
         return [self._joined(itertools.islice(flat, len(parts))) for parts in cut]
 
     def decode(self, ids: Iterable[int], *, specials: Literal["skip", "show"] = "skip") -> str:
@@ -176,14 +178,17 @@ class HuggingFace:
         )
 
     def _cut(self, text: str) -> list[str]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"encode: character {error.start} of the text is half of a surrogate pair, "
-                f"U+{ord(text[error.start]):04X}, which UTF-8 cannot hold. Repair the text where it was made."
-            ) from error
+        utf8(text)  # the library would fail
         return [part for piece in pieces(text) for part in _short_runs(piece)]
+
+    def _encoded(self, tokenizer: Any, parts: list[str]) -> list[Any]:
+        try:
+            return tokenizer.encode_batch_fast(parts, add_special_tokens=False)
+        except Exception as error:  # the library raises nothing narrower
+            raise UserError(
+                f"encode: {self._where} cannot represent the text ({error}). It has a character that is not in the "
+                "vocabulary: leave it out, or take another tokenizer."
+            ) from error
 
     @staticmethod
     def _joined(encodings: Iterable[Any]) -> np.ndarray:
@@ -241,17 +246,30 @@ class _Beside:
         return None
 
     def stop_ids(self) -> list[int]:
-        ids = self._read("generation_config.json").get("eos_token_id", [])
-        return [int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
+        name = "generation_config.json"
+        value = self._read(name).get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) for i in ids):
+            raise UserError(
+                f"{self._folder / name}: eos_token_id must be a token id or a list of them; got {value!r}. Copy it "
+                "again from its source."
+            )
+        return ids
 
     def chat_template(self) -> str | None:
         file = self._folder / "chat_template.jinja"
         if file.is_file():
-            return file.read_text(encoding="utf-8")
+            try:
+                return file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise UserError(f"{file}: cannot be read as UTF-8 text ({error}). Copy it again.") from error
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several by name
-            named = {entry["name"]: entry["template"] for entry in template}
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
             template = named.get("default")
+        if not isinstance(template, str | None):
+            file = self._folder / "tokenizer_config.json"
+            raise UserError(f"{file}: chat_template must be text; got {template!r}. Copy it again.")
         return template
 
     def _read(self, name: str) -> dict[str, Any]:
@@ -260,7 +278,7 @@ class _Beside:
             return {}
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise UserError(f"{file}: is not JSON ({error}); truncated? Copy it again from its source.") from error
         if not isinstance(content, dict):
             raise UserError(f"{file}: wanted a JSON object; got {type(content).__name__}. Copy it from its source.")

@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO
 
@@ -154,7 +155,7 @@ def _json_lines(path: pathlib.Path, column: str) -> Iterator[Block]:
             where = f"{path}, line {number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(
                     f"{where}: is not JSON ({error}); wanted one object a line. Truncated? A file that holds one "
                     "large JSON array must be written out line by line."
@@ -172,12 +173,15 @@ def _parquet(path: pathlib.Path, column: str) -> Iterator[Block]:
 
     try:
         file = pq.ParquetFile(path)
-        kind = file.schema_arrow.field(column).type if column in file.schema_arrow.names else None
-        if kind is None or not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise UserError(
-                f"{path}: wanted a column {column!r} of strings; the file has {', '.join(file.schema_arrow.names)}. "
-                "Set data.column."
-            )
+        columns = {field.name: field.type for field in file.schema_arrow}
+        kind = columns.get(column)
+        if kind is not None and pa.types.is_dictionary(kind):
+            kind = kind.value_type
+        if kind is None or not (
+            pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)
+        ):
+            has = ", ".join(f"{name!r} ({kind})" for name, kind in columns.items())
+            raise UserError(f"{path}: wanted a column {column!r} of strings; the file has {has}. Set data.column.")
         row = 0
         for batch in file.iter_batches(batch_size=1024, columns=[column]):
             for text in batch.column(0).to_pylist():
@@ -213,7 +217,7 @@ def _reading(path: pathlib.Path) -> Iterator[io.TextIOWrapper]:
             f"{path}: is not UTF-8: byte 0x{error.object[error.start]:02X} ({error.reason}). Convert it, for example "
             "with iconv -f latin1 -t utf-8, or leave it out."
         ) from error
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({error}); truncated or damaged? Copy it again.") from error
 
 

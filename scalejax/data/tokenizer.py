@@ -134,6 +134,17 @@ def check_ids(ids: np.ndarray, vocabulary: int) -> None:
         )
 
 
+def utf8(text: str) -> bytes:
+    """The bytes of a text; raises UserError where it has half of a surrogate pair."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"encode: character {error.start} of the text is half of a surrogate pair, "
+            f"U+{ord(text[error.start]):04X}, which UTF-8 cannot hold. Repair the text where it was made."
+        ) from error
+
+
 def pieces(text: str, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
     """Cuts a text every `characters` characters."""
     for start in range(0, len(text), characters):
@@ -165,13 +176,7 @@ class Bytes:
         """int32[N]: the bytes of the text."""
         if specials == "parse":
             return _parse_specials(self, text)
-        try:
-            return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-        except UnicodeEncodeError as error:
-            raise UserError(
-                f"encode: character {error.start} of the text is half of a surrogate pair, "
-                f"U+{ord(text[error.start]):04X}, which UTF-8 cannot hold. Repair the text where it was made."
-            ) from error
+        return np.frombuffer(utf8(text), np.uint8).astype(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """`encode` of each text."""

@@ -27,7 +27,7 @@ class AveragedSource:
         return self.sources[0].dtype(path)
 
     def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
-        """See `mapping.Source`. One parameter of all layers is held in float64 at a time."""
+        """See `mapping.Source`. One layer of a parameter is held at a time, beside what the sources hold."""
         key = f"{path} {layer}"
         if self._held is None or self._held[0] != key:
             self._held = None  # before the next one comes

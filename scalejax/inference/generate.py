@@ -68,11 +68,13 @@ class _State:
       cache: What was read.
       logits: Of each row's next token, wide[B, V].
       done: bool[B], rows that have met a stop token or are only there to fill up.
+      broken: bool[B], rows whose token was chosen by logits that are not finite.
     """
 
     cache: Cache
     logits: jax.Array
     done: jax.Array
+    broken: jax.Array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,7 +122,7 @@ class Engine:
 
         Raises:
           UserError: a prompt is empty, holds an id outside the vocabulary, or is longer, with what is to come, than the
-            model is meant for; or the cache does not fit.
+            model is meant for; the cache does not fit; or logits are not finite.
         """
         if not prompts:
             return []
@@ -175,10 +177,11 @@ class Engine:
                 raise UserError(
                     f"prompt {number + 1} is empty, and its tokenizer has no token to begin with. Add text."
                 )
-            if min(prompt) < 0 or max(prompt) >= vocabulary:
+            outside = [token for token in prompt if not 0 <= token < vocabulary]
+            if outside:
                 raise UserError(
-                    f"prompt {number + 1} has token {max(prompt)}, but the model's vocabulary ends at "
-                    f"{vocabulary - 1}. Take the tokenizer that belongs to the model."
+                    f"prompt {number + 1} has token {outside[0]}, but the model's vocabulary is 0 to {vocabulary - 1}. "
+                    "Take the tokenizer that belongs to the model."
                 )
             if len(prompt) + max_tokens > self.config.max_positions:
                 raise UserError(
@@ -215,11 +218,12 @@ class Engine:
         def empty() -> _State:
             model = self._model(self.shape.params)
             logits = jnp.zeros((rows, self.config.vocabulary or 0), nn.wide(model.compute_dtype))
-            return _State(model.cache(rows, positions), logits, jnp.arange(rows) >= prompts)
+            filling = jnp.arange(rows) >= prompts
+            return _State(model.cache(rows, positions), logits, filling, jnp.zeros(rows, bool))
 
         whole = NamedSharding(self.mesh, P())
         keys = self._cache_sharding(jax.eval_shape(empty).cache.keys.shape)
-        return jax.jit(empty, out_shardings=_State(Cache(keys, keys, whole), whole, whole))()  # pyright: ignore[reportArgumentType]
+        return jax.jit(empty, out_shardings=_State(Cache(keys, keys, whole), whole, whole, whole))()  # pyright: ignore[reportArgumentType]
 
     @functools.cached_property
     def _read_piece(self) -> Any:
@@ -227,7 +231,7 @@ class Engine:
             with self._on_mesh():
                 logits, cache = self._model(params).extend(tokens, counts, state.cache)
                 logits = jnp.where(counts[:, None] > 0, logits, state.logits)
-                return _State(_laid_out(cache), logits, state.done)
+                return dataclasses.replace(state, cache=_laid_out(cache), logits=logits)
 
         return jax.jit(read, donate_argnums=3)
 
@@ -240,6 +244,11 @@ class Engine:
         while made < max_tokens:
             limit = min(block, max_tokens - made)
             state, tokens = self._decode(self.params, state, keys, stops, jnp.int32(made), jnp.int32(limit), sampling)
+            if (broken := np.flatnonzero(np.asarray(state.broken))).size:
+                raise UserError(
+                    f"prompt {broken[0] + 1}: the model's logits are not finite, so no token can be chosen. In float16 "
+                    "activations of many models overflow: choose --dtype bfloat16 or float32."
+                )
             yield np.asarray(tokens)[:, :limit]
             made += limit
 
@@ -262,10 +271,11 @@ class Engine:
                 i, state, out = carry
                 with self._on_mesh():
                     token = samplings.choose(self._allowed(state.logits), keys, made + i, sampling)
+                    broken = state.broken | (~state.done & ~jnp.isfinite(state.logits.max(-1)))
                     out = out.at[:, i].set(token)
                     done = state.done | (token[:, None] == stops[None, :]).any(-1)
                     logits, cache = self._model(params).extend(token[:, None], jnp.ones_like(token), state.cache)
-                    return i + 1, _State(_laid_out(cache), logits, done), out
+                    return i + 1, _State(_laid_out(cache), logits, done, broken), out
 
             out = jnp.zeros((state.done.shape[0], _BLOCK), jnp.int32)
             _, state, out = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, out))

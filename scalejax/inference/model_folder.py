@@ -183,11 +183,7 @@ def convert(
 
     def produce(name: str) -> np.ndarray:
         entry, layer = named[name]
-        array = model.source.read(entry.path, layer)
-        if array.dtype != dtype_of(entry):
-            with np.errstate(over="ignore"):
-                array = array.astype(dtype_of(entry))
-            mapping.check_finite(array, f"{model.path}: {entry.path} as {array.dtype}")
+        array = mapping.cast(model.source.read(entry.path, layer), dtype_of(entry), f"{model.path}: {entry.path}")
         return entry.to_tensor(array, sizes)
 
     plan = tuple(Written(name, dtype_of(e), e.tensor_shape(sizes)) for name, (e, _) in named.items())
@@ -248,7 +244,7 @@ def _read_model_json(content: dict[str, Any], where: str) -> tuple[LlamaConfig, 
             scaling = llama3.RopeScaling(**scaling["fields"])
         config = LlamaConfig(**fields, rope_scaling=scaling)
         given = content["tokens"]
-        tokens = SpecialTokens(bos=given["bos"], eos=tuple(given["eos"]), pad=given["pad"])
+        tokens = huggingface.read_special({f"{role}_token_id": given[role] for role in ("bos", "eos", "pad")}, where)
         if config.vocabulary is None:
             raise ValueError("it has no vocabulary")
     except UserError:
@@ -265,6 +261,8 @@ def _without_copies(tensors: dict[str, Tensor], config: LlamaConfig) -> tuple[di
     if not (config.tie_embeddings and {head, table} <= kept.keys()):
         return kept, ()
     copy, original = kept.pop(head), kept[table]
+    if original.kind not in safetensors.DTYPES or len(original.shape) != 2:
+        return kept, ()  # which `mapping.check` refuses
     if copy.shape != original.shape or copy.kind != original.kind:
         raise UserError(f"{copy.file}: {head} differs from {table}, but config.json says that they are one (tied).")
     rows = max(1, 2**25 // max(1, copy.shape[-1]))
@@ -281,21 +279,24 @@ def _without_copies(tensors: dict[str, Tensor], config: LlamaConfig) -> tuple[di
 def _check_token_ids(folder: pathlib.Path, config: LlamaConfig, tokens: SpecialTokens) -> None:
     """Compares every id that files of the folder name with the vocabulary."""
     assert config.vocabulary is not None
-    named = {"bos": (tokens.bos,), "eos": tokens.eos, "pad": (tokens.pad,)}
-    for role, ids in named.items():
-        for i in ids:
-            if i is not None and not -1 <= i < config.vocabulary:  # older files say -1 where there is none
-                raise UserError(
-                    f"{folder}: the {role} token is {i}, but the vocabulary ends at {config.vocabulary - 1}. The "
-                    "config belongs to another model."
-                )
+    named = {folder: tokens}
+    if (path := folder / GENERATION).is_file():
+        named[path] = huggingface.read_special(_read_json(path), str(path))
+    for where, found in named.items():
+        for role, ids in {"bos": (found.bos,), "eos": found.eos, "pad": (found.pad,)}.items():
+            for i in ids:
+                if i is not None and not -1 <= i < config.vocabulary:  # older files say -1 where there is none
+                    raise UserError(
+                        f"{where}: the {role} token is {i}, but the vocabulary ends at {config.vocabulary - 1}. The "
+                        "config belongs to another model."
+                    )
     path = folder / "tokenizer.json"
     if not path.is_file():
         return
     content = _read_json(path)
     try:
         vocabulary = content["model"]["vocab"]
-        ids = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        ids = map(int, vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary))
         largest = max([*ids, *(int(token["id"]) for token in content.get("added_tokens") or [])])
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{path}: has no vocabulary that can be read ({error!r}). Copy the file anew.") from error

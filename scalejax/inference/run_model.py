@@ -13,7 +13,7 @@ from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.mixture import MixtureData
 from scalejax.data.staged import StagedData
 from scalejax.data.text import TextData
-from scalejax.data.tokenizer import Bytes, ByteTokenizer
+from scalejax.data.tokenizer import Bytes, Characters, Tokenizer
 from scalejax.errors import UserError
 from scalejax.inference.averaging import AveragedSource
 from scalejax.inference.model_folder import COPIED, LanguageModel
@@ -114,7 +114,7 @@ def open_run(
         tokenizer=data.tokenizer,
         begins=begins,
         files=_tokenizer_files(data),
-        made=_byte_tokenizer(begins) if isinstance(data.tokenizer, ByteTokenizer) else {},
+        made=_tokenizer_made(tokenizer, begins),
         shards=folders,
         remarks=(f"{'step' if average == 1 else 'mean of steps'} {', '.join(map(str, steps))} of the run",),
     )
@@ -168,6 +168,20 @@ def _tokenizer_files(data: TextData) -> tuple[pathlib.Path, ...]:
     return tuple(folder / name for name in COPIED if (folder / name).is_file())
 
 
+def _tokenizer_made(tokenizer: Tokenizer, begins: str) -> dict[str, str]:
+    """Files that other libraries read for tokenizers that have none: {} for one that has."""
+    if isinstance(tokenizer, Bytes):
+        return _byte_tokenizer(begins)
+    return _character_tokenizer(tokenizer.alphabet) if isinstance(tokenizer, Characters) else {}
+
+
+def _character_tokenizer(alphabet: str) -> dict[str, str]:
+    """Characters as words of one character; others are errors, as the token for unknown words does not exist."""
+    one = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    words = {"type": "WordLevel", "vocab": {c: i for i, c in enumerate(alphabet)}, "unk_token": "<|unknown|>"}
+    return _tokenizer_files_of(specials=[], before=one, after={"type": "Fuse"}, model=words, config={})
+
+
 def _byte_tokenizer(begins: str) -> dict[str, str]:
     """The tokenizer of bytes as the files of a byte-level BPE without merges, which other libraries read."""
     specials = [
@@ -175,20 +189,24 @@ def _byte_tokenizer(begins: str) -> dict[str, str]:
         for name, i in Bytes.special_ids.items()
     ]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": {c: byte for byte, c in enumerate(_byte_characters())}, "merges": []}
+    config = {"eos_token": "<|eos|>", "pad_token": "<|pad|>"} | ({"bos_token": "<|bos|>"} if begins == "bos" else {})
+    return _tokenizer_files_of(specials=specials, before=level, after=level, model=model, config=config)
+
+
+def _tokenizer_files_of(*, specials: list[Any], before: Any, after: Any, model: Any, config: Any) -> dict[str, str]:
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [token | {"special": True} for token in specials],
         "normalizer": None,
-        "pre_tokenizer": level,
+        "pre_tokenizer": before,
         "post_processor": None,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": {c: byte for byte, c in enumerate(_byte_characters())}, "merges": []},
+        "decoder": after,
+        "model": model,
     }
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
-    if begins == "bos":
-        config["bos_token"] = "<|bos|>"
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
     return {
         "tokenizer.json": json.dumps(tokenizer, indent=1, ensure_ascii=False) + "\n",
         "tokenizer_config.json": json.dumps(config, indent=1) + "\n",

@@ -75,7 +75,8 @@ def choose(logits: jax.Array, row_keys: jax.Array, position: jax.Array, sampling
     """
     if sampling.temperature == 0:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    scaled = nucleus(logits / sampling.temperature, sampling.top_p)
+    # Less the largest, so that nothing overflows at any temperature.
+    scaled = nucleus((logits - logits.max(-1, keepdims=True)) / sampling.temperature, sampling.top_p)
 
     def draw(key: jax.Array, row: jax.Array) -> jax.Array:
         return jax.random.categorical(jax.random.fold_in(key, position), row)

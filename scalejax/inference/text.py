@@ -7,12 +7,14 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from scalejax.data.tokenizer import Tokenizer, check_vocabulary
+from scalejax.data.tokenizer import TextStream, Tokenizer, check_vocabulary
 from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.inference.generate import Continuation, Ended, Engine
 from scalejax.inference.model_folder import LanguageModel
 from scalejax.inference.sampling import GREEDY, Sampling
+
+_CONTEXT = 8  # tokens of a prompt on which the text of the next may depend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,16 +84,19 @@ class Writer:
         texts, ids = self._stops(stop)
         for start in range(0, len(asked), batch_size):
             part = asked[start : start + batch_size]
-            watch = _Watch(self.tokenizer, texts, len(part))
+            ids_of = [encoded[prompt] for prompt, _ in part]
+            watch = _Watch([self._stream_after(ids) for ids in ids_of], texts)
             got = self.engine.generate(
-                [encoded[prompt] for prompt, _ in part],
+                ids_of,
                 max_tokens=max_tokens,
                 sampling=sampling,
                 stop=ids,
                 samples=[number for _, number in part],
                 progress=watch if texts else None,
             )
-            found += [self._completion(prompt, c, texts) for (prompt, _), c in zip(part, got, strict=True)]
+            found += [
+                self._completion(prompt, encoded[prompt], c, texts) for (prompt, _), c in zip(part, got, strict=True)
+            ]
         return found
 
     def stream(
@@ -112,12 +117,11 @@ class Writer:
           sampling: How tokens are chosen.
           stop: As in `complete`.
         """
-        texts, ids = self._stops(stop)
-        watch = _Watch(self.tokenizer, texts, 1, show)
-        (got,) = self.engine.generate(
-            [self.encode(prompt)], max_tokens=max_tokens, sampling=sampling, stop=ids, progress=watch
-        )
-        completion = self._completion(prompt, got, texts)
+        texts, stop_ids = self._stops(stop)
+        ids = self.encode(prompt)
+        watch = _Watch([self._stream_after(ids)], texts, show)
+        (got,) = self.engine.generate([ids], max_tokens=max_tokens, sampling=sampling, stop=stop_ids, progress=watch)
+        completion = self._completion(prompt, ids, got, texts)
         show(completion.text[watch.shown :])
         return completion
 
@@ -134,8 +138,15 @@ class Writer:
         texts = tuple(text for text in stop if text not in special)
         return texts, (*self.stop_ids, *(special[text] for text in stop if text in special))
 
-    def _completion(self, prompt: str, got: Continuation, texts: tuple[str, ...]) -> Completion:
-        text = self.tokenizer.decode(got.tokens)
+    def _stream_after(self, ids: Sequence[int]) -> TextStream:
+        """For the tokens behind a prompt: what a token says may depend on the one before, as its space does."""
+        stream = self.tokenizer.stream()
+        stream.push(ids[-_CONTEXT:])
+        return stream
+
+    def _completion(self, prompt: str, ids: Sequence[int], got: Continuation, texts: tuple[str, ...]) -> Completion:
+        stream = self._stream_after(ids)
+        text = stream.push(got.tokens) + stream.finish()
         at = _first(text, texts)
         if at is None:
             return Completion(prompt, text, got.tokens, got.ended)
@@ -173,11 +184,11 @@ class _Watch:
     """Sees tokens as they come: shows the text of the first row, and ends when every row has met a stop text."""
 
     def __init__(
-        self, tokenizer: Tokenizer, texts: tuple[str, ...], rows: int, show: Callable[[str], None] | None = None
+        self, streams: Sequence[TextStream], texts: tuple[str, ...], show: Callable[[str], None] | None = None
     ) -> None:
-        self._streams = [tokenizer.stream() for _ in range(rows)]
-        self._read = [0] * rows
-        self._texts = [""] * rows
+        self._streams = streams
+        self._read = [0] * len(streams)
+        self._texts = [""] * len(streams)
         self._stops, self._show = texts, show
         self._held = max((len(text) - 1 for text in texts), default=0)
         self.shown = 0

@@ -4,11 +4,16 @@ from typing import Any
 
 import jax
 
+from scalejax import compat
+from scalejax.errors import UserError
 from scalejax.kernels.flash_attention import flash_attention
 from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.parallel.activations import constrain as constrain
 from scalejax.parallel.attention import shard_attention
 from scalejax.parallel.context import Method, sharded_context_attention
+
+_RUNS_ON = {"splash": "tpu", "pallas_tpu": "tpu", "cudnn": "gpu", "pallas_gpu": "gpu"}
+"""Platforms of implementations that have one."""
 
 
 def attend(
@@ -35,7 +40,36 @@ def attend(
       query_offset: int32[B], the position of each row's first query among the keys. None = 0.
       implementation: See `kernels.flash_attention`.
       context_method: How keys and values reach the queries of other devices, see `parallel.context`.
+
+    Raises:
+      UserError: the named implementation is for another platform, or does not have the case.
     """
+    here = compat.platform()
+    if implementation is not None and _RUNS_ON.get(implementation, here) != here:
+        raise UserError(
+            f"model.attention={implementation} is for a {_RUNS_ON[implementation].upper()}, and this is compiled for a "
+            f"{here.upper()}. Set model.attention=None, which takes the fastest that there is."
+        )
+    try:
+        return _attend(q, k, v, positions, segment_ids, query_offset, implementation, context_method)
+    except NotImplementedError as error:
+        if implementation is None:
+            raise
+        raise UserError(
+            f"model.attention: {error} Set model.attention=None, which takes the fastest that has the case."
+        ) from error
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array | None,
+    segment_ids: jax.Array | None,
+    query_offset: jax.Array | None,
+    implementation: Implementation | None,
+    context_method: Method,
+) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if positions is not None and mesh.shape.get("context", 1) > 1:
         if query_offset is not None:

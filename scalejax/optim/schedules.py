@@ -61,7 +61,7 @@ class WarmupCosineAnneal:
     """As `WarmupCosine`, but the last `anneal` of the run goes linearly from `final` * peak to 0.
 
     The cosine ends where annealing begins. This is how Llama 3 was trained (arXiv 2407.21783, section 3.4), whose
-    checkpoints of the last phase are averaged (`train.averaging`).
+    checkpoints of the last phase are averaged (`inference.averaging`).
 
     Attributes:
       peak: Highest value.

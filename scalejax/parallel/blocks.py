@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,24 @@ Accumulate = Literal["communicate", "local"]
 """Whether gradients of every part of a batch are reduced over devices ("communicate"), or their local sum, once."""
 
 DTypeName = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+def check_dtypes(strategy: str, **dtypes: str | None) -> None:
+    """Refuses names of dtypes in which nothing travels.
+
+    Args:
+      strategy: Name of what has these fields, for the message.
+      **dtypes: Field -> value.
+
+    Raises:
+      UserError: names the field.
+    """
+    for field, dtype in dtypes.items():
+        if dtype is not None and dtype not in get_args(DTypeName):
+            raise UserError(
+                f"{strategy}: {field} must be one of {', '.join(get_args(DTypeName))}, or None; got {dtype!r}."
+            )
+
 
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 """Names of the primitives that make parameters whole."""

@@ -23,7 +23,17 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Exchange, Layout, States, axes_of, summable
+from scalejax.parallel.blocks import (
+    Accumulate,
+    Arrays,
+    DTypeName,
+    Exchange,
+    Layout,
+    States,
+    axes_of,
+    check_dtypes,
+    summable,
+)
 
 MIB = 2**20
 
@@ -53,6 +63,9 @@ class Ddp:
             raise UserError(f"Ddp: bucket_bytes must be at least 1; got {self.bucket_bytes}.")
         if self.accumulate not in ("communicate", "local"):
             raise UserError(f"Ddp: accumulate must be 'communicate' or 'local'; got {self.accumulate!r}.")
+        check_dtypes(
+            "Ddp", param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, output_dtype=self.output_dtype
+        )
 
     @property
     def form(self) -> Literal["explicit"]:
@@ -154,7 +167,8 @@ def check_specs(specs: Mapping[str, P], mesh: Mesh) -> None:
         if over:
             raise UserError(
                 f"Ddp: {path!r} is sharded over {'+'.join(over)}, but buckets need whole parameters. Use "
-                "Fsdp(sharding='NO_SHARD', form='explicit') beside other axes, or a strategy that shards."
+                "Fsdp(sharding='NO_SHARD', form='explicit') beside other axes, or a strategy that shards (--set "
+                "strategy=Fsdp)."
             )
 
 

@@ -84,6 +84,9 @@ class Fsdp:
             raise UserError(f"Fsdp: form must be 'implicit' or 'explicit'; got {self.form!r}.")
         if self.accumulate not in ("communicate", "local"):
             raise UserError(f"Fsdp: accumulate must be 'communicate' or 'local'; got {self.accumulate!r}.")
+        blocks.check_dtypes(
+            "Fsdp", param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, output_dtype=self.output_dtype
+        )
         if self.form == "implicit" and self.accumulate == "local":
             raise UserError(
                 "Fsdp: accumulate='local' needs form='explicit': under jit with shardings a gradient that is not yet "
@@ -334,12 +337,21 @@ def sharded_init(init: Callable[..., Arrays], *, mesh: Mesh, specs: Mapping[str,
     Raises:
       UserError: jax is set up so that random numbers depend on the sharding.
     """
+    check_random()
+    return jax.jit(init, out_shardings={path: NamedSharding(mesh, spec) for path, spec in specs.items()})
+
+
+def check_random() -> None:
+    """Refuses a jax whose random numbers depend on how they are sharded.
+
+    Raises:
+      UserError: names the setting.
+    """
     if not jax.config.jax_threefry_partitionable:  # pyright: ignore[reportAttributeAccessIssue]
         raise UserError(
-            "sharded_init: jax_threefry_partitionable is off, so that each device would compute all random numbers. "
-            "Leave it at its default, True."
+            "jax_threefry_partitionable is off, so that parameters would depend on the mesh and each device would "
+            "compute all of them. Leave it at its default, True."
         )
-    return jax.jit(init, out_shardings={path: NamedSharding(mesh, spec) for path, spec in specs.items()})
 
 
 def check_cut(batch: Any, mesh: Mesh, parts: int) -> None:

@@ -105,6 +105,14 @@ def batch_shards(mesh: Mesh | AbstractMesh) -> int:
     return math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
 
 
+def fewest_parts(rows: int, most: int) -> int:
+    """Into how many equal parts the rows of a device are cut, so that each has at most `most`: the fewest that divide.
+
+    1 where there are no rows, which is refused elsewhere.
+    """
+    return next((parts for parts in range(1, rows + 1) if rows % parts == 0 and rows // parts <= most), 1)
+
+
 def cut(x: jax.Array, mesh: Mesh | AbstractMesh, parts: int) -> jax.Array:
     """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples, so that nothing moves."""
     shards = batch_shards(mesh)
@@ -123,9 +131,24 @@ def join(x: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, batch_sharding(mesh))
 
 
+def replicated(mesh: Mesh) -> NamedSharding:
+    """What every device holds whole."""
+    return NamedSharding(mesh, P())
+
+
 def everywhere(mesh: Mesh) -> NamedSharding:
     """Dimension 0 over all axes: how lookups see examples, and how tables lie."""
     return NamedSharding(mesh, P(tuple(mesh.axis_names)))
+
+
+def steps_in_flight(mesh: Mesh) -> int:
+    """Steps that may be queued on the devices of this process.
+
+    Virtual CPU devices share one pool of threads, and the collectives of two queued steps can wait for each other there
+    for ever (seen with 8 devices on 2 cores).
+    """
+    local = mesh.local_mesh.devices
+    return 1 if local.size > 1 and local.flat[0].platform == "cpu" else 3
 
 
 def host_memory_bytes() -> int | None:

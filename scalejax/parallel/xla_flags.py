@@ -7,12 +7,14 @@ order of sums.
 
     options = xla_flags.compiler_options(("tpu-async-collectives", "tpu-data-parallel-overlap"), "tpu")
     step = jax.jit(step, compiler_options=options)
+
+A recipe names them: `DenseExperiment(xla_flags=("gpu-latency-hiding",))`.
 """
 
 import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 from scalejax.errors import UserError
 
@@ -129,6 +131,17 @@ SETS: dict[str, FlagSet] = {
         (("xla_gpu_exclude_nondeterministic_ops", True),),
     ),
 }
+
+
+def check(names: Iterable[str]) -> None:
+    """Refuses sets that do not exist or disagree, whatever the machine at hand.
+
+    Raises:
+      UserError: as `compiler_options`.
+    """
+    names = tuple(names)
+    for platform in get_args(Platform):
+        compiler_options(names, platform)
 
 
 def compiler_options(names: Iterable[str], platform: str) -> dict[str, Value]:

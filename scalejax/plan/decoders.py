@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
 from scalejax.plan.step_model import REMATS, Training
@@ -105,13 +106,15 @@ def training_of(experiment: "DenseExperiment", mesh: MeshShape, devices: int, *,
         remat=REMATS[model.remat],
         sharded_over=() if isinstance(strategy, Ddp) else strategy.axes(_abstract_mesh(sizes)),
         reshard="after_forward" if isinstance(strategy, Ddp) or strategy.after_forward == "drop" else "keep",
-        parts=_parts(batch // rows, experiment.microbatch),
+        parts=meshes.fewest_parts(batch // rows, experiment.microbatch or batch // rows),
+        accumulate=strategy.accumulate,
         compute_bytes=compute.itemsize,
         gather_bytes=moved.itemsize,
-        reduce_bytes=jnp.dtype(strategy.reduce_dtype or moved).itemsize,
+        reduce_bytes=jnp.dtype(strategy.reduce_dtype or (master if strategy.accumulate == "local" else moved)).itemsize,
         parameter_bytes=master.itemsize,
         gradient_bytes=master.itemsize,
         optimizer_bytes=_optimizer_bytes(experiment, master),
+        optimizer_rests="device" if experiment.offload == "none" else "host",
         loss_positions=model.loss_positions,
     )
 
@@ -120,11 +123,6 @@ def with_model(experiment: "DenseExperiment", **fields: Any) -> "DenseExperiment
     """The experiment with other fields of its model, such as `layers` and `remat`."""
     model: Any = experiment.model
     return dataclasses.replace(experiment, model=dataclasses.replace(model, **fields))
-
-
-def _parts(rows: int, most: int | None) -> int:
-    """As `train.dense.DenseProgram.parts`; 1 where no row falls to a device, which is refused elsewhere."""
-    return next((n for n in range(1, rows + 1) if rows % n == 0 and rows // n <= (most or rows)), 1)
 
 
 def _optimizer_bytes(experiment: "DenseExperiment", master: Any) -> int:

@@ -2,9 +2,9 @@
 
     check_fits(experiment, mesh)        # UserError: what is largest, and the nearest change that would do
 
-Counted is what a step cannot do without: parameters, their gradients, optimizer state, and the activations that are
-kept for the backward pass. What is at work within a layer comes on top: a run that passes may still not fit, one that
-is refused cannot.
+Counted is what a step cannot do without: parameters, their gradients, optimizer state (unless it rests in host memory),
+and the activations that are kept for the backward pass. What is at work within a layer comes on top: a run that passes
+may still not fit, one that is refused cannot.
 """
 
 import dataclasses
@@ -80,6 +80,11 @@ def _needed(experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh) -> dict
     return {kind: found[kind] for kind in found if kind in _NEEDED}
 
 
+def _host_is_apart(mesh: Mesh) -> bool:
+    """Whether devices have a memory of their own."""
+    return mesh.devices.flat[0].platform != "cpu"
+
+
 def _training(experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh) -> Training:
     from scalejax.train.precision import compute_dtype
 
@@ -89,7 +94,7 @@ def _training(experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh) -> Tr
 
 def _remedy(experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh, memory_bytes: int) -> str:
     """The first change that makes it fit, or how many devices would."""
-    for text, changed, other in _changes(experiment, shape):
+    for text, changed, other in _changes(experiment, shape, mesh):
         total = sum(_needed(changed, other, mesh).values())
         if total <= memory_bytes:
             return f"It needs {size(total)} with {text}."
@@ -97,22 +102,29 @@ def _remedy(experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh, memory_
     at_rest = step_model.memory_of_device(decoders.decoder_of(experiment), whole, devices=1)
     devices = -(-sum(at_rest[kind] for kind in _AT_REST) // memory_bytes)
     return (
-        "No other strategy, rematerialisation or part of the batch makes it fit; parameters, gradients and optimizer "
-        f"state alone fill {devices} such devices. Use more devices, or a smaller model."
+        "No other strategy, rematerialisation, part of the batch or offload makes it fit; parameters, gradients and "
+        f"optimizer state alone fill {devices} such devices. Use more devices, or a smaller model."
     )
 
 
-def _changes(experiment: "DenseExperiment", shape: MeshShape) -> Iterator[tuple[str, "DenseExperiment", MeshShape]]:
-    """Changes that save memory, those that cost least time first."""
+def _changes(
+    experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh
+) -> Iterator[tuple[str, "DenseExperiment", MeshShape]]:
+    """Changes that save memory, those that cost least time first; each comes on top of the ones before it."""
     model: Any = experiment.model
-    strategy = experiment.strategy
-    if isinstance(strategy, Ddp) or strategy.sharding in ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
-        experiment = dataclasses.replace(experiment, strategy=Fsdp())
-        yield "--set strategy.sharding=FULL_SHARD", experiment, shape
+    strategy, sharded = experiment.strategy, ""
+    if isinstance(strategy, Ddp):
+        experiment, sharded = dataclasses.replace(experiment, strategy=Fsdp()), "--set strategy=Fsdp "
+    elif strategy.sharding in ("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"):
+        experiment = dataclasses.replace(experiment, strategy=dataclasses.replace(strategy, sharding="FULL_SHARD"))
+        sharded = "--set strategy.sharding=FULL_SHARD "
+    if sharded:
+        yield sharded.rstrip(), experiment, shape
     for remat in ("dots", "full"):
         if model.remat != remat and (model.remat, remat) != ("full", "dots"):
             experiment = decoders.with_model(experiment, remat=remat)
-            yield f"--set model.remat={remat}", experiment, shape
+            yield f"{sharded}--set model.remat={remat}", experiment, shape
+    full = "" if model.remat == "full" else " --set model.remat=full"
     sizes = {axis: getattr(shape, axis) for axis in AXES}
     for factor in (1, 2, 4, 8):
         if sizes["fsdp"] % factor:
@@ -123,8 +135,7 @@ def _changes(experiment: "DenseExperiment", shape: MeshShape) -> Iterator[tuple[
         for n in range(min(rows, experiment.microbatch or rows) - (factor == 1), 0, -1):
             if rows % n == 0:
                 changed = dataclasses.replace(experiment, microbatch=n)
-                yield f"{meshed}--set microbatch={n}{_with_remat(model)}", changed, other
-
-
-def _with_remat(model: Any) -> str:
-    return "" if model.remat == "full" else " --set model.remat=full"
+                yield f"{sharded}{meshed}--set microbatch={n}{full}", changed, other
+    if experiment.offload == "none" and _host_is_apart(mesh):
+        changed = dataclasses.replace(experiment, microbatch=1, offload="optimizer")
+        yield f"{sharded}--set offload=optimizer --set microbatch=1{full}", changed, shape

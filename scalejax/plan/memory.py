@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from scalejax.chips import Chip
+from scalejax.parallel.offload import HOST
 
 # First field of `train.state.TrainState` -> kind. Tables are told apart by their leaves.
 _FIELDS = {"params": "parameters", "optimizer": "optimizer state", "metrics": "metrics"}
@@ -43,7 +44,7 @@ class MemoryPlan:
 
 
 def arguments_by_kind(state: Any, batch: Any) -> dict[str, int]:
-    """Bytes of one device's share of the arguments of a step, without padding.
+    """Bytes of one device's share of the arguments of a step, without padding and what rests in host memory.
 
     Args:
       state: Pytree of `jax.ShapeDtypeStruct` with shardings, fields as in `train.state.TrainState`.
@@ -51,10 +52,17 @@ def arguments_by_kind(state: Any, batch: Any) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if rests_on_host(leaf):
+            continue
         kind = _kind([_name(part) for part in path])
         found[kind] = found.get(kind, 0) + bytes_per_device(leaf)
     found["batch"] = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(batch))
     return found
+
+
+def rests_on_host(leaf: jax.ShapeDtypeStruct) -> bool:
+    """Whether an array lies in the memory of the host between steps."""
+    return leaf.sharding is not None and leaf.sharding.memory_kind == HOST
 
 
 def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:

@@ -11,6 +11,7 @@ from scalejax.plan.collectives import Collective
 from scalejax.plan.memory import MemoryPlan
 from scalejax.plan.roofline import Roofline
 from scalejax.plan.topology import Topology
+from scalejax.units import size
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -203,13 +204,20 @@ def plan_program(
       unsharded: See `PlanResult`.
       warnings: To hand on.
     """
+    import jax
+
     start = time.perf_counter()
     state, batch = program.abstract_state(), program.abstract_batch()
     traced = program.train_step.trace(state, batch)
     counted = flops.count(traced)
+    away = sum(memory.bytes_per_device(leaf) for leaf in jax.tree.leaves(state) if memory.rests_on_host(leaf))
     found: tuple[Collective, ...] = ()
     line = None
     notes = list(warnings)
+    if away:
+        notes.append(
+            f"{size(away)} a device rest in host memory between steps; the time that copies take is not predicted."
+        )
     if counted.unbounded_loops:
         notes.append(f"{counted.unbounded_loops} loops run as often as the data say; their FLOPs count once.")
     try:

@@ -76,6 +76,7 @@ class Training:
         and, for experts, `expert`. Over the other batch axes they are replicated and gradients are summed.
       reshard: "after_forward" gathers a layer again for its backward pass; "keep" holds what was gathered.
       parts: Parts of a batch whose gradients add up before an update; under `stage` they fill the pipeline.
+      accumulate: "communicate" sums gradients over devices in every part; "local" holds whole ones and sums them once.
       stream: Layout of norms and residuals under `tensor`: "sharded" cuts positions, "whole" computes them on every
         device of the axis.
       compute_bytes: Of a parameter or activation in products.
@@ -84,6 +85,8 @@ class Training:
       parameter_bytes: Of a master parameter at rest.
       gradient_bytes: Of a gradient at rest.
       optimizer_bytes: Of the state of a parameter; AdamW has two float32.
+      optimizer_rests: Where that state lies between steps. From the host it comes one array after the other; the time
+        of these copies is not counted.
       loss_positions: Positions of a row whose logits exist at one time; None = all.
       logits_bytes: Of a logit.
       attention_block: Side of the square blocks in which attention skips what the causal mask hides.
@@ -98,6 +101,7 @@ class Training:
     sharded_over: tuple[str, ...] = ("fsdp",)
     reshard: Literal["after_forward", "keep"] = "after_forward"
     parts: int = 1
+    accumulate: Literal["communicate", "local"] = "communicate"
     stream: Literal["sharded", "whole"] = "sharded"
     compute_bytes: int = 2
     gather_bytes: int = 2
@@ -105,6 +109,7 @@ class Training:
     parameter_bytes: int = 4
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
+    optimizer_rests: Literal["device", "host"] = "device"
     loss_positions: int | None = 1024
     logits_bytes: int = 4
     attention_block: int = 512
@@ -283,8 +288,8 @@ def memory_of_device(decoder: Decoder, training: Training, devices: int) -> dict
     cut = _Cut.of(decoder, training, devices)
     kinds = {
         "parameters": cut.resting * training.parameter_bytes,
-        "optimizer state": cut.resting * training.optimizer_bytes,
-        "gradients": cut.resting * training.gradient_bytes,
+        "optimizer state": cut.resting * training.optimizer_bytes if training.optimizer_rests == "device" else 0,
+        "gradients": (cut.resting if training.accumulate == "communicate" else cut.whole) * training.gradient_bytes,
         "activations": cut.kept_bytes(),
     }
     layer, logits = cut.layer_bytes(), cut.logits_bytes()
@@ -344,6 +349,11 @@ class _Cut:
             ends=ends,
             resting=-(-resting // shards),
         )
+
+    @property
+    def whole(self) -> int:
+        """Parameters of all layers that a device has when they are gathered."""
+        return self.layers * self.layer + self.ends
 
     def widths(self) -> dict[Kept, int]:
         """Numbers a token that a device holds of each result of a layer."""
@@ -450,15 +460,16 @@ def _moved(cut: _Cut) -> list[Moved]:
         if all(sizes[axis] > 1 for axis in axes):
             found.append(Moved(what=what, kind=kind, axes=axes, payload_bytes=payload, count=count, seconds=0.0))
 
+    sums = parts if t.accumulate == "communicate" else 1
     again = 2 if t.reshard == "after_forward" else 1
     if shards:
         add("layers", "all-gather", shards, cut.layer * t.gather_bytes, again * cut.layers * parts)
         # A lookup needs no table in its backward pass, and the loss takes both products of the head at once.
         add("embedding and head", "all-gather", shards, cut.ends * t.gather_bytes, parts)
-        add("gradients of layers", "reduce-scatter", shards, cut.layer * t.reduce_bytes, cut.layers * parts)
-        add("gradients of embedding and head", "reduce-scatter", shards, cut.ends * t.reduce_bytes, parts)
+        add("gradients of layers", "reduce-scatter", shards, cut.layer * t.reduce_bytes, cut.layers * sums)
+        add("gradients of embedding and head", "reduce-scatter", shards, cut.ends * t.reduce_bytes, sums)
     if copies:
-        add("gradients", "all-reduce", copies, cut.resting * t.reduce_bytes, 1)
+        add("gradients", "all-reduce", copies, cut.resting * t.reduce_bytes, sums)
     stream = cut.tokens * d.dim * t.compute_bytes
     layers = cut.layers * parts
     # Results of "out" that are not kept are summed over `tensor` once more.

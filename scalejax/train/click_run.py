@@ -73,6 +73,10 @@ class ClickRun:
         return self.program.in_flight
 
     @property
+    def compiler_options(self) -> dict[str, Any]:
+        return {}
+
+    @property
     def records(self) -> Records:
         assert self._records is not None, "attach() comes first"
         return self._records

@@ -4,11 +4,15 @@ The step, top to bottom: gradients of the global batch by the run's strategy (`p
 counts, clipping by the global norm, optimizer, metric sums. One jitted function; its state is donated. What counts is
 the sum of the weights over the whole global batch: the loss of a step does not depend on how its examples, or their
 padding, are spread over devices or parts.
+
+State may rest in host memory between steps (`parallel.offload`), and the loss may be scaled for float16
+(`parallel.gradient_scaling`): a step whose gradients overflow then changes nothing but the factor.
 """
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +22,8 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel import context, fsdp, gradient_scaling, pipeline
+from scalejax.errors import UserError
+from scalejax.parallel import context, ddp, fsdp, gradient_scaling, offload, pipeline, xla_flags
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.rules import Placement
@@ -55,14 +60,13 @@ class DenseProgram:
 
     @functools.cached_property
     def in_flight(self) -> int:
-        """Steps that may be queued: on virtual CPU devices one, as their collectives could wait for each other."""
-        local = self.mesh.local_mesh.devices
-        return 1 if local.size > 1 and local.flat[0].platform == "cpu" else 3
+        """Steps that may be queued, see `mesh.steps_in_flight`."""
+        return meshes.steps_in_flight(self.mesh)
 
     @functools.cached_property
     def replicated(self) -> NamedSharding:
         """The sharding of what every device holds whole."""
-        return NamedSharding(self.mesh, P())
+        return meshes.replicated(self.mesh)
 
     def batch_sharding(self) -> NamedSharding:
         """Of a field [B, S]: examples over the batch axes, positions over `context`."""
@@ -89,6 +93,11 @@ class DenseProgram:
         return fsdp.place(described, self.experiment.strategy, mesh=self.mesh, rules=self.experiment.rules)
 
     @functools.cached_property
+    def compiler_options(self) -> dict[str, Any] | None:
+        """Options of XLA that the run names, for the platform of its devices; None = none."""
+        return xla_flags.compiler_options(self.experiment.xla_flags, self.mesh.devices.flat[0].platform) or None
+
+    @functools.cached_property
     def state_shardings(self) -> TrainState:
         """Sharding of every leaf of the state."""
         return jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
@@ -98,14 +107,21 @@ class DenseProgram:
         optimizer = jax.eval_shape(self.transformation.init, self.model.params)
         placed = optimizer_shardings(optimizer, self.model.params, self.shardings, self.mesh)
         key = jax.eval_shape(lambda: jax.random.key(0))
-        sums = jax.eval_shape(dense_metrics.zeros)
+        sums, scale = jax.eval_shape(lambda: (dense_metrics.zeros(), self._first_scale()))
+        params = {name: with_sharding(p, self.shardings[name]) for name, p in self.model.params.items()}
+        optimizer = jax.tree.map(with_sharding, optimizer, placed)
+        if self._offloads("parameters"):
+            params = jax.tree.map(with_sharding, params, offload.on_host(params))
+        if self._offloads("optimizer"):
+            optimizer = jax.tree.map(with_sharding, optimizer, offload.on_host(optimizer))
         return TrainState(
             step=with_sharding(jax.ShapeDtypeStruct((), jnp.int32), self.replicated),
-            params={name: with_sharding(p, self.shardings[name]) for name, p in self.model.params.items()},
-            optimizer=jax.tree.map(with_sharding, optimizer, placed),
+            params=params,
+            optimizer=optimizer,
             tables={},
             metrics=jax.tree.map(lambda leaf: with_sharding(leaf, self.replicated), sums),
             key=with_sharding(key, self.replicated),
+            loss_scale=jax.tree.map(lambda leaf: with_sharding(leaf, self.replicated), scale),
         )
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -123,76 +139,140 @@ class DenseProgram:
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, dtype in dtypes.items()}
 
     def init(self) -> TrainState:
-        """A fresh state, equal for equal seeds on every mesh; no device ever holds what it does not keep."""
+        """A fresh state, equal for equal seeds on every mesh; no device ever holds what it does not keep.
 
-        def create() -> tuple[Params, Any, Any, Any]:
+        Raises:
+          UserError: jax is set up so that random numbers depend on the sharding.
+        """
+        fsdp.check_random()
+
+        def create() -> TrainState:
             key = jax.random.key(self.experiment.seed)
             model = init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment, self.mesh)
             params = self.model.take_apart(model)
-            return params, self.transformation.init(params), dense_metrics.zeros(), jax.random.fold_in(key, 1)
+            if isinstance(self.experiment.strategy, Ddp) and jax.process_count() > 1:
+                # Every process computed its own copy, perhaps on other hardware.
+                params = ddp.broadcast(params, self.mesh)
+            state = TrainState(
+                step=jnp.zeros((), jnp.int32),
+                params=params,
+                optimizer=self.transformation.init(params),
+                tables={},
+                metrics=dense_metrics.zeros(),
+                key=jax.random.fold_in(key, 1),
+                loss_scale=self._first_scale(),
+            )
+            return self._stow(state)
 
-        s = self.state_shardings
-        make = jax.jit(create, out_shardings=(s.params, s.optimizer, s.metrics, s.key))
-        params, optimizer, sums, key = make()
-        step = jax.device_put(jnp.zeros((), jnp.int32), self.replicated)
-        return TrainState(step=step, params=params, optimizer=optimizer, tables={}, metrics=sums, key=key)
+        return jax.jit(create, out_shardings=self.state_shardings)()
 
     @functools.cached_property
     def train_step(self) -> Any:
         """jitted (state, batch) -> (state, mean loss of the batch); the state is donated."""
-        return jax.jit(self._train_step, donate_argnums=0, out_shardings=(self.state_shardings, self.replicated))
+        return jax.jit(
+            _explained(self._train_step),
+            donate_argnums=0,
+            out_shardings=(self.state_shardings, self.replicated),
+            compiler_options=self.compiler_options,
+        )
 
     @functools.cached_property
     def eval_step(self) -> Any:
         """jitted (state, batch) -> (sum of losses, sum of weights) of a batch, on every device."""
-        return jax.jit(self._eval_step, out_shardings=self.replicated)
+        step = _explained(self._eval_step)
+        return jax.jit(step, out_shardings=self.replicated, compiler_options=self.compiler_options)
+
+    def take_metrics(self, state: TrainState) -> tuple[TrainState, dense_metrics.DenseSums]:
+        """The state with zeroed sums, and the sums."""
+        return dataclasses.replace(state, metrics=self._zero_metrics()), state.metrics
 
     @functools.cached_property
-    def take_metrics(self) -> Any:
-        """jitted state -> (state with zeroed sums, sums); the state is donated."""
-
-        def take(state: TrainState) -> tuple[TrainState, dense_metrics.DenseSums]:
-            return dataclasses.replace(state, metrics=dense_metrics.zeros()), state.metrics
-
-        return jax.jit(take, donate_argnums=0, out_shardings=(self.state_shardings, self.state_shardings.metrics))
+    def _zero_metrics(self) -> Any:
+        return jax.jit(dense_metrics.zeros, out_shardings=self.state_shardings.metrics)
 
     def parts(self, rows: int) -> int:
         """Passes of a step over `rows` examples: the fewest that divide those of a device and are small enough."""
         local = rows // meshes.batch_shards(self.mesh)
-        most = self.experiment.microbatch or local
-        return next(parts for parts in range(1, local + 1) if local % parts == 0 and local // parts <= most)
+        return meshes.fewest_parts(local, self.experiment.microbatch or local)
+
+    def gradients(self, parts: int) -> Any:
+        """Gradients of the sum of losses by the run's strategy, see `fsdp.gradients`.
+
+        Raises:
+          UserError: the strategy does not go with the mesh.
+        """
+        specs = {name: sharding.spec for name, sharding in self.shardings.items()}
+        strategy = self.experiment.strategy
+        return fsdp.gradients(self._loss, strategy, mesh=self.mesh, specs=specs, parts=parts, handled=self._handled)
 
     def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-        specs = {name: sharding.spec for name, sharding in self.shardings.items()}
-        gradients = fsdp.gradients(
-            self._loss,
-            self.experiment.strategy,
-            mesh=self.mesh,
-            specs=specs,
-            parts=self.parts(next(iter(batch.values())).shape[0]),
-            handled=self._handled,
-        )
+        gradients = self.gradients(self.parts(next(iter(batch.values())).shape[0]))
         key = jax.random.fold_in(state.key, state.step)
+        state = self._fetch(state)
+        held, counted, scale = state.loss_scale, 1, 1.0
+        if held is not None:
+            # Of the mean and not the sum over a batch: the factor need not follow its size.
+            counted = next(iter(batch.values())).size
+            scale = held.scale / counted
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            total, weight, _, grads = gradients(state.params, batch, key)
-        grads = jax.tree.map(lambda g: g / weight.astype(g.dtype), grads)
+            total, weight, _, grads = gradients(state.params, batch, key, scale)
+        finite = None
+        if held is not None:
+            grads, finite = held.unscale(grads)
+        grads = jax.tree.map(lambda g: g / (weight / counted).astype(g.dtype), grads)
         clip = self.experiment.clip
         if clip is None:
             norm = gradient_scaling.global_norm(grads)
         else:
             grads, norm = gradient_scaling.clip_by_global_norm(grads, clip)
         updates, optimizer = self.transformation.update(grads, state.optimizer, state.params)
+        params: Any = optax.apply_updates(state.params, updates)  # pyright: ignore[reportArgumentType]
+        skipped, scaling = None, self.experiment.loss_scaling
+        if held is not None and finite is not None and scaling is not None:
+            before = (state.params, state.optimizer)
+            params, optimizer = gradient_scaling.take_step_if(finite, (params, optimizer), before)
+            # An overflow at the least factor will come again: it counts as what it is and ends the run.
+            skipped = ~finite & (held.scale > scaling.smallest)
+            held = held.update(finite, scaling)
         state = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),  # pyright: ignore[reportArgumentType]
+            params=params,
             optimizer=optimizer,
             tables={},
-            metrics=dense_metrics.update(state.metrics, total, weight, norm, clip),
+            metrics=dense_metrics.update(state.metrics, total, weight, norm, clip, skipped),
             key=state.key,
+            loss_scale=held,
         )
-        return state, total / weight
+        return self._stow(state), total / weight
+
+    def _first_scale(self) -> gradient_scaling.LossScale | None:
+        scaling = self.experiment.loss_scaling
+        return None if scaling is None else scaling.init()
+
+    def _offloads(self, what: Literal["optimizer", "parameters"]) -> bool:
+        return what in self.experiment.offload.split(" and ")
+
+    def _fetch(self, state: TrainState) -> TrainState:
+        """The state with all of it in the memory of the devices."""
+        if self._offloads("parameters"):
+            state = dataclasses.replace(state, params=offload.fetch(state.params, self.state_shardings.params))
+        if self._offloads("optimizer"):
+            fetched = offload.fetch(state.optimizer, self.state_shardings.optimizer)
+            state = dataclasses.replace(state, optimizer=fetched)
+        return state
+
+    def _stow(self, state: TrainState) -> TrainState:
+        """The inverse of `_fetch`."""
+        if self._offloads("parameters"):
+            state = dataclasses.replace(state, params=offload.stow(state.params, self.state_shardings.params))
+        if self._offloads("optimizer"):
+            stowed = offload.stow(state.optimizer, self.state_shardings.optimizer)
+            state = dataclasses.replace(state, optimizer=stowed)
+        return state
 
     def _eval_step(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        if self._offloads("parameters"):
+            state = dataclasses.replace(state, params=offload.fetch(state.params, self.state_shardings.params))
         # Models lay out their activations by the mesh that they find.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
             total, weight, _ = self.task.loss(self.model.put_together(state.params), batch, key=None)
@@ -214,15 +294,99 @@ def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
     """Binds an experiment to a schema and a mesh; allocates nothing.
 
     Raises:
-      UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, or the
-        model and the data do not fit.
+      UserError: the batch does not divide over the mesh, a dtype would not do what it says, checkpoints are kept by a
+        score that there is not, or model and data, model and mesh, or strategy and mesh do not fit.
     """
     for size in getattr(experiment.data, "batch_sizes", (experiment.data.batch_size,)):
         meshes.check_batch(size, mesh, over="batch axes")
     check_precision(experiment.precision)
+    _check_dtypes(experiment)
+    if experiment.checkpoints.best_metric != "loss":
+        raise UserError(
+            f"checkpoints.best_metric is {experiment.checkpoints.best_metric!r}, but a model without embedding tables "
+            "is scored by its loss. Set --set checkpoints.best_metric=loss."
+        )
     task = experiment.model.task(schema)
     abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment, mesh))
-    return DenseProgram(experiment=experiment, task=task, mesh=mesh, model=ModelShape.of(abstract))
+    program = DenseProgram(experiment=experiment, task=task, mesh=mesh, model=ModelShape.of(abstract))
+    _check_divides(program)
+    program.gradients(1)  # what it refuses is refused now
+    return program
+
+
+def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`step`, in which a kernel that was named and lacks the case is the user's mistake."""
+
+    @functools.wraps(step)
+    def run(*args: Any) -> Any:
+        try:
+            return step(*args)
+        except NotImplementedError as error:
+            if "implementation=" not in str(error):
+                raise
+            raise UserError(
+                f"{error} Name another implementation, or let the platform choose: --set model.attention=none."
+            ) from error
+
+    return run
+
+
+def _check_dtypes(experiment: DenseExperiment) -> None:
+    """Refuses dtypes that would not do what they say, without a word.
+
+    Raises:
+      UserError: names the field.
+    """
+    strategy = experiment.strategy
+    dtypes = {
+        "precision.compute": experiment.precision.compute,
+        "strategy.param_dtype": strategy.param_dtype,
+        "strategy.reduce_dtype": strategy.reduce_dtype,
+    }
+    if strategy.output_dtype is not None:
+        raise UserError(
+            f"strategy.output_dtype is {strategy.output_dtype}, but a run uses nothing that a loss returns beside its "
+            "sum and weight. Leave it None; `fsdp.gradients` takes it in programs of your own."
+        )
+    for field, dtype in dtypes.items():
+        if dtype == "float64" and jnp.result_type(float) != jnp.float64:
+            raise UserError(
+                f"{field} is float64, but this jax has 64-bit types switched off and would use float32. Set "
+                f"JAX_ENABLE_X64=1 in the environment, or choose another type with --set {field}=..."
+            )
+        if dtype == "float16" and experiment.loss_scaling is None:
+            raise UserError(
+                f"{field} is float16, in which small gradients underflow to zero unless the loss is scaled. Set "
+                f"--set loss_scaling=LossScaling, or --set {field}=bfloat16, whose range is that of float32."
+            )
+
+
+_MAY_BE_WHOLE = ("vocabulary", "kv_heads")
+"""Logical axes that every device may hold whole: used as they are, or repeated for each query head."""
+
+
+def _check_divides(program: DenseProgram) -> None:
+    """Refuses dimensions that do not divide over an axis that the rules give them, besides those of data.
+
+    They would stay whole, and the devices of that axis would all compute the same.
+
+    Raises:
+      UserError: names the dimension, the axis, and sizes that would do.
+    """
+    rules, mesh = program.experiment.rules, program.mesh
+    for path, p in program.model.params.items():
+        for logical, size in zip(program.model.logical_axes[path], p.shape, strict=True):
+            for axis in rules.mesh_axes(logical):
+                count = mesh.shape[axis]
+                if axis in meshes.BATCH_AXES or logical in _MAY_BE_WHOLE or size % count == 0:
+                    continue
+                fitting = [n for n in range(1, size + 1) if size % n == 0 and mesh.size % n == 0]
+                below, above = size // count * count, -(-size // count) * count
+                raise UserError(
+                    f"The mesh has {axis}={count}, which does not divide {logical}={size} of {path!r}. Take "
+                    f"{axis}={' or '.join(map(str, fitting))} (--set mesh.{axis}=N), or a model with {logical}="
+                    f"{f'{below} or {above}' if below else above}."
+                )
 
 
 def init_model(task: DenseTask, rngs: nnx.Rngs, experiment: DenseExperiment, mesh: Mesh) -> nnx.Module:

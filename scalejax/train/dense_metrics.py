@@ -5,6 +5,7 @@
     clipped      share of steps whose gradient was scaled down
     weight       sum of weights: of a language model the targets that counted
     nonfinite    steps whose loss or gradient was not finite; they are in no other number's favour: NaN stays NaN
+    skipped      steps that a scaled loss skipped since their gradient overflowed; norms and clipping are of the others
 
 Sums of losses and weights are pairs of value and rounding error, as in `metrics`.
 """
@@ -28,7 +29,8 @@ class DenseSums:
     Attributes:
       steps: int32[].
       clipped: int32[], steps whose gradient was scaled down.
-      nonfinite: int32[], steps whose loss or gradient was not finite.
+      nonfinite: int32[], steps whose loss or gradient was not finite, skipped ones left out.
+      skipped: int32[], steps that were skipped because a scaled loss overflowed.
       loss: Pair float[].
       weight: Pair float[].
       grad_norm: Pair float[], sum of global norms.
@@ -38,6 +40,7 @@ class DenseSums:
     steps: jax.Array
     clipped: jax.Array
     nonfinite: jax.Array
+    skipped: jax.Array
     loss: Pair
     weight: Pair
     grad_norm: Pair
@@ -51,6 +54,7 @@ class HostSums:
     steps: int
     clipped: int
     nonfinite: int
+    skipped: int
     loss: float
     weight: float
     grad_norm: float
@@ -61,9 +65,9 @@ class HostSums:
         return {
             "loss": ratio(self.loss, self.weight),
             "weight": self.weight,
-            "grad_norm": ratio(self.grad_norm, self.steps),
+            "grad_norm": ratio(self.grad_norm, self.steps - self.skipped),
             "grad_norm_max": self.grad_norm_max,
-            "clipped": ratio(self.clipped, self.steps),
+            "clipped": ratio(self.clipped, self.steps - self.skipped),
             "nonfinite": self.nonfinite,
         }
 
@@ -79,6 +83,7 @@ def zeros() -> DenseSums:
         steps=none(),
         clipped=none(),
         nonfinite=none(),
+        skipped=none(),
         loss=pair_zeros(dtype),
         weight=pair_zeros(dtype),
         grad_norm=pair_zeros(dtype),
@@ -86,7 +91,14 @@ def zeros() -> DenseSums:
     )
 
 
-def update(sums: DenseSums, loss: jax.Array, weight: jax.Array, norm: jax.Array, clip: float | None) -> DenseSums:
+def update(
+    sums: DenseSums,
+    loss: jax.Array,
+    weight: jax.Array,
+    norm: jax.Array,
+    clip: float | None,
+    skipped: jax.Array | None = None,
+) -> DenseSums:
     """Adds a step.
 
     Args:
@@ -95,15 +107,19 @@ def update(sums: DenseSums, loss: jax.Array, weight: jax.Array, norm: jax.Array,
       weight: float[], sum of its weights.
       norm: float[], global norm of the gradient before clipping.
       clip: What it was clipped to; None = it was not.
+      skipped: bool[], whether the step was skipped because a scaled loss overflowed; None = it was not.
     """
     dtype = sums.grad_norm_max.dtype
     loss, weight, norm = loss.astype(dtype), weight.astype(dtype), norm.astype(dtype)
+    skipped = jnp.zeros((), bool) if skipped is None else skipped
+    norm = jnp.where(skipped, 0, norm)
     clipped = jnp.zeros((), jnp.int32) if clip is None else (norm > clip).astype(jnp.int32)
     finite = jnp.isfinite(loss) & jnp.isfinite(norm)
     return DenseSums(
         steps=sums.steps + 1,
         clipped=sums.clipped + clipped,
         nonfinite=sums.nonfinite + (~finite).astype(jnp.int32),
+        skipped=sums.skipped + skipped.astype(jnp.int32),
         loss=add(sums.loss, loss),
         weight=add(sums.weight, weight),
         grad_norm=add(sums.grad_norm, norm),
@@ -122,6 +138,7 @@ def to_host(sums: DenseSums) -> HostSums:
         steps=int(host.steps),
         clipped=int(host.clipped),
         nonfinite=int(host.nonfinite),
+        skipped=int(host.skipped),
         loss=whole(host.loss),
         weight=whole(host.weight),
         grad_norm=whole(host.grad_norm),

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from scalejax import chips
 from scalejax.errors import UserError
+from scalejax.parallel import offload
 from scalejax.train import console as consoles
 from scalejax.train import dense, dense_metrics, summary
 from scalejax.train.checkpoint import Checkpointer
@@ -39,8 +40,10 @@ class DenseRun:
         """Binds an experiment to its data and a mesh.
 
         Raises:
-          UserError: as `dense.build`.
+          UserError: as `dense.build`, or state must not rest in the host memory of these devices.
         """
+        if experiment.offload != "none":
+            offload.check(mesh.devices)
         return cls(dense.build(experiment, data.schema, mesh), data)
 
     @property
@@ -50,6 +53,10 @@ class DenseRun:
     @property
     def in_flight(self) -> int:
         return self.program.in_flight
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        return self.program.compiler_options or {}
 
     @property
     def records(self) -> Records:
@@ -63,7 +70,7 @@ class DenseRun:
         digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
         return {
             "model": f"{type(experiment.model).__name__} {digest}",
-            "optimizer": type(experiment.optimizer).__name__,
+            "optimizer": type(experiment.optimizer).__name__ + (" of a scaled loss" if experiment.loss_scaling else ""),
             "data": self.data.fingerprint(),
         }
 
@@ -99,8 +106,12 @@ class DenseRun:
         with self.records.timer.phase("blocked"):
             window = dense_metrics.to_host(sums)
         host = host.with_window(window)
-        rate = float(np.asarray(self.learning_rate(step)))
         values = window.values()
+        taken = step
+        if state.loss_scale is not None:
+            taken -= int(state.loss_scale.skipped)  # schedules go by the steps that were taken
+            values |= {"skipped": window.skipped, "loss_scale": float(state.loss_scale.scale)}
+        rate = float(np.asarray(self.learning_rate(taken)))
         seen = {"examples_seen": host.examples, "weight_seen": host.weight, "learning_rate": rate}
         self.records.events.window(step, seen | values)
         timing = self._speed(self.records.timer.window())
@@ -119,11 +130,6 @@ class DenseRun:
         self._check(state, step)
         self.records.events.sync()
         best = self.experiment.checkpoints.best_metric
-        if scored is not None and best not in scored:
-            raise UserError(
-                f"checkpoints.best_metric is {best!r}, but this model is scored by {', '.join(scored)}. Set "
-                "--set checkpoints.best_metric=loss."
-            )
         kept = None if scored is None else {best: scored[best]}
         self.records.checkpoints.save(step, to_stored(state), host.to_dict(), kept)
 
@@ -180,16 +186,18 @@ class DenseRun:
         }
 
     def _speed(self, timing: dict[str, float]) -> dict[str, float]:
-        """With tokens and FLOPs of the model a second.
+        """With tokens and FLOPs of the model a second and device.
 
         The FLOPs are those that the model defines, 6 a multiply-accumulate of its matrices and half of those of full
-        attention, nothing recomputed. MFU is their share of the bfloat16 peak of the chip, where that is known.
+        attention, nothing recomputed, each row by its own length. MFU is their share of the bfloat16 peak of the chip,
+        where that is known.
         """
-        task, devices, rate = self.program.task, self.mesh.size, timing["samples_per_s"]
+        devices, none = self.mesh.size, float("nan")  # before the first step
+        flops = timing.get("flops_per_s", none)
+        timing = {"tokens_per_s": none} | {name: value for name, value in timing.items() if name != "flops_per_s"}
         speed = {
-            "tokens_per_s": rate * task.tokens_per_example(),
-            "tokens_per_s_per_device": rate * task.tokens_per_example() / devices,
-            "tflops_per_s_per_device": rate * task.flops_per_example() / devices / 1e12,
+            "tokens_per_s_per_device": timing["tokens_per_s"] / devices,
+            "tflops_per_s_per_device": flops / devices / 1e12,
         }
         chip = chips.for_device_kind(self.mesh.devices.flat[0].device_kind)
         if chip is not None:
@@ -215,10 +223,13 @@ class _Feed:
     def __init__(self, program: DenseProgram, batches: Iterator[Any], processes: int) -> None:
         self._program, self._batches, self._processes = program, batches, processes
         self._batch: Any = None
+        self.amounts: dict[str, float] = {}
 
     def take(self) -> int:
         host, self._batch = next(self._batches)
-        return len(host) * self._processes
+        rows, tokens = len(host) * self._processes, host.tokens.shape[1]
+        self.amounts = {"tokens": rows * tokens, "flops": rows * self._program.task.flops_per_example(tokens)}
+        return rows
 
     def step(self, state: TrainState) -> tuple[TrainState, jax.Array]:
         return self._program.train_step(state, self._batch)
@@ -235,4 +246,5 @@ def to_stored(state: TrainState) -> dict[str, Any]:
         "optimizer": state.optimizer,
         "metrics": state.metrics,
         "key": state.key,
+        **({} if state.loss_scale is None else {"loss_scale": state.loss_scale}),
     }

@@ -1,22 +1,26 @@
 """`Experiment`: everything that defines a run, as a tree of frozen dataclasses of plain values."""
 
 import dataclasses
+import typing
 from typing import Literal
 
 from scalejax import optim
 from scalejax.errors import UserError
+from scalejax.parallel import xla_flags
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
 from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
 from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape
+from scalejax.parallel.offload import Offload
 from scalejax.parallel.rules import LLM, REPLICATED, Rules
 from scalejax.train.protocols import DataConfig, DenseModelConfig, ModelConfig
 
 Strategy = Fsdp | Ddp
 
-ComputeDtype = Literal["platform", "float32", "bfloat16", "float64"]
+ComputeDtype = Literal["platform", "float32", "bfloat16", "float16", "float64"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,7 @@ class Precision:
     Attributes:
       params: Master weights, gradients and optimizer state ("float64" needs jax_enable_x64; parity tests use it).
       compute: Matrix products and activations; "platform" is bfloat16 on accelerators and float32 on CPU. Losses,
-        norms, softmax and reductions stay in float32 or wider.
+        norms, softmax and reductions stay in float32 or wider. "float16" needs `DenseExperiment.loss_scaling`.
       tables: Rows of the embedding tables at rest; None = what the model's tables say.
     """
 
@@ -127,6 +131,11 @@ class Experiment:
 
     def __post_init__(self) -> None:
         _check_common("Experiment", self)
+        if self.precision.compute == "float16":
+            raise UserError(
+                "Experiment: precision.compute='float16' needs a scaled loss, which runs with embedding tables do not "
+                "have. Use 'bfloat16', whose range is that of float32."
+            )
         if self.accumulate not in ("ordered", "exact"):
             raise ValueError(f"Experiment: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
         if self.pipeline not in ("none", "ids", "stale"):
@@ -148,8 +157,12 @@ class DenseExperiment:
       steps: Optimizer steps, fewer than 2**31.
       optimizer: Optimizer.
       clip: Gradients are scaled down to this global norm where theirs is larger; None = never.
+      loss_scaling: How the factor on the loss moves, without which gradients in float16 underflow; a step whose
+        gradients overflow is skipped on all devices. None = losses are not scaled.
       strategy: How parameters, gradients and optimizer state are divided over `replica` and `fsdp`, and how gradients
         are reduced.
+      offload: What rests in host memory between steps, see `parallel.offload`.
+      xla_flags: Names of sets of compiler options, see `parallel.xla_flags.SETS`; those of other platforms are ignored.
       mesh: Devices per mesh axis.
       rules: Logical axis of a parameter -> mesh axes.
       precision: Dtypes (`tables` is not used).
@@ -168,7 +181,10 @@ class DenseExperiment:
     steps: int
     optimizer: optim.Optimizer = optim.AdamW()
     clip: float | None = 1.0
+    loss_scaling: LossScaling | None = None
     strategy: Strategy = Fsdp()
+    offload: Offload = "none"
+    xla_flags: tuple[str, ...] = ()
     mesh: MeshShape = MeshShape()
     rules: Rules = LLM
     precision: Precision = Precision()
@@ -184,6 +200,10 @@ class DenseExperiment:
         _check_common("DenseExperiment", self)
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"DenseExperiment: clip must be above 0, or None; got {self.clip}.")
+        if self.offload not in typing.get_args(Offload):
+            choices = ", ".join(map(repr, typing.get_args(Offload)))
+            raise ValueError(f"DenseExperiment: offload must be one of {choices}; got {self.offload!r}.")
+        xla_flags.check(self.xla_flags)
         if self.precision.tables is not None:
             raise ValueError("DenseExperiment: precision.tables must be None: there are no embedding tables.")
         if self.checkpoints.full_every is not None:

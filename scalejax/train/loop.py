@@ -71,7 +71,7 @@ def train(
         start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.steps)
         with timer.phase("compile"):
             state, host = run.begin() if start is None else run.restore(checkpoints, start)
-        environment = run_folder.environment_record(_mesh_sizes(run))
+        environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
         folder.begin(record or {"recipe": recipe, "experiment": repr(experiment)}, environment, start)
         with EventWriter(folder.path, process_index=jax.process_index(), step=start or 0) as events:
             records = Records(checkpoints, events, timer)
@@ -151,7 +151,7 @@ def _steps(
                 state, loss = feed.step(state)
                 if step == start + 1:
                     loss.block_until_ready()
-            timer.step_done(examples=examples, output=loss)
+            timer.step_done(examples=examples, output=loss, amounts=feed.amounts)
             host = host.after(examples)
             last = step == experiment.steps
             if last or step % experiment.log_every == 0:

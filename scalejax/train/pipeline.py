@@ -31,6 +31,11 @@ class Pipeline:
         self._take()
         return self._program.experiment.data.batch_size
 
+    @property
+    def amounts(self) -> dict[str, float]:
+        """Nothing but examples."""
+        return {}
+
     def _take(self) -> None:
         if self._program.experiment.pipeline == "none":
             _, self._batch = next(self._batches)

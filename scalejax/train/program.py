@@ -7,7 +7,6 @@ state is donated.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -81,19 +80,17 @@ class Program:
 
     @functools.cached_property
     def in_flight(self) -> int:
-        """Steps that may be queued: virtual CPU devices share one pool of threads, and the collectives of two queued
-        steps can wait for each other there for ever (seen with 8 devices on 2 cores)."""
-        local = self.mesh.local_mesh.devices
-        return 1 if local.size > 1 and local.flat[0].platform == "cpu" else 3
+        """Steps that may be queued, see `mesh.steps_in_flight`."""
+        return meshes.steps_in_flight(self.mesh)
 
     @functools.cached_property
     def replicated(self) -> NamedSharding:
         """The sharding of what every device holds whole."""
-        return NamedSharding(self.mesh, P())
+        return meshes.replicated(self.mesh)
 
     def batch_sharding(self) -> NamedSharding:
         """Examples over the batch axes."""
-        return NamedSharding(self.mesh, P(meshes.BATCH_AXES))
+        return meshes.batch_sharding(self.mesh)
 
     @functools.cached_property
     def state_shardings(self) -> TrainState:
@@ -284,13 +281,13 @@ class Program:
                 (loss, (weight, logits)), (dense_grads, row_grads) = one(part[0], part[1])
                 return jax.tree.map(jnp.add, carry, (loss, weight, dense_grads)), (logits, row_grads)
 
-            parts = jax.tree.map(self._cut, examples)
+            parts = jax.tree.map(lambda x: meshes.cut(x, self.mesh, self.parts), examples)
             keys = jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(self.parts))
             shapes = jax.eval_shape(one, jax.tree.map(lambda x: x[0], parts), key)
             zero = (shapes[0][0], shapes[0][1][0], shapes[1][0])
             zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zero)
             (loss, weight, dense_grads), (logits, row_grads) = jax.lax.scan(body, zero, (parts, keys))
-            logits, row_grads = jax.tree.map(self._join, (logits, row_grads))
+            logits, row_grads = jax.tree.map(lambda x: meshes.join(x, self.mesh), (logits, row_grads))
 
         def mean(x: jax.Array) -> jax.Array:
             return x / weight.astype(x.dtype)
@@ -300,7 +297,7 @@ class Program:
     @functools.cached_property
     def parts(self) -> int:
         """Passes of the dense part in a step: the fewest that divide a device's examples and are small enough."""
-        local = self.experiment.data.batch_size // self._batch_shards
+        local = self.experiment.data.batch_size // meshes.batch_shards(self.mesh)
         most = self.experiment.microbatch
         if most is None:
             positions = {feature.name: feature.positions or 1 for feature in self.layout}
@@ -310,27 +307,7 @@ class Program:
                 for name in table.features
             )
             most = max(1, min(1024, 2**20 // width)) if self.mesh.devices.flat[0].platform == "cpu" else local
-        return next(parts for parts in range(1, local + 1) if local % parts == 0 and local // parts <= most)
-
-    @functools.cached_property
-    def _batch_shards(self) -> int:
-        return math.prod(self.mesh.shape[axis] for axis in meshes.BATCH_AXES)
-
-    def _cut(self, x: jax.Array) -> jax.Array:
-        """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples."""
-        shards, parts = self._batch_shards, self.parts
-        each = x.shape[0] // (shards * parts)  # not -1: there may be no dense columns
-        x = x.reshape(shards, parts, each, *x.shape[1:]).swapaxes(0, 1)
-        x = x.reshape(parts, shards * each, *x.shape[3:])
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(None, meshes.BATCH_AXES)))
-
-    def _join(self, x: jax.Array) -> jax.Array:
-        """The inverse of `_cut`."""
-        shards, parts = self._batch_shards, self.parts
-        each = x.shape[1] // shards
-        x = x.reshape(parts, shards, each, *x.shape[2:]).swapaxes(0, 1)
-        x = x.reshape(shards * parts * each, *x.shape[3:])
-        return jax.lax.with_sharding_constraint(x, self.batch_sharding())
+        return meshes.fewest_parts(local, most)
 
     def _eval_step(self, state: TrainState, batch: DeviceBatch) -> tuple[jax.Array, jax.Array]:
         features, faults = self.collection.find_ids(state.tables, batch.features)
@@ -345,11 +322,16 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     """Binds an experiment to a schema and a mesh; allocates nothing.
 
     Raises:
-      UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, or the
-        model, the schema and the id maps do not fit.
+      UserError: the batch does not divide over the mesh, float64 is asked of a jax that has it switched off, the
+        checkpoints are kept by a score that there is not, or the model, the schema and the id maps do not fit.
     """
     meshes.check_batch(experiment.data.batch_size, mesh)
     check_precision(experiment.precision)
+    if experiment.checkpoints.best_metric == "loss":
+        raise UserError(
+            "checkpoints.best_metric is 'loss', but a model with embedding tables is scored by logloss, ne and auc. "
+            "Set --set checkpoints.best_metric=logloss."
+        )
     task = bound_task(experiment, schema)
     collection = EmbeddingCollection(
         tables=tables_of(experiment, task),

@@ -77,11 +77,14 @@ class DenseTask(Protocol):
         ...
 
     def tokens_per_example(self) -> int:
-        """Positions of an example; 1 where that means nothing."""
+        """Positions of an example, of the longest where lengths differ; 1 where that means nothing."""
         ...
 
-    def flops_per_example(self) -> int:
-        """FLOPs of forward and backward, 6 a multiply-accumulate."""
+    def flops_per_example(self, tokens: int | None = None) -> int:
+        """FLOPs of forward and backward of an example of `tokens` positions, 6 a multiply-accumulate.
+
+        None = of `tokens_per_example()` positions.
+        """
         ...
 
 

@@ -227,11 +227,12 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
     return [] if old == new else [f"{path}: {old} -> {new}"]
 
 
-def environment_record(mesh: dict[str, int]) -> dict[str, Any]:
+def environment_record(mesh: dict[str, int], compiler_options: dict[str, Any] | None = None) -> dict[str, Any]:
     """What a result may depend on besides the experiment: versions, devices, flags, commit. No host names.
 
     Args:
       mesh: Axis -> size.
+      compiler_options: Those of XLA that the run itself sets.
     """
     packages = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "libtpu")
     devices = jax.devices()
@@ -250,6 +251,7 @@ def environment_record(mesh: dict[str, int]) -> dict[str, Any]:
             for name, value in sorted(os.environ.items())
             if name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS") or name.startswith(("JAX_", "NCCL_"))
         },
+        "compiler_options": compiler_options or {},
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 

@@ -33,6 +33,11 @@ class Feed(Protocol):
         """Waits for the next batch; returns its examples, over all processes."""
         ...
 
+    @property
+    def amounts(self) -> dict[str, float]:
+        """What is counted of that batch besides its examples, by name: see `timing.StepTimer.step_done`."""
+        ...
+
     def step(self, state: Any) -> tuple[Any, jax.Array]:
         """Dispatches the step on what `take` took; the state is donated. Returns the state and the mean loss."""
         ...
@@ -54,6 +59,11 @@ class Run(Protocol):
     @property
     def in_flight(self) -> int:
         """Steps that may be queued."""
+        ...
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options of XLA that the run sets itself."""
         ...
 
     def identity(self) -> dict[str, str]:

@@ -9,6 +9,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalejax.parallel.gradient_scaling import LossScale
 from scalejax.parallel.rules import Rules
 
 Params = dict[str, jax.Array]
@@ -27,6 +28,7 @@ class TrainState:
       tables: Embedding rows and row states, as the collection's sharded view.
       metrics: Sums since the last line of metrics, a pytree of arrays.
       key: PRNG key of the run; a step uses fold_in(key, step).
+      loss_scale: Factor on the loss and its history; None where losses are not scaled.
     """
 
     step: jax.Array
@@ -35,6 +37,7 @@ class TrainState:
     tables: Any
     metrics: Any
     key: jax.Array
+    loss_scale: LossScale | None = None
 
 
 @dataclasses.dataclass(frozen=True)

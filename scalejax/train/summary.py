@@ -6,7 +6,7 @@
     weight                                            sum of weights; of a language model the targets it learnt from
     samples_per_s, step_p50_s, step_p95_s, data_wait_share, compile_s, wall_s, ...      see `timing.StepTimer.summary`
     peak_rss_bytes, peak_device_bytes                 see `timing.peak_memory`
-    tokens_per_s, tokens_per_s_per_device, tflops_per_s_per_device, mfu     of a language model, see `timing.speed`
+    tokens_per_s, tokens_per_s_per_device, tflops_per_s_per_device, mfu     of a language model, see `dense_run`
     <split>_<metric>                                  quality; split is train, val, test or progressive
     <split>_<metric>_low, <split>_<metric>_high       95 % bootstrap interval of logloss, ne and auc
 

@@ -14,14 +14,15 @@ Time is booked by phase:
     evaluation    counted apart likewise
 
 `samples_per_s` counts training examples over the wall time after the warm-up steps, compile and evaluation taken out
-and everything else (data, checkpoints, logging) left in.
+and everything else (data, checkpoints, logging) left in. Other amounts of a step (tokens, FLOPs) are counted likewise,
+as `<name>_per_s`: rows of different lengths are different work.
 """
 
 import contextlib
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
@@ -67,12 +68,12 @@ class StepTimer:
         self._warmup = warmup_steps
         self._in_flight = in_flight
         self._start = self._window_start = self._last = clock()
-        self._pending: deque[tuple[int, Output | None]] = deque()
+        self._pending: deque[tuple[dict[str, float], Output | None]] = deque()
         self._window_phases = dict.fromkeys(get_args(Phase), 0.0)
         self._phases = dict.fromkeys(get_args(Phase), 0.0)
         self._apart_since_last = 0.0
         self._durations: list[float] = []
-        self._examples: list[int] = []
+        self._amounts: list[dict[str, float]] = []
         self._window_first = 0
 
     @contextlib.contextmanager
@@ -86,14 +87,17 @@ class StepTimer:
         finally:
             self._book(name, self._clock() - start)
 
-    def step_done(self, *, examples: int, output: Output | None = None) -> None:
+    def step_done(
+        self, *, examples: int, output: Output | None = None, amounts: Mapping[str, float] | None = None
+    ) -> None:
         """Call once after each step was dispatched.
 
         Args:
           examples: Training examples in the step's global batch.
           output: A small output of the step; None = a step is taken for complete when its dispatch returned.
+          amounts: What else is in the batch, by name; the same names in every step.
         """
-        self._pending.append((examples, output))
+        self._pending.append(({"samples": examples, **(amounts or {})}, output))
         while len(self._pending) > (0 if output is None else self._in_flight):
             self._complete()
 
@@ -101,20 +105,20 @@ class StepTimer:
         """Waits for the steps in flight, returns what happened since the last call, and starts anew.
 
         Returns:
-          steps, examples, wall_s (compile and evaluation taken out), samples_per_s, step_mean_s, step_p50_s,
-          step_p95_s, data_wait_share (of wall_s), and `<phase>_s` for each phase.
+          steps, examples, wall_s (compile and evaluation taken out), samples_per_s and that of other amounts,
+          step_mean_s, step_p50_s, step_p95_s, data_wait_share (of wall_s), and `<phase>_s` for each phase.
         """
         self._drain()
         now = self._clock()
         durations = self._durations[self._window_first :]
-        examples = sum(self._examples[self._window_first :])
+        amounts = self._amounts[self._window_first :]
         phases = self._window_phases
         wall = now - self._window_start - sum(phases[name] for name in _APART)
         result = {
             "steps": len(durations),
-            "examples": examples,
+            "examples": int(sum(found["samples"] for found in amounts)),
             "wall_s": wall,
-            "samples_per_s": examples / wall if wall > 0 else float("nan"),
+            **_rates(amounts, wall),
             **_quantiles(durations),
             "data_wait_share": phases["data_wait"] / wall if wall > 0 else float("nan"),
             **{f"{name}_s": seconds for name, seconds in phases.items()},
@@ -127,8 +131,8 @@ class StepTimer:
         """The whole run so far: the timing fields of `summary.json`.
 
         Returns:
-          samples_per_s, step_mean_s, step_p50_s, step_p95_s and measured_steps (all without warm-up), data_wait_share,
-          compile_s, evaluation_s, checkpoint_s, and wall_s, which leaves nothing out.
+          samples_per_s and that of other amounts, step_mean_s, step_p50_s, step_p95_s and measured_steps (all without
+          warm-up), data_wait_share, compile_s, evaluation_s, checkpoint_s, and wall_s, which leaves nothing out.
         """
         self._drain()
         wall = self._clock() - self._start
@@ -136,7 +140,7 @@ class StepTimer:
         durations = self._durations[first:]
         training = wall - sum(self._phases[name] for name in _APART)
         return {
-            "samples_per_s": sum(self._examples[first:]) / sum(durations) if durations else float("nan"),
+            **_rates(self._amounts[first:], sum(durations)),
             **_quantiles(durations),
             "measured_steps": len(durations),
             "data_wait_share": self._phases["data_wait"] / training if training > 0 else float("nan"),
@@ -153,19 +157,26 @@ class StepTimer:
             self._apart_since_last += seconds
 
     def _complete(self) -> None:
-        examples, output = self._pending.popleft()
+        amounts, output = self._pending.popleft()
         if output is not None:
             start = self._clock()
             output.block_until_ready()
             self._book("blocked", self._clock() - start)
         now = self._clock()
         self._durations.append(now - self._last - self._apart_since_last)
-        self._examples.append(examples)
+        self._amounts.append(amounts)
         self._last, self._apart_since_last = now, 0.0
 
     def _drain(self) -> None:
         while self._pending:
             self._complete()
+
+
+def _rates(amounts: Sequence[Mapping[str, float]], seconds: float) -> dict[str, float]:
+    """`<name>_per_s` of all steps together; NaN where no time has passed."""
+    names = amounts[0] if amounts else ("samples",)
+    total = {name: sum(found[name] for found in amounts) for name in names}
+    return {f"{name}_per_s": count / seconds if seconds > 0 else float("nan") for name, count in total.items()}
 
 
 def _quantiles(durations: list[float]) -> dict[str, float]:

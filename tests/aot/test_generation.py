@@ -46,7 +46,7 @@ def compiled():
     state = generate._State(
         dataclasses.replace(cache, keys=keys, values=keys, lengths=leaf((1,), jnp.int32)),
         leaf((1, config.vocabulary), jnp.float32),
-        leaf((1,), bool),
+        *[leaf((1,), bool)] * 2,
     )
     number = leaf((), jnp.int32)
     draws = leaf((1,), jax.eval_shape(lambda: jax.random.key(0)).dtype)

@@ -8,9 +8,10 @@ import pytest
 from scalejax.configs.llm import llama
 from scalejax.data.text import TextData
 from scalejax.models.llm.llama3 import LlamaConfig
+from scalejax.parallel import xla_flags
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import plan_program, topology
+from scalejax.plan import memory, plan_program, topology
 from scalejax.train import dense
 
 pytestmark = pytest.mark.aot
@@ -20,18 +21,18 @@ MODEL = LlamaConfig(
 )
 
 
-def planned(name: str, attention: Any, strategy: Fsdp, shape: MeshShape):
+def built(name: str, attention: Any, strategy: Fsdp, shape: MeshShape, model: LlamaConfig = MODEL, **changes: Any):
     data = TextData(length=2048, batch_size=16, vocabulary=32_000)
     experiment = dataclasses.replace(
         llama.tiny(),
-        model=dataclasses.replace(MODEL, attention=attention),
+        model=dataclasses.replace(model, attention=attention),
         data=data,
         strategy=strategy,
+        **changes,
     )
     machine = topology.parse(name)
     mesh, _ = topology.make_mesh(machine, shape)
-    program = dense.build(experiment, data.schema(), mesh)
-    return program, plan_program(program, machine)
+    return dense.build(experiment, data.schema(), mesh), machine
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,8 @@ def planned(name: str, attention: Any, strategy: Fsdp, shape: MeshShape):
 )
 def test_compiles_with_kernels_on_fsdp_and_tensor(name, attention, form):
     strategy = Fsdp(form=form, param_dtype="bfloat16")
-    program, found = planned(name, attention, strategy, MeshShape(fsdp=4, tensor=2))
+    program, machine = built(name, attention, strategy, MeshShape(fsdp=4, tensor=2))
+    found = plan_program(program, machine)
     assert found.memory.fits, found.memory.message
     text = program.train_step.trace(program.abstract_state(), program.abstract_batch()).lower().as_text()
     assert "tpu_custom_call" in text
@@ -56,3 +58,22 @@ def test_compiles_with_kernels_on_fsdp_and_tensor(name, attention, form):
     # The loss is made in slices: nothing of the size of all logits, 16 x 2,048 x 32,000 in float32, exists.
     logits = 16 * 2048 * 32_000 * 4 // 8
     assert found.memory.bytes_per_chip["temporaries"] < logits
+
+
+@pytest.mark.slow
+def test_state_on_the_host_and_options_by_name_reach_the_compiler():
+    options = ("tpu-async-collectives", "gpu-latency-hiding")
+    changes = {"offload": "optimizer and parameters", "xla_flags": options}
+    small = dataclasses.replace(MODEL, dim=128, ffn_dim=256, heads=4, kv_heads=2)
+    program, _ = built("v5e:2x4", "reference", Fsdp(param_dtype="bfloat16"), MeshShape(fsdp=8), small, **changes)
+    assert program.compiler_options == dict(xla_flags.SETS["tpu-async-collectives"].options)
+    state, batch = program.abstract_state(), program.abstract_batch()
+    kinds = memory.arguments_by_kind(state, batch)
+    assert "parameters" not in kinds
+    assert kinds["optimizer state"] == 2 * 4  # two counters
+    found = program.train_step.lower(state, batch).compile().memory_analysis()
+    whole = sum(4 * p.size for p in program.model.params.values())
+    assert found.host_argument_size_in_bytes == pytest.approx(
+        3 * whole / 8, rel=0.05
+    )  # two moments of AdamW, and tiles
+    assert found.argument_size_in_bytes < 0.01 * whole

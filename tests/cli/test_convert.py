@@ -108,9 +108,11 @@ def test_several_prompts_and_a_file_of_results(invoke, run, tmp_path):
             "--dtype must be one of float32, bfloat16, float16; got 'int8'",
         ),
         (("convert", "{theirs}", "x", "--shard-size", "0"), "--shard-size must be above 0 GB"),
+        (("convert", "{theirs}", "x", "--shard-size", "inf"), "--shard-size must be above 0 GB and finite"),
         (("convert", "{theirs}", "x", "--step", "3"), "--step 3: "),
         (("convert", "{run}", "x", "--step", "3"), "--step 3: "),
         (("generate", "{theirs}", "--prompt", "a"), "has no tokenizer.json"),
+        (("generate", "{run}", "--prompt", "a", "--dtype", "int8"), "--dtype must be one of"),
         (("generate", "{theirs}"), "--prompt or --prompt-file must say what to continue"),
         (("generate", "{run}", "--prompt", "a", "--max-tokens", "0"), "max_tokens must be at least 1; got 0"),
         (("generate", "{run}", "--prompt", "a", "--max-tokens", "2000"), "the model is meant for at most 1,024"),
@@ -125,7 +127,9 @@ def test_mistakes_are_one_message(invoke, run, tmp_path, monkeypatch, arguments,
     write_checkpoint(tmp_path / "theirs", GQA)
     (tmp_path / "empty").mkdir()
     places = {"theirs": tmp_path / "theirs", "empty": tmp_path / "empty", "run": run}
-    one_error(invoke(*(a.format(**places) for a in arguments)), words)
+    result = invoke(*(a.format(**places) for a in arguments))
+    one_error(result, words)
+    assert arguments[0] == "convert" or result.stdout == ""
     assert not (tmp_path / "x").exists()
 
 

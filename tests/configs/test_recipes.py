@@ -3,10 +3,12 @@
 import math
 import pathlib
 
+import numpy as np
 import pytest
 
 from scalejax import configs
 from scalejax.configs import discovery
+from scalejax.data import stages
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import dense, loop
@@ -43,6 +45,22 @@ def test_language_model_has_the_parameters_that_it_says(name: str) -> None:
     program = dense.build(experiment, schema, make_mesh(MeshShape(fsdp=8)))
     config = experiment.model.bound(schema)
     assert sum(math.prod(p.shape) for p in program.model.params.values()) == config.parameters()
+
+
+def test_batches_and_rate_of_the_405b_recipe_are_those_of_the_report() -> None:
+    # arXiv 2407.21783, section 3.4.1: 4 M tokens in rows of 4,096, 8 M in rows of 8,192 after 252 M, 16 M after 2.87 T.
+    experiment = configs.load("llama-pretrain-405b")
+    spans = stages.plan(experiment.data.stages, 17_000_000_000_000)
+    first = -(-252_000_000 // 2**22)
+    second = first + -(-(2_870_000_000_000 - first * 2**22) // 2**23)
+    at = {0: (1024, 4096), first - 1: (1024, 4096), first: (1024, 8192), 7_999: (1024, 8192), 8_000: (1024, 8192)}
+    at |= {second - 1: (1024, 8192), second: (2048, 8192), 1_000_000: (2048, 8192)}
+    for step, (rows, length) in at.items():
+        (span,) = (span for span in spans if span.first_step <= step < span.stop_step)
+        assert (span.data.batch_size, span.data.schema().length) == (rows, length), step
+    rate = experiment.optimizer.learning_rate.build(experiment.steps)
+    got = [float(rate(step)) for step in (0, 7_999, 8_000, 1_200_000)]
+    np.testing.assert_allclose(got, [0.0, 8e-5 * 7_999 / 8_000, 8e-5, 8e-7], rtol=1e-5)  # float32
 
 
 def test_language_smoke_trains_and_sums_up(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:

@@ -234,8 +234,24 @@ def test_files_that_are_no_tokenizer_are_refused_and_pickles_never_loaded(tmp_pa
     refused("b.json", b'{"model": {"type"', "not a tokenizer.json")
     refused("tokenizer_config.json", json.dumps(CONFIG).encode(), "describes no tokenizer")
     refused("c.json", b'{"model": {"type": "NoSuchModel"}}', "tokenizers library .* cannot read it")
+    refused("empty.json", tokenizers.Tokenizer(tokenizers.models.BPE()).to_str().encode(), "has no token")
     (tmp_path / "tokenizer_config.json").write_text("[1]")
     refused("d.json", byte_level().to_str().encode(), "wanted a JSON object; got list")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}')
+    refused("d.json", None, "chat_template must be text; got 3")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    refused("d.json", None, r"generation_config.json: eos_token_id must be a token id .* got \['</s>'\]")
+
+
+def test_a_text_that_the_library_cannot_encode_is_refused() -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="nothing"))
+    tokenizer = HuggingFace(words, {}, stop_ids=(), template=None, fingerprint="", where="words")
+    assert tokenizer.encode("a").tolist() == [0]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_many(["a", text])):
+        with pytest.raises(UserError, match="words cannot represent the text"):
+            encode("b")
+        with pytest.raises(UserError, match="half of a surrogate pair"):
+            encode("\ud83d")
 
 
 ORACLE = byte_level()

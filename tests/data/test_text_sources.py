@@ -3,6 +3,7 @@
 import gzip
 import json
 import pathlib
+import random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -53,6 +54,14 @@ def test_documents_come_back_whatever_they_are_stored_in(tmp_path: pathlib.Path,
     assert documents(tmp_path / (name + packed)) == (TEXTS[:1] if name == "a.txt" else TEXTS)
 
 
+@pytest.mark.parametrize("kind", [pa.large_string(), pa.dictionary(pa.int32(), pa.string()), pa.string_view()], ids=str)
+def test_a_column_may_hold_strings_in_any_way(tmp_path: pathlib.Path, kind: pa.DataType) -> None:
+    texts = pa.array(TEXTS).dictionary_encode() if pa.types.is_dictionary(kind) else pa.array(TEXTS, kind)
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet")
+    assert pq.ParquetFile(tmp_path / "a.parquet").schema_arrow.field("text").type == kind
+    assert documents(tmp_path / "a.parquet") == TEXTS
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
 @pytest.mark.parametrize("size", [1, 3, 7, 8, 100])
 def test_blocks_are_no_longer_than_asked_for_and_the_last_one_says_so(
@@ -101,16 +110,20 @@ def test_files_that_cannot_be_read_are_named_with_what_is_wrong(tmp_path: pathli
     refused("latin.txt", "naïve".encode("latin-1"), "is not UTF-8: byte 0xEF")
     refused("cut.txt.gz", gzip.compress(b"x" * 1000)[:-10], "truncated or damaged")
     refused("not.txt.gz", b"plain", "cannot be read")
+    packed = bytearray(gzip.compress(random.Random(0).randbytes(10_000).hex().encode()))
+    packed[5000:5010] = bytes(10)
+    refused("bits.txt.gz", bytes(packed), "truncated or damaged")
     refused("not.txt.zst", b"plain", "cannot be read")
     refused("a.jsonl", b'{"text": "x"}\n{"text": \n', "line 2: is not JSON")
+    refused("deep.jsonl", b"[" * 100_000, "line 1: is not JSON")
     refused("b.jsonl", b'{"text": "x"}\n{"body": "x"}\n', "line 2: wanted text in field 'text'; the line has 'body'")
     refused("c.jsonl", b'{"text": 3}\n', "line 1: wanted text in field 'text'")
     refused("d.jsonl", b'["x"]\n', "the line has list")
     refused("e.jsonl", b'{"text": "x"}', "wanted text in field 'body'", "body")
     refused("a.parquet", b"PAR1 no", "cannot be read as Parquet")
     for table, match in (
-        (pa.table({"body": ["x"]}), "wanted a column 'text' of strings; the file has body"),
-        (pa.table({"text": [1]}), "wanted a column 'text' of strings"),
+        (pa.table({"body": ["x"]}), r"wanted a column 'text' of strings; the file has 'body' \(string\)"),
+        (pa.table({"text": [1]}), r"wanted a column 'text' of strings; the file has 'text' \(int64\)"),
         (pa.table({"text": ["x", None]}), "row 1: column 'text' is null"),
     ):
         pq.write_table(table, tmp_path / "x.parquet")

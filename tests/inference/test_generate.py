@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from llama_cases import CASES, F32, GQA, model, tokens, write_checkpoint
+from llama_cases import CASES, F32, GQA, model, tensors, tokens, write_checkpoint
 
 from scalejax.errors import UserError
 from scalejax.inference import generate, model_folder
@@ -119,7 +119,8 @@ def test_a_step_changes_the_cache_in_place():
     shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **F32)))
     on = generate.Engine(config, shape, {}, make_mesh(MeshShape(), jax.devices()[:1]))
     cache = jax.eval_shape(lambda: shape.put_together(shape.params).cache(1, 16_384))
-    state = generate._State(cache, *(jax.ShapeDtypeStruct(s, d) for s, d in (((1, 96), jnp.float32), ((1,), bool))))
+    flags = jax.ShapeDtypeStruct((1,), bool)
+    state = generate._State(cache, jax.ShapeDtypeStruct((1, 96), jnp.float32), flags, flags)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
     number = jax.ShapeDtypeStruct((), jnp.int32)
     lowered = on._decode.lower(shape.params, state, keys, np.zeros(1, np.int32), number, number, GREEDY)
@@ -142,7 +143,8 @@ def test_the_stored_dtype_is_the_default(tmp_path):
     ("prompts", "more", "words"),
     [
         ([[1], []], {}, "prompt 2 is empty"),
-        ([[1, 96]], {}, "prompt 1 has token 96, but the model's vocabulary ends at 95"),
+        ([[1, 96]], {}, "prompt 1 has token 96, but the model's vocabulary is 0 to 95"),
+        ([[-2, 5]], {}, "prompt 1 has token -2, but"),
         ([[1]], {"max_tokens": 0}, "max_tokens must be at least 1; got 0"),
         (
             [[1] * 60],
@@ -164,6 +166,24 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkey
         engine(tmp_path)
     with pytest.raises(UserError, match="and a cache of 1 x 128 positions need"):
         on.generate([[1]], max_tokens=3)
+
+
+def test_logits_that_are_not_finite_are_never_chosen_from(tmp_path):
+    weights = tensors(GQA)
+    weights["model.layers.1.mlp.down_proj.weight"] *= 1e4
+    write_checkpoint(tmp_path / "theirs", GQA, weights)
+    engine(tmp_path).generate(PROMPTS, max_tokens=3)
+    half = engine(tmp_path, param_dtype="float16")
+    with pytest.raises(UserError, match=r"prompt 1: the model's logits are not finite.* choose --dtype bfloat16 or fl"):
+        half.generate(PROMPTS, max_tokens=3)
+
+
+def test_weights_that_a_narrower_dtype_cannot_hold_are_refused(tmp_path):
+    weights = tensors(GQA)
+    weights["lm_head.weight"][3, 4] = 1e6
+    write_checkpoint(tmp_path / "theirs", GQA, weights)
+    with pytest.raises(UserError, match="head/weight as float16 holds 1 values that are NaN or infinite"):
+        engine(tmp_path, param_dtype="float16")
 
 
 @pytest.mark.parametrize("axis", ["context", "stage"])

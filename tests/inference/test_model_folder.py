@@ -159,6 +159,9 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, change, words)
             {"architectures": ["MistralForCausalLM"]},
             "architecture MistralForCausalLM of model_type 'llama' is not known",
         ),
+        ({"architectures": None, "model_type": None}, "architecture None of model_type None is not known"),
+        ({"num_hidden_layers": 10**9}, "lacks model.layers.2.input_layernorm.weight"),
+        ({"head_dim": 0}, "head_dim must be even"),
         ({"model_type": "mixtral"}, "of model_type 'mixtral' is not known"),
         ({"attention_bias": True}, "attention_bias is True: biases in the attention is not known here"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
@@ -169,6 +172,15 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, change, words)
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type 'linear' is not known"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor must be a number; got None"),
         ({"rope_theta": 10_000.0}, "Remove the one that is wrong"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"rope_type": "default", "rope_theta": 1e6}},
+            r"rope_theta is 500000.0 but 1000000.0 in rope_scaling",
+        ),
+        ({"rope_parameters": None, "rope_theta": 0}, "rope_theta must be above 0 and finite; got 0.0"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a number; got None"),
+        ({"initializer_range": None}, "initializer_range must be a number; got None"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings must be true or false; got 'false'"),
+        ({"eos_token_id": True}, "eos_token_id must be a token id or a list of them; got True"),
         ({"eos_token_id": [2, 96]}, "the eos token is 96, but the vocabulary ends at 95"),
         ({"vocab_size": 97}, r"has shape \[96, 32\], but by the config it should be \[97, 32\]"),
     ],
@@ -189,6 +201,13 @@ def test_both_schemas_of_rotary_positions_are_read_and_written():
             assert huggingface.read_config(content, "config.json")[0] == config
     nothing = {name: value for name, value in older.items() if not name.startswith("rope")}
     assert huggingface.read_config(nothing, "config.json")[0].rope_theta == 10_000  # what transformers 4 takes
+
+
+def test_a_theta_inside_of_the_older_schema_counts():
+    content = huggingface.write_config(GQA, huggingface.SpecialTokens(), "float32")
+    inside = {"rope_scaling": {"rope_type": "default", "rope_theta": 7e5}}
+    bare = {name: value for name, value in content.items() if not name.startswith("rope")}
+    assert huggingface.read_config(bare | inside, "config.json")[0].rope_theta == 7e5
 
 
 def test_keys_without_a_meaning_here_are_named(tmp_path):
@@ -216,6 +235,35 @@ def test_a_tokenizer_that_is_larger_than_the_vocabulary_is_refused(tmp_path):
     refuses(tmp_path / "theirs", "tokenizer.json: has tokens up to 96, but the model's vocabulary ends at 95")
 
 
+def test_ids_of_the_generation_config_are_compared_with_the_vocabulary(tmp_path):
+    write_checkpoint(tmp_path / "theirs", GQA)
+    path = tmp_path / "theirs" / "generation_config.json"
+    for content, words in (
+        ('{"eos_token_id": [2, 96]}', "generation_config.json: the eos token is 96, but the vocabulary ends at 95"),
+        ('{"eos_token_id": "</s>"}', "generation_config.json: eos_token_id must be a token id"),
+        ("{", "generation_config.json: cannot be read as JSON"),
+    ):
+        path.write_text(content)
+        refuses(tmp_path / "theirs", words)
+
+
+@pytest.mark.parametrize("change", [{"dtype": "F8_E4M3"}, {"shape": [96 * 32]}])
+def test_a_repeated_head_of_a_kind_that_is_not_known_is_refused_as_its_table_is(tmp_path, change):
+    config = CASES["mqa"]
+    weights = tensors(config)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    write_checkpoint(tmp_path / "theirs", config, weights)
+    path = tmp_path / "theirs" / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        header[name].update(change)
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    refuses(tmp_path / "theirs", "tensor model.embed_tokens.weight has (dtype F8_E4M3|shape .3072.)")
+
+
 def test_pickles_are_not_loaded(tmp_path):
     class Trap:
         def __reduce__(self):
@@ -237,6 +285,9 @@ def test_model_json_of_another_kind_is_refused(tmp_path):
         ({"format": 2}, "has format 2, and this scalejax reads up to 1"),
         ({"model": {"type": "os.system", "fields": {}}}, "architecture 'os.system' is not known"),
         ({"model": {**content["model"], "fields": {**content["model"]["fields"], "wheels": 4}}}, "wheels"),
+        ({"model": {**content["model"], "fields": {**content["model"]["fields"], "layers": 2.0}}}, "layers must be"),
+        ({"model": {**content["model"], "fields": {**content["model"]["fields"], "remat": "x"}}}, "remat must be one"),
+        ({"tokens": {"bos": 1, "eos": ["a"], "pad": None}}, "eos_token_id must be a token id"),
     ):
         path.write_text(json.dumps(content | change))
         with pytest.raises(UserError, match=words):

@@ -63,6 +63,12 @@ def test_greedy_takes_the_first_of_the_most_probable():
     assert sampling.choose(logits, keys, jnp.int32(0), sampling.GREEDY).tolist() == [1, 0]
 
 
+@pytest.mark.parametrize("top_p", [1.0, 0.9])
+def test_next_to_no_temperature_is_next_to_greedy(top_p):
+    logits = np.array([30.0, 89.9, 90.0, -np.inf])
+    assert set(draw(logits, Sampling(temperature=1e-37, top_p=top_p), 20).tolist()) == {2}
+
+
 def test_a_draw_depends_on_seed_prompt_sample_and_position_alone():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1000)), jnp.float32)
 

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from llama_cases import GQA, tensors, write_checkpoint
 
+from scalejax.data.huggingface_tokenizer import HuggingFace
 from scalejax.data.tokenizer import ByteTokenizer
 from scalejax.errors import UserError
 from scalejax.inference import model_folder, text
+from scalejax.inference.generate import Continuation
 from scalejax.inference.sampling import Sampling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
@@ -61,10 +63,43 @@ def test_pieces_are_shown_as_they_come(writer):
 
 
 def test_characters_of_several_bytes_are_shown_whole(writer):
-    watch = text._Watch(writer.tokenizer, (), 1, (shown := []).append)
+    watch = text._Watch([writer.tokenizer.stream()], (), (shown := []).append)
     for n in range(1, 5):
         watch([list("é€".encode())[:n]])
     assert shown == ["é"]
+
+
+class Says:
+    """An engine that continues everything with the same tokens."""
+
+    def __init__(self, tokens):
+        self.tokens = tokens
+
+    def check(self, prompts, max_tokens):
+        pass
+
+    def generate(self, prompts, *, progress, **_):
+        if progress is not None:
+            for n in range(1, len(self.tokens) + 1):
+                if not progress([list(self.tokens[:n])]):
+                    break
+        return [Continuation(self.tokens, "length")]
+
+
+@pytest.mark.parametrize("stop", [(), ("x",)])
+def test_the_space_between_a_prompt_and_the_first_new_word_is_kept(stop):
+    # Decoders of the kind of Llama 2 drop the space before the first word of what they decode.
+    library = pytest.importorskip("tokenizers", reason="needs the extra llm")
+    words = library.Tokenizer(library.models.WordLevel({"▁a": 0, "▁b": 1}, unk_token="▁a"))
+    words.pre_tokenizer = library.pre_tokenizers.Metaspace()
+    words.decoder = library.decoders.Metaspace()
+    tokenizer = HuggingFace(words, {}, stop_ids=(), template=None, fingerprint="", where="test")
+    assert (tokenizer.decode([1, 0]), tokenizer.decode([0, 1, 0])) == ("b a", "a b a")
+    writer = text.Writer(Says((1, 0)), tokenizer, (), ())
+    (got,) = writer.complete(["a" + " b" * 10], max_tokens=2, stop=stop)
+    shown = []
+    assert got.text == writer.stream("a", max_tokens=2, stop=stop, show=shown.append).text == " b a"
+    assert "".join(shown) == " b a"
 
 
 def test_every_prompt_has_its_samples_in_order_whatever_the_batch(writer):

@@ -278,7 +278,11 @@ def test_refuses_parameters_that_are_sharded(mesh):
 
 @pytest.mark.parametrize(
     ("fields", "message"),
-    [({"bucket_bytes": 0}, "bucket_bytes must be at least 1; got 0"), ({"accumulate": "never"}, "got 'never'")],
+    [
+        ({"bucket_bytes": 0}, "bucket_bytes must be at least 1; got 0"),
+        ({"accumulate": "never"}, "got 'never'"),
+        ({"reduce_dtype": "int8"}, "reduce_dtype must be one of .*; got 'int8'"),
+    ],
 )
 def test_refuses_what_it_does_not_know(fields, message):
     with pytest.raises(UserError, match=message):

@@ -21,7 +21,7 @@ def random_params(shapes, seed=0):
     return {f"p{i}": rng.normal(size=shape).astype(np.float32) for i, shape in enumerate(shapes)}
 
 
-@hypothesis.settings(deadline=None, max_examples=40)
+@hypothesis.settings(deadline=None, max_examples=15)
 @hypothesis.given(SHAPES, st.integers(1, 9))
 def test_flatten_pad_chunk_and_unflatten_are_the_identity(shapes, shards):
     params = random_params(shapes)

@@ -203,6 +203,10 @@ def test_hybrid_strategies_shard_inside_a_replica_alone():
         ({"accumulate": "local"}, "accumulate='local' needs form='explicit'"),
         ({"reduce_dtype": "float32"}, "reduce_dtype='float32' needs form='explicit'"),
         ({"replicate_below": -1}, "replicate_below must be at least 0; got -1"),
+        (
+            {"param_dtype": "bf16"},
+            "param_dtype must be one of float64, float32, bfloat16, float16, or None; got 'bf16'",
+        ),
     ],
 )
 def test_refuses_combinations_by_name(fields, message):

@@ -230,5 +230,13 @@ def test_an_experiment_is_read_into_the_terms_of_the_model():
     assert found.sharded_over == ("fsdp",)
     kept = dataclasses.replace(experiment, strategy=Fsdp(sharding="SHARD_GRAD_OP"))
     assert decoders.training_of(kept, MeshShape(fsdp=16), 16, compute_dtype="bfloat16").reshard == "keep"
+    local = dataclasses.replace(experiment, strategy=Fsdp(form="explicit", accumulate="local", param_dtype="bfloat16"))
+    found = decoders.training_of(local, MeshShape(fsdp=16), 16, compute_dtype="bfloat16")
+    assert (found.accumulate, found.gather_bytes, found.reduce_bytes) == ("local", 2, 4)  # added up in float32
+    away = decoders.training_of(
+        dataclasses.replace(experiment, offload="optimizer"), MeshShape(fsdp=16), 16, compute_dtype="bfloat16"
+    )
+    assert away.optimizer_rests == "host"
+    assert step_model.memory_of_device(decoders.decoder_of(experiment), away, 16)["optimizer state"] == 0
     decoder = decoders.decoder_of(experiment)
     assert decoder == runs.LLAMA31_8B

@@ -154,6 +154,20 @@ def test_hybrid_shard_sums_shards_over_copies():
     assert everywhere["layers", "all-gather", ("replica", "fsdp")][1] == 8
 
 
+def test_gradients_are_summed_in_every_part_or_held_whole_and_summed_once():
+    sums = {}
+    for accumulate in ("communicate", "local"):
+        options = {"mesh": MeshShape(replica=2, fsdp=4), "parts": 4, "accumulate": accumulate}
+        rows = _rows(SMALL, **options)
+        sums[accumulate] = {what: bytes for (what, *_), (bytes, _) in rows.items() if what.startswith("gradients")}
+        assert rows["layers", "all-gather", ("fsdp",)][1] == 2 * 4 * 4  # twice, layers, parts
+        kinds = step_model.memory_of_device(SMALL, Training(batch=64, sequence=128, **options), devices=8)
+        held = SMALL.parameters // (4 if accumulate == "communicate" else 1)
+        assert (kinds["gradients"], kinds["parameters"]) == (held * 4, SMALL.parameters // 4 * 4)
+    assert sums["communicate"] == {what: 4 * size for what, size in sums["local"].items()}
+    assert sums["local"]["gradients of layers"] == SMALL.layers * SMALL.parameters_per_layer * 2
+
+
 def test_tensor_parallel_collectives_are_four_passes_of_the_stream_a_layer_and_what_is_computed_again():
     # Megatron: two sums forward and two backward a layer; cut by positions each is a gather and a scatter.
     tokens = 64 * 128 // 2

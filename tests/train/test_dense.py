@@ -13,11 +13,13 @@ import small_language_run as small
 from scalejax import optim
 from scalejax.data import Stage, StagedData
 from scalejax.errors import UserError
+from scalejax.parallel import ddp
+from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import dense, loop
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.dense_run import DenseRun
-from scalejax.train.experiment import Precision
+from scalejax.train.experiment import Checkpoints, Precision
 from scalejax.train.run_folder import read_lines
 
 
@@ -102,6 +104,23 @@ def test_parameters_begin_equal_to_the_bit_on_any_mesh(texts):
     one, eight = (program_of(small.experiment(texts), n)[0].init() for n in (1, 8))
     for name, value in eight.params.items():
         assert (np.asarray(value) == np.asarray(one.params[name])).all(), name
+    with jax.threefry_partitionable(False), pytest.raises(UserError, match="jax_threefry_partitionable is off"):
+        program_of(small.experiment(texts))[0].init()
+
+
+def test_replicas_in_several_processes_begin_from_a_broadcast(texts, monkeypatch):
+    program, _ = program_of(small.experiment(texts, strategy=Ddp()), 8)
+    calls = []
+    broadcast = ddp.broadcast
+    monkeypatch.setattr(ddp, "broadcast", lambda *args: calls.append(args) or broadcast(*args))
+    alone = program.init()
+    assert not calls
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "process_count", lambda: 2)
+        together = program.init()
+    assert len(calls) == 1
+    for name, value in alone.params.items():
+        assert (np.asarray(value) == np.asarray(together.params[name])).all(), name
 
 
 def test_windows_and_evaluations_hold_the_mean_loss(whole, texts):
@@ -170,6 +189,14 @@ def test_batches_and_rows_grow_during_a_run_and_a_part_of_it_goes_on_to_the_same
     # Four steps of 8 rows reach 512 tokens, two of 16 rows 1,024.
     windows = [line["examples_seen"] for line in one if line["kind"] == "window"]
     assert windows == [4 * 8, 4 * 8 + 4 * 16, 4 * 8 + 8 * 16]
+    # Speed is that of the tokens that were there: of the second window two steps have rows of 16, two of 32.
+    timing = [line for line in read_lines(tmp_path / "whole" / "timing.jsonl") if "tokens_per_s" in line]
+    lengths = [line["tokens_per_s"] / line["samples_per_s"] for line in timing]
+    assert lengths == pytest.approx([16, 24, 32])
+    task = dense.build(experiment, data.schema(), make_mesh(MeshShape(fsdp=1), jax.devices()[:1])).task
+    flops = [task.flops_per_example(16), (task.flops_per_example(16) + task.flops_per_example(32)) / 2]
+    found = [line["tflops_per_s_per_device"] * 1e12 * len(jax.devices()) / line["samples_per_s"] for line in timing]
+    assert found[:2] == pytest.approx(flops)
 
 
 def test_a_checkpoint_goes_on_upon_another_mesh(whole, texts):
@@ -201,5 +228,33 @@ def test_mistakes_are_named(texts):
         dense.build(fewer, fewer.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
     with pytest.raises(UserError, match="batch_size 8 does not divide over the batch axes"):
         dense.build(experiment, experiment.data.schema(), make_mesh(MeshShape(fsdp=3), jax.devices()[:3]))
+    for sizes, message in (
+        (
+            {"tensor": 8},
+            r"tensor=8, which does not divide heads=4 of 'layers/attention/out'.* Take tensor=1 or 2 or 4 ",
+        ),
+        (
+            {"stage": 4, "fsdp": 2},
+            r"stage=4, which does not divide layers=2 of .* Take stage=1 or 2 .* with layers=4[.]",
+        ),
+    ):
+        mesh = make_mesh(MeshShape(**{"fsdp": 1, **sizes}), jax.devices()[:8])
+        with pytest.raises(UserError, match=message):
+            dense.build(experiment, experiment.data.schema(), mesh)
+    for changes, sizes, message in (
+        ({"attention": "cudnn"}, {}, r'implementation="cudnn" has no segment ids.* --set model.attention=none'),
+        ({"attention": "reference", "context_method": "ring"}, {"context": 2}, '"reference" .* model.attention=none'),
+    ):
+        named = dataclasses.replace(experiment, model=dataclasses.replace(small.MODEL, **changes))
+        mesh = make_mesh(MeshShape(**{"fsdp": 1, **sizes}), jax.devices()[: sizes.get("context", 1)])
+        program = dense.build(named, named.data.schema(), mesh)
+        with pytest.raises(UserError, match=message):
+            program.train_step.trace(program.abstract_state(), program.abstract_batch())
+    scored = dataclasses.replace(experiment, checkpoints=Checkpoints())
+    with pytest.raises(UserError, match=r"best_metric is 'logloss', but .* --set checkpoints.best_metric=loss"):
+        dense.build(scored, experiment.data.schema(), make_mesh(MeshShape(fsdp=8)))
+    buckets = dataclasses.replace(experiment, strategy=Ddp())
+    with pytest.raises(UserError, match=r"Ddp: .* is sharded over tensor.* .--set strategy=Fsdp"):
+        dense.build(buckets, experiment.data.schema(), make_mesh(MeshShape(fsdp=4, tensor=2)))
     with pytest.raises(ValueError, match="clip must be above 0"):
         small.experiment(texts, clip=0.0)

@@ -48,16 +48,16 @@ def texts(tmp_path_factory):
     return small.write(tmp_path_factory.mktemp("texts") / "documents")
 
 
-def trained(texts, shape, devices, **changes):
+def trained(texts, shape, devices, steps=STEPS, params="float64", **changes):
     # Sixteen rows, so that every device has two to take in parts.
-    experiment = small.experiment(texts, precision=Precision(params="float64"), **changes)
+    experiment = small.experiment(texts, precision=Precision(params=params), **changes)
     experiment = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, batch_size=16))
     data = experiment.data.build()
     run = DenseRun(dense.build(experiment, data.schema, make_mesh(shape, jax.devices()[:devices])), data)
     state, host = run.begin()
     losses = []
-    with run.feed(host, STEPS) as feed:
-        for _ in range(STEPS):
+    with run.feed(host, steps) as feed:
+        for _ in range(steps):
             feed.take()
             state, loss = feed.step(state)
             losses.append(float(loss))
@@ -79,24 +79,37 @@ def check(texts, on_one_device, strategy, shape, optimizer, parts):
         np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-# Every strategy, every optimizer with every way to accumulate, every mesh.
+# Every form and way to accumulate, every optimizer, and meshes with a tensor axis and with stages.
 @pytest.mark.parametrize(
     ("strategy", "mesh", "optimizer", "parts"),
     [
-        ("implicit FULL_SHARD", "fsdp", "clipped", "whole"),
-        ("implicit HYBRID_SHARD", "replica", "momentum", "in parts"),
-        ("implicit SHARD_GRAD_OP", "tensor", "adamw", "whole"),
-        ("explicit FULL_SHARD", "replica", "adamw", "in parts"),
+        ("implicit FULL_SHARD", "fsdp", "clipped", "in parts"),
         ("explicit HYBRID_SHARD_ZERO2", "tensor", "momentum", "whole"),
-        ("local HYBRID_SHARD", "replica", "clipped", "in parts"),
-        ("implicit FULL_SHARD", "both", "momentum", "whole"),
         ("explicit FULL_SHARD", "stage", "clipped", "whole"),
-        ("ddp", "fsdp", "momentum", "whole"),
-        ("ddp local", "replica", "adamw", "in parts"),
+        ("local HYBRID_SHARD", "replica", "clipped", "in parts"),
+        ("ddp local", "replica", "momentum", "in parts"),
     ],
 )
 def test_equals_one_device(texts, on_one_device, strategy, mesh, optimizer, parts):
     check(texts, on_one_device, strategy, (DATA | MESHES)[mesh], optimizer, parts)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(fsdp=1, context=2, tensor=2, stage=2),
+        pytest.param(MeshShape(fsdp=2, context=2, stage=2), marks=pytest.mark.slow),
+        pytest.param(MeshShape(fsdp=2, context=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param(MeshShape(fsdp=2, tensor=2, stage=2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ten_steps_in_float32_have_the_losses_of_one_device(texts, shape):
+    # In float32 parameters drift apart by rounding; losses say whether it is the same run.
+    want, _ = trained(texts, MeshShape(), 1, steps=10, params="float32")
+    got, _ = trained(texts, shape, 8, steps=10, params="float32")
+    assert want[-1] < want[0] - 0.1
+    np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -111,6 +124,7 @@ def test_every_combination_equals_one_device(texts, on_one_device, strategy, mes
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if "ddp" not in s])
-def test_every_strategy_composes_with_tensor_and_pipeline_parallelism(texts, on_one_device, strategy, mesh):
-    check(texts, on_one_device, strategy, MESHES[mesh], "clipped", "whole")
+def test_every_strategy_composes_with_tensor_and_pipeline_parallelism(texts, on_one_device, strategy, parts, mesh):
+    check(texts, on_one_device, strategy, MESHES[mesh], "clipped", parts)

@@ -63,6 +63,7 @@ def test_rows_fetched_a_step_ahead_are_one_update_old(plain, stale):
     assert two.mean() == pytest.approx(one.mean(), rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_stale_run_that_goes_on_from_a_checkpoint_equals_one_that_never_stopped(rows, stale, tmp_path):
     whole = experiment(rows, **STALE)
     assert whole.steps > 6

@@ -11,7 +11,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import rules
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import convert, program, snapshot
-from scalejax.train.experiment import Precision
+from scalejax.train.experiment import Checkpoints, Precision
 
 STEPS = 12
 FLOAT64 = Precision(params="float64", compute="float64", tables="float64")
@@ -112,6 +112,12 @@ def test_batch_that_does_not_divide_names_the_axis(experiment, rows):
 def test_float64_needs_64_bit_types(experiment, field):
     experiment = dataclasses.replace(experiment, precision=Precision(**{field: "float64"}))
     with pytest.raises(UserError, match=rf"precision\.{field} is float64.*JAX_ENABLE_X64=1"):
+        program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+
+
+def test_a_score_that_there_is_not_keeps_no_checkpoints(experiment):
+    experiment = dataclasses.replace(experiment, checkpoints=Checkpoints(best_metric="loss"))
+    with pytest.raises(UserError, match=r"best_metric is 'loss', but .* --set checkpoints\.best_metric=logloss"):
         program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
 
 

@@ -59,6 +59,20 @@ def test_a_busy_device_sets_the_step_time_although_dispatch_returns_at_once(cloc
     assert window["data_wait_share"] == 0
 
 
+def test_other_amounts_are_counted_over_the_same_steps_and_time(clock):
+    timer, device = timing.StepTimer(clock=clock, warmup_steps=2), Device(clock)
+    for tokens in (1000, 1000, 10, 30):
+        with timer.phase("dispatch"):
+            output = device.run(0.5)
+        timer.step_done(examples=2, output=output, amounts={"tokens": tokens})
+    window = timer.window()
+    assert window["tokens_per_s"] == pytest.approx(2040 / window["wall_s"])
+    assert window["samples_per_s"] == pytest.approx(8 / window["wall_s"])
+    summary = timer.summary()
+    assert summary["tokens_per_s"] == pytest.approx(40 / 1.0)  # without the first two
+    assert summary["samples_per_s"] == pytest.approx(4 / 1.0)
+
+
 def test_slow_data_shows_as_waiting(clock):
     timer = timing.StepTimer(clock=clock)
     train(timer, Device(clock), clock, steps=20, device_s=0.01, wait_s=0.03)

@@ -56,10 +56,17 @@ def forward(
                 out = out * decay + _dot(weights.astype(v.dtype), some_values[j], "urk,ukd->urd", dtype)
                 return new, total, out
 
-            column = (*rows.shape[:2], 1)
-            start = (jnp.full(column, -jnp.inf, dtype), jnp.zeros(column, dtype), jnp.zeros(rows.shape, dtype))
-            low, high = cut.of_group(first, at)[i], cut.of_group(last, at)[i]
-            highest, total, out = lax.fori_loop(low, high, add, start)
+            if cut.key_chunks == 1:  # no loop, and nothing to decay: what short sequences spend their time on
+                scores = masks.apply(_dot(rows, some_keys[0], "urd,ukd->urk", dtype) * scale, at, i, jnp.int32(0))
+                highest = scores.max(axis=-1, keepdims=True)
+                weights = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0, highest))
+                total = weights.sum(axis=-1, keepdims=True)
+                out = _dot(weights.astype(v.dtype), some_values[0], "urk,ukd->urd", dtype)
+            else:
+                column = (*rows.shape[:2], 1)
+                start = (jnp.full(column, -jnp.inf, dtype), jnp.zeros(column, dtype), jnp.zeros(rows.shape, dtype))
+                low, high = cut.of_group(first, at)[i], cut.of_group(last, at)[i]
+                highest, total, out = lax.fori_loop(low, high, add, start)
             sees_any = total > 0
             total = jnp.where(sees_any, total, 1)
             lse = jnp.where(sees_any, highest + jnp.log(total), -jnp.inf)
@@ -115,8 +122,11 @@ def backward(
                 return d_q, d_k, d_v
 
             zero = jnp.zeros(some_keys.shape, dtype)
-            low, high = cut.of_group(first, at)[j], cut.of_group(last, at)[j]
-            d_q, d_k, d_v = lax.fori_loop(low, high, add, (d_q, zero, zero))
+            if cut.query_chunks == 1:
+                d_q, d_k, d_v = add(jnp.int32(0), (d_q, zero, zero))
+            else:
+                low, high = cut.of_group(first, at)[j], cut.of_group(last, at)[j]
+                d_q, d_k, d_v = lax.fori_loop(low, high, add, (d_q, zero, zero))
             return d_q, (d_k.astype(k.dtype), d_v.astype(v.dtype))
 
         d_q, (d_k, d_v) = lax.scan(chunk, jnp.zeros(queries.shape[1:], dtype), jnp.arange(cut.key_chunks))

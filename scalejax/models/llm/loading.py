@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalejax.models.llm import mapping
 from scalejax.models.llm.mapping import Index, Source
 
 
@@ -31,7 +32,7 @@ def load(
       loaded: Told the bytes of every tensor that is read, in the dtype of its target.
 
     Raises:
-      UserError: as `Source.read`.
+      UserError: as `Source.read`, or a value is beyond the range of its target's dtype.
     """
     params: dict[str, jax.Array] = {}
     for path, target in targets.items():
@@ -71,7 +72,7 @@ def _place(
         _spans(index, shape) for index in sharding.addressable_devices_indices_map(shape).values() if index is not None
     ]
     box = [(min(start for start, _ in spans), max(stop for _, stop in spans)) for spans in zip(*local, strict=True)]
-    read = source.read(path, layer, tuple(slice(*span) for span in box)).astype(dtype, copy=False)
+    read = mapping.cast(source.read(path, layer, tuple(slice(*span) for span in box)), np.dtype(dtype), path)
 
     def part(index: Index | None) -> np.ndarray:
         assert index is not None

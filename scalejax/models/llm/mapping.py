@@ -17,7 +17,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.models.llm import safetensors
-from scalejax.models.llm.safetensors import Tensor
+from scalejax.models.llm.safetensors import Tensor, some
 
 LAYER = "{layer}"
 Index = tuple[slice, ...]
@@ -149,20 +149,21 @@ def check(
       UserError: one is missing, is there beside them, or has another shape or a dtype that is no float.
     """
     wanted: dict[str, tuple[int, ...]] = {}
+    layers = min(layers, len(tensors) + 1)  # a config may say anything, and more layers than tensors lack one
     for entry in entries:
         for layer in range(layers) if entry.stacked else (0,):
             wanted[entry.name.replace(LAYER, str(layer))] = entry.tensor_shape(sizes)
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise UserError(
-            f"{where}: lacks {_some(missing)}, which its config asks for. The folder is incomplete, or config.json is "
+            f"{where}: lacks {some(missing)}, which its config asks for. The folder is incomplete, or config.json is "
             "that of another model."
         )
     extra = sorted(name for name in tensors if name not in wanted)
     if extra:
         hint = " Biases are not part of this architecture." if any(name.endswith(".bias") for name in extra) else ""
         raise UserError(
-            f"{where}: also holds {_some(extra)}, which its config does not account for.{hint} A model that is only "
+            f"{where}: also holds {some(extra)}, which its config does not account for.{hint} A model that is only "
             "partly understood is not converted: check config.json."
         )
     for name, shape in wanted.items():
@@ -182,9 +183,23 @@ def check(
         own = {tensors[entry.name.replace(LAYER, str(i))].kind for i in range(layers)} if entry.stacked else set()
         if len(own) > 1:
             raise UserError(
-                f"{where}: the layers of {entry.name} have different dtypes, {_some(sorted(own))}, and become "
-                f"one array. Rewrite the model in one of {_some(sorted(kinds))}."
+                f"{where}: the layers of {entry.name} have different dtypes, {some(sorted(own))}, and become "
+                f"one array. Rewrite the model in one of {some(sorted(kinds))}."
             )
+
+
+def cast(array: np.ndarray, dtype: np.dtype, what: str) -> np.ndarray:
+    """The array in a dtype, itself if it has it.
+
+    Raises:
+      UserError: a value is beyond the range of the dtype.
+    """
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        array = array.astype(dtype)
+    check_finite(array, f"{what} as {dtype}")
+    return array
 
 
 def check_finite(array: np.ndarray, what: str) -> None:
@@ -222,8 +237,3 @@ def _contiguous(array: np.ndarray, tile: int = 512) -> np.ndarray:
                     rows[i : i + tile, j : j + tile] = columns[j : j + tile, i : i + tile].T
             return out
     return np.ascontiguousarray(array)
-
-
-def _some(names: list[str], shown: int = 3) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more

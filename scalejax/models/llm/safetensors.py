@@ -138,13 +138,13 @@ def open_folder(folder: pathlib.Path) -> dict[str, Tensor]:
     others = sorted(p.name for p in folder.glob("*.safetensors"))
     if others:
         raise UserError(
-            f"{folder}: has {_some(others)}, but neither {FILE} nor {INDEX}. Bring the index of the shards, or rename "
+            f"{folder}: has {some(others)}, but neither {FILE} nor {INDEX}. Bring the index of the shards, or rename "
             f"a single file to {FILE}."
         )
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLES)
     if pickles:
         raise UserError(
-            f"{folder}: has its weights in {_some(pickles)}, and pickle files are never loaded: they can run any code. "
+            f"{folder}: has its weights in {some(pickles)}, and pickle files are never loaded: they can run any code. "
             "Get the model as safetensors, or rewrite it where you trust it: "
             "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) of transformers."
         )
@@ -171,7 +171,7 @@ def _open_shards(folder: pathlib.Path, index: pathlib.Path) -> dict[str, Tensor]
             found[name] = tensor
     missing = sorted(named.keys() - found.keys())
     if missing:
-        raise UserError(f"{folder / named[missing[0]]}: lacks {_some(missing)}, which the index has there.")
+        raise UserError(f"{folder / named[missing[0]]}: lacks {some(missing)}, which the index has there.")
     return found
 
 
@@ -320,7 +320,8 @@ def _from_1(items: list[Any]) -> range:
     return range(1, len(items) + 1)
 
 
-def _some(names: list[str], shown: int = 3) -> str:
+def some(names: list[str], shown: int = 3) -> str:
+    """The first few of some names, and how many there are besides."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 

@@ -100,15 +100,20 @@ def test_logits_are_those_of_transformers(case, name, strict_promotion):
     np.testing.assert_allclose(got, GOLDEN[f"{case}: {name}"], atol=1e-4, rtol=0)
 
 
-def test_bfloat16_logits_are_close_to_those_of_float32():
-    run = jax.jit(lambda m, *inputs: m(*inputs))
-    ids, segments, positions = scenarios(GQA)["plain"]
-    inputs = (ids, positions, segments)
-    exact = jax.nn.log_softmax(run(model(GQA), *inputs))
-    half = run(model(GQA, compute_dtype=jnp.bfloat16), *inputs)
+@pytest.mark.parametrize("case", CASES)
+def test_bfloat16_logits_say_what_those_of_transformers_in_float32_say(case):
+    """The mean divergence that MaxText asks of a conversion, and the same first choice unless two are as good."""
+    ids, segments, positions = scenarios(CASES[case])["plain"]
+    llama = model(CASES[case], compute_dtype=jnp.bfloat16)
+    half = jax.jit(lambda m, *inputs: m(*inputs))(llama, ids, positions, segments)
     assert half.dtype == jnp.float32
+    exact = jax.nn.log_softmax(GOLDEN[f"{case}: plain"])
     divergence = (jnp.exp(exact) * (exact - jax.nn.log_softmax(half))).sum(-1)
     assert 0 < divergence.mean() <= 0.015
+    second, first = jnp.moveaxis(jnp.sort(exact)[..., -2:], -1, 0)
+    same = exact.argmax(-1) == half.argmax(-1)
+    assert same[first - second > 0.05].all()
+    assert same.mean() >= 0.9
 
 
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
@@ -235,7 +240,11 @@ def test_flops_count_six_a_multiply_accumulate():
         ({"kv_heads": 3}, "kv_heads must divide heads; got 3 and 8"),
         ({"dim": 36}, "heads must divide dim; got 8 and 36"),
         ({"head_dim": 5}, "head_dim must be even"),
+        ({"head_dim": -2}, "head_dim must be even"),
         ({"layers": 0}, "layers must be at least 1"),
+        ({"rope_theta": 0.0}, "rope_theta must be above 0 and finite; got 0.0"),
+        ({"attention": "fast"}, "attention must be one of None, reference, xla, .*; got 'fast'"),
+        ({"context_method": "tree"}, "context_method must be one of all_gather, ring; got 'tree'"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(fields, words):

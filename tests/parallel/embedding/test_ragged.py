@@ -73,7 +73,7 @@ def both(kind, exchange, *, optimizer=OPTIMIZERS["rowwise"], size=16, replica=2)
     ("kind", "wires"),
     [
         ("row_wise", {}),
-        ("table_row_wise", {"forward": "int8", "backward": "bfloat16"}),
+        pytest.param("table_row_wise", {"forward": "int8", "backward": "bfloat16"}, marks=pytest.mark.slow),
         # Features of one id by runs, bags in their own buckets.
         pytest.param("table_wise", {}, marks=pytest.mark.slow),
     ],

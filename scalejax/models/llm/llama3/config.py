@@ -1,7 +1,8 @@
 """Shapes of Llama 3 (Table 3 of arXiv 2407.21783, and the released configurations of 3.1 and 3.2)."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Literal
+import math
+from typing import TYPE_CHECKING, Literal, get_args
 
 from scalejax.data.tokens import TokenSchema
 from scalejax.errors import UserError
@@ -65,11 +66,19 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions", "unroll"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"LlamaConfig: {field} must be at least 1; got {getattr(self, field)}.")
-        if self.context_method not in METHODS:
-            names = " or ".join(f'"{name}"' for name in METHODS)
-            raise ValueError(f"LlamaConfig: context_method must be {names}; got {self.context_method!r}.")
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"LlamaConfig: {field} must be at least 1; got {value}.")
+        if self.vocabulary is not None and self.vocabulary < 1:
+            raise ValueError(f"LlamaConfig: vocabulary must be at least 1, or None; got {self.vocabulary}.")
+        for field in ("rope_theta", "norm_eps", "init_scale"):
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"LlamaConfig: {field} must be above 0 and finite; got {getattr(self, field)}.")
+        choices = {"context_method": METHODS, "remat": get_args(Remat), "attention": (None, *get_args(Implementation))}
+        for field, known in choices.items():
+            if getattr(self, field) not in known:
+                names = ", ".join(map(str, known))
+                raise ValueError(f"LlamaConfig: {field} must be one of {names}; got {getattr(self, field)!r}.")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"LlamaConfig: kv_heads must divide heads; got {self.kv_heads} and {self.heads}. Each key and value "
@@ -80,7 +89,7 @@ class LlamaConfig:
                 f"LlamaConfig: heads must divide dim; got {self.heads} and {self.dim}. Set head_dim to choose the "
                 "width of a head freely."
             )
-        if self.width % 2:
+        if self.width < 2 or self.width % 2:
             raise ValueError(f"LlamaConfig: head_dim must be even, as rotary positions turn pairs; got {self.width}.")
 
     @property

@@ -123,7 +123,7 @@ def read_config(content: Mapping[str, Any], where: str) -> tuple[LlamaConfig, Sp
     architectures = content.get("architectures")
     kind = content.get("model_type")
     if architectures not in ([ARCHITECTURE], None) or kind != "llama":
-        named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else architectures
+        named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else repr(architectures)
         raise UserError(
             f"{where}: architecture {named or 'none named'} of model_type {kind!r} is not known; {ARCHITECTURE} of "
             "model_type 'llama' is. Give the folder of a Llama."
@@ -148,8 +148,8 @@ def read_config(content: Mapping[str, Any], where: str) -> tuple[LlamaConfig, Sp
             rope_scaling=scaling,
             max_positions=_integer(content, "max_position_embeddings", where),
             norm_eps=_number(content, "rms_norm_eps", where),
-            tie_embeddings=bool(content.get("tie_word_embeddings", False)),
-            init_scale=float(content.get("initializer_range", 0.02)),
+            tie_embeddings=_flag(content, "tie_word_embeddings", where),
+            init_scale=_number(content, "initializer_range", where) if "initializer_range" in content else 0.02,
         )
     except UserError:
         raise
@@ -158,7 +158,7 @@ def read_config(content: Mapping[str, Any], where: str) -> tuple[LlamaConfig, Sp
     if config.head_dim == config.dim // config.heads and config.dim % config.heads == 0:
         config = dataclasses.replace(config, head_dim=None)
     unknown = sorted(set(content) - _FIELDS - _FIXED.keys() - _WITHOUT_EFFECT)
-    return config, _special(content, where), tuple(unknown)
+    return config, read_special(content, where), tuple(unknown)
 
 
 def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict[str, Any]:
@@ -237,11 +237,15 @@ def _rope(content: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | 
         theta = newer.get("rope_theta", content.get("rope_theta")) if isinstance(newer, dict) else None
         found["rope_parameters"] = _one_rope({"rope_theta": theta}, newer, f"{where}: rope_parameters")
     if newer is None or "rope_theta" in content or content.get("rope_scaling") is not None:
+        scaling = content.get("rope_scaling") or {"rope_type": "default"}
+        inside = scaling.get("rope_theta") if isinstance(scaling, dict) else None
         # What transformers 4 takes where nothing is said.
-        older = {"rope_theta": content.get("rope_theta", 10_000.0)}
-        found["rope_theta and rope_scaling"] = _one_rope(
-            older, content.get("rope_scaling") or {"rope_type": "default"}, f"{where}: rope_scaling"
-        )
+        theta = content.get("rope_theta", 10_000.0 if inside is None else inside)
+        found["rope_theta and rope_scaling"] = _one_rope({"rope_theta": theta}, scaling, f"{where}: rope_scaling")
+        if inside not in (None, theta):
+            raise UserError(
+                f"{where}: rope_theta is {theta} but {inside} in rope_scaling. Remove the one that is wrong."
+            )
     if len(set(found.values())) > 1:
         stated = " but ".join(f"{name} say {value}" for name, value in found.items())
         raise UserError(f"{where}: {stated}. Remove the one that is wrong.")
@@ -273,16 +277,29 @@ def _one_rope(outer: Mapping[str, Any], content: Any, where: str) -> tuple[float
         raise UserError(f"{where}: {error}") from error
 
 
-def _special(content: Mapping[str, Any], where: str) -> SpecialTokens:
+def read_special(content: Mapping[str, Any], where: str) -> SpecialTokens:
+    """The special tokens that a config.json or generation_config.json names.
+
+    Raises:
+      UserError: one is no id.
+    """
+
     def ids(key: str) -> tuple[int, ...]:
         value = content.get(key)
         several = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) for item in several):
+        if not all(isinstance(item, int) and not isinstance(item, bool) for item in several):
             raise UserError(f"{where}: {key} must be a token id or a list of them; got {value!r}.")
         return tuple(several)
 
     bos, pad = ids("bos_token_id"), ids("pad_token_id")
     return SpecialTokens(bos=bos[0] if bos else None, eos=ids("eos_token_id"), pad=pad[0] if pad else None)
+
+
+def _flag(content: Mapping[str, Any], key: str, where: str) -> bool:
+    value = content.get(key)
+    if not isinstance(value, bool | None):
+        raise UserError(f"{where}: {key} must be true or false; got {value!r}.")
+    return bool(value)
 
 
 def _integer(content: Mapping[str, Any], key: str, where: str) -> int:

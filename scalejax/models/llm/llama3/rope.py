@@ -37,12 +37,12 @@ class RopeScaling:
     original_positions: int = 8192
 
     def __post_init__(self) -> None:
-        if self.factor < 1 or self.original_positions < 1:
+        if not 1 <= self.factor < math.inf or self.original_positions < 1:
             raise ValueError(
                 "RopeScaling: factor and original_positions must be at least 1; got "
                 f"{self.factor} and {self.original_positions}."
             )
-        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor < math.inf:
             raise ValueError(
                 "RopeScaling: 0 < low_frequency_factor < high_frequency_factor is wanted; got "
                 f"{self.low_frequency_factor} and {self.high_frequency_factor}."

@@ -49,9 +49,14 @@ class LlamaTask:
         return loss, weights.sum(), {}
 
     def tokens_per_example(self) -> int:
-        """Positions of a row."""
+        """Positions of the longest row."""
         return self.schema.length
 
-    def flops_per_example(self) -> int:
-        """FLOPs of forward and backward of a row, 6 a multiply-accumulate, attention by its causal half."""
-        return self.schema.length * self.config.flops_per_token(self.schema.length)
+    def flops_per_example(self, tokens: int | None = None) -> int:
+        """FLOPs of forward and backward of a row, 6 a multiply-accumulate, attention by its causal half.
+
+        Args:
+          tokens: Positions of the row; None = those of the longest.
+        """
+        tokens = tokens or self.schema.length
+        return tokens * self.config.flops_per_token(tokens)
