@@ -27,13 +27,15 @@ fi
 "$python" -m pip install --constraint "$constraints" --no-deps torchrec==1.8.0
 "$python" -m pip install --constraint "$constraints" torchmetrics==1.0.3 iopath pyre-extensions tensordict
 "$python" -m pip install --constraint "$constraints" transformers==5.23.0 safetensors tokenizers
+"$python" -m pip install --constraint "$constraints" torchao==0.18.0
 
 "$python" - <<'CHECK'
 import torch
 
+import torchao
 import torchrec
 import transformers
 
-print(f"torchrec {torchrec.__version__}, transformers {transformers.__version__}")
+print(f"torchrec {torchrec.__version__}, transformers {transformers.__version__}, torchao {torchao.__version__}")
 print(f"torch {torch.__version__}: {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not built in'}")
 CHECK

@@ -1,0 +1,47 @@
+"""Dropping the low bits of an integer: to the nearest, ties to even or away from zero; toward zero; or by chance.
+
+The magnitude is rounded, so that Q(-x) = -Q(x). By chance, a number that lies a fraction d above its lower neighbour
+goes up with probability d: with 32 random bits r it does where floor(r / 2) + floor(2^31 d) >= 2^31.
+"""
+
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+
+from scalejax.errors import UserError
+
+Rounding = Literal["ties_to_even", "ties_away", "toward_zero", "stochastic"]
+
+
+def shift_right(significand: jax.Array, drop: jax.Array, rounding: Rounding, chance: jax.Array | None) -> jax.Array:
+    """significand / 2^drop as an integer.
+
+    Args:
+      significand: int32[...] in [0, 2^24).
+      drop: int32[...], at least 1.
+      rounding: how.
+      chance: uint32[...] for "stochastic", uniformly distributed; else None.
+
+    Returns:
+      int32[...].
+
+    Raises:
+      UserError: an unknown rounding, or one that lacks its chance.
+    """
+    if rounding == "stochastic":
+        if chance is None:
+            raise UserError("rounding: stochastic rounding needs random bits; got none. Pass key=jax.random.key(seed).")
+        whole = significand >> jnp.minimum(drop, 31)
+        rest = significand - (whole << jnp.minimum(drop, 24))  # beyond 24 bits nothing is whole
+        distance = (rest << jnp.clip(31 - drop, 0, 31)) >> jnp.clip(drop - 31, 0, 31)
+        threshold = (chance >> 1).astype(jnp.int32)
+        return whole + (distance + threshold < 0).astype(jnp.int32)  # 2^31 wraps round
+    drop = jnp.minimum(drop, 25)  # 2^24 is half of 2^25: nothing below it rounds up
+    if rounding == "toward_zero":
+        return significand >> drop
+    if rounding == "ties_away":
+        return (significand + (1 << (drop - 1))) >> drop
+    if rounding == "ties_to_even":
+        return (significand + (1 << (drop - 1)) - 1 + ((significand >> drop) & 1)) >> drop
+    raise UserError(f"rounding: must be one of {', '.join(get_args(Rounding))}; got {rounding!r}.")
