@@ -18,7 +18,7 @@ from typing import Literal, get_args
 
 from scalejax.errors import UserError
 
-Platform = Literal["tpu", "gpu"]
+Platform = Literal["cpu", "tpu", "gpu"]
 Value = bool | int | str
 
 _MIB = 2**20
@@ -40,6 +40,11 @@ class FlagSet:
 
 
 SETS: dict[str, FlagSet] = {
+    "cpu-plain-products": FlagSet(
+        "cpu",
+        "Matrix products go to Eigen one by one, and not in fusions to YNNPACK, which take longer where they are small.",
+        (("xla_cpu_experimental_ynn_fusion_type", ""),),
+    ),
     "tpu-async-collectives": FlagSet(
         "tpu",
         "All-gathers and permutes start early and end late, fused with the compute between.",

@@ -6,16 +6,24 @@ from scalejax.errors import UserError
 from scalejax.parallel import xla_flags
 
 
-@pytest.mark.parametrize("name", [name for name, s in xla_flags.SETS.items() if s.platform == "gpu"])
-def test_xla_knows_the_options_for_gpus(name):
+@pytest.mark.parametrize("name", [name for name, s in xla_flags.SETS.items() if s.platform != "tpu"])
+def test_xla_knows_the_options_for_cpus_and_gpus(name):
     # Every XLA has them, whatever it compiles for; tests/aot asks the TPU's compiler for its own.
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
-    lowered.compile(compiler_options=xla_flags.compiler_options([name], "cuda"))
+    lowered.compile(compiler_options=xla_flags.compiler_options([name], xla_flags.SETS[name].platform))
 
 
 def test_an_option_that_does_not_exist_is_an_error_there():
     with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
         jax.jit(lambda x: x + 1).lower(jnp.ones(2)).compile(compiler_options={"xla_gpu_go_faster": True})
+
+
+def test_plain_products_are_in_no_fusion():
+    def products(options):
+        lowered = jax.jit(lambda a, b: jnp.tanh(a @ b)).lower(jnp.ones((256, 128)), jnp.ones((128, 64)))
+        return "__ynn_fusion" in lowered.compile(compiler_options=options).as_text()
+
+    assert products({}) != products(xla_flags.compiler_options(["cpu-plain-products"], "cpu"))
 
 
 def test_sets_of_other_platforms_are_left_out():
