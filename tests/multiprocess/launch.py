@@ -60,10 +60,8 @@ def start_workers(
       devices_per_process: CPU devices of each.
       args: Arguments after the script.
     """
-    inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     environment = {
-        **inherited,
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false",
+        **os.environ,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(devices_per_process),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
