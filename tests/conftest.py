@@ -14,9 +14,9 @@ os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
-# Most of the time of tests is the compilation of programs that run for milliseconds. Without LLVM's optimisation and the
-# newer emitters of fusions it takes half; XLA's own passes, whose results tests read, stay as they are. XLA_FLAGS="" before
-# the command compiles as users do, which .ci/wheel.sh does with what should not depend on it.
+# Most of the time of tests is the compilation of programs that run for milliseconds. Without LLVM's optimisation and
+# the newer emitters of fusions it takes half; XLA's own passes, whose results tests read, stay as they are. With
+# XLA_FLAGS="" before the command tests compile as users do, as .ci/wheel.sh does where bits are compared.
 _fast = ["--xla_backend_optimization_level=0"]
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # newer ones have no choice
     _fast.append("--xla_cpu_use_fusion_emitters=false")

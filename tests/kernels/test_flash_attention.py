@@ -293,8 +293,9 @@ def test_every_row_of_a_batch_and_every_group_of_heads_is_on_its_own(implementat
     np.testing.assert_allclose(part_lse, lse[1:, 3:], atol=1e-6)
 
 
-_Q, _K = jnp.ones((2, 8, 4, 16)), jnp.ones((2, 12, 2, 16))
-_IDS = jnp.ones((2, 8), jnp.int32)
+# NumPy's: nothing is compiled while tests are collected.
+_Q, _K = np.ones((2, 8, 4, 16), np.float32), np.ones((2, 12, 2, 16), np.float32)
+_IDS = np.ones((2, 8), np.int32)
 
 
 @pytest.mark.parametrize(
@@ -303,20 +304,20 @@ _IDS = jnp.ones((2, 8), jnp.int32)
         ({"q": _Q[0]}, "q must have shape"),
         ({"v": _K[:, :3]}, "v must have the shape of k"),
         ({"k": _K[:1], "v": _K[:1]}, "rows and the head dim"),
-        ({"k": jnp.ones((2, 12, 3, 16)), "v": jnp.ones((2, 12, 3, 16))}, "got 3 for 4"),
-        ({"q": jnp.ones((2, 8, 4, 16), jnp.int32)}, "q must be float32"),
+        ({"k": np.ones((2, 12, 3, 16), np.float32), "v": np.ones((2, 12, 3, 16), np.float32)}, "got 3 for 4"),
+        ({"q": np.ones((2, 8, 4, 16), np.int32)}, "q must be float32"),
         ({"k": _K.astype(jnp.bfloat16)}, "k must have the dtype of q"),
         ({"mask": "banded"}, "'banded'"),
         ({"window": 0}, "window must be an int >= 1"),
         ({"window": 2.5}, "window must be an int >= 1"),
         ({"window": True}, "window must be an int >= 1"),
         ({"scale": float("nan")}, "scale must be a finite number"),
-        ({"kv_segment_ids": jnp.ones((2, 12), jnp.int32)}, "without segment_ids"),
+        ({"kv_segment_ids": np.ones((2, 12), jnp.int32)}, "without segment_ids"),
         ({"segment_ids": _IDS}, "S = 8, T = 12"),
         ({"segment_ids": _IDS, "kv_segment_ids": _IDS}, r"kv_segment_ids must be integers of shape \(2, 12\)"),
-        ({"segment_ids": jnp.ones((2, 8)), "kv_segment_ids": _IDS}, "segment_ids must be integers"),
+        ({"segment_ids": np.ones((2, 8), np.float32), "kv_segment_ids": _IDS}, "segment_ids must be integers"),
         ({"query_offset": 1.5}, "query_offset must be an int"),
-        ({"query_offset": jnp.ones(3, jnp.int32)}, r"\(B,\) = \(2,\)"),
+        ({"query_offset": np.ones(3, jnp.int32)}, r"\(B,\) = \(2,\)"),
         ({"query_positions": _IDS, "query_offset": 3}, "exclude each other"),
         ({"query_positions": _IDS[:1]}, "query_positions must be integers"),
         ({"key_positions": _IDS}, "key_positions must be integers"),
