@@ -4,6 +4,8 @@ import gc
 import importlib.metadata
 import os
 import pathlib
+import subprocess
+import sys
 
 _CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 _CACHE.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -17,10 +19,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 # Most of the time of tests is the compilation of programs that run for milliseconds. Without LLVM's optimisation and
 # the newer emitters of fusions it takes half; XLA's own passes, whose results tests read, stay as they are. With
 # XLA_FLAGS="" before the command tests compile as users do, as .ci/wheel.sh does where bits are compared.
-_fast = ["--xla_backend_optimization_level=0"]
+_FAST = "--xla_backend_optimization_level=0"
 if importlib.metadata.version("jaxlib").startswith("0.10."):  # newer ones have no choice
-    _fast.append("--xla_cpu_use_fusion_emitters=false")
-os.environ.setdefault("XLA_FLAGS", " ".join(_fast))
+    _FAST += " --xla_cpu_use_fusion_emitters=false"
+os.environ.setdefault("XLA_FLAGS", _FAST)
 for _name, _value in {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-16",
@@ -44,6 +46,24 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """A test that is marked `compiled_as_users_do` runs in a process of its own, with XLA's own defaults."""
+    if pyfuncitem.get_closest_marker("compiled_as_users_do") is None or os.environ["XLA_FLAGS"] != _FAST:
+        return None
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "", pyfuncitem.nodeid],
+        env={**environment, "XLA_FLAGS": ""},
+        cwd=pyfuncitem.config.rootpath,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode:
+        pytest.fail(done.stdout[-8000:] + done.stderr[-2000:], pytrace=False)
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

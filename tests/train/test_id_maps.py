@@ -72,6 +72,8 @@ def test_counters_of_the_maps_stand_in_the_metrics(trained):
     assert np.isfinite(summary["test_logloss"])
 
 
+@pytest.mark.slow
+@pytest.mark.compiled_as_users_do
 def test_a_pipelined_run_that_was_stopped_equals_one_that_was_not_and_scoring_changes_nothing(trained, rows, tmp_path):
     """It goes on from a checkpoint of touched rows: evicted ones count among them."""
     ahead = experiment(rows, pipeline="ids", eval_every=0, checkpoints=Checkpoints(every=3, full_every=12))

@@ -49,6 +49,7 @@ def stale(rows, tmp_path_factory):
 STALE = {"pipeline": "stale", "log_every": 1, "checkpoints": Checkpoints(every=3)}
 
 
+@pytest.mark.compiled_as_users_do
 def test_the_exchange_of_ids_a_step_ahead_changes_no_bit(rows, plain, tmp_path):
     loop.train(experiment(rows, pipeline="ids", log_every=1), workdir=tmp_path)
     assert records(plain) == records(tmp_path)
