@@ -184,7 +184,7 @@ class DenseExperiment:
     loss_scaling: LossScaling | None = None
     strategy: Strategy = Fsdp()
     offload: Offload = "none"
-    xla_flags: tuple[str, ...] = ()
+    xla_flags: tuple[str, ...] = ("cpu-plain-products",)
     mesh: MeshShape = MeshShape()
     rules: Rules = LLM
     precision: Precision = Precision()
