@@ -42,7 +42,7 @@ class FlagSet:
 SETS: dict[str, FlagSet] = {
     "cpu-plain-products": FlagSet(
         "cpu",
-        "Matrix products go to Eigen one by one, and not in fusions to YNNPACK, which take longer where they are small.",
+        "Matrix products go to Eigen one by one, not in fusions to YNNPACK, which take longer where they are small.",
         (("xla_cpu_experimental_ynn_fusion_type", ""),),
     ),
     "tpu-async-collectives": FlagSet(
