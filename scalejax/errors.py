@@ -1,4 +1,4 @@
-"""The one exception that stands for a user's mistake."""
+"""The exceptions that stand for a user's mistake."""
 
 
 class UserError(ValueError):
@@ -7,3 +7,7 @@ class UserError(ValueError):
     The message names the argument, the value received, what was wanted and the next step. The command line prints it
     alone, without a traceback, and exits with status 2. Anything else that reaches the command line is a bug.
     """
+
+
+class UnsupportedError(UserError, NotImplementedError):
+    """What was asked for by name does not have the case; something else, which the message names, has it."""

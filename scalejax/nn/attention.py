@@ -42,34 +42,15 @@ def attend(
       context_method: How keys and values reach the queries of other devices, see `parallel.context`.
 
     Raises:
-      UserError: the named implementation is for another platform, or does not have the case.
+      UserError: the named implementation is for another platform.
+      UnsupportedError: it does not have the case.
     """
     here = compat.platform()
     if implementation is not None and _RUNS_ON.get(implementation, here) != here:
         raise UserError(
             f"model.attention={implementation} is for a {_RUNS_ON[implementation].upper()}, and this is compiled for a "
-            f"{here.upper()}. Set model.attention=None, which takes the fastest that there is."
+            f"{here.upper()}. Take --set model.attention=none, which takes the fastest that there is."
         )
-    try:
-        return _attend(q, k, v, positions, segment_ids, query_offset, implementation, context_method)
-    except NotImplementedError as error:
-        if implementation is None:
-            raise
-        raise UserError(
-            f"model.attention: {error} Set model.attention=None, which takes the fastest that has the case."
-        ) from error
-
-
-def _attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array | None,
-    segment_ids: jax.Array | None,
-    query_offset: jax.Array | None,
-    implementation: Implementation | None,
-    context_method: Method,
-) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if positions is not None and mesh.shape.get("context", 1) > 1:
         if query_offset is not None:

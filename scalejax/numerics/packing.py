@@ -75,20 +75,9 @@ def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
       UserError: the stream does not fill whole bytes.
     """
     axis %= codes.ndim
-    group, size = _group(bits)
+    group, _ = _group(bits)
     _check_whole(codes.shape[axis], group, bits)
-    count = codes.shape[axis] // group
-    apart = codes.astype(jnp.int32).reshape(*codes.shape[:axis], count, group, *codes.shape[axis + 1 :])
-    parts = [jax.lax.index_in_dim(apart, i, axis + 1, keepdims=False) for i in range(group)]
-    packed = []
-    for byte in range(size):
-        word = jnp.zeros_like(parts[0])
-        for i, part in enumerate(parts):
-            shift = bits * i - 8 * byte
-            if -bits < shift < 8:
-                word |= part << shift if shift >= 0 else part >> -shift
-        packed.append((word & 0xFF).astype(jnp.uint8))
-    return jnp.stack(packed, axis + 1).reshape(*codes.shape[:axis], count * size, *codes.shape[axis + 1 :])
+    return _regrouped(codes, bits, 8, axis=axis).astype(jnp.uint8)
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "axis"))
@@ -105,18 +94,25 @@ def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
             f"unpack_bits: {group} codes of {bits} bits take {size} bytes; got {packed.shape[axis]} bytes along axis "
             f"{axis}. Pass what pack_bits gave, along the same axis."
         )
-    count = packed.shape[axis] // size
-    apart = packed.astype(jnp.int32).reshape(*packed.shape[:axis], count, size, *packed.shape[axis + 1 :])
-    parts = [jax.lax.index_in_dim(apart, i, axis + 1, keepdims=False) for i in range(size)]
-    codes = []
-    for i in range(group):
+    return _regrouped(packed, 8, bits, axis=axis)
+
+
+def _regrouped(words: jax.Array, given: int, wanted: int, *, axis: int) -> jax.Array:
+    """The stream of bits of words of `given` bits, least first, as int32 words of `wanted` bits."""
+    together = math.lcm(given, wanted)
+    group, size = together // given, together // wanted
+    count = words.shape[axis] // group
+    apart = words.astype(jnp.int32).reshape(*words.shape[:axis], count, group, *words.shape[axis + 1 :])
+    parts = [jax.lax.index_in_dim(apart, i, axis + 1, keepdims=False) for i in range(group)]
+    made = []
+    for j in range(size):
         word = jnp.zeros_like(parts[0])
-        for byte, part in enumerate(parts):
-            shift = bits * i - 8 * byte
-            if -bits < shift < 8:
-                word |= part >> shift if shift >= 0 else part << -shift
-        codes.append(word & ((1 << bits) - 1))
-    return jnp.stack(codes, axis + 1).reshape(*packed.shape[:axis], count * group, *packed.shape[axis + 1 :])
+        for i, part in enumerate(parts):
+            shift = given * i - wanted * j
+            if -given < shift < wanted:
+                word |= part << shift if shift >= 0 else part >> -shift
+        made.append(word & ((1 << wanted) - 1))
+    return jnp.stack(made, axis + 1).reshape(*words.shape[:axis], count * size, *words.shape[axis + 1 :])
 
 
 @jax.jit

@@ -162,7 +162,7 @@ class DenseProgram:
                 key=jax.random.fold_in(key, 1),
                 loss_scale=self._first_scale(),
             )
-            return self._stow(state)
+            return self._moved(state, offload.stow)
 
         return jax.jit(create, out_shardings=self.state_shardings)()
 
@@ -170,7 +170,7 @@ class DenseProgram:
     def train_step(self) -> Any:
         """jitted (state, batch) -> (state, mean loss of the batch); the state is donated."""
         return jax.jit(
-            _explained(self._train_step),
+            self._train_step,
             donate_argnums=0,
             out_shardings=(self.state_shardings, self.replicated),
             compiler_options=self.compiler_options,
@@ -179,8 +179,7 @@ class DenseProgram:
     @functools.cached_property
     def eval_step(self) -> Any:
         """jitted (state, batch) -> (sum of losses, sum of weights) of a batch, on every device."""
-        step = _explained(self._eval_step)
-        return jax.jit(step, out_shardings=self.replicated, compiler_options=self.compiler_options)
+        return jax.jit(self._eval_step, out_shardings=self.replicated, compiler_options=self.compiler_options)
 
     def take_metrics(self, state: TrainState) -> tuple[TrainState, dense_metrics.DenseSums]:
         """The state with zeroed sums, and the sums."""
@@ -208,7 +207,7 @@ class DenseProgram:
     def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         gradients = self.gradients(self.parts(next(iter(batch.values())).shape[0]))
         key = jax.random.fold_in(state.key, state.step)
-        state = self._fetch(state)
+        state = self._moved(state, offload.fetch)
         held, counted, scale = state.loss_scale, 1, 1.0
         if held is not None:
             # Of the mean and not the sum over a batch: the factor need not follow its size.
@@ -243,7 +242,7 @@ class DenseProgram:
             key=state.key,
             loss_scale=held,
         )
-        return self._stow(state), total / weight
+        return self._moved(state, offload.stow), total / weight
 
     def _first_scale(self) -> gradient_scaling.LossScale | None:
         scaling = self.experiment.loss_scaling
@@ -252,22 +251,12 @@ class DenseProgram:
     def _offloads(self, what: Literal["optimizer", "parameters"]) -> bool:
         return what in self.experiment.offload.split(" and ")
 
-    def _fetch(self, state: TrainState) -> TrainState:
-        """The state with all of it in the memory of the devices."""
+    def _moved(self, state: TrainState, move: Callable[[Any, Any], Any]) -> TrainState:
+        """The state with what rests on the host brought to the devices or back: `move` is `offload.fetch` or `stow`."""
         if self._offloads("parameters"):
-            state = dataclasses.replace(state, params=offload.fetch(state.params, self.state_shardings.params))
+            state = dataclasses.replace(state, params=move(state.params, self.state_shardings.params))
         if self._offloads("optimizer"):
-            fetched = offload.fetch(state.optimizer, self.state_shardings.optimizer)
-            state = dataclasses.replace(state, optimizer=fetched)
-        return state
-
-    def _stow(self, state: TrainState) -> TrainState:
-        """The inverse of `_fetch`."""
-        if self._offloads("parameters"):
-            state = dataclasses.replace(state, params=offload.stow(state.params, self.state_shardings.params))
-        if self._offloads("optimizer"):
-            stowed = offload.stow(state.optimizer, self.state_shardings.optimizer)
-            state = dataclasses.replace(state, optimizer=stowed)
+            state = dataclasses.replace(state, optimizer=move(state.optimizer, self.state_shardings.optimizer))
         return state
 
     def _eval_step(self, state: TrainState, batch: Batch) -> tuple[jax.Array, jax.Array]:
@@ -312,23 +301,6 @@ def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
     _check_divides(program)
     program.gradients(1)  # what it refuses is refused now
     return program
-
-
-def _explained(step: Callable[..., Any]) -> Callable[..., Any]:
-    """`step`, in which a kernel that was named and lacks the case is the user's mistake."""
-
-    @functools.wraps(step)
-    def run(*args: Any) -> Any:
-        try:
-            return step(*args)
-        except NotImplementedError as error:
-            if "implementation=" not in str(error):
-                raise
-            raise UserError(
-                f"{error} Name another implementation, or let the platform choose: --set model.attention=none."
-            ) from error
-
-    return run
 
 
 def _check_dtypes(experiment: DenseExperiment) -> None:

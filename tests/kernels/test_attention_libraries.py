@@ -9,6 +9,7 @@ import pytest
 from attention_oracle import assert_matches_reference
 
 from scalejax import compat
+from scalejax.errors import UnsupportedError
 from scalejax.kernels.flash_attention import api, flash_attention, library
 from scalejax.kernels.flash_attention.cases import Case
 
@@ -46,7 +47,7 @@ IDS = np.ones((2, 256), np.int32)
     ],
 )
 def test_a_library_that_lacks_a_case_says_so_and_nothing_else_is_run(implementation, args, message):
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         flash_attention(Q, Q, Q, implementation=implementation, **args)
 
 
@@ -64,14 +65,14 @@ def test_a_library_that_lacks_a_case_says_so_and_nothing_else_is_run(implementat
 )
 def test_shapes_and_dtypes_that_are_missing_are_refused(implementation, shape, dtype, message):
     q = jnp.ones(shape, dtype)
-    with pytest.raises(NotImplementedError, match=message):
+    with pytest.raises(UnsupportedError, match=message):
         flash_attention(q, q, q, implementation=implementation)
 
 
 def test_more_pairs_of_blocks_than_scalar_memory_holds_are_refused():
     q = jax.ShapeDtypeStruct((2048, 8192, 1, 128), jnp.bfloat16)
     ids = jax.ShapeDtypeStruct((2048, 8192), jnp.int32)
-    with pytest.raises(NotImplementedError, match="Cut the batch or the sequence"):
+    with pytest.raises(UnsupportedError, match="Cut the batch or the sequence"):
         jax.eval_shape(lambda q, ids: flash_attention(q, q, q, segment_ids=ids, implementation="pallas_tpu"), q, ids)
 
 
@@ -127,7 +128,7 @@ def test_cudnn_is_called_forward_and_backward_with_the_result_of_any_forward(mon
 def test_a_cotangent_of_lse_is_refused_by_cudnn(monkeypatch):
     monkeypatch.setattr(compat, "cudnn_version", lambda: 91000)
     d_lse = jnp.ones((2, 4, 256))
-    with pytest.raises(NotImplementedError, match="cotangent of lse"):
+    with pytest.raises(UnsupportedError, match="cotangent of lse"):
         api.flash_attention_gradients(Q, Q, Q, Q, d_lse, Q, d_lse, implementation="cudnn")
 
 

@@ -245,8 +245,8 @@ def test_mistakes_are_named(texts):
         with pytest.raises(UserError, match=message):
             dense.build(experiment, experiment.data.schema(), mesh)
     for changes, sizes, message in (
-        ({"attention": "cudnn"}, {}, "attention=cudnn is for a GPU, and this is compiled for a CPU.*attention=None"),
-        ({"attention": "reference", "context_method": "ring"}, {"context": 2}, '"reference" .* model.attention=none'),
+        ({"attention": "cudnn"}, {}, "attention=cudnn is for a GPU, and this is compiled for a CPU.*attention=none"),
+        ({"attention": "reference", "context_method": "ring"}, {"context": 2}, '"reference" .* model.attention=xla'),
     ):
         named = dataclasses.replace(experiment, model=dataclasses.replace(small.MODEL, **changes))
         mesh = make_mesh(MeshShape(**{"fsdp": 1, **sizes}), jax.devices()[: sizes.get("context", 1)])

@@ -11,7 +11,7 @@
     tokamax      those of the package tokamax, if it is installed (`library`)
 
 All of them are a forward function that gives (out, lse) and a backward function of (q, k, v, out, lse) and cotangents,
-so that any backward can follow any forward. A name never falls back: what it lacks is a NotImplementedError that says
+so that any backward can follow any forward. A name never falls back: what it lacks is an UnsupportedError that says
 so. None takes the fastest that has the case on the platform of the mesh in force, or else of jax's first device.
 
 The cotangent of lse needs no pass of its own. With p = e^(s - lse), ds = p * (dp - sum(out * d_out) + d_lse): every
@@ -31,6 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from scalejax import compat
+from scalejax.errors import UnsupportedError
 from scalejax.kernels.flash_attention import reference
 from scalejax.kernels.flash_attention.visibility import Visibility
 
@@ -86,7 +87,7 @@ def flash_attention(
 
     Raises:
       ValueError: an argument has a wrong rank, size, dtype or value, or two that exclude each other are given.
-      NotImplementedError: the named implementation does not have the case.
+      UnsupportedError: the named implementation does not have the case.
     """
     op = "flash_attention"
     visibility = _visibility(
@@ -139,7 +140,7 @@ def flash_attention_gradients(
 
     Raises:
       ValueError: as in `flash_attention`.
-      NotImplementedError: the named implementation does not have the case.
+      UnsupportedError: the named implementation does not have the case.
     """
     op = "flash_attention_gradients"
     visibility = _visibility(
@@ -157,9 +158,9 @@ def flash_attention_gradients(
     if min(*q.shape, *k.shape) == 0:
         return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)
     if call.implementation == "reference":
-        raise NotImplementedError(
-            f'{op}: "reference" is differentiated by jax and takes no known result. Name "xla", or use jax.vjp of '
-            'flash_attention(implementation="reference").'
+        raise UnsupportedError(
+            f'{op}: "reference" is differentiated by jax and takes no known result. Name "xla" (in a recipe '
+            '--set model.attention=xla), or use jax.vjp of flash_attention(implementation="reference").'
         )
     return _gradients(call, q, k, v, visibility, out, lse, d_out, d_lse)
 
@@ -234,12 +235,15 @@ def _choose(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, visibility: V
     """The call with an implementation: the one that was named, or the first that has the case.
 
     Raises:
-      NotImplementedError: the one that was named does not have it.
+      UnsupportedError: the one that was named does not have it.
     """
     if call.implementation is not None:
         lacks = _load(call.implementation).lacks(q, k, v, visibility, d_lse=d_lse)
         if lacks:
-            raise NotImplementedError(f'flash_attention: implementation="{call.implementation}" {lacks}')
+            raise UnsupportedError(
+                f'flash_attention: implementation="{call.implementation}" {lacks} Take implementation=None (in a '
+                "recipe --set model.attention=none), which is the fastest that has the case."
+            )
         return call
     for name in _PREFERRED.get(compat.platform(), ()):
         if not _load(name).lacks(q, k, v, visibility, d_lse=d_lse):
