@@ -43,7 +43,7 @@ def column(recipe: str, sets: list[str], plan: dict[str, Any]) -> dict[str, str]
     for kind in named:
         rows[f"{kind}, a chip"] = size(kinds.get(kind, 0))
     total = sum(kinds.values())
-    verdict = "" if total <= plan["hbm_bytes"] else ", accepted" if plan["fits"] else ", refused"
+    verdict = "" if plan["fits"] else ", refused"
     rows["all of it, of the chip"] = f"{size(total)} of {size(plan['hbm_bytes'])}{verdict}"
     rows["by arithmetic"] = size(found.memory_bytes)
     rows["model FLOPs, causal half"] = f"{plan['model_flops']:.3g}"

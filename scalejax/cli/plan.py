@@ -27,8 +27,12 @@ def plan(
     Prints whether it fits, bytes per chip by kind, FLOPs, every collective with its bytes, and the predicted step. With
     --search, meshes and rematerialisation policies are judged by arithmetic, and the best few are compiled and ranked.
     """
-    if search and mesh is not None:
-        raise UserError(f"--search finds the mesh; got --mesh {mesh} too. Leave one of them out.")
+    named = [one for one in sets or [] if one.strip().startswith("mesh.")]
+    if search and (mesh is not None or named):
+        given = f"--mesh {mesh}" if mesh is not None else f"--set {named[0]}"
+        raise UserError(f"--search finds the mesh; got {given} too. Leave one of them out.")
+    if mesh is not None and named:
+        raise UserError(f"the mesh is given twice: --mesh {mesh} and --set {named[0]}. Leave one of them out.")
     environment.prepare()
     from scalejax import configs
 
@@ -45,7 +49,7 @@ def plan(
         # Progress goes to standard error, so that the tables can be piped.
         result = scalejax.plan.search(experiment, topology, progress=lambda line: typer.echo(line, err=True))
     else:
-        result = scalejax.plan.plan(experiment, topology, mesh)
+        result = scalejax.plan.plan(experiment, topology, experiment.mesh if named else mesh)
     result.render(output.console())
     if json is not None:
         output.write_json(json, result.to_json())

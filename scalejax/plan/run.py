@@ -114,13 +114,13 @@ class PlanResult:
         render.render(self, console)
 
 
-def plan(experiment: "AnyExperiment", topology_name: str, mesh: str | None = None) -> PlanResult:
+def plan(experiment: "AnyExperiment", topology_name: str, mesh: "str | MeshShape | None" = None) -> PlanResult:
     """Compiles the train step of an experiment for a topology that need not be here.
 
     Args:
       experiment: The run; its own `mesh` is not used, since it is meant for the machine at hand.
       topology_name: Such as "v5p:2x2x1"; see `scalejax.plan.topology`.
-      mesh: Devices per axis, such as "fsdp=8,tensor=2". None = a slice's devices on `fsdp`, slices on `replica`.
+      mesh: Devices per axis, as "fsdp=8,tensor=2" or as the mesh of a recipe. None = a slice's devices on `fsdp`, slices on `replica`.
 
     Raises:
       UserError: the topology or the mesh is wrong, libtpu is missing, or the batch does not divide over the mesh.
@@ -129,7 +129,7 @@ def plan(experiment: "AnyExperiment", topology_name: str, mesh: str | None = Non
     from scalejax.train.experiment import DenseExperiment
 
     machine = topology.parse(topology_name)
-    shape = None if mesh is None else meshes.parse_mesh(mesh)
+    shape = meshes.parse_mesh(mesh) if isinstance(mesh, str) else mesh
     device_mesh, warnings = topology.make_mesh(machine, shape)
     if isinstance(experiment, DenseExperiment):
         return _plan_dense(experiment, machine, device_mesh, warnings)
@@ -233,11 +233,6 @@ def plan_program(
         line = roofline.predict(machine, program.mesh, counted, moved, each)
         found = tuple(collectives.total(each))
         notes += [f"a loop runs as often as the data say; its bytes count once: {x}" for x in moved.unbounded_loops]
-        if room.total_bytes > room.hbm_bytes:
-            notes.append(
-                "the compiler accepted this step although its own figures add up to more memory than a chip has: what "
-                "it counts as temporaries need not all live at one time. Expect it to be close to the limit."
-            )
     return PlanResult(
         topology=machine,
         mesh={axis: size for axis, size in program.mesh.shape.items() if size > 1},

@@ -162,7 +162,8 @@ class DenseExperiment:
       strategy: How parameters, gradients and optimizer state are divided over `replica` and `fsdp`, and how gradients
         are reduced.
       offload: What rests in host memory between steps, see `parallel.offload`.
-      xla_flags: Names of sets of compiler options, see `parallel.xla_flags.SETS`; those of other platforms are ignored.
+      xla_flags: Names of sets of compiler options, see `parallel.xla_flags.SETS`; those of other platforms are ignored,
+        as the default is where there is no CPU.
       mesh: Devices per mesh axis.
       rules: Logical axis of a parameter -> mesh axes.
       precision: Dtypes (`tables` is not used).

@@ -10,6 +10,7 @@ import scalejax.bench
 import scalejax.plan
 import scalejax.train
 from scalejax.configs import discovery
+from scalejax.parallel.mesh import MeshShape
 
 
 @pytest.fixture
@@ -119,6 +120,10 @@ def test_plan_passes_its_arguments_and_writes_json(invoke, example, monkeypatch,
     assert calls == [(2, "v5p:2x2x1", "fsdp=4")]
     assert "it fits" in result.stdout
     assert json.loads(out.read_text()) == {"fits": True}
+    invoke("plan", example, "--topology", "v5p:2x2x1", "--set", "mesh.tensor=2")
+    assert calls[-1][2] == MeshShape(fsdp=2, tensor=2)  # what was said about the mesh is not dropped
+    invoke("plan", example, "--topology", "v5p:2x2x1", "--set", "steps=2")
+    assert calls[-1][2] is None
 
 
 def test_plan_search_reports_progress_beside_its_result(invoke, monkeypatch, tmp_path):

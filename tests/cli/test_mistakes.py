@@ -45,6 +45,13 @@ def test_broken_recipe_file(invoke, tmp_path, text, words):
 
 def test_a_search_with_what_it_should_find_or_cannot(invoke, example):
     _one_message(invoke("plan", "llama", "--topology", "v6e:4x4", "--search", "--mesh", "fsdp=16"), "finds the mesh")
+    _one_message(
+        invoke("plan", "llama", "--topology", "v6e:4x4", "--search", "--set", "mesh.fsdp=2"), "got --set mesh.fsdp=2"
+    )
+    _one_message(
+        invoke("plan", example, "--topology", "v6e:4x4", "--mesh", "fsdp=16", "--set", "mesh.tensor=2"),
+        "the mesh is given twice: --mesh fsdp=16 and --set mesh.tensor=2",
+    )
     _one_message(invoke("plan", example, "--topology", "v6e:4x4", "--search"), "`scalejax shard` plans where they live")
 
 

@@ -1,5 +1,7 @@
 """Bytes by kind from abstract state, and what the compiler says when there is no room."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,6 +13,7 @@ from scalejax import chips
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan import memory
 
+GIB = 2**30
 REAL_MESSAGE = (
     "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (512.00G) exceeds "
     "available HBM (15.75G)."
@@ -44,6 +47,22 @@ def test_the_compiler_agrees_on_the_arguments_of_a_real_step(program):
     arguments = sum(memory.arguments_by_kind(state, batch).values())
     assert compiled.memory_analysis().argument_size_in_bytes == arguments
     assert list(found.bytes_per_chip) == [k for k in memory.KINDS if k in found.bytes_per_chip]
+
+
+def test_temporaries_are_what_the_rest_leaves_of_the_most_that_lives_at_one_time(program):
+    """As the compiler reports of a step that fits although the buffers of its temporaries sum to more than a chip has."""
+    stats = types.SimpleNamespace(
+        argument_size_in_bytes=3 * GIB,
+        output_size_in_bytes=4 * GIB,
+        alias_size_in_bytes=3 * GIB,
+        temp_size_in_bytes=40 * GIB,
+        generated_code_size_in_bytes=GIB,
+        peak_memory_in_bytes=12 * GIB,
+    )
+    compiled = types.SimpleNamespace(memory_analysis=lambda: stats)
+    found = memory.of_compiled(program.abstract_state(), program.abstract_batch(), compiled, chips.V5E)
+    assert found.bytes_per_chip["temporaries"] == 8 * GIB
+    assert found.total_bytes == 13 * GIB
 
 
 def test_a_chip_of_two_devices_holds_both_shares(program):
