@@ -27,7 +27,8 @@ class MemoryPlan:
       fits: Whether the compiler found room.
       bytes_per_chip: By kind, see `KINDS`. State is updated in place where it is donated: "outputs" are results that
         found no argument to overwrite. "layout padding" is what tiles add to the arguments (a TPU stores arrays in
-        tiles of 8 x 128 or more). "temporaries" is what the rest leaves of the most that lives at one time. Where the step does not fit, "temporaries" is what the compiler's figure leaves over.
+        tiles of 8 x 128 or more). "temporaries" is what the other kinds leave of the most that lives at one time; where
+        the step does not fit, of what the compiler says is needed.
       hbm_bytes: Memory that a program may use.
       message: What the compiler said when it found no room, else "".
     """
@@ -84,8 +85,8 @@ def of_compiled(state: Any, batch: Any, compiled: Any, chip: Chip) -> MemoryPlan
     # An argument that the step never reads is dropped, which can make the sum of the arguments too large.
     kinds["layout padding"] = max(0, stats.argument_size_in_bytes - sum(kinds.values()))
     kinds["outputs"] = stats.output_size_in_bytes - stats.alias_size_in_bytes
-    # What temporaries add to all the rest when most lives at one time. The sum of their buffers says less: it counts one
-    # place several times over, and goes past the memory of a chip in steps that fit.
+    # What temporaries add to all the rest when most lives at one time. The sum of their buffers counts one place more
+    # than once, and goes past the memory of a chip in steps that fit.
     peak = stats.peak_memory_in_bytes - stats.argument_size_in_bytes - kinds["outputs"]
     kinds["temporaries"] = max(0, peak)
     kinds["code"] = stats.generated_code_size_in_bytes

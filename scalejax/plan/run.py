@@ -120,7 +120,8 @@ def plan(experiment: "AnyExperiment", topology_name: str, mesh: "str | MeshShape
     Args:
       experiment: The run; its own `mesh` is not used, since it is meant for the machine at hand.
       topology_name: Such as "v5p:2x2x1"; see `scalejax.plan.topology`.
-      mesh: Devices per axis, as "fsdp=8,tensor=2" or as the mesh of a recipe. None = a slice's devices on `fsdp`, slices on `replica`.
+      mesh: Devices per axis, as "fsdp=8,tensor=2" or as the mesh of a recipe. None = a slice's devices on `fsdp`,
+        slices on `replica`.
 
     Raises:
       UserError: the topology or the mesh is wrong, libtpu is missing, or the batch does not divide over the mesh.

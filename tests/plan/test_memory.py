@@ -50,7 +50,7 @@ def test_the_compiler_agrees_on_the_arguments_of_a_real_step(program):
 
 
 def test_temporaries_are_what_the_rest_leaves_of_the_most_that_lives_at_one_time(program):
-    """As the compiler reports of a step that fits although the buffers of its temporaries sum to more than a chip has."""
+    """As of a step that fits although the buffers of its temporaries sum to more than a chip has."""
     stats = types.SimpleNamespace(
         argument_size_in_bytes=3 * GIB,
         output_size_in_bytes=4 * GIB,
