@@ -21,10 +21,10 @@ ALLOWED = {
     "optim": set(),
     "nn": {"numerics", "kernels", "parallel"},
     "models": {"numerics", "kernels", "parallel", "nn", "data"},
-    "train": {"parallel", "data", "optim"},
+    "train": {"numerics", "parallel", "data", "optim"},
     "inference": {"numerics", "kernels", "parallel", "nn", "models", "data", "train"},
     "plan": {"parallel", "data", "optim", "train"},
-    "configs": {"parallel", "data", "optim", "nn", "models", "train"},
+    "configs": {"numerics", "parallel", "data", "optim", "nn", "models", "train"},
 }
 
 

@@ -5,6 +5,7 @@
     model.hidden.0=1024                         one item of a tuple, by position
     data.path=none                              None, where the field allows it
     optimizer=AdamW                             another member of a union of dataclasses, with its defaults
+    quantization=QuantizationRule               a tuple of dataclasses, with their defaults; several with commas
     optimizer.learning_rate.peak=1e-3           a field of whatever is there by then: sets apply in order
     sharding=plan.json                          a file, where the type of the field has `load`
     optimizer.learning_rate=1e-3                short for the only member that has a single field: Constant(value=1e-3)
@@ -116,6 +117,9 @@ class _Change:
                 return self.default(member, path)
             if self.text.endswith(".json") and hasattr(member, "load"):
                 return self.construct(functools.partial(typing.cast(Any, member).load, self.text))
+        items = self.items(plain, path)
+        if items is not None:
+            return items
         if _is_config(value) and not configs:  # a protocol: any type would do, and none can be named by a text
             raise self.error(
                 f"{path} is of type {type(value).__name__} and cannot be set as a whole. Set its fields "
@@ -138,6 +142,17 @@ class _Change:
                 member, name, result = short[0]
                 return self.construct(lambda: member(**{name: result}))
         raise self.error(f"{path} must be {self.wanted(value, annotation)}; got {self.text!r}.")
+
+    def items(self, members: list[Any], path: str) -> tuple[Any, ...] | None:
+        """The tuple of dataclasses that a list of type names stands for; None = the text is no such list."""
+        words = [word.strip() for word in self.text.strip("[]").split(",")]
+        for member in members:
+            arguments = typing.get_args(member)
+            if typing.get_origin(member) is tuple and arguments[1:] == (Ellipsis,):
+                types = {m.__name__: m for m in _members(arguments[0]) if _is_config_type(m)}
+                if types and all(word in types for word in words):
+                    return tuple(self.default(types[word], f"{path}.{i}") for i, word in enumerate(words))
+        return None
 
     def default(self, member: type, path: str) -> Any:
         missing = [

@@ -18,6 +18,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from scalejax.nn.linear import wide
+from scalejax.numerics import products
+from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.weights import FormattedWeight
 from scalejax.parallel.mesh import BATCH_AXES
 
 
@@ -28,7 +31,7 @@ def linear_cross_entropy(
 
     Args:
       x: float[B, S, E]; its dtype is that of the products' operands, results are added up in float32 or wider.
-      weight: float[E, V].
+      weight: float[E, V]; one with a number format is multiplied in it, in slices as small as stated here.
       targets: int32[B, S] in [0, V).
       weights: float[B, S]; no gradient flows to them.
       positions: Positions of each row whose logits exist at one time, of those that a device has.
@@ -46,7 +49,66 @@ def linear_cross_entropy(
     if positions < 1:
         raise ValueError(f"linear_cross_entropy: positions must be at least 1; got {positions}.")
     over, spec = _automatic_axes(x.shape[1])
-    return _sum(_Cut(positions=positions, over=over, spec=spec), x, weight, targets, weights)
+    head = _Head()
+    if isinstance(weight, FormattedWeight):
+        head, weight = _Head(rule=weight.rule, path=weight.path), weight.array
+    return _sum(_Cut(positions=positions, over=over, spec=spec, head=head), x, weight, targets, weights)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Head:
+    """The three products of the head, in the dtype of x, or in the number formats of a rule.
+
+    Attributes:
+      rule: The formats; None = none.
+      path: Of the head, for messages.
+    """
+
+    rule: QuantizationRule | None = None
+    path: str = "head"
+
+    def forward(self, weight: jax.Array, dtype: Any) -> Any:
+        """The matrix as `logits` takes it, the same for all slices."""
+        return weight if self.rule is None else self._weight(weight, dtype, axis=0)
+
+    def backward(self, weight: jax.Array, dtype: Any, forward: Any) -> Any:
+        """The matrix as `d_x` takes it; `forward` is what `forward` gave."""
+        straight = self.rule is None or self.rule.bwd_qtype is None
+        return forward if straight else self._weight(weight, dtype, axis=1)
+
+    def logits(self, x: jax.Array, weight: Any) -> jax.Array:
+        """[B, s, E], [E, V] -> wide[B, s, V]."""
+        if self.rule is None:
+            return jnp.einsum("bse,ev->bsv", x, weight.astype(x.dtype), preferred_element_type=wide(x.dtype))
+        activations = self._operand(x, self.rule.act_qtype, 2)
+        return products.multiply(activations, weight, (((2,), (0,)), ((), ())), dtype=wide(x.dtype))
+
+    def d_x(self, d_logits: jax.Array, weight: Any) -> jax.Array:
+        """[B, s, V], [E, V] -> wide[B, s, E]."""
+        dtype = wide(d_logits.dtype)
+        if self.rule is None:
+            weight = weight.astype(d_logits.dtype)
+            return jnp.einsum("bsv,ev->bse", d_logits, weight, preferred_element_type=dtype)
+        gradients = self._operand(d_logits, self.rule.bwd_qtype, 2)
+        return products.multiply(gradients, weight, (((2,), (1,)), ((), ())), dtype=dtype)
+
+    def d_weight(self, x: jax.Array, d_logits: jax.Array) -> jax.Array:
+        """[B, s, E], [B, s, V] -> wide[E, V]."""
+        dtype = wide(x.dtype)
+        if self.rule is None:
+            return jnp.einsum("bse,bsv->ev", x, d_logits, preferred_element_type=dtype)
+        straight = self.rule.bwd_qtype is None
+        activations = self._operand(x, self.rule.act_qtype, *((2,) if straight else (0, 1)))
+        gradients = self._operand(d_logits, self.rule.bwd_qtype, 0, 1)
+        return products.multiply(activations, gradients, (((0, 1), (0, 1)), ((), ())), dtype=dtype)
+
+    def _weight(self, weight: jax.Array, dtype: Any, axis: int) -> products.Operand:
+        assert self.rule is not None
+        return self._operand(weight.astype(dtype), self.rule.weight_qtype, axis).decoded()
+
+    def _operand(self, x: jax.Array, format: str | None, *axes: int) -> products.Operand:
+        assert self.rule is not None
+        return products.operand(x, format, self.rule, axes=axes, where=self.path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +119,13 @@ class _Cut:
       positions: Of a slice, at most.
       over: Axes of the mesh over which devices take parts of the tokens by themselves.
       spec: Rows and positions over these axes.
+      head: The products.
     """
 
     positions: int
     over: tuple[str, ...]
     spec: P
+    head: _Head
 
     def run(self, function: Callable[..., Any], *args: jax.Array) -> Any:
         """function(x, weight, targets, weights) -> (sum over tokens, gradient of x, of weight), of all devices.
@@ -104,11 +168,11 @@ def _automatic_axes(positions: int) -> tuple[tuple[str, ...], P]:
 # that stands in another, as this one does where a surrounding shard_map has made rows manual.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _sum(cut: _Cut, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
-    return cut.run(functools.partial(_value, cut.positions), x, weight, targets, weights)[0]
+    return cut.run(functools.partial(_value, cut), x, weight, targets, weights)[0]
 
 
 def _forward(cut: _Cut, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array):
-    total, d_x, d_weight = cut.run(functools.partial(_gradients, cut.positions), x, weight, targets, weights)
+    total, d_x, d_weight = cut.run(functools.partial(_gradients, cut), x, weight, targets, weights)
     return total, (d_x, d_weight, weights)
 
 
@@ -122,45 +186,49 @@ _sum.defvjp(_forward, _backward)
 
 
 def _value(
-    positions: int, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
+    cut: _Cut, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, None, None]:
+    forward = cut.head.forward(weight, x.dtype)
+
     def part(total: jax.Array, part: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
         x, targets, weights = part
-        logits, lse, target = _logits(x, weight, targets)
+        logits, lse, target = _logits(cut.head, x, forward, targets)
         del logits
         return total + ((lse - target) * weights).sum(), None
 
     dtype = wide(x.dtype)
-    total, _ = jax.lax.scan(part, jnp.zeros((), dtype), _slices(positions, x, targets, weights.astype(dtype)))
+    total, _ = jax.lax.scan(part, jnp.zeros((), dtype), _slices(cut.positions, x, targets, weights.astype(dtype)))
     return total, None, None
 
 
 def _gradients(
-    positions: int, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
+    cut: _Cut, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     dtype = wide(x.dtype)
+    forward = cut.head.forward(weight, x.dtype)
+    backward = cut.head.backward(weight, x.dtype, forward)
 
     def part(carry: tuple[jax.Array, jax.Array], part: tuple[jax.Array, ...]):
         total, d_weight = carry
         x, targets, weights = part
-        logits, lse, target = _logits(x, weight, targets)
+        logits, lse, target = _logits(cut.head, x, forward, targets)
         loss = ((lse - target) * weights).sum()
         hit = targets[..., None] == jnp.arange(logits.shape[-1], dtype=targets.dtype)[None, None, :]
         d_logits = (jnp.exp(logits - lse[..., None]) - hit.astype(dtype)) * weights[..., None]  # B s V
         d_logits = d_logits.astype(x.dtype)
-        d_x = jnp.einsum("bsv,ev->bse", d_logits, weight.astype(x.dtype), preferred_element_type=dtype)
-        d_weight += jnp.einsum("bse,bsv->ev", x, d_logits, preferred_element_type=dtype)
+        d_x = cut.head.d_x(d_logits, backward)
+        d_weight += cut.head.d_weight(x, d_logits)
         return (total + loss, d_weight), d_x.astype(x.dtype)
 
     zero = (jnp.zeros((), dtype), jnp.zeros(weight.shape, dtype))
-    (total, d_weight), d_x = jax.lax.scan(part, zero, _slices(positions, x, targets, weights.astype(dtype)))
+    (total, d_weight), d_x = jax.lax.scan(part, zero, _slices(cut.positions, x, targets, weights.astype(dtype)))
     d_x = jnp.moveaxis(d_x, 0, 1).reshape(x.shape[0], -1, x.shape[2])[:, : x.shape[1]]  # n B s E -> B S E
     return total, d_x, d_weight.astype(weight.dtype)
 
 
-def _logits(x: jax.Array, weight: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _logits(head: _Head, x: jax.Array, weight: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logits wide[B, s, V], their log-sum-exp and the logit of the target, wide[B, s]."""
-    logits = jnp.einsum("bse,ev->bsv", x, weight.astype(x.dtype), preferred_element_type=wide(x.dtype))
+    logits = head.logits(x, weight)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return logits, jax.nn.logsumexp(logits, axis=-1), target
 

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from scalejax.numerics import weights
+
 DType = Any
 """What jax.numpy accepts as a dtype."""
 
@@ -35,7 +37,7 @@ def project(x: jax.Array, weight: jax.Array, *, contract: int = 1) -> jax.Array:
 
     Args:
       x: float[B, S, ...].
-      weight: float[..., ...] in the dtype of x.
+      weight: float[..., ...] in the dtype of x; one with a number format is multiplied in it.
       contract: Axes that are summed over.
     """
     inner, outer = weight.shape[:contract], weight.shape[contract:]
@@ -43,7 +45,7 @@ def project(x: jax.Array, weight: jax.Array, *, contract: int = 1) -> jax.Array:
         raise ValueError(f"project: x must be [B, S, {', '.join(map(str, inner))}]; got {x.shape}.")
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty and any(mesh.shape.get(axis, 1) > 1 for axis in ("context", "tensor")):
-        return jnp.tensordot(x, weight, axes=contract)
+        return weights.dot(x, weight, contract=contract)
     rows = x.reshape(x.shape[0] * x.shape[1], math.prod(inner))
     return (rows @ weight.reshape(math.prod(inner), math.prod(outer))).reshape(*x.shape[:2], *outer)
 
@@ -84,5 +86,5 @@ class Linear(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: float[B, in_features], cast to compute_dtype. Returns out_dtype[B, out_features]."""
         x, kernel = x.astype(self.compute_dtype), self.kernel[...].astype(self.compute_dtype)
-        y = jnp.matmul(x, kernel, preferred_element_type=self.out_dtype)  # B in -> B out
+        y = weights.dot(x, kernel, dtype=self.out_dtype)  # B in -> B out
         return y + self.bias[...].astype(self.out_dtype)[None, :]

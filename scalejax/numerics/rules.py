@@ -1,11 +1,21 @@
 """Which parameters and products take which number format: rules by path, in qwix's vocabulary."""
 
 import dataclasses
+import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Literal, get_args
 
 from scalejax.errors import UserError
 from scalejax.numerics import formats
+from scalejax.numerics.quantize import Tail
+from scalejax.numerics.scales import ScaleRule
+
+Scales = Literal["blocks", "rows", "tensor"]
+Implementation = Literal["emulated", "native"]
+
+_FLOAT8 = ("fp8_e4m3", "fp8_e5m2")
+_SHOWN = 8  # nearest paths in a message
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,14 +25,28 @@ class QuantizationRule:
     Attributes:
       module_path: Regular expression that the whole path of a module has to match, such as "layers/.*/gate".
       weight_qtype: Format of its weights (`numerics.formats.FORMATS`); None = they stay as they are.
-      act_qtype: Format of the activations that meet them in the forward pass; None = they stay as they are.
-      bwd_qtype: Format of gradients in the products of the backward pass; None = they stay as they are.
+      act_qtype: Format of the activations that meet them; None = they stay as they are.
+      bwd_qtype: Format of gradients in the products of the backward pass, whose other operands are then quantized anew
+        along the axis that those sum over; None = gradients stay as they are and meet the operands of the forward pass
+        ("straight through").
+      scales: "blocks": as the format has them. For formats with a scale in software (int8, fp8_e4m3, ...) also "rows",
+        one scale for all numbers that a product adds up, and "tensor", one for the whole array. Both are taken from
+        the array itself ("dynamic").
+      scale_rule: How exponents of scales are found (`numerics.scales`); None = "floor". For formats that have some.
+      tail: What becomes of an axis that is no multiple of the block: "refuse", or "pad" with zeros, which change no
+        scale.
+      implementation: "emulated": operands are rounded to the format, the product is that of floats. "native": FP8
+        arrays meet in the product itself, which GPUs since Hopper have an instruction for.
     """
 
     module_path: str = ".*"
     weight_qtype: str | None = None
     act_qtype: str | None = None
     bwd_qtype: str | None = None
+    scales: Scales = "blocks"
+    scale_rule: ScaleRule | None = None
+    tail: Tail = "refuse"
+    implementation: Implementation = "emulated"
 
     def __post_init__(self) -> None:
         try:
@@ -32,11 +56,91 @@ class QuantizationRule:
                 f"QuantizationRule: module_path must be a regular expression; got {self.module_path!r}: {error}. "
                 'A dot stands for any character, "/" parts names.'
             ) from None
-        for name in (self.weight_qtype, self.act_qtype, self.bwd_qtype):
-            if name is not None:
-                formats.find(name)
+        for field, choices in (("scales", Scales), ("tail", Tail), ("implementation", Implementation)):
+            if getattr(self, field) not in get_args(choices):
+                raise UserError(
+                    f"QuantizationRule: {field} must be one of {', '.join(get_args(choices))}; got "
+                    f"{getattr(self, field)!r}."
+                )
+        named = [formats.find(name) for name in (self.weight_qtype, self.act_qtype, self.bwd_qtype) if name is not None]
+        without = [format.name for format in named if format.scale != "float32" or format.sub_scale != "none"]
+        if self.scales != "blocks" and without:
+            raise UserError(
+                f"QuantizationRule: scales={self.scales!r} is for formats with one scale in software (int8, int4, "
+                f"int2, fp8_e4m3, fp8_e5m2); got {', '.join(without)}, whose blocks belong to the format. Set "
+                "scales='blocks'."
+            )
+        if self.scale_rule is not None:
+            if self.scale_rule not in get_args(ScaleRule):
+                raise UserError(
+                    f"QuantizationRule: scale_rule must be one of {', '.join(get_args(ScaleRule))}; got "
+                    f"{self.scale_rule!r}."
+                )
+            if not any(format.scale == "exponent" for format in named):
+                raise UserError(
+                    f"QuantizationRule: scale_rule={self.scale_rule!r} needs a format whose scales are exponents; got "
+                    f"{', '.join(format.name for format in named) or 'no format'}. Leave it out."
+                )
+        if self.implementation == "native":
+            self._check_native()
+
+    def _check_native(self) -> None:
+        operands = (self.weight_qtype, self.act_qtype)
+        if any(name not in _FLOAT8 for name in operands) or self.bwd_qtype not in (None, *_FLOAT8):
+            raise UserError(
+                "QuantizationRule: implementation='native' multiplies FP8 by FP8: weight_qtype and act_qtype must be "
+                f"{' or '.join(_FLOAT8)}, bwd_qtype one of them or None; got {self.weight_qtype}, {self.act_qtype} and "
+                f"{self.bwd_qtype}. Use 'emulated' for other formats."
+            )
+        # What cuBLASLt has no product for.
+        if "fp8_e5m2" in operands and (operands[0] == operands[1] or self.bwd_qtype == "fp8_e5m2"):
+            raise UserError(
+                "QuantizationRule: implementation='native' has no product of fp8_e5m2 by fp8_e5m2. Take fp8_e4m3 for "
+                "weight_qtype and act_qtype, and fp8_e5m2 for bwd_qtype alone."
+            )
+        if self.scales == "blocks":
+            raise UserError(
+                "QuantizationRule: implementation='native' needs one scale for all that a product adds up. Set "
+                "scales='tensor', or scales='rows'."
+            )
+
+    @property
+    def weight_block(self) -> int | None:
+        """Numbers that share a scale in the format of weights; None = all that a product adds up, or more."""
+        return None if self.weight_qtype is None or self.scales != "blocks" else formats.find(self.weight_qtype).k1
 
 
 def find(rules: Sequence[QuantizationRule], path: str) -> QuantizationRule | None:
     """The first rule that matches the whole of a module's path, names parted by "/"; None = left as it is."""
     return next((rule for rule in rules if re.fullmatch(rule.module_path, path)), None)
+
+
+def module_of(parameter: str) -> str:
+    """The path that rules know a parameter by: its own, without a last "/kernel" or "/weight"."""
+    return re.sub(r"/(kernel|weight)$", "", parameter)
+
+
+def assign(rules: Sequence[QuantizationRule], paths: Iterable[str]) -> dict[str, QuantizationRule]:
+    """Which modules take which rule; those that none matches are left out.
+
+    Args:
+      rules: The first that matches holds.
+      paths: Of all modules that can be quantized.
+
+    Raises:
+      UserError: a rule is for no module, because there is none of that path, or because others come before it.
+    """
+    paths = sorted(paths)
+    found = {path: rule for path in paths if (rule := find(rules, path)) is not None}
+    for number, rule in enumerate(rules):
+        matching = [path for path in paths if re.fullmatch(rule.module_path, path)]
+        what = f"quantization.{number}: module_path {rule.module_path!r} matches"
+        if not matching:
+            near = difflib.get_close_matches(rule.module_path, paths, n=_SHOWN, cutoff=0.0)
+            of = f"the nearest of {len(paths)} modules are" if len(paths) > len(near) else "there are"
+            raise UserError(f"{what} no module; {of} {', '.join(near)}.")
+        if all(find(rules[:number], path) is not None for path in matching):
+            raise UserError(
+                f"{what} only modules that earlier rules take, {', '.join(matching[:_SHOWN])}. Put exceptions first."
+            )
+    return found

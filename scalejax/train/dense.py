@@ -23,9 +23,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
+from scalejax.numerics import rules, weights
+from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import context, ddp, fsdp, gradient_scaling, offload, pipeline, xla_flags
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.formatted import FormattedGather
 from scalejax.parallel.rules import Placement
 from scalejax.train import dense_metrics
 from scalejax.train.experiment import DenseExperiment
@@ -57,6 +60,11 @@ class DenseProgram:
     def transformation(self) -> optax.GradientTransformation:
         """The optimizer."""
         return self.experiment.optimizer.build(self.experiment.steps)
+
+    @functools.cached_property
+    def formats(self) -> dict[str, QuantizationRule]:
+        """The rule of each module whose products are in number formats, by path."""
+        return rules.assign(self.experiment.quantization, weights.weights_of(self.model.logical_axes))
 
     @functools.cached_property
     def in_flight(self) -> int:
@@ -264,7 +272,7 @@ class DenseProgram:
             state = dataclasses.replace(state, params=offload.fetch(state.params, self.state_shardings.params))
         # Models lay out their activations by the mesh that they find.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            total, weight, _ = self.task.loss(self.model.put_together(state.params), batch, key=None)
+            total, weight, _ = self._task_loss(state.params, batch, None, whole)
         return total, weight
 
     @property
@@ -275,8 +283,18 @@ class DenseProgram:
         return (pipeline.AXIS,) if explicit and self.mesh.shape[pipeline.AXIS] > 1 else ()
 
     def _loss(self, params: Params, batch: Batch, key: jax.Array, gather: Any) -> Any:
-        found = self.task.loss(self.model.put_together(params), batch, key=key, gather=gather)
+        found = self._task_loss(params, batch, key, gather)
         return pipeline.on_last_stage(found) if self._handled else found
+
+    def _task_loss(self, params: Params, batch: Batch, key: jax.Array | None, gather: Any) -> Any:
+        if self.formats:
+            gather = FormattedGather(gather, self.formats)
+        return self.task.loss(self.model.put_together(params), batch, key=key, gather=gather)
+
+
+def whole(params: Params) -> Params:
+    """The gather of parameters that are whole already."""
+    return params
 
 
 def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
@@ -299,6 +317,7 @@ def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
     abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment, mesh))
     program = DenseProgram(experiment=experiment, task=task, mesh=mesh, model=ModelShape.of(abstract))
     _check_divides(program)
+    _ = program.formats  # which refuses rules without a module
     program.gradients(1)  # what it refuses is refused now
     return program
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 from scalejax import optim
 from scalejax.errors import UserError
+from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import xla_flags
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
@@ -93,6 +94,9 @@ class Experiment:
         is taken at rows that are one update old, another algorithm (except right after a checkpoint, where the
         pipeline is drained).
       precision: Dtypes.
+      quantization: Number formats of modules and tables by path ("bottom/layers/0", "tables/NAME"); the first rule that
+        matches holds, and so exceptions come first. Parameters, their gradients and the optimizer stay in
+        `precision.params`.
       microbatch: Most examples that a device puts through the dense part at once; gradients add up over the parts and
         one update follows. None = 1,024 on CPU, where temporaries then stay in the caches, and everything elsewhere.
       seed: Seeds parameters and dropout, in [0, 2**32) (the order of the data has its own seed).
@@ -120,6 +124,7 @@ class Experiment:
     dedup: tuple[DedupGroup, ...] = ()
     pipeline: Literal["none", "ids", "stale"] = "none"
     precision: Precision = Precision()
+    quantization: tuple[QuantizationRule, ...] = ()
     microbatch: int | None = None
     seed: int = 0
     log_every: int = 100
@@ -167,6 +172,8 @@ class DenseExperiment:
       mesh: Devices per mesh axis.
       rules: Logical axis of a parameter -> mesh axes.
       precision: Dtypes (`tables` is not used).
+      quantization: Number formats of modules by path ("layers/mlp/gate"); the first rule that matches holds, and so
+        exceptions come first. Parameters, their gradients and the optimizer stay in `precision.params`.
       microbatch: Most examples that a device puts through the model at once; gradients add up over the parts and one
         update follows. None = all.
       seed: Seeds parameters and dropout, in [0, 2**32) (the order of the data has its own seed).
@@ -189,6 +196,7 @@ class DenseExperiment:
     mesh: MeshShape = MeshShape()
     rules: Rules = LLM
     precision: Precision = Precision()
+    quantization: tuple[QuantizationRule, ...] = ()
     microbatch: int | None = None
     seed: int = 0
     log_every: int = 10

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.data.schema import Schema
 from scalejax.errors import UserError
+from scalejax.numerics import rules, weights
+from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
 from scalejax.parallel.embedding.config import TableConfig
@@ -77,6 +79,13 @@ class Program:
     def row_schedule(self) -> optax.Schedule:
         """Factor on the learning rate of the tables, by step."""
         return self.experiment.row_schedule.build(self.experiment.steps)
+
+    @functools.cached_property
+    def formats(self) -> dict[str, QuantizationRule]:
+        """The rule of each module of the dense part whose products are in number formats, by path."""
+        modules = weights.weights_of(self.model.logical_axes)
+        found = rules.assign(self.experiment.quantization, [*modules, *map(_path, self.collection.tables)])
+        return {path: rule for path, rule in found.items() if path in modules}
 
     @functools.cached_property
     def in_flight(self) -> int:
@@ -261,7 +270,7 @@ class Program:
         """Mean loss of the global batch, logits, and gradients of that loss, in `parts` passes."""
 
         def total(params: Params, embedded: dict[str, jax.Array], batch: DeviceBatch, key: jax.Array) -> Any:
-            total, weight, aux = self.task.loss(self.model.put_together(params), embedded, batch, key=key)
+            total, weight, aux = self.task.loss(self._put_together(params), embedded, batch, key=key)
             return total, (weight, aux["logits"])
 
         grad = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)
@@ -294,6 +303,9 @@ class Program:
 
         return mean(loss), logits, jax.tree.map(mean, dense_grads), jax.tree.map(mean, row_grads)
 
+    def _put_together(self, params: Params) -> nnx.Module:
+        return self.model.put_together(weights.formatted(params, self.formats) if self.formats else params)
+
     @functools.cached_property
     def parts(self) -> int:
         """Passes of the dense part in a step: the fewest that divide a device's examples and are small enough."""
@@ -313,7 +325,7 @@ class Program:
         features, faults = self.collection.find_ids(state.tables, batch.features)
         routing = self.collection.exchange_ids(features)
         embedded = self._fetch(state.tables, routing)
-        model = self.model.put_together(state.params)
+        model = self._put_together(state.params)
         _, _, aux = self.task.loss(model, embedded, self._with_lengths(batch), key=None)
         return aux["logits"], (faults + routing.faults).sum(axis=0, dtype=jnp.int32)
 
@@ -341,7 +353,7 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
         accumulate=experiment.accumulate,
     )
     abstract = nnx.eval_shape(lambda: _init_model(task, nnx.Rngs(0), experiment.precision, mesh))
-    return Program(
+    program = Program(
         experiment=experiment,
         task=task,
         collection=collection,
@@ -350,6 +362,8 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
         layout=collection.layout(schema, experiment.data.batch_size, experiment.dedup),
         plain_layout=collection.layout(schema, experiment.data.batch_size),
     )
+    _ = program.formats  # which refuses rules without a module
+    return program
 
 
 def with_rows(schema: Schema, experiment: Experiment) -> Schema:
@@ -403,13 +417,25 @@ def _with_maps(tables: tuple[TableConfig, ...], experiment: Experiment) -> tuple
 
 
 def tables_of(experiment: Experiment, task: Task) -> tuple[TableConfig, ...]:
-    """The embedding tables of a run, with their id maps, in the dtype that it asks for, and tracked if need be."""
+    """The embedding tables of a run, with their id maps, dtypes and formats, and tracked if need be."""
     tables, dtype = _with_maps(task.tables(), experiment), experiment.precision.tables
     if dtype is not None:
         tables = tuple(dataclasses.replace(table, dtype=dtype) for table in tables)
+    reads = {table.name: rules.find(experiment.quantization, _path(table)) for table in tables}
+    tables = tuple(
+        dataclasses.replace(table, reads=rule)
+        if (rule := reads[table.name]) is not None and rule.weight_qtype is not None
+        else table
+        for table in tables
+    )
     if experiment.checkpoints.full_every is not None:
         tables = tuple(dataclasses.replace(table, track="updates") for table in tables)
     return tables
+
+
+def _path(table: TableConfig) -> str:
+    """By which rules know a table."""
+    return f"tables/{table.name}"
 
 
 def _init_model(task: Task, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:

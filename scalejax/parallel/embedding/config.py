@@ -10,9 +10,12 @@ shrinks by learning rate * weight_decay), and `max_norm`: rows that are longer a
 """
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from scalejax.numerics.rules import QuantizationRule
 
 Pooling = Literal["sum", "mean", "none"]
 WeightDecay = Literal["l2", "decoupled"]
@@ -306,6 +309,8 @@ class TableConfig:
         rows. It has as many as the table.
       track: "updates" keeps with every row the number of the update that last touched it (4 bytes a row), which is what
         checkpoints of touched rows are made from.
+      reads: The number format that rows are read in: of its rule, that of weights. They rest and are updated as they
+        are. None = as they are.
     """
 
     name: str
@@ -319,6 +324,7 @@ class TableConfig:
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     id_map: IdMapConfig | None = None
     track: Literal["nothing", "updates"] = "nothing"
+    reads: "QuantizationRule | None" = None
 
     def __post_init__(self) -> None:
         if self.rows < 1 or self.dim < 1:

@@ -30,6 +30,7 @@ from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import xla
+from scalejax.numerics import products
 from scalejax.parallel.embedding import ragged, wire
 from scalejax.parallel.embedding.occurrences import (
     Lookup,
@@ -151,18 +152,18 @@ def fetch(
     if by_rows and way.slots is None:
         for look in by_rows:
             # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
-            rows = ops.gather_rows(table, way.arrived[look.part])
+            rows = _read(table, way.arrived[look.part], stack)
             results[look] = pool(shard, look, rows.astype(stack.wide_dtype), zero)
     elif by_rows:
         assert way.slots is not None
-        rows = ops.gather_rows(table, way.arrived[:arrivals])
+        rows = _read(table, way.arrived[:arrivals], stack)
         rows = wire.carry(rows, exchange.forward, lambda x: _back(x, way, stack, axes))
         for look in by_rows:
             own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
             results[look] = pool(shard, look, own.astype(stack.wide_dtype), zero)
     if by_bags:
         assert way.bags is not None
-        rows = ops.gather_rows(table, way.arrived[arrivals:]).astype(stack.wide_dtype)
+        rows = _read(table, way.arrived[arrivals:], stack).astype(stack.wide_dtype)
         if way.weights is not None:
             rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], zero)
         sums = ops.pool_rows(rows, way.bags, stack.devices * _most_bags(by_bags))
@@ -171,6 +172,14 @@ def fetch(
             (rank,) = look.member.ranks
             results[look] = average(shard, look, sums[rank, look.bag : look.bag + look.feature.bags], zero)
     return [results[look] for look in found]
+
+
+def _read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
+    """Rows, in the number format that the stack is read in."""
+    rows = ops.gather_rows(table, ids)
+    if stack.reads is None:
+        return rows
+    return products.read_rows(rows, stack.reads, where=f"tables/{stack.members[0].config.name}")
 
 
 def return_grads(

@@ -20,7 +20,7 @@ import json
 import math
 import pathlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 
@@ -32,6 +32,9 @@ from scalejax.parallel.embedding.config import (
     TableConfig,
     row_state_bytes,
 )
+
+if TYPE_CHECKING:
+    from scalejax.numerics.rules import QuantizationRule
 
 Kind = Literal["row_wise", "table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "data_parallel"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -324,6 +327,7 @@ class StackKey(NamedTuple):
       rounding: As in `TableConfig`; "" where rows are not narrower than sums.
       optimizer: The row optimizer.
       track: As in `TableConfig`.
+      reads: As in `TableConfig`.
       spread: "dealt" out over devices, or "copied": whole on every device.
       update: As in `TablePlan`.
     """
@@ -333,6 +337,7 @@ class StackKey(NamedTuple):
     rounding: str
     optimizer: RowOptimizer
     track: Literal["nothing", "updates"]
+    reads: "QuantizationRule | None"
     spread: Literal["dealt", "copied"]
     update: Literal["gather", "psum"]
 
@@ -346,7 +351,9 @@ def stack_key(
 ) -> StackKey:
     """The stack of a slice of `width` columns; the rest as in `StackKey`."""
     rounding = table.rounding if itemsize(table.dtype) < 4 else ""
-    return StackKey(width, _dtype_name(table.dtype), rounding, table.optimizer, table.track, spread, update)
+    return StackKey(
+        width, _dtype_name(table.dtype), rounding, table.optimizer, table.track, table.reads, spread, update
+    )
 
 
 def row_bytes(table: TableConfig, width: int | None = None) -> int:
@@ -461,6 +468,13 @@ def _refused_slices(table: TableConfig, entry: TablePlan, accumulate: Accumulate
     if table.dim % entry.columns:
         return f"is {table.dim} wide, which {entry.columns} equal column slices do not divide."
     width, optimizer = table.dim // entry.columns, table.optimizer
+    if table.reads is not None and (table.reads.weight_block is None or width % table.reads.weight_block):
+        shared = "whole rows" if table.reads.weight_block is None else f"blocks of {table.reads.weight_block}"
+        return (
+            f"has slices of {width} columns, but is read in {table.reads.weight_qtype}, where {shared} share a scale. "
+            "Use slices that are multiples of that, or a kind that keeps rows whole: row_wise, table_wise, "
+            "table_row_wise or data_parallel."
+        )
     if optimizer.uses_row_norms:
         limit = "" if optimizer.max_norm is None else f" with max_norm={optimizer.max_norm}"
         return (

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
+from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.embedding.config import (
     MOST_ROWS,
     UPDATED,
@@ -109,6 +110,11 @@ class Stack:
         return self.members[0].config.optimizer
 
     @property
+    def reads(self) -> QuantizationRule | None:
+        """The number format that rows are read in."""
+        return self.members[0].config.reads
+
+    @property
     def stochastic(self) -> bool:
         """Whether updated rows are rounded by chance."""
         return self.dtype.itemsize < 4 and self.members[0].config.rounding == "stochastic"
@@ -172,7 +178,7 @@ class Stack:
 def stack_tables(
     tables: tuple[TableConfig, ...], slices: Mapping[str, tuple[Slice, ...]], devices: int
 ) -> tuple[Stack, ...]:
-    """Groups slices of equal width, dtype, rounding, optimizer, tracking and spread, in order of first appearance.
+    """Groups slices that agree in their `StackKey`, in order of first appearance.
 
     Raises:
       UserError: a stack has more rows per device than an int32 can count.

@@ -1,0 +1,117 @@
+"""Weights that know the format of their products, in the place of plain arrays: models know of no formats.
+
+A model reads a parameter, casts it, reshapes or transposes it, and multiplies it (`@`, `weights.dot`) or looks rows up
+in it (`[ids]`). These are what `FormattedWeight` can do; anything else is an error, never a product without a format.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from scalejax.numerics import products
+from scalejax.numerics.rules import QuantizationRule, module_of
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("rule", "path"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FormattedWeight:
+    """A matrix, or a table of embeddings, with the rule for it.
+
+    Attributes:
+      array: float[...], not quantized.
+      rule: Its formats.
+      path: Of its module, for messages.
+    """
+
+    array: jax.Array
+    rule: QuantizationRule
+    path: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.array.ndim
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+    @property
+    def T(self) -> "FormattedWeight":
+        return dataclasses.replace(self, array=self.array.T)
+
+    def astype(self, dtype: Any) -> "FormattedWeight":
+        return dataclasses.replace(self, array=self.array.astype(dtype))
+
+    def reshape(self, *shape: Any) -> "FormattedWeight":
+        return dataclasses.replace(self, array=self.array.reshape(*shape))
+
+    def __getitem__(self, index: Any) -> Any:
+        """`[...]` is the weight itself, as modules read a parameter; `[ids]` are rows in the format of weights."""
+        if index is Ellipsis:
+            return self
+        return products.read_rows(self.array[index], self.rule, where=self.path)
+
+    def __matmul__(self, x: jax.Array) -> jax.Array:
+        """W x for matrices."""
+        dimensions = (((self.ndim - 1,), (0,)), ((), ()))
+        return products.mx_dot_general(self.array, x, dimensions, rule=self.rule, weight="lhs", where=self.path)
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        """x W for a matrix W."""
+        return dot(x, self)
+
+
+def dot(
+    x: jax.Array, weight: "jax.Array | FormattedWeight", *, contract: int = 1, dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+    """x times a weight: the last `contract` axes of x against the first of `weight`.
+
+    Args:
+      x: float[..., ...].
+      weight: float[..., ...], with a format or without.
+      contract: Axes that are summed over.
+      dtype: In which sums are kept and returned; None = what the operands promote to.
+    """
+    dimensions = ((tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract))), ((), ()))
+    if isinstance(weight, FormattedWeight):
+        return products.mx_dot_general(
+            x, weight.array, dimensions, preferred_element_type=dtype, rule=weight.rule, where=weight.path
+        )
+    return jax.lax.dot_general(x, weight, dimensions, preferred_element_type=dtype)
+
+
+def formatted(params: Mapping[str, Any], rules: Mapping[str, QuantizationRule]) -> dict[str, Any]:
+    """Parameters by path, those of the modules that rules name as `FormattedWeight`.
+
+    Args:
+      params: {path: array}.
+      rules: {path of a module: its rule}, see `rules.assign`. A rule without formats leaves its module as it is.
+    """
+    return {path: _formatted(array, module_of(path), rules) for path, array in params.items()}
+
+
+def _formatted(array: Any, module: str, rules: Mapping[str, QuantizationRule]) -> Any:
+    rule = rules.get(module)
+    if rule is None or (rule.weight_qtype, rule.act_qtype, rule.bwd_qtype) == (None, None, None):
+        return array
+    return FormattedWeight(array=array, rule=rule, path=module)
+
+
+def weights_of(logical_axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, str]:
+    """{path of a module: path of its weight} for the parameters that are matrices or tables, layer by layer.
+
+    Args:
+      logical_axes: {path of a parameter: its axes}; "layers" is that of scanned layers.
+    """
+    return {
+        module_of(path): path
+        for path, axes in logical_axes.items()
+        if len([axis for axis in axes if axis != "layers"]) > 1
+    }
