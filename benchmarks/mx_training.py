@@ -1,0 +1,113 @@
+"""Small models trained in number formats and in float32: losses after the same steps, over several seeds.
+
+python benchmarks/mx_training.py [--seeds 3] [--models llama dlrm wukong] [--json FILE] > table.md
+
+All products with weights, forward and backward, and all tables of embeddings are in the format; activations between
+products, optimizers and master parameters are float32. A seed draws parameters and the order of the examples, the same
+for every format, so that differences are taken seed by seed. The table has the mean over seeds and their standard
+deviation, and of the differences from float32 the mean and the standard error.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import sys
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from scalejax import configs
+from scalejax.bench import machine
+from scalejax.numerics.rules import QuantizationRule
+from scalejax.parallel.mesh import make_mesh
+from scalejax.train import dense, program
+from scalejax.train.click_run import ClickRun
+from scalejax.train.dense_run import DenseRun
+from scalejax.train.experiment import AnyExperiment, DenseExperiment
+
+MODELS: dict[str, tuple[str, ...]] = {
+    "llama": (
+        "llama-tiny", "model.layers=2", "model.dim=64", "model.ffn_dim=192", "model.unroll=1",
+        "data.length=128", "data.batch_size=8", "steps=300",
+    ),
+    "dlrm": ("dlrm-smoke", "data.batch_size=2048", "steps=300", "microbatch=2048"),
+    "wukong": ("wukong-smoke", "data.batch_size=2048", "steps=300", "microbatch=2048"),
+}  # fmt: skip
+SPLITS = {"llama": ("validation", "val_loss"), "dlrm": ("test", "test_logloss"), "wukong": ("test", "test_logloss")}
+FORMATS = ("float32", "bdr_mx9", "bdr_mx6", "bdr_mx4")
+
+
+def experiment_of(model: str, format: str) -> AnyExperiment:
+    """The recipe of a model, with one rule for everything."""
+    name, *sets = MODELS[model]
+    rule = QuantizationRule(weight_qtype=format, act_qtype=format, bwd_qtype=format, tail="pad")
+    rules = () if format == "float32" else (rule,)
+    return dataclasses.replace(configs.load(name, sets), quantization=rules, eval_every=0)
+
+
+def losses(model: str, format: str, seeds: int) -> list[float]:
+    """Final losses by seed. One program is compiled for all seeds."""
+    experiment: Any = experiment_of(model, format)
+    mesh = make_mesh(experiment.mesh, jax.devices()[:1])
+    is_dense = isinstance(experiment, DenseExperiment)
+    module, kind = (dense, DenseRun) if is_dense else (program, ClickRun)
+    built: Any = module.build(experiment, experiment.data.build().schema, mesh)
+    split, key = SPLITS[model]
+    found = []
+    for seed in range(seeds):
+        data = dataclasses.replace(experiment.data, seed=seed).build()
+        seeded = dataclasses.replace(built, experiment=dataclasses.replace(experiment, seed=seed))
+        state, host = kind(seeded, data).begin()
+        run: Any = kind(built, data)
+        begun = time.perf_counter()
+        with run.feed(host, experiment.steps) as feed:
+            for _ in range(experiment.steps):
+                feed.take()
+                state, _ = feed.step(state)
+        found.append(float(run.score(state, split)[key]))
+        if not math.isfinite(found[-1]):
+            raise SystemExit(f"{model} in {format}, seed {seed}: the loss is {found[-1]}")
+        seconds = time.perf_counter() - begun
+        print(f"{model} {format} seed {seed}: {found[-1]:.5f} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+    return found
+
+
+def row(model: str, format: str, values: list[float], plain: list[float]) -> str:
+    """One line of the table."""
+    got, base = np.array(values), np.array(plain)
+    cells = [model, format, f"{got.mean():.5f} ± {got.std(ddof=1):.5f}"]
+    if format == "float32":
+        return f"| {' | '.join(cells)} | | |"
+    difference = got - base
+    error = difference.std(ddof=1) / math.sqrt(len(difference))
+    relative = 100 * difference.mean() / base.mean()
+    return f"| {' | '.join(cells)} | {difference.mean():+.5f} ± {error:.5f} | {relative:+.2f} % |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    if options.seeds < 2 or options.formats[0] != "float32":
+        parser.error("--seeds must be at least 2, and --formats begin with float32, to compare with")
+    print(f"{machine.device_name(jax.devices()[0])}, {machine.today()}, commit {machine.commit()}\n")
+    print("| model | format | final loss | minus float32 | of the loss |\n|---|---|---|---|---|")
+    found: dict[str, dict[str, list[float]]] = {}
+    for model in options.models:
+        of_model = found.setdefault(model, {})
+        for format in options.formats:
+            of_model[format] = losses(model, format, options.seeds)
+            print(row(model, format, of_model[format], of_model["float32"]), flush=True)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
