@@ -8,6 +8,7 @@ import pytest
 from scalejax import optim
 from scalejax.configs import discovery, overrides
 from scalejax.errors import UserError
+from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 
 EXAMPLES = pathlib.Path(__file__).parent / "example_recipes.py"
@@ -81,6 +82,30 @@ def test_a_type_name_chooses_a_member_of_a_union_with_its_defaults(experiment):
     got = overrides.apply(experiment, ["optimizer=AdamW", "row_optimizer=Adagrad"])
     assert got.optimizer == optim.AdamW()
     assert type(got.row_optimizer).__name__ == "Adagrad"
+
+
+def test_type_names_make_a_tuple_of_dataclasses(experiment):
+    two = overrides.apply(
+        experiment,
+        [
+            "quantization=QuantizationRule,QuantizationRule",
+            "quantization.0.module_path=head",
+            "quantization.1.weight_qtype=bdr_mx6",
+            "quantization.1.tail=pad",
+        ],
+    )
+    assert two.quantization == (
+        QuantizationRule(module_path="head"),
+        QuantizationRule(weight_qtype="bdr_mx6", tail="pad"),
+    )
+    assert overrides.apply(two, ["quantization=[QuantizationRule]"]).quantization == (QuantizationRule(),)
+    assert overrides.apply(two, ["quantization=[]"]).quantization == ()
+    with pytest.raises(UserError, match="quantization must be a list, each item the type name QuantizationRule"):
+        overrides.apply(experiment, ["quantization=bdr_mx6"])
+    with pytest.raises(UserError, match="nearest are bdr_mx6"):
+        overrides.apply(two, ["quantization.0.act_qtype=mx6"])
+    with pytest.raises(UserError, match="cannot become a MappedFeatures by name"):
+        overrides.apply(experiment, ["id_maps=MappedFeatures"])
 
 
 def test_a_file_is_read_where_the_type_of_the_field_can(experiment, tmp_path):
