@@ -10,6 +10,7 @@ product that the array is for. Nothing moves in memory but for padding.
 
 import dataclasses
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -227,7 +228,10 @@ def _check_shards(x, format: BlockFormat, axis: int) -> None:
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return
-    own = sharding.shard_shape(x.shape)[axis]
+    # By the spec alone: inside a shard_map an array has no shape of shards, and its manual axes are not in its spec.
+    entry = sharding.spec[axis] if axis < len(sharding.spec) else None
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    own = x.shape[axis] // math.prod(sharding.mesh.shape[name] for name in names)
     if own != x.shape[axis] and own % format.k1:
         most = x.shape[axis] // format.k1
         raise UserError(
