@@ -70,9 +70,10 @@ all-to-all of bytes), and of what is whole on every device (all-reduce).
 
 TABLE
 
-Differences are those of runs of the same seed: mean, then the smallest and largest over seeds. "Sums in another order" is
-float32 under HYBRID_SHARD on replica=4, fsdp=2: the same arithmetic but for the order of sums, so that its differences
-are those of any two runs that round differently. Runs in float32 from different seeds differ by {spread:.3f} at most.
+Differences are those of runs of the same seed: mean, then the smallest and largest over seeds. "Sums in another order"
+is float32 under HYBRID_SHARD on replica=4, fsdp=2: the same arithmetic but for the order of sums, so that its
+differences are those of any two runs that round differently. Runs in float32 from different seeds differ by
+{spread:.3f} at most.
 """
 
 
