@@ -65,8 +65,9 @@ PAGE = """\
 width 64: {count:,} parameters, {steps} steps of {rows} rows of {length} bytes of Python's standard library, AdamW,
 FULL_SHARD over eight virtual devices. Master parameters, sums of gradients and the optimizer are float32; parameters
 are rounded where they are gathered, gradients where they leave a device. Runs of a seed differ in that alone. No error
-feedback. KiB are payloads of a step on a device: of parameters (all-gather), of gradients (reduce-scatter, or
-all-to-all of bytes), and of what is whole on every device (all-reduce).
+feedback. The loss is that of the master parameters, in nats a byte. KiB are payloads of a step on a device: of
+parameters (all-gather), of gradients (reduce-scatter, or all-to-all of bytes), and of what is whole on every device
+(all-reduce).
 
 TABLE
 
