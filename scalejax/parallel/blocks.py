@@ -62,7 +62,7 @@ def check_dtypes(strategy: str, **dtypes: str | None) -> None:
             )
 
 
-GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
+GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced", "decode_shards")
 """Names of the primitives that make parameters whole."""
 
 

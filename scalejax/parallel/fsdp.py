@@ -15,6 +15,7 @@ Two forms, see `Fsdp.form`: the compiler places the collectives, or `parallel.bl
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -25,12 +26,13 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel import blocks, ddp
+from scalejax.parallel import blocks, ddp, encoded
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Loss
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import BATCH_AXES
 from scalejax.parallel.rules import LogicalAxes, Placement, Rules
+from scalejax.parallel.wire_formats import WireFormat, check_formats
 
 Sharding = Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
@@ -62,6 +64,10 @@ class Fsdp:
         The shard is cast before it travels.
       reduce_dtype: Dtype in which gradients are summed over devices (explicit form); None = param_dtype, or that of the
         master parameters with accumulate="local", which adds up in it.
+      gather_format: Block format in which parameters are gathered (explicit form); None = param_dtype. The model sees
+        them as the format does, in param_dtype; master parameters stay as they are. See `parallel.encoded`.
+      reduce_format: Block format in which gradients travel to the device that adds them up, in float32 (explicit form);
+        None = reduce_dtype. What is whole on every device, and sums over copies of a shard, stay in their dtype.
       output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
       accumulate: With several parts: reduce the gradients of each ("communicate"), or their local sum once ("local",
         explicit form; a whole gradient rests on each device).
@@ -73,6 +79,8 @@ class Fsdp:
     form: Literal["implicit", "explicit"] = "implicit"
     param_dtype: DTypeName | None = None
     reduce_dtype: DTypeName | None = None
+    gather_format: WireFormat | None = None
+    reduce_format: WireFormat | None = None
     output_dtype: DTypeName | None = None
     accumulate: Accumulate = "communicate"
     replicate_below: int = 0
@@ -99,6 +107,29 @@ class Fsdp:
             )
         if self.replicate_below < 0:
             raise UserError(f"Fsdp: replicate_below must be at least 0; got {self.replicate_below}.")
+        check_formats("Fsdp", gather_format=self.gather_format, reduce_format=self.reduce_format)
+        for field, format in self.formats.items():
+            if self.form == "implicit":
+                raise UserError(
+                    f"Fsdp: {field}={format!r} needs form='explicit': in the implicit form the compiler places the "
+                    f"collectives and knows dtypes alone. Set form='explicit', or leave {field} out."
+                )
+            if self.sharding == "NO_SHARD":
+                raise UserError(
+                    f"Fsdp: {field}={format!r} needs parameters that are sharded: under NO_SHARD nothing is gathered, "
+                    "and whole gradients are summed by all-reduces, which cannot add up encoded numbers. Name another "
+                    f"sharding, such as FULL_SHARD, or leave {field} out."
+                )
+        if self.gather_format is not None and self.param_dtype == "float64":
+            raise UserError(
+                f"Fsdp: gather_format={self.gather_format!r} decodes to 32 bits at most; got param_dtype='float64'. "
+                "Leave one of them out."
+            )
+        if self.reduce_format is not None and self.reduce_dtype not in (None, "float32"):
+            raise UserError(
+                f"Fsdp: what travels in reduce_format={self.reduce_format!r} is added up in float32; got "
+                f"reduce_dtype={self.reduce_dtype!r}. Leave one of them out."
+            )
 
     @property
     def after_forward(self) -> Literal["drop", "keep"]:
@@ -111,7 +142,16 @@ class Fsdp:
 
     def exchange(self, layouts: Mapping[str, blocks.Layout], axes: tuple[str, ...]) -> blocks.Exchange:
         """How parameters travel in the explicit form."""
-        return blocks.Plain(layouts=layouts, axes=axes, param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        plain = blocks.Plain(layouts=layouts, axes=axes, param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        if not self.formats:
+            return plain
+        return encoded.Encoded(plain=plain, gather_format=self.gather_format, reduce_format=self.reduce_format)
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """The fields that name a block format, with their names."""
+        named = {"gather_format": self.gather_format, "reduce_format": self.reduce_format}
+        return {field: format for field, format in named.items() if format is not None}
 
 
 Strategy = Fsdp | Ddp
@@ -205,6 +245,7 @@ def gradients(
         ddp.check_specs(specs, mesh)
     else:
         _check_specs(strategy, mesh, specs)
+        _check_blocks(strategy, mesh, specs)
     if strategy.form == "explicit":
         _check_stages(mesh, specs, handled)
     elif handled:
@@ -381,6 +422,25 @@ def _check_specs(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:
             raise UserError(
                 f"gradients: {path!r} is sharded over {said}, but {strategy.sharding} on this mesh shards {meant} or "
                 "leaves a parameter whole. Take the specs of `fsdp.place`, or name the strategy that fits them."
+            )
+
+
+def _check_blocks(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:
+    """Refuses parameters whose blocks would lie on several devices."""
+    for (field, format), (path, spec) in itertools.product(strategy.formats.items(), specs.items()):
+        named = [tuple(a for a in blocks.axes_of(entry) if mesh.shape[a] > 1) for entry in spec]
+        beside = sorted({a for axes in named for a in axes if a not in (*BATCH_AXES, "stage")})
+        if beside:
+            stated = ", ".join(f"{axis}={mesh.shape[axis]}" for axis in beside)
+            raise UserError(
+                f"Fsdp: {path!r} is cut over {stated} as well, which the compiler places: blocks of {format} would "
+                f"straddle devices. Use a mesh with {', '.join(f'{a}=1' for a in beside)}, or leave {field} out."
+            )
+        cut = [str(dim) for dim, axes in enumerate(named) if any(a in BATCH_AXES for a in axes)]
+        if len(cut) > 1:
+            raise UserError(
+                f"Fsdp: {path!r} is cut along dimensions {' and '.join(cut)}, and parameters that travel in {format} "
+                f"along one. Take the specs of `fsdp.place`, or leave {field} out."
             )
 
 

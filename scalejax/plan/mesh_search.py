@@ -137,12 +137,20 @@ def search(
       progress: Called with a line before each compilation.
 
     Raises:
-      UserError: the model is no decoder, the topology is wrong, libtpu is missing, or nothing fits.
+      UserError: the model is no decoder, the topology is wrong, libtpu is missing, parameters or gradients travel in a
+        block format, or nothing fits.
     """
     if not 0 <= compiles <= MOST_COMPILES:
         raise UserError(f"search: compiles must be 0 to {MOST_COMPILES}; got {compiles}.")
     if depths is not None and not 1 <= depths[0] < depths[1]:
         raise UserError(f"search: depths must be two numbers of layers, the smaller first; got {depths}. Try (1, 2).")
+    for field in ("gather_format", "reduce_format"):
+        if getattr(experiment.strategy, field, None) is not None:
+            raise UserError(
+                f"search: strategy.{field} is {getattr(experiment.strategy, field)!r}, and the arithmetic that chooses "
+                f"meshes knows dtypes alone. Search with --set strategy.{field}=none, or leave --search out: "
+                "`scalejax plan` compiles any strategy."
+            )
     machine = topology.parse(topology_name)
     decoder = decoders.decoder_of(experiment)
     dtype = "bfloat16" if experiment.precision.compute == "platform" else experiment.precision.compute

@@ -206,6 +206,14 @@ def test_blocks_lie_within_shards_or_are_refused(axis_type):
             jax.jit(lambda x: api.cast(x, "mxint8", axis=1))(jax.device_put(x, along))
 
 
+def test_inside_a_shard_map_an_array_is_what_a_device_holds():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((8, 128)), jnp.float32)
+    spec = jax.sharding.PartitionSpec("fsdp")
+    got = jax.shard_map(lambda x: api.cast(x, "mxint8", axis=1), mesh=mesh, in_specs=spec, out_specs=spec)(x)
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(api.cast(x, "mxint8", axis=1)))
+
+
 @pytest.mark.parametrize("name", ["bdr_mx6", "nvfp4", "vsq4"])
 def test_arrays_without_entries_have_codes_without_entries(name):
     format = format_cases.small(name)

@@ -215,6 +215,12 @@ def test_at_most_five_are_compiled():
         search(_experiment(), "v6e:4x4", compiles=6)
 
 
+def test_block_formats_on_the_wire_are_refused():
+    strategy = Fsdp(form="explicit", reduce_format="bdr_mx6")
+    with pytest.raises(UserError, match=r"strategy.reduce_format is 'bdr_mx6'.*leave --search out"):
+        search(_experiment(strategy=strategy), "v6e:4x4", compiles=0)
+
+
 def test_a_model_that_is_no_decoder_is_refused():
     odd = dataclasses.replace(_experiment(), model=object())
     with pytest.raises(UserError, match="must be a decoder"):

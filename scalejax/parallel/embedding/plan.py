@@ -32,6 +32,7 @@ from scalejax.parallel.embedding.config import (
     TableConfig,
     row_state_bytes,
 )
+from scalejax.parallel.wire_formats import WireFormat
 
 if TYPE_CHECKING:
     from scalejax.numerics.rules import QuantizationRule
@@ -40,7 +41,7 @@ Kind = Literal["row_wise", "table_wise", "column_wise", "table_row_wise", "table
 KINDS: tuple[str, ...] = get_args(Kind)
 SLICED = ("column_wise", "table_column_wise", "grid")
 Accumulate = Literal["ordered", "exact"]
-Wire = Literal["full", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"]
+Wire = Literal["full", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", WireFormat]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,8 @@ class Exchange:
         worst case (all ids go to one device), they get that room, and no batch can be too uneven. Larger exchanges go
         by `capacity_factor`, so that memory per device falls as devices are added.
       forward: What rows and pooled vectors travel as. "full" keeps the dtype of the computation; float16 is clamped to
-        its range; float8 and int8 carry one float32 scale a vector.
+        its range; float8 and int8 carry one float32 scale a vector; block formats (`numerics.formats`) have blocks
+        along the vector, each vector beginning one.
       backward: What gradients travel as.
       loss_scale: Gradients are multiplied by it before they travel and divided after; for float16 and float8.
       spill: Ids that find no room embed as zeros and update nothing. "fail": training or scoring stops; "count": it

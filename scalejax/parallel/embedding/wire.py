@@ -3,9 +3,10 @@
     bfloat16, float16       rounded to nearest; float16 after clamping to its range, +-65504
     float8_*, int8          vector / scale, rounded to nearest, with scale = largest magnitude / largest code; the four
                             bytes of the scale travel behind the codes of its vector
+    bdr_mx9, mxfp6_e2m3 ... the block formats of `parallel.codec`, blocks along the vector
 
-What is not a number stays visible: a NaN or an infinity in a vector makes all of it NaN (int8, float8) or stays where
-it is (bfloat16; float16 clamps infinities, as its range says).
+What is not a number stays visible: a NaN or an infinity in a vector makes all of it NaN (int8, float8), all of its
+block (block formats), or stays where it is (bfloat16; float16 clamps infinities, as its range says).
 """
 
 from collections.abc import Callable
@@ -14,7 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax.parallel import codec
 from scalejax.parallel.embedding.plan import Wire
+from scalejax.parallel.wire_formats import WIRE_FORMATS
 
 _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _SCALED = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2, "int8": jnp.int8}
@@ -34,12 +37,14 @@ def carry(
     if wire == "full":
         return move(vectors)
     scaled = vectors if loss_scale == 1.0 else vectors * loss_scale
-    decoded = decode(move(encode(scaled, wire)), wire, vectors.dtype)
+    decoded = decode(move(encode(scaled, wire)), wire, vectors.dtype, dim=vectors.shape[-1])
     return decoded if loss_scale == 1.0 else decoded / loss_scale
 
 
 def encode(vectors: jax.Array, wire: Wire) -> jax.Array:
-    """float[..., D] -> what travels: [..., D], or int8[..., D + 4] with a scale."""
+    """float[..., D] -> what travels: [..., D], int8[..., D + 4] with a scale, or the bytes of a block format."""
+    if wire in WIRE_FORMATS:
+        return codec.encode(vectors.astype(jnp.float32) if vectors.dtype == jnp.float64 else vectors, wire)
     if wire in _HALF:
         if wire == "float16":
             limit = float(jnp.finfo(jnp.float16).max)
@@ -54,8 +59,11 @@ def encode(vectors: jax.Array, wire: Wire) -> jax.Array:
     return jnp.concatenate([lax.bitcast_convert_type(codes, jnp.int8), tail], axis=-1)
 
 
-def decode(sent: jax.Array, wire: Wire, dtype: jnp.dtype) -> jax.Array:
-    """The inverse of `encode`, up to its rounding."""
+def decode(sent: jax.Array, wire: Wire, dtype: jnp.dtype, *, dim: int) -> jax.Array:
+    """The inverse of `encode`, up to its rounding: float[..., dim] in `dtype`."""
+    if wire in WIRE_FORMATS:
+        decoded = codec.decode(sent, wire, length=dim, dtype=jnp.float32 if dtype == jnp.float64 else dtype)
+        return decoded.astype(dtype)
     if wire in _HALF:
         return sent.astype(dtype)
     codes, scale = sent[..., :-4], lax.bitcast_convert_type(sent[..., -4:], jnp.float32)

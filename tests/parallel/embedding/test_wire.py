@@ -1,5 +1,7 @@
 """Fewer bits on the wire: how far off, what stays, and that nothing changes by default."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +18,9 @@ from embedding_cases import (
 )
 
 from scalejax.errors import UserError
+from scalejax.numerics.qsnr import qsnr
+from scalejax.numerics.quantize import cast
+from scalejax.parallel import codec
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import wire
 from scalejax.parallel.embedding.collection import EmbeddingCollection
@@ -33,7 +38,7 @@ def test_errors_are_within_half_a_unit(kind):
     rng = np.random.default_rng(1)
     vectors = jnp.asarray(rng.normal(size=(500, 24)) * 10.0 ** rng.integers(-3, 3, (500, 1)), jnp.float32)
     vectors = vectors.at[7].set(0)
-    got = wire.decode(wire.encode(vectors, kind), kind, jnp.float32)
+    got = wire.decode(wire.encode(vectors, kind), kind, jnp.float32, dim=24)
     most = abs(vectors).max(axis=1, keepdims=True)
     # Scaled types near zero have an absolute grid, a share of the largest; 1.001 for the rounding of the scale.
     bound = ERRORS[kind] * 1.001 * (most if kind in SCALED else abs(vectors))
@@ -48,17 +53,27 @@ def test_errors_are_within_half_a_unit(kind):
 def test_float16_is_clamped_to_its_range():
     vectors = jnp.float32([[1e6, -1e6, 1.0]])
     np.testing.assert_array_equal(
-        wire.decode(wire.encode(vectors, "float16"), "float16", jnp.float32), [[65504, -65504, 1]]
+        wire.decode(wire.encode(vectors, "float16"), "float16", jnp.float32, dim=3), [[65504, -65504, 1]]
     )
 
 
 @pytest.mark.parametrize("kind", ERRORS)
 def test_nan_stays_visible(kind):
-    got = wire.decode(wire.encode(jnp.float32([[1, np.nan, 2]]), kind), kind, jnp.float32)
+    got = wire.decode(wire.encode(jnp.float32([[1, np.nan, 2]]), kind), kind, jnp.float32, dim=3)
     assert np.isnan(np.asarray(got)[0, 1])
 
 
-def run(exchange, kind="row_wise"):
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
+def test_block_formats_are_the_cast_of_every_vector_to_the_bit(dtype):
+    vectors = jnp.asarray(np.random.default_rng(1).normal(size=(4, 5, 24)), dtype)
+    for kind in ("bdr_mx6", "mxfp8_e4m3"):
+        encoded = wire.encode(vectors, kind)
+        assert (encoded.dtype, encoded.shape) == (jnp.uint8, (4, 5, {"bdr_mx6": 2 + 2 + 15, "mxfp8_e4m3": 25}[kind]))
+        got = wire.decode(encoded, kind, vectors.dtype, dim=24)
+        np.testing.assert_array_equal(got, cast(vectors, kind, axis=-1, tail="pad"))
+
+
+def run(exchange, kind="row_wise", size=1e-6):
     tables = wide_tables(OPTIMIZERS["sgd decoupled"])
     on = EmbeddingCollection(
         tables=tables,
@@ -67,7 +82,7 @@ def run(exchange, kind="row_wise"):
         exchange=exchange,
     )
     host = batch(16, weighted=True)
-    grads = {name: 1e-6 * g for name, g in given_grads(tables, host).items()}
+    grads = {name: size * g for name, g in given_grads(tables, host).items()}
 
     def step(state, features):
         embedded, routing = on.lookup(state, features)
@@ -111,9 +126,39 @@ def test_forward_and_backward_travel_as_they_are_told(kind, forward, backward):
         assert abs(moved[name]["rows"]).max() > 0  # the loss scale keeps gradients of 1e-6 above float16's smallest
 
 
+# dB of Gaussian vectors under one scale a block (docs/numerics.md), and a decibel for sums of bags and few vectors.
+FIDELITY = {"bdr_mx9": 46.6, "bdr_mx6": 28.4, "bdr_mx4": 15.8, "mxfp8_e4m3": 30.5, "mxfp6_e2m3": 31.0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "forward", "backward"),
+    [
+        ("row_wise", "bdr_mx6", "mxfp8_e4m3"),
+        pytest.param("table_wise", "mxfp6_e2m3", "bdr_mx9", marks=pytest.mark.slow),
+        pytest.param("column_wise", "bdr_mx4", "bdr_mx6", marks=pytest.mark.slow),
+    ],
+)
+def test_block_formats_travel_as_bytes_and_within_their_fidelity(kind, forward, backward):
+    exact, change, _ = run(Exchange(capacity_factor=8.0), kind, size=1.0)
+    embedded, moved, text = run(Exchange(capacity_factor=8.0, forward=forward, backward=backward), kind, size=1.0)
+    sent = [line for line in text.splitlines() if "all_to_all" in line]
+    widths = {int(width) for line in sent for width in re.findall(r"x(\d+)xui8>", line)}
+    dim = 16 if kind == "column_wise" else 32
+    assert widths == {codec.encoded_bytes(dim, format) for format in (forward, backward)}
+    assert not any(f"x{dim}xf32>" in line for line in sent)
+    for found, expected, format in (
+        (embedded, exact, forward),
+        ({name: x["rows"] for name, x in moved.items()}, {name: x["rows"] for name, x in change.items()}, backward),
+    ):
+        dB = qsnr(*(np.concatenate([np.ravel(side[name]) for name in expected]) for side in (expected, found)))
+        assert FIDELITY[format] - 1.5 < dB < FIDELITY[format] + 6, (format, dB)
+
+
 def test_what_cannot_travel_is_refused():
     with pytest.raises(UserError, match=r"forward must be one of full, bfloat16.*got 'float4'"):
         Exchange(forward="float4")
+    with pytest.raises(UserError, match=r"backward must be one of full, .*bdr_mx6, .*mxfp8_e4m3.*; got 'mx6'"):
+        Exchange(backward="mx6")
     with pytest.raises(UserError, match="loss_scale must be a positive number; got 0"):
         Exchange(loss_scale=0.0)
     with pytest.raises(UserError, match="spill must be 'fail' or 'count'; got 'drop'"):
