@@ -11,7 +11,7 @@ from scalejax.cli.convert import Step, open_model
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.surgery.quantize.checkpoint import Row
+    from scalejax.surgery.quantize.checkpoint import Quantizer, Row
 
 
 def quantize(
@@ -50,6 +50,29 @@ def quantize(
         str, typer.Option("--calibrate", metavar="METHOD", help="What scales are chosen by: max, percentile or mse.")
     ] = "max",
     percentile: Annotated[float, typer.Option("--percentile", metavar="P", help="For --calibrate percentile.")] = 99.9,
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="direct: each number to the nearest; error-diffusion: errors passed on, for outputs on --text.",
+        ),
+    ] = "direct",
+    text: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--text",
+            metavar="PATH",
+            help="For error-diffusion: a file or folder of text. Default: sources of Python's standard library.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", help="For error-diffusion: of the text, at most.")
+    ] = 16_384,
+    damping: Annotated[
+        float,
+        typer.Option("--damping", metavar="D", help="For error-diffusion: added to the covariance, times its mean."),
+    ] = 0.01,
     layout: Annotated[
         str,
         typer.Option("--layout", metavar="NAME", help="scalejax, compressed-tensors or gpt-oss, for other readers."),
@@ -73,6 +96,10 @@ def quantize(
     from scalejax.surgery.quantize import plan as planning
     from scalejax.surgery.quantize.calibration import Calibration
 
+    if method not in ("direct", "error-diffusion"):
+        raise UserError(f"--method must be direct or error-diffusion; got {method!r}.")
+    if method == "direct" and text is not None:
+        raise UserError(f"--text {text}: a direct cast reads no text. Leave it out, or add --method error-diffusion.")
     stored, rules = find_layout(layout), [planning.parse_rule(text) for text in rule or []]
     chosen: Any = scale_rule
     calibration = Calibration(method=calibrate, percentile=percentile, scale_rule=chosen)  # pyright: ignore[reportArgumentType]
@@ -81,6 +108,14 @@ def quantize(
     plan = planning.make(model, format, rules, stored)
     calibration.check({weight.format for weight in plan if weight.format is not None})
     console = output.console()
+    quantizer: Quantizer = writing.DirectCast(model, calibration)
+    if method == "error-diffusion":
+        from scalejax.inference import text_rows
+        from scalejax.surgery.quantize.activations import ErrorDiffusion
+
+        found = text_rows.read_rows(model, text, tokens)
+        console.print(f"Calibration text: {found.size:,} tokens in {len(found):,} rows.")
+        quantizer = ErrorDiffusion(model, plan, found, calibration, damping)
     total = sum(stored_bytes(weight, stored, model) for weight in plan)
     with output.transfer(console) as progress:
         task = progress.add_task(f"to {target}", total=total)
@@ -88,7 +123,7 @@ def quantize(
             model,
             target,
             plan,
-            writing.DirectCast(model, calibration),
+            quantizer,
             stored,
             shard_bytes=int(shard_size * 10**9),
             wrote=lambda count: progress.advance(task, count),

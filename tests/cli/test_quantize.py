@@ -93,3 +93,30 @@ def test_reading_with_the_wrong_format_is_one_message(invoke, theirs, tmp_path):
     one_error(
         invoke("generate", str(tmp_path / "out"), "--prompt", "a"), "format: there is no 'mxfp9'; the nearest are "
     )
+
+
+def test_errors_are_passed_on_with_text(invoke, theirs, tmp_path):
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 40)
+    arguments = ("--format", "mxfp4_e2m1", "--method", "error-diffusion", "--text", str(tmp_path / "text.txt"))
+    done = invoke("quantize", str(theirs), str(tmp_path / "out"), *arguments, "--tokens", "600")
+    assert done.exit_code == 0, done.stderr
+    assert "Calibration text: 512 tokens in 1 rows." in done.stdout
+    assert "output error / direct cast" in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if "model.layers.1.mlp.up_proj.weight" in line)
+    assert 0 < float(line.split()[-1]) < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "gptq"), "--method must be direct or error-diffusion; got 'gptq'"),
+        (("--text", "a.txt"), "--text a.txt: a direct cast reads no text"),
+        (("--method", "error-diffusion", "--text", "nowhere"), "--text nowhere does not exist"),
+        (("--method", "error-diffusion", "--tokens", "0"), "--tokens must be at least 2"),
+        (("--method", "error-diffusion", "--damping", "0"), "--damping must be above 0"),
+    ],
+)
+def test_mistakes_with_text_are_one_message(invoke, theirs, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    one_error(invoke("quantize", str(theirs), "x", "--format", "mxfp4_e2m1", *arguments), words)
+    assert not (tmp_path / "x").exists()
