@@ -153,6 +153,19 @@ class Engine:
                 break
         return [Continuation(tuple(new), end or "length") for new, end in zip(out, ended, strict=True)]
 
+    def logits(self, tokens: np.ndarray) -> jax.Array:
+        """Of the next token at every position: int32[B, S] -> wide[B, S, V]; each row is a document.
+
+        Raises:
+          UserError: rows are longer than the model is meant for.
+        """
+        if tokens.shape[1] > self.config.max_positions:
+            raise UserError(
+                f"a row has {tokens.shape[1]:,} tokens, but the model is meant for at most "
+                f"{self.config.max_positions:,} positions. Cut the text into shorter rows."
+            )
+        return self._forward(self.params, np.asarray(tokens, np.int32))
+
     def check_fits(self, rows: int, positions: int) -> None:
         """Refuses a cache that cannot be beside the parameters, before anything is compiled.
 
@@ -224,6 +237,15 @@ class Engine:
         whole = NamedSharding(self.mesh, P())
         keys = self._cache_sharding(jax.eval_shape(empty).cache.keys.shape)
         return jax.jit(empty, out_shardings=_State(Cache(keys, keys, whole), whole, whole, whole))()  # pyright: ignore[reportArgumentType]
+
+    @functools.cached_property
+    def _forward(self) -> Any:
+        def forward(params: Params, tokens: jax.Array) -> jax.Array:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
+            with self._on_mesh():
+                return self._model(params)(tokens, positions, jnp.ones_like(tokens))
+
+        return jax.jit(forward)
 
     @functools.cached_property
     def _read_piece(self) -> Any:

@@ -120,3 +120,32 @@ def test_mistakes_with_text_are_one_message(invoke, theirs, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     one_error(invoke("quantize", str(theirs), "x", "--format", "mxfp4_e2m1", *arguments), words)
     assert not (tmp_path / "x").exists()
+
+
+def test_models_are_compared_on_a_text(invoke, theirs, tmp_path):
+    quantize(theirs, tmp_path / "mx9", "bdr_mx9")
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 20)
+    text = ("--text", str(tmp_path / "text.txt"), "--mesh", "fsdp=8", "--tokens", "256")
+    done = invoke("eval", str(tmp_path / "mx9"), *text)
+    assert done.exit_code == 0, done.stderr
+    assert "tokens predicted          255" in done.stdout
+    done = invoke(
+        "eval", str(theirs), "--against", str(tmp_path / "mx9"), *text, "--json", str(tmp_path / "found.json")
+    )
+    assert done.exit_code == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert 0 < found["divergence"] < 0.05
+    assert found["agreement"] > 0.8
+    assert f"{found['before']['loss']:.4f} -> {found['after']['loss']:.4f}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--against", "x"), "--against x: goes with --text PATH"),
+        (("--text", "nowhere"), "--text nowhere does not exist"),
+        (("--text", "a", "--split", "test"), "--split test: goes with the data of a run, not with --text"),
+    ],
+)
+def test_mistakes_of_comparing_are_one_message(invoke, theirs, arguments, words):
+    one_error(invoke("eval", str(theirs), *arguments), words)
