@@ -36,8 +36,10 @@ def packed(on):
 @pytest.mark.parametrize(
     ("format", "each"),
     [
-        *(("bdr_mx9", 1.125), ("bdr_mx6", 0.75), ("bdr_mx4", 0.5)),
-        *(("mxfp8_e4m3", 33 / 32), ("mxfp6_e3m2", 25 / 32), ("mxfp4_e2m1", 17 / 32)),
+        ("bdr_mx9", 1.125),
+        ("mxfp6_e3m2", 25 / 32),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("bdr_mx6", 0.75), ("bdr_mx4", 0.5))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("mxfp8_e4m3", 33 / 32), ("mxfp4_e2m1", 17 / 32))),
     ],
 )
 def test_bytes_of_a_number_in_memory(theirs, tmp_path, format, each):
@@ -49,22 +51,30 @@ def test_bytes_of_a_number_in_memory(theirs, tmp_path, format, each):
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(held)) == each * numbers
 
 
-@pytest.mark.parametrize("dtype", [None, "float32"])
-def test_packed_weights_give_the_logits_of_decoded_ones(theirs, tmp_path, dtype):
-    for format in ("mxfp6_e3m2", "nvfp4", "int4:32"):
-        quantize(theirs / "bfloat16", tmp_path / format, format)
-        ons = [engine(tmp_path / format, param_dtype=dtype, weights=w) for w in ("packed", "decoded")]
-        assert [bool(packed(on)) for on in ons] == [True, False]
-        for name, value in packed(ons[0]).items():
-            for layer in range(SMALL.layers):
-                one = jax.tree.map(lambda a, layer=layer: a[layer], value).decode()
-                np.testing.assert_array_equal(one, ons[1].params[name][layer])
-                assert one.dtype == (dtype or jnp.bfloat16)
+@pytest.mark.parametrize(
+    ("format", "dtype"),
+    [("nvfp4", "float32"), *(pytest.param(f, None, marks=pytest.mark.slow) for f in ("mxfp6_e3m2", "int4:32"))],
+)
+def test_packed_weights_give_the_logits_of_decoded_ones(theirs, tmp_path, format, dtype):
+    quantize(theirs / "bfloat16", tmp_path / format, format)
+    ons = [engine(tmp_path / format, param_dtype=dtype, weights=w) for w in ("packed", "decoded")]
+    assert [bool(packed(on)) for on in ons] == [True, False]
+    for name, value in packed(ons[0]).items():
+        for layer in range(SMALL.layers):
+            one = jax.tree.map(lambda a, layer=layer: a[layer], value).decode()
+            np.testing.assert_array_equal(one, ons[1].params[name][layer])
+            assert one.dtype == (dtype or jnp.bfloat16)
     logits = [np.asarray(on.logits(ROWS)) for on in ons]
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-2, atol=1e-2 * np.abs(logits[1]).max())
 
 
-@pytest.mark.parametrize("mesh", [None, {"fsdp": 1, "tensor": 2}, {"fsdp": 2, "tensor": 1}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"fsdp": 1, "tensor": 2},
+        *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in (None, {"fsdp": 2, "tensor": 1})),
+    ],
+)
 def test_packed_weights_generate_the_same_tokens(theirs, tmp_path, mesh):
     quantize(theirs / "float32", tmp_path / "out", "bdr_mx6")
     want = engine(tmp_path / "out", weights="decoded").generate(PROMPTS, max_tokens=6)
@@ -82,8 +92,8 @@ def test_blocks_that_a_mesh_cuts_are_decoded(theirs, tmp_path):
     # 96 columns are 3 blocks of 32, and 4 devices share them.
     assert "layers/mlp/down" not in packed(on)
     assert "layers/mlp/up" in packed(on)
-    want = engine(tmp_path / "out", weights="decoded").generate(PROMPTS, max_tokens=4)
-    assert on.generate(PROMPTS, max_tokens=4) == want
+    # A device has the columns of 4 heads' parts: a quarter of 64 is half a block.
+    assert "layers/attention/out" not in packed(on)
 
 
 def test_layers_of_several_formats_are_decoded(theirs, tmp_path):

@@ -83,6 +83,7 @@ def test_weights_outside_the_layers(theirs):
     assert not made._results
 
 
+@pytest.mark.slow
 def test_later_matrices_see_what_earlier_ones_have_become(theirs):
     """With query, key and value in few bits the input of `out` is another one, so it is rounded otherwise."""
     opened = model_folder.open_folder(theirs[0])
