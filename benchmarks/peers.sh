@@ -28,6 +28,7 @@ fi
 "$python" -m pip install --constraint "$constraints" torchmetrics==1.0.3 iopath pyre-extensions tensordict
 "$python" -m pip install --constraint "$constraints" transformers==5.23.0 safetensors tokenizers
 "$python" -m pip install --constraint "$constraints" torchao==0.18.0
+"$python" -m pip install --constraint "$constraints" compressed-tensors==0.20.0
 
 "$python" - <<'CHECK'
 import torch

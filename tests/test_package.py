@@ -23,6 +23,7 @@ ALLOWED = {
     "models": {"numerics", "kernels", "parallel", "nn", "data"},
     "train": {"numerics", "parallel", "data", "optim"},
     "inference": {"numerics", "kernels", "parallel", "nn", "models", "data", "train"},
+    "surgery": {"numerics", "kernels", "parallel", "nn", "models", "data", "train", "inference"},
     "plan": {"parallel", "data", "optim", "train"},
     "configs": {"numerics", "parallel", "data", "optim", "nn", "models", "train"},
 }

@@ -31,13 +31,40 @@ def evaluate(
             "--batch-size", metavar="N", min=1, help="Examples per batch over all devices. Default: that of the run."
         ),
     ] = None,
+    text: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--text",
+            metavar="PATH",
+            help="Perplexity of a language model on a file or folder of text; RUN_FOLDER may be a model folder.",
+        ),
+    ] = None,
+    against: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--against",
+            metavar="FOLDER",
+            help="With --text: a second model, such as a quantized one, beside the first.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="With --text: of the text, at most.")] = 16_384,
+    json: options.JsonFile = None,
     cpu_devices: options.CpuDevices = None,
     coordinator: options.Coordinator = None,
     processes: options.Processes = None,
     process_id: options.ProcessId = None,
 ) -> None:
-    """Score a checkpoint of a run on one split."""
+    """Score a checkpoint of a run on one split, or a language model on a text."""
     environment.prepare(cpu_devices=cpu_devices)
+    if text is not None:
+        for name, value in (("--split", split), ("--batch-size", batch_size), ("--coordinator", coordinator)):
+            if value is not None:
+                raise UserError(f"{name} {value}: goes with the data of a run, not with --text. Leave it out.")
+        _score_text(run_folder, against, text, tokens, mesh=mesh, step=step, recipe=recipe, json=json)
+        return
+    for name, value in (("--against", against), ("--json", json)):
+        if value is not None:
+            raise UserError(f"{name} {value}: goes with --text PATH. Add it.")
     experiment = load_run(run_folder, recipe)
     if mesh is not None:
         from scalejax.parallel.mesh import parse_mesh
@@ -56,6 +83,48 @@ def evaluate(
     summary = loop.evaluate(experiment, workdir=run_folder, split=split, step=step, console=console)
     if console is not None:
         console.print(closing.closing_table(summary))
+
+
+def _score_text(
+    folder: pathlib.Path,
+    against: pathlib.Path | None,
+    text: pathlib.Path,
+    tokens: int,
+    *,
+    mesh: str | None,
+    step: int | None,
+    recipe: str | None,
+    json: pathlib.Path | None,
+) -> None:
+    """Prints what one or two models make of a text."""
+    from scalejax.cli.convert import open_model
+    from scalejax.inference import compare, generate, text_rows
+    from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
+
+    made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
+    model = open_model(folder, recipe=recipe, step=step)
+    rows = text_rows.read_rows(model, text, tokens)
+    first = generate.load(model, made)
+    if against is None:
+        score = compare.score(first, rows)
+        lines = [("tokens predicted", f"{score.tokens:,}"), ("loss", f"{score.loss:.4f}")]
+        lines.append(("perplexity", f"{score.perplexity:.4f}"))
+        found: dict[str, Any] = dataclasses.asdict(score) | {"perplexity": score.perplexity}
+    else:
+        second = generate.load(open_model(against, recipe=None, step=None), made)
+        both = compare.compare(first, second, rows)
+        lines = [
+            ("tokens predicted", f"{both.before.tokens:,}"),
+            ("loss", f"{both.before.loss:.4f} -> {both.after.loss:.4f}"),
+            ("perplexity", f"{both.before.perplexity:.4f} -> {both.after.perplexity:.4f}"),
+            ("KL divergence, nats", f"{both.divergence:.6f}"),
+            ("same most probable token", f"{100 * both.agreement:.2f} %"),
+        ]
+        found = dataclasses.asdict(both)
+    for name, value in lines:
+        print(f"{name:<26}{value}")
+    if json is not None:
+        output.write_json(json, found)
 
 
 def read_record(run_folder: pathlib.Path) -> dict[str, Any]:

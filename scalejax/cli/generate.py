@@ -1,5 +1,6 @@
 """`scalejax generate`: continue text with a language model."""
 
+import functools
 import json as jsons
 import pathlib
 import sys
@@ -54,6 +55,14 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16. Default: as stored.")
     ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            "--weights",
+            metavar="HOW",
+            help="Quantized ones: packed (in memory, decoded as they are used) or decoded (when they are loaded).",
+        ),
+    ] = "packed",
     mesh: options.MeshSizes = None,
     json: options.JsonFile = None,
     step: Step = None,
@@ -67,6 +76,8 @@ def generate(
     environment.prepare(cpu_devices=cpu_devices)
     prompts = _prompts(prompt or [], prompt_file or [])
     check_dtype(dtype)
+    if weights not in ("packed", "decoded"):
+        raise UserError(f"--weights must be packed or decoded; got {weights!r}.")
     from scalejax.inference.sampling import Sampling
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
@@ -75,7 +86,7 @@ def generate(
     made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
     model = open_model(folder, recipe=recipe, step=step)
     begin = time.perf_counter()
-    writer = _load(model, made, dtype)
+    writer = _load(model, made, dtype, weights)
     loaded_s = time.perf_counter() - begin
     asked = {"max_tokens": max_tokens, "sampling": sampling, "stop": tuple(stop or ())}
     begin = time.perf_counter()
@@ -98,7 +109,7 @@ def generate(
         output.write_json(json, [_as_json(c) for c in found])
 
 
-def _load(model: "LanguageModel", mesh: Any, dtype: str | None) -> "Writer":
+def _load(model: "LanguageModel", mesh: Any, dtype: str | None, weights: str) -> "Writer":
     import jax.numpy as jnp
     import rich.console
 
@@ -107,7 +118,8 @@ def _load(model: "LanguageModel", mesh: Any, dtype: str | None) -> "Writer":
     total = model_folder.parameter_bytes(model, jnp.dtype(model.dtype if dtype is None else dtype))
     with output.transfer(rich.console.Console(stderr=True)) as progress:  # standard output is for the text
         task = progress.add_task(f"from {model.path}", total=total)
-        return text.open_writer(model, mesh, dtype=dtype, loaded=lambda count: progress.advance(task, count))
+        loaded = functools.partial(progress.advance, task)
+        return text.open_writer(model, mesh, dtype=dtype, weights=weights, loaded=loaded)
 
 
 def _prompts(given: Sequence[str], files: Sequence[pathlib.Path]) -> list[str]:

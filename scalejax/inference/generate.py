@@ -24,11 +24,12 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax import nn, units
 from scalejax.errors import UserError
+from scalejax.inference import packed_params
 from scalejax.inference import sampling as samplings
 from scalejax.inference.model_folder import LanguageModel
 from scalejax.inference.sampling import GREEDY, Sampling
 from scalejax.models.llm import loading
-from scalejax.models.llm.llama3 import Cache, Llama, LlamaConfig
+from scalejax.models.llm.llama3 import Cache, Llama, LlamaConfig, huggingface
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.rules import LLM, Rules
@@ -43,6 +44,7 @@ _CACHE_STEP = 1024
 _BLOCK = 32  # tokens that one call of the decoding program can generate
 
 Ended = Literal["stop", "length"]
+Weights = Literal["packed", "decoded"]
 _CACHE_AXES = (None, "batch", None, "kv_heads", None)
 
 
@@ -84,7 +86,7 @@ class Engine:
     Attributes:
       config: Architecture.
       shape: Structure of the model.
-      params: Its parameters by path.
+      params: Its parameters by path; quantized ones may be packed, see `packed_params`.
       mesh: The devices.
       choices: Ids below this may be generated; None = all. A table may have more rows than the tokenizer has ids.
     """
@@ -153,13 +155,27 @@ class Engine:
                 break
         return [Continuation(tuple(new), end or "length") for new, end in zip(out, ended, strict=True)]
 
+    def logits(self, tokens: np.ndarray) -> jax.Array:
+        """Of the next token at every position: int32[B, S] -> wide[B, S, V]; each row is a document.
+
+        Raises:
+          UserError: rows are longer than the model is meant for.
+        """
+        if tokens.shape[1] > self.config.max_positions:
+            raise UserError(
+                f"a row has {tokens.shape[1]:,} tokens, but the model is meant for at most "
+                f"{self.config.max_positions:,} positions. Cut the text into shorter rows."
+            )
+        return self._forward(self.params, np.asarray(tokens, np.int32))
+
     def check_fits(self, rows: int, positions: int) -> None:
         """Refuses a cache that cannot be beside the parameters, before anything is compiled.
 
         Raises:
           UserError: says what would be needed and what there is.
         """
-        needed = sum(_device_bytes(p, p.sharding) for p in self.params.values()) + self._cache_bytes(rows, positions)
+        held = sum(_device_bytes(p, p.sharding) for p in jax.tree.leaves(self.params))
+        needed = held + self._cache_bytes(rows, positions)
         _check_memory(self.mesh, needed, f"the parameters and a cache of {rows} x {positions:,} positions")
 
     def check(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
@@ -226,10 +242,19 @@ class Engine:
         return jax.jit(empty, out_shardings=_State(Cache(keys, keys, whole), whole, whole, whole))()  # pyright: ignore[reportArgumentType]
 
     @functools.cached_property
+    def _forward(self) -> Any:
+        def forward(params: Params, tokens: jax.Array) -> jax.Array:
+            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
+            with self._on_mesh():
+                return self._model(params)(tokens, positions, jnp.ones_like(tokens), gather=packed_params.whole)
+
+        return jax.jit(forward)
+
+    @functools.cached_property
     def _read_piece(self) -> Any:
         def read(params: Params, tokens: jax.Array, counts: jax.Array, state: _State) -> _State:
             with self._on_mesh():
-                logits, cache = self._model(params).extend(tokens, counts, state.cache)
+                logits, cache = self._model(params).extend(tokens, counts, state.cache, gather=packed_params.whole)
                 logits = jnp.where(counts[:, None] > 0, logits, state.logits)
                 return dataclasses.replace(state, cache=_laid_out(cache), logits=logits)
 
@@ -274,7 +299,9 @@ class Engine:
                     broken = state.broken | (~state.done & ~jnp.isfinite(state.logits.max(-1)))
                     out = out.at[:, i].set(token)
                     done = state.done | (token[:, None] == stops[None, :]).any(-1)
-                    logits, cache = self._model(params).extend(token[:, None], jnp.ones_like(token), state.cache)
+                    ones = jnp.ones_like(token)
+                    model = self._model(params)
+                    logits, cache = model.extend(token[:, None], ones, state.cache, gather=packed_params.whole)
                     return i + 1, _State(_laid_out(cache), logits, done, broken), out
 
             out = jnp.zeros((state.done.shape[0], _BLOCK), jnp.int32)
@@ -303,6 +330,7 @@ def load(
     *,
     param_dtype: Any = None,
     compute_dtype: Any = None,
+    weights: Weights = "packed",
     rules: Rules = LLM,
     choices: int | None = None,
     loaded: Callable[[int], None] = lambda _: None,
@@ -314,6 +342,8 @@ def load(
       mesh: The devices.
       param_dtype: Dtype of the parameters; None = as stored.
       compute_dtype: Dtype of activations and products; None = that of the parameters.
+      weights: What becomes of quantized ones: "packed" = they stay so where they can (see `packed_params`) and are
+        decoded each time that they are used; "decoded" = once, when they are loaded.
       rules: Logical axis of a parameter -> mesh axes.
       choices: See `Engine`.
       loaded: Told the bytes of every tensor that is loaded.
@@ -334,12 +364,18 @@ def load(
     )
     shape = ModelShape.of(abstract)
     shardings = shape.shardings(mesh, rules)
-    needed = sum(_device_bytes(p, shardings[name]) for name, p in shape.params.items())
-    _check_memory(mesh, needed, "the parameters")
     targets = {
         name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in shape.params.items()
     }
-    return Engine(model.config, shape, loading.load(model.source, targets, loaded=loaded), mesh, choices)
+    packed = packed_params.plan(model.source, targets) if weights == "packed" else {}
+    needed = sum(_device_bytes(p, p.sharding) for name, p in targets.items() if name not in packed)
+    needed += sum(packed_params.nbytes(parts) for _, parts in packed.values())
+    _check_memory(mesh, needed, "the parameters")
+    params: Params = {}
+    if packed:
+        params, targets = packed_params.load(model.source, targets, huggingface.sizes(model.config), loaded=loaded)
+    params |= loading.load(model.source, targets, loaded=loaded)
+    return Engine(model.config, shape, params, mesh, choices)
 
 
 def _device_bytes(array: Any, sharding: Any) -> int:

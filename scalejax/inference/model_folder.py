@@ -27,10 +27,10 @@ import scalejax
 from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.tokenizer import TokenizerConfig
 from scalejax.errors import UserError
-from scalejax.models.llm import llama3, mapping, safetensors
+from scalejax.models.llm import llama3, mapping, packed, safetensors
 from scalejax.models.llm.llama3 import LlamaConfig, huggingface
 from scalejax.models.llm.llama3.huggingface import SpecialTokens
-from scalejax.models.llm.mapping import LAYER, Entry, Source, TensorSource
+from scalejax.models.llm.mapping import LAYER, Entry, Source, Stored, TensorSource
 from scalejax.models.llm.safetensors import Tensor, Written
 
 FORMAT = 1
@@ -133,19 +133,34 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     shards = tuple(sorted({tensor.file for tensor in tensors.values()}))
     tensors, more = _without_copies(tensors, config)
     sizes = huggingface.sizes(config)
-    mapping.check(entries, sizes, config.layers, tensors, str(folder))
+    stored: Mapping[str, Stored] = tensors
+    if kind == "huggingface" and content.get("quantization_config") is not None:
+        names = weight_shapes(config, layers=min(config.layers, len(tensors) + 1))
+        where = f"{folder / CONFIG}: quantization_config"
+        stored, told = packed.resolve(content["quantization_config"], tensors, names, _kind(content, folder), where)
+        more += told
+    mapping.check(entries, sizes, config.layers, stored, str(folder))
     _check_token_ids(folder, config, tokens)
     return LanguageModel(
         path=folder,
         kind=kind,
         config=config,
         tokens=tokens,
-        source=TensorSource({entry.path: entry for entry in entries}, sizes, tensors),
+        source=TensorSource({entry.path: entry for entry in entries}, sizes, stored),
         tokenizer=HuggingFaceTokenizer(path=str(folder)) if (folder / "tokenizer.json").is_file() else None,
         files=tuple(folder / name for name in COPIED if (folder / name).is_file()),
         shards=shards,
         remarks=remarks + more,
     )
+
+
+def weight_shapes(config: LlamaConfig, layers: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a folder of Hugging Face, by name; those of all layers, or of the first few."""
+    sizes, found = huggingface.sizes(config), {}
+    for entry in huggingface.entries(config):
+        for layer in range(config.layers if layers is None else layers) if entry.stacked else (None,):
+            found[entry.name.replace(LAYER, str(layer))] = entry.tensor_shape(sizes)
+    return found
 
 
 def convert(
@@ -187,7 +202,7 @@ def convert(
         return entry.to_tensor(array, sizes)
 
     plan = tuple(Written(name, dtype_of(e), e.tensor_shape(sizes)) for name, (e, _) in named.items())
-    with _appearing(target) as folder:
+    with appearing(target) as folder:
         safetensors.write_folder(folder, plan, produce, shard_bytes=shard_bytes, wrote=wrote)
         for file in model.files:
             shutil.copyfile(file, folder / file.name)
@@ -199,8 +214,8 @@ def convert(
         else:
             content = huggingface.write_config(config, model.tokens, named_dtype)
             if not (folder / GENERATION).exists():
-                _write_json(folder / GENERATION, huggingface.write_generation_config(model.tokens))
-        _write_json(folder / (MODEL if to == "model" else CONFIG), content)
+                write_json(folder / GENERATION, huggingface.write_generation_config(model.tokens))
+        write_json(folder / (MODEL if to == "model" else CONFIG), content)
 
 
 def model_json(config: LlamaConfig, tokens: SpecialTokens) -> dict[str, Any]:
@@ -252,6 +267,17 @@ def _read_model_json(content: dict[str, Any], where: str) -> tuple[LlamaConfig, 
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where}: is not as this scalejax writes it: {error}. Convert the model again.") from error
     return config, tokens
+
+
+def _kind(content: Mapping[str, Any], folder: pathlib.Path) -> str:
+    """What weights were before they were quantized, as config.json says it, by its name in a file."""
+    given = content.get("dtype", content.get("torch_dtype"))
+    for kind, dtype in safetensors.DTYPES.items():
+        if given == str(dtype):
+            return kind
+    raise UserError(
+        f"{folder / CONFIG}: dtype must say what quantized weights are decoded to, such as bfloat16; got {given!r}."
+    )
 
 
 def _without_copies(tensors: dict[str, Tensor], config: LlamaConfig) -> tuple[dict[str, Tensor], tuple[str, ...]]:
@@ -308,7 +334,7 @@ def _check_token_ids(folder: pathlib.Path, config: LlamaConfig, tokens: SpecialT
 
 
 @contextlib.contextmanager
-def _appearing(target: pathlib.Path) -> Iterator[pathlib.Path]:
+def appearing(target: pathlib.Path) -> Iterator[pathlib.Path]:
     """A folder to write into, which becomes `target` when the block ends well and is gone when it does not."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} is there already. Name a folder that is not, or an empty one.")
@@ -341,5 +367,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def _write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a file of a model folder."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

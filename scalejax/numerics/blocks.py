@@ -130,6 +130,54 @@ def encode_blocks(
     return Encoded(jnp.where(poisoned, 0, codes), stored, sub_scales)
 
 
+def encode_under(
+    bits: jax.Array,
+    scales_of: Encoded,
+    format: BlockFormat,
+    *,
+    rounding: Rounding,
+    tensor_scale: jax.Array | None = None,
+) -> jax.Array:
+    """Codes of numbers under scales that are there already, such as those of calibration.
+
+    Args:
+      bits: int32[..., k1 / k2, k2, ...], float32 numbers; those that the scales are too small for saturate. A dimension
+        k2 of 1 is one number of each sub-block.
+      scales_of: scales and second scales, which broadcast against `bits`; its codes are not looked at.
+      format: of the blocks.
+      rounding: of the elements, not "stochastic".
+      tensor_scale: float32[] for scales of kind "e4m3".
+
+    Returns:
+      int32 like `bits`; 0 where the scale is NaN.
+    """
+    element = format.element
+    if format.scale == "exponent":
+        exponent, poisoned = scales.load_exponent(scales_of.scales, format.d1)
+        if scales_of.sub_scales is not None:
+            exponent = exponent - scales_of.sub_scales.astype(jnp.int32)
+        codes = elements.encode(bits, exponent, element, rounding)
+    elif format.scale == "float32":
+        scale = scales_of.scales
+        poisoned = jnp.isnan(scale)
+        steps = None if scales_of.sub_scales is None else scales_of.sub_scales
+        if steps is not None:
+            scale = steps.astype(jnp.float32) * scale
+        significand, exponent = float32.parts(lax.bitcast_convert_type(scale, jnp.int32))
+        significand = jnp.where(poisoned if steps is None else poisoned | (steps == 0), 0, significand)
+        codes = elements.encode_ratio(bits, significand, exponent, element, rounding)
+    else:
+        assert tensor_scale is not None
+        own = scales_of.scales.astype(jnp.int32)
+        poisoned = own == _E4M3_NAN
+        whole_significand, whole_exponent = float32.parts(lax.bitcast_convert_type(tensor_scale, jnp.int32))
+        step = elements.decode(jnp.where(poisoned, 0, own), jnp.zeros_like(own), elements.E4M3)
+        significand, exponent = float32.parts(step)
+        divisor = jnp.where(step == 0, 0, (significand >> 20) * whole_significand)
+        codes = elements.encode_ratio(bits, divisor, exponent + whole_exponent, element, rounding, extra_bits=3)
+    return jnp.where(poisoned, 0, codes)
+
+
 def _lowest_exponent(format: BlockFormat) -> int:
     """Of a float32 scale, so that its product with the smallest element is a normal number."""
     return -126 - min(format.element.step_exponent, 0)

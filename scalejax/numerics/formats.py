@@ -22,6 +22,7 @@ gives others.
 
 import dataclasses
 import difflib
+import math
 from typing import Literal
 
 from scalejax.errors import UserError
@@ -175,16 +176,35 @@ FORMATS: dict[str, BlockFormat] = {
 def find(format: str | BlockFormat) -> BlockFormat:
     """The format of a name; a BlockFormat is itself.
 
+    A colon and a number behind the name of a format with float32 scales are another size of its blocks: "int4:128".
+
     Raises:
-      UserError: no such name; the nearest ones are listed.
+      UserError: no such name; the nearest ones are listed. Or its blocks cannot have that size.
     """
     if isinstance(format, BlockFormat):
         return format
     if format in FORMATS:
         return FORMATS[format]
+    name, colon, size = format.partition(":")
+    if colon and name in FORMATS:
+        return _resized(FORMATS[name], size)
     # Both kinds of MX where someone asks for one by half its name, as "mx6".
     wanted = format.lower().replace("-", "_")
     near = [name for name in FORMATS if wanted and wanted in name]
     near += [name for name in difflib.get_close_matches(wanted, FORMATS, n=4, cutoff=0.5) if name not in near]
     listed = f"the nearest are {', '.join(near)}" if near else f"there are {', '.join(FORMATS)}"
     raise UserError(f"format: there is no {format!r}; {listed}.")
+
+
+def _resized(format: BlockFormat, size: str) -> BlockFormat:
+    if format.scale != "float32":
+        raise UserError(f"format: blocks of {format.name} have {format.k1} numbers, always; got {format.name}:{size}.")
+    # Codes and second scales of a block fill whole bytes.
+    step = math.lcm(8, 1 if format.sub_scale == "none" else format.k2 * 8 // math.gcd(format.d2, 8))
+    if not size.isdecimal() or int(size) < 1 or int(size) % step:
+        raise UserError(
+            f"format: blocks of {format.name} can have any multiple of {step} numbers; got {format.name}:{size}."
+        )
+    k1 = int(size)
+    k2 = format.k2 if format.sub_scale != "none" else k1
+    return dataclasses.replace(format, name=f"{format.name}:{k1}", k1=k1, k2=k2)

@@ -9,6 +9,7 @@ parameter is a slice of a tensor, and a device reads no more than it holds.
 
 import dataclasses
 import math
+import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Protocol
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.models.llm import safetensors
-from scalejax.models.llm.safetensors import Tensor, some
+from scalejax.models.llm.safetensors import some
 
 LAYER = "{layer}"
 Index = tuple[slice, ...]
@@ -82,6 +83,39 @@ class Entry:
         return _contiguous(array.transpose([ours.index(axis) for axis in flat])).reshape(self.tensor_shape(sizes))
 
 
+class Stored(Protocol):
+    """A tensor of a checkpoint, plain or quantized: `safetensors.Tensor`, `packed.PackedTensor`."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        ...
+
+    @property
+    def file(self) -> pathlib.Path:
+        """Where it lies, for messages."""
+        ...
+
+    @property
+    def kind(self) -> str:
+        """Its dtype, as files say it."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        ...
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype."""
+        ...
+
+    def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The tensor, or a part of it: one slice of step 1 a dimension."""
+        ...
+
+
 class Source(Protocol):
     """Where parameters come from."""
 
@@ -110,7 +144,7 @@ class TensorSource:
 
     entries: Mapping[str, Entry]
     sizes: Mapping[str, int]
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Stored]
 
     def dtype(self, path: str) -> np.dtype:
         """Dtype as stored."""
@@ -141,7 +175,7 @@ class TensorSource:
 
 
 def check(
-    entries: Iterable[Entry], sizes: Mapping[str, int], layers: int, tensors: Mapping[str, Tensor], where: str
+    entries: Iterable[Entry], sizes: Mapping[str, int], layers: int, tensors: Mapping[str, Stored], where: str
 ) -> None:
     """Compares the tensors of a checkpoint with those that a table wants.
 

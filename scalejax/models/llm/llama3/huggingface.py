@@ -83,7 +83,6 @@ _FIXED = {
     "attention_bias": (False, "biases in the attention"),
     "mlp_bias": (False, "biases in the MLP"),
     "hidden_act": ("silu", "another activation"),
-    "quantization_config": (None, "quantised weights"),
 }
 """What must have this value where it is named, and what the model would have with another."""
 
@@ -93,6 +92,7 @@ _FIELDS = frozenset(
         *("num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps"),
         *("tie_word_embeddings", "initializer_range", "rope_theta", "rope_scaling", "rope_parameters"),
         *("bos_token_id", "eos_token_id", "pad_token_id"),
+        "quantization_config",  # which whoever opens the folder reads
     )
 )
 _WITHOUT_EFFECT = frozenset(

@@ -215,9 +215,11 @@ class Llama(nnx.Module):
         x = nn.rms_norm(x, last["final_norm/scale"], self.config.norm_eps, self.compute_dtype)
         return x, table.T if self.head is None else last["head/weight"]
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        """Logits of all positions, float32[B, S, V] (float64 where the model computes in float64)."""
-        x, head = self.hidden(tokens, positions, segment_ids)
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
+    ) -> jax.Array:
+        """Logits of all positions, float32[B, S, V] (float64 where the model computes in float64); see `hidden`."""
+        x, head = self.hidden(tokens, positions, segment_ids, gather=gather)
         return self._logits(x, head)
 
     def cache(self, rows: int, positions: int) -> Cache:
@@ -229,13 +231,16 @@ class Llama(nnx.Module):
             jnp.zeros(shape, self.compute_dtype), jnp.zeros(shape, self.compute_dtype), jnp.zeros(rows, jnp.int32)
         )
 
-    def extend(self, tokens: jax.Array, counts: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def extend(
+        self, tokens: jax.Array, counts: jax.Array, cache: Cache, *, gather: Gather = whole
+    ) -> tuple[jax.Array, Cache]:
         """Reads the next tokens of every row.
 
         Args:
           tokens: int32[B, S]; of row b the first counts[b] are read. There must be room for all S in the cache.
           counts: int32[B] in [0, S].
           cache: What was read before.
+          gather: Fetches parameters of layers, see `nn.layers`.
 
         Returns:
           Logits after the last token read of each row, wide[B, V] (of no meaning where none is), and the cache.
@@ -249,7 +254,7 @@ class Llama(nnx.Module):
             return block.extend(carry[0], turns, carry[1], layer), None
 
         numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
-        (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers)
+        (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers, gather=gather)
         last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # B S E -> B 1 E
         head = self.embed.weight[...].T if self.head is None else self.head.weight[...]
         return self._logits(self.final_norm(last), head)[:, 0], dataclasses.replace(

@@ -1,0 +1,179 @@
+"""`scalejax quantize`: language models with weights in number formats of blocks."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scalejax.cli import environment, options, output
+from scalejax.cli.convert import Step, open_model
+from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from scalejax.surgery.quantize.checkpoint import Quantizer, Row
+
+
+def quantize(
+    checkpoint: Annotated[
+        pathlib.Path,
+        typer.Argument(
+            metavar="CHECKPOINT", help="A folder of Hugging Face, a model folder, or one that `scalejax train` wrote."
+        ),
+    ],
+    target: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="Folder to write; must not be there yet.")],
+    format: Annotated[
+        str,
+        typer.Option(
+            "--format",
+            metavar="FORMAT",
+            help="Of all matrices but embeddings and the head, e.g. mxfp6_e3m2, bdr_mx9, nvfp4, int4:128, int8:row.",
+        ),
+    ],
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rule",
+            metavar="PATTERN=FORMAT",
+            help='Of modules whose whole path matches, e.g. "layers/0/.*=none"; may be repeated, the first counts.',
+        ),
+    ] = None,
+    scale_rule: Annotated[
+        str | None,
+        typer.Option(
+            "--scale-rule",
+            metavar="RULE",
+            help="For exponents as scales: floor, rceil, ceil, even, even_fbgemm, qwix. Default: floor.",
+        ),
+    ] = None,
+    calibrate: Annotated[
+        str, typer.Option("--calibrate", metavar="METHOD", help="What scales are chosen by: max, percentile or mse.")
+    ] = "max",
+    percentile: Annotated[float, typer.Option("--percentile", metavar="P", help="For --calibrate percentile.")] = 99.9,
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method",
+            metavar="NAME",
+            help="direct: each number to the nearest; error-diffusion: errors passed on, for outputs on --text.",
+        ),
+    ] = "direct",
+    text: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--text",
+            metavar="PATH",
+            help="For error-diffusion: a file or folder of text. Default: sources of Python's standard library.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", help="For error-diffusion: of the text, at most.")
+    ] = 16_384,
+    damping: Annotated[
+        float,
+        typer.Option("--damping", metavar="D", help="For error-diffusion: added to the covariance, times its mean."),
+    ] = 0.01,
+    layout: Annotated[
+        str,
+        typer.Option("--layout", metavar="NAME", help="scalejax, compressed-tensors or gpt-oss, for other readers."),
+    ] = "scalejax",
+    shard_size: Annotated[
+        float, typer.Option("--shard-size", metavar="GB", help="Largest file, unless one tensor is larger.")
+    ] = 5.0,
+    json: options.JsonFile = None,
+    step: Step = None,
+    recipe: options.RecipeFile = None,
+) -> None:
+    """Quantize the weights of a language model.
+
+    OUT is a folder of Hugging Face with packed weights, which `scalejax generate`, `eval --text` and `convert` read.
+    """
+    environment.prepare()
+    if not 0 < shard_size < float("inf"):
+        raise UserError(f"--shard-size must be above 0 GB and finite; got {shard_size}.")
+    from scalejax.models.llm.packed_layouts import find_layout
+    from scalejax.surgery.quantize import checkpoint as writing
+    from scalejax.surgery.quantize import plan as planning
+    from scalejax.surgery.quantize.calibration import Calibration
+
+    if method not in ("direct", "error-diffusion"):
+        raise UserError(f"--method must be direct or error-diffusion; got {method!r}.")
+    if method == "direct" and text is not None:
+        raise UserError(f"--text {text}: a direct cast reads no text. Leave it out, or add --method error-diffusion.")
+    stored, rules = find_layout(layout), [planning.parse_rule(text) for text in rule or []]
+    chosen: Any = scale_rule
+    calibration = Calibration(method=calibrate, percentile=percentile, scale_rule=chosen)  # pyright: ignore[reportArgumentType]
+    planning.check_format(format)
+    model = open_model(checkpoint, recipe=recipe, step=step)
+    plan = planning.make(model, format, rules, stored)
+    calibration.check({weight.format for weight in plan if weight.format is not None})
+    console = output.console()
+    quantizer: Quantizer = writing.DirectCast(model, calibration)
+    if method == "error-diffusion":
+        from scalejax.inference import text_rows
+        from scalejax.surgery.quantize.activations import ErrorDiffusion
+
+        found = text_rows.read_rows(model, text, tokens)
+        console.print(f"Calibration text: {found.size:,} tokens in {len(found):,} rows.")
+        quantizer = ErrorDiffusion(model, plan, found, calibration, damping)
+    total = sum(stored_bytes(weight, stored, model) for weight in plan)
+    with output.transfer(console) as progress:
+        task = progress.add_task(f"to {target}", total=total)
+        rows = writing.write(
+            model,
+            target,
+            plan,
+            quantizer,
+            stored,
+            shard_bytes=int(shard_size * 10**9),
+            wrote=lambda count: progress.advance(task, count),
+        )
+    console.print(_table(rows))
+    print(f"Wrote the quantized model {target}.")
+    if model.tokenizer is not None:
+        print(f'Next: scalejax generate {target} --prompt "..."')
+    if json is not None:
+        output.write_json(json, writing.as_json(rows))
+
+
+def stored_bytes(weight: Any, layout: Any, model: Any) -> int:
+    """Bytes that a weight of the plan will take."""
+    import math
+
+    if weight.format is None:
+        return math.prod(weight.shape) * model.source.dtype(weight.entry.path).itemsize
+    parts = layout.parts(weight.name, weight.format, weight.shape).values()
+    return sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
+
+
+def _table(rows: Sequence["Row"]) -> Any:
+    """A line for each quantized tensor, one for the others, and one for all."""
+    from rich import box, table
+
+    from scalejax import units
+
+    diffused = any(row.output_error is not None for row in rows)
+    shown = table.Table(box=box.SIMPLE, pad_edge=False)
+    for name in ("tensor", "format", "before", "after", "bytes/number", "QSNR, dB"):
+        shown.add_column(name, justify="left" if name in ("tensor", "format") else "right")
+    if diffused:
+        shown.add_column("output error / direct cast", justify="right")
+
+    def add(name: str, format: str, part: Sequence["Row"], *more: str) -> None:
+        before, after = sum(row.bytes_before for row in part), sum(row.bytes_after for row in part)
+        each = after / max(1, sum(row.numbers for row in part))
+        cells = [name, format, units.size(before), units.size(after), f"{each:.4g}", *more]
+        shown.add_row(*cells, *[""] * (len(shown.columns) - len(cells)))
+
+    for row in rows:
+        if row.format is not None:
+            padded = f" (+{row.padding:,} of padding)" if row.padding else ""
+            more = [f"{row.qsnr:.2f}"]
+            if diffused:
+                more.append("" if row.output_error is None else f"{row.output_error:.3f}")
+            add(row.name, row.format + padded, [row], *more)
+    kept = [row for row in rows if row.format is None]
+    if kept:
+        add(f"{len(kept)} others", "as they were", kept)
+    add(f"all {len(rows)}", "", rows)
+    return shown

@@ -1,0 +1,122 @@
+"""How well a language model predicts a text, and how far another one's predictions are from its."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax.errors import UserError
+from scalejax.inference.generate import Engine
+
+_BATCH_TOKENS = 2048
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score:
+    """Of predictions of every token but the first of a row.
+
+    Attributes:
+      tokens: How many were predicted.
+      loss: Mean of -log p(token), nats.
+    """
+
+    tokens: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two models on the same tokens.
+
+    Attributes:
+      before: Score of the first.
+      after: Score of the second.
+      divergence: Mean of KL(first || second) of the predicted distributions, nats.
+      agreement: Share of tokens for which both find the same one most probable.
+    """
+
+    before: Score
+    after: Score
+    divergence: float
+    agreement: float
+
+
+def score(engine: Engine, rows: np.ndarray) -> Score:
+    """Scores a model on int32[rows, positions]; each row is a document.
+
+    Raises:
+      UserError: its logits are not finite.
+    """
+    sums = _sums((engine,), rows)
+    return Score(tokens=_predicted(rows), loss=float(sums["loss"][0]) / _predicted(rows))
+
+
+def compare(before: Engine, after: Engine, rows: np.ndarray) -> Comparison:
+    """Scores two models of one vocabulary.
+
+    Raises:
+      UserError: their vocabularies differ, or logits are not finite.
+    """
+    sizes = before.config.vocabulary, after.config.vocabulary
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"--against: the models have vocabularies of {sizes[0]} and {sizes[1]} tokens, so their predictions cannot "
+            "be compared. Give two versions of one model."
+        )
+    sums, count = _sums((before, after), rows), _predicted(rows)
+    first, second = (Score(tokens=count, loss=float(loss) / count) for loss in sums["loss"])
+    return Comparison(
+        before=first,
+        after=second,
+        divergence=float(sums["divergence"]) / count,
+        agreement=float(sums["agree"]) / count,
+    )
+
+
+def _predicted(rows: np.ndarray) -> int:
+    return rows.shape[0] * (rows.shape[1] - 1)
+
+
+def _sums(engines: tuple[Engine, ...], rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Sums over all predictions, float64."""
+    if rows.ndim != 2 or rows.shape[1] < 2:
+        raise UserError(f"rows must be [rows, positions] with at least 2 positions; got {rows.shape}.")
+    step = max(1, _BATCH_TOKENS // rows.shape[1])
+    total: dict[str, np.ndarray] = {}
+    for start in range(0, len(rows), step):
+        part = rows[start : start + step]
+        spare = step - len(part) if len(rows) > step else 0
+        tokens = np.concatenate([part, np.zeros((spare, rows.shape[1]), np.int32)])
+        weights = (np.arange(len(tokens)) < len(part)).astype(np.float32)
+        logits = tuple(engine.logits(tokens) for engine in engines)
+        for name, value in _measures(logits, tokens, weights).items():
+            total[name] = total.get(name, np.float64(0)) + np.asarray(value, np.float64)
+    if not np.isfinite(total["loss"]).all():
+        raise UserError(
+            "--text: the model's logits are not finite. In float16 activations of many models overflow: choose --dtype "
+            "bfloat16 or float32."
+        )
+    return total
+
+
+@jax.jit
+def _measures(logits: tuple[jax.Array, ...], tokens: jax.Array, weights: jax.Array) -> dict[str, Any]:
+    """Logits [B, S, V] each, tokens int32[B, S], weights of rows -> sums."""
+    logs = [jax.nn.log_softmax(each[:, :-1], axis=-1) for each in logits]
+    wanted = tokens[:, 1:, None]
+    losses = [-jnp.take_along_axis(each, wanted, axis=-1)[..., 0] for each in logs]
+    made: dict[str, Any] = {"loss": jnp.stack([jnp.sum(loss * weights[:, None]) for loss in losses])}
+    if len(logs) == 2:
+        apart = jnp.sum(jnp.exp(logs[0]) * (logs[0] - logs[1]), axis=-1)
+        same = jnp.argmax(logs[0], axis=-1) == jnp.argmax(logs[1], axis=-1)
+        made["divergence"] = jnp.sum(apart * weights[:, None])
+        made["agree"] = jnp.sum(same * weights[:, None])
+    return made

@@ -1,0 +1,206 @@
+"""Quantized weights of a checkpoint: read as if they were plain tensors, or block by block as they are.
+
+A folder's config.json says in `quantization_config` which weights have which format, and tensors of codes and scales
+stand where those weights would be (see packed_layouts). `resolve` puts both together, so that whoever reads weights by
+name, shape and slice does not need to know.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax.errors import UserError
+from scalejax.models.llm import safetensors
+from scalejax.models.llm.mapping import Stored
+from scalejax.models.llm.packed_layouts import Layout, Part, Role, Shape, layout_of
+from scalejax.models.llm.safetensors import Tensor, some
+from scalejax.numerics import packing
+from scalejax.numerics.formats import BlockFormat
+from scalejax.numerics.packing import Packed
+from scalejax.numerics.quantize import dequantize
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTensor:
+    """Where a quantized weight lies; it has the name, shape and dtype of the weight that it stands for.
+
+    Attributes:
+      name: Of the weight.
+      kind: Dtype of the weight, by its name in a file: what it had before, and is decoded to.
+      shape: Of the weight.
+      format: Of its blocks, along the last axis.
+      layout: How they are stored.
+      parts: The tensors that they are stored in.
+    """
+
+    name: str
+    kind: str
+    shape: Shape
+    format: BlockFormat
+    layout: Layout
+    parts: Mapping[Role, Tensor]
+
+    @property
+    def file(self) -> pathlib.Path:
+        """The file that holds its codes."""
+        return self.parts["codes"].file
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the weight."""
+        return safetensors.DTYPES[self.kind]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in files."""
+        return sum(int(np.prod(part.shape)) * part.dtype.itemsize for part in self.parts.values())
+
+    def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The weight, or a part of it, decoded; float64 ones have been rounded to float32 before they were quantized.
+
+        Raises:
+          UserError: a file cannot be read, or a block stands for NaN.
+        """
+        spans = self._spans(index)
+        first = spans[-1][0] // self.format.k1 * self.format.k1
+        packed = jax.tree.map(jnp.asarray, self.load(index))
+        wanted = self.dtype if self.dtype != np.float64 else np.dtype(np.float32)
+        decoded = np.asarray(dequantize(packing.unpack(packed), wanted)).astype(self.dtype, copy=False)
+        return decoded[..., spans[-1][0] - first : spans[-1][1] - first]
+
+    def load(self, index: tuple[slice, ...] | None = None) -> Packed:
+        """The blocks, in arrays of numpy; those that a part of the weight touches.
+
+        Raises:
+          UserError: a file cannot be read, or a block stands for NaN: says how many do.
+        """
+        spans = self._spans(index)
+        *rows, (start, stop) = spans
+        k1 = self.format.k1
+        first, last = start // k1, -(-stop // k1)
+        stored: dict[Role, np.ndarray] = {}
+        for role, part in self.layout.parts(self.name, self.format, self.shape).items():
+            if role != "shape":
+                stored[role] = self.parts[role].read(_cut(part, rows, first, last))
+        length = min(last * k1, self.shape[-1]) - first * k1
+        packed = self.layout.restore(stored, self.format, length, f"{self.file}: {self.name}")
+        self._check_numbers(packed)
+        return packed
+
+    def _spans(self, index: tuple[slice, ...] | None) -> list[tuple[int, int]]:
+        whole = (slice(None),) * len(self.shape) if index is None else index
+        return [part.indices(n)[:2] for part, n in zip(whole, self.shape, strict=True)]
+
+    def _check_numbers(self, packed: Packed) -> None:
+        """NaN marks in scales and codes: this project never writes any into a checkpoint."""
+        scales, element = np.asarray(packed.scales), self.format.element
+        poisoned = np.isnan(scales) if scales.dtype == np.float32 else scales == _nan_code(self.format)
+        count, what = int(np.count_nonzero(poisoned)), "blocks"
+        if not count and element.specials != "none" and element.bits == 8:
+            codes = np.asarray(packed.codes) & 0x7F
+            count, what = int(np.count_nonzero(codes > element.max_code)), "codes"
+        if count:
+            total = scales.size if what == "blocks" else int(np.prod(np.shape(packed.codes)))
+            raise UserError(
+                f"{self.file}: {count:,} of {total:,} {what} of {self.name} ({self.format.name}) stand for NaN. The "
+                "file is damaged, or the weights held NaN when they were quantized: quantize the model again."
+            )
+
+
+def resolve(
+    content: Any, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], kind: str, where: str
+) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    """Puts the tensors of quantized weights together.
+
+    Args:
+      content: `quantization_config` of config.json.
+      tensors: All tensors of the folder.
+      shapes: Of the model's weights, by name.
+      kind: Dtype of the weights, by its name in a file.
+      where: Names the config, for messages.
+
+    Returns:
+      Weights by name, and what is left over; and what a user should know.
+
+    Raises:
+      UserError: the layout or a format is not known, or the tensors are not those of the formats that are named.
+    """
+    layout = layout_of(content, where)
+    named, remarks = layout.read_config(content, shapes, tensors, where)
+    found: dict[str, Stored] = dict(tensors)
+    for name, format in named.items():
+        parts = layout.parts(name, format, shapes[name])
+        _check_format(name, format, layout, parts, tensors, where)
+        for part in parts.values():
+            found.pop(part.name, None)
+    for name, format in named.items():
+        parts = layout.parts(name, format, shapes[name])
+        own: dict[Role, Tensor] = {role: tensors[part.name] for role, part in parts.items()}
+        found[name] = PackedTensor(name, kind, shapes[name], format, layout, own)
+    return found, (*_counted(named, layout), *remarks)
+
+
+def _check_format(
+    name: str,
+    format: BlockFormat,
+    layout: Layout,
+    parts: Mapping[Role, Part],
+    tensors: Mapping[str, Tensor],
+    where: str,
+) -> None:
+    """Compares the tensors that are there with those that a format has."""
+    missing = [part.name for part in parts.values() if part.name not in tensors]
+    if missing:
+        begin = f"{name}."
+        others = sorted({t[len(begin) :].rpartition(".")[0] for t in tensors if t.startswith(begin)})
+        if others and format.name not in others:
+            raise UserError(
+                f"{where}: {name} is {format.name}, but the files hold it as {some(others)}. config.json is that of "
+                "another checkpoint."
+            )
+        if name in tensors and parts["codes"].name != name:
+            raise UserError(
+                f"{where}: {name} is {format.name}, but {tensors[name].file} holds it as it was, in "
+                f"{tensors[name].kind}. config.json is that of another checkpoint."
+            )
+        raise UserError(
+            f"{where}: {name} is {format.name}, and {some(missing)} is missing: codes without their scales are no "
+            "numbers. The folder is incomplete; copy it anew, or quantize the model again."
+        )
+    for part in parts.values():
+        tensor = tensors[part.name]
+        dtype = safetensors.STORED.get(tensor.kind)
+        # Scales in software come in whatever float a writer likes.
+        fits = dtype == part.dtype or (part.dtype == np.float32 and tensor.kind in safetensors.DTYPES)
+        if tensor.shape != part.shape or not fits:
+            raise UserError(
+                f"{tensor.file}: tensor {part.name} is {tensor.kind} {list(tensor.shape)}, but {layout.name} has "
+                f"{format.name} as {part.dtype} {list(part.shape)}. It was packed in another format, or config.json is "
+                "that of another checkpoint."
+            )
+
+
+def _counted(named: Mapping[str, BlockFormat], layout: Layout) -> tuple[str, ...]:
+    counts: dict[str, int] = {}
+    for format in named.values():
+        counts[format.name] = counts.get(format.name, 0) + 1
+    listed = ", ".join(f"{count} in {format}" for format, count in counts.items())
+    return (f"quantized weights ({layout.name}): {listed or 'none'}",)
+
+
+def _cut(part: Part, rows: list[tuple[int, int]], first: int, last: int) -> tuple[slice, ...]:
+    """The slices of a part that hold some rows and blocks."""
+    if not part.per_block:
+        return (slice(None),) * len(part.shape)
+    behind = len(part.shape) - len(rows) - 1
+    blocks = slice(first * part.per_block, last * part.per_block)
+    return (*(slice(*span) for span in rows), blocks, *(slice(None),) * behind)
+
+
+def _nan_code(format: BlockFormat) -> int:
+    return 0x7F if format.scale == "e4m3" else (1 << format.d1) - 1

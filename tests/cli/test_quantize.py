@@ -1,0 +1,151 @@
+"""`scalejax quantize`: what it writes and prints, that `generate` and `convert` read it, mistakes."""
+
+import json
+
+import numpy as np
+import pytest
+from llama_cases import tensors
+from quantized_cases import MATRICES, SMALL, change_config, quantize, write_model
+
+
+def one_error(result, words):
+    assert result.exit_code == 2, result.stdout
+    (line,) = result.stderr.strip().splitlines()
+    assert line.startswith("Error: ")
+    assert words in line, line
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "theirs"
+    write_model(folder)
+    return folder
+
+
+def test_a_model_is_quantized_and_generates(invoke, theirs, tmp_path):
+    arguments = ("--format", "mxfp6_e3m2", "--rule", "layers/0/mlp/down=bdr_mx9", "--rule", "layers/1/mlp/down=none")
+    done = invoke("quantize", str(theirs), str(tmp_path / "out"), *arguments, "--json", str(tmp_path / "report.json"))
+    assert done.exit_code == 0, done.stderr
+    assert f"Wrote the quantized model {tmp_path / 'out'}." in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if "model.layers.1.mlp.up_proj.weight" in line)
+    assert line.split()[1] == "mxfp6_e3m2"
+    assert line.split()[-2] == "0.7812"
+    rows = json.loads((tmp_path / "report.json").read_text())
+    assert [row["format"] for row in rows].count("mxfp6_e3m2") == MATRICES - 2
+    assert all(20 < row["qsnr"] < 60 for row in rows if row["format"])
+    plain = tmp_path / "plain"
+    assert invoke("convert", str(tmp_path / "out"), str(plain)).exit_code == 0
+    texts = []
+    for folder in (tmp_path / "out", plain):
+        result = invoke("generate", str(folder), "--prompt", "def f(", "--max-tokens", "8", "--mesh", "fsdp=8")
+        assert result.exit_code == 0, result.stderr
+        texts.append(result.stdout)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("{theirs}", "x", "--format", "mx6"), "there is no 'mx6'; the nearest are bdr_mx6"),
+        (("{theirs}", "x", "--format", "int9"), "there is no 'int9'; the nearest are int"),
+        (("{theirs}", "{theirs}", "--format", "bdr_mx9"), "is there already"),
+        (("nowhere", "x", "--format", "bdr_mx9"), "nowhere is no folder"),
+        (("{theirs}", "x", "--format", "bdr_mx9", "--rule", "head"), "--rule must be PATTERN=FORMAT"),
+        (("{theirs}", "x", "--format", "bdr_mx9", "--rule", "heads=none"), "--rule heads=none decides of no weight"),
+        (("{theirs}", "x", "--format", "bdr_mx9", "--layout", "gguf"), "--layout must be one of scalejax, compressed-"),
+        (("{theirs}", "x", "--format", "bdr_mx9", "--layout", "gpt-oss"), "holds mxfp4_e2m1 alone; got bdr_mx9"),
+        (("{theirs}", "x", "--format", "int4", "--layout", "gpt-oss"), "fewer than the 1024 of a block of int4"),
+        (
+            ("{theirs}", "x", "--format", "bdr_mx9", "--calibrate", "kl"),
+            "--calibrate must be one of max, percentile, mse",
+        ),
+        (("{theirs}", "x", "--format", "nvfp4", "--scale-rule", "rceil"), "no weight takes a format with exponents"),
+        (("{theirs}", "x", "--format", "bdr_mx9", "--scale-rule", "up"), "scale_rule: must be one of floor"),
+        (("{theirs}", "x", "--format", "bdr_mx9", "--shard-size", "0"), "--shard-size must be above 0 GB"),
+        (("{theirs}", "x", "--format", "bdr_mx9", "--step", "3"), "--step 3: "),
+    ],
+)
+def test_mistakes_are_one_message(invoke, theirs, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    result = invoke("quantize", *(a.format(theirs=theirs) for a in arguments))
+    one_error(result, words)
+    assert not (tmp_path / "x").exists()
+
+
+def test_weights_of_nan_are_refused(invoke, tmp_path):
+    weights = tensors(SMALL)
+    weights["model.layers.1.mlp.up_proj.weight"][3, :40] = np.nan
+    write_model(tmp_path / "theirs", weights=weights)
+    result = invoke("quantize", str(tmp_path / "theirs"), str(tmp_path / "out"), "--format", "bdr_mx9")
+    one_error(result, "tensor model.layers.1.mlp.up_proj.weight holds 40 values that are NaN or infinite")
+    assert not (tmp_path / "out").exists()
+
+
+def test_reading_with_the_wrong_format_is_one_message(invoke, theirs, tmp_path):
+    quantize(theirs, tmp_path / "out", "mxfp8_e4m3")
+    name = "model.layers.1.mlp.up_proj.weight"
+    content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["weights"]
+    change_config(tmp_path / "out", weights=content | {name: "mxfp8_e5m2"})
+    words = f"{name} is mxfp8_e5m2, but the files hold it as mxfp8_e4m3"
+    one_error(invoke("generate", str(tmp_path / "out"), "--prompt", "a"), words)
+    one_error(invoke("convert", str(tmp_path / "out"), str(tmp_path / "plain")), words)
+    change_config(tmp_path / "out", weights=content | {name: "mxfp9"})
+    one_error(
+        invoke("generate", str(tmp_path / "out"), "--prompt", "a"), "format: there is no 'mxfp9'; the nearest are "
+    )
+
+
+def test_errors_are_passed_on_with_text(invoke, theirs, tmp_path):
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 40)
+    arguments = ("--format", "mxfp4_e2m1", "--method", "error-diffusion", "--text", str(tmp_path / "text.txt"))
+    done = invoke("quantize", str(theirs), str(tmp_path / "out"), *arguments, "--tokens", "600")
+    assert done.exit_code == 0, done.stderr
+    assert "Calibration text: 512 tokens in 1 rows." in done.stdout
+    assert "output error / direct cast" in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if "model.layers.1.mlp.up_proj.weight" in line)
+    assert 0 < float(line.split()[-1]) < 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--method", "gptq"), "--method must be direct or error-diffusion; got 'gptq'"),
+        (("--text", "a.txt"), "--text a.txt: a direct cast reads no text"),
+        (("--method", "error-diffusion", "--text", "nowhere"), "--text nowhere does not exist"),
+        (("--method", "error-diffusion", "--tokens", "0"), "--tokens must be at least 2"),
+        (("--method", "error-diffusion", "--damping", "0"), "--damping must be above 0"),
+    ],
+)
+def test_mistakes_with_text_are_one_message(invoke, theirs, tmp_path, monkeypatch, arguments, words):
+    monkeypatch.chdir(tmp_path)
+    one_error(invoke("quantize", str(theirs), "x", "--format", "mxfp4_e2m1", *arguments), words)
+    assert not (tmp_path / "x").exists()
+
+
+def test_models_are_compared_on_a_text(invoke, theirs, tmp_path):
+    quantize(theirs, tmp_path / "mx9", "bdr_mx9")
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 20)
+    text = ("--text", str(tmp_path / "text.txt"), "--mesh", "fsdp=8", "--tokens", "256")
+    done = invoke("eval", str(tmp_path / "mx9"), *text)
+    assert done.exit_code == 0, done.stderr
+    assert "tokens predicted          255" in done.stdout
+    done = invoke(
+        "eval", str(theirs), "--against", str(tmp_path / "mx9"), *text, "--json", str(tmp_path / "found.json")
+    )
+    assert done.exit_code == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert 0 < found["divergence"] < 0.05
+    assert found["agreement"] > 0.8
+    assert f"{found['before']['loss']:.4f} -> {found['after']['loss']:.4f}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--against", "x"), "--against x: goes with --text PATH"),
+        (("--text", "nowhere"), "--text nowhere does not exist"),
+        (("--text", "a", "--split", "test"), "--split test: goes with the data of a run, not with --text"),
+    ],
+)
+def test_mistakes_of_comparing_are_one_message(invoke, theirs, arguments, words):
+    one_error(invoke("eval", str(theirs), *arguments), words)

@@ -1,0 +1,120 @@
+"""Quantized folders as other libraries read them: compressed-tensors, and transformers' reader of gpt-oss."""
+
+import json
+
+import numpy as np
+import pytest
+from quantized_cases import gaussian, quantize, read_weights, write_model
+
+pytestmark = pytest.mark.peers
+
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+
+NAME = "model.layers.0.mlp.up_proj"
+FORMATS = ("int2:32", "int4:32", "int8:64", "int4:row", "fp8_e4m3:row", "fp8_e4m3:32", "nvfp4")
+EXPONENTS = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1")
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("theirs")
+    write_model(folder)
+    return folder
+
+
+def tensors(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("format", [*FORMATS, *EXPONENTS])
+def test_compressed_tensors_decodes_the_same_weights(theirs, tmp_path, format):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    given = [("layers/./mlp/down", "none")]  # whose 96 columns not all of these formats divide
+    quantize(theirs, tmp_path / "out", format, given=given, layout="compressed-tensors")
+    content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    config = QuantizationConfig.model_validate(content)
+    assert set(config.ignore) == {"lm_head", *(f"model.layers.{i}.mlp.down_proj" for i in (0, 1))}
+    (scheme,) = config.config_groups.values()
+    stored = tensors(tmp_path / "out")
+    own = {name.removeprefix(f"{NAME}."): value for name, value in stored.items() if name.startswith(f"{NAME}.")}
+    reader = BaseCompressor.get_value_from_registry(config.format)
+    assert set(own) == set(reader.compression_param_names(scheme))
+    decoded = reader.decompress(own, scheme)["weight"].float().numpy()
+    want = read_weights(tmp_path / "out")[f"{NAME}.weight"]
+    # They multiply in bfloat16 where scales are stored as bytes.
+    np.testing.assert_allclose(decoded, want, rtol=2**-7 if format in (*EXPONENTS, "nvfp4") else 1e-6, atol=1e-7)
+
+
+def test_weights_that_compressed_tensors_packs_are_read(theirs, tmp_path):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+
+    from scalejax.models.llm import packed, safetensors
+    from scalejax.models.llm.packed_layouts import LAYOUTS
+    from scalejax.numerics import formats
+
+    x = torch.tensor(gaussian(0, 8, 64))
+    for format, group in (("int4:32", 32), ("mxfp4_e2m1", 32), ("nvfp4", 16)):
+        content = LAYOUTS["compressed-tensors"].write_config({f"{NAME}.weight": (formats.find(format), (8, 64))}, [])
+        config = QuantizationConfig.model_validate(content)
+        (scheme,) = config.config_groups.values()
+        largest = x.abs().reshape(8, -1, group).amax(-1)
+        given = {"weight": x}
+        if format == "nvfp4":
+            given["weight_global_scale"] = (448 * 6 / x.abs().max()).reshape(1)
+            given["weight_scale"] = (largest / 6 * given["weight_global_scale"]).to(torch.float8_e4m3fn).float()
+        elif format == "int4:32":
+            given["weight_scale"] = largest / 7
+        else:
+            given["weight_scale"] = 2.0 ** (torch.floor(torch.log2(largest)) - 2)
+        reader = BaseCompressor.get_value_from_registry(config.format)
+        made = reader.compress(given, scheme)
+        arrays = {}
+        for name, value in made.items():
+            bits = value.view(torch.uint8) if value.dtype == torch.float8_e4m3fn else value
+            array = bits.numpy()
+            arrays[f"{NAME}.{name}"] = array.view(safetensors.STORED["F8_E4M3"]) if bits is not value else array
+        folder = tmp_path / format
+        folder.mkdir()
+        plan = tuple(safetensors.Written(name, array.dtype, array.shape) for name, array in arrays.items())
+        safetensors.write_folder(folder, plan, arrays.__getitem__)
+        found, _ = packed.resolve(
+            content, safetensors.open_folder(folder), {f"{NAME}.weight": (8, 64)}, "F32", "config.json"
+        )
+        theirs_ = reader.decompress(made, scheme)["weight"].float().numpy()
+        np.testing.assert_allclose(found[f"{NAME}.weight"].read(), theirs_, rtol=2**-7, atol=1e-7)
+
+
+def test_transformers_decodes_the_blocks_of_gpt_oss(theirs, tmp_path):
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="transformers is not installed")
+    quantize(theirs, tmp_path / "out", "mxfp4_e2m1", layout="gpt-oss")
+    stored = tensors(tmp_path / "out")
+    blocks, scales = (stored[f"{NAME}.weight_{part}"][None] for part in ("blocks", "scales"))  # as one expert
+    decoded = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)[0].T.numpy()
+    np.testing.assert_array_equal(decoded, read_weights(tmp_path / "out")[f"{NAME}.weight"])
+
+
+@pytest.mark.parametrize("format", ["int4:32", "fp8_e4m3:row"])
+def test_transformers_runs_what_compressed_tensors_describe(theirs, tmp_path, format):
+    pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    given = [("layers/./mlp/down", "none")]
+    quantize(theirs, tmp_path / "out", format, given=given, layout="compressed-tensors")
+    quantize(theirs, tmp_path / "own", format, given=given)
+    from scalejax.inference import model_folder
+
+    model_folder.convert(model_folder.open_folder(tmp_path / "own"), tmp_path / "ours", to="model")
+    model_folder.convert(model_folder.open_folder(tmp_path / "ours"), tmp_path / "plain", to="huggingface")
+    ids = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        logits = [
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)(ids).logits.numpy()
+            for name in ("out", "plain")
+        ]
+    np.testing.assert_allclose(logits[0], logits[1], rtol=1e-4, atol=1e-4)

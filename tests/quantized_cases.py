@@ -1,0 +1,56 @@
+"""A small Llama that blocks of 32 fit, with a tokenizer of bytes, and what quantization makes of it."""
+
+import json
+
+import numpy as np
+from llama_cases import tensors, write_checkpoint
+
+from scalejax.inference import model_folder, run_model
+from scalejax.models.llm.llama3 import LlamaConfig
+from scalejax.models.llm.packed_layouts import find_layout
+from scalejax.surgery.quantize import checkpoint, plan
+
+SMALL = LlamaConfig(layers=2, dim=64, ffn_dim=96, heads=4, kv_heads=2, vocabulary=264, max_positions=512)
+MATRICES = 7 * SMALL.layers
+
+
+def write_model(folder, config=SMALL, *, dtype="float32", weights=None, **more):
+    """A folder of Hugging Face with a tokenizer; returns the weights as written."""
+    weights = write_checkpoint(folder, config, weights or tensors(config), dtype=dtype, **more)
+    for name, text in run_model._byte_tokenizer("bos").items():
+        (folder / name).write_text(text)
+    return weights
+
+
+def quantize(source, target, format, *, given=(), layout="scalejax", quantizer=None, **calibration):
+    """The report of a quantized folder."""
+    from scalejax.surgery.quantize.calibration import Calibration
+
+    model, stored = model_folder.open_folder(source), find_layout(layout)
+    weights = plan.make(model, format, given, stored)
+    made = checkpoint.DirectCast(model, Calibration(**calibration)) if quantizer is None else quantizer(model)
+    return checkpoint.write(model, target, weights, made, stored)
+
+
+def read_weights(folder):
+    """{name of Hugging Face: array}, decoded."""
+    source = model_folder.open_folder(folder).source
+    return {name: tensor.read() for name, tensor in source.tensors.items()}
+
+
+def change_config(folder, **fields):
+    """Changes fields of quantization_config."""
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["quantization_config"] |= fields
+    path.write_text(json.dumps(content))
+
+
+def is_matrix(name):
+    """Whether a tensor is quantized without rules."""
+    return "_proj." in name
+
+
+def gaussian(seed, *shape):
+    """float32."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)

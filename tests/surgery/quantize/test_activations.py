@@ -1,0 +1,109 @@
+"""Error diffusion through a whole model: its own activations, and outputs nearer than a direct cast's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from llama_cases import model as llama
+from llama_cases import tokens
+from quantized_cases import MATRICES, SMALL, quantize, read_weights, write_model
+
+from scalejax.errors import UserError
+from scalejax.inference import model_folder
+from scalejax.models.llm.packed_layouts import find_layout
+from scalejax.surgery.quantize import activations, plan
+from scalejax.surgery.quantize.activations import ErrorDiffusion
+from scalejax.surgery.quantize.checkpoint import DirectCast
+
+OWN = find_layout("scalejax")
+TEXT = tokens(SMALL, 12, 48)
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("theirs")
+    return folder, write_model(folder)
+
+
+def diffusion(model, given=(), format="mxfp4_e2m1", text=TEXT):
+    return ErrorDiffusion(model, plan.make(model, format, given, OWN), text)
+
+
+def logits(weights, ids):
+    along = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+    return np.asarray(jax.jit(lambda m, *more: m(*more))(llama(SMALL, weights), ids, along, np.ones_like(ids)))
+
+
+def test_the_stream_of_activations_is_that_of_the_model(theirs, monkeypatch):
+    monkeypatch.setattr(activations, "_BATCH_TOKENS", 5 * 48)
+    opened = model_folder.open_folder(theirs[0])
+    made = diffusion(opened, [("layers/.*", "none"), ("head", "mxfp8_e4m3")])
+    head = next(weight for weight in made.plan if weight.module == "head")
+    made.quantize(head, OWN)
+    assert [len(x) for x in made._streams] == [5, 5, 2]
+    along = np.broadcast_to(np.arange(48, dtype=np.int32), TEXT.shape)
+    hidden, _ = jax.jit(lambda m, *more: m.hidden(*more))(llama(SMALL, theirs[1]), TEXT, along, np.ones_like(TEXT))
+    stream = np.concatenate(made._streams)
+    normed = stream / np.sqrt((stream**2).mean(-1, keepdims=True) + SMALL.norm_eps)
+    np.testing.assert_allclose(normed * theirs[1]["model.norm.weight"], hidden, rtol=2e-4, atol=2e-5)
+
+
+def test_covariances_are_sums_over_all_tokens():
+    x = np.random.default_rng(0).standard_normal((3, 2, 5, 8)).astype(np.float32)
+    found = activations._covariance(jnp.asarray, list(x))
+    flat = x.reshape(-1, 8).astype(np.float64)
+    np.testing.assert_allclose(found, flat.T @ flat, rtol=1e-4, atol=1e-4)
+
+
+def test_outputs_of_the_model_are_nearer(theirs, tmp_path):
+    """On the calibration text and on other text."""
+    rows = quantize(theirs[0], tmp_path / "out", "mxfp4_e2m1", quantizer=diffusion)
+    changed = [row for row in rows if row.format]
+    assert len(changed) == MATRICES
+    assert all(row.output_error < 1 for row in changed)
+    assert all(row.output_error is None for row in rows if not row.format)
+    quantize(theirs[0], tmp_path / "direct", "mxfp4_e2m1")
+    for ids in (TEXT, tokens(SMALL, 30, 48)[12:]):
+        exact = logits(theirs[1], ids)
+        errors = [((logits(read_weights(tmp_path / name), ids) - exact) ** 2).sum() for name in ("out", "direct")]
+        assert errors[0] < errors[1]
+
+
+def test_weights_outside_the_layers(theirs):
+    opened = model_folder.open_folder(theirs[0])
+    given = [("embed|.*norm", "mxfp8_e4m3"), ("head", "mxfp4_e2m1"), (".*", "none")]
+    made = diffusion(opened, given, "none")
+    direct = DirectCast(opened)
+    for weight in made.plan:
+        if weight.format is not None:
+            found, cast = made.quantize(weight, OWN), direct.quantize(weight, OWN)
+            same = bool(jnp.all(found.quantized.codes == cast.quantized.codes))
+            assert same == (weight.module != "head")
+            assert (found.output_error is None) == same
+    assert not made._results
+
+
+@pytest.mark.slow
+def test_later_matrices_see_what_earlier_ones_have_become(theirs):
+    """With query, key and value in few bits the input of `out` is another one, so it is rounded otherwise."""
+    opened = model_folder.open_folder(theirs[0])
+    found = []
+    for first in ("none", "bdr_mx4"):
+        given = [
+            ("layers/0/attention/(query|key|value)", first),
+            ("layers/0/attention/out", "mxfp4_e2m1"),
+            (".*", "none"),
+        ]
+        given = given if first != "none" else given[1:]
+        made = diffusion(opened, given, "none")
+        out = next(weight for weight in made.plan if weight.module == "layers/0/attention/out")
+        found.append(np.asarray(made.quantize(out, OWN).quantized.codes))
+    assert 0 < (found[0] != found[1]).mean() < 0.5
+
+
+def test_bad_arguments_are_refused(theirs):
+    opened = model_folder.open_folder(theirs[0])
+    with pytest.raises(UserError, match="tokens must be"):
+        diffusion(opened, text=np.zeros((0, 5), np.int32))
+    with pytest.raises(UserError, match="--damping must be above 0"):
+        ErrorDiffusion(opened, (), TEXT, damping=0.0)

@@ -1,0 +1,215 @@
+"""Quantized folders: what they hold, that they read back, and what is refused."""
+
+import dataclasses
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from quantized_cases import MATRICES, SMALL, change_config, is_matrix, quantize, read_weights, write_model
+
+from scalejax.errors import UserError
+from scalejax.inference import model_folder
+from scalejax.models.llm import safetensors
+from scalejax.numerics import formats
+from scalejax.numerics import quantize as quantizing
+from scalejax.numerics.qsnr import qsnr
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("theirs")
+    return folder, write_model(folder)
+
+
+@pytest.mark.parametrize("name", ["bdr_mx9", "nvfp4", pytest.param("mxfp6_e3m2", marks=pytest.mark.slow)])
+def test_weights_read_back_as_the_format_has_them(theirs, tmp_path, name):
+    source, weights = theirs
+    rows = quantize(source, tmp_path / "out", name)
+    found = read_weights(tmp_path / "out")
+    assert found.keys() == weights.keys()
+    for row in rows:
+        want = weights[row.name]
+        if is_matrix(row.name):
+            cast = quantizing.cast(jnp.asarray(want), name, axis=-1)
+            np.testing.assert_array_equal(found[row.name], cast)
+            assert abs(row.qsnr - qsnr(want, np.asarray(cast))) < 1e-6
+        else:
+            np.testing.assert_array_equal(found[row.name], want)
+            assert (row.format, row.qsnr) == (None, None)
+    assert sum(row.format == name for row in rows) == MATRICES
+
+
+@pytest.mark.parametrize(
+    ("name", "each"),
+    [
+        ("bdr_mx6", 0.75),
+        ("mxfp6_e3m2", 25 / 32),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("bdr_mx9", 1.125), ("bdr_mx4", 0.5), ("mxfp8_e4m3", 33 / 32), ("mxfp4_e2m1", 17 / 32))
+        ),
+    ],
+)
+def test_bytes_of_a_number(theirs, tmp_path, name, each):
+    rows = quantize(theirs[0], tmp_path / "out", name)
+    packed = [row for row in rows if row.format]
+    assert {row.bytes_after / row.numbers for row in packed} == {each}
+    file = tmp_path / "out" / "model.safetensors"
+    header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    assert file.stat().st_size - header == sum(row.bytes_after for row in rows)
+
+
+def test_the_dtype_that_weights_had_is_what_they_are_decoded_to(tmp_path):
+    write_model(tmp_path / "theirs", dtype="bfloat16")
+    quantize(tmp_path / "theirs", tmp_path / "out", "mxfp8_e4m3")
+    model = model_folder.open_folder(tmp_path / "out")
+    assert str(model.dtype) == "bfloat16"
+    assert model.remarks == ("quantized weights (scalejax): 14 in mxfp8_e4m3",)
+
+
+def test_a_quantized_folder_becomes_a_plain_one(theirs, tmp_path):
+    quantize(theirs[0], tmp_path / "out", "mxfp4_e2m1")
+    model_folder.convert(model_folder.open_folder(tmp_path / "out"), tmp_path / "ours", to="model")
+    model_folder.convert(model_folder.open_folder(tmp_path / "ours"), tmp_path / "back", to="huggingface")
+    plain, packed = read_weights(tmp_path / "back"), read_weights(tmp_path / "out")
+    for name, array in packed.items():
+        np.testing.assert_array_equal(plain[name], array)
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+
+
+def test_shards_and_rules(theirs, tmp_path):
+    from scalejax.models.llm.packed_layouts import find_layout
+    from scalejax.surgery.quantize import checkpoint, plan
+
+    model, layout = model_folder.open_folder(theirs[0]), find_layout("scalejax")
+    weights = plan.make(model, "mxfp4_e2m1", [("layers/[01]/mlp/down", "bdr_mx9"), ("layers/1/.*", "none")], layout)
+    told = []
+    rows = checkpoint.write(
+        model, tmp_path / "out", weights, checkpoint.DirectCast(model), layout, shard_bytes=5_000, wrote=told.append
+    )
+    found = safetensors.open_folder(tmp_path / "out")
+    assert len({tensor.file for tensor in found.values()}) > 3
+    assert sum(told) == sum(row.bytes_after for row in rows)
+    counts = [sum(row.format == name for row in rows) for name in ("mxfp4_e2m1", "bdr_mx9", None)]
+    assert counts == [6, 2, len(rows) - 8]
+    assert "model.layers.1.mlp.down_proj.weight.bdr_mx9.sub_scales" in found
+    assert len(read_weights(tmp_path / "out")) == len(rows)
+
+
+def test_padding_is_counted(tmp_path):
+    config = dataclasses.replace(SMALL, ffn_dim=72)
+    weights = write_model(tmp_path / "theirs", config)
+    rows = {row.name: row for row in quantize(tmp_path / "theirs", tmp_path / "out", "mxfp4_e2m1")}
+    down = rows["model.layers.0.mlp.down_proj.weight"]
+    assert (down.padding, down.bytes_after) == (64 * 24, 64 * 3 * 17)
+    found = read_weights(tmp_path / "out")[down.name]
+    want = quantizing.cast(jnp.asarray(weights[down.name]), "mxfp4_e2m1", axis=-1, tail="pad")
+    np.testing.assert_array_equal(found, want)
+
+
+def test_a_tied_head_is_the_embedding(tmp_path):
+    config = dataclasses.replace(SMALL, tie_embeddings=True)
+    write_model(tmp_path / "theirs", config)
+    rows = quantize(tmp_path / "theirs", tmp_path / "out", "mxfp4_e2m1", given=[("embed", "mxfp8_e4m3")])
+    assert next(row.format for row in rows if row.module == "embed") == "mxfp8_e4m3"
+    assert model_folder.open_folder(tmp_path / "out").config == config
+
+
+def test_blocks_of_nan_are_counted(theirs, tmp_path):
+    quantize(theirs[0], tmp_path / "out", "mxfp6_e3m2")
+    tensors = safetensors.open_folder(tmp_path / "out")
+    name = "model.layers.1.mlp.up_proj.weight"
+    scales = tensors[f"{name}.mxfp6_e3m2.scales"]
+    with open(scales.file, "r+b") as file:
+        file.seek(scales.begin + 5)
+        file.write(b"\xff\xff\xff")
+    stored = model_folder.open_folder(tmp_path / "out").source.tensors[name]
+    with pytest.raises(UserError, match=rf"3 of 192 blocks of {name} \(mxfp6_e3m2\) stand for NaN"):
+        stored.read()
+    stored.read((slice(5, 96), slice(0, 64)))  # the others are as they were
+
+
+def test_codes_of_nan_are_counted(theirs, tmp_path):
+    quantize(theirs[0], tmp_path / "out", "mxfp8_e4m3")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    codes = safetensors.open_folder(tmp_path / "out")[f"{name}.mxfp8_e4m3.codes"]
+    with open(codes.file, "r+b") as file:
+        file.seek(codes.begin + 64)
+        file.write(b"\x7f\xff")
+    with pytest.raises(UserError, match=r"2 of 4,096 codes of .* stand for NaN"):
+        read_weights(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("made", "said", "words"),
+    [
+        # Of the same size, so that only the name tells them apart.
+        ("mxfp8_e4m3", "mxfp8_e5m2", "is mxfp8_e5m2, but the files hold it as mxfp8_e4m3"),
+        ("mxfp6_e3m2", "mxfp4_e2m1", "is mxfp4_e2m1, but the files hold it as mxfp6_e3m2"),
+        ("int4:32", "int4:64", "is int4:64, but the files hold it as int4:32"),
+        ("mxfp6_e3m2", "mxfp6", "there is no 'mxfp6'; the nearest are mxfp6_e2m3, mxfp6_e3m2"),
+    ],
+)
+def test_a_checkpoint_read_with_another_format_is_refused(theirs, tmp_path, made, said, words):
+    quantize(theirs[0], tmp_path / "out", made)
+    names = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["weights"]
+    change_config(tmp_path / "out", weights=dict.fromkeys(names, said))
+    with pytest.raises(UserError) as caught:
+        model_folder.open_folder(tmp_path / "out")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def rewrite(folder, change):
+    """Writes the tensors of a folder anew, after change(names) has had the dict of arrays."""
+    arrays = {name: tensor.read() for name, tensor in safetensors.open_folder(folder).items()}
+    change(arrays)
+    written = tuple(safetensors.Written(name, array.dtype, array.shape) for name, array in arrays.items())
+    safetensors.write_folder(folder, written, arrays.__getitem__)
+
+
+SCALES = "model.layers.0.mlp.up_proj.weight.mxfp6_e3m2.scales"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a.pop(SCALES), f"{SCALES} is missing: codes without their scales are no numbers"),
+        (lambda a: a.update({SCALES: a[SCALES][:, :1].copy()}), "but scalejax has mxfp6_e3m2 as uint8 [96, 2]"),
+        (lambda a: a.update({"more": np.zeros(3, np.float32)}), "also holds more"),
+    ],
+)
+def test_tensors_that_do_not_belong_together_are_refused(theirs, tmp_path, change, words):
+    quantize(theirs[0], tmp_path / "out", "mxfp6_e3m2")
+    rewrite(tmp_path / "out", change)
+    with pytest.raises(UserError) as caught:
+        model_folder.open_folder(tmp_path / "out")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"quant_method": "awq"}, "quant_method 'awq': quantised weights of this kind are not known here"),
+        ({"version": 7}, "has version 7, and this scalejax reads up to 1"),
+        ({"weights": ["a"]}, "must have the formats of the weights by name"),
+        ({"weights": {"model.x": "mxfp4_e2m1"}}, "names model.x, which the model does not have"),
+    ],
+)
+def test_configs_that_are_not_known_are_refused(theirs, tmp_path, fields, words):
+    quantize(theirs[0], tmp_path / "out", "mxfp6_e3m2")
+    change_config(tmp_path / "out", **fields)
+    with pytest.raises(UserError) as caught:
+        model_folder.open_folder(tmp_path / "out")
+    assert words in str(caught.value)
+
+
+@pytest.mark.slow
+def test_all_formats_are_read_back(theirs, tmp_path):
+    for name in formats.FORMATS:
+        sized = f"{name}:64" if formats.find(name).scale == "float32" else name
+        quantize(theirs[0], tmp_path / name, "none", given=[("layers/0/mlp/up", sized)])
+        up = "model.layers.0.mlp.up_proj.weight"
+        want = quantizing.cast(jnp.asarray(theirs[1][up]), sized, axis=-1)
+        np.testing.assert_array_equal(read_weights(tmp_path / name)[up], want)
