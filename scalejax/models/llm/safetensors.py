@@ -38,7 +38,10 @@ DTYPES = {
 }
 """Dtypes of weights, by their names in a file."""
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+STORED = {**DTYPES, "U8": np.dtype(np.uint8), "I8": np.dtype(np.int8), "I32": np.dtype(np.int32)}
+"""Dtypes that are read and written, those of codes among them."""
+
+_NAMES = {dtype: name for name, dtype in STORED.items()}
 _LONGEST_HEADER = 100 * 10**6  # that of the format's own reader
 _LEAST_RUN_BYTES = 64 * 2**10  # shorter runs are read together with what lies between them
 _BLOCK_BYTES = 32 * 2**20
@@ -52,7 +55,7 @@ class Tensor:
     Attributes:
       name: Its name in the file.
       file: The file.
-      kind: Its dtype, as the file says it; `DTYPES` has those that can be read.
+      kind: Its dtype, as the file says it; `STORED` has those that can be read.
       shape: Its shape.
       begin: Offset of its first byte in the file.
     """
@@ -65,8 +68,8 @@ class Tensor:
 
     @property
     def dtype(self) -> np.dtype:
-        """Dtype in memory; only for what `DTYPES` has."""
-        return DTYPES[self.kind]
+        """Dtype in memory; only for what `STORED` has."""
+        return STORED[self.kind]
 
     def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
         """The tensor, or the part of it that `index` says: one slice of step 1 a dimension.
@@ -206,7 +209,7 @@ def _parse(path: pathlib.Path, header: dict[str, Any], start: int, total: int) -
         kind = str(entry["dtype"])
         if min(shape, default=0) < 0 or begin > end:
             raise ValueError(f"tensor {name} has shape {shape} and offsets {begin} to {end}")
-        if kind in DTYPES and math.prod(shape) * DTYPES[kind].itemsize != end - begin:
+        if kind in STORED and math.prod(shape) * STORED[kind].itemsize != end - begin:
             raise ValueError(f"tensor {name}, {kind} {shape}, has {end - begin:,} bytes")
         found[name] = Tensor(name, path, kind, shape, start + begin)
         spans.append((begin, end))
