@@ -7,7 +7,7 @@ import typer
 import typer.core
 
 import scalejax
-from scalejax.cli import bench, convert, doctor, eval, generate, plan, recipes, report, shard, train
+from scalejax.cli import bench, convert, doctor, eval, export, generate, plan, precision, recipes, report, shard, train
 from scalejax.errors import UserError
 
 
@@ -43,6 +43,8 @@ app.command("train")(train.train)
 app.command("eval")(eval.evaluate)
 app.command("generate")(generate.generate)
 app.command("convert")(convert.convert)
+app.command("precision")(precision.find)
+app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("plan")(plan.plan)
 app.command("shard")(shard.shard)

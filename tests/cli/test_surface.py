@@ -9,7 +9,10 @@ import re
 import pytest
 import typer.testing
 
-COMMANDS = ("", "recipes", "train", "eval", "generate", "convert", "report", "plan", "shard", "bench", "doctor")
+COMMANDS = (
+    *("", "recipes", "train", "eval", "generate", "convert", "precision", "export", "report", "plan", "shard", "bench"),
+    "doctor",
+)
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
@@ -23,7 +26,7 @@ def help_text(command: str) -> str:
     )
     assert result.exit_code == 0, result.output
     text = re.sub(r" <(str|text|path|int|integer|list\[Path\])>", "", result.output)
-    text = re.sub(r"\{(RECIPE|RUN_FOLDER|FOLDER|SOURCE|DEST)\}", r"\1", text)
+    text = re.sub(r"\{(RECIPE|RUN_FOLDER|FOLDER|SOURCE|DEST|OUT)\}", r"\1", text)
     text = re.sub(r"\n {10,}", " ", text)  # continued descriptions
     return "\n".join(re.sub(r"(?<=\S) {2,}", "  ", line).rstrip() for line in text.splitlines()) + "\n"
 
