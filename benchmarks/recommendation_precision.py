@@ -31,7 +31,7 @@ WAYS = {
     "int2 tables, greedy": ("int2", "float32", "greedy"),
     "int8 dense": ("float32", "int8", "minmax"),
     "int8 tables and dense": ("int8", "int8", "minmax"),
-    "int4 tables, greedy, int8 dense": ("int4", "int8", "greedy"),
+    "int4 tables, min and max, int8 dense": ("int4", "int8", "minmax"),
 }
 
 
@@ -65,7 +65,7 @@ def run(model: str, seed: int, turns: int) -> dict[str, dict[str, Any]]:
     add(
         f"search, budget {BUDGET:.2%}",
         lowering.lower(trained, found.precisions, limits),
-        calibration_gap=found.gap,
+        calibration_gap=found.gap._asdict(),
         tables=counts,
         operators=dense_counts,
         steps=len(found.path),

@@ -50,16 +50,17 @@ def test_an_exported_run_scores_the_test_split_as_the_run_did(invoke, run, tmp_p
     assert np.abs(np.concatenate(found) - wanted.predictions).max() < 1e-6
 
 
+@pytest.mark.slow
 def test_a_search_is_saved_reported_and_exported(invoke, run, tmp_path):
     folder, recipe = run
     chosen, report = tmp_path / "chosen.json", tmp_path / "report.json"
-    common = (str(folder), "--recipe", recipe, "--budget", "0.5")
+    common = (str(folder), "--recipe", recipe, "--budget", "2")
     done = invoke("precision", *common, "--save", str(chosen), "--json", str(report))
     assert done.exit_code == 0, done.stderr
-    for words in ("alone: shop in int4", "SQNR alone", "NE gap", "within 0.5 %", "Next: scalejax export"):
+    for words in ("alone: shop in int4", "SQNR alone", "NE gap", "of 'test': ", "Next: scalejax export"):
         assert words in done.stdout, words
     found = json.loads(report.read_text())
-    assert found["search"]["gap"] <= 0.005
+    assert found["search"]["gap"]["high"] <= 0.02
     assert found["bytes"]["share"] < 0.6
     assert {line["name"] for line in found["operators"]} >= {"shop", "head/layers/0", "score"}
     done = invoke("export", str(folder), str(tmp_path / "out"), "--recipe", recipe, "--precision", str(chosen))

@@ -137,7 +137,9 @@ def test_long_bags_are_summed_in_float32_and_cast_once():
     assert np.allclose(np.asarray(found, np.float32), 500, rtol=1e-3)
 
 
-@pytest.mark.parametrize("format", ROW_FORMATS)
+@pytest.mark.parametrize(
+    "format", ["int4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("int8", "int8_half", "int2"))]
+)
 def test_the_greedy_range_is_never_worse(format):
     rng = np.random.default_rng(2)
     outliers = rng.normal(size=(300, 40)).astype(np.float32)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -211,6 +211,19 @@ def logits(model: ClickModel, tables: Mapping[str, Table], module: Any, inputs: 
     return module(embed(model.configs, tables, inputs), inputs.dense, key=None).astype(jnp.float32)
 
 
+class Gap(NamedTuple):
+    """A relative change of NE.
+
+    Attributes:
+      value: As measured.
+      low, high: 95 % interval.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Labelled:
     """Batches on the device and what became of their examples; N examples of weight > 0 in all, T tasks.
@@ -247,6 +260,24 @@ class Labelled:
         p = exact.sigmoid(scores)
         tasks = range(self.labels.shape[1])
         return float(np.mean([exact.normalized_entropy(self.labels[:, t], p[:, t], self.weights) for t in tasks]))
+
+    def gap(self, wanted: np.ndarray, found: np.ndarray) -> Gap:
+        """NE of some scores over that of others on the same examples, minus 1, and how sure that is.
+
+        The two losses of an example nearly agree, so the interval is that of the mean of their differences: a tenth of
+        a percent of NE and less can be told from nothing with some 10^4 examples, though NE itself is known ten times
+        worse.
+        """
+        a, b, y = wanted.astype(np.float64), found.astype(np.float64), self.labels.astype(np.float64)
+        w = self.weights / self.weights.sum(dtype=np.float64)
+        tasks = range(y.shape[1])
+        entropy = np.array([exact.base_logloss(y[:, t], self.weights) for t in tasks])
+        theirs, ours = (np.logaddexp(0, l) - l * y for l in (a, b))
+        ne = float(np.mean((w @ theirs) / entropy))
+        d = ((ours - theirs) / entropy).mean(axis=1) / ne
+        mean = float(w @ d)
+        half = 1.96 * float(np.sqrt(np.square(w) @ np.square(d - mean)))
+        return Gap(mean, mean - half, mean + half)
 
     def auc(self, scores: np.ndarray) -> float:
         """Area under the curve; the mean over tasks where there are several."""

@@ -56,15 +56,16 @@ class Lowered:
         return jax.jit(functools.partial(scores, self.model))
 
 
-def lower(model: ClickModel, precisions: Precisions, limits: Limits | None = None, *, rows: Any = "greedy") -> Lowered:
+def lower(model: ClickModel, precisions: Precisions, limits: Limits | None = None, *, rows: Any = "minmax") -> Lowered:
     """Quantizes a trained model.
 
     Args:
       model: The model.
       precisions: One for every table and operator.
       limits: Ranges of the inputs of int8 operators, from `calibration.limits`; None = those of every batch.
-      rows: "greedy" or "minmax", the ranges of the rows of int4 and int2 tables, see `block_quant.quantize_rows`; int8
-        rows take min and max.
+      rows: "minmax" or "greedy", the ranges of the rows of int4 and int2 tables, see `block_quant.quantize_rows`; int8
+        rows take min and max. "greedy" has the smaller squared error, which need not be the smaller loss of NE
+        (benchmarks/results/recommendation_precision.md).
 
     Raises:
       UserError: the choice is not one for this model, limits lack an operator, or a number does not fit its precision.
@@ -96,7 +97,7 @@ def lower(model: ClickModel, precisions: Precisions, limits: Limits | None = Non
     )
 
 
-def table_in(model: ClickModel, name: str, chosen: TablePrecision, rows: Any = "greedy") -> Table:
+def table_in(model: ClickModel, name: str, chosen: TablePrecision, rows: Any = "minmax") -> Table:
     """A table in a precision.
 
     Raises:

@@ -34,7 +34,7 @@ def measure(
     model = lowered.model
     wanted = examples.scores(lambda inputs: model.score(*model.arrays, inputs))
     found = examples.scores(lambda inputs: lowered.score(lowered.arrays, inputs))
-    ne, low_ne = examples.ne(wanted), examples.ne(found)
+    ne, low_ne, gap = examples.ne(wanted), examples.ne(found), examples.gap(wanted, found)
     wide = precision.uniform(model)
     names = precision.names(model)
     sizes = {
@@ -58,7 +58,9 @@ def measure(
         "quality": {
             "ne_float32": ne,
             "ne": low_ne,
-            "gap": low_ne / ne - 1,
+            "gap": gap.value,
+            "gap_low": gap.low,
+            "gap_high": gap.high,
             "auc_float32": examples.auc(wanted),
             "auc": examples.auc(found),
             "largest_logit_difference": float(np.abs(found - wanted).max()),
@@ -89,9 +91,9 @@ def with_search(measured: dict[str, Any], found: Found, budget: float) -> dict[s
     return measured | {
         "search": {
             "budget": budget,
-            "gap": found.gap,
-            "held_out_gap": found.held_out_gap,
-            "within_budget_on_held_out": found.held_out_gap <= budget,
+            "gap": found.gap._asdict(),
+            "held_out_gap": found.held_out_gap._asdict(),
+            "within_budget_on_held_out": found.held_out_gap.value <= budget,
             "sensitivity": [
                 {"kind": kind, "name": name, "precision": chosen, "gap": gap}
                 for ((kind, name), chosen), gap in found.sensitivity.items()
@@ -112,6 +114,7 @@ def tables(measured: dict[str, Any]) -> list[Table]:
         wide, narrow = size[f"{what}_float32"], size[what]
         whole.add_row(f"{what}, bytes", units.size(wide), units.size(narrow), f"{narrow / max(wide, 1):.1%}")
     whole.add_row("NE", f"{quality['ne_float32']:.6f}", f"{quality['ne']:.6f}", f"{quality['gap']:+.4%}")
+    whole.add_row("  95 % interval", "", "", f"{quality['gap_low']:+.4%} to {quality['gap_high']:+.4%}")
     auc = quality["auc"] / quality["auc_float32"] - 1
     whole.add_row("AUC", f"{quality['auc_float32']:.6f}", f"{quality['auc']:.6f}", f"{auc:+.4%}")
     whole.add_row(

@@ -2,12 +2,13 @@
 
     1  score every choice alone: how much the NE of a calibration slice changes when only this one is lowered
     2  begin with everything as narrow as it can be
-    3  while the NE gap of the whole is above the budget: raise the choice that gives back the most NE per cost, by 1
+    3  while the NE gap of the whole may be above the budget: raise the choice that gives back most NE per cost, by 1
     4  then try to lower every raised choice once more, the most expensive first, as long as the gap stays within it
     5  confirm on examples that the search has not seen
 
-Additive estimates from step 1 order the raises of step 3; every step measures the whole. The paper names such a search
-and its budget of a few hundredths of a percent of NE; the order of steps is chosen here.
+Additive estimates from step 1 order the raises of step 3; every step measures the whole. "May be": the upper end of the
+95 % interval of the gap decides, so that luck on the slice buys nothing; a small slice asks for wider precisions. The
+paper names such a search and its budget of a few hundredths of a percent of NE; the steps are chosen here.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from scalejax.errors import UserError
+from scalejax.inference.recommendation.click_model import Gap
 from scalejax.inference.recommendation.precision import Precisions
 
 Name = tuple[str, str]
@@ -29,16 +31,16 @@ class Study:
       names: All that has a precision.
       choices: Name -> its precisions, the widest first; only those that the search may take.
       cost: (name, precision) -> bytes, or seconds of an example.
-      ne: Precisions -> normalised entropy of the calibration slice.
-      ne_held_out: The same of other examples.
+      gap: Precisions -> NE on the calibration slice over that of the widest choice, minus 1, with its interval.
+      gap_held_out: The same on other examples.
     """
 
     start: Precisions
     names: Sequence[Name]
     choices: Callable[[Name], Sequence[str]]
     cost: Callable[[Name, str], float]
-    ne: Callable[[Precisions], float]
-    ne_held_out: Callable[[Precisions], float]
+    gap: Callable[[Precisions], Gap]
+    gap_held_out: Callable[[Precisions], Gap]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,15 +49,15 @@ class Found:
 
     Attributes:
       precisions: The choice.
-      gap: NE of it over that of the widest choice, minus 1, on the calibration slice.
-      held_out_gap: The same on other examples.
+      gap: Of the calibration slice.
+      held_out_gap: Of other examples.
       sensitivity: (name, precision) -> gap when only this one is lowered so far.
       path: What the search did, one record a step: {"step", "name", "from", "to", "gap", "cost"}.
     """
 
     precisions: Precisions
-    gap: float
-    held_out_gap: float
+    gap: Gap
+    held_out_gap: Gap
     sensitivity: dict[tuple[Name, str], float]
     path: list[dict[str, Any]]
 
@@ -89,29 +91,24 @@ def search(study: Study, *, budget: float, told: Callable[[str], None] = lambda 
     if not budget >= 0:
         raise UserError(f"search: budget must be at least 0, a share of NE such as 5e-4; got {budget}.")
     wide = widest(study)
-    base, held_out = study.ne(wide), study.ne_held_out(wide)
-
-    def gap(precisions: Precisions) -> float:
-        return study.ne(precisions) / base - 1
-
     sensitivity: dict[tuple[Name, str], float] = {}
     for name in study.names:
         for chosen in study.choices(name)[1:]:
-            sensitivity[name, chosen] = gap(wide.with_one(name, chosen))
+            sensitivity[name, chosen] = study.gap(wide.with_one(name, chosen)).value
         if len(study.choices(name)) > 1:
             told(f"alone: {name[1]} in {study.choices(name)[-1]}: {sensitivity[name, study.choices(name)[-1]]:+.3%}")
     path: list[dict[str, Any]] = []
 
-    def move(step: str, name: Name, before: str, after: str, now: float, precisions: Precisions) -> None:
-        record = {"step": step, "name": list(name), "from": before, "to": after, "gap": now}
+    def move(step: str, name: Name, before: str, after: str, now: Gap, precisions: Precisions) -> None:
+        record = {"step": step, "name": list(name), "from": before, "to": after, "gap": now.value, "high": now.high}
         path.append(record | {"cost": cost(study, precisions)})
-        told(f"{step}: {name[1]} from {before} to {after}: gap {now:+.4%}")
+        told(f"{step}: {name[1]} from {before} to {after}: gap {now.value:+.4%}, at most {now.high:+.4%}")
 
     current = narrowest(study)
-    now = gap(current)
-    path.append({"step": "narrowest", "gap": now, "cost": cost(study, current)})
+    now = study.gap(current)
+    path.append({"step": "narrowest", "gap": now.value, "high": now.high, "cost": cost(study, current)})
     raised: set[Name] = set()
-    while now > budget:
+    while now.high > budget:
         options = [(name, wider) for name in study.names if (wider := _wider(study, name, current.of(name)))]
         if not options:
             break  # all is widest; its gap is 0
@@ -119,17 +116,17 @@ def search(study: Study, *, budget: float, told: Callable[[str], None] = lambda 
         before = current.of(name)
         current = current.with_one(name, wider)
         raised.add(name)
-        now = gap(current)
+        now = study.gap(current)
         move("raise", name, before, wider, now, current)
     for name in sorted(raised, key=lambda n: -study.cost(n, current.of(n))):
         while (narrower := _narrower(study, name, current.of(name))) is not None:
             trial = current.with_one(name, narrower)
-            then = gap(trial)
-            if then > budget:
+            then = study.gap(trial)
+            if then.high > budget:
                 break
             before, current, now = current.of(name), trial, then
             move("lower", name, before, narrower, now, current)
-    return Found(current, now, study.ne_held_out(current) / held_out - 1, sensitivity, path)
+    return Found(current, now, study.gap_held_out(current), sensitivity, path)
 
 
 def _all(study: Study, index: int) -> Precisions:

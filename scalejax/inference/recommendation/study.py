@@ -36,12 +36,12 @@ class Emulation:
     Attributes:
       model: The model.
       limits: Ranges of the inputs of linear operators.
-      rows: "greedy" or "minmax", see `lowering.lower`.
+      rows: "minmax" or "greedy", see `lowering.lower`.
     """
 
     model: ClickModel
     limits: Limits
-    rows: str = "greedy"
+    rows: str = "minmax"
 
     @functools.cached_property
     def _kept(self) -> dict[tuple[str, str], Any]:
@@ -131,13 +131,21 @@ def study(
     def cost(name: tuple[str, str], chosen: str) -> float:
         return seconds[name, chosen] if seconds else precision.bytes_of(model, name, chosen)
 
+    def gap(examples: Labelled) -> Any:
+        # Exactly the widest choice is what a gap is over; tables and operators need not include float32 there.
+        start = precision.uniform(model)
+        for name in precision.names(model):
+            start = start.with_one(name, choices(name)[0])
+        wanted = emulation.scores(start, examples)
+        return lambda precisions: examples.gap(wanted, emulation.scores(precisions, examples))
+
     return searches.Study(
         start=precision.uniform(model),
         names=precision.names(model),
         choices=choices,
         cost=cost,
-        ne=lambda p: calibration.ne(emulation.scores(p, calibration)),
-        ne_held_out=lambda p: held_out.ne(emulation.scores(p, held_out)),
+        gap=gap(calibration),
+        gap_held_out=gap(held_out),
     )
 
 

@@ -23,7 +23,7 @@ from scalejax.inference.recommendation import (
 )
 from scalejax.kernels import block_quant
 
-MODELS = sorted(click_cases.MODELS)
+MODELS = ["dlrm", "wukong", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dcnv2", "logistic"))]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
     model, _, _ = dlrm
     one = click_model.inputs_of(click_cases.batch(), click_cases.SCHEMA)
     for chosen in ("int8", "int4", "int2"):
-        packed = lowering.lower(model, precision.uniform(model, tables=chosen))
+        packed = lowering.lower(model, precision.uniform(model, tables=chosen), rows="minmax")
         decoded = {n: block_quant.dequantize_rows(t) for n, t in packed.arrays.tables.items()}
         ours = click_model.embed(model.configs, packed.arrays.tables, one)
         theirs = click_model.embed(model.configs, decoded, one)
@@ -81,12 +81,11 @@ def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
 
 def test_bytes_are_those_of_the_arrays(dlrm):
     model, _, limits = dlrm
-    for tables in precision.TABLES:
-        for dense in precision.DENSE:
-            chosen = precision.uniform(model, tables=tables, dense=dense)
-            arrays = dataclasses.replace(lowering.lower(model, chosen, limits).arrays, limits={})
-            held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-            assert held == precision.total_bytes(model, chosen), (tables, dense)
+    for tables, dense in zip(precision.TABLES, ("float32", "float16", "int8", "int8", "float16"), strict=True):
+        chosen = precision.uniform(model, tables=tables, dense=dense)
+        arrays = dataclasses.replace(lowering.lower(model, chosen, limits, rows="minmax").arrays, limits={})
+        held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+        assert held == precision.total_bytes(model, chosen), (tables, dense)
     assert precision.total_bytes(model, precision.uniform(model, tables="int4")) < 0.4 * precision.total_bytes(
         model, precision.uniform(model)
     )
@@ -158,17 +157,17 @@ def test_emulated_scores_are_those_of_the_lowered_model(dlrm):
     assert abs(examples.ne(emulated) / examples.ne(served) - 1) < 1e-5
 
 
-def made_up(losses, prices, interaction=0.0):
-    """A study whose loss is a sum over choices, and more where several are narrow."""
+def made_up(losses, prices, unsure=0.0):
+    """A study whose loss is a sum over choices, known as well as said."""
     names = [("table", name) for name in losses]
     start = precision.Precisions(dict.fromkeys(losses, "float32"), {})
 
-    def ne(precisions):
-        parts = [losses[n].get(precisions.tables[n], 0.0) for n in losses]
-        return 0.8 * (1 + sum(parts) + interaction * sum(p > 0 for p in parts) ** 2)
+    def gap(precisions):
+        value = sum(losses[n].get(precisions.tables[n], 0.0) for n in losses)
+        return click_model.Gap(value, value - unsure, value + unsure * (value > 0))
 
     return search.Study(
-        start, names, lambda n: ("float32", "int8", "int4"), lambda n, p: prices[n[1]][p], ne, ne_held_out=ne
+        start, names, lambda n: ("float32", "int8", "int4"), lambda n, p: prices[n[1]][p], gap, gap_held_out=gap
     )
 
 
@@ -178,25 +177,19 @@ def test_the_search_raises_what_gives_back_most_for_its_price():
     prices["c"] = {"float32": 4, "int8": 2, "int4": 1}
     found = search.search(made_up(losses, prices), budget=5e-4)
     assert found.precisions.tables == {"a": "int8", "b": "int4", "c": "int4"}  # "c" first, as it is cheap, in vain
-    assert found.gap <= 5e-4
+    assert found.gap.value <= 5e-4
     assert found.held_out_gap == found.gap
     assert [s["step"] for s in found.path] == ["narrowest", "raise", "raise", "lower"]
     assert found.sensitivity[("table", "a"), "int4"] == pytest.approx(4e-3)
 
 
 def test_the_search_lowers_again_what_was_raised_in_vain():
-    # Alone "a" looks worst, so it is raised first; it is "b" and "a" together that do harm.
-    losses = {"a": {"int8": 2e-4, "int4": 3e-4}, "b": {"int8": 1e-4, "int4": 2e-4}}
+    # "a" is so cheap that it is raised between the two raises of "b", which alone bring the gap down.
+    losses = {"a": {"int8": 0, "int4": 1e-5}, "b": {"int8": 1e-3, "int4": 5e-3}}
     prices = {"a": {"float32": 40, "int8": 20, "int4": 10}, "b": {"float32": 4000, "int8": 2000, "int4": 1000}}
-    base = made_up(losses, prices)
-
-    def ne(p):
-        harm = {"float32": 0, "int8": 1e-3, "int4": 5e-3}[p.tables["b"]]
-        return 0.8 * (1 + harm + (1e-5 if p.tables["a"] == "int4" else 0))
-
-    found = search.search(dataclasses.replace(base, ne=ne, ne_held_out=ne), budget=5e-4)
+    found = search.search(made_up(losses, prices), budget=5e-4)
     assert found.precisions.tables == {"a": "int4", "b": "float32"}
-    assert "lower" in [s["step"] for s in found.path]
+    assert [s["step"] for s in found.path] == ["narrowest", "raise", "raise", "raise", "lower"]
 
 
 def test_a_budget_of_nothing_ends_with_the_widest():
@@ -204,20 +197,47 @@ def test_a_budget_of_nothing_ends_with_the_widest():
     prices = {"a": {"float32": 4, "int8": 2, "int4": 1}}
     found = search.search(made_up(losses, prices), budget=0.0)
     assert found.precisions.tables == {"a": "float32"}
-    assert found.gap == 0
+    assert found.gap.value == 0
+
+
+def test_the_search_does_not_trust_what_is_not_sure():
+    losses = {"a": {"int8": 1e-5, "int4": 4e-4}, "b": {"int8": 1e-5, "int4": 2e-5}}
+    prices = {n: {"float32": 4, "int8": 2, "int4": 1} for n in losses}
+    assert search.search(made_up(losses, prices), budget=5e-4).precisions.tables == {"a": "int4", "b": "int4"}
+    unsure = search.search(made_up(losses, prices, unsure=3e-4), budget=5e-4)
+    assert unsure.precisions.tables == {"a": "int8", "b": "int4"}
+    assert unsure.gap.high <= 5e-4
+
+
+def test_the_gap_is_that_of_ne_and_its_interval_covers_resampling(dlrm):
+    model, examples, limits = dlrm
+    lowered = lowering.lower(model, precision.uniform(model, tables="int2"), limits, rows="minmax")
+    wanted = examples.scores(lambda i: model.score(*model.arrays, i))
+    found = examples.scores(lambda i: lowered.score(lowered.arrays, i))
+    gap = examples.gap(wanted, found)
+    assert gap.value == pytest.approx(examples.ne(found) / examples.ne(wanted) - 1, abs=1e-7)
+    rng, samples = np.random.default_rng(0), []
+    for _ in range(300):
+        i = rng.integers(0, len(wanted), len(wanted))
+        part = dataclasses.replace(examples, labels=examples.labels[i], weights=examples.weights[i])
+        samples.append(part.ne(found[i]) / part.ne(wanted[i]) - 1)
+    low, high = np.percentile(samples, [2.5, 97.5])
+    width = high - low
+    assert abs(gap.low - low) < 0.2 * width
+    assert abs(gap.high - high) < 0.2 * width
 
 
 def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm):
     model, examples, limits = dlrm
     asked = study.study(model, limits, examples, click_cases.labelled(model, 512, seed=5))
-    found = search.search(asked, budget=2e-3)
-    assert found.gap <= 2e-3
+    found = search.search(asked, budget=5e-3)
+    assert found.gap.high <= 5e-3
     assert precision.total_bytes(model, found.precisions) < 0.5 * precision.total_bytes(model, precision.uniform(model))
     lowered = lowering.lower(model, found.precisions, limits)
     measured = report.with_search(
-        report.measure(lowered, examples, calibration=examples.inputs[:1], turns=2), found, 2e-3
+        report.measure(lowered, examples, calibration=examples.inputs[:1], turns=2), found, 5e-3
     )
-    assert measured["quality"]["gap"] == pytest.approx(found.gap, abs=1e-5)
+    assert measured["quality"]["gap"] == pytest.approx(found.gap.value, abs=1e-5)
     assert measured["bytes"]["share"] < 0.5
     assert [line["name"] for line in measured["operators"]][-1] == "score"
     assert len(report.tables(measured)) == 2
