@@ -113,8 +113,8 @@ class Guard:
         gap, half = mean / entropy / ne, _SIGMAS * spread / entropy / ne
         if alarm == "none" and gap - half > self.budget:
             alarm = "gap"
-        numbers = map(float, (ne, gap, gap - half, gap + half))
-        return State(self._count, *numbers, self._largest, self._nonfinite, alarm)
+        low, high = float(gap - half), float(gap + half)
+        return State(self._count, float(ne), float(gap), low, high, self._largest, self._nonfinite, alarm)
 
     def close_window(self) -> State:
         """Ends a window, keeps its state in `windows`, whose gaps are the trend, and begins another."""
