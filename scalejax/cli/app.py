@@ -7,7 +7,9 @@ import typer
 import typer.core
 
 import scalejax
-from scalejax.cli import bench, convert, doctor, eval, generate, plan, quantize, recipes, report, shard, train
+from scalejax.cli import (
+    bench, convert, doctor, eval, export, generate, plan, precision, quantize, recipes, report, shard, train,
+)  # fmt: skip
 from scalejax.errors import UserError
 
 
@@ -44,6 +46,8 @@ app.command("eval")(eval.evaluate)
 app.command("generate")(generate.generate)
 app.command("convert")(convert.convert)
 app.command("quantize")(quantize.quantize)
+app.command("precision")(precision.find)
+app.command("export")(export.export)
 app.command("report")(report.report)
 app.command("plan")(plan.plan)
 app.command("shard")(shard.shard)

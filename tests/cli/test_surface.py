@@ -17,6 +17,8 @@ COMMANDS = (
     "generate",
     "convert",
     "quantize",
+    "precision",
+    "export",
     "report",
     "plan",
     "shard",

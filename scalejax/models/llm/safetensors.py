@@ -40,11 +40,12 @@ DTYPES = {
 
 STORED = DTYPES | {
     "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
     "I32": np.dtype(np.int32),
     "I64": np.dtype(np.int64),
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
 }
-"""What tensors can be read and written in: weights, and the codes and scales of quantized ones."""
+"""Dtypes that are read and written: those of weights, and of codes and scales of quantized ones."""
 
 _NAMES = {dtype: name for name, dtype in STORED.items()}
 _LONGEST_HEADER = 100 * 10**6  # that of the format's own reader

@@ -1,0 +1,79 @@
+"""Lookups in packed rows beside lookups in float32 and float16: lookups/s, bytes/s, share of a copy's bandwidth.
+
+python benchmarks/row_lookup.py [--json FILE] [--seconds 120]     # any device; on a GPU the tables are large
+python benchmarks/row_lookup.py --smoke                           # tiny sizes
+
+One JSON object a line. Before anything is timed, lookups in packed rows must equal those in the decoded table to the
+bit. Bytes are N * (bytes of a row + 4 of its id) read and B * D * 4 written; "speedup" is the time of float32 over this
+one, of neighbouring turns. All are programs of XLA.
+"""
+
+import argparse
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_embedding import Report, copy, draw, timed
+
+from scalejax.kernels import block_quant, embedding_bag
+from scalejax.kernels.block_quant import RowFormat
+
+FORMATS: tuple[RowFormat, ...] = ("int8", "int4")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", help="also write the lines here")
+    parser.add_argument("--seconds", type=float, default=120, help="stop starting new cases after this")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
+    arguments = parser.parse_args()
+    report = Report(arguments.json, arguments.seconds, smoke=arguments.smoke)
+    report.common["name"] = "row_lookup"
+    copy(report, smoke=arguments.smoke)
+    gpu = jax.devices()[0].platform == "gpu"
+    num_rows, count = (1000, 320) if arguments.smoke else (2_000_000, 2**21) if gpu else (200_000, 81_920)
+    for dim in (32, 64, 128):
+        table = jax.random.normal(jax.random.key(dim), (num_rows, dim))
+        packed = {f: block_quant.quantize_rows(table, f) for f in FORMATS}
+        tables: dict[str, Any] = {"float32": table, "float16": table.astype(jnp.float16), **packed}
+        for pooling in (1, 20, 80):
+            if not report.has_time_for(f"D {dim}, {pooling} ids a bag", 5):
+                continue
+            bags = count // pooling
+            ids = jnp.asarray(draw("zipf", num_rows, bags * pooling))
+            lengths = jnp.full(bags, pooling, jnp.int32)
+            for name, rows in packed.items():
+                decoded = block_quant.dequantize_rows(rows)
+                wanted = embedding_bag.embedding_bag(decoded, ids, lengths)
+                np.testing.assert_array_equal(block_quant.quantized_bag(rows, ids, lengths), wanted, err_msg=name)
+            times(report, tables, ids, lengths, dim, pooling)
+    return 0
+
+
+def times(report: Report, tables: dict[str, Any], ids: jax.Array, lengths: jax.Array, dim: int, pooling: int) -> None:
+    """One line a kind of table."""
+
+    def look_up(table: Any, ids: jax.Array, lengths: jax.Array) -> jax.Array:
+        if isinstance(table, block_quant.QuantizedRows):
+            return block_quant.quantized_bag(table, ids, lengths)
+        return embedding_bag.embedding_bag(table, ids, lengths).astype(jnp.float32)
+
+    run = jax.jit(look_up)
+    widths = {"float32": 4 * dim, "float16": 2 * dim} | {f: block_quant.row_bytes(f, dim) for f in FORMATS}
+    for name, table in tables.items():
+        wide, seconds = [], []
+        for _ in range(5):
+            wide.append(timed(lambda: run(tables["float32"], ids, lengths), turns=1))
+            seconds.append(timed(lambda table=table: run(table, ids, lengths), turns=1))
+        median = float(np.median(seconds))
+        moved = len(ids) * (widths[name] + 4) + len(lengths) * dim * 4
+        ratio = float(np.median(np.array(wide) / np.array(seconds)))
+        formula = "N * (bytes of a row + 4) + B * D * 4"
+        case = f"D {dim}, {pooling} ids a bag, {name}"
+        report.timing(case, "xla", median, moved, formula, speedup=ratio, lookups_per_s=len(ids) / median)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,306 @@
+"""A trained click model on one device: its tables and dense part as a checkpoint holds them, and its scores.
+
+The mesh, the exchange and the optimizer of training are not here: a table is one array, and a lookup a gather.
+"""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from scalejax.data.batch import Batch
+from scalejax.data.dedup import AnyBatch, expand_batch
+from scalejax.data.schema import Schema
+from scalejax.errors import UserError
+from scalejax.kernels import block_quant
+from scalejax.kernels import embedding_bag as bags
+from scalejax.kernels.block_quant import QuantizedRows
+from scalejax.parallel.embedding.config import TableConfig
+from scalejax.train import exact, publish
+from scalejax.train import program as programs
+from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.experiment import AnyExperiment, Checkpoints, Experiment
+from scalejax.train.protocols import Task
+from scalejax.train.state import ModelShape
+
+Table = jax.Array | QuantizedRows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Examples, as a click model takes them.
+
+    Attributes:
+      ids: Per feature int32[B, L] where every example has L ids, else int32[N], those of example 0 first.
+      lengths: Per feature of the second kind int32[B], ids per example; slots past their sum are ignored.
+      dense: float32[B, D].
+    """
+
+    ids: dict[str, jax.Array]
+    lengths: dict[str, jax.Array]
+    dense: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClickModel:
+    """A model at one step of its training.
+
+    Attributes:
+      task: The model bound to the columns of its data.
+      configs: Its tables.
+      shape: Structure of the dense part.
+      tables: Name -> rows, float32[V, D].
+      params: Path -> dense parameter, float32.
+      step: Of the checkpoint.
+    """
+
+    task: Task
+    configs: tuple[TableConfig, ...]
+    shape: ModelShape
+    tables: dict[str, np.ndarray]
+    params: dict[str, np.ndarray]
+    step: int
+
+    @property
+    def schema(self) -> Schema:
+        """Columns of the data."""
+        return self.task.schema
+
+    @functools.cached_property
+    def arrays(self) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Tables and parameters on the device."""
+        return (
+            {n: jnp.asarray(a) for n, a in self.tables.items()},
+            {n: jnp.asarray(a) for n, a in self.params.items()},
+        )
+
+    @functools.cached_property
+    def score(self) -> Any:
+        """jitted (tables, params, inputs) -> logits float32[B, T]."""
+
+        def score(tables: dict[str, Table], params: dict[str, jax.Array], inputs: Inputs) -> jax.Array:
+            return logits(self, tables, self.shape.put_together(params), inputs)
+
+        return jax.jit(score)
+
+
+def load(run_folder: pathlib.Path, experiment: AnyExperiment, step: int | None = None) -> ClickModel:
+    """Reads a checkpoint of a run.
+
+    Args:
+      run_folder: Its folder.
+      experiment: What the run is.
+      step: Which checkpoint; None = the newest.
+
+    Raises:
+      UserError: it is no run of a click model, has an id map or unpooled tables, has no such checkpoint, or a damaged
+        one.
+    """
+    if not isinstance(experiment, Experiment):
+        raise UserError(
+            f"RUN_FOLDER {run_folder} is a run of {type(experiment.model).__name__}, which has no embedding tables. "
+            "Give a run of a click model, such as one of `scalejax train dlrm`."
+        )
+    if experiment.id_maps:
+        names = ", ".join(name for entry in experiment.id_maps for name in entry.features)
+        raise UserError(
+            f"RUN_FOLDER {run_folder}: features {names} have id maps, which this does not serve. Look their rows up "
+            "with scalejax.train.publish.rows_of, or train with ids that are rows."
+        )
+    folder = run_folder / "checkpoints"
+    steps = Checkpointer(folder, Checkpoints(), {}).steps() if folder.is_dir() else []
+    if not steps:
+        raise UserError(f"{folder} holds no checkpoint. Train first, or give another run folder.")
+    if step is not None and step not in steps:
+        raise UserError(f"--step {step}: {folder} has {', '.join(map(str, steps))}. Name one of these.")
+    task = programs.bound_task(experiment, experiment.data.schema())
+    served = publish.load(folder, max(steps) if step is None else step)
+    return bind(task, served.tables, served.params, served.step)
+
+
+def bind(task: Task, tables: dict[str, np.ndarray], params: dict[str, np.ndarray], step: int = 0) -> ClickModel:
+    """A model from its arrays.
+
+    Raises:
+      UserError: unpooled tables, or arrays that are not those of the task.
+    """
+    configs = task.tables()
+    for config in configs:
+        if config.pooling == "none":
+            raise UserError(f"Table {config.name!r} is looked up unpooled, which this does not serve.")
+    abstract = nnx.eval_shape(lambda: task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.float32))
+    shape = ModelShape.of(abstract)
+    wanted = {f"table {c.name}": (c.rows, c.dim) for c in configs}
+    wanted |= {f"parameter {name}": tuple(value.shape) for name, value in shape.params.items()}
+    found = {f"table {name}": array.shape for name, array in tables.items()}
+    found |= {f"parameter {name}": array.shape for name, array in params.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise UserError(
+                f"{name} has shape {found.get(name)} in the checkpoint; the model says {wanted.get(name)}. Give the "
+                "recipe that the run was trained with."
+            )
+    as_float32 = {name: np.asarray(array, np.float32) for name, array in tables.items()}
+    return ClickModel(
+        task, configs, shape, as_float32, {name: np.asarray(array, np.float32) for name, array in params.items()}, step
+    )
+
+
+def inputs_of(batch: AnyBatch, schema: Schema) -> Inputs:
+    """A host batch as `Inputs`; ids of jagged features are padded to a power of two, so that few programs compile.
+
+    Raises:
+      UserError: an id out of range, or weighted ids.
+    """
+    plain: Batch = expand_batch(batch)
+    features = plain.features
+    features.validate(schema)
+    if features.weights is not None:
+        raise UserError("Ids with weights are not served. Train and score without weights.")
+    ids: dict[str, jax.Array] = {}
+    lengths: dict[str, jax.Array] = {}
+    bounds, examples = features.feature_offsets(), len(plain)
+    for f, feature in enumerate(schema.categorical):
+        own = features.values[bounds[f] : bounds[f + 1]].astype(np.int32)
+        if feature.length is not None:
+            ids[feature.name] = jnp.asarray(own.reshape(examples, feature.length))
+        else:
+            room = 1 << max(0, int(own.size - 1).bit_length()) if own.size else 1
+            ids[feature.name] = jnp.asarray(np.pad(own, (0, room - own.size)))
+            lengths[feature.name] = jnp.asarray(features.lengths[f].astype(np.int32))
+    return Inputs(ids, lengths, jnp.asarray(plain.dense))
+
+
+def embed(configs: tuple[TableConfig, ...], tables: Mapping[str, Table], inputs: Inputs) -> dict[str, jax.Array]:
+    """Pooled rows of every feature, float32[B, D]; summed in float32, decoded where they are packed."""
+    return {
+        feature: _pooled(tables[config.name], inputs, feature, config.pooling)
+        for config in configs
+        for feature in config.features
+    }
+
+
+def _pooled(table: Table, inputs: Inputs, feature: str, pooling: Any) -> jax.Array:
+    ids = inputs.ids[feature]
+    if ids.ndim == 1:
+        lengths = inputs.lengths[feature]
+        if isinstance(table, QuantizedRows):
+            return block_quant.quantized_bag(table, ids, lengths, pooling=pooling)
+        return bags.embedding_bag(table, ids, lengths, pooling=pooling, implementation="xla")
+    count = ids.shape[1]
+    found = [_rows(table, ids[:, i]) for i in range(count)]
+    total = sum(found[1:], found[0])
+    return total / count if pooling == "mean" and count > 1 else total
+
+
+def _rows(table: Table, ids: jax.Array) -> jax.Array:
+    if isinstance(table, QuantizedRows):
+        return block_quant.gather_quantized_rows(table, ids)
+    return bags.gather_rows(table, ids, implementation="xla").astype(jnp.float32)
+
+
+def logits(model: ClickModel, tables: Mapping[str, Table], module: Any, inputs: Inputs) -> jax.Array:
+    """float32[B, T] of a dense part that may have been changed, see `operators`."""
+    return module(embed(model.configs, tables, inputs), inputs.dense, key=None).astype(jnp.float32)
+
+
+class Gap(NamedTuple):
+    """A relative change of NE.
+
+    Attributes:
+      value: As measured.
+      low, high: 95 % interval.
+    """
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Labelled:
+    """Batches on the device and what became of their examples; N examples of weight > 0 in all, T tasks.
+
+    Attributes:
+      inputs: Batches.
+      kept: bool[B] for each of them: examples of weight > 0.
+      labels: float32[N, T].
+      weights: float32[N].
+    """
+
+    inputs: tuple[Inputs, ...]
+    kept: tuple[np.ndarray, ...]
+    labels: np.ndarray
+    weights: np.ndarray
+
+    def scores(self, score: Any) -> np.ndarray:
+        """float32[N, T]: `score(inputs)` of every batch.
+
+        Raises:
+          UserError: a score is not finite.
+        """
+        found = [np.asarray(score(inputs))[kept] for inputs, kept in zip(self.inputs, self.kept, strict=True)]
+        whole = np.concatenate(found)
+        if not np.isfinite(whole).all():
+            raise UserError(
+                f"The scores of {int((~np.isfinite(whole)).any(1).sum())} of {len(whole)} examples are not finite. "
+                "Keep more operators in float32, and look for rows that are not finite."
+            )
+        return whole
+
+    def ne(self, scores: np.ndarray) -> float:
+        """Normalised entropy of scores; the mean over tasks where there are several."""
+        p = exact.sigmoid(scores)
+        tasks = range(self.labels.shape[1])
+        return float(np.mean([exact.normalized_entropy(self.labels[:, t], p[:, t], self.weights) for t in tasks]))
+
+    def gap(self, wanted: np.ndarray, found: np.ndarray) -> Gap:
+        """NE of some scores over that of others on the same examples, minus 1, and how sure that is.
+
+        The two losses of an example nearly agree, so the interval is that of the mean of their differences: a tenth of
+        a percent of NE and less can be told from nothing with some 10^4 examples, though NE itself is known ten times
+        worse.
+        """
+        a, b, y = wanted.astype(np.float64), found.astype(np.float64), self.labels.astype(np.float64)
+        w = self.weights / self.weights.sum(dtype=np.float64)
+        tasks = range(y.shape[1])
+        entropy = np.array([exact.base_logloss(y[:, t], self.weights) for t in tasks])
+        theirs, ours = (np.logaddexp(0, l) - l * y for l in (a, b))
+        ne = float(np.mean((w @ theirs) / entropy))
+        d = ((ours - theirs) / entropy).mean(axis=1) / ne
+        mean = float(w @ d)
+        half = 1.96 * float(np.sqrt(np.square(w) @ np.square(d - mean)))
+        return Gap(mean, mean - half, mean + half)
+
+    def auc(self, scores: np.ndarray) -> float:
+        """Area under the curve; the mean over tasks where there are several."""
+        tasks = range(self.labels.shape[1])
+        return float(np.mean([exact.auc(self.labels[:, t], scores[:, t], self.weights) for t in tasks]))
+
+
+def labelled(batches: Iterator[AnyBatch], schema: Schema, *, most: int | None = None) -> Labelled:
+    """Takes whole batches, up to `most` examples or a little more.
+
+    Raises:
+      UserError: there are none, or a batch is not what `inputs_of` takes.
+    """
+    inputs, kept, labels, weights, count = [], [], [], [], 0
+    for batch in batches:
+        inputs.append(inputs_of(batch, schema))
+        keep = batch.weights > 0
+        kept.append(keep)
+        labels.append(batch.labels[keep])
+        weights.append(batch.weights[keep])
+        count += int(keep.sum())
+        if most is not None and count >= most:
+            break
+    if not count:
+        raise UserError("There are no examples to score. Give a split that has some.")
+    return Labelled(tuple(inputs), tuple(kept), np.concatenate(labels), np.concatenate(weights))

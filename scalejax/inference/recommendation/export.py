@@ -1,0 +1,166 @@
+"""A click model as a folder that jax and numpy alone can score with.
+
+`reload` is copied into the folder and says what is in it.
+"""
+
+import hashlib
+import json
+import pathlib
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax.errors import UserError
+from scalejax.inference.recommendation import lowering, reload
+from scalejax.inference.recommendation.click_model import ClickModel, Inputs
+from scalejax.inference.recommendation.lowering import Arrays, Lowered
+from scalejax.kernels.block_quant import QuantizedRows
+from scalejax.kernels.block_quant.dense import Int8Weight
+from scalejax.models.llm import safetensors
+from scalejax.train import disk
+
+PLATFORMS = ("cpu", "cuda", "tpu")
+PROGRAM = "model.stablehlo"
+SIGNATURE = "signature.json"
+
+
+def write(lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = PLATFORMS) -> dict[str, Any]:
+    """Writes a lowered model.
+
+    Args:
+      lowered: The model.
+      folder: Must not be there yet.
+      platforms: That the program is lowered for; none of them has to be here.
+
+    Returns:
+      The signature, as signature.json has it.
+
+    Raises:
+      UserError: the folder is there already, or the disk refuses.
+    """
+    if folder.exists():
+        raise UserError(f"OUT {folder} is there already. Give a new folder, or remove it.")
+    model = lowered.model
+    weights = flatten(lowered.arrays)
+    inputs = _abstract_inputs(model)
+    names = list(weights)
+
+    def score(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
+        arrays = _unflatten(lowered.arrays, dict(zip(names, arguments, strict=False)))
+        given = dict(zip(inputs, arguments[len(names) :], strict=True))
+        logits = lowering.scores(model, arrays, _as_inputs(given))
+        return logits, jax.nn.sigmoid(logits)
+
+    abstract = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights.values()]
+    exported = jax.export.export(jax.jit(score), platforms=list(platforms))(*abstract, *inputs.values())
+    with disk.explained(f"cannot make {folder}"):
+        folder.mkdir(parents=True)
+    written = tuple(safetensors.Written(n, np.dtype(w.dtype), tuple(w.shape)) for n, w in weights.items())
+    safetensors.write_folder(folder, written, lambda name: np.asarray(weights[name]), shard_bytes=2**62)
+    disk.write_atomically(folder / PROGRAM, bytes(exported.mlir_module_serialized))
+    with disk.explained(f"cannot write to {folder}"):
+        shutil.copyfile(reload.__file__, folder / "reload.py")
+    schema = model.schema
+    signature = {
+        "format": reload.FORMAT,
+        "model": type(getattr(model.task, "model", model.task)).__name__,
+        "step": model.step,
+        "labels": list(schema.labels),
+        "dense": list(schema.dense),
+        "features": {f.name: {"rows": f.rows, "length": f.length} for f in schema.categorical},
+        "precisions": {"tables": lowered.precisions.tables, "operators": lowered.precisions.operators},
+        "weights": {name: _described(x) for name, x in weights.items()},
+        "inputs": {name: _described(x) for name, x in inputs.items()},
+        "outputs": {n: _described(x) for n, x in zip(("logits", "probabilities"), exported.out_avals, strict=True)},
+        "calling": {
+            "version": exported.calling_convention_version,
+            "platforms": list(exported.platforms),
+            "kept": list(exported.module_kept_var_idx),
+            "uses_global_constants": exported.uses_global_constants,
+        },
+        "jax": jax.__version__,
+        "sha256": {name: _digest(folder / name) for name in (safetensors.FILE, PROGRAM)},
+    }
+    disk.write_atomically(folder / SIGNATURE, json.dumps(signature, indent=1) + "\n")  # last: a folder with it is whole
+    return signature
+
+
+def flatten(arrays: Arrays) -> dict[str, jax.Array]:
+    """Name in the file -> array: table.NAME or its .codes, .scales, .biases; dense.PATH or .codes, .scales, .sums."""
+    found: dict[str, jax.Array] = {}
+    for name, table in arrays.tables.items():
+        if isinstance(table, QuantizedRows):
+            parts = {"codes": table.codes, "scales": table.scales, "biases": table.biases}
+            found |= {f"table.{name}.{part}": array for part, array in parts.items()}
+        else:
+            found[f"table.{name}"] = table
+    found |= {f"dense.{name}": array for name, array in arrays.params.items()}
+    for path, weight in arrays.int8.items():
+        parts = {"codes": weight.codes, "scales": weight.scales, "sums": weight.sums}
+        found |= {f"dense.{path}.{part}": array for part, array in parts.items()}
+    return found | {f"dense.{path}.limits": jnp.stack(ends) for path, ends in arrays.limits.items()}
+
+
+def _unflatten(like: Arrays, found: dict[str, jax.Array]) -> Arrays:
+    tables: dict[str, Any] = {}
+    for name, table in like.tables.items():
+        if isinstance(table, QuantizedRows):
+            parts = {part: found[f"table.{name}.{part}"] for part in ("codes", "scales", "biases")}
+            tables[name] = QuantizedRows(**parts, format=table.format, dim=table.dim)
+        else:
+            tables[name] = found[f"table.{name}"]
+    return Arrays(
+        tables=tables,
+        params={name: found[f"dense.{name}"] for name in like.params},
+        int8={p: Int8Weight(**{k: found[f"dense.{p}.{k}"] for k in ("codes", "scales", "sums")}) for p in like.int8},
+        limits={p: (found[f"dense.{p}.limits"][0], found[f"dense.{p}.limits"][1]) for p in like.limits},
+    )
+
+
+def _abstract_inputs(model: ClickModel) -> dict[str, jax.ShapeDtypeStruct]:
+    scope = jax.export.SymbolicScope()
+    (batch,) = jax.export.symbolic_shape("batch", scope=scope)
+    found: dict[str, jax.ShapeDtypeStruct] = {}
+    for i, feature in enumerate(model.schema.categorical):
+        if feature.length is not None:
+            found[f"ids/{feature.name}"] = jax.ShapeDtypeStruct((batch, feature.length), jnp.int32)
+        else:
+            (count,) = jax.export.symbolic_shape(f"ids{i}", scope=scope)
+            found[f"ids/{feature.name}"] = jax.ShapeDtypeStruct((count,), jnp.int32)
+            found[f"lengths/{feature.name}"] = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    return found | {"dense": jax.ShapeDtypeStruct((batch, len(model.schema.dense)), jnp.float32)}
+
+
+def _as_inputs(given: dict[str, jax.Array]) -> Inputs:
+    ids = {name.removeprefix("ids/"): x for name, x in given.items() if name.startswith("ids/")}
+    lengths = {name.removeprefix("lengths/"): x for name, x in given.items() if name.startswith("lengths/")}
+    return Inputs(ids, lengths, given["dense"])
+
+
+def _described(array: Any) -> dict[str, Any]:
+    return {
+        "dtype": np.dtype(array.dtype).name,
+        "shape": [int(n) if isinstance(n, int | np.integer) else str(n) for n in array.shape],
+    }
+
+
+def _digest(path: pathlib.Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def difference(model: reload.Model, lowered: Lowered, inputs: Inputs) -> float:
+    """Largest difference of a probability between a model that was loaded again and what it was written from."""
+    lengths = {name: np.asarray(x) for name, x in inputs.lengths.items()}
+    ids = {
+        name: np.asarray(x)[: lengths[name].sum()] if name in lengths else np.asarray(x)
+        for name, x in inputs.ids.items()
+    }
+    theirs = model(ids, np.asarray(inputs.dense), lengths)["probabilities"]
+    ours = np.asarray(jax.nn.sigmoid(lowered.score(lowered.arrays, inputs)))
+    return float(np.abs(theirs - ours).max())

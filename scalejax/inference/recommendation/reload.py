@@ -1,0 +1,186 @@
+"""Loads what `scalejax export` wrote and scores with it. Needs jax and numpy, nothing else; copied beside the model.
+
+    import reload                                # this file, from the folder of the model or a copy
+    model = reload.load("path/of/the/folder")
+    model(ids={"user": [17, 4], "pages": [[3, 9], []]}, dense=[[0.1, 2.0], [0.3, 1.0]])
+
+gives {"logits": float32[B, T], "probabilities": float32[B, T]} as NumPy arrays. `model.signature` is signature.json:
+the features, how many rows each has, the names of the numbers and of the labels.
+
+    model.stablehlo     the program, a portable artifact of StableHLO bytecode, for any batch size
+    model.safetensors   tables and parameters, arguments of the program
+    signature.json      its arguments in order, inputs, outputs, precisions, digests of the two files
+
+A feature whose "shape" is ["batch", L] takes L ids an example, int[B, L], or int[B] where L is 1; one of shape ["ids"]
+takes a list of ids an example.
+"""
+
+import dataclasses
+import hashlib
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.core
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+FORMAT = "scalejax click model 1"
+_DTYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I8": np.int8, "I32": np.int32}
+
+
+class Model:
+    """A model that scores batches of any size; every new size is compiled once."""
+
+    def __init__(self, signature: dict[str, Any], weights: Mapping[str, np.ndarray], program: bytes) -> None:
+        self.signature = signature
+        self._weights = [jnp.asarray(weights[name]) for name in signature["weights"]]
+        exported = _exported(signature, program)
+        self._run = jax.jit(lambda weights, inputs: exported.call(*weights, *inputs))
+
+    def __call__(
+        self, ids: Mapping[str, Any], dense: Any = None, lengths: Mapping[str, Any] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Scores B examples.
+
+        Args:
+          ids: Feature -> its ids, see above; int[N] of all examples together where `lengths` has the feature.
+          dense: float[B, D] in the order of signature["dense"]; may be left out where D is 0.
+          lengths: Feature -> int[B], ids per example.
+
+        Raises:
+          ValueError: a feature is missing or unknown, an id is out of range, or shapes do not fit.
+        """
+        inputs = self._inputs(ids, dense, lengths or {})
+        arguments = [inputs[name] for name in self.signature["inputs"]]
+        logits, probabilities = self._run(self._weights, arguments)
+        return {"logits": np.asarray(logits), "probabilities": np.asarray(probabilities)}
+
+    def _inputs(self, ids: Mapping[str, Any], dense: Any, lengths: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        features: dict[str, Any] = self.signature["features"]
+        for name in features.keys() ^ ids.keys():
+            what = "is missing" if name in features else "is not known"
+            raise ValueError(f"ids: feature {name!r} {what}; the model has {', '.join(features)}.")
+        found: dict[str, np.ndarray] = {}
+        sizes: dict[str, int] = {}
+        for name, feature in features.items():
+            if feature["length"] is None:
+                values, counts = _jagged(name, ids[name], lengths.get(name))
+                found[f"lengths/{name}"], sizes[name] = counts, len(counts)
+            else:
+                values = np.asarray(ids[name])
+                values = values[:, None] if values.ndim == 1 and feature["length"] == 1 else values
+                if values.ndim != 2 or values.shape[1] != feature["length"]:
+                    raise ValueError(f"ids: feature {name!r} must be [B, {feature['length']}]; got {values.shape}.")
+                sizes[name] = len(values)
+            if values.size and (not np.issubdtype(values.dtype, np.integer)):
+                raise ValueError(f"ids: feature {name!r} must have integers; got {values.dtype}.")
+            if values.size and not 0 <= values.min() <= values.max() < feature["rows"]:
+                raise ValueError(
+                    f"ids: feature {name!r} must have ids in [0, {feature['rows']}); got {values.min()} to "
+                    f"{values.max()}."
+                )
+            if feature["length"] is None:  # a power of two, so that few sizes are compiled
+                room = 1 << max(0, int(values.size - 1).bit_length()) if values.size else 1
+                values = np.pad(values, (0, room - values.size))
+            found[f"ids/{name}"] = values.astype(np.int32)
+        size = next(iter(sizes.values()), 0 if dense is None else len(dense))
+        width = len(self.signature["dense"])
+        numbers = np.zeros((size, 0), np.float32) if dense is None else np.asarray(dense, np.float32)
+        if numbers.shape != (size, width) or len(set(sizes.values())) > 1 or not size:
+            raise ValueError(
+                f"Every input must have one number B >= 1 of examples, and dense {width} columns "
+                f"({', '.join(self.signature['dense'])}); got examples {sizes} and dense {list(numbers.shape)}."
+            )
+        found["dense"] = numbers
+        return found
+
+
+def load(folder: str | pathlib.Path) -> Model:
+    """Reads a folder that `scalejax export` wrote.
+
+    Raises:
+      ValueError: a file is not the one that was written, or of a newer format.
+      OSError: a file is missing or cannot be read.
+    """
+    folder = pathlib.Path(folder)
+    signature = json.loads((folder / "signature.json").read_text(encoding="utf-8"))
+    if signature.get("format") != FORMAT:
+        raise ValueError(f"{folder}: has the format {signature.get('format')!r}; this reads {FORMAT!r}.")
+    data = {}
+    for name, digest in signature["sha256"].items():
+        data[name] = (folder / name).read_bytes()
+        if hashlib.sha256(data[name]).hexdigest() != digest:
+            raise ValueError(f"{folder / name}: is damaged or of another export. Copy the folder anew.")
+    return Model(signature, read_safetensors(data["model.safetensors"]), data["model.stablehlo"])
+
+
+def read_safetensors(data: bytes) -> dict[str, np.ndarray]:
+    """Name -> tensor; the arrays share the memory of `data`."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    found = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = entry["data_offsets"]
+            part = np.frombuffer(data, np.uint8, end - begin, 8 + length + begin)
+            found[name] = part.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return found
+
+
+def _jagged(name: str, ids: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+    if lengths is not None:
+        values, counts = np.asarray(ids), np.asarray(lengths, np.int32)
+        if values.ndim != 1 or counts.ndim != 1 or counts.min(initial=0) < 0 or counts.sum() != len(values):
+            raise ValueError(f"ids: feature {name!r}: lengths must add up to the {values.shape} ids.")
+        return values, counts
+    lists: Sequence[Any] = ids
+    counts = np.array([len(some) for some in lists], np.int32)
+    values = np.concatenate([np.asarray(some, np.int64).reshape(-1) for some in lists]) if len(counts) else []
+    return np.asarray(values, np.int64), counts
+
+
+def _exported(signature: dict[str, Any], program: bytes) -> Any:
+    """The program as jax knows it. `jax.export.deserialize` would want a package that jax does not depend on."""
+    scope = jax.export.SymbolicScope()
+
+    def abstract(entry: dict[str, Any]) -> Any:
+        text = ",".join(map(str, entry["shape"]))
+        shape = jax.export.symbolic_shape(text, scope=scope) if text else ()
+        return jax.core.ShapedArray(shape, np.dtype(entry["dtype"]))
+
+    ins = [*signature["weights"].values(), *signature["inputs"].values()]
+    outs = list(signature["outputs"].values())
+    calling = signature["calling"]
+    values = {
+        "fun_name": "score",
+        "in_tree": jax.tree.structure(((0,) * len(ins), {})),
+        "in_avals": tuple(map(abstract, ins)),
+        "out_tree": jax.tree.structure((0,) * len(outs)),
+        "out_avals": tuple(map(abstract, outs)),
+        "_has_named_shardings": True,
+        "_in_named_shardings": (None,) * len(ins),
+        "_out_named_shardings": (None,) * len(outs),
+        "in_shardings_hlo": (None,) * len(ins),
+        "out_shardings_hlo": (None,) * len(outs),
+        "nr_devices": 1,
+        "platforms": tuple(calling["platforms"]),
+        "ordered_effects": (),
+        "unordered_effects": (),
+        "disabled_safety_checks": (),
+        "mlir_module_serialized": program,
+        "calling_convention_version": calling["version"],
+        "module_kept_var_idx": tuple(calling["kept"]),
+        "uses_global_constants": calling["uses_global_constants"],
+        "_get_vjp": None,
+    }
+    fields = {field.name for field in dataclasses.fields(jax.export.Exported)}
+    if fields - values.keys():
+        raise ValueError(
+            f"jax {jax.__version__} describes programs by {', '.join(sorted(fields - values.keys()))}, which this file "
+            f"does not know. Export anew, or use jax {signature['jax']}."
+        )
+    return jax.export.Exported(**{name: value for name, value in values.items() if name in fields})

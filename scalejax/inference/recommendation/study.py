@@ -1,0 +1,198 @@
+"""A model as the search sees it: one compiled program that scores every choice.
+
+Rows are decoded, so that a table has one shape and dtype whatever its precision, and gathering from it gives the bits
+that a lookup in the packed rows gives; int8 operators are their float32 form on decoded matrices (`FakeInt8Linear`).
+What is served is packed and sums integers; `report` scores that.
+"""
+
+import dataclasses
+import functools
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax.errors import UserError
+from scalejax.inference.recommendation import lowering, operators, precision
+from scalejax.inference.recommendation import search as searches
+from scalejax.inference.recommendation.calibration import Limits
+from scalejax.inference.recommendation.click_model import ClickModel, Inputs, Labelled, embed, logits
+from scalejax.inference.recommendation.precision import Precisions
+from scalejax.kernels import block_quant
+from scalejax.kernels.block_quant import QuantizedRows, dense
+
+Objective = Literal["bytes", "latency"]
+
+TABLE_CHOICES = ("float32", "int8", "int4")
+DENSE_CHOICES = ("float32", "float16", "int8")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Emulation:
+    """Scores of any choice without packing it.
+
+    Attributes:
+      model: The model.
+      limits: Ranges of the inputs of linear operators.
+      rows: "minmax" or "greedy", see `lowering.lower`.
+    """
+
+    model: ClickModel
+    limits: Limits
+    rows: str = "minmax"
+
+    @functools.cached_property
+    def _kept(self) -> dict[tuple[str, str], Any]:
+        return {}
+
+    @functools.cached_property
+    def score(self) -> Any:
+        """jitted (tables, params, on, inputs) -> logits float32[B, T]."""
+
+        def score(tables: Any, params: Any, on: dict[str, jax.Array], inputs: Inputs) -> jax.Array:
+            module = self.model.shape.put_together(params)
+            for path, operator in operators.find(self.model.shape).items():
+                if operator.kind == "linear":
+                    ends = tuple(map(jnp.float32, self.limits[path]))
+
+                    def make(old: Any, path: str = path, ends: Any = ends) -> operators.FakeInt8Linear:
+                        return operators.FakeInt8Linear(old, on[path], ends)
+
+                    operators.replace(module, operator.keys, make)
+            return logits(self.model, tables, module, inputs)
+
+        return jax.jit(score)
+
+    def scores(self, precisions: Precisions, examples: Labelled) -> np.ndarray:
+        """float32[N, T]."""
+        tables = {name: self._table(name, chosen) for name, chosen in precisions.tables.items()}
+        params: dict[str, jax.Array] = {}
+        for path, chosen in precisions.operators.items():
+            params |= self._operator(path, chosen)
+        found = operators.find(self.model.shape)
+        on = {p: jnp.asarray(c == "int8") for p, c in precisions.operators.items() if found[p].kind == "linear"}
+        return examples.scores(lambda inputs: self.score(tables, params, on, inputs))
+
+    def _table(self, name: str, chosen: Any) -> jax.Array:
+        if (name, chosen) not in self._kept:
+            made = lowering.table_in(self.model, name, chosen, self.rows)
+            whole = block_quant.dequantize_rows(made) if isinstance(made, QuantizedRows) else made.astype(jnp.float32)
+            self._kept[name, chosen] = whole
+        return self._kept[name, chosen]
+
+    def _operator(self, path: str, chosen: str) -> dict[str, jax.Array]:
+        if (path, chosen) not in self._kept:
+            arrays = {}
+            for name in operators.find(self.model.shape)[path].params:
+                value = jnp.asarray(self.model.params[name])
+                if chosen == "int8" and value.ndim == 2:
+                    value = dense.dequantize_weight(dense.quantize_weight(value))
+                arrays[name] = value.astype(jnp.float16).astype(jnp.float32) if chosen == "float16" else value
+            self._kept[path, chosen] = arrays
+        return self._kept[path, chosen]
+
+
+def study(
+    model: ClickModel,
+    limits: Limits,
+    calibration: Labelled,
+    held_out: Labelled,
+    *,
+    objective: Objective = "bytes",
+    tables: tuple[str, ...] = TABLE_CHOICES,
+    dense_choices: tuple[str, ...] = DENSE_CHOICES,
+) -> searches.Study:
+    """What `search.search` wants.
+
+    Args:
+      model: The model.
+      limits: Of its linear operators.
+      calibration: Examples that the search looks at.
+      held_out: Examples that confirm it.
+      objective: What is made small: "bytes" at rest, or "latency", measured operator by operator on this machine.
+      tables: Precisions of tables to try, the widest first.
+      dense_choices: Precisions of operators to try, the widest first.
+
+    Raises:
+      UserError: an unknown objective, or nothing to choose from.
+    """
+    if objective not in ("bytes", "latency"):
+        raise UserError(f"--objective must be bytes or latency; got {objective!r}.")
+    emulation = Emulation(model, limits)
+
+    def choices(name: tuple[str, str]) -> tuple[str, ...]:
+        wanted = tables if name[0] == "table" else dense_choices
+        return tuple(c for c in wanted if c in precision.choices(model, name)) or wanted[:1]
+
+    seconds = latencies(model, limits, calibration.inputs[0], choices) if objective == "latency" else {}
+
+    def cost(name: tuple[str, str], chosen: str) -> float:
+        return seconds[name, chosen] if seconds else precision.bytes_of(model, name, chosen)
+
+    def gap(examples: Labelled) -> Any:
+        # Exactly the widest choice is what a gap is over; tables and operators need not include float32 there.
+        start = precision.uniform(model)
+        for name in precision.names(model):
+            start = start.with_one(name, choices(name)[0])
+        wanted = emulation.scores(start, examples)
+        return lambda precisions: examples.gap(wanted, emulation.scores(precisions, examples))
+
+    return searches.Study(
+        start=precision.uniform(model),
+        names=precision.names(model),
+        choices=choices,
+        cost=cost,
+        gap=gap(calibration),
+        gap_held_out=gap(held_out),
+    )
+
+
+def latencies(
+    model: ClickModel, limits: Limits, inputs: Inputs, choices: Any, *, turns: int = 15
+) -> dict[tuple[tuple[str, str], str], float]:
+    """Seconds of every table's lookups and every operator by itself in each of its precisions, medians of `turns`.
+
+    Operators are given the inputs that they have in the float model. A program of one operator alone pays for its own
+    start and its own memory, so that the sum over all is more than the model takes.
+    """
+    found = operators.find(model.shape)
+    tables, params = model.arrays
+    module = model.shape.put_together(params)
+    recorders = operators.record(module, found)
+    logits(model, tables, module, inputs)
+    times: dict[tuple[tuple[str, str], str], float] = {}
+    for config in model.configs:
+        for chosen in choices(("table", config.name)):
+            table = lowering.table_in(model, config.name, chosen, "minmax")
+
+            def look_up(table: Any, inputs: Inputs, config: Any = config) -> Any:
+                return embed((config,), {config.name: table}, inputs)
+
+            times[("table", config.name), chosen] = median_seconds(jax.jit(look_up), table, inputs, turns=turns)
+    for path, operator in found.items():
+        for chosen in choices(("operator", path)):
+            if path not in recorders or not recorders[path].calls:
+                times[("operator", path), chosen] = 0.0
+                continue
+            args, kwargs, _ = recorders[path].calls[0]
+            one = precision.uniform(model).with_one(("operator", path), chosen)
+            arrays = dataclasses.replace(lowering.lower(model, one, limits).arrays, tables={})
+
+            def run(arrays: Any, args: Any, operator: Any = operator, kwargs: Any = kwargs) -> Any:
+                return operators.get(lowering.module_of(model, arrays), operator.keys)(*args, **kwargs)
+
+            times[("operator", path), chosen] = median_seconds(jax.jit(run), arrays, args, turns=turns)
+    return times
+
+
+def median_seconds(function: Any, *args: Any, turns: int) -> float:
+    """Of one call, compiled and warm, awaited."""
+    jax.block_until_ready(function(*args))
+    taken = []
+    for _ in range(turns):
+        begun = time.perf_counter()
+        jax.block_until_ready(function(*args))
+        taken.append(time.perf_counter() - begun)
+    return float(np.median(taken))

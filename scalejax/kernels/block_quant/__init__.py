@@ -1,0 +1,13 @@
+"""Rows of embedding tables in 8, 4 or 2 bits with a scale and a bias each, in the bytes of FBGEMM; lookups in them."""
+
+from scalejax.kernels.block_quant.api import ROW_FORMATS as ROW_FORMATS
+from scalejax.kernels.block_quant.api import QuantizedRows as QuantizedRows
+from scalejax.kernels.block_quant.api import RowFormat as RowFormat
+from scalejax.kernels.block_quant.api import dequantize_rows as dequantize_rows
+from scalejax.kernels.block_quant.api import fuse_rows as fuse_rows
+from scalejax.kernels.block_quant.api import gather_quantized_rows as gather_quantized_rows
+from scalejax.kernels.block_quant.api import poisoned_rows as poisoned_rows
+from scalejax.kernels.block_quant.api import quantize_rows as quantize_rows
+from scalejax.kernels.block_quant.api import quantized_bag as quantized_bag
+from scalejax.kernels.block_quant.api import row_bytes as row_bytes
+from scalejax.kernels.block_quant.api import split_rows as split_rows

@@ -1,0 +1,250 @@
+"""Signatures and checks.
+
+A row of D numbers becomes D codes of 8, 4 or 2 bits, a scale and a bias: value = code * scale + bias. The bias is the
+smallest number of the row itself, not an integer zero point, so that decoding is one multiplication and one addition.
+
+    format      codes                         scale, bias     bytes of a row
+    int8        D bytes                       float32 each    D + 8
+    int8_half   D bytes                       float16 each    D + 4
+    int4        2 in a byte, first one low    float16 each    ceil(D / 2) + 4
+    int2        4 in a byte, first one low    float16 each    ceil(D / 4) + 4
+
+Codes, scales and biases are arrays of their own here, which shard alike and suit the tiles of a TPU. `fuse_rows` puts
+them into one array of bytes as FBGEMM has them, behind the codes ("training": its quantization operators) or before
+them in rows padded to an alignment ("inference": its batched lookups); `split_rows` is the way back.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax.errors import UserError
+from scalejax.kernels import embedding_bag as bags
+from scalejax.kernels.block_quant import search, xla
+
+RowFormat = Literal["int8", "int8_half", "int4", "int2"]
+Layout = Literal["training", "inference"]
+Implementation = Literal["reference", "xla"]
+
+_BITS = {"int8": 8, "int8_half": 8, "int4": 4, "int2": 2}
+ROW_FORMATS: tuple[RowFormat, ...] = ("int8", "int8_half", "int4", "int2")
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("codes", "scales", "biases"), meta_fields=("format", "dim")
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedRows:
+    """A quantized table of V rows of D numbers.
+
+    Attributes:
+      codes: uint8[V, ceil(D * bits / 8)].
+      scales: float32[V] for int8, else float16[V].
+      biases: as `scales`.
+      format: of the rows.
+      dim: D.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    biases: jax.Array
+    format: RowFormat
+    dim: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        return self.codes.shape[0] * row_bytes(self.format, self.dim)
+
+
+def row_bytes(format: RowFormat, dim: int, *, align: int = 1) -> int:
+    """Bytes of a row of `dim` numbers, filled up to a multiple of `align`.
+
+    Raises:
+      UserError: an unknown format.
+    """
+    bits = _bits(format)
+    used = -(-dim * bits // 8) + 2 * _scale_dtype(format).itemsize
+    return -(-used // align) * align
+
+
+def quantize_rows(
+    table: jax.Array, format: RowFormat, *, range: Literal["minmax", "greedy"] = "minmax"
+) -> QuantizedRows:
+    """Quantizes every row under its own scale and bias.
+
+    "int8" takes min and range = max - min of the row, in float32: scale = range / 255, bias = min, code = (x - min) *
+    (255 / (range + 1e-8)), rounded to nearest, ties to even. Where the range is near 1e-8 the constant, which the scale
+    lacks, costs resolution; that is FBGEMM's definition. The others first round min to float16: range = max - that,
+    scale = float16(range / (2^bits - 1)), or 1 where that is zero, code = (x - min) / scale, rounded and clamped.
+
+    On CPUs scales, biases and codes are those of FBGEMM to the bit, subnormal numbers included. A row with a NaN gets a
+    scale and a bias of NaN and codes of zero, so that all of it decodes to NaN; a row with an infinity, or with a range
+    that overflows float32 (float16 after division, for all but int8), gets a scale that is infinite, and decodes to NaN
+    as well. `poisoned_rows` counts both.
+
+    Args:
+      table: float32, bfloat16 or float16 [V, D].
+      format: of the rows.
+      range: "minmax", or "greedy": for each row the range within [min, max] of least squared error that shrinking it
+        step by step from either side meets, see `search`; never worse than "minmax".
+
+    Raises:
+      UserError: an unknown format or range, or a table of another dtype or rank.
+    """
+    bits = _bits(format)
+    if table.ndim != 2 or jnp.dtype(table.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise UserError(
+            "quantize_rows: table must be float32, bfloat16 or float16 with two axes, rows and columns; got "
+            f"{jnp.dtype(table.dtype).name}{list(table.shape)}. Cast or reshape it."
+        )
+    if range not in ("minmax", "greedy"):
+        raise UserError(f"quantize_rows: range must be 'minmax' or 'greedy'; got {range!r}.")
+    chosen = search.quantize if range == "greedy" else xla.quantize
+    codes, scales, biases = chosen(table.astype(jnp.float32), bits, _scale_dtype(format).name)
+    return QuantizedRows(codes=codes, scales=scales, biases=biases, format=format, dim=table.shape[1])
+
+
+def dequantize_rows(rows: QuantizedRows) -> jax.Array:
+    """float32[V, D]: float32(float32(code * scale) + bias), the same bits in every program.
+
+    FBGEMM's CPU kernels round once, in a fused multiply-add, which for int8 may differ in the last bit; with float16
+    scales the product is exact, and there is no difference. Where hardware takes subnormal numbers for zero, rows whose
+    float32 scale is below 2^-114 lose the last bits of their products.
+    """
+    return xla.dequantize(rows.codes, rows.scales, rows.biases, _bits(rows.format), rows.dim)
+
+
+def quantized_bag(
+    rows: QuantizedRows,
+    ids: jax.Array,
+    lengths: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    pooling: Literal["sum", "mean"] = "sum",
+    dtype: Any = jnp.float32,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """Looks rows up and pools them: out[b] = sum over the ids i of bag b of weight * dequantized row i.
+
+    Only the rows that are looked up are decoded. Equals `embedding_bag` of `dequantize_rows(rows)` to the bit.
+
+    Args:
+      rows: The table.
+      ids: int32[N], the ids of bag 0, then of bag 1, ...; what is no row contributes zeros.
+      lengths: int32[B], ids per bag.
+      weights: float[N], one per id, or None.
+      pooling: "sum" or "mean" (the sum divided by the number of ids); an empty bag gives zeros.
+      dtype: Of the result; sums are float32 and cast once.
+      implementation: None picks "xla"; "reference" decodes the whole table first.
+
+    Returns:
+      dtype[B, D].
+
+    Raises:
+      UserError: an unknown implementation.
+      ValueError: see `embedding_bag`.
+    """
+    if implementation not in (None, "reference", "xla"):
+        raise UserError(f'quantized_bag: implementation must be "reference", "xla" or None; got {implementation!r}.')
+    if implementation == "reference":
+        whole = dequantize_rows(rows)
+        pooled = bags.embedding_bag(whole, ids, lengths, weights=weights, pooling=pooling, implementation="xla")
+        return pooled.astype(dtype)
+    if weights is not None and weights.shape != ids.shape:
+        raise ValueError(f"quantized_bag: weights must have the shape of ids, {ids.shape}; got {weights.shape}.")
+    if pooling not in ("sum", "mean"):
+        raise ValueError(f'quantized_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
+    found = gather_quantized_rows(rows, ids)
+    if weights is not None:
+        found = found * weights.astype(jnp.float32)[:, None]
+    slots = bags.slot_bags(lengths, ids.shape[0])
+    return bags.pool_rows(found, slots, lengths.shape[0], pooling=pooling).astype(dtype)
+
+
+def gather_quantized_rows(rows: QuantizedRows, ids: jax.Array) -> jax.Array:
+    """Decoded rows, float32[N, D]; zeros where ids[n] is no row."""
+    inside = (ids >= 0) & (ids < rows.codes.shape[0])
+    at = jnp.where(inside, ids, rows.codes.shape[0])
+
+    def take(array: jax.Array) -> jax.Array:
+        return array.at[at].get(mode="fill", fill_value=0)
+
+    return xla.dequantize(take(rows.codes), take(rows.scales), take(rows.biases), _bits(rows.format), rows.dim)
+
+
+def poisoned_rows(rows: QuantizedRows) -> jax.Array:
+    """int32[]: rows that decode to NaN, see `quantize_rows`."""
+    finite = jnp.isfinite(rows.scales) & jnp.isfinite(rows.biases)
+    return jnp.sum(~finite, dtype=jnp.int32)
+
+
+def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 1) -> jax.Array:
+    """One array of bytes, uint8[V, row_bytes(format, dim, align=align)].
+
+    Args:
+      rows: The table.
+      layout: "training": codes, scale, bias; "inference": scale, bias, codes.
+      align: Rows are filled up with zeros to a multiple of this many bytes (16 for FBGEMM's lookups on GPUs).
+
+    Raises:
+      UserError: an unknown layout, or an alignment below 1.
+    """
+    _check_layout("fuse_rows", layout, align)
+    count = rows.codes.shape[0]
+    tail = [jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(count, -1) for part in (rows.scales, rows.biases)]
+    whole = jnp.concatenate([rows.codes, *tail] if layout == "training" else [*tail, rows.codes], axis=1)
+    return jnp.pad(whole, ((0, 0), (0, row_bytes(rows.format, rows.dim, align=align) - whole.shape[1])))
+
+
+def split_rows(
+    data: jax.Array, format: RowFormat, dim: int, *, layout: Layout = "training", align: int = 1
+) -> QuantizedRows:
+    """What `fuse_rows` was given.
+
+    Raises:
+      UserError: the bytes of a row are not those of `dim` numbers in this format.
+    """
+    _check_layout("split_rows", layout, align)
+    wanted = row_bytes(format, dim, align=align)
+    if data.ndim != 2 or data.dtype != jnp.uint8 or data.shape[1] != wanted:
+        raise UserError(
+            f"split_rows: rows of {dim} numbers in {format} have {wanted} bytes each (align={align}); got "
+            f"{data.dtype}{list(data.shape)}. Were they written in another format, width or alignment?"
+        )
+    kind = _scale_dtype(format)
+    codes = -(-dim * _bits(format) // 8)
+    at = codes if layout == "training" else 0
+
+    def number(start: int) -> jax.Array:
+        return jax.lax.bitcast_convert_type(data[:, start : start + kind.itemsize], kind)
+
+    start = 0 if layout == "training" else 2 * kind.itemsize
+    return QuantizedRows(
+        codes=data[:, start : start + codes],
+        scales=number(at),
+        biases=number(at + kind.itemsize),
+        format=format,
+        dim=dim,
+    )
+
+
+def _bits(format: str) -> int:
+    if format not in _BITS:
+        raise UserError(f"format must be one of {', '.join(_BITS)}; got {format!r}.")
+    return _BITS[format]
+
+
+def _scale_dtype(format: str) -> np.dtype:
+    return np.dtype(np.float32 if format == "int8" else np.float16)
+
+
+def _check_layout(name: str, layout: str, align: int) -> None:
+    if layout not in ("training", "inference"):
+        raise UserError(f"{name}: layout must be 'training' or 'inference'; got {layout!r}.")
+    if align < 1:
+        raise UserError(f"{name}: align must be at least 1 byte; got {align}.")

@@ -1,0 +1,77 @@
+"""Products of 8-bit integers against NumPy's integers, and what saturates, poisons or is refused."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalejax.errors import UserError
+from scalejax.kernels.block_quant import dense
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+
+def by_hand(x, weight, low, high):
+    """The formula in NumPy: float32 to codes, int64 sums, float64 result."""
+    scales = (np.abs(weight).max(axis=0) / np.float32(127)).astype(np.float32)
+    q_w = np.rint(weight / scales).astype(np.int64)
+    low, high = min(low, 0), max(high, 0)
+    scale = np.float32(np.float32(high - low) / np.float32(255))
+    zero = int(np.rint(np.float32(-low) / scale))
+    q_x = np.clip(np.rint(x * (np.float32(1) / scale)) + zero, 0, 255).astype(np.int64)
+    return (((q_x - zero) @ q_w) * (float(scale) * scales.astype(np.float64))), q_w
+
+
+@pytest.mark.parametrize("limits", [None, (-1.5, 2.0), (0.5, 3.0)])
+def test_products_are_those_of_integers(limits):
+    rng = np.random.default_rng(0)
+    x, weight = rng.normal(size=(33, 70)).astype(np.float32), rng.normal(size=(70, 19)).astype(np.float32)
+    made = dense.quantize_weight(jnp.asarray(weight))
+    given = None if limits is None else tuple(jnp.float32(v) for v in limits)
+    found = np.asarray(dense.int8_matmul(jnp.asarray(x), made, limits=given))
+    wanted, codes = by_hand(x, weight, *((x.min(), x.max()) if limits is None else np.float32(limits)))
+    assert np.array_equal(np.asarray(made.codes), codes)
+    assert np.array_equal(np.asarray(made.sums), codes.sum(axis=0))
+    assert np.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    if limits is None:
+        assert np.abs(found - x @ weight).max() < 0.02 * np.abs(x @ weight).max()
+
+
+def test_fake_quantization_gives_the_same_products():
+    rng = np.random.default_rng(1)
+    x, weight = jnp.asarray(rng.normal(size=(8, 40)), jnp.float32), jnp.asarray(rng.normal(size=(40, 6)), jnp.float32)
+    limits = jnp.float32(-2), jnp.float32(1.7)
+    made = dense.quantize_weight(weight)
+    fake = np.asarray(dense.fake_quantize(x, *limits)) @ np.asarray(dense.dequantize_weight(made))
+    assert np.allclose(np.asarray(dense.int8_matmul(x, made, limits=limits)), fake, rtol=1e-5, atol=1e-4)
+
+
+def test_zero_stays_zero_and_what_is_beyond_the_range_saturates():
+    x = jnp.asarray([[0.0, -9.0, 9.0, 0.5]], jnp.float32)
+    found = np.asarray(dense.fake_quantize(x, jnp.float32(-1), jnp.float32(3)))[0]
+    assert found[0] == 0
+    assert np.allclose(found[1:3], [-1, 3], atol=4 / 255)
+    assert abs(found[3] - 0.5) <= 2 / 255
+
+
+def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others():
+    x = np.ones((4, 5), np.float32) * np.arange(5)
+    x[1, 2], x[2, 0] = np.nan, np.inf
+    weight = dense.quantize_weight(jnp.ones((5, 3), jnp.float32))
+    found = np.asarray(dense.int8_matmul(jnp.asarray(x), weight))
+    assert np.isnan(found[1:3]).all()
+    assert np.allclose(found[[0, 3]], 10, rtol=0.01)
+
+
+def test_columns_and_activations_of_zeros():
+    weight = dense.quantize_weight(jnp.zeros((5, 3), jnp.float32))
+    assert np.array_equal(np.asarray(weight.scales), np.ones(3))
+    assert np.array_equal(np.asarray(dense.int8_matmul(jnp.zeros((2, 5), jnp.float32), weight)), np.zeros((2, 3)))
+
+
+def test_mistakes_are_named():
+    with pytest.raises(UserError, match="got int32"):
+        dense.quantize_weight(jnp.zeros((3, 3), jnp.int32))
+    with pytest.raises(UserError, match="Keep this operator in float16"):
+        dense.quantize_weight(jnp.zeros((dense.MOST_INPUTS + 1, 1), jnp.float32))
+    with pytest.raises(UserError, match=r"x must be \[B, 5\]; got \[2, 4\]"):
+        dense.int8_matmul(jnp.zeros((2, 4)), dense.quantize_weight(jnp.ones((5, 3))))
