@@ -8,8 +8,20 @@ import typer.core
 
 import scalejax
 from scalejax.cli import (
-    bench, convert, doctor, eval, export, generate, plan, precision, quantize, recipes, report, shard, train,
-)  # fmt: skip
+    bench,
+    convert,
+    doctor,
+    eval,
+    export,
+    generate,
+    plan,
+    precision,
+    quantize,
+    recipes,
+    report,
+    shard,
+    train,
+)
 from scalejax.errors import UserError
 
 
