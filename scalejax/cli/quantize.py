@@ -1,5 +1,6 @@
 """`scalejax quantize`: language models with weights in number formats of blocks."""
 
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +12,10 @@ from scalejax.cli.convert import Step, open_model
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
+    from scalejax.inference.model_folder import LanguageModel
+    from scalejax.models.llm.packed_layouts import Layout
     from scalejax.surgery.quantize.checkpoint import Quantizer, Row
+    from scalejax.surgery.quantize.plan import Weight
 
 
 def quantize(
@@ -116,7 +120,7 @@ def quantize(
         found = text_rows.read_rows(model, text, tokens)
         console.print(f"Calibration text: {found.size:,} tokens in {len(found):,} rows.")
         quantizer = ErrorDiffusion(model, plan, found, calibration, damping)
-    total = sum(stored_bytes(weight, stored, model) for weight in plan)
+    total = sum(_stored_bytes(weight, stored, model) for weight in plan)
     with output.transfer(console) as progress:
         task = progress.add_task(f"to {target}", total=total)
         rows = writing.write(
@@ -136,10 +140,8 @@ def quantize(
         output.write_json(json, writing.as_json(rows))
 
 
-def stored_bytes(weight: Any, layout: Any, model: Any) -> int:
+def _stored_bytes(weight: "Weight", layout: "Layout", model: "LanguageModel") -> int:
     """Bytes that a weight of the plan will take."""
-    import math
-
     if weight.format is None:
         return math.prod(weight.shape) * model.source.dtype(weight.entry.path).itemsize
     parts = layout.parts(weight.name, weight.format, weight.shape).values()

@@ -71,7 +71,9 @@ class _Parts:
 
     def dtype(self, path: str) -> np.dtype:
         """See `mapping.Source`."""
-        raise NotImplementedError
+        name, role = path.split(" ")
+        floats = role == "tensor_scale" or (role == "scales" and self.layers[name][0].format.scale == "float32")
+        return np.dtype(np.float32 if floats else np.uint8)
 
     def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
         """See `mapping.Source`."""

@@ -81,6 +81,18 @@ def test_weights_of_nan_are_refused(invoke, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_weights_are_packed_or_decoded_in_memory(invoke, theirs, tmp_path):
+    quantize(theirs, tmp_path / "out", "mxfp6_e3m2")
+    one_error(
+        invoke("generate", str(tmp_path / "out"), "--prompt", "a", "--weights", "int8"),
+        "--weights must be packed or decoded; got 'int8'",
+    )
+    arguments = ("--prompt", "def f(", "--max-tokens", "6", "--mesh", "fsdp=8", "--weights")
+    texts = [invoke("generate", str(tmp_path / "out"), *arguments, weights) for weights in ("packed", "decoded")]
+    assert [result.exit_code for result in texts] == [0, 0]
+    assert texts[0].stdout == texts[1].stdout
+
+
 def test_reading_with_the_wrong_format_is_one_message(invoke, theirs, tmp_path):
     quantize(theirs, tmp_path / "out", "mxfp8_e4m3")
     name = "model.layers.1.mlp.up_proj.weight"

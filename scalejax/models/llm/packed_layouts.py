@@ -42,6 +42,7 @@ _U8, _F32, _I32, _I64 = (np.dtype(kind) for kind in (np.uint8, np.float32, np.in
 _F8 = np.dtype(ml_dtypes.float8_e4m3fn)
 VERSION = 1
 _LARGEST_WEIGHT = 1e4
+_LARGEST_NVFP4 = 6.0 * 448  # of an element times that of a scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,12 +325,11 @@ class CompressedTensors:
             made["scales"] = made["scales"].astype(np.float32)
         if format.scale == "e4m3":
             given = made["tensor_scale"].astype(np.float32).reshape(())
-            largest = formats.find("nvfp4").element.max * 448
-            if not np.isfinite(given) or given <= 0 or largest / given > _LARGEST_WEIGHT:
+            if not np.isfinite(given) or given <= 0 or _LARGEST_NVFP4 / given > _LARGEST_WEIGHT:
                 raise UserError(
                     f"{where}: its global scale is {float(given):g}, by which scales are divided: weights would reach "
-                    f"{largest / float(given) if given else math.inf:g}. A writer of another layout may have stored "
-                    "its inverse; write the checkpoint anew."
+                    f"{_LARGEST_NVFP4 / float(given) if given else math.inf:g}. A writer of another layout may have "
+                    "stored its inverse; write the checkpoint anew."
                 )
             made["tensor_scale"] = inverted(given)
         return _packed(made, format, length)
