@@ -12,6 +12,8 @@ A y that rounds up to the next binade carries into the exponent by itself. Every
 scales, other roundings) is scalejax.numerics.blocks. Nothing is gathered or sliced: kernels call this on their tiles.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -118,3 +120,81 @@ def codes(bits: jax.Array, exponent: jax.Array, element: Element) -> jax.Array:
     total = lax.bitcast_convert_type(y, jnp.float32) + lax.bitcast_convert_type(unit, jnp.float32)
     count = lax.bitcast_convert_type(total, jnp.int32) - unit
     return elements.with_sign(count + (binade >> (23 - mantissa)) - (lowest << mantissa), bits < 0, element)
+
+
+def words(values: jax.Array, bits: int, axis: int) -> list[jax.Array]:
+    """The stream of values of `bits` bits along an axis, the first lowest, in words of 32 bits: int32[...] each.
+
+    The axis holds as many as fill whole bytes: 8 / gcd(bits, 8).
+    """
+    count = values.shape[axis]
+    place = lax.broadcasted_iota(jnp.int32, values.shape, axis)
+    if count * bits <= 32:
+        return [jnp.sum(values << bits * place, axis=axis, dtype=jnp.int32)]
+    half = count // 2
+    shifted = values << bits * (place & (half - 1))
+    low = jnp.sum(jnp.where(place < half, shifted, 0), axis=axis, dtype=jnp.int32)
+    high = jnp.sum(jnp.where(place < half, 0, shifted), axis=axis, dtype=jnp.int32)
+    return [low | high << (bits * half), high >> (32 - bits * half)]
+
+
+def group_of(bits: int) -> tuple[int, int]:
+    """The fewest codes of `bits` bits that fill whole bytes, and how many bytes."""
+    common = math.gcd(bits, 8)
+    return 8 // common, bits // common
+
+
+def from_bytes(parts: list[jax.Array], bits: int, place: int) -> jax.Array:
+    """Code number `place` of a group, int32[...], from the group's bytes, int32[...] each."""
+    code = None
+    for i, part in enumerate(parts):
+        shift = 8 * i - bits * place
+        if -8 < shift < bits:
+            moved = part << shift if shift >= 0 else part >> -shift
+            code = moved if code is None else code | moved
+    assert code is not None
+    return code & ((1 << bits) - 1)
+
+
+def lacks_products(format: BlockFormat) -> str | None:
+    """What `decode_for_product` lacks of a format, or None."""
+    exponents = format.scale == "exponent" and format.d1 == 8
+    if not exponents and format.scale != "e4m3":
+        return f"decodes scales of kind e4m3, and exponents of 8 bits, in its products; got {format.name}."
+    if format.sub_scale != "none" and format.k1 // format.k2 * format.d2 != 8:
+        return f"wants the second scales of a block in one byte, as MX9 has them; got {format.name}."
+    return None
+
+
+def decode_for_product(
+    codes: jax.Array, scales: jax.Array, taus: jax.Array | None, format: BlockFormat, dtype: jax.typing.DTypeLike
+) -> jax.Array:
+    """Numbers of codes, in fewer operations than `blocks.decode_blocks`; those below 2^-126 may come out as zeros.
+
+    Args:
+      codes: int32[...].
+      scales: int32 that broadcasts, as they are stored.
+      taus: int32 that broadcasts, microexponents, or None.
+      format: that `lacks_products` has nothing against; the scale of a tensor is left out.
+      dtype: float32 or bfloat16 of the result.
+
+    Returns:
+      `dtype`[...]; NaN where the scale is.
+    """
+    magnitude, negative = elements.split_sign(codes, format.element)
+    values = _magnitudes(magnitude, format.element)
+    values = jnp.where(negative, -values, values)
+    if format.scale == "e4m3":
+        factor = jnp.where(scales == elements.E4M3.max_code + 1, jnp.nan, _magnitudes(scales, elements.E4M3))
+    else:
+        exponent = scales if taus is None else jnp.maximum(jnp.where(scales == 255, 255, scales - taus), 0)
+        # 255 gives an infinity, and 0 times it NaN: poisoned blocks have no other codes.
+        factor = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    return (values * factor).astype(dtype)
+
+
+def _magnitudes(codes: jax.Array, element: Element) -> jax.Array:
+    """float32 of codes without signs. With an exponent below the lowest, 2 z - 2^lowest takes the hidden bit away."""
+    lowest = element.min_exponent
+    z = lax.bitcast_convert_type((codes << (23 - element.mantissa_bits)) + ((126 + lowest) << 23), jnp.float32)
+    return jnp.minimum(z, z + z - 2.0**lowest)

@@ -10,7 +10,6 @@ Along other axes than the last one the innermost dimension is another, and every
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +82,11 @@ def matmul(x: jax.Array, weights: Packed) -> jax.Array:
     return reference.product(x, dequantize(weights, x.dtype), weights.axis)
 
 
+def tensor_scale_of(x: jax.Array, format: BlockFormat, axis: int) -> jax.Array:
+    """float32[]: the scale of a whole array in NVFP4; the axis is not negative."""
+    return blocks.tensor_scale_of(_split(float32.float_bits(x), format, axis), format, axis=axis + 1)
+
+
 def pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
     """Streams of bits of blocks: int32[..., blocks, n, ...], n along axis + 1 -> uint8[..., blocks n bits / 8, ...].
 
@@ -91,42 +95,27 @@ def pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
     """
     leading, count, size = codes.shape[:axis], codes.shape[axis], codes.shape[axis + 1]
     trailing = codes.shape[axis + 2 :]
-    group, taken = _group(bits)
+    group, taken = tiles.group_of(bits)
     if bits > 8 or size % group or (group * bits > 32 and trailing):
         return pack_bits(codes.reshape(*leading, count * size, *trailing), bits, axis=axis)
     if bits == 8:
         made = codes.astype(jnp.uint8)
     else:
         apart = codes.reshape(*leading, count, size // group, group, *trailing)
-        word, rest = _words(apart, bits, axis + 2)
+        words = tiles.words(apart, bits, axis + 2)
         if taken == 1:
-            made = word.astype(jnp.uint8)
+            made = words[0].astype(jnp.uint8)
         elif trailing:
-            made = jnp.stack([(word >> (8 * i)).astype(jnp.uint8) for i in range(taken)], axis=axis + 2)
+            made = jnp.stack([(words[0] >> (8 * i)).astype(jnp.uint8) for i in range(taken)], axis=axis + 2)
         else:
-            made = [lax.bitcast_convert_type(part, jnp.uint8) for part in (word, rest) if part is not None]
+            made = [lax.bitcast_convert_type(word, jnp.uint8) for word in words]
             made = jnp.concatenate(made, axis=-1)[..., :taken]
     return made.reshape(*leading, count * size * bits // 8, *trailing)
 
 
-def _words(codes: jax.Array, bits: int, axis: int) -> tuple[jax.Array, jax.Array | None]:
-    """The stream of the codes along an axis, least bits first: its lowest 32 bits, and those above, if there are."""
-    group = codes.shape[axis]
-    at_once = group if group * bits <= 32 else group // 2
-    shifted = codes << bits * (lax.broadcasted_iota(jnp.int32, codes.shape, axis) % at_once)
-    if at_once == group:
-        return jnp.sum(shifted, axis=axis, dtype=jnp.int32), None
-    half = bits * at_once
-    low, high = (
-        jnp.sum(lax.slice_in_dim(shifted, start, start + at_once, axis=axis), axis=axis, dtype=jnp.int32)
-        for start in (0, at_once)
-    )
-    return low | high << half, high >> (32 - half)
-
-
 def unpack(packed: jax.Array, bits: int, axis: int) -> jax.Array:
     """`packing.unpack_bits`: int32 codes."""
-    group, size = _group(bits)
+    group, size = tiles.group_of(bits)
     if size > 1 or bits > 8:
         return unpack_bits(packed, bits, axis=axis)
     wide = packed.astype(jnp.int32)
@@ -135,12 +124,6 @@ def unpack(packed: jax.Array, bits: int, axis: int) -> jax.Array:
     apart = jnp.repeat(jnp.expand_dims(wide, axis + 1), group, axis + 1)
     apart = (apart >> bits * lax.broadcasted_iota(jnp.int32, apart.shape, axis + 1)) & ((1 << bits) - 1)
     return apart.reshape(*packed.shape[:axis], packed.shape[axis] * group, *packed.shape[axis + 1 :])
-
-
-def _group(bits: int) -> tuple[int, int]:
-    """The fewest codes that fill whole bytes, and how many bytes."""
-    common = math.gcd(bits, 8)
-    return 8 // common, bits // common
 
 
 def _block_exponents(bits: jax.Array, format: BlockFormat, axis: int, rule: ScaleRule) -> jax.Array:
