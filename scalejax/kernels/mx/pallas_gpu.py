@@ -91,7 +91,7 @@ def quantize(
         place = tile.numbers(view.length)
         bits = float32.float_bits(place.load(given.pop(0)))
         random = None if chance is None else place.load(given.pop(0))
-        scale = None if tensor_scale is None else given.pop(0)[0]
+        scale = None if tensor_scale is None else jnp.full((1, 1, 1), given.pop(0)[0])
         encoded = tiles.encode(
             bits, format, axis=tile.axis, rule=rule, rounding=rounding, chance=random, tensor_scale=scale
         )
@@ -142,7 +142,7 @@ def dequantize(packed: Packed, dtype: jax.typing.DTypeLike, *, interpret: bool =
         codes = tile.load_stream(given.pop(0), format.element.bits, format.k2)
         scales = tile.of_blocks(1, keep=True).load(given.pop(0))
         subs = None if packed.sub_scales is None else tile.load_stream(given.pop(0), format.d2, 1)
-        scale = None if packed.tensor_scale is None else given.pop(0)[0]
+        scale = None if packed.tensor_scale is None else jnp.full((1, 1, 1), given.pop(0)[0])
         subs = None if subs is None else subs.astype(jnp.uint8)
         bits = blocks.decode_blocks(blocks.Encoded(codes, scales, subs), format, scale)
         tile.numbers(view.length).store(out, float32.to_dtype(bits, dtype))
