@@ -3,8 +3,9 @@
     another axis than the last    tile [L, columns] as it lies
     the last axis                 tile [rows, L], transposed in the kernel, and what is written transposed back
 
-Codes become bytes by shifts and sums over groups of sublanes, all of int32: no cast to floats of 4 or 8 bits, which
-chips before 7x lack. An axis that is no multiple of the block is padded by XLA before.
+A tile lies in vector memory as int32, and a loop takes eight blocks at a time out of it, which is as much as the
+compiler unrolls in a few seconds. Codes become bytes by shifts and sums over groups of sublanes: no cast to floats of 4
+or 8 bits, which chips before 7x lack. An axis that is no multiple of eight blocks is padded by XLA before.
 
 Products of x [M, K] with packed weights decode a tile [K, N] into vector memory and multiply it there. K is the inner
 dimension of the grid, and sums stay in a float32 tile.
@@ -33,6 +34,9 @@ from scalejax.numerics.rounding import Rounding
 from scalejax.numerics.scales import ScaleRule
 
 Interpret = bool | pltpu.InterpretParams
+
+_AT_ONCE = 8
+"""Blocks of a turn of a loop: their scales are a tile of 8 sublanes."""
 
 
 def lacks_blocks(format: BlockFormat) -> str | None:
@@ -74,23 +78,40 @@ def quantize(
     operands = [view.padded(array) for array in (x, chance) if array is not None]
     depths = [view.length * bits // 8 // width for width, bits in _streams(format)] + [view.length // format.k1]
 
-    def kernel(*refs: Any) -> None:
-        given, made = list(refs[: -len(depths)]), list(refs[-len(depths) :])
-        scale = None if tensor_scale is None else jnp.full((1, 1, 1, 1), given.pop(0)[0])
-        bits = view.turned(float32.float_bits(given.pop(0)[...]))
-        apart = (bits.shape[0] // format.k1, format.k1 // format.k2, format.k2, bits.shape[1])
-        random = None if chance is None else view.turned(given.pop(0)[...]).reshape(apart)
-        encoded = tiles.encode(
-            bits.reshape(apart), format, axis=1, rule=rule, rounding=rounding, chance=random, tensor_scale=scale
-        )
-        _store(made.pop(), view, encoded.scales.astype(jnp.int32).reshape(apart[0], apart[3]))
-        for ref, values, (width, size) in zip(
-            made, (encoded.codes, encoded.sub_scales), _streams(format), strict=False
-        ):
-            assert values is not None
-            flat = values.astype(jnp.int32).reshape(bits.shape[0] // width, apart[3])
-            _store(ref, view, _packed(flat, size))
+    along, other = view.tile(format)
+    streams = _streams(format)
 
+    def kernel(*refs: Any) -> None:
+        given, made, held = refs[: len(operands)], refs[len(operands) : -len(scratch)], refs[-len(scratch) :]
+        inputs, outputs = held[: -len(made)], held[-len(made) :]
+        arrays = given[1:] if tensor_scale is not None else given
+        scale = None if tensor_scale is None else jnp.full((1, 1, 1, 1), given[0][0])
+        inputs[0][...] = view.turned(float32.float_bits(arrays[0][...]))
+        if chance is not None:
+            inputs[1][...] = view.turned(lax.bitcast_convert_type(arrays[1][...], jnp.int32))
+        apart = (_AT_ONCE, format.k1 // format.k2, format.k2, other)
+
+        @pl.loop(0, along // (_AT_ONCE * format.k1))
+        def _(step: jax.Array) -> None:
+            def block(ref: Any) -> jax.Array:
+                return _rows(ref, step, _AT_ONCE * format.k1).reshape(apart)
+
+            random = None if chance is None else lax.bitcast_convert_type(block(inputs[1]), jnp.uint32)
+            encoded = tiles.encode(
+                block(inputs[0]), format, axis=1, rule=rule, rounding=rounding, chance=random, tensor_scale=scale
+            )
+            outputs[-1][_span(step, _AT_ONCE), :] = encoded.scales.astype(jnp.int32).reshape(_AT_ONCE, other)
+            for out, values, (width, size) in zip(outputs, (encoded.codes, encoded.sub_scales), streams, strict=False):
+                if values is not None:
+                    flat = values.astype(jnp.int32).reshape(_AT_ONCE * format.k1 // width, other)
+                    data = _packed(flat, size)
+                    out[_span(step, data.shape[0]), :] = data
+
+        for ref, out in zip(made, outputs, strict=True):
+            ref[...] = view.turned(out[...]).astype(jnp.uint8)
+
+    scratch = [pltpu.VMEM((along, other), jnp.int32) for _ in operands]
+    scratch += [pltpu.VMEM((along * depth // view.length, other), jnp.int32) for depth in depths]
     specs = [view.spec(format, 1, 1) for _ in operands]
     if tensor_scale is not None:
         operands.insert(0, tensor_scale.reshape(1))
@@ -102,6 +123,7 @@ def quantize(
         [view.spec(format, depth, view.length) for depth in depths],
         operands,
         [jax.ShapeDtypeStruct(view.shape_of(depth), jnp.uint8) for depth in depths],
+        scratch_shapes=scratch,
         name="mx_quantize",
         interpret=interpret,
     )
@@ -125,25 +147,31 @@ def dequantize(packed: Packed, dtype: jax.typing.DTypeLike, *, interpret: Interp
     shape[axis] = packed.length
     view = _View(tuple(shape), axis, format)
     arrays = [packed.codes, packed.scales] + [a for a in (packed.sub_scales,) if a is not None]
-    operands = [array.reshape(view.shape_of(array.shape[axis])) for array in arrays]
-    specs = [view.spec(format, array.shape[axis], view.length) for array in arrays]
+    operands = [view.padded_parts(array) for array in arrays]
+    depths = [array.shape[1] for array in operands]
+    specs = [view.spec(format, depth, view.length) for depth in depths]
     if packed.tensor_scale is not None:
         operands.insert(0, packed.tensor_scale.reshape(1))
         specs.insert(0, pl.BlockSpec(memory_space=pltpu.SMEM))
+    along, other = view.tile(format)
 
     def kernel(*refs: Any) -> None:
-        given, out = list(refs[:-1]), refs[-1]
-        scale = None if packed.tensor_scale is None else jnp.full((1, 1, 1, 1), given.pop(0)[0])
-        codes = _unpacked(view.turned(given.pop(0)[...].astype(jnp.int32)), format.element.bits)
-        apart = (codes.shape[0] // format.k1, format.k1 // format.k2, format.k2, codes.shape[1])
-        scales = view.turned(given.pop(0)[...].astype(jnp.int32)).reshape(apart[0], 1, 1, apart[3])
-        subs = None
-        if packed.sub_scales is not None:
-            subs = _unpacked(view.turned(given.pop(0)[...].astype(jnp.int32)), format.d2)
-            subs = subs.reshape(apart[0], apart[1], 1, apart[3])
-        bits = blocks.decode_blocks(blocks.Encoded(codes.reshape(apart), scales, subs), format, scale)
+        given, out, held = refs[: len(operands)], refs[len(operands)], refs[len(operands) + 1 :]
+        *inputs, decoded = held
+        arrays = given[1:] if packed.tensor_scale is not None else given
+        scale = None if packed.tensor_scale is None else jnp.full((1, 1, 1, 1), given[0][0])
+        for ref, array in zip(inputs, arrays, strict=True):
+            ref[...] = view.turned(array[...].astype(jnp.int32))
+
+        @pl.loop(0, along // (_AT_ONCE * format.k1))
+        def _(step: jax.Array) -> None:
+            codes, scales, subs = _parts(inputs, step, format, other)
+            encoded = blocks.Encoded(codes, scales, None if subs is None else subs.astype(jnp.uint8))
+            bits = blocks.decode_blocks(encoded, format, scale)
+            decoded[_span(step, _AT_ONCE * format.k1), :] = bits.reshape(_AT_ONCE * format.k1, other)
+
         # To the dtype behind the transposition, which is of 32 bits.
-        out[...] = float32.to_dtype(view.turned(bits.reshape(codes.shape)), dtype)
+        out[...] = float32.to_dtype(view.turned(decoded[...]), dtype)
 
     out = _call(
         kernel,
@@ -152,6 +180,9 @@ def dequantize(packed: Packed, dtype: jax.typing.DTypeLike, *, interpret: Interp
         view.spec(format, 1, 1),
         operands,
         jax.ShapeDtypeStruct(view.shape_of(view.length), dtype),
+        scratch_shapes=[
+            pltpu.VMEM((along * depth // view.length, other), jnp.int32) for depth in (*depths, view.length)
+        ],
         name="mx_dequantize",
         interpret=interpret,
     )
@@ -164,37 +195,41 @@ def matmul(x: jax.Array, weights: Packed, *, interpret: Interpret = False) -> ja
     format, along_rows = weights.format, weights.axis == -2
     said = _sizes()
     columns = weights.codes.shape[1 if along_rows else 0]
-    length = weights.scales.shape[0 if along_rows else 1] * format.k1
+    rows, unit = x.shape[0], _AT_ONCE * format.k1
+    length = pl.cdiv(weights.scales.shape[0 if along_rows else 1] * format.k1, unit) * unit
     depth = min(length, (32 if along_rows else 128) * format.k1)
-    steps, rows = pl.cdiv(length, depth), x.shape[0]
+    steps = pl.cdiv(length, depth)
     x = jnp.pad(x, ((0, 0), (0, steps * depth - x.shape[1])))
     row_block, column_block = min(rows, said.rows), min(columns, said.columns)
+    count = weights.length
+    arrays = [weights.codes, weights.scales] + [a for a in (weights.sub_scales,) if a is not None]
+    fills = [length * array.shape[0 if along_rows else 1] // _whole(count, format) for array in arrays]
+    arrays = [_pad(array, fill, 0 if along_rows else 1) for array, fill in zip(arrays, fills, strict=True)]
 
-    def kernel(x: Any, codes: Any, scales: Any, *rest: Any) -> None:
-        *subs, out, total = rest
+    def kernel(x: Any, *refs: Any) -> None:
+        given, (out, total, values), held = refs[: len(arrays)], refs[len(arrays) :][:3], refs[len(arrays) + 3 :]
 
         @pl.when(pl.program_id(2) == 0)
         def _() -> None:
             total[...] = jnp.zeros_like(total)
 
-        def turned(ref: Any) -> jax.Array:
-            values = ref[...].astype(jnp.int32)
-            return values if along_rows else values.T
+        first = pl.program_id(2) * depth
+        for ref, array in zip(held, given, strict=True):
+            whole = array[...].astype(jnp.int32)
+            ref[...] = whole if along_rows else whole.T
 
-        code = _unpacked(turned(codes), format.element.bits)
-        count = depth // format.k1
-        apart = (count, format.k1 // format.k2, format.k2, code.shape[1])
-        scale = turned(scales).reshape(count, 1, 1, code.shape[1])
-        tau = None
-        if subs:
-            tau = _unpacked(turned(subs[0]), format.d2).reshape(count, apart[1], 1, code.shape[1])
-        values = tiles.decode_for_product(code.reshape(apart), scale, tau, format, jnp.float32).reshape(code.shape)
-        if length % depth:  # what lies beyond the end of an array is anything
-            place = pl.program_id(2) * depth + lax.broadcasted_iota(jnp.int32, values.shape, 0)
-            values = jnp.where(place < length, values, 0)
+        @pl.loop(0, depth // unit)
+        def _(step: jax.Array) -> None:
+            codes, scales, taus = _parts(held, step, format, column_block)
+            decoded = tiles.decode_for_product(codes, scales, taus, format, jnp.float32).reshape(unit, column_block)
+            if length % depth:  # what lies beyond the end of an array is anything
+                place = first + step * unit + lax.broadcasted_iota(jnp.int32, decoded.shape, 0)
+                decoded = jnp.where(place < length, decoded, 0)
+            values[_span(step, unit), :] = decoded.astype(values.dtype)
+
         total[...] += lax.dot_general(
             x[...],
-            values.astype(x.dtype),
+            values[...],
             (((1,), (0,)), ((), ())),
             precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
@@ -204,10 +239,8 @@ def matmul(x: jax.Array, weights: Packed, *, interpret: Interpret = False) -> ja
         def _() -> None:
             out[...] = total[...]
 
-    arrays = [weights.codes, weights.scales] + [a for a in (weights.sub_scales,) if a is not None]
-
-    def spec(array: jax.Array) -> pl.BlockSpec:
-        own = depth * array.shape[0 if along_rows else 1] // length
+    def spec(fill: int) -> pl.BlockSpec:
+        own = depth * fill // length
         if along_rows:
             return pl.BlockSpec((own, column_block), lambda m, n, k: (k, n))
         return pl.BlockSpec((column_block, own), lambda m, n, k: (n, k))
@@ -215,11 +248,15 @@ def matmul(x: jax.Array, weights: Packed, *, interpret: Interpret = False) -> ja
     sums = _call(
         kernel,
         (pl.cdiv(rows, row_block), pl.cdiv(columns, column_block), steps),
-        [pl.BlockSpec((row_block, depth), lambda m, n, k: (m, k)), *(spec(array) for array in arrays)],
+        [pl.BlockSpec((row_block, depth), lambda m, n, k: (m, k)), *(spec(fill) for fill in fills)],
         pl.BlockSpec((row_block, column_block), lambda m, n, k: (m, n)),
         [x, *arrays],
         jax.ShapeDtypeStruct((rows, columns), jnp.float32),
-        scratch_shapes=[pltpu.VMEM((row_block, column_block), jnp.float32)],
+        scratch_shapes=[
+            pltpu.VMEM((row_block, column_block), jnp.float32),
+            pltpu.VMEM((depth, column_block), x.dtype),
+            *(pltpu.VMEM((depth * fill // length, column_block), jnp.int32) for fill in fills),
+        ],
         name="mx_matmul",
         interpret=interpret,
         flops=2 * rows * length * columns,
@@ -228,24 +265,32 @@ def matmul(x: jax.Array, weights: Packed, *, interpret: Interpret = False) -> ja
 
 
 class _View:
-    """An array as [A, L, B], or [A, L] where the blocks lie along the last axis, L a multiple of the block."""
+    """An array as [A, L, B], or [A, L] where the blocks lie along the last axis, L a multiple of eight blocks."""
 
     def __init__(self, shape: tuple[int, ...], axis: int, format: BlockFormat):
         self.given, self.axis = shape, axis
         self.leading, self.trailing = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
         self.is_last = self.trailing == 1
-        self.length = pl.cdiv(shape[axis], format.k1) * format.k1
+        self.whole = _whole(shape[axis], format)
+        self.length = pl.cdiv(shape[axis], _AT_ONCE * format.k1) * _AT_ONCE * format.k1
 
     def shape_of(self, depth: int) -> tuple[int, ...]:
         return (self.leading, depth) if self.is_last else (self.leading, depth, self.trailing)
 
     def padded(self, x: jax.Array) -> jax.Array:
-        before = x.reshape(self.shape_of(self.given[self.axis]))
-        return jnp.pad(before, [(0, self.length - before.shape[1] if a == 1 else 0) for a in range(before.ndim)])
+        """Numbers, with zeros up to the length."""
+        return _pad(x.reshape(self.shape_of(self.given[self.axis])), self.length, 1)
+
+    def padded_parts(self, array: jax.Array) -> jax.Array:
+        """What whole blocks are packed to, with zeros up to the length."""
+        depth = array.shape[self.axis]
+        return _pad(array.reshape(self.shape_of(depth)), self.length * depth // self.whole, 1)
 
     def back(self, array: jax.Array) -> jax.Array:
-        """In the dimensions of the array that was given."""
-        return array.reshape(*self.given[: self.axis], array.shape[1], *self.given[self.axis + 1 :])
+        """In the dimensions of the array that was given, without what was padded beyond whole blocks."""
+        kept = array.shape[1] * self.whole // self.length
+        array = lax.slice_in_dim(array, 0, kept, axis=1)
+        return array.reshape(*self.given[: self.axis], kept, *self.given[self.axis + 1 :])
 
     def turned(self, tile: jax.Array) -> jax.Array:
         """Blocks along sublanes, and back."""
@@ -297,8 +342,34 @@ def _unpacked(data: jax.Array, bits: int) -> jax.Array:
     return jnp.stack(made, axis=1).reshape(count * group, columns)
 
 
-def _store(ref: Any, view: _View, values: jax.Array) -> None:
-    ref[...] = view.turned(values).astype(jnp.uint8)
+def _parts(refs: Any, step: jax.Array, format: BlockFormat, columns: int) -> Any:
+    """int32 codes [blocks, k1 / k2, k2, columns], scales [blocks, 1, 1, columns] and second scales, or None."""
+    subs = format.k1 // format.k2
+    codes = _unpacked(_rows(refs[0], step, _AT_ONCE * format.k1 * format.element.bits // 8), format.element.bits)
+    scales = _rows(refs[1], step, _AT_ONCE)
+    taus = None
+    if format.sub_scale != "none":
+        taus = _unpacked(_rows(refs[2], step, _AT_ONCE * subs * format.d2 // 8), format.d2)
+        taus = taus.reshape(_AT_ONCE, subs, 1, columns)
+    return codes.reshape(_AT_ONCE, subs, format.k2, columns), scales.reshape(_AT_ONCE, 1, 1, columns), taus
+
+
+def _rows(ref: Any, step: jax.Array, count: int) -> jax.Array:
+    return ref[_span(step, count), :]
+
+
+def _span(step: jax.Array, count: int) -> Any:
+    return pl.ds(pl.multiple_of(step * count, count), count)
+
+
+def _whole(length: int, format: BlockFormat) -> int:
+    return pl.cdiv(length, format.k1) * format.k1
+
+
+def _pad(x: jax.Array, length: int, axis: int) -> jax.Array:
+    if x.shape[axis] == length:
+        return x
+    return jnp.pad(x, [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)])
 
 
 def _streams(format: BlockFormat) -> list[tuple[int, int]]:
