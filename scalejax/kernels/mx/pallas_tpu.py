@@ -71,6 +71,8 @@ def quantize(
     interpret: Interpret = False,
 ) -> Packed:
     """`api.quantize_blocks`; the axis is not negative."""
+    if x.dtype == jnp.float16:  # which not every chip can load
+        x = lax.bitcast_convert_type(float32.float_bits(x), jnp.float32)
     chance = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
     if format.scale == "e4m3" and tensor_scale is None:
         tensor_scale = xla.tensor_scale_of(x, format, axis)
@@ -142,6 +144,9 @@ def quantize(
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def dequantize(packed: Packed, dtype: jax.typing.DTypeLike, *, interpret: Interpret = False) -> jax.Array:
     """`api.dequantize_blocks`."""
+    if dtype == jnp.float16:  # which not every chip can store
+        decoded = dequantize(packed, jnp.dtype(jnp.float32), interpret=interpret)
+        return float32.to_dtype(lax.bitcast_convert_type(decoded, jnp.int32), dtype)
     format, axis = packed.format, packed.axis + packed.codes.ndim
     shape = list(packed.codes.shape)
     shape[axis] = packed.length
