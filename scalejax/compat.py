@@ -37,6 +37,12 @@ def platform() -> str:
     return "gpu" if found in ("cuda", "rocm") else found
 
 
+def has_scaled_matmul(platform: str) -> bool:
+    """Whether jax.nn.scaled_matmul has a rule for "cpu", "gpu" or "tpu": 0.10 for GPUs alone, 0.12 for all of them."""
+    major, minor = (int(part) for part in jax.__version__.split(".")[:2])
+    return platform == "gpu" or (major, minor) >= (0, 12)
+
+
 def copy_from_subcore(source: Any, destination: Any) -> None:
     """A synchronous copy out of the memory of a SparseCore's vector subcore.
 

@@ -25,6 +25,7 @@ _NAMES = (
     "llama_decode",
     "embedding_update",
     "flash_attention",
+    "mx_quantize",
     "data_pipeline",
     "text_pipeline",
     "recd_data",

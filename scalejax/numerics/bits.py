@@ -86,8 +86,8 @@ def to_dtype(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     if dtype == jnp.float16:
         values = lax.bitcast_convert_type(bits, jnp.float32)
         usual = lax.bitcast_convert_type(values.astype(jnp.float16), jnp.uint16).astype(jnp.int32)
-        # Below 2^-14 a float16 is an integer times 2^-24.
-        small = lax.round(jnp.abs(values) * 2.0**24, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+        # Below 2^-14 a float16 is an integer times 2^-24, which a float32 next to 2^23 is rounded to.
+        small = lax.bitcast_convert_type(jnp.abs(values) * 2.0**24 + 2.0**23, jnp.int32) & 0x7FFFFF
         subnormal = (bits & MAGNITUDE) < 0x38800000
         half = jnp.where(subnormal, small | ((bits >> 16) & 0x8000), usual)
         return lax.bitcast_convert_type(half.astype(jnp.uint16), jnp.float16)

@@ -90,7 +90,7 @@ def quantize(
         whose blocks would straddle shards.
     """
     format = formats.find(format)
-    axis, rule = _checked(x, format, axis, scale_rule, rounding, key, tail, tensor_scale)
+    axis, rule = check_arguments(x, format, axis, scale_rule, rounding, key, tail, tensor_scale)
     return _quantized(x, key, tensor_scale, format, axis, rule, rounding)
 
 
@@ -189,8 +189,10 @@ def poisoned_blocks(quantized: Quantized) -> jax.Array:
     return jnp.sum(poisoned, dtype=jnp.int32)
 
 
-def _checked(x, format, axis, scale_rule, rounding, key, tail, tensor_scale) -> tuple[int, ScaleRule | None]:
-    """The axis counted from the front, and the rule with its default."""
+def check_arguments(
+    x, format: BlockFormat, axis: int, scale_rule, rounding, key, tail, tensor_scale
+) -> tuple[int, ScaleRule | None]:
+    """What `quantize` refuses, for kernels that do the same; the axis counted from the front, and the rule."""
     if not -x.ndim <= axis < x.ndim:
         raise UserError(f"axis: x has {x.ndim} axes; got axis {axis}. Name one of them.")
     axis %= x.ndim

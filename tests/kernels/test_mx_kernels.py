@@ -1,0 +1,143 @@
+"""Pallas kernels of packed blocks under interpret mode. Oracle: scalejax.numerics, to the bit; products in float64."""
+
+import dataclasses
+
+import format_cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from scalejax.errors import UnsupportedError
+from scalejax.kernels import mx
+from scalejax.kernels.mx.cases import CASES, PRODUCTS
+from scalejax.numerics.formats import FORMATS, bdr
+from scalejax.numerics.packing import pack, unpack
+from scalejax.numerics.quantize import dequantize, quantize
+
+pytestmark = pytest.mark.usefixtures("strict_promotion")
+
+BACKENDS = ["pallas_gpu", "pallas_tpu"]
+NAMES = [name for name, format in FORMATS.items() if format.scale != "float32"]
+
+
+def numbers(shape, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 6, shape)
+    return jnp.asarray(np.where(rng.random(shape) < 0.002, np.nan, x), dtype)
+
+
+def equal(ours, theirs):
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        integers = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
+        a, b = (np.asarray(jax.lax.bitcast_convert_type(x, integers)) for x in (a, b))
+        np.testing.assert_array_equal(a, b)
+
+
+def check(x, format, axis, implementation, **options):
+    how = {"implementation": implementation, "interpret": True}
+    theirs = quantize(x, format, axis=axis, tail="pad", **options)
+    ours = mx.quantize_blocks(x, format, axis=axis, tail="pad", **options, **how)
+    equal(ours, pack(theirs))
+    equal(mx.dequantize_blocks(pack(theirs), x.dtype, **how), dequantize(theirs, x.dtype))
+    return ours
+
+
+SOME = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1", "bdr_mx6", "nvfp4")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("case", "name"), [(case, SOME[i % len(SOME)]) for i, case in enumerate(CASES)])
+def test_every_axis_and_tail_there_and_back(backend, case, name):
+    case = CASES[case]
+    check(numbers(case.shape, case.dtype), name, case.axis, backend)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_format_on_every_axis(backend, case, name):
+    case = CASES[case]
+    check(numbers(case.shape, case.dtype), name, case.axis, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("name", "axis"), [("mxfp8_e5m2", 1), ("bdr_mx9", 0), ("mxfp6_e3m2", 0), ("mxint8", 1)])
+def test_bit_patterns_of_all_kinds(backend, name, axis):
+    x = format_cases.random_bits(512, 64, seed=5)
+    check(jnp.asarray(x if axis else x.T), name, axis, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mxfp4_e2m1", {"rounding": "stochastic"}),
+        ("mxfp8_e4m3", {"rounding": "ties_away", "scale_rule": "rceil"}),
+        ("nvfp4", {"rounding": "toward_zero"}),
+    ],
+)
+def test_roundings_and_rules(backend, name, options):
+    if options["rounding"] == "stochastic":
+        options = {**options, "key": jax.random.key(1)}
+    check(numbers((6, 96), "bfloat16"), name, 1, backend, **options)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("name", "axis", "dtype", "product"),
+    [
+        ("mxfp8_e4m3", 0, "bfloat16", "several tiles"),
+        ("mxfp8_e5m2", 1, "bfloat16", "one row"),
+        ("mxfp6_e2m3", 1, "float32", "several tiles"),
+        ("mxfp4_e2m1", 0, "bfloat16", "eight rows"),
+        ("mxfp4_e2m1", 1, "bfloat16", "several tiles"),
+        ("bdr_mx9", 1, "float32", "eight rows"),
+        ("bdr_mx4", 0, "bfloat16", "several tiles"),
+        ("nvfp4", 0, "float32", "one row"),
+        ("mxint8", 0, "float32", "eight rows"),
+    ],
+)
+def test_products_decode_their_tile(backend, name, axis, dtype, product):
+    rows, depth, columns = PRODUCTS[product]
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.standard_normal((rows, depth)), dtype)
+    matrix = jnp.asarray(rng.standard_normal((depth, columns)), jnp.float32)
+    matrix = matrix.at[depth - 1, 3].set(jnp.nan)
+    weights = pack(quantize(matrix if axis == 0 else matrix.T, name, axis=axis))
+    decoded = np.asarray(dequantize(unpack(weights)), np.float64)
+    exact = np.asarray(x, np.float64) @ (decoded if axis == 0 else decoded.T)
+    out = mx.matmul(x, weights, dtype=jnp.float32, implementation=backend, interpret=True)
+    assert np.isnan(out[:, 3]).all()
+    exact[:, 3], out = 0, out.at[:, 3].set(0)
+    np.testing.assert_allclose(out, exact, atol=2e-6 * np.abs(exact).max())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tail_of_the_summed_axis_and_the_gradient(backend):
+    x = jnp.asarray(np.random.default_rng(2).standard_normal((2, 3, 45)), jnp.float32)
+    matrix = jnp.asarray(np.random.default_rng(3).standard_normal((45, 8)), jnp.float32)
+    weights = mx.quantize_blocks(matrix, "mxfp8_e4m3", axis=0, tail="pad", implementation="xla")
+    results = []
+    for how in ({"implementation": backend, "interpret": True}, {"implementation": "xla"}):
+        out, pull = jax.vjp(lambda x, how=how: mx.matmul(x, weights, **how), x)
+        results.append((out, *pull(out)))
+    for ours, theirs in zip(*results, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-6 * float(jnp.abs(theirs).max()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_kernel_lacks_is_said_and_nothing_else_is_taken(backend):
+    x = jnp.ones((4, 1024))
+    odd = dataclasses.replace(FORMATS["mxfp8_e4m3"], name="mx96", k1=96, k2=96)
+    cases = [("int8", "scales of 8 bits")] + ([(odd, "powers of two")] if backend == "pallas_gpu" else [])
+    for format, message in cases:
+        with pytest.raises(UnsupportedError, match=message):
+            mx.quantize_blocks(x, format, axis=1, tail="pad", implementation=backend, interpret=True)
+    weights = mx.quantize_blocks(x.T, bdr(m=6, k1=32, k2=8, d2=2, d1=5), axis=0, implementation="xla")
+    with pytest.raises(UnsupportedError, match="exponents of 8 bits"):
+        mx.matmul(x, weights, implementation=backend, interpret=True)
