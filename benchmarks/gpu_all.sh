@@ -48,11 +48,8 @@ CHECK
 
 step doctor 60 doctor
 run embedding_kernels 240 benchmarks/gpu_embedding.py --seconds 210 --json "$out/embedding_kernels.jsonl"
-<<<<<<< HEAD
 run row_lookup 120 benchmarks/row_lookup.py --seconds 90 --json "$out/row_lookup.jsonl"
-=======
 run mx_kernels 120 benchmarks/gpu_mx.py --seconds 100 --json "$out/mx_kernels.jsonl"
->>>>>>> 716bb76d68db48b3afcd15ad328521c6279a769b
 step flash_attention 150 bench flash_attention --against jax --json "$out/flash_attention.json"
 run fp8 120 benchmarks/gpu_fp8.py --json "$out/fp8.jsonl"
 step llama_step_1b 200 bench llama_step --case 1b --json "$out/llama_step.json"
