@@ -81,6 +81,7 @@ def test_weights_of_nan_are_refused(invoke, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_weights_are_packed_or_decoded_in_memory(invoke, theirs, tmp_path):
     quantize(theirs, tmp_path / "out", "mxfp6_e3m2")
     one_error(
@@ -107,6 +108,7 @@ def test_reading_with_the_wrong_format_is_one_message(invoke, theirs, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_errors_are_passed_on_with_text(invoke, theirs, tmp_path):
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 40)
     arguments = ("--format", "mxfp4_e2m1", "--method", "error-diffusion", "--text", str(tmp_path / "text.txt"))
@@ -134,6 +136,7 @@ def test_mistakes_with_text_are_one_message(invoke, theirs, tmp_path, monkeypatc
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_models_are_compared_on_a_text(invoke, theirs, tmp_path):
     quantize(theirs, tmp_path / "mx9", "bdr_mx9")
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 20)

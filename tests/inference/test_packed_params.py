@@ -68,6 +68,7 @@ def test_packed_weights_give_the_logits_of_decoded_ones(theirs, tmp_path, format
     np.testing.assert_allclose(logits[0], logits[1], rtol=1e-2, atol=1e-2 * np.abs(logits[1]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -102,6 +103,7 @@ def test_layers_of_several_formats_are_decoded(theirs, tmp_path):
     assert len(packed(engine(tmp_path / "out"))) == 4
 
 
+@pytest.mark.slow
 def test_a_layer_is_decoded_at_a_time(theirs, tmp_path):
     """Bytes beside the arguments: less than the decoded stack of all layers would take."""
     import dataclasses

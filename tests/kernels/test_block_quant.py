@@ -27,6 +27,7 @@ def test_bytes_are_those_of_the_oracle(format):
     assert not sorted(set(names[(found != wanted).any(axis=1)]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize("dim", [1, 3, 5, 33])
 def test_widths_that_fill_no_whole_bytes(format, dim):
@@ -127,6 +128,7 @@ def test_a_lookup_is_that_of_the_decoded_table_to_the_bit(format, pooling, weigh
     assert np.array_equal(np.asarray(jitted), np.asarray(wanted))
 
 
+@pytest.mark.slow
 def test_long_bags_are_summed_in_float32_and_cast_once():
     table = jnp.full((1, 8), 0.1, jnp.float32)
     rows = block_quant.quantize_rows(table, "int8")
@@ -137,6 +139,7 @@ def test_long_bags_are_summed_in_float32_and_cast_once():
     assert np.allclose(np.asarray(found, np.float32), 500, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "format", ["int4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("int8", "int8_half", "int2"))]
 )

@@ -52,6 +52,7 @@ def test_every_bfloat16_as_the_largest_of_a_block_gives_the_codes_of_numerics(na
     check_all_maxima(name, "floor")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "rule"), [("mxfp8_e4m3", "rceil"), ("mxint8", "ceil"), ("mxfp4_e2m1", "even_fbgemm")])
 def test_and_under_another_rule(name, rule):
     check_all_maxima(name, rule)
@@ -85,6 +86,7 @@ def test_short_scales_and_other_widths_give_the_codes_of_numerics(format):
     equal(mx.quantize_blocks(x, format, axis=1, implementation="xla"), pack(quantize(x, format, axis=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "name"),
     [(case, ("mxfp6_e2m3", "bdr_mx4")[i % 2]) for i, case in enumerate(CASES)] + [("tail on the last axis", "nvfp4")],
@@ -99,6 +101,7 @@ def test_every_axis_and_tail_there_and_back(case, name):
     assert poisoned_blocks(unpack(ours)) == poisoned_blocks(theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rounding", "key"), [("ties_away", None), ("toward_zero", None), ("stochastic", 3)])
 def test_other_roundings_and_formats_are_those_of_numerics(rounding, key):
     for name in ("mxfp4_e2m1", "vsq4"):

@@ -49,6 +49,7 @@ def check(x, format, axis, implementation, **options):
 SOME = ("mxfp8_e4m3", "mxfp6_e2m3", "mxfp4_e2m1", "bdr_mx6", "nvfp4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "name"), [(case, SOME[i % len(SOME)]) for i, case in enumerate(CASES)])
 def test_every_axis_and_tail_there_and_back(backend, case, name):
@@ -72,6 +73,7 @@ def test_bit_patterns_of_all_kinds(backend, name, axis):
     check(jnp.asarray(x if axis else x.T), name, axis, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("name", "options"),

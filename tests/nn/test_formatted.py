@@ -79,6 +79,7 @@ def test_only_what_rules_name_gets_a_format():
     assert [path for path, value in found.items() if isinstance(value, weights.FormattedWeight)] == ["a/kernel"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("positions", [16, 100])
 def test_the_head_of_a_language_model_quantizes_as_three_products(positions):
     """In slices of the positions too, where blocks along examples end with the slice."""

@@ -9,6 +9,7 @@ from scalejax.errors import UserError
 from scalejax.numerics import bits, blocks, formats
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bdr_mx9", "mxfp6_e3m2", "mxint8", "nvfp4", "int4:32", "fp8_e4m3:16", "vsq4:32"])
 def test_codes_under_their_own_scales_are_the_same(name):
     format = formats.find(name)

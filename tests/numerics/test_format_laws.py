@@ -31,6 +31,7 @@ def test_casting_twice_moves_a_few_numbers_of_nvfp4():
     assert 0 < moved < 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rounding"),
     [*((name, "ties_to_even") for name in FORMATS), *((n, r) for n in ("bdr_mx6", "nvfp4") for r in SYMMETRIC[1:])],
@@ -214,6 +215,7 @@ def test_inside_a_shard_map_an_array_is_what_a_device_holds():
     np.testing.assert_array_equal(np.asarray(got), np.asarray(api.cast(x, "mxint8", axis=1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bdr_mx6", "nvfp4", "vsq4"])
 def test_arrays_without_entries_have_codes_without_entries(name):
     format = format_cases.small(name)

@@ -50,6 +50,7 @@ def test_each_of_the_three_products_quantizes_along_the_axis_that_it_sums_over()
     agree(dw, double(x, "bdr_mx6", 0).T @ double(g, "mxfp8_e5m2", 0))
 
 
+@pytest.mark.slow
 def test_the_weight_may_come_first():
     w, x, g = arrays((32, 48), (48, 64), (32, 64))
     y, pull = jax.vjp(product(THREE, weight="lhs"), w, x)
@@ -100,6 +101,7 @@ DIMENSIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("left", "right", "dimensions"), DIMENSIONS)
 def test_any_dimension_numbers(left, right, dimensions):
     """Against the same product on [batch, rows, reduced] arrays, which blocks along the reduced axes as one make it."""
@@ -152,6 +154,7 @@ def test_the_axes_of_the_backward_pass_are_held_to_blocks_too():
         jax.grad(lambda x: product(THREE)(x, w).sum())(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_16_bit_floats_are_added_up_in_float32_and_keep_their_dtype(dtype):
     x, w = (a.astype(dtype) for a in arrays((64, 48), (48, 32)))

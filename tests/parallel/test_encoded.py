@@ -173,6 +173,7 @@ def linear(params, batch, key, gather):
     return total, jnp.float32(1), {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("accumulate", ["communicate", "local"])
 def test_a_step_exchanges_every_block_as_its_formats_say(parts, accumulate):
@@ -205,6 +206,7 @@ def test_a_step_exchanges_every_block_as_its_formats_say(parts, accumulate):
     assert not np.array_equal(grads["table"], x.sum(0))
 
 
+@pytest.mark.slow
 def test_the_model_sees_the_cast_and_the_masters_stay_exact():
     mesh = meshes.make_mesh(MESHES["fsdp8"])
     strategy = Fsdp(form="explicit", gather_format="bdr_mx6")

@@ -103,6 +103,7 @@ def test_blocks_that_do_not_divide_are_refused_with_the_module(rows):
         built.train_step(state, batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["wukong", "dlrm"])
 def test_weights_of_click_models_are_those_cast_by_hand(rows, model):
     changes = {} if model == "wukong" else {"model": dlrm.smoke().model}
@@ -123,6 +124,7 @@ def test_weights_of_click_models_are_those_cast_by_hand(rows, model):
     assert np.abs(want - plain.eval_step(state, batch)[0]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, 8])
 def test_tables_are_read_in_their_format_and_rest_as_they_are(rows, devices):
     shop = QuantizationRule(module_path="tables/shop", weight_qtype="bdr_mx6", tail="pad")
@@ -175,6 +177,7 @@ def test_eight_devices_train_as_one_does(texts, strategy, modules):
     assert np.abs(plain - want).max() > 2e-4 * want[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", ["head/layers/0|tables/.*", pytest.param(EVERYTHING, marks=pytest.mark.slow)])
 def test_clicks_on_eight_devices_train_as_on_one(rows, modules):
     rule = dataclasses.replace(MX9, module_path=modules)
@@ -183,6 +186,7 @@ def test_clicks_on_eight_devices_train_as_on_one(rows, modules):
     np.testing.assert_allclose(got, want, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_in_float32_goes_on_in_number_formats(texts, tmp_path):
     """Quantization-aware fine-tuning: the parameters of a checkpoint, with rules and more steps."""
     floats = small_language_run.experiment(texts, steps=8)

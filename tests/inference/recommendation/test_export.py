@@ -97,6 +97,7 @@ def test_it_loads_where_neither_scalejax_nor_flax_can_be_imported(written, tmp_p
     assert np.abs(np.load(tmp_path / "scores.npy") - wanted(made, one)).max() < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tables", "dense"),
     [

@@ -47,6 +47,7 @@ def test_float_scores_are_those_of_pooling_by_hand(name):
     assert np.allclose(found, click_cases.by_hand(model, one), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_float32_lowering_changes_nothing_and_narrow_ones_little(name):
     model, one = click_cases.model(name), click_cases.batch()
@@ -57,6 +58,7 @@ def test_float32_lowering_changes_nothing_and_narrow_ones_little(name):
     assert 0 < np.sqrt(np.mean(error**2)) < 0.05 * wanted.std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dense", "most"), [("float16", 0.01), ("int8", 0.15)])
 def test_calibrated_scores_are_near_too(dlrm, dense, most):
     model, examples, limits = dlrm
@@ -67,6 +69,7 @@ def test_calibrated_scores_are_near_too(dlrm, dense, most):
     assert 0 < np.sqrt(np.mean(error**2)) < most * wanted.std()
 
 
+@pytest.mark.slow
 def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
     model, _, _ = dlrm
     one = click_model.inputs_of(click_cases.batch(), click_cases.SCHEMA)
@@ -126,6 +129,7 @@ def test_the_range_of_least_error_cuts_a_long_tail_and_keeps_a_uniform_one():
     assert calibration.least_error(calibration.Histogram(2.0, 3.0, even))[0] == 0  # zero stays representable
 
 
+@pytest.mark.slow
 def test_diagnosis_points_at_the_operator_that_was_damaged(dlrm):
     model, examples, limits = dlrm
     chosen = precision.uniform(model, tables="int8", dense="int8")

@@ -130,6 +130,7 @@ def test_forward_and_backward_travel_as_they_are_told(kind, forward, backward):
 FIDELITY = {"bdr_mx9": 46.6, "bdr_mx6": 28.4, "bdr_mx4": 15.8, "mxfp8_e4m3": 30.5, "mxfp6_e2m3": 31.0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "forward", "backward"),
     [

@@ -55,6 +55,7 @@ def test_covariances_are_sums_over_all_tokens():
     np.testing.assert_allclose(found, flat.T @ flat, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_outputs_of_the_model_are_nearer(theirs, tmp_path):
     """On the calibration text and on other text."""
     rows = quantize(theirs[0], tmp_path / "out", "mxfp4_e2m1", quantizer=diffusion)

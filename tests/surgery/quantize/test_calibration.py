@@ -37,6 +37,7 @@ def test_max_is_a_direct_cast(format):
     np.testing.assert_array_equal(dequantize(made), dequantize(want))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [*FORMATS, *MORE])
 def test_mse_never_loses_to_max(format):
     x = outliers()
