@@ -12,7 +12,7 @@ from scalejax.plan import topology
 
 pytestmark = pytest.mark.aot
 
-CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+CHIPS = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x1", "v6e:2x2")), "v5e:2x2", "tpu7x:2x2x1"]
 
 
 def place(chip):

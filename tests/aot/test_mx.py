@@ -91,14 +91,19 @@ def product_compiles(mesh, implementation, product, mark):
     assert mark in compiled(mesh, multiply, jax.ShapeDtypeStruct((rows, depth), dtype), weights)
 
 
-TPU, TRITON = 'custom_call_target="tpu_custom_call"', "xla.gpu.triton"
+def slow_but(one, cases):
+    """The cases, all of them slow but one."""
+    return [case if case == one else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
 
-# Each form for one chip, one with 6-bit codes for every chip.
+
+TPU = 'custom_call_target="tpu_custom_call"'
+
+# Each form for one chip, one with 6-bit codes for every chip; by default that one for one chip alone.
 EVERYWHERE = "mxfp6_e2m3, last axis"
 COVERED = [(form, name) for n, form in enumerate(FORMS) for name in (CHIPS if form == EVERYWHERE else [CHIPS[n % 4]])]
 
 
-@pytest.mark.parametrize(("form", "name"), COVERED)
+@pytest.mark.parametrize(("form", "name"), slow_but((EVERYWHERE, "v6e:2x2"), COVERED))
 def test_blocks_compile_for_a_tpu(form, name):
     blocks_compile(tpu(name), "pallas_tpu", form, TPU)
 
@@ -109,7 +114,7 @@ PRODUCTS_COVERED = [
 ]
 
 
-@pytest.mark.parametrize(("product", "name"), PRODUCTS_COVERED)
+@pytest.mark.parametrize(("product", "name"), slow_but((EVERY_PRODUCT, "v6e:2x2"), PRODUCTS_COVERED))
 def test_products_compile_for_a_tpu(product, name):
     product_compiles(tpu(name), "pallas_tpu", product, TPU)
 

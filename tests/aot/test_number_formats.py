@@ -16,7 +16,7 @@ from scalejax.plan import topology
 
 pytestmark = pytest.mark.aot
 
-CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+CHIPS = [*(pytest.param(name, marks=pytest.mark.slow) for name in ("v5p:2x2x1", "v6e:2x2")), "v5e:2x2", "tpu7x:2x2x1"]
 NAMES = ["bdr_mx9", "mxfp8_e4m3", "mxfp4_e2m1", "fp8_e4m3", "vsq4", "nvfp4"]
 COLUMNS = 512
 
@@ -32,7 +32,7 @@ def test_whole_arrays(chip, name):
     jax.jit(lambda x: cast(x, name, axis=1)).lower(on(chip, (256, 1024))).compile()
 
 
-@pytest.mark.parametrize("rounding", ["ties_to_even", "stochastic"])
+@pytest.mark.parametrize("rounding", ["ties_to_even", pytest.param("stochastic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_a_tile_in_a_kernel(chip, name, rounding):
