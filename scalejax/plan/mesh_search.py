@@ -244,7 +244,8 @@ def extrapolate(one: PlanResult, two: PlanResult, depths: tuple[int, int], layer
     """The plan of a model of `layers` layers from those of two depths, on a straight line through both.
 
     What the deeper one needs less of is taken to be the same at every depth, with a warning. Where one of them did not
-    compile, the result has its memory and no time.
+    compile, the result has its memory and no time. Memory is a lower bound: what lives at one time is the larger of
+    several moments, and in a deeper model it may be another.
 
     Args:
       one: Plan of `depths[0]` layers.
