@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError
@@ -136,8 +137,8 @@ def sampled_spmm(
     Differentiable with respect to h and to `values` where they are given. An edge that is picked twice counts twice.
 
     Args:
-      graph: A CSR, of which edges are picked now; an ELL from `presample`; or, fastest by far on CPUs and what training
-        should take, a plan of one (`plan_sample`).
+      graph: A CSR, of which edges are picked now (one with NumPy arrays is checked; a column out of range is undefined
+        in others); an ELL from `presample`; or a plan of one (`plan_sample`), which is fastest and has fast gradients.
       h: float[M, F], or `Int8Rows`.
       width: S, at least 1, for a CSR alone.
       strategy: Which rule, for a CSR alone; None = "bucket".
@@ -174,7 +175,10 @@ def sampled_spmm(
         if values is not None:
             _check_values(op, values, graph.nnz)
         assert width is not None
-        graph, values = pick(dataclasses.replace(graph, values=_either(values, graph.values)), width, sampling), None
+        if isinstance(graph.indptr, np.ndarray):
+            graph.check()
+        graph = jax.tree.map(jnp.asarray, dataclasses.replace(graph, values=_either(values, graph.values)))
+        graph, values = pick(graph, width, sampling), None
     elif width is not None or strategy is not None or sampling != Sampling():
         raise UserError(
             f"{op}: width, strategy, prime, seed and rate are of a CSR; edges of an Ell or SampledPlan are picked "
@@ -193,6 +197,7 @@ def sampled_spmm(
                 f'{op}: implementation="{chosen}" has no sum over picked edges. Pass plan_sample(presample(...)) as '
                 'graph, or name "xla".'
             )
+        graph = jax.tree.map(jnp.asarray, graph)
         if values is not None:
             _check_values(op, values)
             graph = dataclasses.replace(graph, values=values[graph.edges])

@@ -28,8 +28,8 @@ class SparsePlan:
 
     csr: Csr
     transpose: Csr
-    permutation: jax.Array
-    row_ids: jax.Array
+    permutation: Any
+    row_ids: Any
     balance: Balance
     transpose_balance: Balance
 
@@ -60,8 +60,8 @@ class SampledPlan:
     """
 
     plan: SparsePlan
-    edges: jax.Array
-    degrees: jax.Array
+    edges: Any
+    degrees: Any
 
 
 def plan(csr: Csr) -> SparsePlan:
@@ -87,7 +87,7 @@ def plan(csr: Csr) -> SparsePlan:
     made = SparsePlan(
         Csr(indptr, indices, values, shape=csr.shape),
         turned,
-        permutation,  # pyright: ignore[reportArgumentType]
+        permutation,
         row_ids,
         balance_rows(indptr),
         balance_rows(ends),
