@@ -73,6 +73,7 @@ def spmm(
       UnsupportedError: the named implementation does not run here, or does not have the dtype.
     """
     op = "spmm"
+    h, values = jax.tree.map(jnp.asarray, (h, values))
     _check_name(op, "reduce", reduce, ("sum", "mean"))
     out = _sum(op, plan, h, values, implementation)
     if reduce == "mean":
@@ -102,6 +103,7 @@ def sddmm(
       UserError: an argument has a wrong shape, dtype or name.
     """
     op = "sddmm"
+    a, b = jnp.asarray(a), jnp.asarray(b)
     _check_features(op, a, plan.shape[0], "a", "rows")
     _check_features(op, b, plan.shape[1], "b")
     if a.shape[1] != b.shape[1]:
@@ -159,6 +161,7 @@ def sampled_spmm(
       UnsupportedError: the named implementation does not run here, or does not have the dtype or sampled graphs.
     """
     op = "sampled_spmm"
+    h, values = jax.tree.map(jnp.asarray, (h, values))
     _check_features(op, h, (graph.plan if isinstance(graph, SampledPlan) else graph).shape[1])
     _check_name(op, "reduce", reduce, ("mean", "sum"))
     _check_name(op, "rescale", rescale, ("none", "degree"))
@@ -241,6 +244,7 @@ def _product_forward(chosen: str, plan: SparsePlan, values: jax.Array | None, h:
 
 def _product_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
     plan, values, h = saved
+    grads = jnp.asarray(grads)
     d_h = _like(_transposed(chosen, plan, values, grads), h) if jnp.issubdtype(h.dtype, jnp.floating) else None
     return None, None if values is None else _like(_edge_dots(_dots_of(chosen), plan, grads, h), values), d_h
 
@@ -261,6 +265,7 @@ def _transposed_forward(chosen: str, plan: SparsePlan, values: jax.Array | None,
 
 def _transposed_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
     plan, values, g = saved
+    grads = jnp.asarray(grads)
     d_values = None if values is None else _like(_edge_dots(_dots_of(chosen), plan, g, grads), values)
     return None, d_values, _like(_product(chosen, plan, values, grads), g)
 
@@ -280,6 +285,7 @@ def _edge_dots_forward(chosen: str, plan: SparsePlan, a: jax.Array, b: jax.Array
 
 def _edge_dots_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
     plan, a, b = saved
+    grads = jnp.asarray(grads)
     product = "reference" if chosen == "reference" else _choose("sddmm", None, b)
     d_a = _like(_product(product, plan, grads, b), a)
     d_b = None
@@ -302,6 +308,7 @@ def _picked_sum_forward(chosen: str, ell: Ell, values: jax.Array | None, h: jax.
 
 def _picked_sum_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
     ell, values, h = saved
+    grads = jnp.asarray(grads)
     d_h, d_values = xla.picked_sum_gradients(dataclasses.replace(ell, values=values), h, grads, grads.dtype)
     known = jnp.issubdtype(h.dtype, jnp.floating)
     return None, None if values is None else _like(d_values, values), _like(d_h, h) if known else None

@@ -26,6 +26,7 @@ def segment_softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
     Raises:
       UserError: `scores` has a wrong shape or dtype.
     """
+    scores = jnp.asarray(scores)
     if scores.ndim not in (1, 2) or scores.shape[0] != plan.nnz or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise UserError(
             f"segment_softmax: scores must be floating-point [{plan.nnz}] or [{plan.nnz}, heads], one for each edge; "

@@ -3,6 +3,8 @@
 The matrix is summed in the bins of `balance`; picked edges are a dense block of slots already.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,7 +34,7 @@ def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike) 
             values = None if csr.values is None else csr.values.at[edges].get(mode="promise_in_bounds")
             return _weighted(h, csr.indices.at[edges].get(mode="promise_in_bounds"), inside, values, dtype)
 
-        return lax.map(sum_run, (starts, counts), batch_size=_rows_of_block(slots * features))
+        return _in_blocks(sum_run, (starts, counts), _GATHERED // (slots * features))
 
     return sum_rows(balance, sum_runs, features, dtype)
 
@@ -49,7 +51,7 @@ def sddmm(csr: Csr, row_ids: jax.Array, a: jax.Array, b: jax.Array, dtype: jax.t
         # A sum would be added one by one; a product with ones runs in vectors.
         return lax.dot(left * right, ones)
 
-    return lax.map(dot, (row_ids, csr.indices), batch_size=_EDGES)
+    return _in_blocks(dot, (row_ids, csr.indices), _EDGES)
 
 
 def picked_sum(ell: Ell, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -60,7 +62,7 @@ def picked_sum(ell: Ell, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array
         return _weighted(h, indices, inside, values[0] if values else None, dtype)
 
     rows = (ell.indices, ell.filled()) if ell.values is None else (ell.indices, ell.filled(), ell.values)
-    return lax.map(sum_row, rows, batch_size=_rows_of_block(ell.width * h.shape[1]))
+    return _in_blocks(sum_row, rows, _GATHERED // (ell.width * h.shape[1]))
 
 
 def picked_sum_gradients(
@@ -89,5 +91,8 @@ def _weighted(
     return rows.sum(axis=0) if values is None else (rows * values.astype(dtype)[:, None]).sum(axis=0)
 
 
-def _rows_of_block(numbers: int) -> int:
-    return max(1, _GATHERED // max(numbers, 1))
+def _in_blocks(function: Callable[..., jax.Array], rows: tuple[jax.Array, ...], block: int) -> jax.Array:
+    """`function` of every row, at most `block` rows at a time."""
+    if rows[0].shape[0] <= block:
+        return jax.vmap(function)(rows)
+    return lax.map(function, rows, batch_size=max(1, block))
