@@ -1,6 +1,7 @@
 """Products with sparse matrices: scipy's, on the matrix or on the picked edges, are the oracle."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ def test_nan_reaches_the_rows_that_read_it_and_no_others(implementation):
     h[column] = np.nan
     h[0] = np.inf if column else h[0]
     out = np.asarray(product(plan(csr), h, implementation=implementation))
-    reads = np.array([np.isin([0, column], csr.indices[a:b]).any() for a, b in zip(csr.indptr, csr.indptr[1:])])
+    reads = np.array([np.isin([0, column], csr.indices[a:b]).any() for a, b in itertools.pairwise(csr.indptr)])
     assert np.array_equal(~np.isfinite(out).all(axis=1), reads)
     assert reads.any()
     assert not reads.all()
@@ -333,7 +334,7 @@ def test_edge_products_equal_numpy_and_have_gradients():
 
 def _softmax_by_rows(csr, scores):
     out = np.zeros(scores.shape)
-    for begin, end in zip(csr.indptr, csr.indptr[1:]):
+    for begin, end in itertools.pairwise(csr.indptr):
         row = scores[begin:end].astype(np.float64)
         if end > begin and np.isfinite(row.max()):
             raised = np.exp(row - row.max())
@@ -448,7 +449,7 @@ def test_edges_that_make_no_graph_are_refused(senders, receivers, message):
 def test_more_edges_than_int32_counts_want_64_bit_indices():
     edges = 2**31
     csr = Csr(np.array([0, edges]), np.broadcast_to(np.int64(0), (edges,)), shape=(1, 1))  # takes eight bytes
-    with pytest.raises(UserError, match="2147483648 edges.*jax_enable_x64"):
+    with pytest.raises(UserError, match=r"2147483648 edges.*jax_enable_x64"):
         csr.check()
 
 

@@ -42,6 +42,9 @@ _PLATFORMS = {
 }
 """Where each implementation runs."""
 
+_FASTEST = {"cpu": ("native",), "gpu": ("cusparse", "xla"), "tpu": ("xla",)}
+"""What None tries, in this order."""
+
 _PICKS = ("reference", "xla", "native")
 """Those with a `picked_sum`."""
 
@@ -174,41 +177,22 @@ def sampled_spmm(
         )
     sampling = Sampling(strategy=strategy or "bucket", prime=prime, seed=seed, rate=rate)
     if isinstance(graph, Csr):
-        check_width(op, width)
-        if values is not None:
-            _check_values(op, values, graph.nnz)
-        assert width is not None
-        if isinstance(graph.indptr, np.ndarray):
-            graph.check()
-        graph = jax.tree.map(jnp.asarray, dataclasses.replace(graph, values=_either(values, graph.values)))
-        graph, values = pick(graph, width, sampling), None
-    elif width is not None or strategy is not None or sampling != Sampling():
+        picks, values = _pick_now(op, graph, width, sampling, values), None
+    elif width is None and strategy is None and sampling == Sampling():
+        picks = graph
+    else:
         raise UserError(
             f"{op}: width, strategy, prime, seed and rate are of a CSR; edges of an Ell or SampledPlan are picked "
             "already. Leave them out, or pass them to presample."
         )
-    if isinstance(graph, SampledPlan):
-        if values is not None:
-            _check_values(op, values)
-            values = values[graph.edges]
-        sums = _sum(op, graph.plan, h, values, implementation)
-        picked, degrees = graph.plan.degrees(), graph.degrees
+    if values is not None:
+        _check_values(op, values)
+        values = values[jnp.asarray(picks.edges)]
+    if isinstance(picks, SampledPlan):
+        sums, picked, degrees = _sum(op, picks.plan, h, values, implementation), picks.plan.degrees(), picks.degrees
     else:
-        chosen = _choose(op, implementation, h)
-        if chosen not in _PICKS:
-            raise UnsupportedError(
-                f'{op}: implementation="{chosen}" has no sum over picked edges. Pass plan_sample(presample(...)) as '
-                'graph, or name "xla".'
-            )
-        graph = jax.tree.map(jnp.asarray, graph)
-        if values is not None:
-            _check_values(op, values)
-            graph = dataclasses.replace(graph, values=values[graph.edges])
-        codes, weights = _fold_scales(h, graph.indices, None, graph.values)
-        sums = jnp.zeros((graph.shape[0], codes.shape[1]), _sum_dtype(codes))
-        if 0 not in (*graph.shape, codes.shape[1]):
-            sums: Any = _picked_sum(chosen, dataclasses.replace(graph, values=None), weights, codes)
-        picked, degrees = graph.counts, graph.degrees
+        picks = jax.tree.map(jnp.asarray, dataclasses.replace(picks, values=_either(values, picks.values)))
+        sums, picked, degrees = _sum_picks(op, picks, h, implementation), picks.counts, picks.degrees
     picked = picked.astype(sums.dtype)
     if reduce == "mean":
         sums = sums / jnp.where(picked > 0, picked + self_loop_bias, 1)[:, None]
@@ -229,6 +213,27 @@ def _sum(
     if 0 in (plan.nnz, *plan.shape, codes.shape[1]):
         return jnp.zeros((plan.shape[0], codes.shape[1]), _sum_dtype(codes))
     out: Any = _product(chosen, plan, values, codes)
+    return out
+
+
+def _pick_now(op: str, csr: Csr, width: int | None, sampling: Sampling, values: jax.Array | None) -> Ell:
+    check_width(op, width)
+    assert width is not None
+    if values is not None:
+        _check_values(op, values, csr.nnz)
+    if isinstance(csr.indptr, np.ndarray):
+        csr.check()
+    return pick(
+        jax.tree.map(jnp.asarray, dataclasses.replace(csr, values=_either(values, csr.values))), width, sampling
+    )
+
+
+def _sum_picks(op: str, ell: Ell, h: jax.Array | Int8Rows, implementation: str | None) -> jax.Array:
+    chosen = _choose(op, implementation, h, _PICKS)
+    codes, values = _fold_scales(h, ell.indices, None, ell.values)
+    if 0 in (*ell.shape, codes.shape[1]):
+        return jnp.zeros((ell.shape[0], codes.shape[1]), _sum_dtype(codes))
+    out: Any = _picked_sum(chosen, dataclasses.replace(ell, values=None), values, codes)
     return out
 
 
@@ -351,16 +356,24 @@ def _fold_scales(
     return h.codes, scales if values is None else values * scales
 
 
-def _choose(op: str, implementation: str | None, h: jax.Array | Int8Rows) -> str:
+def _choose(
+    op: str, implementation: str | None, h: jax.Array | Int8Rows, offered: tuple[str, ...] = tuple(_PLATFORMS)
+) -> str:
+    """The implementation that was named, or else the first of `_FASTEST` that has the case."""
     platform = compat.platform()
     if implementation is None:
         wide = not isinstance(h, Int8Rows) and h.dtype in (jnp.float32, jnp.float64)
-        return "native" if platform == "cpu" else "cusparse" if platform == "gpu" and wide else "xla"
+        return next(name for name in _FASTEST[platform] if name in offered and (wide or name != "cusparse"))
     _check_name(op, "implementation", implementation, tuple(_PLATFORMS))
     if platform not in _PLATFORMS[implementation]:
         raise UnsupportedError(
             f'{op}: implementation="{implementation}" runs on {", ".join(_PLATFORMS[implementation])}; got {platform}. '
             "Leave implementation out."
+        )
+    if implementation not in offered:
+        raise UnsupportedError(
+            f'{op}: implementation="{implementation}" has no sum over picked edges. Pass plan_sample(presample(...)) as '
+            'graph, or name "xla".'
         )
     return implementation
 

@@ -12,8 +12,8 @@ Of a row of n edges, slot k = 0 ... slots - 1 takes the edge at this position, w
     q(k) = r if k <= 10883 else 21767 - r, where r = (k^2 + seed) mod 21767
 
 A rate is the nearest fraction with a denominator of at most 10,000, and all arithmetic is exact; a rate's slots end at
-S too. k is counted within the row. (Code was published that counts from the beginning of all edges; it leaves int32, and
-the row, from edge 46,341 on.)
+S too. k is counted within the row. (Published code counts from the beginning of all edges: it leaves int32, and the
+row, from edge 46,341 on.)
 
 `bucket` depends on the order of edges in a row. `fastrand` takes fewer distinct edges where prime and n have a common
 divisor (n = 577: one edge, again and again); `quadratic_residue` does so often, even at n = S.
