@@ -372,8 +372,8 @@ def _choose(
         )
     if implementation not in offered:
         raise UnsupportedError(
-            f'{op}: implementation="{implementation}" has no sum over picked edges. Pass plan_sample(presample(...)) as '
-            'graph, or name "xla".'
+            f'{op}: implementation="{implementation}" has no sum over picked edges. Pass plan_sample(presample(...)), '
+            'or name "xla".'
         )
     return implementation
 
