@@ -515,6 +515,33 @@ def test_arguments_that_do_not_fit_are_refused(call, message):
         call(plan(csr), csr, jnp.asarray(_features(csr)))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_nothing_is_promoted_implicitly(implementation, strict_promotion):
+    csr = random_csr(0, degrees=[3, 0, 300, 5])
+    h, values = jnp.asarray(_features(csr), jnp.bfloat16), jnp.asarray(csr.values)
+    p, ell = plan(csr), presample(csr, 8, strategy="fastrand")
+
+    @jax.jit
+    def all_of_it(h, values):
+        out = spmm(p, h, values=segment_softmax(p, values), reduce="mean", implementation=implementation)
+        out += sampled_spmm(ell, h, values=values, implementation=implementation)
+        return out + sampled_spmm(ell, quantize_rows(h), implementation=implementation).astype(out.dtype)
+
+    d_h, d_values = jax.vjp(all_of_it, h, values)[1](jnp.ones((4, FEATURES), jnp.bfloat16))
+    assert (d_h.dtype, d_values.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.mark.gpu
+def test_products_of_cusparse_equal_scipy():
+    csr = random_csr(0)
+    h = _features(csr)
+    weights = jnp.asarray(csr.values)
+    out, pull = jax.vjp(lambda h, v: product(plan(csr), h, values=v, implementation="cusparse"), h, weights)
+    _close(out, _matrix(csr, csr.values) @ h)
+    d_h, _ = pull(jnp.ones_like(out))
+    _close(d_h, _matrix(csr, csr.values).T @ np.ones(out.shape))
+
+
 def test_an_implementation_of_another_platform_is_refused():
     csr = random_csr(0)
     assert compat.platform() == "cpu"
