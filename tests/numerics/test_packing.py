@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from format_cases import assert_equal_bits as equal
 
 from scalejax.errors import UserError
 from scalejax.numerics.formats import FORMATS, bdr
@@ -33,13 +34,6 @@ BYTES = {
 
 def numbers(format, *shape):
     return jnp.asarray(np.random.default_rng(3).standard_normal((*shape, 4 * format.k1)), jnp.float32)
-
-
-def equal(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
