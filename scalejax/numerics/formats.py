@@ -193,6 +193,8 @@ def find(format: str | BlockFormat) -> BlockFormat:
     """
     if isinstance(format, BlockFormat):
         return format
+    if not isinstance(format, str):
+        raise UserError(f"format: must be a BlockFormat or the name of one; got {format!r}.")
     if format in FORMATS:
         return FORMATS[format]
     name, colon, size = format.partition(":")

@@ -223,8 +223,11 @@ def check_arguments(
         )
     if format.scale != "e4m3" and tensor_scale is not None:
         raise UserError(f"tensor_scale: {format.name} has none. Leave it out.")
-    if tensor_scale is not None and (tensor_scale.dtype != jnp.float32 or tensor_scale.ndim):
-        raise UserError(f"tensor_scale: must be float32[]; got {tensor_scale.dtype}{list(tensor_scale.shape)}.")
+    if tensor_scale is not None:
+        plain = isinstance(tensor_scale, (int, float))
+        if plain or tensor_scale.dtype != jnp.float32 or tensor_scale.ndim:
+            got = f"the number {tensor_scale}" if plain else f"{tensor_scale.dtype}{list(tensor_scale.shape)}"
+            raise UserError(f"tensor_scale: must be float32[]; got {got}. Pass jnp.float32(...).")
     rule: ScaleRule | None = (scale_rule or "floor") if format.scale == "exponent" else None
     if rule is not None:
         threshold(format.element, rule)  # raises

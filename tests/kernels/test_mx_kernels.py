@@ -132,7 +132,9 @@ def test_what_a_kernel_lacks_is_said_and_nothing_else_is_taken(backend):
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
-@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp4_e2m1"])
+@pytest.mark.parametrize(
+    "name", ["mxfp8_e5m2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8_e4m3", "mxfp4_e2m1"))]
+)
 def test_products_keep_normal_numbers_under_the_lowest_scale(backend, name):
     """2^-127 is a subnormal number, and hardware takes it for zero; the numbers under it are normal."""
     matrix = jnp.full((32, 3), 2.0 ** (FORMATS[name].element.max_exponent - 127), jnp.float32)
@@ -143,6 +145,7 @@ def test_products_keep_normal_numbers_under_the_lowest_scale(backend, name):
     np.testing.assert_array_equal(out, np.full((1, 3), 32 * 2.0**100 * float(matrix[0, 0])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
 def test_scales_of_either_sign_are_decoded(backend):
     """None is written here, but E4M3 has them: a negative one, and the other NaN."""

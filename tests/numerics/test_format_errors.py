@@ -18,6 +18,8 @@ def test_unknown_names_list_the_nearest():
         formats.find("mxfp6-e3m")
     with pytest.raises(UserError, match="there are bdr_mx9, bdr_mx6, bdr_mx4, msfp16"):
         formats.find("zzz")
+    with pytest.raises(UserError, match="must be a BlockFormat or the name of one; got 6"):
+        formats.find(6)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "bool"])
@@ -35,7 +37,7 @@ def test_float64_is_refused_by_name(x64):
 def test_float64_of_numpy_is_refused_too():
     """jax would make float32 of it without a word."""
     with pytest.raises(UserError, match="got float64"):
-        api.quantize(np.zeros(32), "mxint8", axis=0)  # pyright: ignore[reportArgumentType]
+        api.quantize(np.zeros(32), "mxint8", axis=0)
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,7 @@ def test_float64_of_numpy_is_refused_too():
         ({"tail": "drop"}, "tail: must be 'refuse' or 'pad'; got 'drop'"),
         ({"tensor_scale": np.float32(1)}, "tensor_scale: mxfp8_e4m3 has none"),
         ({"tensor_scale": np.ones(2, np.float32), "format": "nvfp4"}, r"must be float32\[\]; got float32\[2\]"),
+        ({"tensor_scale": 1.0, "format": "nvfp4"}, r"must be float32\[\]; got the number 1.0. Pass jnp.float32"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, message):

@@ -118,6 +118,20 @@ def test_codes_that_do_not_fill_bytes_are_refused():
         pack_blocks(quantize(jnp.zeros(16), odd, axis=0))
 
 
+def test_negative_codes_are_packed_in_two_s_complement_and_spare_their_neighbours():
+    assert [int(b) for b in pack_bits(jnp.asarray([-1, 0, 3, -2], jnp.int8), 4, axis=0)] == [0x0F, 0xE3]
+
+
+def test_what_is_no_stream_of_bits_is_refused():
+    with pytest.raises(UserError, match="pack_bits: codes must be integers; got float32"):
+        pack_bits(jnp.zeros(4), 4, axis=0)
+    with pytest.raises(UserError, match="unpack_bits: bytes must be uint8; got int8"):
+        unpack_bits(jnp.zeros(3, jnp.int8), 6, axis=0)
+    for call in (pack_bits, unpack_bits):
+        with pytest.raises(UserError, match=f"{call.__name__}: the array has 1 axes; got axis 1"):
+            call(jnp.zeros(4, jnp.uint8), 4, axis=1)
+
+
 def test_float32_scales_stay_apart():
     with pytest.raises(UserError, match=r"int8 has float32 scales, which do not fit a byte. Use pack"):
         block_bytes("int8")
