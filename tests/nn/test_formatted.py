@@ -1,5 +1,7 @@
 """Blocks of models whose weights have number formats: the same blocks on weights that were cast by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from scalejax import nn
 from scalejax.nn import scan_layers
-from scalejax.numerics import weights
+from scalejax.numerics import products, weights
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.blocks import Fetch
@@ -71,6 +73,15 @@ def test_a_linear_layer_keeps_its_bias_and_dtypes():
     got = output(formatted(kernel))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, output(cast(kernel.astype(jnp.bfloat16), "bdr_mx4", axis=0)), rtol=0, atol=1e-5)
+
+
+def test_modules_of_flax_take_the_product():
+    dot = functools.partial(products.mx_dot_general, rule=ALL)
+    layer = nnx.Linear(32, 16, use_bias=False, rngs=nnx.Rngs(0), dot_general=dot)
+    x, kernel = normal(16, 32), layer.kernel[...]
+    np.testing.assert_allclose(
+        layer(x), cast(x, "bdr_mx6", axis=1) @ cast(kernel, "bdr_mx6", axis=0), rtol=0, atol=1e-5
+    )
 
 
 def test_only_what_rules_name_gets_a_format():
