@@ -50,6 +50,13 @@ def test_any_other_use_of_a_weight_is_an_error():
         jnp.einsum("bi,io->bo", normal(4, 32), w)
     with pytest.raises(TypeError, match="FormattedWeight"):
         normal(32, 32) + w
+    for index in (0, slice(4), (slice(None), slice(4)), jnp.ones(32, bool)):
+        with pytest.raises(TypeError, match=r"FormattedWeight: here can be read whole .* or by rows"):
+            w[index]
+    with pytest.raises(TypeError, match=r"needs matrices; got \(32, 32\) and \(32, 32, 2\)"):
+        w @ normal(32, 32, 2)
+    with pytest.raises(TypeError, match=r"needs matrices; got \(2, 32, 32\)"):
+        normal(2, 32, 32) @ formatted(normal(2, 32, 32))
 
 
 def test_projections_of_several_axes_have_blocks_along_all_that_are_summed():
