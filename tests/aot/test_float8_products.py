@@ -63,8 +63,9 @@ def test_native_products_are_library_calls_on_hopper(counted, scales):
 @cuda_topology.needs_cuda_compiler
 def test_kernels_that_xla_makes_itself_take_float8_too(counted):
     text = on_hopper(three_products(QuantizationRule(scales="tensor", **FP8)))
-    operands = re.findall(r"^%gemm_fusion\S* \(parameter_\S+: (\w+)\[[^)]*parameter_\S+: (\w+)\[", text, re.MULTILINE)
-    assert sorted(sorted(pair) for pair in operands) == [["f8e4m3fn"] * 2, *[["f8e4m3fn", "f8e5m2"]] * 2]
+    pairs = re.findall(r" dot\(%([\w.]+), %([\w.]+)\)", text)  # inside fusions, whose parameters they are
+    operands = [sorted(re.findall(rf"[( ]{re.escape(name)}: (\w+)\[", text)[0] for name in pair) for pair in pairs]
+    assert sorted(operands) == [["f8e4m3fn"] * 2, *[["f8e4m3fn", "f8e5m2"]] * 2]
     assert counted(text) == {"library": 0, "kernels": 3}
 
 
