@@ -57,7 +57,7 @@ class FormattedWeight:
         """`[...]` is the weight itself, as modules read a parameter; `[ids]` are rows in the format of weights."""
         if index is Ellipsis:
             return self
-        if not jnp.issubdtype(getattr(index, "dtype", None), jnp.integer):
+        if not (hasattr(index, "dtype") and jnp.issubdtype(index.dtype, jnp.integer)):
             raise TypeError(
                 f"FormattedWeight: {self.path} can be read whole ([...]) or by rows (an array of ids); got {index!r}. "
                 "Put a rule without formats for it before."
