@@ -21,15 +21,15 @@ ZERO_EXPONENT = -276
 
 
 def check_dtype(dtype: jax.typing.DTypeLike) -> None:
-    """Refuses what has no formats.
+    """Refuses what is not float32, bfloat16 or float16: the dtypes of arrays that formats are made of.
 
     Raises:
-      UserError: a dtype other than float32, bfloat16 and float16.
+      UserError: says what to do.
     """
     dtype = jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        step = "Cast it to float32 first." if dtype == jnp.float64 else "Formats hold real numbers; cast it to float32."
-        raise UserError(f"quantize: x must be float32, bfloat16 or float16; got {dtype.name}. {step}")
+        what = "Cast it" if dtype == jnp.float64 else "Formats hold real numbers; cast it"
+        raise UserError(f"quantize: x must be float32, bfloat16 or float16; got {dtype.name}. {what} to float32 first.")
 
 
 def float_bits(values: jax.Array) -> jax.Array:
@@ -38,8 +38,8 @@ def float_bits(values: jax.Array) -> jax.Array:
     Raises:
       UserError: another dtype.
     """
-    check_dtype(values.dtype)
     dtype = jnp.dtype(values.dtype)
+    check_dtype(dtype)
     if dtype == jnp.float32:
         return lax.bitcast_convert_type(values, jnp.int32)
     if dtype == jnp.bfloat16:

@@ -95,12 +95,36 @@ def test_a_rule_for_no_module_is_refused_before_anything_is_compiled(texts, rows
         language(texts, dataclasses.replace(MX9, module_path="layers/mlp/gates"))
     with pytest.raises(UserError, match="tables/shop"):
         clicks(rows, dataclasses.replace(MX9, module_path="tables/shops"))
+    with pytest.raises(UserError, match="only embedding tables, tables/hour, tables/item"):
+        clicks(rows, QuantizationRule(module_path="tables/.*", act_qtype="bdr_mx9"))
 
 
 def test_blocks_that_do_not_divide_are_refused_with_the_module(rows):
     built, state, batch = clicks(rows, dataclasses.replace(MX9, tail="refuse"))
     with pytest.raises(UserError, match=r"quantization of \S+/\S+: it sums over \d+ numbers"):
         built.train_step(state, batch)
+
+
+def quantizations(jaxpr):
+    """How often arrays are quantized in a program; what a scan repeats counts once."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.params.get("name") == "_quantized":
+            found += bool(equation.invars)  # what has none is constants, taken out of it
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                found += quantizations(inner) if hasattr(inner, "eqns") else 0
+    return found
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_step_of_a_llama_quantizes_six_times_a_product(texts, remat):
+    """Seven products a layer, and the head, whatever is rematerialised; rows of the embedding once."""
+    model = dataclasses.replace(small_language_run.MODEL, remat=remat)
+    built, state, batch = language(texts, MX9, model=model)
+    assert quantizations(built.train_step.trace(state, batch).jaxpr.jaxpr) == 6 * (7 + 1) + 1
 
 
 @pytest.mark.slow
