@@ -62,6 +62,30 @@ def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others():
     assert np.allclose(found[[0, 3]], 10, rtol=0.01)
 
 
+def test_a_column_that_is_not_finite_gives_nan_and_spares_the_others():
+    weight = np.ones((4, 3), np.float32)
+    weight[1, 1], weight[2, 2] = np.nan, -np.inf
+    made = dense.quantize_weight(jnp.asarray(weight))
+    found = np.asarray(dense.int8_matmul(jnp.ones((2, 4), jnp.float32), made))
+    assert np.isnan(found[:, 1:]).all()
+    assert np.isnan(np.asarray(dense.dequantize_weight(made))[:, 1:]).all()
+    assert np.allclose(found[:, 0], 4)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_fit_int32(sign):
+    """Every activation is 255 steps above the code of zero, every weight 127 steps: as far out as a sum can be."""
+    made = dense.quantize_weight(jnp.full((dense.MOST_INPUTS, 1), sign, jnp.float32))
+    x = jnp.ones((1, dense.MOST_INPUTS), jnp.float32)
+    found = dense.int8_matmul(x, made, limits=(jnp.float32(0), jnp.float32(1)))
+    assert np.allclose(found, sign * dense.MOST_INPUTS, rtol=1e-5)
+
+
+def test_a_batch_of_nothing_gives_nothing():
+    made = dense.quantize_weight(jnp.ones((4, 3), jnp.float32))
+    assert dense.int8_matmul(jnp.zeros((0, 4), jnp.float32), made).shape == (0, 3)
+
+
 def test_columns_and_activations_of_zeros():
     weight = dense.quantize_weight(jnp.zeros((5, 3), jnp.float32))
     assert np.array_equal(np.asarray(weight.scales), np.ones(3))

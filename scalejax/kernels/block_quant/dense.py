@@ -16,8 +16,8 @@ from jax import lax
 
 from scalejax.errors import UserError
 
-MOST_INPUTS = (2**31 - 1) // (128 * 127)
-"""Inputs of a product above which its sums may leave int32: 132,104."""
+MOST_INPUTS = (2**31 - 1) // (255 * 127)
+"""Inputs of a product above which its sums may leave int32: 66,311."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +44,8 @@ class Int8Weight:
 def quantize_weight(weight: jax.Array) -> Int8Weight:
     """float[K, N] -> codes under a scale for each of the N columns; a column of zeros has the scale 1.
 
+    A column with a number that is not finite has the scale NaN and codes of zero: all of its results are NaN.
+
     Raises:
       UserError: no matrix of floating point, or more inputs than int32 can sum.
     """
@@ -57,10 +59,12 @@ def quantize_weight(weight: jax.Array) -> Int8Weight:
             "this operator in float16."
         )
     weight = weight.astype(jnp.float32)
-    largest = jnp.abs(weight).max(axis=0)
+    largest = jnp.abs(weight).max(axis=0, initial=0)
     scales = jnp.where(largest > 0, largest / jnp.float32(127), jnp.ones_like(largest))
+    broken = ~jnp.isfinite(largest)
     codes = _nearest(weight / scales[None, :])
-    codes = jnp.clip(codes, -127, 127).astype(jnp.int8)
+    codes = jnp.where(broken[None, :], jnp.zeros_like(codes), jnp.clip(codes, -127, 127)).astype(jnp.int8)
+    scales = jnp.where(broken, jnp.full_like(scales, jnp.nan), scales)
     return Int8Weight(codes=codes, scales=scales, sums=codes.astype(jnp.int32).sum(axis=0, dtype=jnp.int32))
 
 
@@ -78,10 +82,9 @@ def affine(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def dynamic_range(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The least and the largest finite number of an array, float32[] each."""
-    finite = jnp.isfinite(x)
-    x = x.astype(jnp.float32)
-    return jnp.where(finite, x, jnp.inf).min(), jnp.where(finite, x, -jnp.inf).max()
+    """The least and the largest finite number of an array and zero, float32[] each."""
+    x = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)).astype(jnp.float32)
+    return x.min(initial=0), x.max(initial=0)
 
 
 def fake_quantize(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
