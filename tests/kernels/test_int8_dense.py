@@ -60,6 +60,8 @@ def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others():
     found = np.asarray(dense.int8_matmul(jnp.asarray(x), weight))
     assert np.isnan(found[1:3]).all()
     assert np.allclose(found[[0, 3]], 10, rtol=0.01)
+    fake = dense.fake_quantize(jnp.asarray(x), jnp.float32(0), jnp.float32(4)) @ dense.dequantize_weight(weight)
+    assert np.array_equal(np.isnan(fake), np.isnan(found))
 
 
 def test_a_column_that_is_not_finite_gives_nan_and_spares_the_others():
