@@ -57,7 +57,7 @@ def test_a_step_is_the_optimizer_on_the_gradient_of_the_mean_over_all_targets(te
         return (nats * batch["weights"]).sum() / batch["weights"].sum()
 
     want, grads = jax.jit(jax.value_and_grad(mean))(state.params)
-    updates, _ = program.transformation.update(grads, state.optimizer, state.params)
+    updates, _ = jax.jit(program.transformation.update)(grads, state.optimizer, state.params)
     updated = optax.apply_updates(state.params, updates)
     after, loss = program.train_step(state, batch)
     np.testing.assert_allclose(loss, want, rtol=1e-12)

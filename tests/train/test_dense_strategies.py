@@ -84,9 +84,9 @@ def check(texts, on_one_device, strategy, shape, optimizer, parts):
     ("strategy", "mesh", "optimizer", "parts"),
     [
         ("implicit FULL_SHARD", "fsdp", "clipped", "in parts"),
-        ("explicit HYBRID_SHARD_ZERO2", "tensor", "momentum", "whole"),
+        pytest.param("explicit HYBRID_SHARD_ZERO2", "tensor", "momentum", "whole", marks=pytest.mark.slow),
         ("explicit FULL_SHARD", "stage", "clipped", "whole"),
-        ("local HYBRID_SHARD", "replica", "clipped", "in parts"),
+        pytest.param("local HYBRID_SHARD", "replica", "clipped", "in parts", marks=pytest.mark.slow),
         ("ddp local", "replica", "momentum", "in parts"),
     ],
 )
