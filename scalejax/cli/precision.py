@@ -73,11 +73,12 @@ def find(
     )
     lowered = lowering.lower(model, found.precisions, limits)
     measured = report.measure(lowered, held_out, calibration=calibration.inputs[:4])
+    quality: dict[str, float] = measured["quality"]
     measured = {"run": str(run_folder)} | report.with_search(measured, found, budget / 100)
     for table in report.tables(measured):
         console.print(table)
-    verdict = "within" if measured["search"]["within_budget_on_held_out"] else "NOT within"
-    served = click_model.Gap(*(measured["quality"][name] for name in ("gap", "gap_low", "gap_high")))
+    verdict = "within" if quality["gap"] <= budget / 100 else "NOT within"
+    served = click_model.Gap(quality["gap"], quality["gap_low"], quality["gap_high"])
     gaps = [f"{g.value:+.4%} (95 %: {g.low:+.4%} to {g.high:+.4%})" for g in (found.gap, served)]
     console.print(
         f"NE gap {gaps[0]} on {len(calibration.labels):,} examples of {experiment.eval_split!r}, {gaps[1]} on "
