@@ -3,8 +3,8 @@
     python benchmarks/quantized_checkpoints.py [--workdir FOLDER] [--markdown FILE]
 
 Trains `llama-tiny` on 19 of 20 sources of Python's standard library, quantizes the run by `scalejax quantize` in one
-format after another, and compares by `scalejax eval --text --against` on text of the others. Nothing is timed. --workdir
-keeps the run and the numbers, and what it holds already is not made again.
+format after another, and compares by `scalejax eval --text --against` on text of the others. Nothing is timed.
+--workdir keeps the run and the numbers, and what it holds already is not made again.
 """
 
 import os
