@@ -3,8 +3,9 @@
     python benchmarks/quantized_checkpoints.py [--workdir FOLDER] [--markdown FILE]
 
 Trains `llama-tiny` on 19 of 20 sources of Python's standard library, quantizes the run by `scalejax quantize` in one
-format after another, and compares by `scalejax eval --text --against` on text of the others. Nothing is timed.
---workdir keeps the run and the numbers, and what it holds already is not made again.
+format after another, and compares by `scalejax eval --text --against` on text of the others. Then a DLRM on the bundled
+flights, scored with rules: weights, activations and tables cast directly. Nothing is timed. --workdir keeps runs and
+numbers, and what it holds already is not made again.
 """
 
 import os
@@ -12,6 +13,7 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax starts
 
 import argparse
+import dataclasses
 import functools
 import json
 import pathlib
@@ -27,9 +29,14 @@ sys.path.insert(0, str(ROOT))
 import jax
 import typer.testing
 
+from scalejax import configs
 from scalejax.bench import machine
 from scalejax.cli.app import app
 from scalejax.data import text_sources
+from scalejax.numerics.rules import QuantizationRule
+from scalejax.parallel.mesh import make_mesh
+from scalejax.train import program, scoring
+from scalejax.train.click_run import ClickRun
 
 HELD_OUT = 20  # one file in so many
 PIECE = 2048  # characters of a file that are compared or calibrated on, so that many files take part
@@ -38,6 +45,7 @@ TOKENS = 32_768
 WIDE = ("bdr_mx9", "mxint8", "mxfp8_e4m3", "bdr_mx6", "mxfp6_e2m3", "nvfp4")  # direct casts alone
 NARROW = ("bdr_mx4", "mxfp4_e2m1")
 WAYS = {"direct cast": (), "mse": ("--calibrate", "mse"), "error diffusion": ("--method", "error-diffusion")}
+CLICKS = ("bdr_mx9", "mxint8", "mxfp8_e4m3", "bdr_mx6", "bdr_mx4")
 
 PAGE = """\
 # Quantized checkpoints
@@ -54,6 +62,13 @@ matrices of the layers are in the format; embedding, head and norms stay. Loss i
 - bits: of a number of those matrices, scales included. KL: of the predictions of a byte, from those in float32, nats.
 - direct cast: scales from the largest magnitude. mse: of several scales the one of least squared error. Error
   diffusion: calibrated on 16,384 bytes of training text, scales from the largest magnitude.
+
+## A DLRM cast directly
+
+`scalejax train dlrm-flights`, one seed. The test split is scored with one rule for everything: weights, activations and
+rows of tables in the format, sums in float32.
+
+{clicks}
 """
 
 
@@ -100,6 +115,28 @@ def quantized(folder: pathlib.Path, source: pathlib.Path, format: str, way: str)
         return json.loads(found.read_text()) | {"bits": bits}
 
 
+def clicks() -> dict[str, float]:
+    """NE on the test split of a DLRM trained in float32, by format."""
+    experiment: Any = dataclasses.replace(configs.load("dlrm-flights", []), eval_every=0)
+    data = experiment.data.build()
+    mesh = make_mesh(experiment.mesh, jax.devices()[:1])
+    built = program.build(experiment, data.schema, mesh)
+    trainer: Any = ClickRun(built, data)
+    state, host = trainer.begin()
+    with trainer.feed(host, experiment.steps) as feed:
+        for _ in range(experiment.steps):
+            feed.take()
+            state, _ = feed.step(state)
+    found = {}
+    for format in ("float32", *CLICKS):
+        named = None if format == "float32" else format
+        rules = () if named is None else (QuantizationRule(weight_qtype=named, act_qtype=named, tail="pad"),)
+        cast = program.build(dataclasses.replace(experiment, quantization=rules), data.schema, mesh)
+        scores = scoring.score(cast, state, data.eval_batches("test"))
+        found[format] = float(scores.measure(data.schema.labels)["ne"])
+    return found
+
+
 def line(format: str, way: str, found: dict[str, Any], exact: float) -> str:
     cells = f"{found['bits']:.2f} | {found['after']['loss']:.4f} | {found['after']['loss'] - exact:+.4f}"
     return f"| {format} | {way} | {cells} | {found['divergence']:.5f} | {100 * found['agreement']:.1f} % |"
@@ -122,6 +159,7 @@ def measure(folder: pathlib.Path) -> dict[str, Any]:
     for format in (*WIDE, *NARROW):
         for way in WAYS if format in NARROW else ("direct cast",):
             add(f"{format}, {way}", functools.partial(quantized, folder, source, format, way))
+    add("clicks", clicks)
     return results
 
 
@@ -132,6 +170,9 @@ def page(results: dict[str, Any]) -> str:
         if ", " in name:
             format, _, way = name.partition(", ")
             rows.append(line(format, way, found, first["loss"]))
+    ne = results["clicks"]
+    lines = ["| | NE | minus float32 |", "|---|---|---|", f"| float32 | {ne['float32']:.5f} | |"]
+    lines += [f"| {name} | {ne[name]:.5f} | {100 * (ne[name] / ne['float32'] - 1):+.4f} % |" for name in CLICKS]
     return PAGE.format(
         device=machine.device_name(jax.devices()[0]),
         today=machine.today(),
@@ -139,6 +180,7 @@ def page(results: dict[str, Any]) -> str:
         tokens=first["tokens"],
         loss=first["loss"],
         llama="\n".join(rows),
+        clicks="\n".join(lines),
     )
 
 
