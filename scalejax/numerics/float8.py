@@ -31,7 +31,7 @@ def quantize(x: jax.Array, format: str, *, axes: Sequence[int]) -> tuple[jax.Arr
     """
     element = formats.find(format).element
     wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=tuple(axes), keepdims=True)
+    largest = jnp.max(jnp.abs(wide), axis=tuple(axes), keepdims=True, initial=0)
     # As in numerics.blocks: products of scales below this with the smallest element would be subnormal.
     lowest = 2.0 ** (-126 - element.step_exponent)
     scale = jnp.maximum(largest / element.max, lowest)

@@ -109,7 +109,7 @@ def operand(
         return Operand(held=codes, scale=scale, **plain)
     kind = formats.find(format)
     if rule.scales != "blocks":
-        length = math.prod(x.shape[axis] for axis in shared)
+        length = max(math.prod(x.shape[axis] for axis in shared), 1)
         kind = dataclasses.replace(kind, k1=length, k2=length)
     # Blocks that end with the last axis are those of all axes as one, and nothing need be laid out anew.
     if len(shared) == 1 or (shared and x.shape[shared[-1]] % kind.k1 == 0):
@@ -326,7 +326,8 @@ def _beside(scale: jax.Array, side: Side, a: Operand, b: Operand, dimension_numb
 def _flatten(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """[...] -> [other axes, axes as one]."""
     others = [axis for axis in range(x.ndim) if axis not in axes]
-    return x.transpose((*others, *axes)).reshape(*(x.shape[axis] for axis in others), -1)
+    length = math.prod(x.shape[axis] for axis in axes)
+    return x.transpose((*others, *axes)).reshape(*(x.shape[axis] for axis in others), length)
 
 
 def _unflatten(flat: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:

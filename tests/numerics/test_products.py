@@ -269,3 +269,14 @@ def test_rows_of_a_table_are_cast_one_by_one_and_their_gradient_passes_through()
     one = products.read_rows(rows, QuantizationRule(weight_qtype="int8", scales="tensor"))
     kind = dataclasses.replace(formats.find("int8"), k1=32, k2=32)
     np.testing.assert_array_equal(one, cast(rows, kind, axis=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["native", "emulated"])
+@pytest.mark.parametrize("scales", ["rows", "tensor"])
+def test_no_examples_have_no_results_and_a_gradient_of_zeros(scales, implementation):
+    rule = dataclasses.replace(FP8, scales=scales, implementation=implementation)
+    y, pull = jax.vjp(product(rule), jnp.zeros((0, 32)), jnp.ones((32, 16)))
+    dx, dw = pull(y)
+    assert (y.shape, dx.shape) == ((0, 16), (0, 32))
+    np.testing.assert_array_equal(dw, np.zeros((32, 16)))

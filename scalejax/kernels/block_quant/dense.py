@@ -44,7 +44,7 @@ class Int8Weight:
 def quantize_weight(weight: jax.Array) -> Int8Weight:
     """float[K, N] -> codes under a scale for each of the N columns; a column of zeros has the scale 1.
 
-    A column with a number that is not finite has the scale NaN and codes of zero: all of its results are NaN.
+    A column with NaN or an infinity has codes of zero and a scale of NaN, so that all of its results are NaN.
 
     Raises:
       UserError: no matrix of floating point, or more inputs than int32 can sum.
@@ -62,9 +62,8 @@ def quantize_weight(weight: jax.Array) -> Int8Weight:
     largest = jnp.abs(weight).max(axis=0, initial=0)
     scales = jnp.where(largest > 0, largest / jnp.float32(127), jnp.ones_like(largest))
     broken = ~jnp.isfinite(largest)
-    codes = _nearest(weight / scales[None, :])
-    codes = jnp.where(broken[None, :], jnp.zeros_like(codes), jnp.clip(codes, -127, 127)).astype(jnp.int8)
-    scales = jnp.where(broken, jnp.full_like(scales, jnp.nan), scales)
+    codes = jnp.where(broken[None, :], 0, jnp.clip(_nearest(weight / scales[None, :]), -127, 127)).astype(jnp.int8)
+    scales = jnp.where(broken, jnp.nan, scales)
     return Int8Weight(codes=codes, scales=scales, sums=codes.astype(jnp.int32).sum(axis=0, dtype=jnp.int32))
 
 
@@ -82,9 +81,10 @@ def affine(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def dynamic_range(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The least and the largest finite number of an array and zero, float32[] each."""
-    x = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x)).astype(jnp.float32)
-    return x.min(initial=0), x.max(initial=0)
+    """The least and the largest finite number of an array, float32[] each."""
+    finite = jnp.isfinite(x)
+    x = x.astype(jnp.float32)
+    return jnp.where(finite, x, jnp.inf).min(initial=jnp.inf), jnp.where(finite, x, -jnp.inf).max(initial=-jnp.inf)
 
 
 def fake_quantize(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
