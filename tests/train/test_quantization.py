@@ -4,8 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import llama_cases
 import numpy as np
 import pytest
+import quantized_cases
 import small_language_run
 import small_run
 
@@ -88,6 +90,25 @@ def test_the_first_rule_that_matches_makes_exceptions(texts):
     }
     want = language(texts)[0].eval_step(dataclasses.replace(state, params=by_hand), batch)
     np.testing.assert_allclose(built.eval_step(state, batch)[0], want[0], rtol=1e-5)
+
+
+def test_a_quantized_checkpoint_has_the_weights_that_training_with_rules_took(texts, tmp_path):
+    """After quantization-aware fine-tuning of weights a direct cast in the same format loses nothing more."""
+    head = QuantizationRule(module_path="head|embed")
+    built, state, batch = language(texts, head, QuantizationRule(weight_qtype="bdr_mx4", tail="pad"))
+    plain = language(texts)[0]
+    experiment = small_language_run.experiment(texts)
+    config = experiment.model.bound(experiment.data.schema())
+    weights = quantized_cases.write_model(tmp_path / "float", config)
+    quantized_cases.quantize(tmp_path / "float", tmp_path / "packed", "bdr_mx4")
+
+    def losses(program, weights):
+        params = {path: jnp.asarray(value) for path, value in llama_cases.parameters(config, weights).items()}
+        return float(program.eval_step(dataclasses.replace(state, params=params), batch)[0])
+
+    aware, packed = losses(built, weights), losses(plain, quantized_cases.read_weights(tmp_path / "packed"))
+    np.testing.assert_allclose(packed, aware, rtol=1e-5)
+    assert abs(losses(plain, weights) - aware) > 1e-3 * aware
 
 
 def test_a_rule_for_no_module_is_refused_before_anything_is_compiled(texts, rows):

@@ -16,8 +16,8 @@ from jax import lax
 
 from scalejax.errors import UserError
 
-MOST_INPUTS = (2**31 - 1) // (128 * 127)
-"""Inputs of a product above which its sums may leave int32: 132,104."""
+MOST_INPUTS = (2**31 - 1) // (255 * 127)
+"""Inputs of a product above which its sums may leave int32: 66,311."""
 
 
 @jax.tree_util.register_dataclass
@@ -88,9 +88,10 @@ def dynamic_range(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def fake_quantize(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """float32[...]: x as its codes say it, saturated at the ends of the range."""
+    """float32[...]: x as its codes say it, saturated at the ends of the range; NaN where x is not finite."""
     scale, zero = affine(low, high)
-    return scale * (jnp.clip(_nearest(x.astype(jnp.float32) * _inverse(scale)) + zero, 0, 255) - zero)
+    steps = jnp.clip(_nearest(x.astype(jnp.float32) * _inverse(scale)) + zero, 0, 255) - zero
+    return jnp.where(jnp.isfinite(x), scale * steps, jnp.nan)
 
 
 def int8_matmul(x: jax.Array, weight: Int8Weight, *, limits: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:
