@@ -10,13 +10,14 @@ import optax
 import pytest
 import small_language_run as small
 
-from scalejax import optim
+from scalejax import chips, optim
 from scalejax.data import Stage, StagedData
 from scalejax.errors import UserError
 from scalejax.parallel import ddp
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import dense, loop
+from scalejax.train import summary as summaries
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.dense_run import DenseRun
 from scalejax.train.experiment import Checkpoints, Precision
@@ -200,6 +201,20 @@ def test_batches_and_rows_grow_during_a_run_and_a_part_of_it_goes_on_to_the_same
     flops = [task.flops_per_example(16), (task.flops_per_example(16) + task.flops_per_example(32)) / 2]
     found = [line["tflops_per_s_per_device"] * 1e12 * len(jax.devices()) / line["samples_per_s"] for line in timing]
     assert found[:2] == pytest.approx(flops)
+
+
+def test_mfu_is_a_share_of_the_peak_that_is_named(texts, monkeypatch):
+    program, data = program_of(small.experiment(texts), 8)
+    run = DenseRun(program, data)
+    timing = {"tokens_per_s": 4096.0, "flops_per_s": 8 * 91.8e12}
+    assert "mfu" not in run._speed(timing)  # of a CPU no peak is known
+    for chip in (chips.V6E, dataclasses.replace(chips.V6E, bf16_flops_per_s=2 * 918e12, devices_per_chip=2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(chips, "for_device_kind", lambda kind, chip=chip: chip)
+            speed = run._speed(timing)
+        assert (speed["tokens_per_s_per_device"], speed["tflops_per_s_per_device"]) == (512, pytest.approx(91.8))
+        assert (speed["peak_tflops_per_s"], speed["mfu"]) == (918, pytest.approx(0.1))
+        assert dict(summaries.speed(speed))["MFU"] == "10.0% of 918 TFLOP/s bf16, causal attention by half"
 
 
 def test_a_checkpoint_goes_on_upon_another_mesh(whole, texts):
