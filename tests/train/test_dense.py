@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +17,13 @@ from scalejax.errors import UserError
 from scalejax.parallel import ddp
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import dense, loop
+from scalejax.train import dense, dense_metrics, loop
 from scalejax.train import summary as summaries
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.dense_run import DenseRun
 from scalejax.train.experiment import Checkpoints, Precision
 from scalejax.train.run_folder import read_lines
+from scalejax.train.timing import StepTimer
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +236,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(texts, tmp_p
     with pytest.raises(UserError, match="was not finite in the steps up to 4"):
         loop.train(small.experiment(texts, optimizer=wild, clip=None), workdir=tmp_path)
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+def test_batches_without_a_target_are_named_as_what_they_are(texts):
+    program, data = program_of(small.experiment(texts))
+    run = DenseRun(program, data)
+    run.attach(types.SimpleNamespace(timer=StepTimer()))  # pyright: ignore[reportArgumentType]
+    for weight, message in ((0.0, "Nothing counts in the batches up to step 4"), (3.0, "Lower the learning rate")):
+        sums = dense_metrics.update(dense_metrics.zeros(), *map(jnp.float32, (0.0, weight, np.nan)), clip=None)
+        with pytest.raises(UserError, match=message):
+            run._check(types.SimpleNamespace(metrics=sums), 4)  # pyright: ignore[reportArgumentType]
 
 
 def test_mistakes_are_named(texts):
