@@ -47,7 +47,7 @@ def train(gradients, optimizer, params, batches):
     state, losses = jax.jit(optimizer.init)(params), []
     for batch in batches:
         total, weight, aux, grads = gradients(params, batch)
-        params, state = update(params, state, weight, grads)
+        params, state = jax.block_until_ready(update(params, state, weight, grads))  # steps must not queue on a CPU
         losses.append((total / weight, aux["correct"]))
     return np.array(losses), params
 
