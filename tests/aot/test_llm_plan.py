@@ -24,7 +24,7 @@ SMALL = llama3.LlamaConfig(
     max_positions=256,
     remat="full",
     attention="reference",  # compiles fastest; the kernels' own tests compile them
-    loss_positions=256,
+    loss_positions=64,  # few, so that the layers and not the loss decide what lives at one time
 )
 MACHINE = topology.parse("v6e:2x2")
 
@@ -45,9 +45,8 @@ def test_two_depths_of_a_scan_lie_on_a_line_with_the_whole(plans):
     assert (found.flops, found.model_flops) == (wanted.flops, wanted.model_flops)
     for kind in ("parameters", "optimizer state"):
         assert found.memory.bytes_per_chip[kind] == wanted.memory.bytes_per_chip[kind]
-    # What lives at one time is the larger of several moments, each linear in the layers: the line lies below it. Of two
-    # or three layers it is the loss that needs most, of all six the layers (94 of 108 MB here).
-    assert 0.8 * wanted.memory.total_bytes < found.memory.total_bytes <= wanted.memory.total_bytes
+    # What lives at one time is the larger of several moments, each linear in the layers: the line lies below it.
+    assert 0.9 * wanted.memory.total_bytes < found.memory.total_bytes <= wanted.memory.total_bytes
     moved = [sum(c.minimum_bytes for c in plan.collectives) for plan in (found, wanted)]
     assert moved[0] == pytest.approx(moved[1], rel=0.05)
     assert found.roofline.compute_s == pytest.approx(wanted.roofline.compute_s, rel=0.02)
