@@ -44,12 +44,12 @@ def plan(
 
         if not isinstance(experiment, DenseExperiment):
             raise UserError(
-                f"--search knows decoders; {recipe} has embedding tables. `scalejax shard` plans where they live."
+                f"--search knows decoders, and {recipe} is none. `scalejax shard` plans where embedding tables live."
             )
         # Progress goes to standard error, so that the tables can be piped.
         result = scalejax.plan.search(experiment, topology, progress=lambda line: typer.echo(line, err=True))
     else:
-        result = scalejax.plan.plan(experiment, topology, experiment.mesh if named else mesh)
+        result = scalejax.plan.plan(experiment, topology, getattr(experiment, "mesh", None) if named else mesh)
     result.render(output.console())
     if json is not None:
         output.write_json(json, result.to_json())

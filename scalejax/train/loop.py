@@ -5,7 +5,7 @@ makes a killed run go on to the same bits: score the days that the next batch be
 evaluation, then save. Whatever checkpoint survives, every line up to its step is in `metrics.jsonl`.
 
 What is particular to a kind of model is a `runs.Run`: `click_run` for models with embedding tables, `dense_run` for
-those without.
+those without, `graph_run` for those of the nodes of a graph.
 """
 
 import contextlib
@@ -13,12 +13,13 @@ import datetime
 import inspect
 import pathlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
+from scalejax.data.graphs import NodeDataSet
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
 from scalejax.train import console as consoles
@@ -27,7 +28,8 @@ from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.click_run import ClickRun
 from scalejax.train.dense_run import DenseRun
 from scalejax.train.events import EventWriter
-from scalejax.train.experiment import AnyExperiment, DenseExperiment
+from scalejax.train.experiment import AnyExperiment, DenseExperiment, GraphExperiment
+from scalejax.train.graph_run import GraphRun
 from scalejax.train.protocols import DataSet
 from scalejax.train.records import Records
 from scalejax.train.run_folder import Resume, RunFolder
@@ -120,6 +122,8 @@ def evaluate(
 
 
 def _run(experiment: AnyExperiment, data: DataSet, console: Console | None, purpose: str = "training") -> Run:
+    if isinstance(experiment, GraphExperiment):
+        return GraphRun.bind(experiment, cast(NodeDataSet, data))
     mesh = make_mesh(experiment.mesh)
     if isinstance(experiment, DenseExperiment):
         return DenseRun.bind(experiment, data, mesh)

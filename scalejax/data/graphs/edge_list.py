@@ -8,7 +8,6 @@ import numpy as np
 
 from scalejax.data.graphs.adjacency import Adjacency
 from scalejax.data.graphs.npz import nodes_of
-from scalejax.data.parquet_files import ParquetFiles, find_files
 from scalejax.data.records import Ragged
 from scalejax.errors import UserError
 
@@ -26,6 +25,8 @@ def read_edge_list(path: str | pathlib.Path, *, num_nodes: int | None = None) ->
     Raises:
       UserError: missing, damaged, or a line that is no edge (named by its number).
     """
+    from scalejax.data.parquet_files import find_files  # pyarrow takes 0.3 s to import
+
     (file,) = find_files(path, "*")
     try:
         text = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).decode()
@@ -69,6 +70,8 @@ def read_edge_parquet(
     Raises:
       UserError: missing, damaged, a column is not there or is no number.
     """
+    from scalejax.data.parquet_files import ParquetFiles
+
     files = ParquetFiles(path)
     names = [source, destination, *([] if weight is None else [weight])]
     for name in names:

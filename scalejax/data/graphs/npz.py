@@ -23,7 +23,6 @@ import numpy as np
 
 from scalejax.data.graphs.adjacency import Adjacency
 from scalejax.data.graphs.graph import NodeGraph
-from scalejax.data.parquet_files import find_files, first_line
 from scalejax.errors import UserError
 
 _SPLITS = {"train": "train_idx", "validation": "val_idx", "test": "test_idx"}
@@ -35,6 +34,8 @@ def read_npz(path: str | pathlib.Path) -> NodeGraph:
     Raises:
       UserError: missing, damaged, with objects in it, or without edges.
     """
+    from scalejax.data.parquet_files import find_files  # pyarrow takes 0.3 s to import
+
     (file,) = find_files(path, "*.npz")
     return from_arrays(load_arrays(file), str(file))
 
@@ -62,7 +63,7 @@ def load_arrays(file: pathlib.Path) -> dict[str, np.ndarray]:
             return {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
         raise UserError(
-            f"{file}: is not a complete npz of plain numbers ({first_line(error)}). Arrays of objects are pickles and "
+            f"{file}: is not a complete npz of plain numbers ({error}). Arrays of objects are pickles and "
             "are not read; write plain numbers, or copy the file again."
         ) from error
 

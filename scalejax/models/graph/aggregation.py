@@ -1,0 +1,128 @@
+"""What a layer reads of a graph: all edges of each row, or a few that were drawn.
+
+A layer is given one of two things and does not care which: a `SparsePlan`, of a whole graph or of edges that were drawn
+from it once, or an `Ell`, the neighbours that were drawn around a mini-batch. Rows are destinations. The own state of
+row i is row i of what the layer reads: of a whole graph these are the same nodes, and neighbourhoods are numbered so.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax import nn
+from scalejax.data.graphs import Adjacency
+from scalejax.errors import UserError
+from scalejax.kernels import sampled_spmm as ops
+from scalejax.kernels.sampled_spmm import Csr, Ell, SparsePlan
+
+Strategy = Literal["bucket", "fastrand", "quadratic_residue"]
+Graph = SparsePlan | Ell
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """Which edges of a row are read (ES-SpMM, arXiv 2104.10716).
+
+    Attributes:
+      width: Most edges of a row, S.
+      strategy: How they are chosen, see `kernels.sampled_spmm.presample`.
+      prime: Stride of "fastrand"; None = one of ten by seed.
+      seed: Of strategies that take one.
+      rescale: What becomes of the weights of edges that stay: "degree" = times n / min(n, S) where the row has n, so
+        that a row keeps its sum on average; "none" = as they are. A mean over neighbours has no weights to scale.
+    """
+
+    width: int
+    strategy: Strategy = "fastrand"
+    prime: int | None = 577
+    seed: int = 0
+    rescale: Literal["degree", "none"] = "degree"
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise UserError(f"Sampling: width must be at least 1; got {self.width}.")
+
+
+def of_host(adjacency: Adjacency) -> SparsePlan:
+    """The plan of a graph that was read on the host."""
+    return ops.plan(_csr(adjacency))
+
+
+def presampled(adjacency: Adjacency, sampling: Sampling) -> SparsePlan:
+    """The plan of edges that are drawn here and now; every pass over it reads these."""
+    s = sampling
+    ell = ops.presample(_csr(adjacency), s.width, strategy=s.strategy, prime=s.prime, seed=s.seed)
+    if ell.values is not None and s.rescale == "degree":
+        share = ell.degrees / np.maximum(ell.counts, 1)
+        ell = dataclasses.replace(ell, values=ell.values * share.astype(ell.values.dtype)[:, None])
+    return ops.plan(ell.to_csr())
+
+
+def graph_of(adjacency: Adjacency, sampling: Sampling | None) -> SparsePlan:
+    """The plan of all edges, or of those that are drawn."""
+    return of_host(adjacency) if sampling is None else presampled(adjacency, sampling)
+
+
+def of_hop(
+    indices: jax.Array, edges: jax.Array, counts: jax.Array, degrees: jax.Array, *, sources: int, values: Any
+) -> Ell:
+    """The arrays of a `data.graphs.Hop` as a graph.
+
+    Args:
+      indices: int32[R, S].
+      edges: integers[R, S].
+      counts: int32[R].
+      degrees: int32[R].
+      sources: Rows that the layer reads.
+      values: float[E], weights of the edges of the whole graph, or None.
+    """
+    taken = None if values is None else jnp.where(jnp.arange(indices.shape[1]) < counts[:, None], values[edges], 0)
+    return Ell(indices, edges, counts, degrees, taken, shape=(indices.shape[0], sources))
+
+
+def aggregate(graph: Graph, h: jax.Array, *, reduce: Literal["sum", "mean"]) -> jax.Array:
+    """Sums, by the weights of edges, or means over what each row reads: [M, F] -> [N, F]; empty rows give zeros.
+
+    Weights of an `Ell` are those of the whole graph, and so they are multiplied by n / min(n, S).
+    """
+    if isinstance(graph, SparsePlan):
+        return ops.spmm(graph, h, reduce=reduce)
+    return ops.sampled_spmm(graph, h, reduce=reduce, rescale="degree" if reduce == "sum" else "none")
+
+
+def attend(
+    graph: Graph, h: jax.Array, sources: jax.Array, targets: jax.Array, *, slope: float, rate: float, key: Any
+) -> jax.Array:
+    """Attention of GAT: out[i, a] = sum_j softmax_j(leaky_relu(sources[j, a] + targets[i, a])) h[j, a].
+
+    Args:
+      graph: What each row reads; weights of edges are not looked at.
+      h: float[M, H, D].
+      sources: float[M, H].
+      targets: float[N, H].
+      slope: Of the leaky ReLU.
+      rate: Share of the attention weights that dropout zeroes.
+      key: Drives dropout; None = none.
+    Returns:
+      float[N, H, D]; rows that read nothing give zeros.
+    """
+    heads = range(h.shape[1])
+    if isinstance(graph, SparsePlan):
+        scores = jax.nn.leaky_relu(sources[graph.csr.indices] + targets[graph.row_ids], slope)  # E H
+        weights = nn.dropout(ops.segment_softmax(graph, scores), rate, key)
+        return jnp.stack([ops.spmm(graph, h[:, a], values=weights[:, a], reduce="sum") for a in heads], axis=1)
+    scores = jax.nn.leaky_relu(sources[graph.indices] + targets[:, None], slope)  # N S H
+    filled = graph.filled()[:, :, None]
+    weights = nn.dropout(jax.nn.softmax(scores, axis=1, where=filled), rate, key)
+    weights = jnp.where(filled, weights, 0)  # a row of nothing but padding has no softmax
+    taken = [dataclasses.replace(graph, values=weights[:, :, a]) for a in heads]
+    return jnp.stack([ops.sampled_spmm(ell, h[:, a], reduce="sum") for a, ell in enumerate(taken)], axis=1)
+
+
+def _csr(adjacency: Adjacency) -> Csr:
+    small = max(adjacency.num_edges, *adjacency.shape) < 2**31
+    dtype = np.int32 if small else np.int64
+    return Csr(adjacency.indptr.astype(dtype), adjacency.indices.astype(dtype), adjacency.values, shape=adjacency.shape)
