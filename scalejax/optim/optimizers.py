@@ -56,7 +56,8 @@ class AdamL2:
         return optax.chain(optax.add_decayed_weights(self.l2, mask=self._chosen), adam)
 
     def _chosen(self, params: optax.Params) -> optax.Params:
-        found = {name: name.startswith(self.only) for name in dict(params)}  # pyright: ignore[reportArgumentType, reportCallIssue]
+        paths: list[str] = list(params)  # pyright: ignore[reportArgumentType, reportAssignmentType]
+        found = {name: name.startswith(self.only) for name in paths}
         if not any(found.values()):
             raise UserError(f"optimizer.only: no parameter begins with {self.only!r}; there are {', '.join(found)}.")
         return found

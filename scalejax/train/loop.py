@@ -13,13 +13,12 @@ import datetime
 import inspect
 import pathlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from scalejax.data.graphs import NodeDataSet
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
 from scalejax.train import console as consoles
@@ -121,9 +120,9 @@ def evaluate(
     return {"recipe": str(workdir), "steps": found, "examples": host.examples} | run.score(state, split)
 
 
-def _run(experiment: AnyExperiment, data: DataSet, console: Console | None, purpose: str = "training") -> Run:
+def _run(experiment: AnyExperiment, data: Any, console: Console | None, purpose: str = "training") -> Run:
     if isinstance(experiment, GraphExperiment):
-        return GraphRun.bind(experiment, cast(NodeDataSet, data))
+        return GraphRun.bind(experiment, data)
     mesh = make_mesh(experiment.mesh)
     if isinstance(experiment, DenseExperiment):
         return DenseRun.bind(experiment, data, mesh)
@@ -172,7 +171,7 @@ def _steps(
     return state, host
 
 
-def _build_data(experiment: AnyExperiment, console: Console | None) -> DataSet:
+def _build_data(experiment: AnyExperiment, console: Console | None) -> Any:
     """Opens the data; shows how far it is where that takes long and the data say so (a `progress` of `build`)."""
     build = experiment.data.build
     if console is None or "progress" not in inspect.signature(build).parameters:

@@ -109,17 +109,25 @@ def attend(
     Returns:
       float[N, H, D]; rows that read nothing give zeros.
     """
-    heads = range(h.shape[1])
+    by_head = h.swapaxes(0, 1)  # H M D
     if isinstance(graph, SparsePlan):
         scores = jax.nn.leaky_relu(sources[graph.csr.indices] + targets[graph.row_ids], slope)  # E H
         weights = nn.dropout(ops.segment_softmax(graph, scores), rate, key)
-        return jnp.stack([ops.spmm(graph, h[:, a], values=weights[:, a], reduce="sum") for a in heads], axis=1)
+
+        def of_edges(head: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return ops.spmm(graph, head[0], values=head[1], reduce="sum")
+
+        # One head after another: a head's product is one program, compiled once.
+        return jax.lax.map(of_edges, (by_head, weights.T)).swapaxes(0, 1)
     scores = jax.nn.leaky_relu(sources[graph.indices] + targets[:, None], slope)  # N S H
     filled = graph.filled()[:, :, None]
     weights = nn.dropout(jax.nn.softmax(scores, axis=1, where=filled), rate, key)
     weights = jnp.where(filled, weights, 0)  # a row of nothing but padding has no softmax
-    taken = [dataclasses.replace(graph, values=weights[:, :, a]) for a in heads]
-    return jnp.stack([ops.sampled_spmm(ell, h[:, a], reduce="sum") for a, ell in enumerate(taken)], axis=1)
+
+    def of_slots(head: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return ops.sampled_spmm(dataclasses.replace(graph, values=head[1]), head[0], reduce="sum")
+
+    return jax.lax.map(of_slots, (by_head, jnp.moveaxis(weights, 2, 0))).swapaxes(0, 1)
 
 
 def _csr(adjacency: Adjacency) -> Csr:
