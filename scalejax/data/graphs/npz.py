@@ -59,7 +59,8 @@ def load_arrays(file: pathlib.Path) -> dict[str, np.ndarray]:
       UserError: damaged, or with objects in it.
     """
     try:
-        with np.load(file, allow_pickle=False) as arrays:
+        # Opened here: numpy leaves a file that is no archive open.
+        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
         raise UserError(
