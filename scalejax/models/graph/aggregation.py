@@ -79,7 +79,7 @@ def of_hop(
       sources: Rows that the layer reads.
       values: float[E], weights of the edges of the whole graph, or None.
     """
-    taken = None if values is None else jnp.where(jnp.arange(indices.shape[1]) < counts[:, None], values[edges], 0)
+    taken = None if values is None else values[edges]  # anything in slots without an edge, which nothing reads
     return Ell(indices, edges, counts, degrees, taken, shape=(indices.shape[0], sources))
 
 
