@@ -1,0 +1,129 @@
+"""Whole runs over a small graph: they learn, resume to the same bits, and say what they cannot do."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scalejax import optim
+from scalejax.data import graphs
+from scalejax.errors import UserError
+from scalejax.models.graph import GcnConfig, GraphSageConfig, Sampling
+from scalejax.train import graph as programs
+from scalejax.train import loop
+from scalejax.train.experiment import Checkpoints, GraphExperiment, Precision
+
+CLASSES = 3
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """90 nodes, most edges inside of three classes, features that say little."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(CLASSES), 30).astype(np.int32)
+    inside = rng.integers(0, 30, (2, 400)) + 30 * rng.integers(0, CLASSES, 400)
+    across = rng.integers(0, 90, (2, 60))
+    edges = np.concatenate([inside, across], axis=1)
+    adjacency = graphs.Adjacency.from_edges(edges[0], edges[1], shape=(90, 90)).with_reverse()
+    features = rng.normal(size=(90, 8)) + 0.7 * np.eye(8)[labels]
+    order = rng.permutation(90)
+    splits = {"train": order[:30], "validation": order[30:60], "test": order[60:]}
+    file = tmp_path_factory.mktemp("graph") / "graph.npz"
+    graphs.write_npz(file, graphs.NodeGraph(adjacency, features.astype(np.float32), labels, splits))
+    return str(file)
+
+
+def _experiment(path: str, **changes: Any) -> GraphExperiment:
+    data = graphs.NodeData(path=path, features="as-is")
+    optimizer = optim.AdamL2(learning_rate=optim.Constant(value=0.02), only="layers/0/")
+    run = GraphExperiment(
+        model=GcnConfig(hidden=8), data=data, steps=24, optimizer=optimizer, log_every=4, eval_every=2
+    )
+    return dataclasses.replace(run, **changes)
+
+
+def _sampled(path: str, **changes: Any) -> GraphExperiment:
+    data = graphs.NodeData(
+        path=path, features="as-is", self_loops="keep", normalization="none", fanouts=(3, 2), batch_size=12
+    )
+    return _experiment(path, data=data, model=GraphSageConfig(hidden=8), optimizer=optim.Adam(), **changes)
+
+
+def _lines(folder: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_gcn_learns_what_features_alone_do_not_say(path: str, tmp_path: pathlib.Path) -> None:
+    closing = loop.train(_experiment(path), workdir=tmp_path / "run", recipe="gcn")
+    assert closing["test_accuracy"] > 0.8
+    assert closing["val_loss"] < np.log(CLASSES)
+    records = _lines(tmp_path / "run")
+    scores = {r["step"]: r["accuracy"] for r in records if r["kind"] == "evaluation" and r["split"] == "validation"}
+    assert closing["best_val_accuracy"] == max(scores.values())
+    assert closing["best_step"] == min(step for step, value in scores.items() if value == max(scores.values()))
+    windows = [r for r in records if r["kind"] == "window"]
+    assert windows[-1]["loss"] < windows[0]["loss"]
+    assert windows[-1]["examples_seen"] == 24 * 30
+    assert "accuracy" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize("make", [_experiment, _sampled])
+def test_a_run_in_two_parts_ends_at_the_same_numbers(make: Any, path: str, tmp_path: pathlib.Path) -> None:
+    every = Checkpoints(every=4, best_metric="accuracy")
+    whole = loop.train(make(path, steps=8, checkpoints=every), workdir=tmp_path / "whole")
+    loop.train(make(path, steps=4, checkpoints=every), workdir=tmp_path / "parts")
+    parts = loop.train(make(path, steps=8, checkpoints=every), workdir=tmp_path / "parts", resume="must")
+    for name in ("test_loss", "val_loss", "test_accuracy", "best_step", "test_accuracy_at_best", "examples"):
+        assert parts[name] == whole[name], name
+    last = [[r for r in _lines(tmp_path / where) if r["step"] == 8] for where in ("whole", "parts")]
+    assert last[0] == last[1]
+
+
+def test_a_checkpoint_scores_as_its_run_did(path: str, tmp_path: pathlib.Path) -> None:
+    experiment = _sampled(path, steps=4, checkpoints=Checkpoints(every=0, best_metric="loss"))
+    closing = loop.train(experiment, workdir=tmp_path / "run")
+    again = loop.evaluate(experiment, workdir=tmp_path / "run", split="test")
+    assert again["test_loss"] == closing["test_loss"]
+    assert again["test_accuracy"] == closing["test_accuracy"]
+
+
+def test_scoring_may_read_fewer_edges_than_training(path: str) -> None:
+    model = GcnConfig(hidden=8, eval_sampling=Sampling(width=2))
+    data = _experiment(path).data.build()
+    exact, fewer = (programs.build(_experiment(path, model=m), data) for m in (GcnConfig(hidden=8), model))
+    state = exact.init()
+    batch = data.whole("test")
+    scores = [p.score(state, p.placed, {"test": batch.nodes}, {"test": batch.labels})["test"] for p in (exact, fewer)]
+    assert scores[0][0] != scores[1][0]
+    first, second = (p.train_step(p.init(), p.placed, p.place_batch(batch))[1] for p in (exact, fewer))
+    assert first == second
+
+
+def test_another_graph_does_not_resume(path: str, tmp_path: pathlib.Path) -> None:
+    loop.train(_experiment(path, steps=2), workdir=tmp_path / "run")
+    other = graphs.NodeData(path=path, features="as-is", normalization="right")
+    with pytest.raises(UserError, match="data"):
+        loop.train(_experiment(path, steps=4, data=other), workdir=tmp_path / "run", resume="must")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoints": Checkpoints(best_metric="auc")}, "must be 'loss' or 'accuracy'; got 'auc'"),
+        ({"precision": Precision(compute="float16")}, "needs a scaled loss"),
+        ({"precision": Precision(tables="bfloat16")}, "tables must be None"),
+        ({"steps": 0}, "steps must be at least 1"),
+    ],
+)
+def test_says_what_is_wrong_with_a_run(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((UserError, ValueError), match=message):
+        _experiment("graph.npz", **changes)
+
+
+def test_optimizer_names_a_layer_that_is_there(path: str) -> None:
+    wrong = optim.AdamL2(only="layer/0/")
+    with pytest.raises(UserError, match=r"no parameter begins with 'layer/0/'; there are layers/0/bias"):
+        programs.build(_experiment(path, optimizer=wrong), _experiment(path).data.build()).abstract_state()
