@@ -1,8 +1,10 @@
 """Whole runs over a small graph: they learn, resume to the same bits, and say what they cannot do."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
+import shutil
 from typing import Any
 
 import numpy as np
@@ -56,38 +58,69 @@ def _lines(folder: pathlib.Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_gcn_learns_what_features_alone_do_not_say(path: str, tmp_path: pathlib.Path) -> None:
-    closing = loop.train(_experiment(path), workdir=tmp_path / "run", recipe="gcn")
+EVERY = Checkpoints(every=12, keep_last=3, best_metric="accuracy")
+
+
+@pytest.fixture(scope="module")
+def whole(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One run from beginning to end, which several tests look at."""
+    return loop.train(_experiment(path, checkpoints=EVERY), workdir=tmp_path_factory.mktemp("whole"), recipe="gcn")
+
+
+def test_a_gcn_learns_what_features_alone_do_not_say(whole: dict[str, Any]) -> None:
+    closing, folder = whole, pathlib.Path(whole["run_folder"])
     assert closing["test_accuracy"] > 0.8
     assert closing["val_loss"] < np.log(CLASSES)
-    records = _lines(tmp_path / "run")
+    records = _lines(folder)
     scores = {r["step"]: r["accuracy"] for r in records if r["kind"] == "evaluation" and r["split"] == "validation"}
     assert closing["best_val_accuracy"] == max(scores.values())
     assert closing["best_step"] == min(step for step, value in scores.items() if value == max(scores.values()))
     windows = [r for r in records if r["kind"] == "window"]
     assert windows[-1]["loss"] < windows[0]["loss"]
     assert windows[-1]["examples_seen"] == 24 * 30
-    assert "accuracy" in (tmp_path / "run" / "report.html").read_text()
+    assert "accuracy" in (folder / "report.html").read_text()
 
 
-@pytest.mark.parametrize("make", [_experiment, _sampled])
-def test_a_run_in_two_parts_ends_at_the_same_numbers(make: Any, path: str, tmp_path: pathlib.Path) -> None:
-    every = Checkpoints(every=4, best_metric="accuracy")
-    whole = loop.train(make(path, steps=8, checkpoints=every), workdir=tmp_path / "whole")
-    loop.train(make(path, steps=4, checkpoints=every), workdir=tmp_path / "parts")
-    parts = loop.train(make(path, steps=8, checkpoints=every), workdir=tmp_path / "parts", resume="must")
+def _same_end(parts: dict[str, Any], whole: dict[str, Any]) -> None:
     for name in ("test_loss", "val_loss", "test_accuracy", "best_step", "test_accuracy_at_best", "examples"):
         assert parts[name] == whole[name], name
-    last = [[r for r in _lines(tmp_path / where) if r["step"] == 8] for where in ("whole", "parts")]
+    folders = [pathlib.Path(run["run_folder"]) for run in (parts, whole)]
+    last = [[r for r in _lines(folder) if r["step"] == whole["steps"]] for folder in folders]
     assert last[0] == last[1]
 
 
-def test_a_checkpoint_scores_as_its_run_did(path: str, tmp_path: pathlib.Path) -> None:
-    experiment = _sampled(path, steps=4, checkpoints=Checkpoints(every=0, best_metric="loss"))
-    closing = loop.train(experiment, workdir=tmp_path / "run")
-    again = loop.evaluate(experiment, workdir=tmp_path / "run", split="test")
-    assert again["test_loss"] == closing["test_loss"]
-    assert again["test_accuracy"] == closing["test_accuracy"]
+def test_a_run_in_two_parts_ends_at_the_same_numbers(whole: dict[str, Any], path: str, tmp_path: pathlib.Path) -> None:
+    # As if the run had stopped after its first checkpoint.
+    shutil.copytree(whole["run_folder"], tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "24")
+    parts = loop.train(_experiment(path, checkpoints=EVERY), workdir=tmp_path / "parts", recipe="gcn", resume="must")
+    _same_end(parts, whole)
+
+
+@pytest.mark.slow
+def test_mini_batches_in_two_parts_end_at_the_same_numbers(path: str, tmp_path: pathlib.Path) -> None:
+    every = Checkpoints(every=4, best_metric="accuracy")
+    whole = loop.train(_sampled(path, steps=8, checkpoints=every), workdir=tmp_path / "whole")
+    loop.train(_sampled(path, steps=4, checkpoints=every), workdir=tmp_path / "parts")
+    parts = loop.train(_sampled(path, steps=8, checkpoints=every), workdir=tmp_path / "parts", resume="must")
+    _same_end(parts, whole)
+
+
+def test_mini_batches_learn(path: str) -> None:
+    experiment = _sampled(path)
+    data = experiment.data.build()
+    program = programs.build(experiment, data)
+    state, losses = program.init(), []
+    for batch in itertools.islice(data.train_batches(), 24):
+        state, loss = program.train_step(state, program.placed, program.place_batch(batch))
+        losses.append(float(loss))
+    assert np.mean(losses[-6:]) < np.mean(losses[:6])
+
+
+def test_a_checkpoint_scores_as_its_run_did(whole: dict[str, Any], path: str) -> None:
+    again = loop.evaluate(_experiment(path), workdir=pathlib.Path(whole["run_folder"]), split="test")
+    assert again["test_loss"] == whole["test_loss"]
+    assert again["test_accuracy"] == whole["test_accuracy"]
 
 
 def test_scoring_may_read_fewer_edges_than_training(path: str) -> None:
@@ -102,11 +135,11 @@ def test_scoring_may_read_fewer_edges_than_training(path: str) -> None:
     assert first == second
 
 
-def test_another_graph_does_not_resume(path: str, tmp_path: pathlib.Path) -> None:
-    loop.train(_experiment(path, steps=2), workdir=tmp_path / "run")
+def test_another_graph_does_not_resume(whole: dict[str, Any], path: str, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(whole["run_folder"], tmp_path / "run")
     other = graphs.NodeData(path=path, features="as-is", normalization="right")
     with pytest.raises(UserError, match="data"):
-        loop.train(_experiment(path, steps=4, data=other), workdir=tmp_path / "run", resume="must")
+        loop.train(_experiment(path, steps=48, data=other), workdir=tmp_path / "run", resume="must")
 
 
 @pytest.mark.parametrize(
