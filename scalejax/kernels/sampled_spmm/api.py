@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError
@@ -40,6 +41,9 @@ _PLATFORMS = {
     "cusparse": ("gpu",),
 }
 """Where each implementation runs."""
+
+_FASTEST = {"cpu": ("native",), "gpu": ("cusparse", "xla"), "tpu": ("xla",)}
+"""What None tries, in this order."""
 
 _PICKS = ("reference", "xla", "native")
 """Those with a `picked_sum`."""
@@ -72,6 +76,7 @@ def spmm(
       UnsupportedError: the named implementation does not run here, or does not have the dtype.
     """
     op = "spmm"
+    h, values = jax.tree.map(jnp.asarray, (h, values))
     _check_name(op, "reduce", reduce, ("sum", "mean"))
     out = _sum(op, plan, h, values, implementation)
     if reduce == "mean":
@@ -101,6 +106,7 @@ def sddmm(
       UserError: an argument has a wrong shape, dtype or name.
     """
     op = "sddmm"
+    a, b = jnp.asarray(a), jnp.asarray(b)
     _check_features(op, a, plan.shape[0], "a", "rows")
     _check_features(op, b, plan.shape[1], "b")
     if a.shape[1] != b.shape[1]:
@@ -136,8 +142,8 @@ def sampled_spmm(
     Differentiable with respect to h and to `values` where they are given. An edge that is picked twice counts twice.
 
     Args:
-      graph: A CSR, of which edges are picked now; an ELL from `presample`; or, fastest by far on CPUs and what training
-        should take, a plan of one (`plan_sample`).
+      graph: A CSR, of which edges are picked now (one with NumPy arrays is checked; a column out of range is undefined
+        in others); an ELL from `presample`; or a plan of one (`plan_sample`), which is fastest and has fast gradients.
       h: float[M, F], or `Int8Rows`.
       width: S, at least 1, for a CSR alone.
       strategy: Which rule, for a CSR alone; None = "bucket".
@@ -158,6 +164,7 @@ def sampled_spmm(
       UnsupportedError: the named implementation does not run here, or does not have the dtype or sampled graphs.
     """
     op = "sampled_spmm"
+    h, values = jax.tree.map(jnp.asarray, (h, values))
     _check_features(op, h, (graph.plan if isinstance(graph, SampledPlan) else graph).shape[1])
     _check_name(op, "reduce", reduce, ("mean", "sum"))
     _check_name(op, "rescale", rescale, ("none", "degree"))
@@ -170,37 +177,22 @@ def sampled_spmm(
         )
     sampling = Sampling(strategy=strategy or "bucket", prime=prime, seed=seed, rate=rate)
     if isinstance(graph, Csr):
-        check_width(op, width)
-        if values is not None:
-            _check_values(op, values, graph.nnz)
-        assert width is not None
-        graph, values = pick(dataclasses.replace(graph, values=_either(values, graph.values)), width, sampling), None
-    elif width is not None or strategy is not None or sampling != Sampling():
+        picks, values = _pick_now(op, graph, width, sampling, values), None
+    elif width is None and strategy is None and sampling == Sampling():
+        picks = graph
+    else:
         raise UserError(
             f"{op}: width, strategy, prime, seed and rate are of a CSR; edges of an Ell or SampledPlan are picked "
             "already. Leave them out, or pass them to presample."
         )
-    if isinstance(graph, SampledPlan):
-        if values is not None:
-            _check_values(op, values)
-            values = values[graph.edges]
-        sums = _sum(op, graph.plan, h, values, implementation)
-        picked, degrees = graph.plan.degrees(), graph.degrees
+    if values is not None:
+        _check_values(op, values)
+        values = values[jnp.asarray(picks.edges)]
+    if isinstance(picks, SampledPlan):
+        sums, picked, degrees = _sum(op, picks.plan, h, values, implementation), picks.plan.degrees(), picks.degrees
     else:
-        chosen = _choose(op, implementation, h)
-        if chosen not in _PICKS:
-            raise UnsupportedError(
-                f'{op}: implementation="{chosen}" has no sum over picked edges. Pass plan_sample(presample(...)) as '
-                'graph, or name "xla".'
-            )
-        if values is not None:
-            _check_values(op, values)
-            graph = dataclasses.replace(graph, values=values[graph.edges])
-        codes, weights = _fold_scales(h, graph.indices, None, graph.values)
-        sums = jnp.zeros((graph.shape[0], codes.shape[1]), _sum_dtype(codes))
-        if 0 not in (*graph.shape, codes.shape[1]):
-            sums: Any = _picked_sum(chosen, dataclasses.replace(graph, values=None), weights, codes)
-        picked, degrees = graph.counts, graph.degrees
+        picks = jax.tree.map(jnp.asarray, dataclasses.replace(picks, values=_either(values, picks.values)))
+        sums, picked, degrees = _sum_picks(op, picks, h, implementation), picks.counts, picks.degrees
     picked = picked.astype(sums.dtype)
     if reduce == "mean":
         sums = sums / jnp.where(picked > 0, picked + self_loop_bias, 1)[:, None]
@@ -224,6 +216,27 @@ def _sum(
     return out
 
 
+def _pick_now(op: str, csr: Csr, width: int | None, sampling: Sampling, values: jax.Array | None) -> Ell:
+    check_width(op, width)
+    assert width is not None
+    if values is not None:
+        _check_values(op, values, csr.nnz)
+    if isinstance(csr.indptr, np.ndarray):
+        csr.check()
+    return pick(
+        jax.tree.map(jnp.asarray, dataclasses.replace(csr, values=_either(values, csr.values))), width, sampling
+    )
+
+
+def _sum_picks(op: str, ell: Ell, h: jax.Array | Int8Rows, implementation: str | None) -> jax.Array:
+    chosen = _choose(op, implementation, h, _PICKS)
+    codes, values = _fold_scales(h, ell.indices, None, ell.values)
+    if 0 in (*ell.shape, codes.shape[1]):
+        return jnp.zeros((ell.shape[0], codes.shape[1]), _sum_dtype(codes))
+    out: Any = _picked_sum(chosen, dataclasses.replace(ell, values=None), values, codes)
+    return out
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(chosen: str, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> jax.Array:
     csr = dataclasses.replace(plan.csr, values=_either(values, plan.csr.values))
@@ -236,6 +249,7 @@ def _product_forward(chosen: str, plan: SparsePlan, values: jax.Array | None, h:
 
 def _product_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
     plan, values, h = saved
+    grads = jnp.asarray(grads)
     d_h = _like(_transposed(chosen, plan, values, grads), h) if jnp.issubdtype(h.dtype, jnp.floating) else None
     return None, None if values is None else _like(_edge_dots(_dots_of(chosen), plan, grads, h), values), d_h
 
@@ -256,6 +270,7 @@ def _transposed_forward(chosen: str, plan: SparsePlan, values: jax.Array | None,
 
 def _transposed_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
     plan, values, g = saved
+    grads = jnp.asarray(grads)
     d_values = None if values is None else _like(_edge_dots(_dots_of(chosen), plan, g, grads), values)
     return None, d_values, _like(_product(chosen, plan, values, grads), g)
 
@@ -275,6 +290,7 @@ def _edge_dots_forward(chosen: str, plan: SparsePlan, a: jax.Array, b: jax.Array
 
 def _edge_dots_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
     plan, a, b = saved
+    grads = jnp.asarray(grads)
     product = "reference" if chosen == "reference" else _choose("sddmm", None, b)
     d_a = _like(_product(product, plan, grads, b), a)
     d_b = None
@@ -297,6 +313,7 @@ def _picked_sum_forward(chosen: str, ell: Ell, values: jax.Array | None, h: jax.
 
 def _picked_sum_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
     ell, values, h = saved
+    grads = jnp.asarray(grads)
     d_h, d_values = xla.picked_sum_gradients(dataclasses.replace(ell, values=values), h, grads, grads.dtype)
     known = jnp.issubdtype(h.dtype, jnp.floating)
     return None, None if values is None else _like(d_values, values), _like(d_h, h) if known else None
@@ -336,19 +353,27 @@ def _fold_scales(
     if not isinstance(h, Int8Rows):
         return h, given
     scales, values = h.scales[columns], _either(given, own)
-    return h.codes, scales if values is None else values * scales
+    return h.codes, scales if values is None else values.astype(scales.dtype) * scales
 
 
-def _choose(op: str, implementation: str | None, h: jax.Array | Int8Rows) -> str:
+def _choose(
+    op: str, implementation: str | None, h: jax.Array | Int8Rows, offered: tuple[str, ...] = tuple(_PLATFORMS)
+) -> str:
+    """The implementation that was named, or else the first of `_FASTEST` that has the case."""
     platform = compat.platform()
     if implementation is None:
         wide = not isinstance(h, Int8Rows) and h.dtype in (jnp.float32, jnp.float64)
-        return "native" if platform == "cpu" else "cusparse" if platform == "gpu" and wide else "xla"
+        return next(name for name in _FASTEST[platform] if name in offered and (wide or name != "cusparse"))
     _check_name(op, "implementation", implementation, tuple(_PLATFORMS))
     if platform not in _PLATFORMS[implementation]:
         raise UnsupportedError(
             f'{op}: implementation="{implementation}" runs on {", ".join(_PLATFORMS[implementation])}; got {platform}. '
             "Leave implementation out."
+        )
+    if implementation not in offered:
+        raise UnsupportedError(
+            f'{op}: implementation="{implementation}" has no sum over picked edges. Pass plan_sample(presample(...)), '
+            'or name "xla".'
         )
     return implementation
 

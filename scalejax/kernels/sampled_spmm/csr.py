@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from scalejax.errors import UserError
 
@@ -91,7 +92,7 @@ class Csr:
             dtype of the indices can count.
         """
         for name, array in (("indptr", self.indptr), ("indices", self.indices)):
-            if isinstance(array, jax.core.Tracer):
+            if isinstance(array, Tracer):
                 raise UserError(
                     f"Csr.check: {name} must be an array with values, not one that is traced; got {array}. "
                     "Check, and plan, outside of jax.jit."

@@ -30,6 +30,7 @@ def picked_sum(ell: Ell, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array
     place = jnp.arange(rows * width, dtype=kind)
     row = jnp.repeat(jnp.arange(rows, dtype=kind), ell.counts, total_repeat_length=rows * width)
     slot = jnp.minimum(place - indptr[row], width - 1)
-    # Past the last edge the kernel reads nothing.
+    # Past the last edge the kernel reads nothing; it would read memory that is not its own at a column out of range.
+    indices = jnp.clip(ell.indices[row, slot], 0, ell.shape[1] - 1)
     values = None if ell.values is None else ell.values[row, slot]
-    return spmm(Csr(indptr, ell.indices[row, slot], values, shape=ell.shape), Balance((), None, None), h, dtype)
+    return spmm(Csr(indptr, indices, values, shape=ell.shape), Balance((), None, None), h, dtype)

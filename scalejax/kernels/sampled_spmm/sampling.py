@@ -11,14 +11,16 @@ Of a row of n edges, slot k = 0 ... slots - 1 takes the edge at this position, w
 
     q(k) = r if k <= 10883 else 21767 - r, where r = (k^2 + seed) mod 21767
 
-Rates are float32, and so are n * rate and k / rate; a rate's slots end at S too. k is counted within the row. (Code
-was published that counts from the beginning of all edges; it leaves int32, and the row, from edge 46,341 on.)
+A rate is the nearest fraction with a denominator of at most 10,000, and all arithmetic is exact; a rate's slots end at
+S too. k is counted within the row. (Published code counts from the beginning of all edges: it leaves int32, and the
+row, from edge 46,341 on.)
 
 `bucket` depends on the order of edges in a row. `fastrand` takes fewer distinct edges where prime and n have a common
 divisor (n = 577: one edge, again and again); `quadratic_residue` does so often, even at n = S.
 """
 
 import dataclasses
+import fractions
 from typing import Any, Literal
 
 import jax
@@ -34,6 +36,7 @@ PRIMES = (577, 769, 983, 1193, 1429, 1619, 1871, 2089, 2339, 2579)
 """Of "fastrand" with `prime=None`: the one at seed mod 10."""
 
 _MODULUS = 21767
+_DENOMINATOR = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class Sampling:
       strategy: As in the table above.
       prime: Of "fastrand"; None = `PRIMES` by seed.
       seed: >= 0: of `q`, and of the choice of prime.
-      rate: In (0, 1], for the two strategies that have one, else None.
+      rate: In [0.0001, 1], for the two strategies that have one, else None.
 
     Raises:
       UserError: a value is out of range, or the strategy is unknown or does not fit the rate.
@@ -62,8 +65,8 @@ class Sampling:
             raise UserError(f"Sampling: prime must be at least 1, or None for a prime by seed; got {self.prime}.")
         if self.seed < 0:
             raise UserError(f"Sampling: seed must be at least 0; got {self.seed}.")
-        if self.by_rate and (self.rate is None or not 0.0 < self.rate <= 1.0):
-            raise UserError(f'Sampling: strategy "{self.strategy}" wants a rate in (0, 1]; got {self.rate}.')
+        if self.by_rate and (self.rate is None or not 1 / _DENOMINATOR <= self.rate <= 1.0):
+            raise UserError(f'Sampling: strategy "{self.strategy}" wants a rate in [0.0001, 1]; got {self.rate}.')
         if not self.by_rate and self.rate is not None:
             raise UserError(
                 f'Sampling: strategy "{self.strategy}" has no rate; got {self.rate}. Leave it out, or name "rate".'
@@ -78,8 +81,9 @@ class Sampling:
         """Edges that rows keep: int32, like `degrees`."""
         numpy = _module(degrees)
         if self.by_rate:
-            kept = numpy.ceil(degrees.astype(np.float32) * np.float32(self.rate))  # pyright: ignore[reportArgumentType]
-            return numpy.minimum(kept.astype(np.int32), width)
+            above, below = self._fraction()
+            whole, rest = degrees // below, degrees % below  # degrees * above may leave int32
+            return numpy.minimum(whole * above + (rest * above + below - 1) // below, width)
         return numpy.minimum(degrees, width)
 
     def positions(self, slot: Any, degrees: Any, width: int) -> Any:
@@ -89,13 +93,19 @@ class Sampling:
         if self.strategy == "bucket":
             return numpy.minimum(slot, degrees - 1)
         if self.strategy == "rate_stride":
-            stepped = numpy.floor(slot.astype(np.float32) / np.float32(self.rate))  # pyright: ignore[reportArgumentType]
-            return numpy.minimum(stepped.astype(np.int32), degrees - 1)
+            above, below = self._fraction()
+            return numpy.minimum(slot // above * below + slot % above * below // above, degrees - 1)
         hashed = self._fastrand(slot, width) if self.strategy == "fastrand" else self._residue(slot, numpy)
         hashed = hashed % degrees
         if self.strategy == "rate":
             return hashed
         return numpy.where(degrees < width, numpy.minimum(slot, degrees - 1), hashed)
+
+    def _fraction(self) -> tuple[np.int32, np.int32]:
+        # Division of floats is a product with the inverse in some compiled programs, and then differs by a position.
+        assert self.rate is not None
+        fraction = fractions.Fraction(self.rate).limit_denominator(_DENOMINATOR)
+        return np.int32(fraction.numerator), np.int32(fraction.denominator)
 
     def _fastrand(self, slot: Any, width: int) -> Any:
         prime = PRIMES[self.seed % len(PRIMES)] if self.prime is None else self.prime
@@ -170,7 +180,7 @@ def presample(
       strategy: Which rule, see the table of this module.
       prime: Of "fastrand"; None = the prime of `PRIMES` at seed mod 10.
       seed: At least 0.
-      rate: In (0, 1], for the strategies "rate" and "rate_stride".
+      rate: In [0.0001, 1], for the strategies "rate" and "rate_stride".
 
     Raises:
       UserError: an argument is out of range, or does not fit the strategy.

@@ -3,13 +3,17 @@
 The matrix is summed in the bins of `balance`; picked edges are a dense block of slots already.
 """
 
+from collections.abc import Callable
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from scalejax import compat
-from scalejax.kernels.sampled_spmm.balance import Balance, sum_rows
+from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows, reduce_slots, rows_of_runs
 from scalejax.kernels.sampled_spmm.csr import Csr
+from scalejax.kernels.sampled_spmm.plan import SparsePlan
 from scalejax.kernels.sampled_spmm.sampling import Ell
 
 _GATHERED = 1 << 20
@@ -32,9 +36,9 @@ def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike) 
             values = None if csr.values is None else csr.values.at[edges].get(mode="promise_in_bounds")
             return _weighted(h, csr.indices.at[edges].get(mode="promise_in_bounds"), inside, values, dtype)
 
-        return lax.map(sum_run, (starts, counts), batch_size=_rows_of_block(slots * features))
+        return _in_blocks(sum_run, (starts, counts), _GATHERED // (slots * features))
 
-    return sum_rows(balance, sum_runs, features, dtype)
+    return reduce_rows(balance, sum_runs)
 
 
 def sddmm(csr: Csr, row_ids: jax.Array, a: jax.Array, b: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -49,7 +53,20 @@ def sddmm(csr: Csr, row_ids: jax.Array, a: jax.Array, b: jax.Array, dtype: jax.t
         # A sum would be added one by one; a product with ones runs in vectors.
         return lax.dot(left * right, ones)
 
-    return lax.map(dot, (row_ids, csr.indices), batch_size=_EDGES)
+    return _in_blocks(dot, (row_ids, csr.indices), _EDGES)
+
+
+def reduce_edges(plan: SparsePlan, numbers: jax.Array, reduction: Literal["sum", "max"]) -> jax.Array:
+    """[N, F]: numbers [nnz, F] of the edges of each row, reduced; 0 or -inf for a row without any."""
+    if compat.platform() == "cpu":
+        # Scatters of few numbers with sorted places are fast, and in order, on CPUs alone.
+        reduce = jax.ops.segment_sum if reduction == "sum" else jax.ops.segment_max
+        return reduce(numbers, plan.row_ids, plan.shape[0], indices_are_sorted=True)
+
+    def reduce_runs(starts: jax.Array, counts: jax.Array, slots: int) -> jax.Array:
+        return reduce_slots(*rows_of_runs(numbers, starts, counts, slots), reduction)
+
+    return reduce_rows(plan.balance, reduce_runs, reduction)
 
 
 def picked_sum(ell: Ell, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -60,7 +77,7 @@ def picked_sum(ell: Ell, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array
         return _weighted(h, indices, inside, values[0] if values else None, dtype)
 
     rows = (ell.indices, ell.filled()) if ell.values is None else (ell.indices, ell.filled(), ell.values)
-    return lax.map(sum_row, rows, batch_size=_rows_of_block(ell.width * h.shape[1]))
+    return _in_blocks(sum_row, rows, _GATHERED // (ell.width * h.shape[1]))
 
 
 def picked_sum_gradients(
@@ -84,10 +101,13 @@ def picked_sum_gradients(
 def _weighted(
     h: jax.Array, indices: jax.Array, inside: jax.Array, values: jax.Array | None, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Sum over slots; what is not inside counts for nothing, though its row may hold NaN."""
-    rows = jnp.where(inside[:, None], h.at[indices].get(mode="promise_in_bounds").astype(dtype), 0)
-    return rows.sum(axis=0) if values is None else (rows * values.astype(dtype)[:, None]).sum(axis=0)
+    """Sum over slots."""
+    rows = h.at[indices].get(mode="promise_in_bounds").astype(dtype)
+    return reduce_slots(rows if values is None else rows * values.astype(dtype)[:, None], inside)
 
 
-def _rows_of_block(numbers: int) -> int:
-    return max(1, _GATHERED // max(numbers, 1))
+def _in_blocks(function: Callable[..., jax.Array], rows: tuple[jax.Array, ...], block: int) -> jax.Array:
+    """`function` of every row, at most `block` rows at a time."""
+    if rows[0].shape[0] <= block:
+        return jax.vmap(function)(rows)
+    return lax.map(function, rows, batch_size=max(1, block))
