@@ -69,10 +69,6 @@ def evaluate(
     if mesh is not None:
         from scalejax.parallel.mesh import parse_mesh
 
-        if not hasattr(experiment, "mesh"):
-            raise UserError(
-                f"--mesh {mesh}: a run of {type(experiment.model).__name__} is on one device. Leave it out."
-            )
         experiment = dataclasses.replace(experiment, mesh=parse_mesh(mesh))
     if batch_size is not None:
         from scalejax.configs import overrides

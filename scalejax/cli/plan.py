@@ -49,7 +49,7 @@ def plan(
         # Progress goes to standard error, so that the tables can be piped.
         result = scalejax.plan.search(experiment, topology, progress=lambda line: typer.echo(line, err=True))
     else:
-        result = scalejax.plan.plan(experiment, topology, getattr(experiment, "mesh", None) if named else mesh)
+        result = scalejax.plan.plan(experiment, topology, experiment.mesh if named else mesh)
     result.render(output.console())
     if json is not None:
         output.write_json(json, result.to_json())

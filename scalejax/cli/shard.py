@@ -74,9 +74,6 @@ def shard(
     from scalejax.parallel.mesh import AXES
 
     again = [f"--set={text}" for text in sets or []] + [f"--set=sharding={save}"]
-    from scalejax.train.experiment import Experiment
-
-    assert isinstance(experiment, Experiment)  # `sharding.shard` refuses others
     planned = {axis: result.mesh.get(axis, 1) for axis in AXES}
     again += [
         f"--set=mesh.{axis}={size}" for axis, size in planned.items() if size > 1 or getattr(experiment.mesh, axis) != 1

@@ -132,8 +132,8 @@ def plan(experiment: "AnyExperiment", topology_name: str, mesh: "str | MeshShape
 
     if isinstance(experiment, GraphExperiment):
         raise UserError(
-            f"a run of {type(experiment.model).__name__} trains on one device, and there is no plan to make of it. "
-            "Give a recipe that has a mesh."
+            f"a run of {type(experiment.model).__name__} is cut by the rows of its graph, which plans know nothing of. "
+            "Give a recipe of another kind."
         )
     machine = topology.parse(topology_name)
     shape = meshes.parse_mesh(mesh) if isinstance(mesh, str) else mesh

@@ -223,7 +223,7 @@ class DenseExperiment:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphExperiment:
-    """One run of a model that classifies the nodes of one graph, on one device.
+    """One run of a model that classifies the nodes of one graph.
 
     A step is a pass over the whole graph, or over a mini-batch with sampled neighbours where the data have fan-outs.
 
@@ -232,6 +232,8 @@ class GraphExperiment:
       data: The graph; how it is normalised and sampled.
       steps: Optimizer steps, fewer than 2**31; without fan-outs these are epochs.
       optimizer: Optimizer.
+      mesh: Devices over which nodes are cut, in blocks of rows that fetch what they read of others; all axes count
+        alike. None = one device.
       precision: Dtypes (`tables` is not used).
       seed: Seeds parameters and dropout, in [0, 2**32).
       log_every: Steps between lines of metrics; these are the windows of windowed metrics.
@@ -245,6 +247,7 @@ class GraphExperiment:
     data: NodeData
     steps: int
     optimizer: optim.Optimizer = optim.AdamL2()
+    mesh: MeshShape | None = None
     precision: Precision = Precision()
     seed: int = 0
     log_every: int = 10

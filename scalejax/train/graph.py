@@ -1,6 +1,6 @@
 """Builds the compiled functions of a run over one graph.
 
-The graph is placed on the device once and handed to every step: what it is normalised to and which edges are read was
+The graph is placed on the devices once and handed to every step: what it is normalised to and which edges are read was
 settled on the host. A step takes the gradient of the mean loss over the labelled nodes of its batch; scoring is one
 pass over the graph, from which all splits are read.
 """
@@ -34,7 +34,7 @@ class GraphProgram:
     Attributes:
       experiment: The run.
       task: Its model bound to the graph.
-      mesh: One device.
+      mesh: The devices over which nodes are cut.
       model: Structure of the model.
       placed: What the model reads of the graph, on the device.
     """
@@ -52,7 +52,7 @@ class GraphProgram:
 
     @functools.cached_property
     def replicated(self) -> NamedSharding:
-        """Where everything lies."""
+        """Where parameters and batches lie: everywhere, whole."""
         return meshes.replicated(self.mesh)
 
     def abstract_state(self) -> TrainState:
@@ -66,12 +66,12 @@ class GraphProgram:
     @functools.cached_property
     def train_step(self) -> Any:
         """jitted (state, placed graph, batch) -> (state, mean loss of the batch); the state is donated."""
-        return jax.jit(self._train_step, donate_argnums=0)
+        return jax.jit(self._train_step, donate_argnums=0, out_shardings=self.replicated)
 
     @functools.cached_property
     def score(self) -> Any:
         """jitted (state, placed graph, nodes, labels) -> (sum of losses, nodes that are right), of whole splits."""
-        return jax.jit(self._score)
+        return jax.jit(self._score, out_shardings=self.replicated)
 
     def take_metrics(self, state: TrainState) -> tuple[TrainState, dense_metrics.DenseSums]:
         """The state with zeroed sums, and the sums."""
@@ -100,7 +100,9 @@ class GraphProgram:
         key = jax.random.fold_in(state.key, state.step)
 
         def mean_loss(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            total, weight = self.task.loss(self.model.put_together(params), placed, batch, key=key)
+            # Graphs in blocks find their mesh here.
+            with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+                total, weight = self.task.loss(self.model.put_together(params), placed, batch, key=key)
             return total / weight, (total, weight)
 
         (loss, (total, weight)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
@@ -119,7 +121,8 @@ class GraphProgram:
     def _score(
         self, state: TrainState, placed: Any, nodes: dict[str, jax.Array], labels: dict[str, jax.Array]
     ) -> dict[str, tuple[jax.Array, jax.Array]]:
-        logits = self.task.logits(self.model.put_together(state.params), placed).astype(jnp.float32)
+        with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
+            logits = self.task.logits(self.model.put_together(state.params), placed).astype(jnp.float32)
         found = {}
         for split, chosen in nodes.items():
             here = logits[chosen]
@@ -129,22 +132,23 @@ class GraphProgram:
 
 
 def build(experiment: GraphExperiment, data: NodeDataSet, mesh: Mesh | None = None) -> GraphProgram:
-    """Binds an experiment to a graph and one device, and places the graph there.
+    """Binds an experiment to a graph and its devices, and places the graph there.
 
     Args:
       experiment: The run; its `data` are not read again.
       data: The graph.
-      mesh: Of one device; None = the first.
+      mesh: Devices; None = those that the experiment names, or the first.
     Raises:
       UserError: model and graph do not fit, a dtype would not do what it says, or there are several processes.
     """
     if jax.process_count() > 1:
-        raise UserError("a graph is trained by one process on one device. Leave --processes out.")
-    mesh = one_device() if mesh is None else mesh
+        raise UserError("a graph is trained by one process. Leave --processes out.")
+    if mesh is None:
+        mesh = one_device() if experiment.mesh is None else meshes.make_mesh(experiment.mesh)
     check_precision(experiment.precision)
     task = experiment.model.task(data.schema)
     abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment, mesh))
-    placed = jax.device_put(task.place(data.graph, data.fanouts), meshes.replicated(mesh))
+    placed = task.place(data.graph, data.fanouts, mesh)
     return GraphProgram(experiment, task, mesh, ModelShape.of(abstract), placed)
 
 

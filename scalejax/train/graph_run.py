@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from scalejax.data.graphs import NodeDataSet
 from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
 from scalejax.train import console as consoles
 from scalejax.train import dense_metrics, graph, summary
 from scalejax.train.checkpoint import Checkpointer
@@ -65,7 +66,7 @@ class GraphRun:
 
     @property
     def in_flight(self) -> int:
-        return 2
+        return meshes.steps_in_flight(self.mesh)
 
     @property
     def compiler_options(self) -> dict[str, Any]:

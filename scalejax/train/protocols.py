@@ -5,6 +5,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
 from scalejax.data.graphs import GraphSchema, NodeGraph
 from scalejax.data.schema import Schema
@@ -103,12 +104,12 @@ class GraphTask(Protocol):
         """Builds the model; its `nnx.Param`s carry `logical_axes` metadata."""
         ...
 
-    def place(self, graph: NodeGraph, fanouts: tuple[int, ...]) -> Any:
-        """What the model reads of the graph, as a pytree of arrays; made once, on the host."""
+    def place(self, graph: NodeGraph, fanouts: tuple[int, ...], mesh: Mesh) -> Any:
+        """What the model reads of the graph, as a pytree of arrays, cut over the devices of the mesh; made once."""
         ...
 
     def logits(self, model: Any, placed: Any) -> jax.Array:
-        """float[N, C] of all nodes, nothing random."""
+        """float[N, C] of all nodes and padding at the end, nothing random."""
         ...
 
     def loss(

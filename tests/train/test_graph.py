@@ -14,6 +14,7 @@ from scalejax import optim
 from scalejax.data import graphs
 from scalejax.errors import UserError
 from scalejax.models.graph import GcnConfig, GraphSageConfig, Sampling
+from scalejax.parallel.mesh import MeshShape
 from scalejax.train import graph as programs
 from scalejax.train import loop
 from scalejax.train.experiment import Checkpoints, GraphExperiment, Precision
@@ -115,6 +116,20 @@ def test_mini_batches_learn(path: str) -> None:
         state, loss = program.train_step(state, program.placed, program.place_batch(batch))
         losses.append(float(loss))
     assert np.mean(losses[-6:]) < np.mean(losses[:6])
+
+
+def test_eight_devices_train_as_one(whole: dict[str, Any], path: str) -> None:
+    # Dropout is drawn for the whole graph, whatever device a node is on.
+    experiment = _experiment(path, mesh=MeshShape(fsdp=8), steps=4)
+    data = experiment.data.build()
+    losses = []
+    for run in (experiment, _experiment(path, steps=4)):
+        program = programs.build(run, data)
+        state, batch = program.init(), program.place_batch(data.whole("train"))
+        for _ in range(4):
+            state, loss = program.train_step(state, program.placed, batch)
+            losses.append(float(loss))
+    np.testing.assert_allclose(losses[:4], losses[4:], rtol=1e-5)
 
 
 def test_a_checkpoint_scores_as_its_run_did(whole: dict[str, Any], path: str) -> None:

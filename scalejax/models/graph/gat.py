@@ -16,7 +16,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
-from scalejax.models.graph.aggregation import Graph, Sampling, attend
+from scalejax.models.graph.aggregation import Graph, Sampling, attend, num_rows
 from scalejax.models.graph.layers import glorot, layer_graphs
 from scalejax.models.graph.task import NodeTask
 
@@ -110,7 +110,7 @@ class GatLayer(nnx.Module):
         h = (x.astype(self.compute_dtype) @ kernel).reshape(x.shape[0], *source.shape)  # M H D
         wider = nn.wide(self.compute_dtype)  # scores and their softmax
         sources = jnp.einsum("mhd,hd->mh", h, source, preferred_element_type=wider)
-        targets = jnp.einsum("nhd,hd->nh", h[: graph.shape[0]], target, preferred_element_type=wider)
+        targets = jnp.einsum("nhd,hd->nh", h[: num_rows(graph)], target, preferred_element_type=wider)
         y = attend(graph, h, sources, targets, slope=self.slope, rate=self.dropout, key=key).astype(self.compute_dtype)
         y = y.reshape(y.shape[0], -1) if self.combine == "concatenate" else y.mean(1)
         return y + bias[None, :]

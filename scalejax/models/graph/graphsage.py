@@ -18,7 +18,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
-from scalejax.models.graph.aggregation import Graph, Sampling, aggregate
+from scalejax.models.graph.aggregation import Graph, Sampling, aggregate, num_rows
 from scalejax.models.graph.layers import glorot, layer_graphs, widths
 from scalejax.models.graph.task import NodeTask
 
@@ -83,7 +83,7 @@ class SageLayer(nnx.Module):
             mean = aggregate(graph, x @ neighbors, reduce="mean").astype(self.compute_dtype)
         else:
             mean = aggregate(graph, x, reduce="mean").astype(self.compute_dtype) @ neighbors
-        return x[: graph.shape[0]] @ own + mean + bias[None, :]
+        return x[: num_rows(graph)] @ own + mean + bias[None, :]
 
 
 class GraphSage(nnx.Module):

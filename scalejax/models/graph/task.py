@@ -6,11 +6,14 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from scalejax.data.graphs import GraphSchema, NodeGraph
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import SparsePlan
 from scalejax.models.graph.aggregation import Sampling, graph_of, of_hop
+from scalejax.parallel.graph import ShardedGraph, pad_nodes
+from scalejax.parallel.mesh import everywhere
 
 
 class GraphConfig(Protocol):
@@ -36,14 +39,14 @@ class Placed:
     """A graph on the devices.
 
     Attributes:
-      features: float32[N, F].
+      features: float32[N, F], padded where the graph is in blocks.
       train: What training reads.
       score: What scoring reads.
     """
 
     features: jax.Array
-    train: SparsePlan
-    score: SparsePlan
+    train: SparsePlan | ShardedGraph
+    score: SparsePlan | ShardedGraph
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,15 +65,21 @@ class NodeTask:
         """Builds the model."""
         return self.config.build(self.schema, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
 
-    def place(self, graph: NodeGraph, fanouts: tuple[int, ...]) -> Placed:
-        """Plans what training and scoring read, on the host, once.
+    def place(self, graph: NodeGraph, fanouts: tuple[int, ...], mesh: Mesh) -> Placed:
+        """Plans what training and scoring read, on the host, once, and puts it on the devices.
 
         Args:
           graph: The graph, with features.
           fanouts: Of mini-batches, () where there are none.
+          mesh: Nodes and their rows are cut over its devices, if there are several.
         Raises:
-          UserError: fan-outs do not fit the layers, or edges would be drawn twice.
+          UserError: fan-outs do not fit the layers or the mesh, or edges would be drawn twice.
         """
+        if fanouts and mesh.size > 1:
+            raise UserError(
+                f"data.fanouts draws mini-batches for one device, and the mesh has {mesh.size}. Set --set mesh=none, "
+                "or --set data.fanouts=[] to read the whole graph, cut over the devices."
+            )
         if fanouts and len(fanouts) != self.config.layers:
             raise UserError(
                 f"data.fanouts must have one number for each of the {self.config.layers} layers, outermost first; got "
@@ -81,10 +90,12 @@ class NodeTask:
                 "data.fanouts and model.train_sampling both draw the edges that training reads. Set one of them: "
                 "--set model.train_sampling=none, or --set data.fanouts=[]."
             )
-        train = graph_of(graph.adjacency, self.config.train_sampling)
+        blocks = mesh if mesh.size > 1 else None
+        train = graph_of(graph.adjacency, self.config.train_sampling, blocks)
         same = self.config.train_sampling == self.config.eval_sampling
-        score = train if same else graph_of(graph.adjacency, self.config.eval_sampling)
-        return Placed(jnp.asarray(graph.features, jnp.float32), train, score)
+        score = train if same else graph_of(graph.adjacency, self.config.eval_sampling, blocks)
+        features = pad_nodes(jnp.asarray(graph.features, jnp.float32), mesh.size)
+        return Placed(jax.device_put(features, everywhere(mesh)), train, score)
 
     def logits(self, model: Any, placed: Placed) -> jax.Array:
         """float[N, C] of all nodes, nothing random, over what scoring reads."""
@@ -105,6 +116,7 @@ class NodeTask:
         if around is None:
             logits = model(placed.features, placed.train, key=key)[batch["nodes"]]
         else:
+            assert isinstance(placed.train, SparsePlan)  # `place` refuses fan-outs on several devices
             values, rows = placed.train.csr.values, (around["nodes"].shape[0], *(_rows(h) for h in around["hops"]))
             graphs = tuple(
                 of_hop(**hop, sources=sources, values=values)

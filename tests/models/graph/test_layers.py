@@ -12,19 +12,52 @@ from flax import nnx
 from scalejax.data import graphs
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
+from scalejax.kernels.sampled_spmm import SparsePlan, spmm
 from scalejax.models.graph import (
     GatConfig,
     GcnConfig,
     GraphSageConfig,
     NodeTask,
     Sampling,
+    graph_of,
     of_hop,
     of_host,
     presampled,
 )
+from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
+from scalejax.train.graph import one_device
 
 NODES, FEATURES, CLASSES = 24, 6, 3
 CONFIGS = {"gcn": GcnConfig(hidden=5), "sage": GraphSageConfig(hidden=5), "gat": GatConfig(hidden=4, heads=2)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_blocks_on_eight_devices_equal_one_with_gradients(name: str) -> None:
+    a, x, model = _setup(name)  # 24 nodes, 3 a device
+    mesh = make_mesh(MeshShape(fsdp=4, tensor=2))
+    graph, blocks = of_host(a), graph_of(a, None, mesh)
+    weights = jnp.asarray(np.random.default_rng(2).normal(size=(NODES, CLASSES)), jnp.float32)
+    structure, state = nnx.split(model)
+
+    def run(read: Any, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        def weighted(state: Any, x: jax.Array, read: Any) -> tuple[jax.Array, jax.Array]:
+            with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+                logits = nnx.merge(structure, state)(x, read)
+            return (logits * weights).sum(), logits
+
+        (_, logits), grads = jax.jit(jax.value_and_grad(weighted, has_aux=True))(state, x, read)
+        return logits, jax.tree.leaves(grads)
+
+    (want, want_grads), (got, got_grads) = run(graph, x), run(blocks, jax.device_put(x, everywhere(mesh)))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    for one, other in zip(want_grads, got_grads, strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-4, atol=1e-5)
+
+
+def test_blocks_ask_for_their_mesh() -> None:
+    a, x, model = _setup("gcn")
+    with pytest.raises(UserError, match="needs the mesh that it was cut for"):
+        model(x, graph_of(a, None, make_mesh(MeshShape())))
 
 
 def _adjacency(name: str) -> graphs.Adjacency:
@@ -160,8 +193,6 @@ def test_sampled_weights_are_scaled_by_what_was_left_out() -> None:
             edges = slice(a.indptr[i], a.indptr[i] + min(n, 3))
             scale = n / min(n, 3) if rescale == "degree" else 1.0
             want[i] = scale * (a.weights()[edges] @ x[a.indices[edges]])
-        from scalejax.kernels.sampled_spmm import spmm
-
         np.testing.assert_allclose(spmm(sampled, x), want, rtol=1e-5, atol=1e-6)
 
 
@@ -223,16 +254,21 @@ def test_edges_are_not_drawn_twice() -> None:
     schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=True)
     graph = graphs.NodeGraph(_adjacency("gcn"), np.ones((NODES, FEATURES), np.float32))
     drawn = NodeTask(config=dataclasses.replace(GcnConfig(), train_sampling=Sampling(width=2)), schema=schema)
+    mesh = one_device()
     with pytest.raises(UserError, match="both draw the edges"):
-        drawn.place(graph, (2, 2))
+        drawn.place(graph, (2, 2), mesh)
     with pytest.raises(UserError, match="one number for each of the 2 layers"):
-        NodeTask(config=GcnConfig(), schema=schema).place(graph, (2, 2, 2))
+        NodeTask(config=GcnConfig(), schema=schema).place(graph, (2, 2, 2), mesh)
+    with pytest.raises(UserError, match="for one device, and the mesh has 8"):
+        NodeTask(config=GcnConfig(), schema=schema).place(graph, (2, 2), make_mesh(MeshShape()))
 
 
 def test_training_and_scoring_may_read_different_edges() -> None:
     schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=True)
     graph = graphs.NodeGraph(_adjacency("gcn"), np.ones((NODES, FEATURES), np.float32))
     config = GcnConfig(train_sampling=Sampling(width=2), eval_sampling=None)
-    placed = NodeTask(config=config, schema=schema).place(graph, ())
+    placed = NodeTask(config=config, schema=schema).place(graph, (), one_device())
+    assert isinstance(placed.train, SparsePlan)
+    assert isinstance(placed.score, SparsePlan)
     assert placed.train.nnz == np.minimum(graph.adjacency.degrees, 2).sum()
     assert placed.score.nnz == graph.adjacency.num_edges
