@@ -82,8 +82,8 @@ class Recipe:
 
         if not isinstance(experiment, AnyExperiment):
             raise UserError(
-                f"Recipe {self.name!r}: must return an Experiment, a DenseExperiment or a GraphExperiment of "
-                f"scalejax.train.experiment; got {type(experiment).__name__}. Return Experiment(model=..., data=..., "
+                f"Recipe {self.name!r}: must return a scalejax.train.experiment.Experiment, DenseExperiment or "
+                f"GraphExperiment; got {type(experiment).__name__}. Return Experiment(model=..., data=..., "
                 "steps=...)."
             )
         return experiment
