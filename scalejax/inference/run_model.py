@@ -102,7 +102,8 @@ def open_run(
             f"RUN_FOLDER {run_folder} is a run of {type(model).__name__}, not of a language model. Give a run of "
             "LlamaConfig."
         )
-    config = model.bound(experiment.data.schema())
+    schema: Any = experiment.data.schema()
+    config = model.bound(schema)
     tokenizer = data.tokenizer.build()
     steps = _existing(run_folder / "checkpoints", step, average)
     folders = tuple(run_folder / "checkpoints" / str(step) for step in steps)
