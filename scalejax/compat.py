@@ -289,3 +289,19 @@ def _tokamax_kernel() -> tuple[Any, bool]:
     attention = importlib.import_module("tokamax._src.ops.attention.api")
     on_tpu = platform() == "tpu"
     return attention.IMPLEMENTATIONS["mosaic_tpu" if on_tpu else "mosaic_gpu"], on_tpu
+
+
+def cusparse_product(
+    values: jax.Array, indices: jax.Array, indptr: jax.Array, h: jax.Array, shape: tuple[int, int]
+) -> jax.Array:
+    """[N, F], a CSR of shape (N, M) times h [M, F], by cuSPARSE.
+
+    What jax offers publicly takes this path where an option of the whole process says so.
+    """
+    from jax.experimental.sparse import _lowerings
+
+    @jax.custom_batching.sequential_vmap
+    def product(values: jax.Array, indices: jax.Array, indptr: jax.Array, h: jax.Array) -> jax.Array:
+        return _lowerings.csr_spmm_p.bind(values, indices, indptr, h, transpose=False, shape=shape)
+
+    return product(values, indices, indptr, h)

@@ -1,0 +1,420 @@
+"""Signatures, checks, derivatives and the choice of implementation.
+
+`implementation` names one of
+
+    reference    the definition, for tests
+    xla          gathers in bins of rows of like length (`xla`, `balance`)
+    native       the CSR kernel that jax brings for CPUs (`native`)
+    cusparse     NVIDIA's, through jax, in float32 and float64 (`cusparse`)
+
+A name never falls back: what it lacks is an UnsupportedError that says so. None takes the fastest for the platform of
+the mesh in force, or else of jax's first device.
+
+An implementation is a module with `spmm(csr, balance, h, dtype)` and, if it has one, `picked_sum(ell, h, dtype)`: sums
+in `dtype`, with the values inside `csr` or `ell`. All else is shared: the derivative with respect to h is the product
+with the transpose, that with respect to values is `sddmm`, and each of these has the others for derivatives.
+"""
+
+import dataclasses
+import functools
+import importlib
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax import compat
+from scalejax.errors import UnsupportedError, UserError
+from scalejax.kernels.sampled_spmm import reference, xla
+from scalejax.kernels.sampled_spmm.balance import Balance
+from scalejax.kernels.sampled_spmm.csr import Csr
+from scalejax.kernels.sampled_spmm.features import Int8Rows
+from scalejax.kernels.sampled_spmm.plan import SampledPlan, SparsePlan, transposed_values
+from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling, Strategy, check_width, pick
+
+Implementation = Literal["reference", "xla", "native", "cusparse"]
+_PLATFORMS = {
+    "reference": ("cpu", "gpu", "tpu"),
+    "xla": ("cpu", "gpu", "tpu"),
+    "native": ("cpu",),
+    "cusparse": ("gpu",),
+}
+"""Where each implementation runs."""
+
+_FASTEST = {"cpu": ("native",), "gpu": ("cusparse", "xla"), "tpu": ("xla",)}
+"""What None tries, in this order."""
+
+_PICKS = ("reference", "xla", "native")
+"""Those with a `picked_sum`."""
+
+
+def spmm(
+    plan: SparsePlan,
+    h: jax.Array | Int8Rows,
+    *,
+    values: jax.Array | None = None,
+    reduce: Literal["sum", "mean"] = "sum",
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """out[r] = sum over the edges e of row r of values[e] * h[indices[e]].
+
+    Differentiable with respect to h and to `values` where they are given, any number of times.
+
+    Args:
+      plan: From `plan`.
+      h: float[M, F], or `Int8Rows`.
+      values: float[nnz], one for each edge of `plan.csr`; None = the plan's own, which get no gradient, or ones.
+      reduce: "mean" divides by the number of edges of the row. A row without edges gives zeros.
+      implementation: None picks; a name never falls back.
+
+    Returns:
+      [N, F] in the dtype of h (float32 for `Int8Rows`), summed in float32, or float64 for float64.
+
+    Raises:
+      UserError: an argument has a wrong shape, dtype or name.
+      UnsupportedError: the named implementation does not run here, or does not have the dtype.
+    """
+    op = "spmm"
+    h, values = jax.tree.map(jnp.asarray, (h, values))
+    _check_name(op, "reduce", reduce, ("sum", "mean"))
+    out = _sum(op, plan, h, values, implementation)
+    if reduce == "mean":
+        out = out / jnp.maximum(plan.degrees(), 1).astype(out.dtype)[:, None]
+    return out.astype(_result_dtype(h))
+
+
+def sddmm(
+    plan: SparsePlan,
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    implementation: Literal["reference", "xla"] | None = None,
+) -> jax.Array:
+    """out[e] = a[row of e] . b[column of e], for every edge e. Differentiable, any number of times.
+
+    Args:
+      plan: From `plan`.
+      a: float[N, F].
+      b: float[M, F].
+      implementation: None picks.
+
+    Returns:
+      [nnz] in the dtype that a and b promote to, summed in float32, or float64 for float64.
+
+    Raises:
+      UserError: an argument has a wrong shape, dtype or name.
+    """
+    op = "sddmm"
+    a, b = jnp.asarray(a), jnp.asarray(b)
+    _check_features(op, a, plan.shape[0], "a", "rows")
+    _check_features(op, b, plan.shape[1], "b")
+    if a.shape[1] != b.shape[1]:
+        raise UserError(f"{op}: a and b must have one number of features; got {a.shape[1]} and {b.shape[1]}.")
+    if implementation is not None:
+        _check_name(op, "implementation", implementation, ("reference", "xla"))
+    if 0 in (plan.nnz, a.shape[1]):
+        return jnp.zeros(plan.nnz, jnp.result_type(a, b))
+    out: Any = _edge_dots("reference" if implementation == "reference" else "xla", plan, a, b)
+    return out.astype(jnp.result_type(a, b))
+
+
+def sampled_spmm(
+    graph: Csr | Ell | SampledPlan,
+    h: jax.Array | Int8Rows,
+    width: int | None = None,
+    *,
+    strategy: Strategy | None = None,
+    prime: int | None = 577,
+    seed: int = 0,
+    rate: float | None = None,
+    reduce: Literal["mean", "sum"] = "mean",
+    values: jax.Array | None = None,
+    rescale: Literal["none", "degree"] = "none",
+    self_loop_bias: float = 0.0,
+    implementation: Implementation | None = None,
+) -> jax.Array:
+    """`spmm` over at most `width` edges of each row, picked by a fixed rule (`sampling`).
+
+        mean    out[r] = sum over picked e of values[e] * h[indices[e]] / (picked + self_loop_bias)
+        sum     out[r] = sum over picked e of values[e] * h[indices[e]] * (edges / picked, for rescale="degree")
+
+    Differentiable with respect to h and to `values` where they are given. An edge that is picked twice counts twice.
+
+    Args:
+      graph: A CSR, of which edges are picked now (one with NumPy arrays is checked; a column out of range is undefined
+        in others); an ELL from `presample`; or a plan of one (`plan_sample`), which is fastest and has fast gradients.
+      h: float[M, F], or `Int8Rows`.
+      width: S, at least 1, for a CSR alone.
+      strategy: Which rule, for a CSR alone; None = "bucket".
+      prime: Of "fastrand", for a CSR alone.
+      seed: For a CSR alone.
+      rate: Of "rate" and "rate_stride", for a CSR alone.
+      reduce: As above. A row without edges gives zeros for both.
+      values: float[nnz], one for each edge of the CSR (the one that was sampled); None = those of the graph, or ones.
+      rescale: Whether a sum is scaled up by the edges that were left out. A mean is not.
+      self_loop_bias: >= 0: added to the divisor of a mean, 1.0 where the row itself is added elsewhere.
+      implementation: None picks; a name never falls back.
+
+    Returns:
+      [N, F] in the dtype of h (float32 for `Int8Rows`), summed in float32, or float64 for float64.
+
+    Raises:
+      UserError: an argument has a wrong shape, dtype, value or name, or two do not go together.
+      UnsupportedError: the named implementation does not run here, or does not have the dtype or sampled graphs.
+    """
+    op = "sampled_spmm"
+    h, values = jax.tree.map(jnp.asarray, (h, values))
+    _check_features(op, h, (graph.plan if isinstance(graph, SampledPlan) else graph).shape[1])
+    _check_name(op, "reduce", reduce, ("mean", "sum"))
+    _check_name(op, "rescale", rescale, ("none", "degree"))
+    if reduce == "mean" and rescale != "none":
+        raise UserError(f'{op}: rescale="degree" is for reduce="sum"; a mean is scaled already. Leave rescale out.')
+    if self_loop_bias < 0 or (self_loop_bias and reduce != "mean"):
+        raise UserError(
+            f'{op}: self_loop_bias must be at least 0, and 0 for reduce="sum", which has no divisor; '
+            f"got {self_loop_bias}."
+        )
+    sampling = Sampling(strategy=strategy or "bucket", prime=prime, seed=seed, rate=rate)
+    if isinstance(graph, Csr):
+        picks, values = _pick_now(op, graph, width, sampling, values), None
+    elif width is None and strategy is None and sampling == Sampling():
+        picks = graph
+    else:
+        raise UserError(
+            f"{op}: width, strategy, prime, seed and rate are of a CSR; edges of an Ell or SampledPlan are picked "
+            "already. Leave them out, or pass them to presample."
+        )
+    if values is not None:
+        _check_values(op, values)
+        values = values[jnp.asarray(picks.edges)]
+    if isinstance(picks, SampledPlan):
+        sums, picked, degrees = _sum(op, picks.plan, h, values, implementation), picks.plan.degrees(), picks.degrees
+    else:
+        picks = jax.tree.map(jnp.asarray, dataclasses.replace(picks, values=_either(values, picks.values)))
+        sums, picked, degrees = _sum_picks(op, picks, h, implementation), picks.counts, picks.degrees
+    picked = picked.astype(sums.dtype)
+    if reduce == "mean":
+        sums = sums / jnp.where(picked > 0, picked + self_loop_bias, 1)[:, None]
+    elif rescale == "degree":
+        sums = sums * (degrees.astype(sums.dtype) / jnp.maximum(picked, 1))[:, None]
+    return sums.astype(_result_dtype(h))
+
+
+def _sum(
+    op: str, plan: SparsePlan, h: jax.Array | Int8Rows, values: jax.Array | None, implementation: str | None
+) -> jax.Array:
+    """The sum of `spmm`, in the dtype in which it is made."""
+    _check_features(op, h, plan.shape[1])
+    if values is not None:
+        _check_values(op, values, plan.nnz)
+    chosen = _choose(op, implementation, h)
+    codes, values = _fold_scales(h, plan.csr.indices, plan.csr.values, values)
+    if 0 in (plan.nnz, *plan.shape, codes.shape[1]):
+        return jnp.zeros((plan.shape[0], codes.shape[1]), _sum_dtype(codes))
+    out: Any = _product(chosen, plan, values, codes)
+    return out
+
+
+def _pick_now(op: str, csr: Csr, width: int | None, sampling: Sampling, values: jax.Array | None) -> Ell:
+    check_width(op, width)
+    assert width is not None
+    if values is not None:
+        _check_values(op, values, csr.nnz)
+    if isinstance(csr.indptr, np.ndarray):
+        csr.check()
+    return pick(
+        jax.tree.map(jnp.asarray, dataclasses.replace(csr, values=_either(values, csr.values))), width, sampling
+    )
+
+
+def _sum_picks(op: str, ell: Ell, h: jax.Array | Int8Rows, implementation: str | None) -> jax.Array:
+    chosen = _choose(op, implementation, h, _PICKS)
+    codes, values = _fold_scales(h, ell.indices, None, ell.values)
+    if 0 in (*ell.shape, codes.shape[1]):
+        return jnp.zeros((ell.shape[0], codes.shape[1]), _sum_dtype(codes))
+    out: Any = _picked_sum(chosen, dataclasses.replace(ell, values=None), values, codes)
+    return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(chosen: str, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> jax.Array:
+    csr = dataclasses.replace(plan.csr, values=_either(values, plan.csr.values))
+    return _run_product(chosen, csr, plan.balance, h)
+
+
+def _product_forward(chosen: str, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> Any:
+    return _product(chosen, plan, values, h), (plan, values, h)
+
+
+def _product_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
+    plan, values, h = saved
+    grads = jnp.asarray(grads)
+    d_h = _like(_transposed(chosen, plan, values, grads), h) if jnp.issubdtype(h.dtype, jnp.floating) else None
+    return None, None if values is None else _like(_edge_dots(_dots_of(chosen), plan, grads, h), values), d_h
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _transposed(chosen: str, plan: SparsePlan, values: jax.Array | None, g: jax.Array) -> jax.Array:
+    """out[m] = sum over the edges e of column m of values[e] * g[row of e]."""
+    turned = dataclasses.replace(plan.transpose, values=transposed_values(plan, values))
+    return _run_product(chosen, turned, plan.transpose_balance, g)
+
+
+def _transposed_forward(chosen: str, plan: SparsePlan, values: jax.Array | None, g: jax.Array) -> Any:
+    return _transposed(chosen, plan, values, g), (plan, values, g)
+
+
+def _transposed_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
+    plan, values, g = saved
+    grads = jnp.asarray(grads)
+    d_values = None if values is None else _like(_edge_dots(_dots_of(chosen), plan, g, grads), values)
+    return None, d_values, _like(_product(chosen, plan, values, grads), g)
+
+
+_transposed.defvjp(_transposed_forward, _transposed_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _edge_dots(chosen: str, plan: SparsePlan, a: jax.Array, b: jax.Array) -> jax.Array:
+    module = reference if chosen == "reference" else xla
+    return module.sddmm(plan.csr, plan.row_ids, a, b, jnp.promote_types(_sum_dtype(a), _sum_dtype(b)))
+
+
+def _edge_dots_forward(chosen: str, plan: SparsePlan, a: jax.Array, b: jax.Array) -> Any:
+    return _edge_dots(chosen, plan, a, b), (plan, a, b)
+
+
+def _edge_dots_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
+    plan, a, b = saved
+    grads = jnp.asarray(grads)
+    product = "reference" if chosen == "reference" else _choose("sddmm", None, b)
+    d_a = _like(_product(product, plan, grads, b), a)
+    d_b = None
+    if jnp.issubdtype(b.dtype, jnp.floating):
+        d_b = _like(_transposed(product, plan, grads, a), b)
+    return None, d_a, d_b
+
+
+_edge_dots.defvjp(_edge_dots_forward, _edge_dots_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _picked_sum(chosen: str, ell: Ell, values: jax.Array | None, h: jax.Array) -> jax.Array:
+    return _backend(chosen).picked_sum(dataclasses.replace(ell, values=values), h, _sum_dtype(h))
+
+
+def _picked_sum_forward(chosen: str, ell: Ell, values: jax.Array | None, h: jax.Array) -> Any:
+    return _picked_sum(chosen, ell, values, h), (ell, values, h)
+
+
+def _picked_sum_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
+    ell, values, h = saved
+    grads = jnp.asarray(grads)
+    d_h, d_values = xla.picked_sum_gradients(dataclasses.replace(ell, values=values), h, grads, grads.dtype)
+    known = jnp.issubdtype(h.dtype, jnp.floating)
+    return None, None if values is None else _like(d_values, values), _like(d_h, h) if known else None
+
+
+_picked_sum.defvjp(_picked_sum_forward, _picked_sum_backward)
+
+
+def _run_product(chosen: str, csr: Csr, balance: Balance, h: jax.Array) -> jax.Array:
+    return _backend(chosen).spmm(csr, balance, h, _sum_dtype(h))
+
+
+def _dots_of(chosen: str) -> str:
+    return "reference" if chosen == "reference" else "xla"
+
+
+def _sum_dtype(h: jax.Array) -> Any:
+    return jnp.float64 if h.dtype == jnp.float64 else jnp.float32
+
+
+def _like(array: jax.Array, other: jax.Array) -> jax.Array:
+    return array.astype(other.dtype)
+
+
+def _either(values: Any, otherwise: Any) -> Any:
+    return otherwise if values is None else values
+
+
+def _result_dtype(h: jax.Array | Int8Rows) -> Any:
+    return jnp.float32 if isinstance(h, Int8Rows) else h.dtype
+
+
+def _fold_scales(
+    h: jax.Array | Int8Rows, columns: jax.Array, own: Any, given: jax.Array | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """(numbers [M, F], values or None): scales of int8 rows become part of the values."""
+    if not isinstance(h, Int8Rows):
+        return h, given
+    scales, values = h.scales[columns], _either(given, own)
+    return h.codes, scales if values is None else values * scales
+
+
+def _choose(
+    op: str, implementation: str | None, h: jax.Array | Int8Rows, offered: tuple[str, ...] = tuple(_PLATFORMS)
+) -> str:
+    """The implementation that was named, or else the first of `_FASTEST` that has the case."""
+    platform = compat.platform()
+    if implementation is None:
+        wide = not isinstance(h, Int8Rows) and h.dtype in (jnp.float32, jnp.float64)
+        return next(name for name in _FASTEST[platform] if name in offered and (wide or name != "cusparse"))
+    _check_name(op, "implementation", implementation, tuple(_PLATFORMS))
+    if platform not in _PLATFORMS[implementation]:
+        raise UnsupportedError(
+            f'{op}: implementation="{implementation}" runs on {", ".join(_PLATFORMS[implementation])}; got {platform}. '
+            "Leave implementation out."
+        )
+    if implementation not in offered:
+        raise UnsupportedError(
+            f'{op}: implementation="{implementation}" has no sum over picked edges. Pass plan_sample(presample(...)), '
+            'or name "xla".'
+        )
+    return implementation
+
+
+def _backend(name: str) -> Any:
+    # jax.experimental.sparse and Pallas take long to import, and not every program needs them.
+    return importlib.import_module(f"scalejax.kernels.sampled_spmm.{name}")
+
+
+def _check_features(op: str, h: Any, rows: int, name: str = "h", what: str = "columns") -> None:
+    array = h.codes if isinstance(h, Int8Rows) else h
+    floating = jnp.issubdtype(array.dtype, jnp.floating)
+    if array.ndim != 2 or not (floating or isinstance(h, Int8Rows)):
+        raise UserError(
+            f"{op}: {name} must be a floating-point matrix, or Int8Rows where features are in int8; "
+            f"got {array.dtype}{list(array.shape)}."
+        )
+    if array.shape[0] != rows:
+        raise UserError(
+            f"{op}: {name} must have {rows} rows, one for each of the {what} of the graph; got {array.shape[0]}. "
+            "Rows of the graph are receivers, columns are senders."
+        )
+    if isinstance(h, Int8Rows) and (h.codes.dtype != jnp.int8 or h.scales.shape != (rows,)):
+        raise UserError(
+            f"{op}: {name} must hold int8 codes and {rows} scales; got {h.codes.dtype} and {list(h.scales.shape)}."
+        )
+
+
+def _check_values(op: str, values: Any, edges: int | None = None) -> None:
+    if (
+        values.ndim != 1
+        or not jnp.issubdtype(values.dtype, jnp.floating)
+        or values.shape[0] != (edges or values.shape[0])
+    ):
+        wanted = "one for each edge" if edges is None else f"of {edges}, one for each edge"
+        raise UserError(
+            f"{op}: values must be a floating-point vector {wanted}; got {values.dtype}{list(values.shape)}."
+        )
+
+
+def _check_name(op: str, argument: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        names = ", ".join(f'"{name}"' for name in known)
+        raise UserError(f"{op}: {argument} must be one of {names}; got {value!r}.")

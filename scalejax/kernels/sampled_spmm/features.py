@@ -1,0 +1,46 @@
+"""Features of nodes in int8, a scale each."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Rows:
+    """Features of which row m is scales[m] * codes[m].
+
+    Attributes:
+      codes: int8[M, F], in [-127, 127].
+      scales: float32[M].
+    """
+
+    codes: Any
+    scales: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, F)."""
+        return self.codes.shape
+
+    def dequantize(self) -> jax.Array:
+        """float32[M, F]."""
+        return self.codes.astype(jnp.float32) * self.scales[:, None]
+
+
+def quantize_rows(h: jax.Array) -> Int8Rows:
+    """Rounds each row to int8, to nearest even, with the scale max |row| / 127; a row of zeros has scale 0.
+
+    A row with a NaN or an infinity gets a NaN for its scale, so that it does not pass for a number.
+
+    Args:
+      h: float[M, F].
+    """
+    wide = h.astype(jnp.float32)
+    most = jnp.abs(wide).max(axis=1, initial=0.0)
+    scales = jnp.where(jnp.isfinite(most), most / 127.0, jnp.nan)
+    safe = jnp.where(scales > 0, scales, 1.0)
+    codes = jnp.where(jnp.isfinite(wide), jnp.round(wide / safe[:, None]), 0.0)
+    return Int8Rows(jnp.clip(codes, -127, 127).astype(jnp.int8), scales)

@@ -1,0 +1,111 @@
+"""What is found out about a graph once, on the host, for every product with it and for their derivatives."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax.kernels.sampled_spmm.balance import Balance, balance_rows
+from scalejax.kernels.sampled_spmm.csr import Csr, index_dtype
+from scalejax.kernels.sampled_spmm.sampling import Ell
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparsePlan:
+    """A graph on the device, ready for products in both directions.
+
+    Attributes:
+      csr: The matrix.
+      transpose: Its transpose; the edges of a column in the order of their rows.
+      permutation: int[nnz]: which edge of `csr` each edge of `transpose` is.
+      row_ids: int[nnz], non-decreasing: row of each edge of `csr`.
+      balance: Bins of the rows of `csr`.
+      transpose_balance: Bins of the rows of `transpose`.
+    """
+
+    csr: Csr
+    transpose: Csr
+    permutation: Any
+    row_ids: Any
+    balance: Balance
+    transpose_balance: Balance
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M)."""
+        return self.csr.shape
+
+    @property
+    def nnz(self) -> int:
+        """Edges."""
+        return self.csr.nnz
+
+    def degrees(self) -> jax.Array:
+        """int[N]: edges of each row."""
+        return self.csr.indptr[1:] - self.csr.indptr[:-1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SampledPlan:
+    """Picked edges as a graph of their own, for repeated products and for training.
+
+    Attributes:
+      plan: Of the picked edges; its CSR has as many edges as were picked.
+      edges: int[picked]: position of each in the CSR from which they were picked.
+      degrees: int32[N]: edges of the row there.
+    """
+
+    plan: SparsePlan
+    edges: Any
+    degrees: Any
+
+
+def plan(csr: Csr) -> SparsePlan:
+    """Checks a graph and plans products with it, on the host.
+
+    Args:
+      csr: With arrays that have values, NumPy or JAX.
+
+    Raises:
+      UserError: the graph is not well formed (`Csr.check`).
+    """
+    csr.check()
+    dtype = index_dtype(csr.nnz, csr.shape)
+    indptr = np.asarray(csr.indptr).astype(dtype)
+    indices = np.asarray(csr.indices).astype(dtype)
+    values = None if csr.values is None else np.asarray(csr.values)
+    rows, columns = csr.shape
+    row_ids = np.repeat(np.arange(rows, dtype=dtype), np.diff(indptr))
+    permutation = np.argsort(indices, kind="stable").astype(dtype)
+    ends = np.zeros(columns + 1, dtype)
+    np.cumsum(np.bincount(indices, minlength=columns), out=ends[1:])
+    turned = Csr(ends, row_ids[permutation], None if values is None else values[permutation], shape=(columns, rows))
+    made = SparsePlan(
+        Csr(indptr, indices, values, shape=csr.shape),
+        turned,
+        permutation,
+        row_ids,
+        balance_rows(indptr),
+        balance_rows(ends),
+    )
+    return jax.tree.map(jnp.asarray, made)
+
+
+def plan_sample(ell: Ell) -> SampledPlan:
+    """Plans products with picked edges, on the host: what inference that repeats, and every training, should use.
+
+    Raises:
+      UserError: `ell` is traced, or not well formed.
+    """
+    made = plan(ell.to_csr())
+    edges = np.asarray(ell.edges)[np.asarray(ell.filled())]
+    return SampledPlan(made, jnp.asarray(edges), jnp.asarray(ell.degrees))
+
+
+def transposed_values(plan: SparsePlan, values: Any) -> Any:
+    """[nnz] in the order of the edges of the transpose; None = those of the plan."""
+    return plan.transpose.values if values is None else values.at[plan.permutation].get(mode="promise_in_bounds")
