@@ -26,6 +26,7 @@ _NAMES = (
     "embedding_update",
     "flash_attention",
     "mx_quantize",
+    "spmm",
     "data_pipeline",
     "text_pipeline",
     "recd_data",

@@ -353,6 +353,18 @@ def test_softmax_of_rows_equals_numpy(heads):
         np.testing.assert_allclose(out[column], _softmax_by_rows(csr, scores[column]), rtol=1e-4, atol=1e-7)
 
 
+def test_edges_are_reduced_in_bins_where_there_is_no_fast_scatter(monkeypatch):
+    csr = random_csr(0)
+    p = plan(csr)
+    scores = (5 * np.random.default_rng(0).standard_normal((csr.nnz, 2))).astype(np.float32)
+    a, b = np.ones((csr.shape[0], 3), np.float32), _features(csr)[:, :3]
+    on_cpu = segment_softmax(p, scores), sddmm(p, a, b)
+    monkeypatch.setattr(compat, "platform", lambda: "tpu")
+    elsewhere = jax.jit(segment_softmax)(p, scores), sddmm(p, a, b)
+    for ours, theirs in zip(elsewhere, on_cpu, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=1e-6)
+
+
 def test_softmax_survives_large_scores_and_rows_that_are_masked():
     csr = random_csr(0, degrees=[3, 2, 0, 2], columns=5)
     scores = np.array([1e30, -1e30, 1e30, -np.inf, -np.inf, 0.0, -np.inf], np.float32)

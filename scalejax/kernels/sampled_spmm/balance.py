@@ -8,7 +8,7 @@ where there are more than 256 parts. Nothing is added in an order that depends o
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -83,29 +83,41 @@ def balance_rows(indptr: np.ndarray) -> Balance:
     return Balance(tuple(bins), whole, cut)
 
 
-def sum_rows(
-    balance: Balance, sum_runs: Callable[[jax.Array, jax.Array, int], jax.Array], width: int, dtype: Any
+def reduce_rows(
+    balance: Balance,
+    reduce_runs: Callable[[jax.Array, jax.Array, int], jax.Array],
+    reduction: Literal["sum", "max"] = "sum",
 ) -> jax.Array:
-    """[N, width]: sums of rows, from a function that sums runs of edges.
+    """[N, F]: rows reduced, from a function that reduces runs of edges; 0 or -inf for a row without edges.
 
     Args:
-      balance: Of the rows.
-      sum_runs: (starts [R], counts [R], slots) -> [R, width], the sums of runs of at most that many edges.
-      width: Numbers in a row.
-      dtype: Of the sums.
+      balance: Of the rows, of which one at least has an edge.
+      reduce_runs: (starts [R], counts [R], slots) -> [R, F], reductions of runs of at most that many edges.
+      reduction: What it does.
     """
-    sums = [sum_runs(b.starts, b.counts, b.width) for b in balance.bins]
-    by_place = jnp.concatenate(sums) if sums else jnp.zeros((0, width), dtype)
-    out = by_place.at[balance.place].get(mode="fill", fill_value=0)
+    neutral = 0.0 if reduction == "sum" else -jnp.inf
+    by_place = jnp.concatenate([reduce_runs(b.starts, b.counts, b.width) for b in balance.bins])
+    out = by_place.at[balance.place].get(mode="fill", fill_value=neutral)
     if balance.cut is None:
         return out
     parts = by_place[balance.cut.parts]
 
-    def sum_parts(starts: jax.Array, counts: jax.Array, slots: int) -> jax.Array:
-        slot = jnp.arange(slots)[None, :]
-        inside = slot < counts[:, None]
-        picked = parts[jnp.where(inside, starts[:, None] + slot, 0)]  # R slots width
-        return jnp.where(inside[:, :, None], picked, 0).sum(axis=1)
+    def reduce_parts(starts: jax.Array, counts: jax.Array, slots: int) -> jax.Array:
+        return reduce_slots(*rows_of_runs(parts, starts, counts, slots), reduction)
 
-    whole = sum_rows(balance.cut.balance, sum_parts, width, dtype)
+    whole = reduce_rows(balance.cut.balance, reduce_parts, reduction)
     return out.at[balance.cut.rows].set(whole, indices_are_sorted=True, unique_indices=True)
+
+
+def rows_of_runs(numbers: jax.Array, starts: jax.Array, counts: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
+    """([R, slots, F], bool[R, slots]): numbers [E, F] of runs of edges, and which slots a run has."""
+    slot = jnp.arange(slots, dtype=starts.dtype)[None, :]
+    inside = slot < counts[:, None]
+    return numbers[jnp.where(inside, starts[:, None] + slot, 0)], inside
+
+
+def reduce_slots(rows: jax.Array, inside: jax.Array, reduction: Literal["sum", "max"] = "sum") -> jax.Array:
+    """[..., F] of [..., slots, F]; what is not inside counts for nothing, though it may be NaN."""
+    if reduction == "sum":
+        return jnp.where(inside[..., None], rows, 0).sum(axis=-2)
+    return jnp.where(inside[..., None], rows, -jnp.inf).max(axis=-2)

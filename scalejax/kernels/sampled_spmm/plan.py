@@ -9,6 +9,7 @@ import numpy as np
 
 from scalejax.kernels.sampled_spmm.balance import Balance, balance_rows
 from scalejax.kernels.sampled_spmm.csr import Csr, index_dtype
+from scalejax.kernels.sampled_spmm.gathers import take
 from scalejax.kernels.sampled_spmm.sampling import Ell
 
 
@@ -108,4 +109,4 @@ def plan_sample(ell: Ell) -> SampledPlan:
 
 def transposed_values(plan: SparsePlan, values: Any) -> Any:
     """[nnz] in the order of the edges of the transpose; None = those of the plan."""
-    return plan.transpose.values if values is None else values.at[plan.permutation].get(mode="promise_in_bounds")
+    return plan.transpose.values if values is None else take(values, plan.permutation)

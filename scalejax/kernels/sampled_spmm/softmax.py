@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from scalejax.errors import UserError
-from scalejax.kernels.sampled_spmm.api import spmm
+from scalejax.kernels.sampled_spmm.gathers import take
 from scalejax.kernels.sampled_spmm.plan import SparsePlan
+from scalejax.kernels.sampled_spmm.xla import reduce_edges
 
 
 def segment_softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
@@ -35,20 +35,17 @@ def segment_softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
     if scores.size == 0:
         return scores
     wide = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
-    if wide.ndim == 1:
-        out: Any = _softmax(plan, wide)
-    else:
-        out = jnp.stack([_softmax(plan, wide[:, head]) for head in range(wide.shape[1])], axis=1)
-    return out.astype(scores.dtype)
+    out: Any = _softmax(plan, wide.reshape(plan.nnz, -1))
+    return out.reshape(scores.shape).astype(scores.dtype)
 
 
 @jax.custom_vjp
 def _softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
-    most = jax.ops.segment_max(scores, plan.row_ids, plan.shape[0], indices_are_sorted=True)
-    most = lax.stop_gradient(jnp.where(jnp.isneginf(most), 0, most))
-    raised = jnp.exp(scores - _of_edges(plan, most))
-    total = _row_sums(plan, raised)
-    return raised / _of_edges(plan, jnp.where(total == 0, 1, total))
+    """Of [nnz, heads]."""
+    most = reduce_edges(plan, scores, "max")
+    raised = jnp.exp(scores - take(jnp.where(jnp.isneginf(most), 0, most), plan.row_ids))
+    total = reduce_edges(plan, raised, "sum")
+    return raised / take(jnp.where(total == 0, 1, total), plan.row_ids)
 
 
 def _softmax_forward(plan: SparsePlan, scores: jax.Array) -> Any:
@@ -59,15 +56,7 @@ def _softmax_forward(plan: SparsePlan, scores: jax.Array) -> Any:
 def _softmax_backward(saved: Any, grads: jax.Array) -> Any:
     plan, out = saved
     weighted = out * grads
-    return None, weighted - out * _of_edges(plan, _row_sums(plan, weighted))
+    return None, weighted - out * take(reduce_edges(plan, weighted, "sum"), plan.row_ids)
 
 
 _softmax.defvjp(_softmax_forward, _softmax_backward)
-
-
-def _row_sums(plan: SparsePlan, numbers: jax.Array) -> jax.Array:
-    return spmm(plan, jnp.ones((plan.shape[1], 1), numbers.dtype), values=numbers)[:, 0]
-
-
-def _of_edges(plan: SparsePlan, of_rows: jax.Array) -> jax.Array:
-    return of_rows.at[plan.row_ids].get(mode="promise_in_bounds")

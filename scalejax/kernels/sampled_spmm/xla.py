@@ -4,14 +4,16 @@ The matrix is summed in the bins of `balance`; picked edges are a dense block of
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from scalejax import compat
-from scalejax.kernels.sampled_spmm.balance import Balance, sum_rows
+from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows, reduce_slots, rows_of_runs
 from scalejax.kernels.sampled_spmm.csr import Csr
+from scalejax.kernels.sampled_spmm.plan import SparsePlan
 from scalejax.kernels.sampled_spmm.sampling import Ell
 
 _GATHERED = 1 << 20
@@ -36,7 +38,7 @@ def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike) 
 
         return _in_blocks(sum_run, (starts, counts), _GATHERED // (slots * features))
 
-    return sum_rows(balance, sum_runs, features, dtype)
+    return reduce_rows(balance, sum_runs)
 
 
 def sddmm(csr: Csr, row_ids: jax.Array, a: jax.Array, b: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -52,6 +54,19 @@ def sddmm(csr: Csr, row_ids: jax.Array, a: jax.Array, b: jax.Array, dtype: jax.t
         return lax.dot(left * right, ones)
 
     return _in_blocks(dot, (row_ids, csr.indices), _EDGES)
+
+
+def reduce_edges(plan: SparsePlan, numbers: jax.Array, reduction: Literal["sum", "max"]) -> jax.Array:
+    """[N, F]: numbers [nnz, F] of the edges of each row, reduced; 0 or -inf for a row without any."""
+    if compat.platform() == "cpu":
+        # Scatters of few numbers with sorted places are fast, and in order, on CPUs alone.
+        reduce = jax.ops.segment_sum if reduction == "sum" else jax.ops.segment_max
+        return reduce(numbers, plan.row_ids, plan.shape[0], indices_are_sorted=True)
+
+    def reduce_runs(starts: jax.Array, counts: jax.Array, slots: int) -> jax.Array:
+        return reduce_slots(*rows_of_runs(numbers, starts, counts, slots), reduction)
+
+    return reduce_rows(plan.balance, reduce_runs, reduction)
 
 
 def picked_sum(ell: Ell, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -86,9 +101,9 @@ def picked_sum_gradients(
 def _weighted(
     h: jax.Array, indices: jax.Array, inside: jax.Array, values: jax.Array | None, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Sum over slots; what is not inside counts for nothing, though its row may hold NaN."""
-    rows = jnp.where(inside[:, None], h.at[indices].get(mode="promise_in_bounds").astype(dtype), 0)
-    return rows.sum(axis=0) if values is None else (rows * values.astype(dtype)[:, None]).sum(axis=0)
+    """Sum over slots."""
+    rows = h.at[indices].get(mode="promise_in_bounds").astype(dtype)
+    return reduce_slots(rows if values is None else rows * values.astype(dtype)[:, None], inside)
 
 
 def _in_blocks(function: Callable[..., jax.Array], rows: tuple[jax.Array, ...], block: int) -> jax.Array:

@@ -1,0 +1,42 @@
+"""Products of a CSR by torch on a CPU."""
+
+import warnings
+
+import numpy as np
+import torch
+
+VERSION = torch.__version__
+
+
+def _csr(matrix: tuple[np.ndarray, ...], shape: tuple[int, int], threads: int) -> torch.Tensor:
+    torch.set_num_threads(threads)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sparse CSR is in beta
+        return torch.sparse_csr_tensor(*(torch.from_numpy(array) for array in matrix), size=shape)
+
+
+class Product:
+    """A matrix times dense columns; arguments as in `scipy_sparse.Product`, with the number of CPU threads."""
+
+    def __init__(self, matrix: tuple[np.ndarray, ...], shape: tuple[int, int], dense: np.ndarray, threads: int) -> None:
+        self._matrix, self._dense = _csr(matrix, shape, threads), torch.from_numpy(dense)
+
+    def run(self) -> np.ndarray:
+        """float32[N, F]."""
+        with torch.no_grad():
+            return (self._matrix @ self._dense).numpy()
+
+
+class EdgeProducts:
+    """a[row] . b[column] of every edge by `sampled_addmm`; arguments as in `scipy_sparse.EdgeProducts`."""
+
+    def __init__(
+        self, matrix: tuple[np.ndarray, ...], shape: tuple[int, int], a: np.ndarray, b: np.ndarray, threads: int
+    ) -> None:
+        self._matrix = _csr(matrix, shape, threads)
+        self._a, self._b = torch.from_numpy(a), torch.from_numpy(b).T
+
+    def run(self) -> np.ndarray:
+        """float32[edges]."""
+        with torch.no_grad():
+            return torch.sparse.sampled_addmm(self._matrix, self._a, self._b, beta=0.0).values().numpy()
