@@ -45,9 +45,7 @@ def _ell(weighted, width=WIDTH):
 
 def _csr(weighted, nodes=NODES):
     values = _shape(EDGES) if weighted else None
-    return ops.Csr(
-        _shape(NODES + 1, dtype=jnp.int32), _shape(EDGES, dtype=jnp.int32), values, shape=(NODES, nodes)
-    )
+    return ops.Csr(_shape(NODES + 1, dtype=jnp.int32), _shape(EDGES, dtype=jnp.int32), values, shape=(NODES, nodes))
 
 
 def _small_plan():
@@ -135,13 +133,12 @@ def test_exact_products_and_their_gradients_compile_for_hopper():
     compiled = _compile(
         cuda_topology.mesh(1), _exact_with_gradient("pallas_gpu"), plan, _features(jnp.bfloat16, nodes=512)
     )
-    assert "scatter" not in compiled.as_text()
+    # A kernel for each bin of rows, in both directions; those of the transpose have more edges than the first three.
+    assert compiled.as_text().count('custom_call_target="__gpu$xla.gpu.triton"') >= len(plan.balance.bins) + 1
 
 
 @cuda_topology.needs_cuda_compiler
 def test_a_gpu_addresses_features_of_more_than_2_31_elements():
     program = _sampled("pallas_gpu", width=WIDTH, strategy="fastrand")
-    compiled = _compile(
-        cuda_topology.mesh(1), program, _csr(False, LARGE), _features(jnp.bfloat16, nodes=LARGE)
-    )
+    compiled = _compile(cuda_topology.mesh(1), program, _csr(False, LARGE), _features(jnp.bfloat16, nodes=LARGE))
     assert compiled.memory_analysis().temp_size_in_bytes < NODES * WIDTH * 4 / 8
