@@ -11,11 +11,11 @@ class TpuBlocks:
     """Sizes of one step of the TPU kernel.
 
     Attributes:
-      picks: Row copies of a step, and as many of the next one in flight: a multiple of 128, at least 16 x 32.
+      slots: Slots of a step, of 128 rows each: as many copies are in flight while as many rows are summed.
       words: Words of 32 bits of a row that are copied at once; a multiple of 128.
     """
 
-    picks: int
+    slots: int
     words: int
 
 
@@ -39,5 +39,5 @@ class GpuBlocks:
 
 
 # By jax's name of the device (`jax.Device.device_kind`); "" is for chips that are not listed.
-TPU = {"": TpuBlocks(picks=512, words=512)}
+TPU = {"": TpuBlocks(slots=8, words=512)}
 GPU = {"": GpuBlocks(columns=128, elements=1024, warps=4, unroll=4)}

@@ -1,14 +1,15 @@
 """Sums of gathered rows on a TPU's core: a DMA for each picked edge, from HBM into vector memory.
 
-Picked edges [N, S] are cut into blocks of R rows and K slots, R * K = 512. A step of the grid sums one block for one
-range of features; the steps of a row follow one another, over its features and, innermost, over its slots:
+Picked edges [N, S] are cut into blocks of 128 rows and 8 slots. A step of the grid sums one block for one range of
+features; the steps of a block of rows follow one another, over its features and, innermost, over its slots:
 
-    slots      0 ... K-1      K ... 2K-1
-    rows 0 ... R-1   step 0        step 1       indices and counts of a step lie in scalar memory before it begins,
-    R ... 2R-1       step 2        step 3       and those of the step after it, for
-    buffer           A   B         A   B        its rows are on their way into one buffer while the other is summed
+                   slots 0 ... 7   slots 8 ... 15
+    rows 0 ... 127       0               1          number of the step, for features that are one range
+    rows 128 ... 255     2               3
 
-Rows are added in the order of slots, in float32. Slots without an edge are neither copied nor added.
+Indices of a step lie in scalar memory before it begins, and so do those of the step after it: the rows of that one are
+copied into one half of a buffer while the other half is summed. Rows are added in the order of slots, in float32. Slots
+without an edge are neither copied nor added.
 
 A row needs an address of its own: features are padded to a multiple of 128 words of 32 bits, a pass over h that costs
 as much as 2 of the S slots. bfloat16 and int8 come packed, 2 or 4 numbers a word, so that the copies of a row are
@@ -36,8 +37,8 @@ from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling
 Interpret = bool | pltpu.InterpretParams
 
 _LANES = 128
-_SLOTS = 32
-"""Most slots of a block: it then has at least 16 rows, a tile of bfloat16."""
+_ROWS = 128
+"""Rows of a block. XLA lays an array [N, S] out with its rows along lanes: 128 of them make a block without padding."""
 
 
 def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike, *, interpret: Interpret) -> jax.Array:
@@ -109,57 +110,56 @@ def _sum(
     """[N, F] of picked edges [N, S]."""
     (count, width), features = indices.shape, h.shape[1]
     sizes = blocks.TPU.get(compat.device_kind(), blocks.TPU[""])
-    slots = min(_SLOTS, max(sizes.picks // _LANES, pl.next_power_of_2(width)))
-    rows = sizes.picks // slots
     words, tile = _words(h, sizes.words)
-    shares = 4 // h.dtype.itemsize if h.dtype in (jnp.bfloat16, jnp.int8) else 1
-    columns = tile * shares
-    num_blocks, num_tiles, num_chunks = pl.cdiv(count, rows), words.shape[1] // tile, pl.cdiv(width, slots)
+    columns = tile * (4 // h.dtype.itemsize if h.dtype in (jnp.bfloat16, jnp.int8) else 1)
+    num_tiles, num_chunks = words.shape[1] // tile, pl.cdiv(width, sizes.slots)
+    num_blocks = pl.cdiv(count, _ROWS)
     steps = num_blocks * num_tiles * num_chunks
 
     def by_block(array: jax.Array) -> jax.Array:
-        """[N, S] -> blocks of [rows, slots], one after another."""
-        padded = jnp.pad(array, ((0, num_blocks * rows - count), (0, num_chunks * slots - width)))
-        return padded.reshape(num_blocks, rows, num_chunks, slots).swapaxes(1, 2).reshape(-1)
+        """[N, S] -> blocks of [slots, rows], one after another."""
+        padded = jnp.pad(array.T, ((0, num_chunks * sizes.slots - width), (0, num_blocks * _ROWS - count)))
+        return padded.reshape(num_chunks, sizes.slots, num_blocks, _ROWS).transpose(2, 0, 1, 3).reshape(-1)
 
     def of_picks(step: Any) -> tuple[Any]:
         block, _, chunk = _place(step, num_tiles, num_chunks)
         return (block * num_chunks + chunk,)
 
     def of_rows(step: Any) -> tuple[Any]:
-        return (_place(step, num_tiles, num_chunks)[0] * rows // _LANES,)
+        return (_place(step, num_tiles, num_chunks)[0],)
 
     def after(step: Any) -> Any:
         return jnp.minimum(step + 1, steps - 1)
 
-    picks = functools.partial(pl.BlockSpec, (rows * slots,), memory_space=pltpu.SMEM)
-    lanes = functools.partial(pl.BlockSpec, (_LANES,), memory_space=pltpu.SMEM)
-    indices, counts = by_block(indices.astype(jnp.int32)), _pad(counts.astype(jnp.int32), _LANES, 0)
+    picks = functools.partial(pl.BlockSpec, (sizes.slots * _ROWS,), memory_space=pltpu.SMEM)
+    rows = functools.partial(pl.BlockSpec, (_ROWS,), memory_space=pltpu.SMEM)
+    indices, counts = by_block(indices.astype(jnp.int32)), _pad(counts.astype(jnp.int32), 0)
     operands = [indices, indices, counts, counts]
-    specs = [picks(of_picks), picks(lambda i: of_picks(after(i))), lanes(of_rows), lanes(lambda i: of_rows(after(i)))]
+    specs = [picks(of_picks), picks(lambda i: of_picks(after(i))), rows(of_rows), rows(lambda i: of_rows(after(i)))]
     if values is not None:
         operands.append(by_block(values.astype(jnp.float32)))
         specs.append(picks(of_picks))
     if divisor is not None:
-        operands.append(_pad(divisor.astype(jnp.float32), _LANES, 1))
-        specs.append(lanes(of_rows))
+        operands.append(_pad(divisor.astype(jnp.float32), 1))
+        specs.append(rows(of_rows))
     kernel = functools.partial(
         _kernel,
         stored=jnp.dtype(h.dtype),
         weighted=values is not None,
         divided=divisor is not None,
-        shape=(rows, slots, tile),
+        slots=sizes.slots,
+        tile=tile,
         numbers=(num_tiles, num_chunks),
     )
     out = pl.pallas_call(
         kernel,
         grid=(steps,),
         in_specs=[*specs, pl.BlockSpec(memory_space=pl.ANY)],
-        out_specs=pl.BlockSpec((rows, columns), lambda i: _place(i, num_tiles, num_chunks)[:2]),
+        out_specs=pl.BlockSpec((_ROWS, columns), lambda i: _place(i, num_tiles, num_chunks)[:2]),
         out_shape=jax.ShapeDtypeStruct((count, num_tiles * columns), dtype),
         scratch_shapes=[
-            pltpu.VMEM((2, rows * slots, tile), words.dtype),
-            pltpu.VMEM((rows, columns), jnp.float32),
+            pltpu.VMEM((2, sizes.slots * _ROWS, tile), words.dtype),
+            pltpu.VMEM((_ROWS, columns), jnp.float32),
             pltpu.SemaphoreType.DMA((2,)),
         ],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
@@ -181,28 +181,25 @@ def _place(step: Any, num_tiles: int, num_chunks: int) -> tuple[Any, Any, Any]:
 
 
 def _kernel(
-    *refs: Any,
-    stored: Any,
-    weighted: bool,
-    divided: bool,
-    shape: tuple[int, int, int],
-    numbers: tuple[int, int],
+    *refs: Any, stored: Any, weighted: bool, divided: bool, slots: int, tile: int, numbers: tuple[int, int]
 ) -> None:
     indices, indices_after, counts, counts_after, *more, h, out, buffer, total, arrived = refs
-    (rows, slots, tile), (num_tiles, num_chunks) = shape, numbers
+    num_tiles, num_chunks = numbers
     step = pl.program_id(0)
     side = lax.rem(step, 2)
     _, _, chunk = _place(step, num_tiles, num_chunks)
 
-    def for_each_pick(step: Any, counts: Any, do: Any) -> None:
-        block, part, chunk = _place(step, num_tiles, num_chunks)
-        first = lax.rem(block * rows, _LANES)
+    def left(counts: Any, row: Any, chunk: Any) -> jax.Array:
+        return jnp.clip(counts[row] - chunk * slots, 0, slots)
 
-        @pl.loop(0, rows)
+    def for_each_pick(step: Any, counts: Any, do: Any) -> None:
+        _, part, chunk = _place(step, num_tiles, num_chunks)
+
+        @pl.loop(0, _ROWS)
         def _(row: jax.Array) -> None:
-            @pl.loop(0, jnp.clip(counts[first + row] - chunk * slots, 0, slots))
+            @pl.loop(0, left(counts, row, chunk))
             def _(slot: jax.Array) -> None:
-                do(row * slots + slot, part)
+                do(slot * _ROWS + row, part)
 
     def copy(node: Any, place: Any, part: Any, side: Any) -> Any:
         return pltpu.make_async_copy(
@@ -224,19 +221,17 @@ def _kernel(
     # Copies end in any order, and all of a step count on one semaphore: none is read before the last has ended.
     for_each_pick(step, counts, lambda place, part: copy(0, place, part, side).wait())
 
-    first = lax.rem(_place(step, num_tiles, num_chunks)[0] * rows, _LANES)
-
-    @pl.loop(0, rows)
+    @pl.loop(0, _ROWS)
     def _(row: jax.Array) -> None:
         def add(slot: jax.Array, sums: jax.Array) -> jax.Array:
-            place = row * slots + slot
+            place = slot * _ROWS + row
             terms = _unpack(buffer[side, pl.ds(place, 1), :], stored)
             return sums + (terms * more[0][place] if weighted else terms)
 
-        before = jnp.where(chunk == 0, 0.0, total[pl.ds(row, 1), :])
-        sums = lax.fori_loop(0, jnp.clip(counts[first + row] - chunk * slots, 0, slots), add, before)
+        sums = jnp.where(chunk == 0, 0.0, total[pl.ds(row, 1), :])
+        sums = lax.fori_loop(0, left(counts, row, chunk), add, sums)
         if divided:
-            sums = jnp.where(chunk == num_chunks - 1, sums / more[-1][first + row], sums)
+            sums = jnp.where(chunk == num_chunks - 1, sums / more[-1][row], sums)
         total[pl.ds(row, 1), :] = sums
 
     @pl.when(chunk == num_chunks - 1)
@@ -278,8 +273,8 @@ def _unpack(words: jax.Array, stored: Any) -> jax.Array:
     return jnp.concatenate(quarters, axis=1).astype(jnp.float32)
 
 
-def _pad(array: jax.Array, multiple: int, value: int) -> jax.Array:
-    return jnp.pad(array, (0, -array.shape[0] % multiple), constant_values=value)
+def _pad(array: jax.Array, value: int) -> jax.Array:
+    return jnp.pad(array, (0, -array.shape[0] % _ROWS), constant_values=value)
 
 
 def _check(h: jax.Array, dtype: jax.typing.DTypeLike) -> None:
