@@ -17,7 +17,12 @@ from scalejax.kernels.sampled_spmm import plan, presample, quantize_rows, sample
 WAIT = pltpu.InterpretParams()  # copies happen when they are waited for; unwritten memory is NaN
 EAGER = pltpu.InterpretParams(dma_execution_mode="eager")
 KERNELS = [("pallas_tpu", True), ("pallas_gpu", True)]
-SIMULATED = [("pallas_tpu", WAIT), pytest.param("pallas_tpu", EAGER, marks=pytest.mark.slow)]
+SIMULATED = [
+    pytest.param("pallas_tpu", WAIT, marks=pytest.mark.slow),
+    pytest.param("pallas_tpu", EAGER, marks=pytest.mark.slow),
+]
+BY_DEFAULT = [pytest.param("pallas_tpu", True, marks=pytest.mark.slow), ("pallas_gpu", True)]
+"""Interpreting the loops of a TPU takes seconds a program."""
 SHORT = (0, 1, 3, 7, 8, 9, 0, 40, 577, 5, 0)
 """Empty rows at the front, inside and at the end; some at both sides of a width of 8, and a multiple of the prime."""
 
@@ -68,7 +73,13 @@ def test_sums_and_means_of_picked_edges_equal_those_of_xla(implementation, inter
 
 @pytest.mark.parametrize(
     ("strategy", "rate"),
-    [("bucket", None), ("fastrand", None), ("quadratic_residue", None), ("rate", 0.3), ("rate_stride", 0.3)],
+    [
+        ("bucket", None),
+        ("fastrand", None),
+        pytest.param("quadratic_residue", None, marks=pytest.mark.slow),
+        pytest.param("rate", 0.3, marks=pytest.mark.slow),
+        ("rate_stride", 0.3),
+    ],
 )
 def test_positions_are_computed_inside_the_gpu_kernel(strategy, rate):
     csr = random_csr(1)
@@ -95,7 +106,7 @@ def test_edges_picked_inside_the_gpu_kernel_are_never_written_to_memory():
 
 
 @pytest.mark.parametrize(("implementation", "interpret"), KERNELS)
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_exact_products_equal_scipy_on_rows_of_every_bin_and_cut_rows(implementation, interpret, weighted):
     csr = random_csr(2, weighted=weighted)
     h = _features(csr, 6)
@@ -112,7 +123,7 @@ def test_rows_of_more_edges_than_two_passes_hold_are_summed(implementation, inte
 
 
 @pytest.mark.parametrize("features", [1, 300, pytest.param(7, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(("implementation", "interpret"), KERNELS)
+@pytest.mark.parametrize(("implementation", "interpret"), BY_DEFAULT)
 def test_any_number_of_features_is_summed(implementation, interpret, features):
     csr = random_csr(3, degrees=SHORT)
     h = _features(csr, features)
@@ -120,7 +131,7 @@ def test_any_number_of_features_is_summed(implementation, interpret, features):
     _close(sampled(ell, h, reduce="sum", implementation=implementation, interpret=interpret), _matrix(ell.to_csr()) @ h)
 
 
-@pytest.mark.parametrize(("implementation", "interpret"), [SIMULATED[0], SIMULATED[1], KERNELS[0]])
+@pytest.mark.parametrize(("implementation", "interpret"), [("pallas_tpu", WAIT), SIMULATED[1], KERNELS[0]])
 def test_a_tpu_sums_wide_features_in_ranges_and_many_slots_in_chunks(implementation, interpret):
     csr = random_csr(4, degrees=[90, 0, 9, *[1] * 127, 4])
     h = _features(csr, 1300)  # three ranges of words; two blocks of rows; three chunks of slots
@@ -128,8 +139,8 @@ def test_a_tpu_sums_wide_features_in_ranges_and_many_slots_in_chunks(implementat
     _close(sampled(ell, h, reduce="sum", implementation=implementation, interpret=interpret), _matrix(ell.to_csr()) @ h)
 
 
-@pytest.mark.parametrize(("implementation", "interpret"), [*KERNELS, pytest.param(*KERNELS[0][:1], WAIT)])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.int8])
+@pytest.mark.parametrize(("implementation", "interpret"), [*KERNELS, SIMULATED[0]])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.int8])
 def test_narrow_features_are_summed_in_float32(implementation, interpret, dtype):
     csr = random_csr(5, degrees=SHORT)
     h = jnp.asarray(_features(csr, 300))
@@ -144,7 +155,7 @@ def test_narrow_features_are_summed_in_float32(implementation, interpret, dtype)
 
 
 @pytest.mark.parametrize("graph", ["csr", "ell", "plan"])
-@pytest.mark.parametrize(("implementation", "interpret"), KERNELS)
+@pytest.mark.parametrize(("implementation", "interpret"), BY_DEFAULT)
 def test_gradients_equal_those_of_xla(implementation, interpret, graph):
     csr = random_csr(6, degrees=[0, 3, 40, 9, 300])
     h, values = _features(csr, 6), csr.values
@@ -178,7 +189,7 @@ def test_nan_reaches_the_rows_that_read_it_and_no_others(implementation, interpr
     assert not all(reads)
 
 
-@pytest.mark.parametrize(("implementation", "interpret"), KERNELS)
+@pytest.mark.parametrize(("implementation", "interpret"), BY_DEFAULT)
 def test_a_row_is_summed_to_the_same_bits_whatever_is_around_it(implementation, interpret):
     degrees = [50, 7, 0, 100, 31]
     csr = random_csr(8, degrees=degrees)
