@@ -458,7 +458,7 @@ def _fold_scales(
     if not isinstance(h, Int8Rows):
         return h, given
     scales, values = h.scales[columns], _either(given, own)
-    return h.codes, scales if values is None else values * scales
+    return h.codes, scales if values is None else values.astype(scales.dtype) * scales
 
 
 def _choose(

@@ -7,7 +7,7 @@ where there are more than 256 parts. Nothing is added in an order that depends o
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -106,7 +106,7 @@ def reduce_rows(
         return reduce_slots(*rows_of_runs(parts, starts, counts, slots), reduction)
 
     whole = reduce_rows(balance.cut.balance, reduce_parts, reduction)
-    return out.at[balance.cut.rows].set(whole, indices_are_sorted=True, unique_indices=True)
+    return out.at[balance.cut.rows].set(whole, mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
 def rows_of_runs(numbers: jax.Array, starts: jax.Array, counts: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
@@ -121,3 +121,46 @@ def reduce_slots(rows: jax.Array, inside: jax.Array, reduction: Literal["sum", "
     if reduction == "sum":
         return jnp.where(inside[..., None], rows, 0).sum(axis=-2)
     return jnp.where(inside[..., None], rows, -jnp.inf).max(axis=-2)
+
+
+def align_balances(balances: Sequence[Balance]) -> list[Balance]:
+    """The same balances with arrays of the same sizes, on the host, so that devices can run one program on them.
+
+    Runs that are added have no edges, and rows that are added are none (cut ones) or empty. At least one balance has an
+    edge.
+    """
+    lengths = [{b.width: len(b.starts) for b in balance.bins} for balance in balances]
+    room = {w: most for w in WIDTHS if (most := max(length.get(w, 0) for length in lengths))}
+    rows = max(len(balance.place) for balance in balances)
+    dtype = balances[0].place.dtype
+    total = sum(room.values())
+    cuts = [balance.cut for balance in balances]
+    inner: list[Balance | None] = [None] * len(cuts)
+    if any(cuts):
+        empty = Balance((), np.zeros(0, dtype), None)
+        inner = [*align_balances([empty if cut is None else cut.balance for cut in cuts])]
+    most_cut = max(0 if cut is None else len(cut.rows) for cut in cuts)
+    most_parts = max(0 if cut is None else len(cut.parts) for cut in cuts)
+    aligned = []
+    for balance, length, cut, of_parts in zip(balances, lengths, cuts, inner, strict=True):
+        moved = np.full(sum(length.values()) + 1, total, dtype)  # the last place is that of no run
+        bins, old, new = [], 0, 0
+        for width, most in room.items():
+            count = length.get(width, 0)
+            moved[old : old + count] = np.arange(new, new + count)
+            nothing = Bin(np.zeros(0, dtype), np.zeros(0, np.int32), width)
+            found = next((b for b in balance.bins if b.width == width), nothing)
+            bins.append(Bin(_filled(found.starts, most, 0), _filled(found.counts, most, 0), width))
+            old, new = old + count, new + most
+        both = None
+        if of_parts is not None:
+            cut_rows = np.zeros(0, dtype) if cut is None else cut.rows
+            parts = np.zeros(0, dtype) if cut is None else moved[cut.parts]
+            none = rows + np.arange(most_cut - len(cut_rows), dtype=dtype)  # beyond the rows: ascending and distinct
+            both = Cut(np.concatenate([cut_rows, none]), _filled(parts, most_parts, 0), of_parts)
+        aligned.append(Balance(tuple(bins), _filled(moved[balance.place], rows, total), both))
+    return aligned
+
+
+def _filled(array: np.ndarray, length: int, value: int) -> np.ndarray:
+    return np.concatenate([array, np.full(length - len(array), value, array.dtype)])

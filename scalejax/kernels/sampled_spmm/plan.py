@@ -1,13 +1,14 @@
 """What is found out about a graph once, on the host, for every product with it and for their derivatives."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.kernels.sampled_spmm.balance import Balance, balance_rows
+from scalejax.kernels.sampled_spmm.balance import Balance, align_balances, balance_rows
 from scalejax.kernels.sampled_spmm.csr import Csr, index_dtype
 from scalejax.kernels.sampled_spmm.gathers import take
 from scalejax.kernels.sampled_spmm.sampling import Ell
@@ -74,6 +75,11 @@ def plan(csr: Csr) -> SparsePlan:
     Raises:
       UserError: the graph is not well formed (`Csr.check`).
     """
+    return jax.tree.map(jnp.asarray, plan_on_host(csr))
+
+
+def plan_on_host(csr: Csr) -> SparsePlan:
+    """`plan`, its arrays NumPy's."""
     csr.check()
     dtype = index_dtype(csr.nnz, csr.shape)
     indptr = np.asarray(csr.indptr).astype(dtype)
@@ -85,7 +91,7 @@ def plan(csr: Csr) -> SparsePlan:
     ends = np.zeros(columns + 1, dtype)
     np.cumsum(np.bincount(indices, minlength=columns), out=ends[1:])
     turned = Csr(ends, row_ids[permutation], None if values is None else values[permutation], shape=(columns, rows))
-    made = SparsePlan(
+    return SparsePlan(
         Csr(indptr, indices, values, shape=csr.shape),
         turned,
         permutation,
@@ -93,7 +99,6 @@ def plan(csr: Csr) -> SparsePlan:
         balance_rows(indptr),
         balance_rows(ends),
     )
-    return jax.tree.map(jnp.asarray, made)
 
 
 def plan_sample(ell: Ell) -> SampledPlan:
@@ -105,6 +110,38 @@ def plan_sample(ell: Ell) -> SampledPlan:
     made = plan(ell.to_csr())
     edges = np.asarray(ell.edges)[np.asarray(ell.filled())]
     return SampledPlan(made, jnp.asarray(edges), jnp.asarray(ell.degrees))
+
+
+def stack_plans(plans: Sequence[SparsePlan]) -> SparsePlan:
+    """Plans of matrices of one shape, NumPy's, as one with a first axis more, on the host.
+
+    All get room for the edges of the largest. Edges that are added belong to no row; products skip them, `sddmm` and
+    `segment_softmax` are not for such plans.
+    """
+    most = max(made.nnz for made in plans)
+
+    def room(made: SparsePlan) -> SparsePlan:
+        def of_edges(array: Any) -> Any:
+            return None if array is None else np.concatenate([array, np.zeros(most - made.nnz, array.dtype)])
+
+        def of_matrix(csr: Csr) -> Csr:
+            return Csr(csr.indptr, of_edges(csr.indices), of_edges(csr.values), shape=csr.shape)
+
+        return dataclasses.replace(
+            made,
+            csr=of_matrix(made.csr),
+            transpose=of_matrix(made.transpose),
+            permutation=of_edges(made.permutation),
+            row_ids=of_edges(made.row_ids),
+        )
+
+    rows = align_balances([made.balance for made in plans])
+    columns = align_balances([made.transpose_balance for made in plans])
+    aligned = [
+        dataclasses.replace(room(made), balance=of_rows, transpose_balance=of_columns)
+        for made, of_rows, of_columns in zip(plans, rows, columns, strict=True)
+    ]
+    return jax.tree.map(lambda *arrays: np.stack(arrays), *aligned)
 
 
 def transposed_values(plan: SparsePlan, values: Any) -> Any:

@@ -1,0 +1,199 @@
+"""Graphs cut into blocks of rows, one a device, and the exchange of the features that a block reads.
+
+    device    rows (receivers)       features (senders)     reads
+    0         0 ... R - 1            0 ... C - 1            its own, and those of other devices that its edges name
+    1         R ... 2R - 1           C ... 2C - 1           ...
+
+Features, and results, lie in blocks of equal numbers of rows, padded at the end (`pad_nodes`). What a block reads of
+others comes by one of two exchanges:
+
+    halo          an all-to-all of the rows that are needed, found on the host; every pair of devices has the room of
+                  the pair that needs most
+    all_gather    all rows go everywhere, which costs less where blocks read most of each other
+
+Nothing is summed over devices in the forward pass, and the edges of a row keep their order: results do not depend on
+the number of devices. Hubs make blocks of unequal work: shuffle the nodes of a graph that is sorted by degree.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from scalejax.errors import UserError
+from scalejax.kernels.sampled_spmm import Csr, Ell, SparsePlan, spmm
+from scalejax.kernels.sampled_spmm.plan import plan_on_host, stack_plans
+from scalejax.parallel.mesh import everywhere
+
+Exchange = Literal["halo", "all_gather"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ShardedGraph:
+    """A graph in blocks of rows.
+
+    Attributes:
+      plan: Of the blocks: every array has a first axis of devices, and room for the block with the most edges.
+      send: int[devices, devices, K]: send[p, q] are the rows of its features that p hands to q; None = all to all.
+      shape: (N, M) of the graph.
+    """
+
+    plan: SparsePlan
+    send: Any
+    shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def devices(self) -> int:
+        """Blocks."""
+        return self.plan.row_ids.shape[0]
+
+    @property
+    def rows_fetched(self) -> int:
+        """Rows of features that arrive at each device in an exchange, padding included."""
+        if self.send is None:
+            return (self.devices - 1) * -(-self.shape[1] // self.devices)
+        return (self.devices - 1) * self.send.shape[2]
+
+
+def shard_graph(
+    graph: Csr | Ell, devices: int, *, exchange: Exchange = "halo", mesh: Mesh | None = None
+) -> ShardedGraph:
+    """Cuts a graph into blocks of rows and plans the exchange, on the host.
+
+    Args:
+      graph: A CSR, or picked edges.
+      devices: Blocks.
+      exchange: "halo" or "all_gather".
+      mesh: Where the blocks go, one on each device; None = they stay NumPy arrays.
+
+    Raises:
+      UserError: the graph is not well formed or has no edges, an argument is out of range, or the mesh has another
+        number of devices.
+    """
+    if devices < 1:
+        raise UserError(f"shard_graph: devices must be at least 1; got {devices}.")
+    if exchange not in ("halo", "all_gather"):
+        raise UserError(f'shard_graph: exchange must be "halo" or "all_gather"; got {exchange!r}.')
+    if mesh is not None and mesh.size != devices:
+        raise UserError(f"shard_graph: devices must be the {mesh.size} of the mesh; got {devices}.")
+    csr = (graph.to_csr() if isinstance(graph, Ell) else graph).check()
+    if not csr.nnz:
+        raise UserError("shard_graph: the graph must have edges; got none. A product with it is zeros.")
+    csr = jax.tree.map(np.asarray, csr)
+    rows, columns = (-(-count // devices) for count in csr.shape)
+    blocks = [_block(csr, device * rows, rows) for device in range(devices)]
+    if exchange == "all_gather":
+        plans = [plan_on_host(dataclasses.replace(block, shape=(rows, devices * columns))) for block in blocks]
+        sharded = ShardedGraph(stack_plans(plans), None, csr.shape)
+    else:
+        sharded = ShardedGraph(*_plan_halo(blocks, rows, columns), csr.shape)
+    return sharded if mesh is None else jax.device_put(sharded, everywhere(mesh))
+
+
+def pad_nodes(array: Any, devices: int) -> Any:
+    """[N, ...] with zeros at the end, so that its first axis divides by a number of devices."""
+    missing = -len(array) % devices
+    return array if not missing else jnp.concatenate([array, jnp.zeros((missing, *array.shape[1:]), array.dtype)])
+
+
+def sharded_spmm(
+    graph: ShardedGraph,
+    h: jax.Array,
+    *,
+    mesh: Mesh,
+    reduce: Literal["sum", "mean"] = "sum",
+    implementation: Any = None,
+) -> jax.Array:
+    """`kernels.sampled_spmm.spmm` of a graph in blocks. Differentiable with respect to h.
+
+    Args:
+      graph: From `shard_graph`, with as many blocks as the mesh has devices.
+      h: float[padded M, F], the features of all nodes after `pad_nodes`, of which each device holds a block.
+      mesh: All of its axes cut the nodes.
+      reduce: "sum" or "mean".
+      implementation: As in `spmm`.
+
+    Returns:
+      [padded N, F], likewise; what is past row N is zeros.
+
+    Raises:
+      UserError: the mesh or h does not fit the graph.
+    """
+    if mesh.size != graph.devices:
+        raise UserError(f"sharded_spmm: the graph is cut for {graph.devices} devices; the mesh has {mesh.size}.")
+    padded = -(-graph.shape[1] // graph.devices) * graph.devices
+    if h.shape[0] != padded:
+        raise UserError(
+            f"sharded_spmm: h must have {padded} rows, those of the {graph.shape[1]} nodes and padding; "
+            f"got {h.shape[0]}. Pass pad_nodes(h, devices)."
+        )
+    axes = tuple(mesh.axis_names)
+
+    def of_block(block: ShardedGraph, h: jax.Array) -> jax.Array:
+        local = own_block(block)
+        return spmm(local.plan, fetch_rows(local, h, axes), reduce=reduce, implementation=implementation)
+
+    cut = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(axes), P(axes)), out_specs=P(axes), check_vma=False)
+    return cut(of_block)(graph, h)
+
+
+def own_block(block: ShardedGraph) -> ShardedGraph:
+    """Inside a shard_map over all axes: the block of this device, without its axis of devices."""
+    return jax.tree.map(lambda array: array[0], block)
+
+
+def fetch_rows(block: ShardedGraph, h: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Inside a shard_map over all axes: the features that the columns of `block.plan` count through.
+
+    Args:
+      block: From `own_block`.
+      h: float[C, F], the rows of this device.
+      axes: Of the mesh.
+
+    Returns:
+      [M', F]: all rows, or this device's own and then what each device sent, in the order of devices.
+    """
+    if block.send is None:
+        return lax.all_gather(h, axes, tiled=True)
+    arrived = lax.all_to_all(h[block.send], axes, 0, 0, tiled=True)  # devices K F
+    return jnp.concatenate([h, arrived.reshape(math.prod(arrived.shape[:2]), h.shape[1])])
+
+
+def _block(csr: Csr, first: int, rows: int) -> Csr:
+    """Rows first ... first + rows - 1; those past the end are empty."""
+    bounds = csr.indptr[np.minimum(np.arange(first, first + rows + 1), csr.shape[0])]
+    edges = slice(bounds[0], bounds[-1])
+    values = None if csr.values is None else csr.values[edges]
+    return Csr(bounds - bounds[0], csr.indices[edges], values, shape=(rows, csr.shape[1]))
+
+
+def _plan_halo(blocks: list[Csr], rows: int, columns: int) -> tuple[SparsePlan, np.ndarray]:
+    """(plans, send) of blocks whose columns count through all nodes."""
+    devices = len(blocks)
+    needed = [np.unique(block.indices) for block in blocks]
+    owners = [nodes // columns for nodes in needed]
+    counts = np.stack([np.bincount(owner, minlength=devices) for owner in owners])  # reader owner
+    np.fill_diagonal(counts, 0)
+    room = max(1, int(counts.max()))
+    send = np.zeros((devices, devices, room), blocks[0].indices.dtype)
+    plans = []
+    for reader, (block, nodes, owner) in enumerate(zip(blocks, needed, owners, strict=True)):
+        place = nodes - owner * columns
+        for sender in range(devices):
+            theirs = owner == sender
+            if sender != reader and theirs.any():
+                mine = place[theirs]
+                send[sender, reader, : mine.size] = mine
+                place[theirs] = columns + sender * room + np.arange(mine.size)
+        indices = place[np.searchsorted(nodes, block.indices)].astype(block.indices.dtype)
+        shape = (rows, columns + devices * room)
+        plans.append(plan_on_host(dataclasses.replace(block, indices=indices, shape=shape)))
+    return stack_plans(plans), send
