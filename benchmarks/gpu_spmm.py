@@ -74,9 +74,10 @@ def check(report: Report, *, smoke: bool) -> bool:
     nnz = int(indptr[-1])
     wrong: dict[str, float] = {}
     checked = 0
-    for weighted, dtype, features in itertools.product(
-        (False, True), (jnp.float32, jnp.bfloat16), (20,) if smoke else (20, 128, 602)
-    ):
+    several = (
+        ((True,), (jnp.float32,), (20,)) if smoke else ((False, True), (jnp.float32, jnp.bfloat16), (20, 128, 602))
+    )
+    for weighted, dtype, features in itertools.product(*several):
         values = rng.standard_normal(nnz).astype(np.float32) if weighted else None
         csr = Csr(indptr, rng.integers(0, 50, nnz, dtype=np.int32), values, shape=(len(CHECKED), 50))
         h = jnp.asarray(rng.standard_normal((50, features)), dtype)
