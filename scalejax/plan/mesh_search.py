@@ -5,7 +5,8 @@
 2. The fastest are compiled ahead of time, at most `compiles` of them. Where layers are scanned, as in all models here,
    a program of 126 layers compiles as fast as one of 2, so the whole depth is. `depths=(1, 2)` compiles programs of 1
    and 2 layers instead and adds to them what the second layer adds: for models whose layers are unrolled. (A scan of
-   one layer becomes another program, off the line of deeper ones, whose figures lie on it: `depths=(2, 3)` there.)
+   one layer becomes another program, off the line of deeper ones, and of few layers it is not the layers that need the
+   most memory: `depths=(4, 5)` there.)
 3. They are ranked by the time that the compiled programs need (`Candidate.step_s`); those that do not fit come last.
 """
 
