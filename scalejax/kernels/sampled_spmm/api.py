@@ -6,13 +6,16 @@
     xla          gathers in bins of rows of like length (`xla`, `balance`)
     native       the CSR kernel that jax brings for CPUs (`native`)
     cusparse     NVIDIA's, through jax, in float32 and float64 (`cusparse`)
+    pallas_gpu   a Triton kernel; of a CSR, edges are picked inside it (`pallas_gpu`)
+    pallas_tpu   row copies by DMA (`pallas_tpu`)
 
 A name never falls back: what it lacks is an UnsupportedError that says so. None takes the fastest for the platform of
 the mesh in force, or else of jax's first device.
 
 An implementation is a module with `spmm(csr, balance, h, dtype)` and, if it has one, `picked_sum(ell, h, dtype)`: sums
-in `dtype`, with the values inside `csr` or `ell`. All else is shared: the derivative with respect to h is the product
-with the transpose, that with respect to values is `sddmm`, and each of these has the others for derivatives.
+in `dtype`, with the values inside `csr` or `ell`. Pallas kernels have `sampled_sum` instead, which divides too. All
+else is shared: the derivative with respect to h is the product with the transpose, that with respect to values is
+`sddmm`, and each of these has the others for derivatives.
 """
 
 import dataclasses
@@ -33,20 +36,38 @@ from scalejax.kernels.sampled_spmm.features import Int8Rows
 from scalejax.kernels.sampled_spmm.plan import SampledPlan, SparsePlan, transposed_values
 from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling, Strategy, check_width, pick
 
-Implementation = Literal["reference", "xla", "native", "cusparse"]
+Implementation = Literal["reference", "xla", "native", "cusparse", "pallas_gpu", "pallas_tpu"]
 _PLATFORMS = {
     "reference": ("cpu", "gpu", "tpu"),
     "xla": ("cpu", "gpu", "tpu"),
     "native": ("cpu",),
     "cusparse": ("gpu",),
+    "pallas_gpu": ("gpu",),
+    "pallas_tpu": ("tpu",),
 }
 """Where each implementation runs."""
 
-_FASTEST = {"cpu": ("native",), "gpu": ("cusparse", "xla"), "tpu": ("xla",)}
+_FASTEST = {"cpu": ("native",), "gpu": ("cusparse", "pallas_gpu", "xla"), "tpu": ("xla",)}
 """What None tries, in this order."""
 
-_PICKS = ("reference", "xla", "native")
-"""Those with a `picked_sum`."""
+_KERNELS = ("pallas_gpu", "pallas_tpu")
+"""Those with a `sampled_sum`, and without float64."""
+
+_PICKS = ("reference", "xla", "native", *_KERNELS)
+"""Those that take picked edges."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static: the implementation, and how Pallas kernels run."""
+
+    name: str
+    interpret: Any = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the functions of its module."""
+        return {"interpret": self.interpret} if self.name in _KERNELS else {}
 
 
 def spmm(
@@ -56,6 +77,7 @@ def spmm(
     values: jax.Array | None = None,
     reduce: Literal["sum", "mean"] = "sum",
     implementation: Implementation | None = None,
+    interpret: Any = False,
 ) -> jax.Array:
     """out[r] = sum over the edges e of row r of values[e] * h[indices[e]].
 
@@ -67,6 +89,7 @@ def spmm(
       values: float[nnz], one for each edge of `plan.csr`; None = the plan's own, which get no gradient, or ones.
       reduce: "mean" divides by the number of edges of the row. A row without edges gives zeros.
       implementation: None picks; a name never falls back.
+      interpret: For tests of Pallas kernels where their chip is not: True, or `pltpu.InterpretParams()` for a TPU's.
 
     Returns:
       [N, F] in the dtype of h (float32 for `Int8Rows`), summed in float32, or float64 for float64.
@@ -78,7 +101,7 @@ def spmm(
     op = "spmm"
     h, values = jax.tree.map(jnp.asarray, (h, values))
     _check_name(op, "reduce", reduce, ("sum", "mean"))
-    out = _sum(op, plan, h, values, implementation)
+    out = _sum(op, plan, h, values, implementation, interpret)
     if reduce == "mean":
         out = out / jnp.maximum(plan.degrees(), 1).astype(out.dtype)[:, None]
     return out.astype(_result_dtype(h))
@@ -115,7 +138,7 @@ def sddmm(
         _check_name(op, "implementation", implementation, ("reference", "xla"))
     if 0 in (plan.nnz, a.shape[1]):
         return jnp.zeros(plan.nnz, jnp.result_type(a, b))
-    out: Any = _edge_dots("reference" if implementation == "reference" else "xla", plan, a, b)
+    out: Any = _edge_dots(_Call("reference" if implementation == "reference" else "xla"), plan, a, b)
     return out.astype(jnp.result_type(a, b))
 
 
@@ -133,6 +156,7 @@ def sampled_spmm(
     rescale: Literal["none", "degree"] = "none",
     self_loop_bias: float = 0.0,
     implementation: Implementation | None = None,
+    interpret: Any = False,
 ) -> jax.Array:
     """`spmm` over at most `width` edges of each row, picked by a fixed rule (`sampling`).
 
@@ -155,6 +179,7 @@ def sampled_spmm(
       rescale: Whether a sum is scaled up by the edges that were left out. A mean is not.
       self_loop_bias: >= 0: added to the divisor of a mean, 1.0 where the row itself is added elsewhere.
       implementation: None picks; a name never falls back.
+      interpret: As in `spmm`.
 
     Returns:
       [N, F] in the dtype of h (float32 for `Int8Rows`), summed in float32, or float64 for float64.
@@ -176,122 +201,157 @@ def sampled_spmm(
             f"got {self_loop_bias}."
         )
     sampling = Sampling(strategy=strategy or "bucket", prime=prime, seed=seed, rate=rate)
+    picks: Csr | Ell | SampledPlan = graph
     if isinstance(graph, Csr):
-        picks, values = _pick_now(op, graph, width, sampling, values), None
-    elif width is None and strategy is None and sampling == Sampling():
-        picks = graph
-    else:
+        graph, values = _checked(op, graph, width, values), None
+        assert width is not None
+        fused = _choose(op, implementation, h, _PICKS, interpret).name == "pallas_gpu" and not isinstance(h, Int8Rows)
+        picks = graph if fused else pick(graph, width, sampling)
+    elif width is not None or strategy is not None or sampling != Sampling():
         raise UserError(
             f"{op}: width, strategy, prime, seed and rate are of a CSR; edges of an Ell or SampledPlan are picked "
             "already. Leave them out, or pass them to presample."
         )
-    if values is not None:
+    if values is not None and not isinstance(picks, Csr):
         _check_values(op, values)
         values = values[jnp.asarray(picks.edges)]
+    if isinstance(picks, Csr):
+        degrees = (picks.indptr[1:] - picks.indptr[:-1]).astype(jnp.int32)
+        picked = sampling.slots(degrees, width)
+    else:
+        degrees = picks.degrees
+        picked = picks.plan.degrees() if isinstance(picks, SampledPlan) else picks.counts
+    picked, degrees = (count.astype(jnp.promote_types(_result_dtype(h), jnp.float32)) for count in (picked, degrees))
+    divisor = None
+    if reduce == "mean":
+        divisor = jnp.where(picked > 0, picked + self_loop_bias, 1)
+    elif rescale == "degree":
+        divisor = jnp.maximum(picked, 1) / jnp.maximum(degrees, 1)
     if isinstance(picks, SampledPlan):
-        sums, picked, degrees = _sum(op, picks.plan, h, values, implementation), picks.plan.degrees(), picks.degrees
+        sums = _divide(_sum(op, picks.plan, h, values, implementation, interpret), divisor)
     else:
         picks = jax.tree.map(jnp.asarray, dataclasses.replace(picks, values=_either(values, picks.values)))
-        sums, picked, degrees = _sum_picks(op, picks, h, implementation), picks.counts, picks.degrees
-    picked = picked.astype(sums.dtype)
-    if reduce == "mean":
-        sums = sums / jnp.where(picked > 0, picked + self_loop_bias, 1)[:, None]
-    elif rescale == "degree":
-        sums = sums * (degrees.astype(sums.dtype) / jnp.maximum(picked, 1))[:, None]
+        sums = _sum_picks(op, picks, sampling, width, h, divisor, implementation, interpret)
     return sums.astype(_result_dtype(h))
 
 
 def _sum(
-    op: str, plan: SparsePlan, h: jax.Array | Int8Rows, values: jax.Array | None, implementation: str | None
+    op: str,
+    plan: SparsePlan,
+    h: jax.Array | Int8Rows,
+    values: jax.Array | None,
+    implementation: str | None,
+    interpret: Any,
 ) -> jax.Array:
     """The sum of `spmm`, in the dtype in which it is made."""
     _check_features(op, h, plan.shape[1])
     if values is not None:
         _check_values(op, values, plan.nnz)
-    chosen = _choose(op, implementation, h)
+    call = _choose(op, implementation, h, interpret=interpret)
     codes, values = _fold_scales(h, plan.csr.indices, plan.csr.values, values)
     if 0 in (plan.nnz, *plan.shape, codes.shape[1]):
         return jnp.zeros((plan.shape[0], codes.shape[1]), _sum_dtype(codes))
-    out: Any = _product(chosen, plan, values, codes)
+    out: Any = _product(call, plan, values, codes)
     return out
 
 
-def _pick_now(op: str, csr: Csr, width: int | None, sampling: Sampling, values: jax.Array | None) -> Ell:
+def _checked(op: str, csr: Csr, width: int | None, values: jax.Array | None) -> Csr:
+    """The graph of which edges are picked now, with the values that were given or else its own."""
     check_width(op, width)
-    assert width is not None
     if values is not None:
         _check_values(op, values, csr.nnz)
     if isinstance(csr.indptr, np.ndarray):
         csr.check()
-    return pick(
-        jax.tree.map(jnp.asarray, dataclasses.replace(csr, values=_either(values, csr.values))), width, sampling
-    )
+    return jax.tree.map(jnp.asarray, dataclasses.replace(csr, values=_either(values, csr.values)))
 
 
-def _sum_picks(op: str, ell: Ell, h: jax.Array | Int8Rows, implementation: str | None) -> jax.Array:
-    chosen = _choose(op, implementation, h, _PICKS)
-    codes, values = _fold_scales(h, ell.indices, None, ell.values)
-    if 0 in (*ell.shape, codes.shape[1]):
-        return jnp.zeros((ell.shape[0], codes.shape[1]), _sum_dtype(codes))
-    out: Any = _picked_sum(chosen, dataclasses.replace(ell, values=None), values, codes)
-    return out
+def _sum_picks(
+    op: str,
+    graph: Csr | Ell,
+    sampling: Sampling,
+    width: int | None,
+    h: jax.Array | Int8Rows,
+    divisor: jax.Array | None,
+    implementation: str | None,
+    interpret: Any,
+) -> jax.Array:
+    """Divided sums over the edges of an ELL, or over those that are picked from a CSR inside the kernel."""
+    call = _choose(op, implementation, h, _PICKS, interpret)
+    codes, values = h, graph.values
+    if isinstance(graph, Ell):
+        codes, values = _fold_scales(h, graph.indices, None, graph.values)
+        width = graph.width
+    assert width is not None
+    assert isinstance(codes, jax.Array)
+    if 0 in (graph.indices.size, *graph.shape, codes.shape[1]):
+        return jnp.zeros((graph.shape[0], codes.shape[1]), _sum_dtype(codes))
+    graph = dataclasses.replace(graph, values=None)
+    if call.name in _KERNELS:
+        picking = _Picking(call, sampling, width, _result_dtype(h))
+        return _kernel_sum(picking, graph, values, codes, divisor)
+    assert isinstance(graph, Ell)
+    return _divide(_picked_sum(call, graph, values, codes), divisor)
+
+
+def _divide(sums: Any, divisor: jax.Array | None) -> jax.Array:
+    return sums if divisor is None else sums / divisor[:, None]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(chosen: str, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> jax.Array:
+def _product(call: _Call, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> jax.Array:
     csr = dataclasses.replace(plan.csr, values=_either(values, plan.csr.values))
-    return _run_product(chosen, csr, plan.balance, h)
+    return _run_product(call, csr, plan.balance, h)
 
 
-def _product_forward(chosen: str, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> Any:
-    return _product(chosen, plan, values, h), (plan, values, h)
+def _product_forward(call: _Call, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> Any:
+    return _product(call, plan, values, h), (plan, values, h)
 
 
-def _product_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
+def _product_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
     plan, values, h = saved
     grads = jnp.asarray(grads)
-    d_h = _like(_transposed(chosen, plan, values, grads), h) if jnp.issubdtype(h.dtype, jnp.floating) else None
-    return None, None if values is None else _like(_edge_dots(_dots_of(chosen), plan, grads, h), values), d_h
+    d_h = _like(_transposed(call, plan, values, grads), h) if jnp.issubdtype(h.dtype, jnp.floating) else None
+    return None, None if values is None else _like(_edge_dots(_dots_of(call), plan, grads, h), values), d_h
 
 
 _product.defvjp(_product_forward, _product_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _transposed(chosen: str, plan: SparsePlan, values: jax.Array | None, g: jax.Array) -> jax.Array:
+def _transposed(call: _Call, plan: SparsePlan, values: jax.Array | None, g: jax.Array) -> jax.Array:
     """out[m] = sum over the edges e of column m of values[e] * g[row of e]."""
     turned = dataclasses.replace(plan.transpose, values=transposed_values(plan, values))
-    return _run_product(chosen, turned, plan.transpose_balance, g)
+    return _run_product(call, turned, plan.transpose_balance, g)
 
 
-def _transposed_forward(chosen: str, plan: SparsePlan, values: jax.Array | None, g: jax.Array) -> Any:
-    return _transposed(chosen, plan, values, g), (plan, values, g)
+def _transposed_forward(call: _Call, plan: SparsePlan, values: jax.Array | None, g: jax.Array) -> Any:
+    return _transposed(call, plan, values, g), (plan, values, g)
 
 
-def _transposed_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
+def _transposed_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
     plan, values, g = saved
     grads = jnp.asarray(grads)
-    d_values = None if values is None else _like(_edge_dots(_dots_of(chosen), plan, g, grads), values)
-    return None, d_values, _like(_product(chosen, plan, values, grads), g)
+    d_values = None if values is None else _like(_edge_dots(_dots_of(call), plan, g, grads), values)
+    return None, d_values, _like(_product(call, plan, values, grads), g)
 
 
 _transposed.defvjp(_transposed_forward, _transposed_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _edge_dots(chosen: str, plan: SparsePlan, a: jax.Array, b: jax.Array) -> jax.Array:
-    module = reference if chosen == "reference" else xla
+def _edge_dots(call: _Call, plan: SparsePlan, a: jax.Array, b: jax.Array) -> jax.Array:
+    module = reference if call.name == "reference" else xla
     return module.sddmm(plan.csr, plan.row_ids, a, b, jnp.promote_types(_sum_dtype(a), _sum_dtype(b)))
 
 
-def _edge_dots_forward(chosen: str, plan: SparsePlan, a: jax.Array, b: jax.Array) -> Any:
-    return _edge_dots(chosen, plan, a, b), (plan, a, b)
+def _edge_dots_forward(call: _Call, plan: SparsePlan, a: jax.Array, b: jax.Array) -> Any:
+    return _edge_dots(call, plan, a, b), (plan, a, b)
 
 
-def _edge_dots_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
+def _edge_dots_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
     plan, a, b = saved
     grads = jnp.asarray(grads)
-    product = "reference" if chosen == "reference" else _choose("sddmm", None, b)
+    product = call if call.name == "reference" else _choose("sddmm", None, b)
     d_a = _like(_product(product, plan, grads, b), a)
     d_b = None
     if jnp.issubdtype(b.dtype, jnp.floating):
@@ -303,15 +363,15 @@ _edge_dots.defvjp(_edge_dots_forward, _edge_dots_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _picked_sum(chosen: str, ell: Ell, values: jax.Array | None, h: jax.Array) -> jax.Array:
-    return _backend(chosen).picked_sum(dataclasses.replace(ell, values=values), h, _sum_dtype(h))
+def _picked_sum(call: _Call, ell: Ell, values: jax.Array | None, h: jax.Array) -> jax.Array:
+    return _backend(call.name).picked_sum(dataclasses.replace(ell, values=values), h, _sum_dtype(h))
 
 
-def _picked_sum_forward(chosen: str, ell: Ell, values: jax.Array | None, h: jax.Array) -> Any:
-    return _picked_sum(chosen, ell, values, h), (ell, values, h)
+def _picked_sum_forward(call: _Call, ell: Ell, values: jax.Array | None, h: jax.Array) -> Any:
+    return _picked_sum(call, ell, values, h), (ell, values, h)
 
 
-def _picked_sum_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
+def _picked_sum_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
     ell, values, h = saved
     grads = jnp.asarray(grads)
     d_h, d_values = xla.picked_sum_gradients(dataclasses.replace(ell, values=values), h, grads, grads.dtype)
@@ -322,12 +382,57 @@ def _picked_sum_backward(chosen: str, saved: Any, grads: jax.Array) -> Any:
 _picked_sum.defvjp(_picked_sum_forward, _picked_sum_backward)
 
 
-def _run_product(chosen: str, csr: Csr, balance: Balance, h: jax.Array) -> jax.Array:
-    return _backend(chosen).spmm(csr, balance, h, _sum_dtype(h))
+@dataclasses.dataclass(frozen=True)
+class _Picking:
+    """What is static in a kernel over picked edges: how it runs, which edges it picks, the dtype of its result."""
+
+    call: _Call
+    sampling: Sampling
+    width: int
+    dtype: Any
 
 
-def _dots_of(chosen: str) -> str:
-    return "reference" if chosen == "reference" else "xla"
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel_sum(
+    picking: _Picking, graph: Csr | Ell, values: jax.Array | None, h: jax.Array, divisor: jax.Array | None
+) -> Any:
+    return _backend(picking.call.name).sampled_sum(
+        dataclasses.replace(graph, values=values),
+        picking.sampling,
+        picking.width,
+        h,
+        divisor,
+        picking.dtype,
+        **picking.call.options,
+    )
+
+
+def _kernel_sum_forward(picking: _Picking, *args: Any) -> Any:
+    return _kernel_sum(picking, *args), args
+
+
+def _kernel_sum_backward(picking: _Picking, saved: Any, grads: jax.Array) -> Any:
+    graph, values, h, divisor = saved
+
+    def apart(values: jax.Array | None, h: jax.Array) -> jax.Array:
+        ell = dataclasses.replace(graph, values=values)
+        if isinstance(graph, Csr):
+            ell = pick(ell, picking.width, picking.sampling)
+        sums = _picked_sum(_Call("xla"), dataclasses.replace(ell, values=None), ell.values, h)
+        return _divide(sums, divisor).astype(picking.dtype)
+
+    return None, *jax.vjp(apart, values, h)[1](jnp.asarray(grads)), None
+
+
+_kernel_sum.defvjp(_kernel_sum_forward, _kernel_sum_backward)
+
+
+def _run_product(call: _Call, csr: Csr, balance: Balance, h: jax.Array) -> jax.Array:
+    return _backend(call.name).spmm(csr, balance, h, _sum_dtype(h), **call.options)
+
+
+def _dots_of(call: _Call) -> _Call:
+    return call if call.name == "reference" else _Call("xla")
 
 
 def _sum_dtype(h: jax.Array) -> Any:
@@ -357,15 +462,26 @@ def _fold_scales(
 
 
 def _choose(
-    op: str, implementation: str | None, h: jax.Array | Int8Rows, offered: tuple[str, ...] = tuple(_PLATFORMS)
-) -> str:
+    op: str,
+    implementation: str | None,
+    h: jax.Array | Int8Rows,
+    offered: tuple[str, ...] = tuple(_PLATFORMS),
+    interpret: Any = False,
+) -> _Call:
     """The implementation that was named, or else the first of `_FASTEST` that has the case."""
     platform = compat.platform()
+    if interpret is not False and implementation not in _KERNELS:
+        raise UserError(
+            f"{op}: interpret is for the kernels {' and '.join(_KERNELS)}; got implementation={implementation!r}. "
+            "Leave interpret out, or name one of them."
+        )
     if implementation is None:
-        wide = not isinstance(h, Int8Rows) and h.dtype in (jnp.float32, jnp.float64)
-        return next(name for name in _FASTEST[platform] if name in offered and (wide or name != "cusparse"))
+        dtype = jnp.int8 if isinstance(h, Int8Rows) else h.dtype
+        lacks = {"cusparse"} if dtype not in (jnp.float32, jnp.float64) else set()
+        lacks |= set(_KERNELS) if dtype == jnp.float64 else set()
+        return _Call(next(name for name in _FASTEST[platform] if name in offered and name not in lacks))
     _check_name(op, "implementation", implementation, tuple(_PLATFORMS))
-    if platform not in _PLATFORMS[implementation]:
+    if platform not in _PLATFORMS[implementation] and interpret is False:
         raise UnsupportedError(
             f'{op}: implementation="{implementation}" runs on {", ".join(_PLATFORMS[implementation])}; got {platform}. '
             "Leave implementation out."
@@ -375,7 +491,7 @@ def _choose(
             f'{op}: implementation="{implementation}" has no sum over picked edges. Pass plan_sample(presample(...)), '
             'or name "xla".'
         )
-    return implementation
+    return _Call(implementation, interpret)
 
 
 def _backend(name: str) -> Any:

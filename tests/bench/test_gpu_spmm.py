@@ -1,0 +1,44 @@
+"""The benchmark of the GPU kernel of sparse products, in its form for machines without a GPU."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def _run(*arguments):
+    return subprocess.run(
+        [sys.executable, "benchmarks/gpu_spmm.py", *arguments],
+        cwd=ROOT, env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, timeout=500, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_the_small_form_checks_the_kernel_and_reaches_every_case(tmp_path):
+    out = tmp_path / "lines.jsonl"
+    done = _run("--smoke", "--json", str(out), "--seconds", "400")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert lines[0]["case"] == "checks"
+    assert lines[0]["wrong"] == {}
+    assert lines[0]["checked"] == 4
+    assert all(line["smoke"] for line in lines)
+    timings = [line for line in lines if "bytes" in line]
+    assert {line["case"].split(",")[0] for line in timings} == {"copy", "exact", "sampled", "tiles"}
+    assert {line["case"].split(", ")[-1] for line in timings if line["case"].startswith("sampled")} == {
+        "bucket", "fastrand", "ell",
+    }  # fmt: skip
+    assert all(line["bytes_formula"] and line["s"] > 0 for line in timings)
+    assert any(line["case"].startswith("best exact over") and line["ratio"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_without_a_gpu_nothing_is_timed():
+    done = _run()
+    assert done.returncode == 2
+    assert "jax sees no GPU here" in done.stderr
