@@ -77,10 +77,8 @@ def test_language_smoke_trains_and_sums_up(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (tmp_path / "run" / "report.html").exists()
 
 
-# Of one program the smallest recipe by default; the others are slow.
-@pytest.mark.parametrize(
-    "name", [n if n == "wukong-smoke" else pytest.param(n, marks=pytest.mark.slow) for n in SMOKES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMOKES)
 def test_smoke_trains_and_sums_up(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     closing = loop.train(configs.load(name), workdir=tmp_path / "run", recipe=name)
