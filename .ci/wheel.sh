@@ -20,7 +20,9 @@ python3 -m venv "$scratch/wheel-venv"
 cp -r tests "$scratch/tests" && cp pyproject.toml "$scratch/"
 cd "$scratch"
 "$scratch/wheel-venv/bin/python" -c "import scalejax, sys; assert not scalejax.__file__.startswith('$root/'), scalejax.__file__"
-"$scratch/wheel-venv/bin/python" -m pytest -q -p no:cacheprovider -n 2 tests/data tests/nn tests/models tests/configs
+# The programs are those that the checkout has compiled; the wheel is what is tested here.
+JAX_COMPILATION_CACHE_DIR="$root/.cache/jax" "$scratch/wheel-venv/bin/python" -m pytest -q -p no:cacheprovider -n 2 \
+  tests/data tests/nn tests/models tests/configs
 # What must be equal to the bit, compiled as users compile it.
 XLA_FLAGS="" JAX_COMPILATION_CACHE_DIR="$scratch/cache" "$scratch/wheel-venv/bin/python" -m pytest -q -p no:cacheprovider -n 2 \
   tests/parallel/embedding/test_kinds.py tests/parallel/test_fsdp.py tests/train/test_dense_strategies.py tests/train/test_resume.py

@@ -75,6 +75,17 @@ def _garbage_between_files():
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_where_tests_read_them(request):
+    """Elsewhere they are empty: to draw those of every run took a tenth of the time of tests."""
+    if request.path.name == "test_report.py" or "scalejax.train.loop" not in sys.modules:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scalejax.train.figures._svg", lambda figure: '<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+        yield
+
+
 @pytest.fixture
 def strict_promotion():
     """Implicit dtype promotion raises (optax itself needs the standard rules, hence a fixture)."""

@@ -3,6 +3,8 @@
 import dataclasses
 
 import format_oracle
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -132,3 +134,22 @@ def wide_blocks(format: BlockFormat) -> np.ndarray:
     """float32[ROWS, k1]: normal blocks far from the ends of float32, over 40 binades."""
     rng = np.random.default_rng(0)
     return (rng.standard_normal((ROWS, format.k1)) * 2.0 ** rng.integers(-20, 20, (ROWS, 1))).astype(np.float32)
+
+
+def sparse_numbers(shape: tuple[int, ...], dtype: str = "float32", seed: int = 0) -> jax.Array:
+    """Over many binades, some zeros, and here and there what poisons a block."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 6, shape)
+    x = np.where(rng.random(shape) < 0.02, 0, x)
+    return jnp.asarray(np.where(rng.random(shape) < 0.002, np.nan, x), dtype)
+
+
+def assert_equal_bits(ours: object, theirs: object) -> None:
+    """Two trees of the same structure, dtypes, shapes and bits, NaNs included."""
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        assert a.dtype == b.dtype
+        assert a.shape == b.shape
+        integers = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
+        a, b = (np.asarray(jax.lax.bitcast_convert_type(x, integers)) for x in (a, b))
+        np.testing.assert_array_equal(a, b)

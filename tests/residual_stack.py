@@ -11,6 +11,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+
+from scalejax.parallel import fsdp
+from scalejax.parallel import mesh as meshes
 
 V, E, F, L = 16, 8, 32, 3
 
@@ -84,3 +88,20 @@ def norm(x, scale):
 
 
 without_remat = functools.partial(loss, remat="none")
+
+
+def lowered(strategy, mesh, *, layers=L, dim=E, hidden=F, rows=16, length=4, parts=1, rules=None, loss=loss):
+    """The gradients of a batch in float32 under a strategy, for `compile` or for what collectives it states."""
+    described = axes(layers, dim, hidden)
+    specs = {p.name: p.spec for p in fsdp.place(described, strategy, mesh=mesh, rules=rules)}
+    params = {
+        path: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, specs[path]))
+        for path, (_, shape) in described.items()
+    }
+    batch = {
+        name: jax.ShapeDtypeStruct(
+            (rows, length), np.float32 if name == "weights" else np.int32, sharding=meshes.batch_sharding(mesh)
+        )
+        for name in ("tokens", "targets", "weights")
+    }
+    return jax.jit(fsdp.gradients(loss, strategy, mesh=mesh, specs=specs, parts=parts)).lower(params, batch)

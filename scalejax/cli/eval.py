@@ -57,7 +57,10 @@ def evaluate(
     """Score a checkpoint of a run on one split, or a language model on a text."""
     environment.prepare(cpu_devices=cpu_devices)
     if text is not None:
-        for name, value in (("--split", split), ("--batch-size", batch_size), ("--coordinator", coordinator)):
+        for name, value in (
+            *(("--split", split), ("--batch-size", batch_size), ("--coordinator", coordinator)),
+            *(("--processes", processes), ("--process-id", process_id)),
+        ):
             if value is not None:
                 raise UserError(f"{name} {value}: goes with the data of a run, not with --text. Leave it out.")
         _score_text(run_folder, against, text, tokens, mesh=mesh, step=step, recipe=recipe, json=json)

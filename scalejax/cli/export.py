@@ -54,6 +54,12 @@ def export(
     lowered = lowering.lower(model, chosen, limits)
     exports.write(lowered, out)
     back = exports.difference(reload.load(out), lowered, some.inputs[0])
+    if not (back <= exports.LARGEST_DIFFERENCE or "int8" in chosen.operators.values()):
+        raise UserError(
+            f"OUT {out}: reloaded, its scores differ from the model's by {back:.1e}, more than "
+            f"{exports.LARGEST_DIFFERENCE:g}. Do not serve it; look for scores that are not finite, or another version "
+            "of jax."
+        )
     measured = {"run": str(run_folder), "out": str(out), "reloaded_difference": back}
     measured |= report.measure(lowered, some)
     console = output.console()

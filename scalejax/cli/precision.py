@@ -26,7 +26,10 @@ Examples = Annotated[
 def find(
     run_folder: options.RunFolder,
     budget: Annotated[
-        float, typer.Option("--budget", metavar="PERCENT", help="Largest loss of normalised entropy, in percent.")
+        float,
+        typer.Option(
+            "--budget", metavar="PERCENT", help="Largest loss of normalised entropy, in percent of that in float32."
+        ),
     ] = 0.05,
     objective: Annotated[
         str, typer.Option("--objective", metavar="WHAT", help="What to make small: bytes, or latency on this machine.")
@@ -70,11 +73,13 @@ def find(
     )
     lowered = lowering.lower(model, found.precisions, limits)
     measured = report.measure(lowered, held_out, calibration=calibration.inputs[:4])
+    quality: dict[str, float] = measured["quality"]
     measured = {"run": str(run_folder)} | report.with_search(measured, found, budget / 100)
     for table in report.tables(measured):
         console.print(table)
-    verdict = "within" if found.held_out_gap.value <= budget / 100 else "NOT within"
-    gaps = [f"{g.value:+.4%} (95 %: {g.low:+.4%} to {g.high:+.4%})" for g in (found.gap, found.held_out_gap)]
+    verdict = "within" if quality["gap"] <= budget / 100 else "NOT within"
+    served = click_model.Gap(quality["gap"], quality["gap_low"], quality["gap_high"])
+    gaps = [f"{g.value:+.4%} (95 %: {g.low:+.4%} to {g.high:+.4%})" for g in (found.gap, served)]
     console.print(
         f"NE gap {gaps[0]} on {len(calibration.labels):,} examples of {experiment.eval_split!r}, {gaps[1]} on "
         f"{len(held_out.labels):,} of {experiment.final_split!r}: {verdict} {budget:g} %.",

@@ -53,7 +53,9 @@ def quantize(
     calibrate: Annotated[
         str, typer.Option("--calibrate", metavar="METHOD", help="What scales are chosen by: max, percentile or mse.")
     ] = "max",
-    percentile: Annotated[float, typer.Option("--percentile", metavar="P", help="For --calibrate percentile.")] = 99.9,
+    percentile: Annotated[
+        float | None, typer.Option("--percentile", metavar="P", help="For --calibrate percentile. Default: 99.9.")
+    ] = None,
     method: Annotated[
         str,
         typer.Option(
@@ -71,12 +73,17 @@ def quantize(
         ),
     ] = None,
     tokens: Annotated[
-        int, typer.Option("--tokens", metavar="N", help="For error-diffusion: of the text, at most.")
-    ] = 16_384,
+        int | None,
+        typer.Option("--tokens", metavar="N", help="For error-diffusion: of the text, at most. Default: 16384."),
+    ] = None,
     damping: Annotated[
-        float,
-        typer.Option("--damping", metavar="D", help="For error-diffusion: added to the covariance, times its mean."),
-    ] = 0.01,
+        float | None,
+        typer.Option(
+            "--damping",
+            metavar="D",
+            help="For error-diffusion: added to the covariance, times its mean. Default: 0.01.",
+        ),
+    ] = None,
     layout: Annotated[
         str,
         typer.Option("--layout", metavar="NAME", help="scalejax, compressed-tensors or gpt-oss, for other readers."),
@@ -102,11 +109,18 @@ def quantize(
 
     if method not in ("direct", "error-diffusion"):
         raise UserError(f"--method must be direct or error-diffusion; got {method!r}.")
-    if method == "direct" and text is not None:
-        raise UserError(f"--text {text}: a direct cast reads no text. Leave it out, or add --method error-diffusion.")
+    if method == "direct":
+        for option, given in (("--text", text), ("--tokens", tokens), ("--damping", damping)):
+            if given is not None:
+                raise UserError(
+                    f"{option} {given}: a direct cast reads no text. Leave it out, or add --method error-diffusion."
+                )
+    if calibrate != "percentile" and percentile is not None:
+        raise UserError(f"--percentile {percentile}: goes with --calibrate percentile. Add it, or leave this out.")
     stored, rules = find_layout(layout), [planning.parse_rule(text) for text in rule or []]
     chosen: Any = scale_rule
-    calibration = Calibration(method=calibrate, percentile=percentile, scale_rule=chosen)  # pyright: ignore[reportArgumentType]
+    more = {} if percentile is None else {"percentile": percentile}
+    calibration = Calibration(method=calibrate, scale_rule=chosen, **more)  # pyright: ignore[reportArgumentType]
     planning.check_format(format)
     model = open_model(checkpoint, recipe=recipe, step=step)
     plan = planning.make(model, format, rules, stored)
@@ -116,10 +130,11 @@ def quantize(
     if method == "error-diffusion":
         from scalejax.inference import text_rows
         from scalejax.surgery.quantize.activations import ErrorDiffusion
+        from scalejax.surgery.quantize.diffusion import DAMPING
 
-        found = text_rows.read_rows(model, text, tokens)
+        found = text_rows.read_rows(model, text, 16_384 if tokens is None else tokens)
         console.print(f"Calibration text: {found.size:,} tokens in {len(found):,} rows.")
-        quantizer = ErrorDiffusion(model, plan, found, calibration, damping)
+        quantizer = ErrorDiffusion(model, plan, found, calibration, DAMPING if damping is None else damping)
     total = sum(_stored_bytes(weight, stored, model) for weight in plan)
     with output.transfer(console) as progress:
         task = progress.add_task(f"to {target}", total=total)

@@ -5,6 +5,9 @@ looked at. Shapes come in buckets (rows, length of a piece, length of the cache)
 many lengths: one reads a piece, the other generates up to a number of tokens that is no part of its shape. Both take
 the cache over, and no second one is ever made.
 
+A run that was trained under rules for number formats is served under them: its products and rows are those of its
+evaluation.
+
 On a mesh, parameters lie as the rules say (heads, hidden features and vocabulary over `tensor`), rows of the batch over
 the batch axes.
 """
@@ -12,7 +15,7 @@ the batch axes.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -30,8 +33,12 @@ from scalejax.inference.model_folder import LanguageModel
 from scalejax.inference.sampling import GREEDY, Sampling
 from scalejax.models.llm import loading
 from scalejax.models.llm.llama3 import Cache, Llama, LlamaConfig, huggingface
+from scalejax.nn.layers import Gather
+from scalejax.numerics.rules import QuantizationRule, assign
+from scalejax.numerics.weights import weights_of
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.activations import ACTIVATIONS
+from scalejax.parallel.formatted import FormattedGather
 from scalejax.parallel.rules import LLM, Rules
 from scalejax.train.state import ModelShape, Params
 
@@ -89,6 +96,7 @@ class Engine:
       params: Its parameters by path; quantized ones may be packed, see `packed_params`.
       mesh: The devices.
       choices: Ids below this may be generated; None = all. A table may have more rows than the tokenizer has ids.
+      formats: {path of a module: the rule of its number formats}.
     """
 
     config: LlamaConfig
@@ -96,6 +104,7 @@ class Engine:
     params: Params
     mesh: Mesh
     choices: int | None = None
+    formats: Mapping[str, QuantizationRule] = dataclasses.field(default_factory=dict)
 
     def generate(
         self,
@@ -246,7 +255,7 @@ class Engine:
         def forward(params: Params, tokens: jax.Array) -> jax.Array:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
             with self._on_mesh():
-                return self._model(params)(tokens, positions, jnp.ones_like(tokens), gather=packed_params.whole)
+                return self._model(params)(tokens, positions, jnp.ones_like(tokens), gather=self._gather)
 
         return jax.jit(forward)
 
@@ -254,7 +263,7 @@ class Engine:
     def _read_piece(self) -> Any:
         def read(params: Params, tokens: jax.Array, counts: jax.Array, state: _State) -> _State:
             with self._on_mesh():
-                logits, cache = self._model(params).extend(tokens, counts, state.cache, gather=packed_params.whole)
+                logits, cache = self._model(params).extend(tokens, counts, state.cache, gather=self._gather)
                 logits = jnp.where(counts[:, None] > 0, logits, state.logits)
                 return dataclasses.replace(state, cache=_laid_out(cache), logits=logits)
 
@@ -301,7 +310,7 @@ class Engine:
                     done = state.done | (token[:, None] == stops[None, :]).any(-1)
                     ones = jnp.ones_like(token)
                     model = self._model(params)
-                    logits, cache = model.extend(token[:, None], ones, state.cache, gather=packed_params.whole)
+                    logits, cache = model.extend(token[:, None], ones, state.cache, gather=self._gather)
                     return i + 1, _State(_laid_out(cache), logits, done, broken), out
 
             out = jnp.zeros((state.done.shape[0], _BLOCK), jnp.int32)
@@ -315,6 +324,10 @@ class Engine:
             return logits
         ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
         return jnp.where(ids < self.choices, logits, -jnp.inf)
+
+    @property
+    def _gather(self) -> Gather:
+        return FormattedGather(packed_params.whole, self.formats) if self.formats else packed_params.whole
 
     def _model(self, params: Any) -> Llama:
         model: Any = self.shape.put_together(params)
@@ -363,6 +376,7 @@ def load(
         lambda: Llama(model.config, nnx.Rngs(0), param_dtype=param_dtype, compute_dtype=compute_dtype)
     )
     shape = ModelShape.of(abstract)
+    formats = assign(model.quantization, weights_of(shape.logical_axes))
     shardings = shape.shardings(mesh, rules)
     targets = {
         name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in shape.params.items()
@@ -375,7 +389,7 @@ def load(
     if packed:
         params, targets = packed_params.load(model.source, targets, huggingface.sizes(model.config), loaded=loaded)
     params |= loading.load(model.source, targets, loaded=loaded)
-    return Engine(model.config, shape, params, mesh, choices)
+    return Engine(model.config, shape, params, mesh, choices, formats)
 
 
 def _device_bytes(array: Any, sharding: Any) -> int:

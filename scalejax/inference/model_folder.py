@@ -32,6 +32,7 @@ from scalejax.models.llm.llama3 import LlamaConfig, huggingface
 from scalejax.models.llm.llama3.huggingface import SpecialTokens
 from scalejax.models.llm.mapping import LAYER, Entry, Source, Stored, TensorSource
 from scalejax.models.llm.safetensors import Tensor, Written
+from scalejax.numerics.rules import QuantizationRule
 
 FORMAT = 1
 """Raised when a scalejax of today could not read the folders of tomorrow."""
@@ -64,6 +65,8 @@ class LanguageModel:
       source: Its parameters.
       tokenizer: Its tokenizer; None = the folder has none that is known here.
       begins: What comes before a text: the token "bos" of the tokenizer, if it has one, or "nothing".
+      quantization: Rules for number formats under which a run was trained, and by which it is served. Parameters are
+        the master parameters, in full.
       files: Files beside the parameters that go with it.
       made: Files that go with it and are written anew, as {name: content}.
       shards: Files that hold the parameters.
@@ -77,6 +80,7 @@ class LanguageModel:
     source: Source
     tokenizer: TokenizerConfig | None
     begins: Literal["bos", "nothing"] = "bos"
+    quantization: tuple[QuantizationRule, ...] = ()
     files: tuple[pathlib.Path, ...]
     made: Mapping[str, str] = dataclasses.field(default_factory=dict)
     shards: tuple[pathlib.Path, ...]

@@ -28,6 +28,10 @@ from scalejax.train.experiment import AnyExperiment, Checkpoints
 from scalejax.train.manifest import Manifest
 
 _PREFIX = "params."
+_UNDER_RULES = (
+    "trained under rules for number formats, which go with the run; its parameters are the master parameters, and a "
+    "folder written from them computes without these formats"
+)
 
 
 @dataclasses.dataclass
@@ -114,10 +118,14 @@ def open_run(
         source=sources[0] if average == 1 else AveragedSource(sources),
         tokenizer=data.tokenizer,
         begins=begins,
+        quantization=experiment.quantization,
         files=_tokenizer_files(data),
         made=_tokenizer_made(tokenizer, begins),
         shards=folders,
-        remarks=(f"{'step' if average == 1 else 'mean of steps'} {', '.join(map(str, steps))} of the run",),
+        remarks=(
+            f"{'step' if average == 1 else 'mean of steps'} {', '.join(map(str, steps))} of the run",
+            *([_UNDER_RULES] if experiment.quantization else []),
+        ),
     )
 
 

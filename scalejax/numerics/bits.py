@@ -20,6 +20,18 @@ NAN = 0x7FC00000
 ZERO_EXPONENT = -276
 
 
+def check_dtype(dtype: jax.typing.DTypeLike) -> None:
+    """Refuses what is not float32, bfloat16 or float16: the dtypes of arrays that formats are made of.
+
+    Raises:
+      UserError: says what to do.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        what = "Cast it" if dtype == jnp.float64 else "Formats hold real numbers; cast it"
+        raise UserError(f"quantize: x must be float32, bfloat16 or float16; got {dtype.name}. {what} to float32 first.")
+
+
 def float_bits(values: jax.Array) -> jax.Array:
     """float32, bfloat16 or float16 [...] -> int32[...], the bits of the same numbers in float32.
 
@@ -27,21 +39,17 @@ def float_bits(values: jax.Array) -> jax.Array:
       UserError: another dtype.
     """
     dtype = jnp.dtype(values.dtype)
+    check_dtype(dtype)
     if dtype == jnp.float32:
         return lax.bitcast_convert_type(values, jnp.int32)
     if dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32) << 16
-    if dtype == jnp.float16:
-        half = lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32)
-        field, fraction, sign = (half >> 10) & 0x1F, half & 0x3FF, (half >> 15) << 31
-        # An integer times 2^-24, exact and far from float32's own subnormals.
-        small = lax.bitcast_convert_type(fraction.astype(jnp.float32) * 2.0**-24, jnp.int32)
-        exponent = jnp.where(field == 31, 255, field + 112)
-        return sign | jnp.where(field == 0, small, (exponent << 23) | (fraction << 13))
-    raise UserError(
-        f"quantize: x must be float32, bfloat16 or float16; got {dtype.name}. "
-        + ("Cast it to float32 first." if dtype == jnp.float64 else "Formats hold real numbers; cast it to float32.")
-    )
+    half = lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32)
+    field, fraction, sign = (half >> 10) & 0x1F, half & 0x3FF, (half >> 15) << 31
+    # An integer times 2^-24, exact and far from float32's own subnormals.
+    small = lax.bitcast_convert_type(fraction.astype(jnp.float32) * 2.0**-24, jnp.int32)
+    exponent = jnp.where(field == 31, 255, field + 112)
+    return sign | jnp.where(field == 0, small, (exponent << 23) | (fraction << 13))
 
 
 def parts(bits: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -32,7 +32,8 @@ from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.rounding import Rounding
 from scalejax.numerics.scales import ScaleRule
 
-_E4M3_NAN = 0x7F
+E4M3_NAN = 0x7F
+"""The code, under either sign."""
 
 
 class Encoded(NamedTuple):
@@ -68,7 +69,8 @@ def encode_blocks(
       rule: for scales of kind "exponent", else None.
       rounding: of the elements.
       chance: uint32 like `bits` for stochastic rounding.
-      tensor_scale: float32[] or what broadcasts, for scales of kind "e4m3"; see tensor_scale_of.
+      tensor_scale: float32[] or what broadcasts, for scales of kind "e4m3"; see tensor_scale_of. Blocks under one that
+        is not positive, normal and finite are poisoned.
     """
     element = format.element
     sub_largest = jnp.max(bits & float32.MAGNITUDE, axis=axis + 1, keepdims=True)
@@ -112,6 +114,8 @@ def encode_blocks(
     else:
         assert tensor_scale is not None
         whole = lax.bitcast_convert_type(tensor_scale, jnp.int32)
+        # Numbers would decode to zeros under a zero or a subnormal g, and with the other sign under a negative one.
+        poisoned = poisoned | (whole <= 0x7FFFFF) | (whole >= float32.INFINITY)
         significand, exponent = float32.parts(whole)
         top = element.max_count  # 3 for E2M1, whose largest number is 6
         own = elements.encode_ratio(
@@ -122,7 +126,7 @@ def encode_blocks(
             "ties_to_even",
             extra_bits=top.bit_length() - 1,
         )
-        stored = jnp.where(poisoned, _E4M3_NAN, own).astype(jnp.uint8)
+        stored = jnp.where(poisoned, E4M3_NAN, own).astype(jnp.uint8)
         step = elements.decode(own, jnp.zeros_like(own), elements.E4M3)
         step_significand, step_exponent = float32.parts(step)
         divisor = jnp.where(step == 0, 0, (step_significand >> 20) * significand)
@@ -169,7 +173,7 @@ def encode_under(
     else:
         assert tensor_scale is not None
         own = scales_of.scales.astype(jnp.int32)
-        poisoned = own == _E4M3_NAN
+        poisoned = own & E4M3_NAN == E4M3_NAN
         whole_significand, whole_exponent = float32.parts(lax.bitcast_convert_type(tensor_scale, jnp.int32))
         step = elements.decode(jnp.where(poisoned, 0, own), jnp.zeros_like(own), elements.E4M3)
         significand, exponent = float32.parts(step)
@@ -206,7 +210,7 @@ def decode_blocks(encoded: Encoded, format: BlockFormat, tensor_scale: jax.Array
 
     Exact for scales of kind "exponent", also among subnormal numbers, and an infinity beyond float32 (rules that round
     the exponent up reach 2^128 for the last numbers below it). For the others one float32 rounding, of the product with
-    the float32 scale.
+    the float32 scale; next to the largest float32 it may round to an infinity.
     """
     element = format.element
     if format.scale == "exponent":
@@ -225,6 +229,6 @@ def decode_blocks(encoded: Encoded, format: BlockFormat, tensor_scale: jax.Array
         assert tensor_scale is not None
         code = encoded.scales.astype(jnp.int32)
         step = elements.decode(code, jnp.zeros_like(code), elements.E4M3)
-        step = jnp.where(code & _E4M3_NAN == _E4M3_NAN, float32.NAN, step)
+        step = jnp.where(code & E4M3_NAN == E4M3_NAN, float32.NAN, step)
         values = values * lax.bitcast_convert_type(step, jnp.float32) * tensor_scale
     return lax.bitcast_convert_type(values, jnp.int32)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from scalejax.numerics import formats
+from scalejax.numerics import bits, formats
 
 DTYPES = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 """Of formats."""
@@ -28,10 +28,14 @@ def quantize(x: jax.Array, format: str, *, axes: Sequence[int]) -> tuple[jax.Arr
     Returns:
       float8[...] of the shape of x, and float32 scales with 1 in place of `axes`: x is about their product. NaN or an
       infinity makes NaN of everything under its scale.
+
+    Raises:
+      UserError: another dtype.
     """
+    bits.check_dtype(x.dtype)
     element = formats.find(format).element
     wide = x.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(wide), axis=tuple(axes), keepdims=True)
+    largest = jnp.max(jnp.abs(wide), axis=tuple(axes), keepdims=True, initial=0)
     # As in numerics.blocks: products of scales below this with the smallest element would be subnormal.
     lowest = 2.0 ** (-126 - element.step_exponent)
     scale = jnp.maximum(largest / element.max, lowest)

@@ -23,7 +23,7 @@ gives others.
 import dataclasses
 import difflib
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from scalejax.errors import UserError
 from scalejax.numerics import elements
@@ -65,6 +65,9 @@ class BlockFormat:
             refuse(f"k1 must be a multiple of k2, both positive; got k1={self.k1}, k2={self.k2}.")
         if self.element.bits < 2 or self.element.bits > 16:
             refuse(f"elements must have 2 to 16 bits; got {self.element.name} with {self.element.bits}.")
+        for field, choices in (("scale", Scale), ("sub_scale", SubScale)):
+            if getattr(self, field) not in get_args(choices):
+                refuse(f"{field} must be one of {', '.join(get_args(choices))}; got {getattr(self, field)!r}.")
         widths = {"exponent": range(2, 9), "float32": (32,), "e4m3": (8,)}[self.scale]
         if self.d1 not in widths:
             refuse(f"a scale of kind {self.scale} has {' or '.join(map(str, widths))} bits; got d1={self.d1}.")
@@ -79,6 +82,11 @@ class BlockFormat:
             refuse(f"microexponents refine a scale of kind 'exponent'; got {self.scale!r}.")
         if self.sub_scale == "integer" and self.scale != "float32":
             refuse(f"integer scales refine a scale of kind 'float32'; got {self.scale!r}.")
+        if self.scale == "e4m3" and self.element.max_count > 15:
+            refuse(
+                "a scale of kind 'e4m3' is found for elements of at most 4 significant bits; got "
+                f"{self.element.name}. Take a scale of kind 'float32'."
+            )
         if self.scale == "exponent":
             lowest = 1 - (1 << (self.d1 - 1)) - self.max_microexponent + self.element.step_exponent
             if lowest < -149:
@@ -119,6 +127,8 @@ def bdr(
       m: magnitude bits.
       scale: kind of the scale.
     """
+    if m < 1:
+        raise UserError(f"bdr: m must be at least 1 magnitude bit beside the sign; got {m}.")
     exponent = scale == "exponent"
     if not exponent:
         d1 = 32
@@ -183,6 +193,8 @@ def find(format: str | BlockFormat) -> BlockFormat:
     """
     if isinstance(format, BlockFormat):
         return format
+    if not isinstance(format, str):
+        raise UserError(f"format: must be a BlockFormat or the name of one; got {format!r}.")
     if format in FORMATS:
         return FORMATS[format]
     name, colon, size = format.partition(":")

@@ -71,10 +71,14 @@ class Packed:
 def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
     """Integers of `bits` bits, [..., n, ...] -> uint8[..., n bits / 8, ...], a stream along `axis`.
 
+    Of negative integers these are the lowest bits, two's complement.
+
     Raises:
-      UserError: the stream does not fill whole bytes.
+      UserError: the stream does not fill whole bytes, or the codes are no integers.
     """
-    axis %= codes.ndim
+    if not jnp.issubdtype(codes.dtype, jnp.integer):
+        raise UserError(f"pack_bits: codes must be integers; got {codes.dtype}. Pass those that quantize gave.")
+    axis = _axis("pack_bits", codes, axis)
     group, _ = _group(bits)
     _check_whole(codes.shape[axis], group, bits)
     return _regrouped(codes, bits, 8, axis=axis).astype(jnp.uint8)
@@ -85,9 +89,11 @@ def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
     """uint8[..., n bits / 8, ...] -> int32[..., n, ...]: what pack_bits was given.
 
     Raises:
-      UserError: the bytes are no whole number of codes.
+      UserError: the bytes are no whole number of codes, or of another dtype.
     """
-    axis %= packed.ndim
+    if packed.dtype != jnp.uint8:
+        raise UserError(f"unpack_bits: bytes must be uint8; got {packed.dtype}. View them as that.")
+    axis = _axis("unpack_bits", packed, axis)
     group, size = _group(bits)
     if packed.shape[axis] % size:
         raise UserError(
@@ -103,7 +109,8 @@ def _regrouped(words: jax.Array, given: int, wanted: int, *, axis: int) -> jax.A
     group, size = together // given, together // wanted
     count = words.shape[axis] // group
     apart = words.astype(jnp.int32).reshape(*words.shape[:axis], count, group, *words.shape[axis + 1 :])
-    parts = [jax.lax.index_in_dim(apart, i, axis + 1, keepdims=False) for i in range(group)]
+    # A bit too many would be one of the neighbour's.
+    parts = [jax.lax.index_in_dim(apart, i, axis + 1, keepdims=False) & ((1 << given) - 1) for i in range(group)]
     made = []
     for j in range(size):
         word = jnp.zeros_like(parts[0])
@@ -222,7 +229,7 @@ def unpack_blocks(
     """
     format = formats.find(format)
     size = block_bytes(format)
-    axis %= data.ndim
+    axis = _axis("unpack_blocks", data, axis)
     count = data.shape[axis] // size
     if data.dtype != jnp.uint8 or data.shape[axis] % size or count != math.ceil(length / format.k1):
         raise UserError(
@@ -253,6 +260,13 @@ def unpack_blocks(
             length=length,
         )
     )
+
+
+def _axis(op: str, array: jax.Array, axis: int) -> int:
+    """Counted from the front."""
+    if not -array.ndim <= axis < array.ndim:
+        raise UserError(f"{op}: the array has {array.ndim} axes; got axis {axis}. Name one of them.")
+    return axis % array.ndim
 
 
 def _group(bits: int) -> tuple[int, int]:

@@ -26,7 +26,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from scalejax.errors import UserError
+from scalejax.errors import UnsupportedError, UserError
 from scalejax.numerics import float8, formats, quantize
 from scalejax.numerics.rules import QuantizationRule
 
@@ -109,7 +109,7 @@ def operand(
         return Operand(held=codes, scale=scale, **plain)
     kind = formats.find(format)
     if rule.scales != "blocks":
-        length = math.prod(x.shape[axis] for axis in shared)
+        length = max(math.prod(x.shape[axis] for axis in shared), 1)  # of an array without numbers, too
         kind = dataclasses.replace(kind, k1=length, k2=length)
     # Blocks that end with the last axis are those of all axes as one, and nothing need be laid out anew.
     if len(shared) == 1 or (shared and x.shape[shared[-1]] % kind.k1 == 0):
@@ -172,6 +172,7 @@ def mx_dot_general(
     rule: QuantizationRule,
     weight: Side = "rhs",
     where: str = "",
+    out_sharding: Any = None,
 ) -> jax.Array:
     """`lax.dot_general` in number formats; its gradient is in those of the rule, see above.
 
@@ -186,6 +187,7 @@ def mx_dot_general(
       rule: The formats. Its path is not looked at.
       weight: Which operand has the format of weights; the other has that of activations.
       where: Path of the module, for messages.
+      out_sharding: None; modules of Flax pass it.
 
     Returns:
       What `lax.dot_general` returns for operands that were cast to their formats.
@@ -193,7 +195,13 @@ def mx_dot_general(
     Raises:
       UserError: a reduced axis is no multiple of the block (in the backward pass also the axes of results and of
         examples), or a dtype that has no formats.
+      UnsupportedError: a sharding is asked of the result.
     """
+    if out_sharding is not None:
+        raise UnsupportedError(
+            f"mx_dot_general: out_sharding must be None; got {out_sharding}. Put jax.lax.with_sharding_constraint, or "
+            "jax.sharding.reshard on a mesh of explicit axes, around the product."
+        )
     if weight not in ("lhs", "rhs"):
         raise UserError(f"mx_dot_general: weight must be 'lhs' or 'rhs'; got {weight!r}.")
     (lc, rc), (lb, rb) = dimension_numbers
@@ -213,15 +221,21 @@ def read_rows(rows: jax.Array, rule: QuantizationRule, *, where: str = "") -> ja
     """Rows of an embedding table as the format of weights has them, one by one; their gradient passes straight through.
 
     Args:
-      rows: float[..., D]; blocks lie along D, and scales that are not the format's own are one a row.
+      rows: float[..., D]; blocks lie along D. Scales that are not the format's own are one a row, and so is the float32
+        that NVFP4 has for a tensor: which rows are read together, and where, changes none of them.
       rule: What is said of the table.
       where: Path of the table, for messages.
     """
     rule = dataclasses.replace(rule, scales="rows") if rule.scales == "tensor" else rule
 
+    def read(rows: jax.Array) -> jax.Array:
+        return operand(rows, rule.weight_qtype, rule, axes=(rows.ndim - 1,), where=where).value()
+
     @jax.custom_jvp
     def through(rows: jax.Array) -> jax.Array:
-        return operand(rows, rule.weight_qtype, rule, axes=(rows.ndim - 1,), where=where).value()
+        if rule.weight_qtype is not None and formats.find(rule.weight_qtype).scale == "e4m3":
+            return jax.vmap(read)(rows.reshape(-1, rows.shape[-1])).reshape(rows.shape)
+        return read(rows)
 
     @through.defjvp
     def _(primals: Any, tangents: Any) -> Any:
@@ -326,7 +340,8 @@ def _beside(scale: jax.Array, side: Side, a: Operand, b: Operand, dimension_numb
 def _flatten(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """[...] -> [other axes, axes as one]."""
     others = [axis for axis in range(x.ndim) if axis not in axes]
-    return x.transpose((*others, *axes)).reshape(*(x.shape[axis] for axis in others), -1)
+    length = math.prod(x.shape[axis] for axis in axes)
+    return x.transpose((*others, *axes)).reshape(*(x.shape[axis] for axis in others), length)
 
 
 def _unflatten(flat: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...]) -> jax.Array:

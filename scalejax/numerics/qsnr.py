@@ -23,7 +23,7 @@ from scalejax.numerics.scales import ScaleRule
 
 
 def qsnr(exact: np.ndarray, quantized: np.ndarray) -> float:
-    """dB of one array against another, in float64; infinite where they are equal."""
+    """dB of one array against another, in float64; infinite where they are equal, NaN where one has NaN."""
     exact = np.asarray(exact, np.float64)
     return _decibel(((np.asarray(quantized, np.float64) - exact) ** 2).sum(), (exact**2).sum())
 
@@ -99,20 +99,23 @@ def study(
         tensor_scale = blocks.tensor_scale_of(float32.float_bits(jnp.full((1, 1), largest)), format, axis=0)
     noise, signal = [], []
     for start in range(0, len(vectors), chunk):
-        part = jnp.asarray(vectors[start : start + chunk], jnp.float32)
-        one_noise, one_signal = _energies(part, format, scale_rule, tensor_scale)
-        noise.append(np.asarray(one_noise, np.float64))
-        signal.append(np.asarray(one_signal, np.float64))
+        part = np.asarray(vectors[start : start + chunk], np.float32)
+        # Squares of small and of large float32 numbers have no float32.
+        quantized = np.asarray(_cast(jnp.asarray(part), format, scale_rule, tensor_scale), np.float64)
+        exact = part.astype(np.float64)
+        noise.append(((quantized - exact) ** 2).sum(axis=-1))
+        signal.append((exact**2).sum(axis=-1))
     noise, signal = np.concatenate(noise), np.concatenate(signal)
     lowest = min(_decibel(n, s) for n, s in zip(noise, signal, strict=True))
     return Study(overall=_decibel(noise.sum(), signal.sum()), lowest=lowest)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _energies(x, format, scale_rule, tensor_scale):
-    error = cast(x, format, axis=-1, scale_rule=scale_rule, tensor_scale=tensor_scale) - x
-    return jnp.sum(error * error, axis=-1), jnp.sum(x * x, axis=-1)
+def _cast(x, format, scale_rule, tensor_scale):
+    return cast(x, format, axis=-1, scale_rule=scale_rule, tensor_scale=tensor_scale)
 
 
 def _decibel(noise: float, signal: float) -> float:
-    return math.inf if noise == 0 else 10 * math.log10(signal / noise)
+    if noise == 0:
+        return math.inf
+    return -math.inf if signal == 0 else 10 * math.log10(signal / noise)

@@ -42,7 +42,8 @@ class Quantized:
       scales: one a block along the block axis. uint8 exponents plus their bias (E8M0 for 8 bits), uint8 codes of E4M3,
         or float32.
       sub_scales: uint8, one for k2 entries, or None: microexponents tau, or integer scales.
-      tensor_scale: float32[] of NVFP4, or None.
+      tensor_scale: float32[] of NVFP4, or None. Of arrays that were quantized one by one and stacked in front, as
+        under `jax.vmap`, one each.
       format: of the blocks.
       axis: of the blocks, counted from the end: arrays stacked in front, as scanned layers are, keep it.
       length: of the block axis, without padding.
@@ -80,7 +81,8 @@ def quantize(
       key: PRNG key for stochastic rounding; the same key gives the same result.
       tail: what happens to an axis that is no multiple of k1: "refuse" raises; "pad" appends zeros, which change no
         scale, and keeps the length.
-      tensor_scale: float32[] for NVFP4, such as one from calibration; by default of x itself.
+      tensor_scale: float32[] for NVFP4, such as one from calibration; by default of x itself. One that is not positive,
+        normal and finite poisons all blocks.
 
     Returns:
       The quantized array. Blocks with NaN or infinities are poisoned, see `poisoned_blocks`.
@@ -125,6 +127,8 @@ def dequantize(quantized: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) 
     Raises:
       UserError: another dtype.
     """
+    if quantized.tensor_scale is not None and quantized.tensor_scale.ndim:
+        return jax.vmap(lambda one: dequantize(one, dtype))(quantized)
     return _dequantized(quantized, jnp.dtype(dtype))
 
 
@@ -185,7 +189,8 @@ def poisoned_blocks(quantized: Quantized) -> jax.Array:
     if quantized.format.scale == "float32":
         poisoned = jnp.isnan(scales)
     else:
-        poisoned = scales == (0x7F if quantized.format.scale == "e4m3" else (1 << quantized.format.d1) - 1)
+        code = scales & blocks.E4M3_NAN if quantized.format.scale == "e4m3" else scales
+        poisoned = code == (blocks.E4M3_NAN if quantized.format.scale == "e4m3" else (1 << quantized.format.d1) - 1)
     return jnp.sum(poisoned, dtype=jnp.int32)
 
 
@@ -193,6 +198,7 @@ def check_arguments(
     x, format: BlockFormat, axis: int, scale_rule, rounding, key, tail, tensor_scale
 ) -> tuple[int, ScaleRule | None]:
     """What `quantize` refuses, for kernels that do the same; the axis counted from the front, and the rule."""
+    float32.check_dtype(x.dtype)  # before jax makes float32 of NumPy's float64
     if not -x.ndim <= axis < x.ndim:
         raise UserError(f"axis: x has {x.ndim} axes; got axis {axis}. Name one of them.")
     axis %= x.ndim
@@ -217,8 +223,11 @@ def check_arguments(
         )
     if format.scale != "e4m3" and tensor_scale is not None:
         raise UserError(f"tensor_scale: {format.name} has none. Leave it out.")
-    if tensor_scale is not None and (tensor_scale.dtype != jnp.float32 or tensor_scale.ndim):
-        raise UserError(f"tensor_scale: must be float32[]; got {tensor_scale.dtype}{list(tensor_scale.shape)}.")
+    if tensor_scale is not None:
+        plain = isinstance(tensor_scale, (int, float))
+        if plain or tensor_scale.dtype != jnp.float32 or tensor_scale.ndim:
+            got = f"the number {tensor_scale}" if plain else f"{tensor_scale.dtype}{list(tensor_scale.shape)}"
+            raise UserError(f"tensor_scale: must be float32[]; got {got}. Pass jnp.float32(...).")
     rule: ScaleRule | None = (scale_rule or "floor") if format.scale == "exponent" else None
     if rule is not None:
         threshold(format.element, rule)  # raises

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from scalejax.errors import UserError
 from scalejax.numerics import formats
 from scalejax.numerics.quantize import Tail
-from scalejax.numerics.scales import ScaleRule
+from scalejax.numerics.scales import ScaleRule, threshold
 
 Scales = Literal["blocks", "rows", "tensor"]
 Implementation = Literal["emulated", "native"]
@@ -70,6 +70,12 @@ class QuantizationRule:
                 f"int2, fp8_e4m3, fp8_e5m2); got {', '.join(without)}, whose blocks belong to the format. Set "
                 "scales='blocks'."
             )
+        sized = [name for name in (self.weight_qtype, self.act_qtype, self.bwd_qtype) if name and ":" in name]
+        if self.scales != "blocks" and sized:
+            raise UserError(
+                f"QuantizationRule: scales={self.scales!r} says how many numbers share a scale, and so does "
+                f"{', '.join(sized)}. Set scales='blocks', or leave the size out of the name."
+            )
         if self.scale_rule is not None:
             if self.scale_rule not in get_args(ScaleRule):
                 raise UserError(
@@ -81,6 +87,9 @@ class QuantizationRule:
                     f"QuantizationRule: scale_rule={self.scale_rule!r} needs a format whose scales are exponents; got "
                     f"{', '.join(format.name for format in named) or 'no format'}. Leave it out."
                 )
+            for format in named:
+                if format.scale == "exponent":
+                    threshold(format.element, self.scale_rule)  # which refuses rules that its elements lack
         if self.implementation == "native":
             self._check_native()
 
@@ -120,17 +129,22 @@ def module_of(parameter: str) -> str:
     return re.sub(r"/(kernel|weight)$", "", parameter)
 
 
-def assign(rules: Sequence[QuantizationRule], paths: Iterable[str]) -> dict[str, QuantizationRule]:
+def assign(
+    rules: Sequence[QuantizationRule], paths: Iterable[str], tables: Iterable[str] = ()
+) -> dict[str, QuantizationRule]:
     """Which modules take which rule; those that none matches are left out.
 
     Args:
       rules: The first that matches holds.
-      paths: Of all modules that can be quantized.
+      paths: Of all modules whose products can be quantized.
+      tables: Of all tables whose rows can be: they are read in the format of weights, and nothing multiplies them.
 
     Raises:
-      UserError: a rule is for no module, because there is none of that path, or because others come before it.
+      UserError: a rule is for no module, because there is none of that path, or because others come before it; or it is
+        for tables alone and names none but formats of products.
     """
-    paths = sorted(paths)
+    tables = sorted(tables)
+    paths = sorted([*paths, *tables])
     found = {path: rule for path in paths if (rule := find(rules, path)) is not None}
     for number, rule in enumerate(rules):
         matching = [path for path in paths if re.fullmatch(rule.module_path, path)]
@@ -142,5 +156,11 @@ def assign(rules: Sequence[QuantizationRule], paths: Iterable[str]) -> dict[str,
         if all(find(rules[:number], path) is not None for path in matching):
             raise UserError(
                 f"{what} only modules that earlier rules take, {', '.join(matching[:_SHOWN])}. Put exceptions first."
+            )
+        products = [name for name in ("act_qtype", "bwd_qtype") if getattr(rule, name) is not None]
+        if products and rule.weight_qtype is None and set(matching) <= set(tables):
+            raise UserError(
+                f"{what} only embedding tables, {', '.join(matching[:_SHOWN])}, whose rows have a weight_qtype and no "
+                f"{' or '.join(products)}. Name a weight_qtype, or leave the rule out."
             )
     return found

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from scalejax.errors import UserError
 from scalejax.numerics import bits as float32
 from scalejax.numerics import elements, formats, qsnr
 from scalejax.numerics.formats import BlockFormat
@@ -58,8 +59,19 @@ def family(
 
 
 def measure(members: Iterable[BlockFormat], vectors: np.ndarray) -> list[Point]:
-    """The QSNR of formats on float32[vectors, length], ties to even, floor rule."""
+    """The QSNR of formats on float32[vectors, length], ties to even, floor rule.
+
+    Raises:
+      UserError: the block of a format does not divide the length.
+    """
     members = list(members)
+    length = vectors.shape[1]
+    for format in members:
+        if length % format.k1:
+            raise UserError(
+                f"measure: {format.name} has blocks of {format.k1}, which do not divide vectors of {length} numbers. "
+                "Take vectors whose length all blocks divide."
+            )
     decibels: dict[BlockFormat, float] = {}
     together: dict[tuple[int, int, int], list[BlockFormat]] = {}
     for format in members:
@@ -67,12 +79,15 @@ def measure(members: Iterable[BlockFormat], vectors: np.ndarray) -> list[Point]:
             together.setdefault((format.k1, format.k2, format.d1), []).append(format)
         else:
             decibels[format] = qsnr.study(format, vectors).overall
+    # Next to 1, where squares are float32: powers of two change no ratio.
+    largest = float(np.abs(vectors).max(initial=0))
+    vectors = np.ldexp(vectors, -int(np.clip(np.frexp(largest)[1], -126, 126))) if np.isfinite(largest) else vectors
     signal = (np.asarray(vectors, np.float64) ** 2).sum()
     for (k1, k2, d1), group in together.items():
         m = jnp.array([format.element.mantissa_bits + 1 for format in group], jnp.int32)
         beta = jnp.array([format.max_microexponent for format in group], jnp.int32)
         noise = np.asarray(_noise(jnp.asarray(vectors, jnp.float32), k1, k2, d1, m, beta), np.float64).sum(axis=-1)
-        with np.errstate(divide="ignore"):
+        with np.errstate(divide="ignore", invalid="ignore"):
             decibels.update(zip(group, map(float, 10 * np.log10(signal / noise)), strict=True))
     return [Point(format=f, bits=f.bits_per_element, qsnr=decibels[f]) for f in members]
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax.errors import UserError
+
 
 def stochastic_round(values: jax.Array, dtype: jax.typing.DTypeLike, bits: jax.Array) -> jax.Array:
     """Rounds float32 to a narrower float type so that the expected result is the value itself.
@@ -18,12 +20,13 @@ def stochastic_round(values: jax.Array, dtype: jax.typing.DTypeLike, bits: jax.A
       range becomes its largest number, where rounding to nearest would give an infinity.
 
     Raises:
-      ValueError: another dtype.
+      UserError: another dtype.
     """
     dtype = jnp.dtype(dtype)
     if values.dtype != jnp.float32 or dtype not in (jnp.bfloat16, jnp.float16):
-        raise ValueError(
-            f"stochastic_round: values must be float32 and dtype bfloat16 or float16; got {values.dtype} and {dtype}."
+        raise UserError(
+            f"stochastic_round: values must be float32 and dtype bfloat16 or float16; got {values.dtype} and {dtype}. "
+            "Cast values to float32; numerics.quantize has narrower formats."
         )
     if dtype == jnp.bfloat16:
         # The upper half of a float32 is a bfloat16: add 16 random bits below it and cut them off.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from scalejax.numerics import products
 from scalejax.numerics.rules import QuantizationRule, module_of
@@ -56,16 +57,29 @@ class FormattedWeight:
         """`[...]` is the weight itself, as modules read a parameter; `[ids]` are rows in the format of weights."""
         if index is Ellipsis:
             return self
+        if not (hasattr(index, "dtype") and jnp.issubdtype(index.dtype, jnp.integer)):
+            raise TypeError(
+                f"FormattedWeight: {self.path} can be read whole ([...]) or by rows (an array of ids); got {index!r}. "
+                "Put a rule without formats for it before."
+            )
         return products.read_rows(self.array[index], self.rule, where=self.path)
 
     def __matmul__(self, x: jax.Array) -> jax.Array:
         """W x for matrices."""
+        self._check_matrices(self, x)
         dimensions = (((self.ndim - 1,), (0,)), ((), ()))
         return products.mx_dot_general(self.array, x, dimensions, rule=self.rule, weight="lhs", where=self.path)
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
         """x W for a matrix W."""
+        self._check_matrices(self)
         return dot(x, self)
+
+    def _check_matrices(self, *operands: Any) -> None:
+        """Of more axes `@` is many products, which `mx_dot_general` says by batch axes."""
+        if any(operand.ndim != 2 for operand in operands):
+            shapes = " and ".join(str(operand.shape) for operand in operands)
+            raise TypeError(f"FormattedWeight: @ with {self.path} needs matrices; got {shapes}. Use `weights.dot`.")
 
 
 def dot(

@@ -18,6 +18,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from scalejax.errors import UserError
 from scalejax.numerics import formats, packing
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
@@ -44,7 +45,7 @@ def encode(x: jax.Array, format: WireFormat) -> jax.Array:
     packed = packing.pack(quantize(x, found, axis=-1, tail="pad"))
     scales = packed.scales
     if found.scale == "float32":
-        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(*x.shape[:-1], -1)
+        scales = jax.lax.bitcast_convert_type(scales, jnp.uint8).reshape(*x.shape[:-1], 4 * scales.shape[-1])
     parts = (scales, packed.sub_scales, packed.codes)
     sizes = _sizes(x.shape[-1], found)
     return jnp.concatenate(
@@ -60,8 +61,16 @@ def decode(data: jax.Array, format: WireFormat, *, length: int, dtype: jax.typin
       format: The same.
       length: n.
       dtype: float32, or bfloat16 or float16, rounded from it.
+
+    Raises:
+      UserError: other bytes than `length` numbers have in this format.
     """
     found = formats.find(format)
+    if data.dtype != jnp.uint8 or data.shape[-1:] != (encoded_bytes(length, format),):
+        raise UserError(
+            f"decode: {length} numbers in {format} are uint8[..., {encoded_bytes(length, format)}]; got "
+            f"{data.dtype.name}{list(data.shape)}. Name the format and the length that they were encoded with."
+        )
     blocks = math.ceil(length / found.k1)
     scale_bytes, sub_bytes, code_bytes = _sizes(length, found)
     scales = data[..., :scale_bytes]

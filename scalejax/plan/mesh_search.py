@@ -5,7 +5,8 @@
 2. The fastest are compiled ahead of time, at most `compiles` of them. Where layers are scanned, as in all models here,
    a program of 126 layers compiles as fast as one of 2, so the whole depth is. `depths=(1, 2)` compiles programs of 1
    and 2 layers instead and adds to them what the second layer adds: for models whose layers are unrolled. (A scan of
-   one layer becomes another program, off the line of deeper ones, whose figures lie on it: `depths=(2, 3)` there.)
+   one layer becomes another program, off the line of deeper ones, and of few layers it is not the layers that need the
+   most memory: `depths=(4, 5)` there.)
 3. They are ranked by the time that the compiled programs need (`Candidate.step_s`); those that do not fit come last.
 """
 
@@ -244,8 +245,8 @@ def extrapolate(one: PlanResult, two: PlanResult, depths: tuple[int, int], layer
     """The plan of a model of `layers` layers from those of two depths, on a straight line through both.
 
     What the deeper one needs less of is taken to be the same at every depth, with a warning. Where one of them did not
-    compile, the result has its memory and no time. Memory is a lower bound: what lives at one time is the larger of
-    several moments, and in a deeper model it may be another.
+    compile, the result has its memory and no time. Memory is a lower bound, with a warning: what lives at one time is
+    the larger of several moments, and in a deeper model it may be another.
 
     Args:
       one: Plan of `depths[0]` layers.
@@ -287,6 +288,11 @@ def extrapolate(one: PlanResult, two: PlanResult, depths: tuple[int, int], layer
         }
         moved.append(dataclasses.replace(some, **counts))
     warnings = list(dict.fromkeys((*one.warnings, *two.warnings)))
+    if layers > depths[1]:
+        warnings.append(
+            f"Memory is a lower bound, taken from {depths[0]} and {depths[1]} of {layers} layers: in the whole model "
+            "another moment of the step may need more. Compile all layers (depths=None) before relying on it."
+        )
     if less:
         names = ", ".join(dict.fromkeys(less))
         warnings.append(

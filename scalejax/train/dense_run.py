@@ -209,6 +209,11 @@ class DenseRun:
         """Nothing that is not finite is ever logged or saved."""
         with self.records.timer.phase("blocked"):
             nonfinite = int(np.asarray(state.metrics.nonfinite))
+        if nonfinite and not np.asarray(state.metrics.weight.value):
+            raise UserError(
+                f"Nothing counts in the batches up to step {step}: the sum of their weights is 0. Documents of one "
+                "token have no next one to learn; check data.path, data.column and data.marks."
+            )
         if nonfinite:
             raise UserError(
                 f"The loss or the gradient of {nonfinite} steps was not finite in the steps up to {step}. Nothing was "

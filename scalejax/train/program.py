@@ -84,7 +84,7 @@ class Program:
     def formats(self) -> dict[str, QuantizationRule]:
         """The rule of each module of the dense part whose products are in number formats, by path."""
         modules = weights.weights_of(self.model.logical_axes)
-        found = rules.assign(self.experiment.quantization, [*modules, *map(_path, self.collection.tables)])
+        found = rules.assign(self.experiment.quantization, modules, tables=map(_path, self.collection.tables))
         return {path: rule for path, rule in found.items() if path in modules}
 
     @functools.cached_property

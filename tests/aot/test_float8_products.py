@@ -1,6 +1,8 @@
 """Products in number formats for machines that are not here: FP8 by the library on Hopper, emulated ones on TPUs."""
 
+import pathlib
 import re
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -33,29 +35,45 @@ def arguments(sharding):
     ]
 
 
+def on_hopper(products, **compiler_options):
+    where = cuda_topology.mesh(1)
+    given = arguments(NamedSharding(where, P()))
+    return cuda_topology.compile_for(where, products, *given, compiler_options=compiler_options).as_text()
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """What `benchmarks/gpu_fp8.py` asks of a program before it times it."""
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_fp8.py"
+    if not script.exists():
+        pytest.skip("runs in a checkout; here are no benchmarks")
+    return runpy.run_path(str(script))["float8_products"]
+
+
 @cuda_topology.needs_cuda_compiler
 @pytest.mark.parametrize("scales", ["tensor", "rows"])
-def test_native_products_are_library_calls_on_hopper(scales):
+def test_native_products_are_library_calls_on_hopper(counted, scales):
     """The three of them. Without a device XLA cannot time its own kernels against the library, so these are off."""
-    where = cuda_topology.mesh(1)
-    compiled = cuda_topology.compile_for(
-        where,
-        three_products(QuantizationRule(scales=scales, **FP8)),
-        *arguments(NamedSharding(where, P())),
-        compiler_options={"xla_gpu_enable_triton_gemm": False},
-    )
-    targets = re.findall(r'custom_call_target="([^"]+)"', compiled.as_text())
+    text = on_hopper(three_products(QuantizationRule(scales=scales, **FP8)), xla_gpu_enable_triton_gemm=False)
+    targets = re.findall(r'custom_call_target="([^"]+)"', text)
     assert targets == ["__cublas$lt$matmul$f8"] * 3
+    assert counted(text) == {"library": 3, "kernels": 0}
 
 
 @cuda_topology.needs_cuda_compiler
-def test_kernels_that_xla_makes_itself_take_float8_too():
-    where = cuda_topology.mesh(1)
-    rule = QuantizationRule(scales="tensor", **FP8)
-    text = cuda_topology.compile_for(where, three_products(rule), *arguments(NamedSharding(where, P()))).as_text()
-    headers = re.findall(r"^%gemm_fusion\S* \(parameter_\S+: (\w+)\[[^)]*parameter_\S+: (\w+)\[", text, re.MULTILINE)
-    found = sorted(headers) or sorted(re.findall(r"custom_call_target=\"(__cublas\$lt\$matmul\$f8)\"", text))
-    assert len(found) == 3
+def test_kernels_that_xla_makes_itself_take_float8_too(counted):
+    text = on_hopper(three_products(QuantizationRule(scales="tensor", **FP8)))
+    pairs = re.findall(r" dot\(%([\w.]+), %([\w.]+)\)", text)  # inside fusions, whose parameters they are
+    operands = [sorted(re.findall(rf"[( ]{re.escape(name)}: (\w+)\[", text)[0] for name in pair) for pair in pairs]
+    assert sorted(operands) == [["f8e4m3fn"] * 2, *[["f8e4m3fn", "f8e5m2"]] * 2]
+    assert counted(text) == {"library": 0, "kernels": 3}
+
+
+@cuda_topology.needs_cuda_compiler
+@pytest.mark.parametrize("triton", [False, True])
+def test_products_of_bfloat16_are_not_counted_for_float8(counted, triton):
+    text = on_hopper(three_products(QuantizationRule()), xla_gpu_enable_triton_gemm=triton)
+    assert counted(text) == {"library": 0, "kernels": 0}
 
 
 @pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])

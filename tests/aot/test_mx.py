@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.kernels import mx
+from scalejax.numerics.formats import FORMATS
 from scalejax.numerics.packing import Packed
 from scalejax.plan import topology
 
@@ -19,31 +20,34 @@ pytestmark = [
 ]
 
 CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
+NAMES = [name for name, format in FORMATS.items() if format.scale != "float32"]
 FORMS = {
-    "mxfp8_e4m3, last axis": ("mxfp8_e4m3", 1, (512, 8192), jnp.bfloat16),
-    "mxfp8_e5m2, first axis": ("mxfp8_e5m2", 0, (4096, 1000), jnp.float32),
-    "mxfp6_e2m3, last axis": ("mxfp6_e2m3", 1, (300, 5120), jnp.bfloat16),
-    "mxfp6_e3m2, first axis": ("mxfp6_e3m2", 0, (2080, 512), jnp.bfloat16),
-    "mxfp4_e2m1, last axis": ("mxfp4_e2m1", 1, (8, 4096), jnp.bfloat16),
-    "mxfp4_e2m1, first axis": ("mxfp4_e2m1", 0, (4096, 512), jnp.float16),
-    "mxint8, last axis": ("mxint8", 1, (256, 4096), jnp.float32),
-    "nvfp4, first axis": ("nvfp4", 0, (1024, 256), jnp.float32),
-    "bdr_mx9, last axis": ("bdr_mx9", 1, (256, 4096), jnp.bfloat16),
-    "bdr_mx6, first axis": ("bdr_mx6", 0, (4096, 512), jnp.float32),
-    "bdr_mx4, last axis": ("bdr_mx4", 1, (256, 4096), jnp.float32),
+    **{f"{name}, last axis": (name, 1, (512, 2048), jnp.bfloat16) for name in NAMES},
+    **{f"{name}, first axis": (name, 0, (2048, 512), jnp.float32) for name in NAMES},
+    "columns that fill no tile": ("mxfp8_e5m2", 0, (4096, 1000), jnp.float32),
+    "rows that fill no tile": ("mxfp6_e2m3", 1, (300, 5120), jnp.bfloat16),
+    "few rows": ("mxfp4_e2m1", 1, (8, 4096), jnp.bfloat16),
+    "float16": ("mxfp4_e2m1", 0, (4096, 512), jnp.float16),
     "a tail": ("mxfp8_e4m3", 1, (100, 1000), jnp.float32),
 }
 PRODUCTS = {
-    "mxfp8_e4m3, one row": ("mxfp8_e4m3", 0, (1, 4096, 4096), jnp.bfloat16),
-    "mxfp8_e5m2, eight rows": ("mxfp8_e5m2", 1, (8, 8192, 1000), jnp.bfloat16),
-    "mxfp6_e2m3, float32": ("mxfp6_e2m3", 1, (64, 4096, 512), jnp.float32),
-    "mxfp4_e2m1, one row": ("mxfp4_e2m1", 1, (1, 4096, 4096), jnp.bfloat16),
-    "mxfp4_e2m1, many rows": ("mxfp4_e2m1", 0, (1024, 4096, 2048), jnp.bfloat16),
-    "nvfp4": ("nvfp4", 0, (8, 4096, 1024), jnp.bfloat16),
-    "bdr_mx9": ("bdr_mx9", 0, (8, 4096, 1024), jnp.bfloat16),
-    "bdr_mx6": ("bdr_mx6", 1, (8, 5120, 1024), jnp.bfloat16),
-    "bdr_mx4": ("bdr_mx4", 0, (8, 4096, 1024), jnp.bfloat16),
+    **{f"{name}, last axis": (name, 1, (8, 2048, 512), jnp.bfloat16) for name in NAMES},
+    **{f"{name}, first axis": (name, 0, (8, 2048, 512), jnp.bfloat16) for name in NAMES},
+    "one row": ("mxfp8_e4m3", 0, (1, 4096, 4096), jnp.bfloat16),
+    "columns that fill no tile": ("mxfp8_e5m2", 1, (8, 8192, 1000), jnp.bfloat16),
+    "float32": ("mxfp6_e2m3", 1, (64, 4096, 512), jnp.float32),
+    "many rows": ("mxfp4_e2m1", 0, (1024, 4096, 2048), jnp.bfloat16),
 }
+ONE = "mxfp6_e2m3, last axis"
+"""What the default run compiles for one chip of each kind."""
+
+
+FLOAT4 = "f4_e2m1fn"
+"""As jax prints the dtype."""
+
+
+def like(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def tpu(name):
@@ -52,6 +56,9 @@ def tpu(name):
 
 
 def compiled(mesh, function, *shapes):
+    """The text of a program, which has no floats of 4 bits where the chip has none."""
+    if "TPU7x" not in mesh.devices.flat[0].device_kind:
+        assert FLOAT4 not in str(jax.make_jaxpr(function)(*shapes))
     place = NamedSharding(mesh, P())
     placed = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), shapes)
     return cuda_topology.compile_for(mesh, function, *placed).as_text()
@@ -61,7 +68,7 @@ def packed(name, shape, axis) -> Packed:
     """Of shapes; by XLA, which needs no chip."""
     make = jax.eval_shape(
         lambda x: mx.quantize_blocks(x, name, axis=axis, tail="pad", implementation="xla"),
-        jax.ShapeDtypeStruct(shape, jnp.float32),
+        like(shape, jnp.float32),
     )
     assert dataclasses.is_dataclass(make)
     return make
@@ -69,7 +76,7 @@ def packed(name, shape, axis) -> Packed:
 
 def blocks_compile(mesh, implementation, form, mark):
     name, axis, shape, dtype = FORMS[form]
-    x = jax.ShapeDtypeStruct(shape, dtype)
+    x = like(shape, dtype)
 
     def quantize(x):
         return mx.quantize_blocks(x, name, axis=axis, tail="pad", implementation=implementation)
@@ -88,44 +95,54 @@ def product_compiles(mesh, implementation, product, mark):
     def multiply(x, weights):
         return mx.matmul(x, weights, implementation=implementation)
 
-    assert mark in compiled(mesh, multiply, jax.ShapeDtypeStruct((rows, depth), dtype), weights)
+    assert mark in compiled(mesh, multiply, like((rows, depth), dtype), weights)
 
 
-def slow_but(one, cases):
-    """The cases, all of them slow but one."""
-    return [case if case == one else pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+def every(forms, chips, one):
+    """Forms by chips, all of them slow but one."""
+    return [
+        pytest.param(form, chip, marks=() if (form, chip) == one else pytest.mark.slow)
+        for form in forms
+        for chip in chips
+    ]
 
 
 TPU = 'custom_call_target="tpu_custom_call"'
 
-# Each form for one chip, one with 6-bit codes for every chip; by default that one for one chip alone.
-EVERYWHERE = "mxfp6_e2m3, last axis"
-COVERED = [(form, name) for n, form in enumerate(FORMS) for name in (CHIPS if form == EVERYWHERE else [CHIPS[n % 4]])]
+
+@pytest.mark.parametrize(("form", "chip"), every(FORMS, CHIPS, (ONE, "v6e:2x2")))
+def test_blocks_compile_for_a_tpu(form, chip):
+    blocks_compile(tpu(chip), "pallas_tpu", form, TPU)
 
 
-@pytest.mark.parametrize(("form", "name"), slow_but((EVERYWHERE, "v6e:2x2"), COVERED))
-def test_blocks_compile_for_a_tpu(form, name):
-    blocks_compile(tpu(name), "pallas_tpu", form, TPU)
+@pytest.mark.parametrize(("product", "chip"), every(PRODUCTS, CHIPS, (ONE, "v6e:2x2")))
+def test_products_compile_for_a_tpu(product, chip):
+    product_compiles(tpu(chip), "pallas_tpu", product, TPU)
 
 
-EVERY_PRODUCT = "mxfp4_e2m1, one row"
-PRODUCTS_COVERED = [
-    (form, name) for n, form in enumerate(PRODUCTS) for name in (CHIPS if form == EVERY_PRODUCT else [CHIPS[n % 4]])
-]
+@pytest.mark.parametrize("form", FORMS)
+def test_xla_s_programs_have_no_floats_of_4_bits(form):
+    name, axis, shape, dtype = FORMS[form]
+    for function, given in (
+        (lambda x: mx.quantize_blocks(x, name, axis=axis, tail="pad", implementation="xla"), like(shape, dtype)),
+        (lambda p: mx.dequantize_blocks(p, dtype, implementation="xla"), packed(name, shape, axis)),
+    ):
+        assert FLOAT4 not in str(jax.make_jaxpr(function)(given))
 
 
-@pytest.mark.parametrize(("product", "name"), slow_but((EVERY_PRODUCT, "v6e:2x2"), PRODUCTS_COVERED))
-def test_products_compile_for_a_tpu(product, name):
-    product_compiles(tpu(name), "pallas_tpu", product, TPU)
+def test_a_float_of_4_bits_would_be_seen():
+    assert FLOAT4 in str(jax.make_jaxpr(lambda x: x.astype(jnp.float4_e2m1fn))(like((8,), jnp.float32)))
 
 
 @cuda_topology.needs_cuda_compiler
-@pytest.mark.parametrize("form", FORMS)
-def test_blocks_compile_for_hopper(form):
+@pytest.mark.parametrize(("form", "chip"), every(FORMS, ["hopper"], (ONE, "hopper")))
+def test_blocks_compile_for_hopper(form, chip):
+    del chip
     blocks_compile(cuda_topology.mesh(1), "pallas_gpu", form, "mx_")
 
 
 @cuda_topology.needs_cuda_compiler
-@pytest.mark.parametrize("product", PRODUCTS)
-def test_products_compile_for_hopper(product):
+@pytest.mark.parametrize(("product", "chip"), every(PRODUCTS, ["hopper"], (ONE, "hopper")))
+def test_products_compile_for_hopper(product, chip):
+    del chip
     product_compiles(cuda_topology.mesh(1), "pallas_gpu", product, "mx_matmul")

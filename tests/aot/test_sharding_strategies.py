@@ -7,8 +7,8 @@ import residual_stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel import fsdp, offload, xla_flags
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel import offload, xla_flags
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.rules import Rules
@@ -27,20 +27,8 @@ CHIPS = pytest.mark.parametrize("chip", ["v5p:2x2x2", "v6e:2x4"])
 
 def lowered(chip, strategy, axes="fsdp=8", rules=None):
     mesh, _ = topology.make_mesh(topology.parse(chip), meshes.parse_mesh(axes))
-    described = residual_stack.axes(LAYERS, DIM, HIDDEN)
-    specs = {p.name: p.spec for p in fsdp.place(described, strategy, mesh=mesh, rules=rules)}
-    params = {
-        path: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, specs[path]))
-        for path, (_, shape) in described.items()
-    }
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            (8, 16), np.float32 if name == "weights" else np.int32, sharding=meshes.batch_sharding(mesh)
-        )
-        for name in ("tokens", "targets", "weights")
-    }
-    gradients = fsdp.gradients(residual_stack.loss, strategy, mesh=mesh, specs=specs)
-    return jax.jit(gradients).lower(params, batch), mesh
+    sizes = {"layers": LAYERS, "dim": DIM, "hidden": HIDDEN, "rows": 8, "length": 16}
+    return residual_stack.lowered(strategy, mesh, rules=rules, **sizes), mesh
 
 
 def sizes(collectives, kinds):

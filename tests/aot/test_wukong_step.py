@@ -13,7 +13,7 @@ pytestmark = pytest.mark.aot
 @pytest.mark.parametrize(
     ("recipe", "topology"),
     [*((wukong.flights, chip) for chip in ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")),
-     (wukong.criteo, "v5p:2x2x1")],
+     pytest.param(wukong.criteo, "v5p:2x2x1", marks=pytest.mark.slow)],
 )  # fmt: skip
 def test_wukong_compiles_and_fits(recipe, topology, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)  # Criteo's logs are not here

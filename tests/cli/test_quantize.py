@@ -125,6 +125,10 @@ def test_errors_are_passed_on_with_text(invoke, theirs, tmp_path):
     [
         (("--method", "gptq"), "--method must be direct or error-diffusion; got 'gptq'"),
         (("--text", "a.txt"), "--text a.txt: a direct cast reads no text"),
+        (("--tokens", "500"), "--tokens 500: a direct cast reads no text"),
+        (("--damping", "0.1"), "--damping 0.1: a direct cast reads no text"),
+        (("--percentile", "95"), "--percentile 95.0: goes with --calibrate percentile"),
+        (("--calibrate", "percentile"), "--percentile 99.9 leaves nothing out of the 32 numbers of a block"),
         (("--method", "error-diffusion", "--text", "nowhere"), "--text nowhere does not exist"),
         (("--method", "error-diffusion", "--tokens", "0"), "--tokens must be at least 2"),
         (("--method", "error-diffusion", "--damping", "0"), "--damping must be above 0"),

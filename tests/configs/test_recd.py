@@ -58,6 +58,7 @@ def test_training_equals_training_without_deduplication_to_the_bit(smoke: Experi
     assert all(jax.tree.leaves(moved))
 
 
+@pytest.mark.slow
 def test_batches_without_room_go_the_plain_way_and_nothing_changes(smoke: Experiment) -> None:
     tight = tuple(dataclasses.replace(group, rows_per_example=0.01) for group in smoke.dedup)
     dedup, went = trained(dataclasses.replace(smoke, dedup=tight), steps=3)

@@ -1,5 +1,6 @@
 """The mean of the checkpoints of a run."""
 
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -8,6 +9,7 @@ import small_language_run as small
 
 from scalejax.errors import UserError
 from scalejax.inference import run_model
+from scalejax.numerics.rules import QuantizationRule
 from scalejax.train import loop
 from scalejax.train.experiment import Checkpoints
 
@@ -39,6 +41,15 @@ def test_a_run_opens_by_a_path_from_here(run, monkeypatch):
     monkeypatch.chdir(folder.parent)
     opened = run_model.open_run(pathlib.Path(folder.name), experiment)
     assert np.isfinite(opened.source.read("embed/weight", None)).all()
+
+
+def test_a_run_brings_its_rules_for_number_formats(run):
+    folder, experiment = run
+    rules = (QuantizationRule(weight_qtype="bdr_mx6"),)
+    opened = run_model.open_run(folder, dataclasses.replace(experiment, quantization=rules))
+    assert opened.quantization == rules
+    assert "the master parameters" in opened.remarks[1]
+    assert run_model.open_run(*run).quantization == ()
 
 
 def test_too_few_checkpoints_are_refused(run):

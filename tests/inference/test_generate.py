@@ -13,6 +13,8 @@ from scalejax.errors import UserError
 from scalejax.inference import generate, model_folder
 from scalejax.inference.sampling import GREEDY, Sampling
 from scalejax.models.llm import llama3
+from scalejax.numerics.quantize import cast
+from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.state import ModelShape
 
@@ -70,13 +72,45 @@ def test_the_company_of_a_prompt_changes_nothing(tmp_path):
     assert on.generate(PROMPTS, max_tokens=10, sampling=dataclasses.replace(chosen, seed=6)) != together
 
 
+def under_rules(tmp_path, plain, **formats):
+    """An engine for the same model as a run under a rule has it."""
+    opened = model_folder.open_folder(tmp_path / "theirs")
+    return generate.load(dataclasses.replace(opened, quantization=(QuantizationRule(**formats),)), plain.mesh)
+
+
+def test_what_was_trained_under_rules_is_served_under_them(tmp_path):
+    plain, ids = engine(tmp_path), np.asarray([PROMPTS[2]], np.int32)
+    axes = {"embed/weight": 1, "layers/mlp/down": 1, "head/weight": 0}
+    by_hand = {path: cast(p, "bdr_mx4", axis=axes[path]) if path in axes else p for path, p in plain.params.items()}
+    want, without = (np.asarray(plain._forward(params, ids)) for params in (by_hand, plain.params))
+    on = under_rules(tmp_path, plain, module_path="embed|layers/mlp/down|head", weight_qtype="bdr_mx4")
+    np.testing.assert_allclose(on.logits(ids), want, rtol=0, atol=1e-5 * np.abs(want).max())
+    assert np.abs(want - without).max() > 0.01 * np.abs(want).max()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gqa", "mqa"])
+def test_tokens_under_rules_are_those_of_full_forward_passes(tmp_path, name):
+    on = under_rules(tmp_path, engine(tmp_path, CASES[name]), weight_qtype="bdr_mx6", act_qtype="bdr_mx6")
+    prompt = PROMPTS[0]
+    (made,) = on.generate([prompt], max_tokens=8)
+    logits = np.asarray(on.logits(np.asarray([[*prompt, *made.tokens]], np.int32)))[0]
+    assert made.tokens == tuple(logits[len(prompt) - 1 : -1].argmax(-1).tolist())
+
+
 def test_samples_of_one_prompt_differ_by_their_number(tmp_path):
     on, chosen = engine(tmp_path), Sampling(temperature=1.0)
     got = on.generate([PROMPTS[0]] * 3, max_tokens=10, sampling=chosen, samples=[0, 1, 0])
     assert got[0] == got[2] != got[1]
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 1, "tensor": 8}, {"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"fsdp": 2, "tensor": 4},
+        *(pytest.param({"fsdp": 8 // n, "tensor": n}, marks=pytest.mark.slow) for n in (8, 2)),
+    ],
+)
 def test_tokens_are_the_same_on_a_mesh(tmp_path, want, mesh):
     got = engine(tmp_path, mesh=mesh).generate(PROMPTS, max_tokens=12)
     assert [c.tokens for c in got] == want

@@ -161,7 +161,7 @@ def test_tensors_that_do_not_fit_the_config_are_refused(tmp_path, change, words)
         ),
         ({"architectures": None, "model_type": None}, "architecture None of model_type None is not known"),
         ({"num_hidden_layers": 10**9}, "lacks model.layers.2.input_layernorm.weight"),
-        ({"head_dim": 0}, "head_dim must be even"),
+        ({"head_dim": 0}, "head_dim must be a whole number of at least 1"),
         ({"model_type": "mixtral"}, "of model_type 'mixtral' is not known"),
         ({"attention_bias": True}, "attention_bias is True: biases in the attention is not known here"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

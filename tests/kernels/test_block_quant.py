@@ -128,6 +128,47 @@ def test_a_lookup_is_that_of_the_decoded_table_to_the_bit(format, pooling, weigh
     assert np.array_equal(np.asarray(jitted), np.asarray(wanted))
 
 
+KERNEL = {"implementation": "pallas_gpu", "interpret": True}
+LOOKUPS = [(f, p, w) for f in ROW_FORMATS for p in ("sum", "mean") for w in (False, True)]
+ONE_LOOKUP = ("int4", "mean", False)
+
+
+@pytest.mark.parametrize(
+    ("format", "pooling", "weighted"),
+    [case if case == ONE_LOOKUP else pytest.param(*case, marks=pytest.mark.slow) for case in LOOKUPS],
+)
+def test_the_kernel_of_lookups_decodes_and_sums_in_the_order_of_ids(format, pooling, weighted):
+    """In a width that is no power of two; a row with a NaN, ids that are no rows, slots that belong to no bag."""
+    rng = np.random.default_rng(3)
+    table = rng.normal(size=(50, 37)).astype(np.float32)
+    table[7, 36] = np.nan
+    rows = block_quant.quantize_rows(jnp.asarray(table), format)
+    lengths = jnp.asarray(rng.integers(0, 9, 77), jnp.int32)
+    ids = jnp.asarray(rng.integers(-2, 53, int(lengths.sum()) + 3), jnp.int32).at[5].set(7)
+    options = {"weights": jnp.asarray(rng.normal(size=len(ids)), jnp.float32) if weighted else None, "pooling": pooling}
+    wanted = np.asarray(block_quant.quantized_bag(rows, ids, lengths, implementation="reference", **options))
+    assert np.isnan(wanted).any()
+    found = np.asarray(block_quant.quantized_bag(rows, ids, lengths, **KERNEL, **options))
+    # A product with a weight may be rounded together with the sum that it goes to.
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 if weighted else 0)
+
+
+@pytest.mark.parametrize("how", [{}, KERNEL], ids=["xla", "pallas_gpu"])
+def test_lookups_without_rows_or_bags(how):
+    ids, lengths, nothing = jnp.asarray([0, 1]), jnp.asarray([1, 1]), jnp.zeros(0, jnp.int32)
+    none, some = (block_quant.quantize_rows(jnp.ones((count, 4)), "int4") for count in (0, 3))
+    for rows, i, n in ((none, ids, lengths), (some, ids, nothing)):
+        found = block_quant.quantized_bag(rows, i, n, **how)
+        assert found.shape == (len(n), 4)
+        assert not np.asarray(found).any()
+
+
+def test_ids_of_few_bits_do_not_wrap():
+    rows = block_quant.quantize_rows(jnp.arange(300.0)[:, None] * jnp.ones((1, 4)), "int4")
+    found = block_quant.quantized_bag(rows, jnp.asarray([0, 200], jnp.uint8), jnp.asarray([1, 1], jnp.int8))
+    assert np.array_equal(np.asarray(found)[:, 0], [0, 200])
+
+
 @pytest.mark.slow
 def test_long_bags_are_summed_in_float32_and_cast_once():
     table = jnp.full((1, 8), 0.1, jnp.float32)
@@ -184,6 +225,17 @@ def test_the_greedy_range_keeps_broken_rows_broken_and_small_rows_exact():
                 implementation="pallas_tpu",
             ),
             "got 'pallas_tpu'",
+        ),
+        (lambda t: block_quant.quantize_rows(t[:, :0], "int8"), "must have a number at least; got [2, 0]"),
+        (
+            lambda t: block_quant.gather_quantized_rows(block_quant.quantize_rows(t, "int8"), jnp.zeros(2)),
+            "ids must be a vector of integers; got float32[2]",
+        ),
+        (
+            lambda t: block_quant.quantized_bag(
+                block_quant.quantize_rows(t, "int8"), jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32), pooling="max"
+            ),
+            '"sum" or "mean"; got \'max\'',
         ),
     ],
 )

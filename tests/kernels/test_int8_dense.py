@@ -60,6 +60,17 @@ def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others():
     found = np.asarray(dense.int8_matmul(jnp.asarray(x), weight))
     assert np.isnan(found[1:3]).all()
     assert np.allclose(found[[0, 3]], 10, rtol=0.01)
+    fake = dense.fake_quantize(jnp.asarray(x), jnp.float32(0), jnp.float32(4)) @ dense.dequantize_weight(weight)
+    assert np.array_equal(np.isnan(fake), np.isnan(found))
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_largest_sums_fit_int32(sign):
+    """Every activation is 255 steps above the code of zero, every weight 127 steps: as far out as a sum can be."""
+    made = dense.quantize_weight(jnp.full((dense.MOST_INPUTS, 1), sign, jnp.float32))
+    x = jnp.ones((1, dense.MOST_INPUTS), jnp.float32)
+    found = dense.int8_matmul(x, made, limits=(jnp.float32(0), jnp.float32(1)))
+    assert np.allclose(found, sign * dense.MOST_INPUTS, rtol=1e-5)
 
 
 def test_columns_and_activations_of_zeros():
@@ -75,3 +86,20 @@ def test_mistakes_are_named():
         dense.quantize_weight(jnp.zeros((dense.MOST_INPUTS + 1, 1), jnp.float32))
     with pytest.raises(UserError, match=r"x must be \[B, 5\]; got \[2, 4\]"):
         dense.int8_matmul(jnp.zeros((2, 4)), dense.quantize_weight(jnp.ones((5, 3))))
+
+
+def test_a_column_that_is_not_finite_gives_nan_and_spares_the_others():
+    weight = np.ones((5, 3), np.float32)
+    weight[1, 1], weight[2, 2] = np.nan, -np.inf
+    made = dense.quantize_weight(jnp.asarray(weight))
+    assert not np.asarray(made.codes)[:, 1:].any()
+    for found in (dense.dequantize_weight(made), dense.int8_matmul(jnp.ones((4, 5), jnp.float32), made)):
+        assert np.isnan(np.asarray(found)[:, 1:]).all()
+        assert np.isfinite(np.asarray(found)[:, 0]).all()
+
+
+def test_nothing_by_nothing():
+    made = dense.quantize_weight(jnp.zeros((0, 3), jnp.float32))
+    assert np.array_equal(np.asarray(made.scales), np.ones(3))
+    weight = dense.quantize_weight(jnp.ones((5, 3), jnp.float32))
+    assert dense.int8_matmul(jnp.zeros((0, 5), jnp.float32), weight).shape == (0, 3)

@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from format_cases import assert_equal_bits as equal
+from format_cases import sparse_numbers as numbers
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,24 +22,6 @@ from scalejax.numerics.quantize import dequantize, poisoned_blocks, quantize
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 EXPONENTS = [name for name, format in FORMATS.items() if format.scale == "exponent"]
-
-
-def numbers(shape, dtype="float32", seed=0):
-    """Over many binades, some zeros, and here and there what poisons a block."""
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 6, shape)
-    x = np.where(rng.random(shape) < 0.02, 0, x)
-    return jnp.asarray(np.where(rng.random(shape) < 0.002, np.nan, x), dtype)
-
-
-def equal(ours, theirs):
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        integers = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
-        a, b = (np.asarray(jax.lax.bitcast_convert_type(x, integers)) for x in (a, b))
-        np.testing.assert_array_equal(a, b)
 
 
 def check_all_maxima(name, rule):
@@ -248,6 +232,7 @@ def test_mistakes_are_refused_by_name():
         (lambda: mx.matmul(jnp.ones((4, 64), jnp.int8), weights), "x must be float32"),
         (lambda: mx.matmul(jnp.float32(1), weights), "must have an axis to sum over"),
         (lambda: mx.matmul(x, jnp.ones((64, 32))), "weights must be packed with two axes"),
+        (lambda: mx.matmul(x, weights, dtype=jnp.int8), "dtype must be of floating point; got int8"),
         (lambda: mx.matmul(mx.quantize_blocks(x.T, "mxfp8_e4m3", axis=0), weights), "must lie along its last axis"),
     ):
         with pytest.raises(UserError, match=message):
@@ -259,6 +244,20 @@ def test_an_empty_array_stays_empty():
     assert (packed.codes.shape, packed.scales.shape) == ((0, 32), (0, 2))
     assert mx.dequantize_blocks(packed).shape == (0, 64)
     assert mx.matmul(packed, mx.quantize_blocks(jnp.ones((64, 3)), "mxfp4_e2m1", axis=0)).shape == (0, 3)
+
+
+def test_a_stack_of_tensors_is_decoded_by_the_scale_of_each_and_multiplied_under_vmap():
+    x = numbers((16, 4, 16), seed=8) * jnp.arange(1.0, 17)[:, None, None]
+    x = jnp.nan_to_num(x)
+    stacked = jax.vmap(lambda one: mx.quantize_blocks(one, "nvfp4", axis=-1, implementation="xla"))(x)
+    one_by_one = [mx.quantize_blocks(one, "nvfp4", axis=-1, implementation="xla") for one in x]
+    want = jnp.stack([mx.dequantize_blocks(one) for one in one_by_one])
+    equal(mx.dequantize_blocks(stacked), want)
+    weights = mx.quantize_blocks(jnp.eye(16), "nvfp4", axis=0)
+    with pytest.raises(UserError, match=r"a stack of tensors, each with a tensor_scale of its own. Use jax.vmap"):
+        mx.matmul(stacked, weights)
+    product = jax.vmap(lambda one: mx.matmul(one, weights))(stacked)
+    np.testing.assert_allclose(product, want, rtol=1e-6)
 
 
 def test_formats_exact_in_bfloat16_are_products_of_few_bits():

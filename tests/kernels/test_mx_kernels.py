@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from format_cases import assert_equal_bits as equal
+from format_cases import sparse_numbers as numbers
 
 from scalejax.errors import UnsupportedError
 from scalejax.kernels import mx
@@ -19,22 +21,6 @@ pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 BACKENDS = ["pallas_gpu", "pallas_tpu"]
 NAMES = [name for name, format in FORMATS.items() if format.scale != "float32"]
-
-
-def numbers(shape, dtype="float32", seed=0):
-    rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape) * 2.0 ** rng.integers(-6, 6, shape)
-    return jnp.asarray(np.where(rng.random(shape) < 0.002, np.nan, x), dtype)
-
-
-def equal(ours, theirs):
-    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        assert a.dtype == b.dtype
-        assert a.shape == b.shape
-        integers = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[a.dtype.itemsize]
-        a, b = (np.asarray(jax.lax.bitcast_convert_type(x, integers)) for x in (a, b))
-        np.testing.assert_array_equal(a, b)
 
 
 def check(x, format, axis, implementation, **options):
@@ -143,3 +129,30 @@ def test_what_a_kernel_lacks_is_said_and_nothing_else_is_taken(backend):
     weights = mx.quantize_blocks(x.T, bdr(m=6, k1=32, k2=8, d2=2, d1=5), axis=0, implementation="xla")
     with pytest.raises(UnsupportedError, match="exponents of 8 bits"):
         mx.matmul(x, weights, implementation=backend, interpret=True)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
+@pytest.mark.parametrize(
+    "name", ["mxfp8_e5m2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8_e4m3", "mxfp4_e2m1"))]
+)
+def test_products_keep_normal_numbers_under_the_lowest_scale(backend, name):
+    """2^-127 is a subnormal number, and hardware takes it for zero; the numbers under it are normal."""
+    matrix = jnp.full((32, 3), 2.0 ** (FORMATS[name].element.max_exponent - 127), jnp.float32)
+    weights = mx.quantize_blocks(matrix, name, axis=0, implementation="xla")
+    assert not weights.scales.any()
+    how = {"implementation": backend} | ({} if backend == "xla" else {"interpret": True})
+    out = mx.matmul(jnp.full((1, 32), 2.0**100), weights, **how)
+    np.testing.assert_array_equal(out, np.full((1, 3), 32 * 2.0**100 * float(matrix[0, 0])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
+def test_scales_of_either_sign_are_decoded(backend):
+    """None is written here, but E4M3 has them: a negative one, and the other NaN."""
+    weights = mx.quantize_blocks(jnp.ones((32, 2)), "nvfp4", axis=0, implementation="xla")
+    scales = weights.scales.at[0, 0].set(weights.scales[0, 0] | 0x80).at[1, 1].set(0xFF)
+    how = {"implementation": backend} | ({} if backend == "xla" else {"interpret": True})
+    out = mx.matmul(jnp.eye(32), dataclasses.replace(weights, scales=scales), **how)
+    want = np.ones((32, 2))
+    want[:16, 0], want[:, 1] = -1, np.nan  # the sum over all of a column meets its NaN
+    np.testing.assert_allclose(out, want, rtol=1e-6)

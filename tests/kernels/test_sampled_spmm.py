@@ -51,8 +51,9 @@ def _close(ours, theirs, rtol=1e-5):
     np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=rtol, atol=rtol * scale)
 
 
-@pytest.mark.parametrize("implementation", [*IMPLEMENTATIONS, None])
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("implementation", "weighted"), [*((name, True) for name in IMPLEMENTATIONS), ("xla", False), (None, False)]
+)
 def test_product_equals_scipy(implementation, weighted):
     csr = random_csr(0, weighted=weighted)
     h = _features(csr)
@@ -129,7 +130,7 @@ def test_gradient_for_features_alone_takes_the_values_of_the_plan():
 
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_derivatives_agree_with_finite_differences_twice(implementation, x64):
-    csr = random_csr(4, degrees=[2, 0, 5, 300, 1], columns=4)
+    csr = random_csr(4, degrees=[2, 0, 5, 1], columns=4)
     p = plan(csr)
     h = jnp.asarray(_features(csr, dtype=np.float64))
     values = jnp.asarray(csr.values, jnp.float64)
@@ -151,8 +152,10 @@ def test_numbers_of_float64_are_summed_in_float64(x64):
         _close(out, _matrix(csr, csr.values) @ h, rtol=1e-13)
 
 
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [*((name, ml_dtypes.bfloat16) for name in IMPLEMENTATIONS), ("native", np.float16)],
+)
 def test_narrow_features_are_summed_in_float32(implementation, dtype):
     csr = random_csr(0)
     h = _features(csr, dtype=dtype)
@@ -175,8 +178,9 @@ def test_narrow_features_get_gradients_in_their_own_dtype():
     _close(d_h, _matrix(csr, csr.values).T @ np.ones((csr.shape[0], FEATURES)), rtol=2**-8)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize(
+    ("implementation", "weighted"), [*((name, True) for name in IMPLEMENTATIONS), ("native", False)]
+)
 def test_int8_features_equal_scipy_on_the_numbers_that_they_stand_for(implementation, weighted):
     csr = random_csr(0, weighted=weighted)
     rows = quantize_rows(jnp.asarray(_features(csr)))
@@ -236,9 +240,14 @@ def _sampled(form, csr, h, width, rule, **options):
     return sampled_product(FORMS[form](csr, width, **rule), h, **options)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("strategy", ["bucket", "fastrand", "quadratic_residue"])
+@pytest.mark.parametrize(
+    ("form", "strategy", "implementation"),
+    [
+        *((form, strategy, None) for form in FORMS for strategy in ("bucket", "fastrand", "quadratic_residue")),
+        *(("ell", "fastrand", implementation) for implementation in ("xla", "reference")),
+        ("plan", "fastrand", "xla"),
+    ],
+)
 def test_sampled_product_equals_scipy_on_the_picked_edges(form, strategy, implementation):
     csr = random_csr(5)
     h = _features(csr)
@@ -287,8 +296,7 @@ def test_a_width_above_every_degree_is_exact(strategy):
     _close(out, _matrix(csr, csr.values) @ h, rtol=2.2e-6)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "native"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "implementation"), [("csr", "native"), ("ell", "xla"), ("plan", "native")])
 def test_sampled_gradients_equal_those_of_the_picked_matrix(form, implementation):
     csr = random_csr(5)
     h = jnp.asarray(_features(csr))

@@ -1,5 +1,7 @@
 """Blocks of models whose weights have number formats: the same blocks on weights that were cast by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from scalejax import nn
 from scalejax.nn import scan_layers
-from scalejax.numerics import weights
+from scalejax.numerics import products, weights
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.blocks import Fetch
@@ -48,6 +50,13 @@ def test_any_other_use_of_a_weight_is_an_error():
         jnp.einsum("bi,io->bo", normal(4, 32), w)
     with pytest.raises(TypeError, match="FormattedWeight"):
         normal(32, 32) + w
+    for index in (0, slice(4), (slice(None), slice(4)), jnp.ones(32, bool)):
+        with pytest.raises(TypeError, match=r"FormattedWeight: here can be read whole .* or by rows"):
+            w[index]
+    with pytest.raises(TypeError, match=r"needs matrices; got \(32, 32\) and \(32, 32, 2\)"):
+        w @ normal(32, 32, 2)
+    with pytest.raises(TypeError, match=r"needs matrices; got \(2, 32, 32\)"):
+        normal(2, 32, 32) @ formatted(normal(2, 32, 32))
 
 
 def test_projections_of_several_axes_have_blocks_along_all_that_are_summed():
@@ -71,6 +80,15 @@ def test_a_linear_layer_keeps_its_bias_and_dtypes():
     got = output(formatted(kernel))
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, output(cast(kernel.astype(jnp.bfloat16), "bdr_mx4", axis=0)), rtol=0, atol=1e-5)
+
+
+def test_modules_of_flax_take_the_product():
+    dot = functools.partial(products.mx_dot_general, rule=ALL)
+    layer = nnx.Linear(32, 16, use_bias=False, rngs=nnx.Rngs(0), dot_general=dot)
+    x, kernel = normal(16, 32), layer.kernel[...]
+    np.testing.assert_allclose(
+        layer(x), cast(x, "bdr_mx6", axis=1) @ cast(kernel, "bdr_mx6", axis=0), rtol=0, atol=1e-5
+    )
 
 
 def test_only_what_rules_name_gets_a_format():

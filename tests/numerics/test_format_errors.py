@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.numerics import formats
+from scalejax.numerics import elements, formats
 from scalejax.numerics import quantize as api
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
@@ -18,6 +18,8 @@ def test_unknown_names_list_the_nearest():
         formats.find("mxfp6-e3m")
     with pytest.raises(UserError, match="there are bdr_mx9, bdr_mx6, bdr_mx4, msfp16"):
         formats.find("zzz")
+    with pytest.raises(UserError, match="must be a BlockFormat or the name of one; got 6"):
+        formats.find(6)
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int8", "uint8", "bool"])
@@ -30,6 +32,12 @@ def test_float64_is_refused_by_name(x64):
     with pytest.raises(UserError, match=r"got float64. Cast it to float32 first"):
         api.quantize(jnp.zeros(32, jnp.float64), "mxint8", axis=0)
     assert api.cast(jnp.ones(32, jnp.float32), "bdr_mx4", axis=0).dtype == jnp.float32
+
+
+def test_float64_of_numpy_is_refused_too():
+    """jax would make float32 of it without a word."""
+    with pytest.raises(UserError, match="got float64"):
+        api.quantize(np.zeros(32), "mxint8", axis=0)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +56,7 @@ def test_float64_is_refused_by_name(x64):
         ({"tail": "drop"}, "tail: must be 'refuse' or 'pad'; got 'drop'"),
         ({"tensor_scale": np.float32(1)}, "tensor_scale: mxfp8_e4m3 has none"),
         ({"tensor_scale": np.ones(2, np.float32), "format": "nvfp4"}, r"must be float32\[\]; got float32\[2\]"),
+        ({"tensor_scale": 1.0, "format": "nvfp4"}, r"must be float32\[\]; got the number 1.0. Pass jnp.float32"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(arguments, message):
@@ -69,8 +78,22 @@ def test_results_of_other_types_are_refused():
         ({"d1": 9, "m": 4}, "has 2 or 3 .* bits; got d1=9"),
         ({"d2": 9, "m": 4}, "d2 must be at most 8"),
         ({"d2": 5, "m": 4}, r"smallest step would be 2\^-161"),
+        ({"m": -1}, "m must be at least 1 magnitude bit beside the sign; got -1"),
     ],
 )
 def test_formats_that_cannot_be_are_refused(numbers, message):
     with pytest.raises(UserError, match=message):
         formats.bdr(**numbers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scale": "power"}, "scale must be one of exponent, float32, e4m3; got 'power'"),
+        ({"sub_scale": "power", "k2": 8, "d2": 1}, "sub_scale must be one of none, exponent, integer; got 'power'"),
+        ({"scale": "e4m3", "element": elements.integer(8)}, "elements of at most 4 significant bits; got I8"),
+    ],
+)
+def test_kinds_of_scales_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        formats.BlockFormat(**{"name": "mine", "element": elements.E2M1, "k1": 16, "k2": 16, **fields})

@@ -1,5 +1,7 @@
 """Laws that formats of blocks keep, and where blocks may lie."""
 
+import dataclasses
+
 import format_cases
 import jax
 import jax.numpy as jnp
@@ -92,6 +94,20 @@ def test_what_is_not_finite_poisons_its_block_and_no_other(name):
     np.testing.assert_array_equal(np.delete(values, bad, 0), np.delete(clean, bad, 0))
     assert int(api.poisoned_blocks(got)) == 3
     assert not np.asarray(got.codes)[bad].any()
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, 2.0**-130, np.inf, np.nan])
+def test_a_scale_of_the_tensor_that_no_number_can_be_under_poisons_all_blocks(scale):
+    got = api.quantize(jnp.ones(32), "nvfp4", axis=0, tensor_scale=jnp.float32(scale))
+    assert int(api.poisoned_blocks(got)) == 2
+    assert np.isnan(np.asarray(api.dequantize(got))).all()
+
+
+def test_both_codes_of_nan_are_counted_as_poison():
+    got = api.quantize(jnp.ones(32), "nvfp4", axis=0)
+    got = dataclasses.replace(got, scales=got.scales.at[1].set(0xFF))
+    assert int(api.poisoned_blocks(got)) == 1
+    np.testing.assert_array_equal(np.isnan(np.asarray(api.dequantize(got))), np.arange(32) >= 16)
 
 
 @pytest.mark.parametrize("name", EXPONENTS)
@@ -222,3 +238,15 @@ def test_arrays_without_entries_have_codes_without_entries(name):
     for shape in ((0, format.k1), (3, 0)):
         got = unpack(pack(api.quantize(jnp.zeros(shape), format, axis=1)))
         assert got.codes.shape == api.dequantize(got).shape == shape
+
+
+def test_a_stack_of_tensors_has_the_scale_of_each():
+    """As many tensors as a block has numbers: the scales would broadcast along the block, too."""
+    x = jnp.asarray(
+        np.random.default_rng(5).standard_normal((16, 3, 32)) * np.arange(1, 17)[:, None, None], jnp.float32
+    )
+    stacked = jax.vmap(lambda one: api.quantize(one, "nvfp4", axis=-1))(x)
+    assert stacked.tensor_scale.shape == (16,)
+    want = np.stack([np.asarray(api.cast(one, "nvfp4", axis=-1)) for one in x])
+    np.testing.assert_array_equal(np.asarray(api.dequantize(stacked)), want)
+    np.testing.assert_array_equal(np.asarray(api.dequantize(unpack(pack(stacked)))), want)

@@ -1,5 +1,6 @@
 """The NumPy oracle of block formats against Fractions, one block after another."""
 
+import itertools
 from fractions import Fraction
 
 import format_cases
@@ -15,10 +16,9 @@ def test_the_oracle_equals_definitions_in_fractions(name):
     format = format_cases.small(name)
     form = format_cases.form(format)
     rng = np.random.default_rng(7)
-    samples = 500 // len(FORMATS)
-    for i in range(samples):
-        rules = format_cases.rules(format)
-        rule, rounding = rules[i % len(rules)], format_cases.ROUNDINGS[i % 4]
+    combinations = list(itertools.product(format_cases.rules(format), format_cases.ROUNDINGS))  # 24 at most
+    for i in range(500 // len(FORMATS)):
+        rule, rounding = combinations[i % len(combinations)]
         maximum = np.float32([rng.uniform(1, 2) * 2.0 ** rng.integers(-20, 20)])
         x = format_cases.blocks(maximum, format, rule, seed=i)
         chance = rng.integers(0, 1 << 32, x.shape, dtype=np.uint32)

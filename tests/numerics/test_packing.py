@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from format_cases import assert_equal_bits as equal
 
 from scalejax.errors import UserError
 from scalejax.numerics.formats import FORMATS, bdr
@@ -33,13 +34,6 @@ BYTES = {
 
 def numbers(format, *shape):
     return jnp.asarray(np.random.default_rng(3).standard_normal((*shape, 4 * format.k1)), jnp.float32)
-
-
-def equal(left, right):
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @pytest.mark.parametrize("bits", range(1, 17))
@@ -122,6 +116,20 @@ def test_codes_that_do_not_fill_bytes_are_refused():
     odd = bdr(k1=4, k2=2, m=7)
     with pytest.raises(UserError, match=r"2 times 1 bits .* do not fill whole bytes"):
         pack_blocks(quantize(jnp.zeros(16), odd, axis=0))
+
+
+def test_negative_codes_are_packed_in_two_s_complement_and_spare_their_neighbours():
+    assert [int(b) for b in pack_bits(jnp.asarray([-1, 0, 3, -2], jnp.int8), 4, axis=0)] == [0x0F, 0xE3]
+
+
+def test_what_is_no_stream_of_bits_is_refused():
+    with pytest.raises(UserError, match="pack_bits: codes must be integers; got float32"):
+        pack_bits(jnp.zeros(4), 4, axis=0)
+    with pytest.raises(UserError, match="unpack_bits: bytes must be uint8; got int8"):
+        unpack_bits(jnp.zeros(3, jnp.int8), 6, axis=0)
+    for call in (pack_bits, unpack_bits):
+        with pytest.raises(UserError, match=f"{call.__name__}: the array has 1 axes; got axis 1"):
+            call(jnp.zeros(4, jnp.uint8), 4, axis=1)
 
 
 def test_float32_scales_stay_apart():

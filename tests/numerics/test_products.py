@@ -17,6 +17,7 @@ from scalejax.numerics.rules import QuantizationRule
 
 MATRICES = (((1,), (0,)), ((), ()))
 THREE = QuantizationRule(weight_qtype="bdr_mx9", act_qtype="bdr_mx6", bwd_qtype="mxfp8_e5m2")
+FP8 = QuantizationRule(weight_qtype="fp8_e4m3", act_qtype="fp8_e4m3", bwd_qtype="fp8_e5m2", scales="tensor")
 
 
 def arrays(*shapes, seed=0):
@@ -165,10 +166,30 @@ def test_16_bit_floats_are_added_up_in_float32_and_keep_their_dtype(dtype):
     assert product(THREE)(x, w).dtype == dtype
 
 
-def test_dtypes_without_formats_are_refused_by_name():
+@pytest.mark.parametrize("implementation", ["emulated", "native"])
+def test_dtypes_without_formats_are_refused_by_name(implementation):
     x, w = arrays((16, 16), (16, 16))
-    with pytest.raises(UserError, match="int32"):
-        product(THREE)(x.astype(jnp.int32), w)
+    rule = dataclasses.replace(FP8, implementation=implementation)
+    with pytest.raises(UserError, match="must be float32, bfloat16 or float16; got int32"):
+        product(rule)(x.astype(jnp.int32), w)
+    with jax.enable_x64(True), pytest.raises(UserError, match=r"got float64\. Cast it to float32 first"):
+        product(rule)(np.asarray(x, np.float64), np.asarray(w, np.float64))
+
+
+EMPTY = {
+    "blocks": THREE,
+    "rows": QuantizationRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", scales="rows"),
+    "native": dataclasses.replace(FP8, implementation="native"),
+}
+
+
+@pytest.mark.parametrize("rule", EMPTY.values(), ids=EMPTY)
+def test_no_examples_give_no_results_and_a_gradient_of_zero(rule):
+    x, w = arrays((0, 32), (32, 32))
+    y, pull = jax.vjp(product(rule), x, w)
+    dx, dw = pull(y)
+    assert (y.shape, dx.shape) == ((0, 32), (0, 32))
+    np.testing.assert_array_equal(dw, np.zeros((32, 32)))
 
 
 def test_nan_stays_in_its_row():
@@ -191,9 +212,6 @@ def test_a_scale_for_each_row_or_for_the_tensor(name):
     for scales in ("rows", "tensor"):
         rule = QuantizationRule(weight_qtype=name, act_qtype=name, scales=scales)
         agree(product(rule)(x, w), whole(x, 1, scales) @ whole(w, 0, scales))
-
-
-FP8 = QuantizationRule(weight_qtype="fp8_e4m3", act_qtype="fp8_e4m3", bwd_qtype="fp8_e5m2", scales="tensor")
 
 
 NATIVE = [((64, 48), (48, 32), MATRICES), *DIMENSIONS[:3]]
@@ -269,3 +287,20 @@ def test_rows_of_a_table_are_cast_one_by_one_and_their_gradient_passes_through()
     one = products.read_rows(rows, QuantizationRule(weight_qtype="int8", scales="tensor"))
     kind = dataclasses.replace(formats.find("int8"), k1=32, k2=32)
     np.testing.assert_array_equal(one, cast(rows, kind, axis=2))
+
+
+def test_rows_in_nvfp4_do_not_depend_on_the_rows_beside_them():
+    """The float32 that the format has for a tensor is one a row."""
+    (rows,) = arrays((4, 3, 32))
+    rows = rows.at[0, 0].multiply(1000)
+    rule = QuantizationRule(weight_qtype="nvfp4")
+    got = products.read_rows(rows, rule)
+    for i, j in np.ndindex(4, 3):
+        np.testing.assert_array_equal(got[i, j], cast(rows[i, j], "nvfp4", axis=0))
+    np.testing.assert_array_equal(jax.grad(lambda r: (products.read_rows(r, rule) * rows).sum())(rows), rows)
+
+
+def test_a_sharding_of_the_result_is_refused():
+    x, w = arrays((16, 16), (16, 16))
+    with pytest.raises(UserError, match=r"out_sharding must be None; got .*with_sharding_constraint"):
+        product(THREE, out_sharding=jax.sharding.PartitionSpec())(x, w)

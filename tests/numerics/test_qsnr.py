@@ -109,6 +109,25 @@ def test_qsnr_of_a_known_error():
     assert qsnr.qsnr(np.ones(3), np.ones(3)) == np.inf
 
 
+@pytest.mark.parametrize("shift", [-90, 90])
+def test_small_and_large_numbers_have_the_qsnr_of_others(shift):
+    """Squares of theirs are no float32."""
+    few = vectors()[:8]
+    moved = few * np.float32(2.0**shift)
+    assert qsnr.study("bdr_mx9", moved) == qsnr.study("bdr_mx9", few)
+    one, other = (search.measure([find("bdr_mx6"), find("msfp12")], x) for x in (few, moved))
+    assert [point.qsnr for point in other] == pytest.approx([point.qsnr for point in one], abs=1e-5)
+
+
+def test_noise_without_a_signal_is_infinitely_bad():
+    assert qsnr.qsnr(np.zeros(3), np.ones(3)) == -np.inf
+
+
+def test_the_search_refuses_vectors_that_blocks_do_not_divide():
+    with pytest.raises(UserError, match="bdr_mx9 has blocks of 16, which do not divide vectors of 60 numbers"):
+        search.measure([find("bdr_mx9")], np.ones((2, 60), np.float32))
+
+
 @pytest.mark.parametrize("name", qsnr.DISTRIBUTIONS)
 def test_distributions_are_repeatable_and_symmetric(name):
     draw = qsnr.DISTRIBUTIONS[name]

@@ -41,6 +41,8 @@ FP8 = {"weight_qtype": "fp8_e4m3", "act_qtype": "fp8_e4m3", "implementation": "n
         ({"weight_qtype": "bdr_mx9", "scales": "rows"}, "bdr_mx9, whose blocks belong to the format"),
         ({"weight_qtype": "bdr_mx9", "scale_rule": "up"}, "scale_rule must be one of floor, rceil"),
         ({"weight_qtype": "int8", "scale_rule": "rceil"}, "needs a format whose scales are exponents; got int8"),
+        ({"weight_qtype": "int8", "act_qtype": "bdr_mx9", "scale_rule": "qwix"}, "qwix defines its rule for E4M3"),
+        ({"weight_qtype": "int4:128", "scales": "rows"}, "and so does int4:128. Set scales='blocks'"),
         ({**FP8, "act_qtype": None, "scales": "tensor"}, "multiplies FP8 by FP8"),
         ({**FP8, "act_qtype": "mxfp8_e4m3"}, "Use 'emulated'"),
         ({**FP8, "bwd_qtype": "int8", "scales": "tensor"}, "bwd_qtype one of them or None"),
@@ -74,6 +76,14 @@ def test_a_rule_for_no_module_is_refused_with_the_nearest():
 def test_an_exception_that_comes_too_late_is_refused():
     with pytest.raises(UserError, match=r"quantization.1: .*only modules that earlier rules take, head. Put exc"):
         rules.assign((QuantizationRule(), QuantizationRule(module_path="head", weight_qtype="int8")), PATHS)
+
+
+def test_formats_of_products_are_refused_where_there_are_tables_alone():
+    some = QuantizationRule(module_path="tables/.*", act_qtype="bdr_mx9", bwd_qtype="bdr_mx9")
+    with pytest.raises(UserError, match=r"only embedding tables, tables/a, whose rows .* no act_qtype or bwd_qtype"):
+        rules.assign((some,), PATHS, tables=["tables/a"])
+    for rule in (QuantizationRule(act_qtype="bdr_mx9"), QuantizationRule(module_path="tables/.*")):
+        assert rules.assign((rule,), PATHS, tables=["tables/a"])["tables/a"] is rule
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scalejax.errors import UserError
 from scalejax.numerics.stochastic import hash_bits, stochastic_round
 
 
@@ -68,7 +69,7 @@ def test_float16_beyond_its_range_becomes_its_largest_number():
 
 
 def test_other_types_are_refused():
-    with pytest.raises(ValueError, match="bfloat16 or float16; got float32 and float8_e4m3fn"):
+    with pytest.raises(UserError, match="bfloat16 or float16; got float32 and float8_e4m3fn"):
         stochastic_round(jnp.ones(1), jnp.float8_e4m3fn, jnp.zeros(1, jnp.uint32))
 
 

@@ -100,6 +100,21 @@ def test_what_is_no_number_makes_nan_of_its_block_alone(format, value):
     assert not np.isnan(got[2 * k1 :]).any()
 
 
+@pytest.mark.parametrize("format", ["bdr_mx9", "fp8_e4m3"])
+def test_no_vectors_and_vectors_of_nothing_travel_too(format):
+    for shape in ((0, 32), (3, 0)):
+        assert there_and_back(jnp.zeros(shape), format).shape == shape
+
+
+def test_bytes_of_another_format_or_length_are_refused():
+    data = codec.encode(jnp.ones((3, 64)), "bdr_mx9")
+    for format, length in (("bdr_mx6", 64), ("bdr_mx9", 63), ("bdr_mx9", 80)):
+        with pytest.raises(UserError, match=rf"decode: {length} numbers in {format} are uint8.*; got uint8\[3, 72\]"):
+            codec.decode(data, format, length=length)
+    with pytest.raises(UserError, match=r"got int32\[3, 72\]"):
+        codec.decode(data.astype(jnp.int32), "bdr_mx9", length=64)
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.uint8])
 def test_integers_are_refused(dtype):
     with pytest.raises(UserError, match="must be float32, bfloat16 or float16"):

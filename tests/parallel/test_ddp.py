@@ -156,17 +156,30 @@ def test_buckets_stay_apart_when_compiled_without_the_combiner(accumulate, parts
     assert reductions(json.loads(found.stdout)["compiled"]) == expected
 
 
-def test_the_first_bucket_depends_on_no_gradient_of_other_blocks(mesh):
+def needs(eqns, eqn):
+    """What an equation is computed from, of all equations of a program."""
+    made = {id(out): e for e in eqns for out in e.outvars}
+    found, todo = {}, [eqn]
+    while todo:
+        for e in (made[id(x)] for x in todo.pop().invars if id(x) in made):
+            if id(e) not in found:
+                found[id(e)] = e
+                todo.append(e)
+    return found
+
+
+@pytest.mark.parametrize(("accumulate", "waits"), [("communicate", False), ("local", True)])
+def test_the_first_bucket_waits_for_the_layers_only_where_it_holds_gradients_of_theirs(mesh, accumulate, waits):
     # What overlap needs: the sum of the head's gradients can start before the backward pass of the layers.
-    gradients = fsdp.gradients(residual_stack.loss, Ddp(bucket_bytes=CAP), mesh=mesh, specs=SPECS)
-    batch = residual_stack.batch(rows=8)
-    params = residual_stack.params(np.float32)
-    jaxpr = jax.make_jaxpr(gradients)(params, batch).jaxpr
-    inner = next(e for e in jaxpr.eqns if e.primitive.name == "shard_map").params["jaxpr"]
-    names = [e.primitive.name for e in inner.eqns]
-    scans = [i for i, name in enumerate(names) if name == "scan"]
-    backward = scans[-1]
-    assert "psum" in "".join(names[scans[0] : backward])
+    strategy = Ddp(bucket_bytes=CAP, accumulate=accumulate)
+    gradients = fsdp.gradients(residual_stack.loss, strategy, mesh=mesh, specs=SPECS)
+    jaxpr = jax.make_jaxpr(gradients)(residual_stack.params(np.float32), residual_stack.batch(rows=8)).jaxpr
+    eqns = next(e for e in jaxpr.eqns if e.primitive.name == "shard_map").params["jaxpr"].eqns
+    backward = [e for e in eqns if e.primitive.name == "scan"][-1]
+    sums = {e.invars[0].aval.size: e for e in eqns if "psum" in e.primitive.name and e.invars[0].aval.ndim == 1}
+    first = 160 if waits else 136  # the head and its norm; with "local" the norms of three layers besides
+    assert (id(backward) in needs(eqns, sums[first])) == waits
+    assert id(backward) in needs(eqns, sums[128])  # the embedding comes last
 
 
 @pytest.mark.usefixtures("x64")

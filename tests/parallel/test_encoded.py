@@ -241,20 +241,8 @@ DIM, HIDDEN = 32, 64
 INSIDE, OUTSIDE = residual_stack.L * 2 * DIM * HIDDEN, 2 * residual_stack.V * DIM  # numbers, norms left whole
 
 
-def compiled(strategy, mesh, dim=DIM, hidden=HIDDEN, layers=residual_stack.L, rows=16, loss=residual_stack.loss):
-    described = residual_stack.axes(layers, dim, hidden)
-    specs = {p.name: p.spec for p in fsdp.place(described, strategy, mesh=mesh)}
-    params = {
-        path: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, specs[path]))
-        for path, (_, shape) in described.items()
-    }
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            x.shape, np.float32 if name == "weights" else np.int32, sharding=meshes.batch_sharding(mesh)
-        )
-        for name, x in residual_stack.batch(rows=rows).items()
-    }
-    return jax.jit(fsdp.gradients(loss, strategy, mesh=mesh, specs=specs)).lower(params, batch).compile()
+def compiled(strategy, mesh, layers=residual_stack.L, dim=DIM, hidden=HIDDEN, **more):
+    return residual_stack.lowered(strategy, mesh, layers=layers, dim=dim, hidden=hidden, **more).compile()
 
 
 def payloads(program, mesh):
@@ -319,7 +307,7 @@ def test_decoded_layers_are_dropped_or_kept_as_the_strategy_says(loss):
     def growth(sharding):
         strategy = Fsdp(sharding=sharding, form="explicit", gather_format="bdr_mx9", reduce_format="bdr_mx9")
         sizes = [
-            compiled(strategy, mesh, dim, hidden, n, rows=8, loss=loss).memory_analysis().temp_size_in_bytes
+            compiled(strategy, mesh, n, dim, hidden, rows=8, loss=loss).memory_analysis().temp_size_in_bytes
             for n in (2, 6)
         ]
         return (sizes[1] - sizes[0]) / 4

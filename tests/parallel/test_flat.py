@@ -78,6 +78,9 @@ def test_chunks_train_as_parameters_do_and_padding_stays_zero(optimizer):
         np.testing.assert_array_equal(np.asarray(chunks).ravel()[layout.size :], 0)
     for path, p in layout.unflatten(chunks).items():
         np.testing.assert_allclose(p, params[path], rtol=1e-4, atol=1e-5)  # float32 sums in another order
+    for _ in range(50):
+        chunks, chunk_state = on_chunks(chunks, chunk_state, x)
+    np.testing.assert_array_equal(np.asarray(chunks).ravel()[layout.size :], 0)
 
 
 def test_refuses_mixed_dtypes_and_no_shards():

@@ -47,13 +47,13 @@ def train(gradients, optimizer, params, batches):
     state, losses = jax.jit(optimizer.init)(params), []
     for batch in batches:
         total, weight, aux, grads = gradients(params, batch)
-        params, state = update(params, state, weight, grads)
+        params, state = jax.block_until_ready(update(params, state, weight, grads))  # steps must not queue on a CPU
         losses.append((total / weight, aux["correct"]))
     return np.array(losses), params
 
 
 @functools.cache
-def on_one_device(optimizer):
+def on_one_device(optimizer, steps):
     """The same by jax alone: no mesh, no strategy, no parts."""
 
     @jax.jit
@@ -63,7 +63,11 @@ def on_one_device(optimizer):
         )(params)
         return total, weight, aux, grads
 
-    return train(gradients, OPTIMIZERS[optimizer](), residual_stack.params(), BATCHES)
+    return train(gradients, OPTIMIZERS[optimizer](), residual_stack.params(), repeated(BATCHES, steps))
+
+
+def repeated(batches, steps):
+    return itertools.islice(itertools.cycle(batches), steps)
 
 
 def placed(strategy, mesh, params=None, rules=TENSOR):
@@ -87,12 +91,13 @@ def jitted_gradients(sharding, mode, shape, parts):
     return jax.jit(fsdp.gradients(residual_stack.loss, strategy, mesh=mesh, specs=specs, parts=parts))
 
 
-def assert_equals_one_device(sharding, mode, optimizer, shape, parts):
-    expected, whole = on_one_device(optimizer)
+def assert_equals_one_device(sharding, mode, optimizer, shape, parts, steps=STEPS):
+    expected, whole = on_one_device(optimizer, steps)
     (strategy, rules), mesh = strategy_of(sharding, mode), meshes.make_mesh(MESHES[shape])
     specs, params = placed(strategy, mesh, rules=rules)
     batches = [jax.device_put(batch, meshes.batch_sharding(mesh)) for batch in BATCHES]
-    losses, params = train(jitted_gradients(sharding, mode, shape, parts), OPTIMIZERS[optimizer](), params, batches)
+    run = jitted_gradients(sharding, mode, shape, parts)
+    losses, params = train(run, OPTIMIZERS[optimizer](), params, repeated(batches, steps))
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
     assert losses[0, 0] > losses[-1, 0]
     for path, p in params.items():
@@ -129,6 +134,20 @@ def test_equals_one_device(sharding, mode, shape, parts, optimizer):
 @pytest.mark.parametrize(("sharding", "mode", "shape", "parts", "optimizer"), PRODUCT)
 def test_equals_one_device_everywhere(sharding, mode, shape, parts, optimizer):
     assert_equals_one_device(sharding, mode, optimizer, shape, parts)
+
+
+LONG = [
+    case if case in (("HYBRID_SHARD", MODES[0], "adamw"), ("DDP", MODES[1], "clipped momentum")) else
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in itertools.product((*STRATEGIES, "DDP"), MODES, OPTIMIZERS)
+    if case[:2] != ("DDP", MODES[2])
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("sharding", "mode", "optimizer"), LONG)
+def test_equals_one_device_for_fifty_steps(sharding, mode, optimizer):
+    assert_equals_one_device(sharding, mode, optimizer, "replica2-fsdp4", parts=2, steps=50)
 
 
 @pytest.mark.parametrize("strategy", [Fsdp(form="explicit"), Ddp()], ids=["full", "ddp"])

@@ -21,20 +21,8 @@ OUTSIDE = (2 * residual_stack.V * DIM + DIM) * NUMBER
 INSIDE = LAYERS * (2 * DIM * HIDDEN + DIM) * NUMBER
 
 
-def lowered(strategy, mesh, layers=LAYERS, dim=DIM, hidden=HIDDEN, parts=1, rows=16, loss=residual_stack.loss):
-    described = residual_stack.axes(layers, dim, hidden)
-    specs = {p.name: p.spec for p in fsdp.place(described, strategy, mesh=mesh)}
-    params = {
-        path: jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, specs[path]))
-        for path, (_, shape) in described.items()
-    }
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            x.shape, np.float32 if name == "weights" else np.int32, sharding=meshes.batch_sharding(mesh)
-        )
-        for name, x in residual_stack.batch(rows=rows).items()
-    }
-    return jax.jit(fsdp.gradients(loss, strategy, mesh=mesh, specs=specs, parts=parts)).lower(params, batch)
+def lowered(strategy, mesh, layers=LAYERS, dim=DIM, hidden=HIDDEN, **more):
+    return residual_stack.lowered(strategy, mesh, layers=layers, dim=dim, hidden=hidden, **more)
 
 
 def moved(collectives):

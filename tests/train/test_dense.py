@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +11,19 @@ import optax
 import pytest
 import small_language_run as small
 
-from scalejax import optim
+from scalejax import chips, optim
 from scalejax.data import Stage, StagedData
 from scalejax.errors import UserError
 from scalejax.parallel import ddp
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import dense, loop
+from scalejax.train import dense, dense_metrics, loop
+from scalejax.train import summary as summaries
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.dense_run import DenseRun
 from scalejax.train.experiment import Checkpoints, Precision
 from scalejax.train.run_folder import read_lines
+from scalejax.train.timing import StepTimer
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def test_a_step_is_the_optimizer_on_the_gradient_of_the_mean_over_all_targets(te
         return (nats * batch["weights"]).sum() / batch["weights"].sum()
 
     want, grads = jax.jit(jax.value_and_grad(mean))(state.params)
-    updates, _ = program.transformation.update(grads, state.optimizer, state.params)
+    updates, _ = jax.jit(program.transformation.update)(grads, state.optimizer, state.params)
     updated = optax.apply_updates(state.params, updates)
     after, loss = program.train_step(state, batch)
     np.testing.assert_allclose(loss, want, rtol=1e-12)
@@ -202,6 +205,20 @@ def test_batches_and_rows_grow_during_a_run_and_a_part_of_it_goes_on_to_the_same
     assert found[:2] == pytest.approx(flops)
 
 
+def test_mfu_is_a_share_of_the_peak_that_is_named(texts, monkeypatch):
+    program, data = program_of(small.experiment(texts), 8)
+    run = DenseRun(program, data)
+    timing = {"tokens_per_s": 4096.0, "flops_per_s": 8 * 91.8e12}
+    assert "mfu" not in run._speed(timing)  # of a CPU no peak is known
+    for chip in (chips.V6E, dataclasses.replace(chips.V6E, bf16_flops_per_s=2 * 918e12, devices_per_chip=2)):
+        with monkeypatch.context() as patch:
+            patch.setattr(chips, "for_device_kind", lambda kind, chip=chip: chip)
+            speed = run._speed(timing)
+        assert (speed["tokens_per_s_per_device"], speed["tflops_per_s_per_device"]) == (512, pytest.approx(91.8))
+        assert (speed["peak_tflops_per_s"], speed["mfu"]) == (918, pytest.approx(0.1))
+        assert dict(summaries.speed(speed))["MFU"] == "10.0% of 918 TFLOP/s bf16, causal attention by half"
+
+
 def test_a_checkpoint_goes_on_upon_another_mesh(whole, texts):
     experiment = small.experiment(texts)
     found = []
@@ -219,6 +236,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(texts, tmp_p
     with pytest.raises(UserError, match="was not finite in the steps up to 4"):
         loop.train(small.experiment(texts, optimizer=wild, clip=None), workdir=tmp_path)
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
+
+
+def test_batches_without_a_target_are_named_as_what_they_are(texts):
+    program, data = program_of(small.experiment(texts))
+    run = DenseRun(program, data)
+    run.attach(types.SimpleNamespace(timer=StepTimer()))  # pyright: ignore[reportArgumentType]
+    for weight, message in ((0.0, "Nothing counts in the batches up to step 4"), (3.0, "Lower the learning rate")):
+        sums = dense_metrics.update(dense_metrics.zeros(), *map(jnp.float32, (0.0, weight, np.nan)), clip=None)
+        with pytest.raises(UserError, match=message):
+            run._check(types.SimpleNamespace(metrics=sums), 4)  # pyright: ignore[reportArgumentType]
 
 
 def test_mistakes_are_named(texts):

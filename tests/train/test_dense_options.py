@@ -132,6 +132,7 @@ def test_steps_that_overflow_are_skipped_and_the_run_goes_on(texts):
     assert np.isfinite([float(sums.grad_norm.value), float(sums.grad_norm_max)]).all()
 
 
+@pytest.mark.slow
 def test_half_precision_learns_what_float32_does(texts):
     losses, scaling = {}, dataclasses.replace(HALF["loss_scaling"], initial=2.0**12)
     for name, changes in (("half", {**HALF, "loss_scaling": scaling}), ("float32", {})):

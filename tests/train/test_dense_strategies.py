@@ -29,7 +29,12 @@ STRATEGIES = {
     "ddp local": Ddp(bucket_bytes=4096, accumulate="local"),
 }
 OPTIMIZERS = {
-    "momentum": {"optimizer": optim.Sgd(learning_rate=optim.Constant(value=0.1), momentum=0.9), "clip": None},
+    # With a parameter that is used at both ends of the model, and of a pipeline.
+    "momentum, tied head": {
+        "optimizer": optim.Sgd(learning_rate=optim.Constant(value=0.1), momentum=0.9),
+        "clip": None,
+        "model": dataclasses.replace(small.MODEL, tie_embeddings=True),
+    },
     "adamw": {"optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)), "clip": None},
     "clipped": {"optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)), "clip": 0.3},
 }
@@ -84,10 +89,12 @@ def check(texts, on_one_device, strategy, shape, optimizer, parts):
     ("strategy", "mesh", "optimizer", "parts"),
     [
         ("implicit FULL_SHARD", "fsdp", "clipped", "in parts"),
-        ("explicit HYBRID_SHARD_ZERO2", "tensor", "momentum", "whole"),
+        pytest.param("explicit HYBRID_SHARD_ZERO2", "tensor", "momentum, tied head", "whole", marks=pytest.mark.slow),
+        pytest.param("explicit FULL_SHARD", "stage", "momentum, tied head", "whole", marks=pytest.mark.slow),
+        pytest.param("implicit FULL_SHARD", "both", "momentum, tied head", "in parts", marks=pytest.mark.slow),
         ("explicit FULL_SHARD", "stage", "clipped", "whole"),
-        ("local HYBRID_SHARD", "replica", "clipped", "in parts"),
-        ("ddp local", "replica", "momentum", "in parts"),
+        pytest.param("local HYBRID_SHARD", "replica", "clipped", "in parts", marks=pytest.mark.slow),
+        ("ddp local", "replica", "momentum, tied head", "in parts"),
     ],
 )
 def test_equals_one_device(texts, on_one_device, strategy, mesh, optimizer, parts):

@@ -49,10 +49,24 @@ def stale(rows, tmp_path_factory):
 STALE = {"pipeline": "stale", "log_every": 1, "checkpoints": Checkpoints(every=3)}
 
 
+@pytest.fixture(scope="module")
+def ahead(rows, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ahead")
+    loop.train(experiment(rows, pipeline="ids", log_every=1), workdir=folder)
+    return folder
+
+
+def test_the_exchange_of_ids_a_step_ahead_changes_nothing_but_rounding(plain, ahead):
+    one, two = ([r["logloss"] for r in records(folder)] for folder in (plain, ahead))
+    # Two programs that are not optimised as users' are: a step of theirs differs in last bits, which twelve steps of
+    # AdamW make larger. Rows that are one update old change the losses in their third digit (the next test).
+    np.testing.assert_allclose(two, one, rtol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.compiled_as_users_do
-def test_the_exchange_of_ids_a_step_ahead_changes_no_bit(rows, plain, tmp_path):
-    loop.train(experiment(rows, pipeline="ids", log_every=1), workdir=tmp_path)
-    assert records(plain) == records(tmp_path)
+def test_the_exchange_of_ids_a_step_ahead_changes_no_bit(plain, ahead):
+    assert records(plain) == records(ahead)
 
 
 def test_rows_fetched_a_step_ahead_are_one_update_old(plain, stale):

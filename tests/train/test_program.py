@@ -41,18 +41,19 @@ def _run(experiment, devices, steps=STEPS):
     return np.array(losses), stored
 
 
-def test_eight_devices_equal_one_in_float64(experiment, x64):
+@pytest.mark.parametrize(
+    "mesh", [MeshShape(fsdp=4, tensor=2), pytest.param(MeshShape(), marks=pytest.mark.slow)], ids=str
+)
+def test_eight_devices_equal_one_in_float64(experiment, x64, mesh):
     experiment = dataclasses.replace(
         experiment, precision=Precision(params="float64", compute="float64", tables="float64")
     )
     losses, state = _run(experiment, 1)
-    for mesh in (MeshShape(), MeshShape(fsdp=4, tensor=2)):
-        sharded = dataclasses.replace(experiment, mesh=mesh, rules=rules.FSDP)
-        other_losses, other = _run(sharded, 8)
-        # Sums over examples are split over devices: float64 rounding, 1e-16 a sum, grown over the steps.
-        np.testing.assert_allclose(other_losses, losses, rtol=1e-12)
-        for part in ("params", "tables"):
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other[part], state[part])
+    other_losses, other = _run(dataclasses.replace(experiment, mesh=mesh, rules=rules.FSDP), 8)
+    # Sums over examples are split over devices: float64 rounding, 1e-16 a sum, grown over the steps.
+    np.testing.assert_allclose(other_losses, losses, rtol=1e-12)
+    for part in ("params", "tables"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other[part], state[part])
 
 
 @pytest.mark.slow
@@ -63,6 +64,7 @@ def test_eight_devices_equal_one_in_float32_by_loss(experiment):
     np.testing.assert_allclose(other, losses, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_equal_seeds_give_equal_bits(experiment):
     first, second = _run(experiment, 1, steps=5), _run(experiment, 1, steps=5)
     np.testing.assert_array_equal(first[0], second[0])

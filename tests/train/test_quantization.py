@@ -4,8 +4,10 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import llama_cases
 import numpy as np
 import pytest
+import quantized_cases
 import small_language_run
 import small_run
 
@@ -90,17 +92,60 @@ def test_the_first_rule_that_matches_makes_exceptions(texts):
     np.testing.assert_allclose(built.eval_step(state, batch)[0], want[0], rtol=1e-5)
 
 
+def test_a_quantized_checkpoint_has_the_weights_that_training_with_rules_took(texts, tmp_path):
+    """After quantization-aware fine-tuning of weights a direct cast in the same format loses nothing more."""
+    head = QuantizationRule(module_path="head|embed")
+    built, state, batch = language(texts, head, QuantizationRule(weight_qtype="bdr_mx4", tail="pad"))
+    plain = language(texts)[0]
+    experiment = small_language_run.experiment(texts)
+    config = experiment.model.bound(experiment.data.schema())
+    weights = quantized_cases.write_model(tmp_path / "float", config)
+    quantized_cases.quantize(tmp_path / "float", tmp_path / "packed", "bdr_mx4")
+
+    def losses(program, weights):
+        params = {path: jnp.asarray(value) for path, value in llama_cases.parameters(config, weights).items()}
+        return float(program.eval_step(dataclasses.replace(state, params=params), batch)[0])
+
+    aware, packed = losses(built, weights), losses(plain, quantized_cases.read_weights(tmp_path / "packed"))
+    np.testing.assert_allclose(packed, aware, rtol=1e-5)
+    assert abs(losses(plain, weights) - aware) > 1e-3 * aware
+
+
 def test_a_rule_for_no_module_is_refused_before_anything_is_compiled(texts, rows):
     with pytest.raises(UserError, match=r"quantization.0: .* matches no module; .*layers/mlp/gate"):
         language(texts, dataclasses.replace(MX9, module_path="layers/mlp/gates"))
     with pytest.raises(UserError, match="tables/shop"):
         clicks(rows, dataclasses.replace(MX9, module_path="tables/shops"))
+    with pytest.raises(UserError, match="only embedding tables, tables/hour, tables/item"):
+        clicks(rows, QuantizationRule(module_path="tables/.*", act_qtype="bdr_mx9"))
 
 
 def test_blocks_that_do_not_divide_are_refused_with_the_module(rows):
     built, state, batch = clicks(rows, dataclasses.replace(MX9, tail="refuse"))
     with pytest.raises(UserError, match=r"quantization of \S+/\S+: it sums over \d+ numbers"):
         built.train_step(state, batch)
+
+
+def quantizations(jaxpr):
+    """How often arrays are quantized in a program; what a scan repeats counts once."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.params.get("name") == "_quantized":
+            found += bool(equation.invars)  # what has none is constants, taken out of it
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                found += quantizations(inner) if hasattr(inner, "eqns") else 0
+    return found
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_a_step_of_a_llama_quantizes_six_times_a_product(texts, remat):
+    """Seven products a layer, and the head, whatever is rematerialised; rows of the embedding once."""
+    model = dataclasses.replace(small_language_run.MODEL, remat=remat)
+    built, state, batch = language(texts, MX9, model=model)
+    assert quantizations(built.train_step.trace(state, batch).jaxpr.jaxpr) == 6 * (7 + 1) + 1
 
 
 @pytest.mark.slow

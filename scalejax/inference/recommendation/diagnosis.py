@@ -28,7 +28,8 @@ class Line:
       kind: "table", "operator" or "score".
       name: Name or path.
       precision: As chosen; "" for the score.
-      alone: SQNR in dB; infinite where nothing changed, NaN where all outputs are zero or it was not called.
+      alone: SQNR in dB; infinite where nothing changed, minus infinity where an output is not finite any more, NaN
+        where all outputs are zero or it was not called.
       within: The same in the whole.
     """
 
@@ -86,4 +87,6 @@ class _Sums:
         signal, noise = self._sums.get(name, (0.0, 0.0))
         if not signal:
             return float("nan")
+        if not np.isfinite(noise):
+            return -float("inf")
         return float("inf") if not noise else float(10 * np.log10(signal / noise))

@@ -25,6 +25,8 @@ from scalejax.models.llm import safetensors
 from scalejax.train import disk
 
 PLATFORMS = ("cpu", "cuda", "tpu")
+LARGEST_DIFFERENCE = 1e-6
+"""Of a probability that is scored again; not where operators are int8: sums round otherwise, and a code may move."""
 PROGRAM = "model.stablehlo"
 SIGNATURE = "signature.json"
 

@@ -1,9 +1,10 @@
 """A guard-rail: the float model scores a sample of what the lowered one serves, and an alarm is raised on a gap.
 
 For each sampled example d = CE(y, p_low) - CE(y, p_float); the mean of d over the entropy of the base rate is
-NE_low - NE_float, and the gap that over NE_float. Without labels, which come late or never, y is the float model's
-prediction: then d is a divergence and never negative, and the gap that of a model that is right. The alarm is raised
-where the lower end of a 95 % interval of the gap is above the budget, and at once for a score that is not finite.
+NE_low - NE_float (its mean over tasks, where there are several), and the gap that over NE_float. Without labels, which
+come late or never, y is the float model's prediction: then d is a divergence and never negative, and the gap that of a
+model that is right. The alarm is raised where the lower end of a 95 % interval of the gap is above the budget, and at
+once for a score that is not finite.
 """
 
 import dataclasses
@@ -75,6 +76,9 @@ class Guard:
           inputs: B examples.
           labels: float32[B, T] in [0, 1], or None.
           weights: float32[B], or None = 1 each; 0 marks padding.
+
+        Raises:
+          UserError: see `compare`.
         """
         served = np.asarray(self.lowered.score(self.lowered.arrays, inputs))
         if self._random.random() < self.share:
@@ -84,37 +88,61 @@ class Guard:
     def compare(
         self, wanted: np.ndarray, served: np.ndarray, labels: Any = None, weights: np.ndarray | None = None
     ) -> None:
-        """Takes logits of both models, float32[B, T] each."""
+        """Takes logits of both models, float32[B, T] each.
+
+        Raises:
+          UserError: labels or weights of another shape, weights that are negative, or labels outside [0, 1].
+        """
         w = np.ones(len(served)) if weights is None else np.asarray(weights, np.float64)
+        y = exact.sigmoid(wanted.astype(np.float64)) if labels is None else np.asarray(labels, np.float64)
         kept = w > 0
+        if w.shape != (len(served),) or not (np.isfinite(w) & (w >= 0)).all():
+            raise UserError(
+                f"Guard: weights must be finite and at least 0, one for each of {len(served)} examples; got {w.shape}."
+            )
+        if y.shape != served.shape:
+            raise UserError(f"Guard: labels must have the shape of scores, {served.shape}; got {y.shape}.")
+        if labels is not None and not ((y[kept] >= 0) & (y[kept] <= 1)).all():
+            raise UserError("Guard: labels must lie in [0, 1]. Pass None for batches whose labels are not known yet.")
         finite = np.isfinite(served).all(axis=1) & np.isfinite(wanted).all(axis=1)
         self._nonfinite += int((kept & ~finite).sum())
         kept &= finite
-        a, b, w = wanted[kept].astype(np.float64), served[kept].astype(np.float64), w[kept]
-        y = exact.sigmoid(a) if labels is None else np.asarray(labels, np.float64)[kept]
+        a, b, y, w = wanted[kept].astype(np.float64), served[kept].astype(np.float64), y[kept], w[kept]
         ours, theirs = (np.logaddexp(0, l) - l * y for l in (b, a))
         self._largest = max(self._largest, float(np.abs(a - b).max(initial=0)))
-        d = (ours - theirs).mean(axis=1)
-        self._count += len(d)
-        self._sums += np.array([w.sum(), w @ theirs.mean(axis=1), w @ d, (w * w) @ (d * d), (w * w) @ d, (w * w).sum()])
-        self._positive = self._positive + w @ y
+        d = ours - theirs
+        self._sums = self._sums + _Sums(
+            examples=len(d),
+            weight=w.sum(),
+            squares=w @ w,
+            positive=w @ y,
+            loss=w @ theirs,
+            gap=w @ d,
+            cross=(w * w) @ d,
+            products=(d * (w * w)[:, None]).T @ d,
+        )
 
     def state(self) -> State:
         """Of the window so far; NaN where there is nothing yet."""
-        weight, theirs, d, square, cross, squares = self._sums
+        sums, nan = self._sums, float("nan")
         alarm: Literal["none", "gap", "nonfinite"] = "nonfinite" if self._nonfinite else "none"
-        if not weight:
-            nan = float("nan")
+        if not sums.examples:
             return State(0, nan, nan, nan, nan, self._largest, self._nonfinite, alarm)
-        rate = np.atleast_1d(self._positive / weight).clip(1e-12, 1 - 1e-12)
-        entropy = float((-rate * np.log(rate) - (1 - rate) * np.log(1 - rate)).mean())
-        mean, ne = d / weight, theirs / weight / entropy
-        spread = np.sqrt(max(square - 2 * mean * cross + mean * mean * squares, 0.0)) / weight  # of a weighted mean
-        gap, half = mean / entropy / ne, _SIGMAS * spread / entropy / ne
-        if alarm == "none" and gap - half > self.budget:
+        # NE is the mean over tasks of loss / entropy: each task has a factor, and so has its part of the gap.
+        rate = (sums.positive / sums.weight).clip(1e-12, 1 - 1e-12)
+        factors = 1 / (-rate * np.log(rate) - (1 - rate) * np.log(1 - rate)) / len(rate)
+        mean, ne = sums.gap / sums.weight, float(factors @ sums.loss / sums.weight)
+        spread = sums.products - np.outer(sums.cross, mean) - np.outer(mean, sums.cross)
+        spread = factors @ (spread + np.outer(mean, mean) * sums.squares) @ factors / sums.weight**2
+        # Of a sample: as many examples as weights are worth, less one. One alone says nothing of how sure it is.
+        share = sums.squares / sums.weight**2
+        half = _SIGMAS * np.sqrt(max(float(spread), 0.0) / (1 - share)) if share < 1 - 1e-9 else np.inf
+        moved = float(factors @ mean)
+        if alarm == "none" and moved - half > self.budget * ne:  # also where ne is 0
             alarm = "gap"
-        low, high = float(gap - half), float(gap + half)
-        return State(self._count, float(ne), float(gap), low, high, self._largest, self._nonfinite, alarm)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            gap, low, high = (float(np.float64(x) / ne) for x in (moved, moved - half, moved + half))
+        return State(sums.examples, ne, gap, low, high, self._largest, self._nonfinite, alarm)
 
     def close_window(self) -> State:
         """Ends a window, keeps its state in `windows`, whose gaps are the trend, and begins another."""
@@ -124,5 +152,31 @@ class Guard:
         return state
 
     def _begin(self) -> None:
-        self._count, self._nonfinite, self._largest = 0, 0, 0.0
-        self._sums, self._positive = np.zeros(6), np.zeros(())
+        self._nonfinite, self._largest, self._sums = 0, 0.0, _Sums()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Over examples of weight w, d the difference of the losses of T tasks.
+
+    Attributes:
+      examples: How many.
+      weight: Sum of w.
+      squares: Of w^2.
+      positive, loss, gap: float64[T], of w y, w times the float model's loss, w d.
+      cross: float64[T], of w^2 d.
+      products: float64[T, T], of w^2 d d^T.
+    """
+
+    examples: int = 0
+    weight: Any = 0.0
+    squares: Any = 0.0
+    positive: Any = 0.0
+    loss: Any = 0.0
+    gap: Any = 0.0
+    cross: Any = 0.0
+    products: Any = 0.0
+
+    def __add__(self, other: "_Sums") -> "_Sums":
+        added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)}
+        return _Sums(**added)

@@ -81,6 +81,8 @@ def lower(model: ClickModel, precisions: Precisions, limits: Limits | None = Non
     for path, operator in found.items():
         for name in operator.params:
             value = model.params[name]
+            if not np.isfinite(value).all():
+                raise UserError(f"{name}: holds numbers that are not finite. Take an earlier checkpoint.")
             if path in quantized and value.ndim == 2:
                 int8[path] = dense.quantize_weight(jnp.asarray(value))
             else:

@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ class Model:
           lengths: Feature -> int[B], ids per example.
 
         Raises:
-          ValueError: a feature is missing or unknown, an id is out of range, or shapes do not fit.
+          ValueError: a feature is missing or unknown, an id is no integer or out of range, or shapes do not fit.
         """
         inputs = self._inputs(ids, dense, lengths or {})
         arguments = [inputs[name] for name in self.signature["inputs"]]
@@ -64,6 +64,9 @@ class Model:
         for name in features.keys() ^ ids.keys():
             what = "is missing" if name in features else "is not known"
             raise ValueError(f"ids: feature {name!r} {what}; the model has {', '.join(features)}.")
+        for name in lengths:
+            if name not in features or features[name]["length"] is not None:
+                raise ValueError(f"lengths: {name!r} is no feature with a list of ids an example; leave it out.")
         found: dict[str, np.ndarray] = {}
         sizes: dict[str, int] = {}
         for name, feature in features.items():
@@ -76,8 +79,8 @@ class Model:
                 if values.ndim != 2 or values.shape[1] != feature["length"]:
                     raise ValueError(f"ids: feature {name!r} must be [B, {feature['length']}]; got {values.shape}.")
                 sizes[name] = len(values)
-            if values.size and (not np.issubdtype(values.dtype, np.integer)):
-                raise ValueError(f"ids: feature {name!r} must have integers; got {values.dtype}.")
+            if values.size and not np.issubdtype(values.dtype, np.integer):
+                raise ValueError(f"ids: feature {name!r} must have ids that are integers; got {values.dtype}.")
             if values.size and not 0 <= values.min() <= values.max() < feature["rows"]:
                 raise ValueError(
                     f"ids: feature {name!r} must have ids in [0, {feature['rows']}); got {values.min()} to "
@@ -133,14 +136,17 @@ def read_safetensors(data: bytes) -> dict[str, np.ndarray]:
 
 def _jagged(name: str, ids: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
     if lengths is not None:
-        values, counts = np.asarray(ids), np.asarray(lengths, np.int32)
-        if values.ndim != 1 or counts.ndim != 1 or counts.min(initial=0) < 0 or counts.sum() != len(values):
-            raise ValueError(f"ids: feature {name!r}: lengths must add up to the {values.shape} ids.")
-        return values, counts
-    lists: Sequence[Any] = ids
-    counts = np.array([len(some) for some in lists], np.int32)
-    values = np.concatenate([np.asarray(some, np.int64).reshape(-1) for some in lists]) if len(counts) else []
-    return np.asarray(values, np.int64), counts
+        values, counts = np.asarray(ids), np.asarray(lengths)
+        whole = counts.ndim == 1 and (not counts.size or np.issubdtype(counts.dtype, np.integer))
+        if values.ndim != 1 or not whole or counts.min(initial=0) < 0 or counts.sum() != len(values):
+            raise ValueError(f"ids: feature {name!r}: lengths must be integers that add up to the {values.shape} ids.")
+        return values, counts.astype(np.int32)
+    rows = [np.asarray(some) for some in ids]
+    if any(row.ndim != 1 for row in rows):
+        raise ValueError(f"ids: feature {name!r} must be a list of ids for each example, such as [[3, 9], []].")
+    counts = np.array([len(row) for row in rows], np.int32)
+    filled = [row for row in rows if len(row)]  # NumPy takes an empty list for one of floats
+    return np.concatenate(filled) if filled else np.zeros(0, np.int64), counts
 
 
 def _exported(signature: dict[str, Any], program: bytes) -> Any:

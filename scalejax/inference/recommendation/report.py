@@ -93,7 +93,7 @@ def with_search(measured: dict[str, Any], found: Found, budget: float) -> dict[s
             "budget": budget,
             "gap": found.gap._asdict(),
             "held_out_gap": found.held_out_gap._asdict(),
-            "within_budget_on_held_out": found.held_out_gap.value <= budget,
+            "within_budget_on_held_out": measured["quality"]["gap"] <= budget,
             "sensitivity": [
                 {"kind": kind, "name": name, "precision": chosen, "gap": gap}
                 for ((kind, name), chosen), gap in found.sensitivity.items()
@@ -164,7 +164,9 @@ def _times(lowered: Lowered, inputs: Inputs, turns: int) -> tuple[float, float, 
 
 
 def _json(db: float) -> float | str | None:
-    return None if math.isnan(db) else "exact" if math.isinf(db) else db
+    if math.isnan(db):
+        return None
+    return ("exact" if db > 0 else "not finite") if math.isinf(db) else db
 
 
 def _db(value: float | str | None) -> str:

@@ -31,7 +31,7 @@ class Study:
       names: All that has a precision.
       choices: Name -> its precisions, the widest first; only those that the search may take.
       cost: (name, precision) -> bytes, or seconds of an example.
-      gap: Precisions -> NE on the calibration slice over that of the widest choice, minus 1, with its interval.
+      gap: Precisions -> NE on the calibration slice over that in float32, minus 1, with its interval.
       gap_held_out: The same on other examples.
     """
 
@@ -111,7 +111,7 @@ def search(study: Study, *, budget: float, told: Callable[[str], None] = lambda 
     while now.high > budget:
         options = [(name, wider) for name in study.names if (wider := _wider(study, name, current.of(name)))]
         if not options:
-            break  # all is widest; its gap is 0
+            break  # all is as wide as it may be
         name, wider = max(options, key=lambda o: _worth(study, sensitivity, current, *o))
         before = current.of(name)
         current = current.with_one(name, wider)

@@ -116,10 +116,17 @@ def study(
       dense_choices: Precisions of operators to try, the widest first.
 
     Raises:
-      UserError: an unknown objective, or nothing to choose from.
+      UserError: an unknown objective, or examples that all have one label, for which there is no NE.
     """
     if objective not in ("bytes", "latency"):
         raise UserError(f"--objective must be bytes or latency; got {objective!r}.")
+    for name, examples in (("the validation split", calibration), ("the test split", held_out)):
+        for task, labels in zip(model.schema.labels, examples.labels.T, strict=True):
+            if labels.min() == labels.max():
+                raise UserError(
+                    f"All {len(labels):,} examples of {name} have {labels[0]:g} as their {task!r}: normalised entropy "
+                    "says nothing there. Take more examples (--examples), or another split."
+                )
     emulation = Emulation(model, limits)
 
     def choices(name: tuple[str, str]) -> tuple[str, ...]:
@@ -132,11 +139,8 @@ def study(
         return seconds[name, chosen] if seconds else precision.bytes_of(model, name, chosen)
 
     def gap(examples: Labelled) -> Any:
-        # Exactly the widest choice is what a gap is over; tables and operators need not include float32 there.
-        start = precision.uniform(model)
-        for name in precision.names(model):
-            start = start.with_one(name, choices(name)[0])
-        wanted = emulation.scores(start, examples)
+        # Of the program that scores the others, so that only numbers that were rounded differ.
+        wanted = emulation.scores(precision.uniform(model), examples)
         return lambda precisions: examples.gap(wanted, emulation.scores(precisions, examples))
 
     return searches.Study(

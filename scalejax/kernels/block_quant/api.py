@@ -12,10 +12,19 @@ smallest number of the row itself, not an integer zero point, so that decoding i
 Codes, scales and biases are arrays of their own here, which shard alike and suit the tiles of a TPU. `fuse_rows` puts
 them into one array of bytes as FBGEMM has them, behind the codes ("training": its quantization operators) or before
 them in rows padded to an alignment ("inference": its batched lookups); `split_rows` is the way back.
+
+`implementation` of a lookup names one of
+
+    reference    decodes the whole table, and looks up in that
+    xla          gathers rows of bytes, decodes them and sums; what None picks on every platform
+    pallas_gpu   a Triton kernel (`pallas_gpu`): rows are decoded where they are summed, and none is written
+
+A TPU has no kernel of its own: its copies address rows of 512 bytes and more, and these have 20 to 136.
 """
 
 import dataclasses
 import functools
+import importlib
 from typing import Any, Literal
 
 import jax
@@ -28,7 +37,7 @@ from scalejax.kernels.block_quant import search, xla
 
 RowFormat = Literal["int8", "int8_half", "int4", "int2"]
 Layout = Literal["training", "inference"]
-Implementation = Literal["reference", "xla"]
+Implementation = Literal["reference", "xla", "pallas_gpu"]
 
 _BITS = {"int8": 8, "int8_half": 8, "int4": 4, "int2": 2}
 ROW_FORMATS: tuple[RowFormat, ...] = ("int8", "int8_half", "int4", "int2")
@@ -102,6 +111,8 @@ def quantize_rows(
             "quantize_rows: table must be float32, bfloat16 or float16 with two axes, rows and columns; got "
             f"{jnp.dtype(table.dtype).name}{list(table.shape)}. Cast or reshape it."
         )
+    if table.shape[1] == 0:
+        raise UserError(f"quantize_rows: rows of table must have a number at least; got {list(table.shape)}.")
     if range not in ("minmax", "greedy"):
         raise UserError(f"quantize_rows: range must be 'minmax' or 'greedy'; got {range!r}.")
     chosen = search.quantize if range == "greedy" else xla.quantize
@@ -128,6 +139,7 @@ def quantized_bag(
     pooling: Literal["sum", "mean"] = "sum",
     dtype: Any = jnp.float32,
     implementation: Implementation | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Looks rows up and pools them: out[b] = sum over the ids i of bag b of weight * dequantized row i.
 
@@ -140,25 +152,35 @@ def quantized_bag(
       weights: float[N], one per id, or None.
       pooling: "sum" or "mean" (the sum divided by the number of ids); an empty bag gives zeros.
       dtype: Of the result; sums are float32 and cast once.
-      implementation: None picks "xla"; "reference" decodes the whole table first.
+      implementation: None picks; a name never falls back.
+      interpret: For tests of the GPU's kernel where there is none.
 
     Returns:
       dtype[B, D].
 
     Raises:
-      UserError: an unknown implementation.
-      ValueError: see `embedding_bag`.
+      UserError: an unknown implementation or pooling, ids or lengths that are no vectors of integers, weights of
+        another shape than ids.
     """
-    if implementation not in (None, "reference", "xla"):
-        raise UserError(f'quantized_bag: implementation must be "reference", "xla" or None; got {implementation!r}.')
+    known = ("reference", "xla", "pallas_gpu")
+    if implementation is not None and implementation not in known:
+        names = ", ".join(f'"{name}"' for name in known)
+        raise UserError(f"quantized_bag: implementation must be None or one of {names}; got {implementation!r}.")
+    ids = _integers("quantized_bag", "ids", ids)
+    lengths = _integers("quantized_bag", "lengths", lengths)
+    if weights is not None and weights.shape != ids.shape:
+        raise UserError(f"quantized_bag: weights must have the shape of ids, {ids.shape}; got {weights.shape}.")
+    if pooling not in ("sum", "mean"):
+        raise UserError(f'quantized_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
     if implementation == "reference":
         whole = dequantize_rows(rows)
         pooled = bags.embedding_bag(whole, ids, lengths, weights=weights, pooling=pooling, implementation="xla")
         return pooled.astype(dtype)
-    if weights is not None and weights.shape != ids.shape:
-        raise ValueError(f"quantized_bag: weights must have the shape of ids, {ids.shape}; got {weights.shape}.")
-    if pooling not in ("sum", "mean"):
-        raise ValueError(f'quantized_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
+    if implementation == "pallas_gpu":
+        # Pallas takes longer to import than all the rest.
+        kernel = importlib.import_module("scalejax.kernels.block_quant.pallas_gpu")
+        arrays = (rows.codes, rows.scales, rows.biases, ids, lengths, weights)
+        return kernel.bag(*arrays, _bits(rows.format), rows.dim, pooling, interpret).astype(dtype)
     found = gather_quantized_rows(rows, ids)
     if weights is not None:
         found = found * weights.astype(jnp.float32)[:, None]
@@ -167,7 +189,14 @@ def quantized_bag(
 
 
 def gather_quantized_rows(rows: QuantizedRows, ids: jax.Array) -> jax.Array:
-    """Decoded rows, float32[N, D]; zeros where ids[n] is no row."""
+    """Decoded rows, float32[N, D]; zeros where ids[n] is no row.
+
+    Raises:
+      UserError: ids that are no vector of integers.
+    """
+    ids = _integers("gather_quantized_rows", "ids", ids)
+    if rows.codes.shape[0] == 0:
+        return jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
     inside = (ids >= 0) & (ids < rows.codes.shape[0])
     at = jnp.where(inside, ids, rows.codes.shape[0])
 
@@ -241,6 +270,17 @@ def _bits(format: str) -> int:
 
 def _scale_dtype(format: str) -> np.dtype:
     return np.dtype(np.float32 if format == "int8" else np.float16)
+
+
+def _integers(op: str, name: str, array: jax.Array) -> jax.Array:
+    """A vector of integers, of 32 bits at least: numbers of rows do not fit into fewer.
+
+    Raises:
+      UserError: it is none.
+    """
+    if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+        raise UserError(f"{op}: {name} must be a vector of integers; got {array.dtype}{list(array.shape)}. Cast it.")
+    return array if array.dtype.itemsize >= 4 else array.astype(jnp.int32)
 
 
 def _check_layout(name: str, layout: str, align: int) -> None:

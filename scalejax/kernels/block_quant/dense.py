@@ -16,8 +16,8 @@ from jax import lax
 
 from scalejax.errors import UserError
 
-MOST_INPUTS = (2**31 - 1) // (128 * 127)
-"""Inputs of a product above which its sums may leave int32: 132,104."""
+MOST_INPUTS = (2**31 - 1) // (255 * 127)
+"""Inputs of a product above which its sums may leave int32: 66,311."""
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +44,8 @@ class Int8Weight:
 def quantize_weight(weight: jax.Array) -> Int8Weight:
     """float[K, N] -> codes under a scale for each of the N columns; a column of zeros has the scale 1.
 
+    A column with NaN or an infinity has codes of zero and a scale of NaN, so that all of its results are NaN.
+
     Raises:
       UserError: no matrix of floating point, or more inputs than int32 can sum.
     """
@@ -57,10 +59,11 @@ def quantize_weight(weight: jax.Array) -> Int8Weight:
             "this operator in float16."
         )
     weight = weight.astype(jnp.float32)
-    largest = jnp.abs(weight).max(axis=0)
+    largest = jnp.abs(weight).max(axis=0, initial=0)
     scales = jnp.where(largest > 0, largest / jnp.float32(127), jnp.ones_like(largest))
-    codes = _nearest(weight / scales[None, :])
-    codes = jnp.clip(codes, -127, 127).astype(jnp.int8)
+    broken = ~jnp.isfinite(largest)
+    codes = jnp.where(broken[None, :], 0, jnp.clip(_nearest(weight / scales[None, :]), -127, 127)).astype(jnp.int8)
+    scales = jnp.where(broken, jnp.nan, scales)
     return Int8Weight(codes=codes, scales=scales, sums=codes.astype(jnp.int32).sum(axis=0, dtype=jnp.int32))
 
 
@@ -81,13 +84,14 @@ def dynamic_range(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The least and the largest finite number of an array, float32[] each."""
     finite = jnp.isfinite(x)
     x = x.astype(jnp.float32)
-    return jnp.where(finite, x, jnp.inf).min(), jnp.where(finite, x, -jnp.inf).max()
+    return jnp.where(finite, x, jnp.inf).min(initial=jnp.inf), jnp.where(finite, x, -jnp.inf).max(initial=-jnp.inf)
 
 
 def fake_quantize(x: jax.Array, low: jax.Array, high: jax.Array) -> jax.Array:
-    """float32[...]: x as its codes say it, saturated at the ends of the range."""
+    """float32[...]: x as its codes say it, saturated at the ends of the range; NaN where x is not finite."""
     scale, zero = affine(low, high)
-    return scale * (jnp.clip(_nearest(x.astype(jnp.float32) * _inverse(scale)) + zero, 0, 255) - zero)
+    steps = jnp.clip(_nearest(x.astype(jnp.float32) * _inverse(scale)) + zero, 0, 255) - zero
+    return jnp.where(jnp.isfinite(x), scale * steps, jnp.nan)
 
 
 def int8_matmul(x: jax.Array, weight: Int8Weight, *, limits: tuple[jax.Array, jax.Array] | None = None) -> jax.Array:

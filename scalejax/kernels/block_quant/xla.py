@@ -75,7 +75,12 @@ def packed(codes: jax.Array, bits: int) -> jax.Array:
 
 def dequantize(codes: jax.Array, scales: jax.Array, biases: jax.Array, bits: int, dim: int) -> jax.Array:
     """uint8[V, ceil(D bits / 8)], [V], [V] -> float32[V, D]."""
-    numbers = (codes if bits == 8 else unpack_bits(codes, bits, axis=1)[:, :dim]).astype(jnp.float32)
+    return decode(codes if bits == 8 else unpack_bits(codes, bits, axis=1)[:, :dim], scales, biases)
+
+
+def decode(codes: jax.Array, scales: jax.Array, biases: jax.Array) -> jax.Array:
+    """Integers [V, D], one a code, [V], [V] -> float32[V, D]; gathers nothing, kernels call it on their tiles."""
+    numbers = codes.astype(jnp.float32)
     if scales.dtype == jnp.float32:
         upper = _as_float(floats.float_bits(scales) & ~0xFFF)  # 12 digits: times 8 they fit float32
         lower = jnp.where(jnp.isfinite(scales), scales - upper, jnp.zeros_like(scales))

@@ -8,9 +8,10 @@ limbs that cannot overflow:
     q = hi * 2^12 + lo                                             up to 2^19 occurrences: two sums in int32
     q = a * 2^16 + b * 2^8 + c                                     up to 2^23: three
 
-The sum differs from the exact one by at most 2^(E - 23) an occurrence; for gradients of equal size that is one part in
-2^23, like the rounding of float32 itself. Limbs are brought to one canonical form before they become a float, so that
-the number of limbs does not show. Blocks of columns, so that slices of whole blocks have the sums of the whole row.
+The sum differs from the exact one by at most 2^(E - 23) an occurrence, where E is taken as -100 if it is less; for
+gradients of equal size that is one part in 2^23, like the rounding of float32 itself. Limbs are brought to one
+canonical form before they become a float, so that the number of limbs does not show. Blocks of columns, so that slices
+of whole blocks have the sums of the whole row.
 """
 
 import jax

@@ -105,6 +105,11 @@ def dequantize_blocks(
     wanted = jnp.dtype(dtype)
     if wanted not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise UserError(f"{op}: dtype must be float32, bfloat16 or float16; got {wanted}. Convert the float32 result.")
+    if packed.tensor_scale is not None and packed.tensor_scale.ndim:
+        # Arrays that were quantized one by one and stacked in front.
+        return jax.vmap(lambda one: dequantize_blocks(one, wanted, implementation=implementation, interpret=interpret))(
+            packed
+        )
     chosen = _choose(op, implementation, "lacks_blocks", packed.format, packed.codes.size)
     return _load(chosen).dequantize(packed, wanted, **_interpreted(chosen, interpret))
 
@@ -146,6 +151,8 @@ def matmul(
     op = "matmul"
     _check_name(op, implementation, _OF_PRODUCTS)
     _check_operands(op, x, weights)
+    if dtype is not None and not jnp.issubdtype(dtype, jnp.floating):
+        raise UserError(f"{op}: dtype must be of floating point; got {jnp.dtype(dtype)}. Convert the float32 result.")
     if implementation == "native":
         native = _load("native")
         lacks = native.lacks(x, weights)
@@ -257,6 +264,8 @@ def _check_operands(op: str, x: jax.Array | Packed, weights: Packed) -> None:
     if not isinstance(weights, Packed) or weights.codes.ndim != 2:
         got = f"{weights.codes.ndim} axes" if isinstance(weights, Packed) else type(weights).__name__
         raise UserError(f"{op}: weights must be packed with two axes; got {got}. Use quantize_blocks, jax.vmap.")
+    if any(isinstance(p, Packed) and p.tensor_scale is not None and p.tensor_scale.ndim for p in (x, weights)):
+        raise UserError(f"{op}: an operand is a stack of tensors, each with a tensor_scale of its own. Use jax.vmap.")
     if isinstance(x, Packed):
         if x.axis != -1:
             raise UserError(

@@ -46,16 +46,9 @@ _FLOAT32_ON_GPU = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 
 def lacks_blocks(format: BlockFormat) -> str | None:
     """Which part of quantizing and decoding is missing here, or None."""
-    if format.scale == "float32":
-        return f"has formats with scales of 8 bits; got {format.name} with float32 scales."
-    if format.element.bits > 8:
-        return f"has elements of at most 8 bits; got {format.name}."
-    if not _is_power_of_two(format.k1) or not _is_power_of_two(format.k2) or format.k1 > _sizes().elements:
-        return f"wants k1 and k2 as powers of two, at most {_sizes().elements}; got {format.name}."
-    for count, bits in ((format.k1, format.element.bits), (format.k1 // format.k2, format.d2)):
-        if bits and count % tiles.group_of(bits)[0]:
-            return f"wants the codes of a block to fill whole bytes; got {format.name}."
-    return None
+    most = _sizes().elements
+    fits = _is_power_of_two(format.k1) and _is_power_of_two(format.k2) and format.k1 <= most
+    return tiles.lacks_blocks(format, None if fits else f"wants k1 and k2 as powers of two, at most {most}")
 
 
 def lacks_products(format: BlockFormat) -> str | None:

@@ -41,16 +41,8 @@ _AT_ONCE = 8
 
 def lacks_blocks(format: BlockFormat) -> str | None:
     """Which part of quantizing and decoding is missing here, or None."""
-    if format.scale == "float32":
-        return f"has formats with scales of 8 bits; got {format.name} with float32 scales."
-    if format.element.bits > 8:
-        return f"has elements of at most 8 bits; got {format.name}."
-    if format.k1 % 8 or format.k1 > 128:
-        return f"wants k1 as a multiple of 8, at most 128; got {format.name}."
-    for count, bits in ((format.k1, format.element.bits), (format.k1 // format.k2, format.d2)):
-        if bits and count % tiles.group_of(bits)[0]:
-            return f"wants the codes of a block to fill whole bytes; got {format.name}."
-    return None
+    fits = format.k1 % 8 == 0 and format.k1 <= 128
+    return tiles.lacks_blocks(format, None if fits else "wants k1 as a multiple of 8, at most 128")
 
 
 def lacks_products(format: BlockFormat) -> str | None:

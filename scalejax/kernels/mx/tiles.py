@@ -185,12 +185,37 @@ def decode_for_product(
     values = _magnitudes(magnitude, format.element)
     values = jnp.where(negative, -values, values)
     if format.scale == "e4m3":
-        factor = jnp.where(scales == elements.E4M3.max_code + 1, jnp.nan, _magnitudes(scales, elements.E4M3))
+        own, negative = elements.split_sign(scales, elements.E4M3)
+        factor = jnp.where(own == blocks.E4M3_NAN, jnp.nan, _magnitudes(own, elements.E4M3))
+        factor = jnp.where(negative, -factor, factor)
     else:
         exponent = scales if taus is None else jnp.maximum(jnp.where(scales == 255, 255, scales - taus), 0)
+        if format.element.max_exponent > 0:
+            # 2^-127 is a subnormal number, and its products with elements of 2 and more need not be: half of 2^-126.
+            values = values * jnp.where(exponent == 0, 0.5, 1.0).astype(jnp.float32)
+            exponent = jnp.maximum(exponent, 1)
         # 255 gives an infinity, and 0 times it NaN: poisoned blocks have no other codes.
         factor = lax.bitcast_convert_type(exponent << 23, jnp.float32)
     return (values * factor).astype(dtype)
+
+
+def lacks_blocks(format: BlockFormat, sizes: str | None) -> str | None:
+    """Which part of quantizing and decoding kernels lack, or None.
+
+    Args:
+      format: of the blocks.
+      sizes: what they lack of k1 and k2, or None.
+    """
+    if format.scale == "float32":
+        return f"has formats with scales of 8 bits; got {format.name} with float32 scales."
+    if format.element.bits > 8:
+        return f"has elements of at most 8 bits; got {format.name}."
+    if sizes is not None:
+        return f"{sizes}; got {format.name}."
+    for count, bits in ((format.k1, format.element.bits), (format.k1 // format.k2, format.d2)):
+        if bits and count % group_of(bits)[0]:
+            return f"wants the codes of a block to fill whole bytes; got {format.name}."
+    return None
 
 
 def _magnitudes(codes: jax.Array, element: Element) -> jax.Array:

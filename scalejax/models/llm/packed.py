@@ -97,9 +97,20 @@ class PackedTensor:
         return [part.indices(n)[:2] for part, n in zip(whole, self.shape, strict=True)]
 
     def _check_numbers(self, packed: Packed) -> None:
-        """NaN marks in scales and codes: this project never writes any into a checkpoint."""
+        """NaN marks in scales and codes, and scales that are infinite: no writer means any of them."""
         scales, element = np.asarray(packed.scales), self.format.element
-        poisoned = np.isnan(scales) if scales.dtype == np.float32 else scales == _nan_code(self.format)
+        if packed.tensor_scale is not None and not 0 < np.asarray(packed.tensor_scale) < np.inf:
+            raise UserError(
+                f"{self.file}: the scale of the whole tensor {self.name} ({self.format.name}) is "
+                f"{float(np.asarray(packed.tensor_scale)):g}, and must be above 0 and finite. The file is damaged: "
+                "copy it anew, or quantize the model again."
+            )
+        if scales.dtype == np.float32:
+            poisoned = ~np.isfinite(scales)
+        elif self.format.scale == "e4m3":
+            poisoned = (scales & 0x7F) == 0x7F
+        else:
+            poisoned = scales == (1 << self.format.d1) - 1
         count, what = int(np.count_nonzero(poisoned)), "blocks"
         if not count and element.specials != "none" and element.bits == 8:
             codes = np.asarray(packed.codes) & 0x7F
@@ -200,7 +211,3 @@ def _cut(part: Part, rows: list[tuple[int, int]], first: int, last: int) -> tupl
     behind = len(part.shape) - len(rows) - 1
     blocks = slice(first * part.per_block, last * part.per_block)
     return (*(slice(*span) for span in rows), blocks, *(slice(None),) * behind)
-
-
-def _nan_code(format: BlockFormat) -> int:
-    return 0x7F if format.scale == "e4m3" else (1 << format.d1) - 1

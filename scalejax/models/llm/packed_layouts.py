@@ -371,6 +371,11 @@ class CompressedTensors:
         groups = content.get("config_groups")
         if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
             raise UserError(f"{where}: must have config_groups by name, each with its targets; got {groups!r:.60}.")
+        if content.get("transform_config"):
+            raise UserError(
+                f"{where}: transform_config: weights that go with rotated activations are not known here. Get the "
+                "model unquantised and use `scalejax quantize`."
+            )
         ignore = [str(name) for name in content.get("ignore") or []]
         found: dict[str, BlockFormat] = {}
         for name, shape in shapes.items():
@@ -382,10 +387,13 @@ class CompressedTensors:
                 targets = [str(target) for target in group.get("targets") or []]
                 if any(target == "Linear" or _matches(target, module) for target in targets):
                     found[name] = _format_of(group.get("weights"), shape, f"{where}: {label}")
+                    _check_storage(group.get("format") or content.get("format"), found[name], f"{where}: {label}")
                     break
-        active = any(group.get("input_activations") for group in groups.values())
-        remark = "activations are quantized where the checkpoint comes from; here they are not"
-        return found, (remark,) if active else ()
+        quantized = [what for what in ("input", "output") if any(g.get(f"{what}_activations") for g in groups.values())]
+        more = [f"{what} activations" for what in quantized]
+        more += ["keys and values of attention"] if content.get("kv_cache_scheme") else []
+        remark = "quantized where the checkpoint comes from, and not here: " + ", ".join(more)
+        return found, (remark,) if more else ()
 
 
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in (Own(), CompressedTensors(), GptOss())}
@@ -498,6 +506,16 @@ def _format_of(args: Any, shape: Shape, where: str) -> BlockFormat:
             f"{', '.join(_SCHEMES)} are."
         )
     return formats.find(name)
+
+
+def _check_storage(given: Any, format: BlockFormat, where: str) -> None:
+    """Refuses other ways to store the same numbers, such as int8 without words, or only those that are not zero."""
+    wanted = _scheme(format).format
+    if given not in (None, "mixed-precision", wanted):
+        raise UserError(
+            f"{where}: weights in {format.name} are stored as {given}, which is not known here; {wanted} is. Get the "
+            "model unquantised and use `scalejax quantize`."
+        )
 
 
 def _matches(target: str, module: str) -> bool:

@@ -1,8 +1,9 @@
 """What vectors travel as: fewer bits on the wire, one collective each.
 
     bfloat16, float16       rounded to nearest; float16 after clamping to its range, +-65504
-    float8_*, int8          vector / scale, rounded to nearest, with scale = largest magnitude / largest code; the four
-                            bytes of the scale travel behind the codes of its vector
+    float8_*, int8          vector / scale, rounded to nearest, with scale = largest magnitude / largest code, or the
+                            least that keeps scale and products normal numbers; the four bytes of the scale travel
+                            behind the codes of its vector
     bdr_mx9, mxfp6_e2m3 ... the block formats of `parallel.codec`, blocks along the vector
 
 What is not a number stays visible: a NaN or an infinity in a vector makes all of it NaN (int8, float8), all of its
@@ -15,12 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax.numerics import float8
 from scalejax.parallel import codec
 from scalejax.parallel.embedding.plan import Wire
 from scalejax.parallel.wire_formats import WIRE_FORMATS
 
 _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
-_SCALED = {"float8_e4m3fn": jnp.float8_e4m3fn, "float8_e5m2": jnp.float8_e5m2, "int8": jnp.int8}
+_FLOAT8 = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 def carry(
@@ -50,11 +52,14 @@ def encode(vectors: jax.Array, wire: Wire) -> jax.Array:
             limit = float(jnp.finfo(jnp.float16).max)
             vectors = jnp.clip(vectors, -limit, limit)
         return vectors.astype(_HALF[wire])
-    code = _SCALED[wire]
-    most = jnp.abs(vectors).max(axis=-1, keepdims=True).astype(jnp.float32)
-    scale = jnp.where(most == 0, 1.0, most / _largest(code))
-    codes = vectors.astype(jnp.float32) / scale
-    codes = jnp.rint(codes).astype(jnp.int8) if code == jnp.int8 else codes.astype(code)
+    vectors = vectors.astype(jnp.float32)
+    if wire in _FLOAT8:
+        codes, scale = float8.quantize(vectors, _FLOAT8[wire], axes=(vectors.ndim - 1,))
+    else:
+        # A subnormal scale would be zero where hardware flushes it, and what it divides no number.
+        most = jnp.max(jnp.abs(vectors), axis=-1, keepdims=True, initial=0)
+        scale = jnp.maximum(most / 127.0, float(jnp.finfo(jnp.float32).tiny))
+        codes = jnp.rint(vectors / scale).astype(jnp.int8)
     tail = lax.bitcast_convert_type(scale[..., 0], jnp.int8)  # ... 4
     return jnp.concatenate([lax.bitcast_convert_type(codes, jnp.int8), tail], axis=-1)
 
@@ -67,9 +72,5 @@ def decode(sent: jax.Array, wire: Wire, dtype: jnp.dtype, *, dim: int) -> jax.Ar
     if wire in _HALF:
         return sent.astype(dtype)
     codes, scale = sent[..., :-4], lax.bitcast_convert_type(sent[..., -4:], jnp.float32)
-    codes = lax.bitcast_convert_type(codes, _SCALED[wire])
+    codes = lax.bitcast_convert_type(codes, float8.DTYPES[_FLOAT8[wire]] if wire in _FLOAT8 else jnp.int8)
     return (codes.astype(jnp.float32) * scale[..., None]).astype(dtype)
-
-
-def _largest(code: type) -> float:
-    return 127.0 if code == jnp.int8 else float(jnp.finfo(code).max)

@@ -1,7 +1,8 @@
 """Scales of blocks, chosen by what they do to the numbers under them, and the codes under these scales.
 
 max         from the largest magnitude, as `numerics.quantize` does: a direct cast
-percentile  from the smallest magnitude that at least p % of the block do not exceed: what lies above saturates.
+percentile  from the smallest magnitude that at least p % of the block do not exceed, or the largest where that is zero:
+            what lies above saturates. Padding does not count.
             NVFP4: the tensor scale, from that magnitude among the largest of the blocks
 mse         of several candidates the one of the least squared error
             exponents (MX): those of max, and one less and one more, for each block
@@ -58,11 +59,20 @@ class Calibration:
         return (self.scale_rule or "floor") if format.scale == "exponent" else None
 
     def check(self, used: Iterable[BlockFormat]) -> None:
-        """Compares the scale rule with the formats that will be written.
+        """Compares the scale rule and the percentile with the formats that will be written.
 
         Raises:
-          UserError: there is none of that name, it is not defined for one of them, or none has exponents as scales.
+          UserError: there is no rule of that name, it is not defined for one of them, none has exponents as scales, or
+            all blocks are so short that the percentile leaves nothing out.
         """
+        used = list(used)
+        if self.method == "percentile" and all(self._leaves_nothing_out(format) for format in used):
+            longest = max(used, key=lambda format: format.k1)
+            most = math.floor(1000 * (100 - 100 / longest.k1)) / 1000
+            raise UserError(
+                f"--percentile {self.percentile:g} leaves nothing out of the {longest.k1} numbers of a block of "
+                f"{longest.name}. Give at most {most:g}, or another --calibrate."
+            )
         if self.scale_rule is None:
             return
         exponents = [format for format in used if format.scale == "exponent"]
@@ -73,6 +83,10 @@ class Calibration:
                 f"--scale-rule {self.scale_rule}: no weight takes a format with exponents as scales. Leave it out."
             )
 
+    def _leaves_nothing_out(self, format: BlockFormat) -> bool:
+        """Whether the largest number of every block sets its scale; NVFP4 has its percentile over blocks."""
+        return format.scale != "e4m3" and _rank(format.k1, self.percentile) == format.k1 - 1
+
 
 def split(x: jax.Array, format: BlockFormat) -> jax.Array:
     """float32[rows, columns] -> int32[rows, blocks, k1 / k2, k2], bits, padded with zeros."""
@@ -80,8 +94,19 @@ def split(x: jax.Array, format: BlockFormat) -> jax.Array:
     return float32.float_bits(padded).reshape(x.shape[0], -1, format.k1 // format.k2, format.k2)
 
 
+def ranks(columns: int, format: BlockFormat, calibration: Calibration) -> jax.Array:
+    """int32[blocks]: where in a block in ascending order, zeros of padding first, its percentile is."""
+    k1 = format.k1
+    held = [min(k1, columns - start) for start in range(0, columns, k1)]
+    return jnp.asarray([k1 - count + _rank(count, calibration.percentile) for count in held], jnp.int32)
+
+
 def choose_scales(
-    bits: jax.Array, format: BlockFormat, calibration: Calibration, tensor_scale: jax.Array | None
+    bits: jax.Array,
+    format: BlockFormat,
+    calibration: Calibration,
+    tensor_scale: jax.Array | None,
+    percentiles: jax.Array,
 ) -> Encoded:
     """Codes and scales of blocks; the tensor scale of NVFP4 has been chosen before.
 
@@ -90,6 +115,7 @@ def choose_scales(
       format: Of the blocks.
       calibration: How scales are chosen.
       tensor_scale: float32[] for NVFP4, see `choose_tensor_scale`.
+      percentiles: int32[blocks], see `ranks`.
     """
     more: dict[str, Any] = {"axis": 2, "rule": calibration.rule(format), "rounding": "ties_to_even"}
     found = blocks.encode_blocks(bits, format, tensor_scale=tensor_scale, **more)
@@ -98,7 +124,8 @@ def choose_scales(
     if calibration.method == "percentile":
         magnitude = bits & float32.MAGNITUDE
         flat = jnp.sort(magnitude.reshape(*bits.shape[:2], format.k1), axis=-1)
-        top = flat[..., _rank(format.k1, calibration.percentile)][..., None, None]
+        top = jnp.take_along_axis(flat, jnp.broadcast_to(percentiles[:, None], (*flat.shape[:2], 1)), axis=-1)
+        top = jnp.where(top > 0, top, flat[..., -1:])[..., None]
         below = jnp.minimum(magnitude, top)  # bits of magnitudes are ordered as they are
         found = blocks.encode_blocks(below, format, tensor_scale=tensor_scale, **more)
         return found._replace(codes=_under(bits, found, format, tensor_scale))
@@ -125,7 +152,8 @@ def choose_tensor_scale(x: jax.Array, format: BlockFormat, calibration: Calibrat
         return None
     bits = _chunked(_largest, x, format)
     if calibration.method == "percentile":
-        largest = jnp.sort(bits)[_rank(bits.size, calibration.percentile)]
+        found = jnp.sort(bits)[_rank(bits.size, calibration.percentile)]
+        largest = jnp.where(found > 0, found, jnp.max(bits))
     else:
         largest = jnp.max(bits)
     scale = blocks.tensor_scale_of(largest.reshape(1, 1), format, axis=0)
@@ -175,7 +203,7 @@ def join(parts: list[Encoded], format: BlockFormat, length: int, tensor_scale: j
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _encode(x: jax.Array, tensor_scale: jax.Array | None, format: BlockFormat, calibration: Calibration) -> Encoded:
-    return choose_scales(split(x, format), format, calibration, tensor_scale)
+    return choose_scales(split(x, format), format, calibration, tensor_scale, ranks(x.shape[1], format, calibration))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -201,7 +229,7 @@ def _chunked(function: Any, x: jax.Array, format: BlockFormat) -> jax.Array:
 
 def _rank(count: int, percentile: float) -> int:
     """Of `count` sorted numbers, the first that at least so many per cent do not exceed."""
-    return max(0, math.ceil(percentile / 100 * count) - 1)
+    return max(0, math.ceil(percentile * count / 100) - 1)
 
 
 def _under(bits: jax.Array, found: Encoded, format: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:

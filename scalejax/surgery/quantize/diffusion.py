@@ -94,17 +94,25 @@ def diffuse(
     whole = whole + jnp.diag(behind.astype(jnp.float32))  # padded columns have no errors to pass on
     step = max(1, _CHUNK // columns)
     parts = [
-        _diffuse(jnp.pad(weight[start : start + step], ((0, 0), (0, padding))), whole, scale, format, calibration)
+        _diffuse(
+            jnp.pad(weight[start : start + step], ((0, 0), (0, padding))),
+            whole,
+            scale,
+            calibrations.ranks(columns, format, calibration),
+            format,
+            calibration,
+        )
         for start in range(0, rows, step)
     ]
     return calibrations.join(parts, format, columns, scale)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
+@functools.partial(jax.jit, static_argnums=(4, 5))
 def _diffuse(
     weight: jax.Array,
     upper: jax.Array,
     tensor_scale: jax.Array | None,
+    percentiles: jax.Array,
     format: BlockFormat,
     calibration: Calibration,
 ) -> Encoded:
@@ -119,7 +127,11 @@ def _diffuse(
         passed = jax.lax.dynamic_slice(upper, (start, 0), (k1, columns))
         inside = jax.lax.dynamic_slice(passed, (0, start), (k1, k1))
         fixed = calibrations.choose_scales(
-            float32.float_bits(own).reshape(rows, 1, k1 // k2, k2), format, calibration, tensor_scale
+            float32.float_bits(own).reshape(rows, 1, k1 // k2, k2),
+            format,
+            calibration,
+            tensor_scale,
+            jax.lax.dynamic_slice(percentiles, (number,), (1,)),
         )
 
         def column(j: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, ...]:

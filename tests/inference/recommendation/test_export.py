@@ -156,16 +156,27 @@ def test_what_a_loaded_model_refuses(written):
         (good | {"color": [1]}, one.dense, "feature 'color' is not known"),
         (good | {"user": np.array([0, 1, 2, 300])}, one.dense, r"'user' must have ids in \[0, 300\)"),
         (good | {"pages": [[-1], [], [], []]}, one.dense, r"'pages' must have ids in \[0, 120\)"),
-        (good | {"user": np.ones(4)}, one.dense, "must have integers; got float64"),
+        (good | {"user": np.ones(4)}, one.dense, "'user' must have ids that are integers; got float64"),
         (good | {"shown": np.ones((4, 3), int)}, one.dense, r"must be \[B, 2\]"),
+        (good | {"pages": [[1.5], [], [2.0], []]}, one.dense, "'pages' must have ids that are integers; got float64"),
+        (good | {"pages": [[[1, 2]], [], [], []]}, one.dense, "'pages' must be a list of ids for each example"),
+        (good | {"pages": [1, 2, 3, 4]}, one.dense, "'pages' must be a list of ids for each example"),
         (good, one.dense[:3], "Every input must have one number B"),
         (good, None, "Every input must have one number B"),
     ]
     for ids, dense, words in cases:
         with pytest.raises(ValueError, match=words):
             model(ids, dense)
-    with pytest.raises(ValueError, match="lengths must add up"):
-        model(good | {"pages": np.array([1, 2])}, one.dense, {"pages": [1, 0, 0, 0]})
+    flat = good | {"pages": np.array([1, 2])}
+    for lengths, words in (
+        ({"pages": [1, 0, 0, 0]}, "lengths must be integers that add up"),
+        ({"pages": [1.5, 0.5, 0, 0]}, "lengths must be integers that add up"),
+        ({"pages": [2, 0, 0, 0], "user": [1, 1, 1, 1]}, "lengths: 'user' is no feature with a list of ids"),
+        ({"pages": [2, 0, 0, 0], "page": [1, 1, 1, 1]}, "lengths: 'page' is no feature with a list of ids"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model(flat, one.dense, lengths)
+    assert model(flat, one.dense, {"pages": [1, 0, 0, 1]})["logits"].shape == (4, 1)
 
 
 def test_a_damaged_or_newer_folder_is_refused(written, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import click_cases
 import jax
@@ -247,6 +248,27 @@ def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm):
     assert len(report.tables(measured)) == 2
 
 
+def test_a_gap_is_over_float32_whatever_the_search_may_take(dlrm):
+    model, examples, limits = dlrm
+    asked = study.study(model, limits, examples, examples, tables=("int2",), dense_choices=("float32",))
+    found = search.search(asked, budget=1e-6)
+    emulation = study.Emulation(model, limits)
+    scores = [emulation.scores(precision.uniform(model, tables=t), examples) for t in ("float32", "int2")]
+    assert set(found.precisions.tables.values()) == {"int2"}
+    assert found.gap == examples.gap(*scores)
+    assert found.gap.value > 1e-6
+
+
+def test_examples_of_one_label_are_refused(dlrm):
+    """Their NE is no number, and a gap of no number is above no budget."""
+    model, examples, limits = dlrm
+    alike = dataclasses.replace(examples, labels=np.zeros_like(examples.labels))
+    with pytest.raises(UserError, match="All 1,024 examples of the validation split have 0 as their 'label'"):
+        study.study(model, limits, alike, examples)
+    with pytest.raises(UserError, match="of the test split"):
+        study.study(model, limits, examples, alike)
+
+
 def test_latencies_are_measured_for_every_choice(dlrm):
     model, examples, limits = dlrm
     asked = study.study(
@@ -306,6 +328,59 @@ def test_the_guard_sees_scores_that_are_not_finite_and_samples_a_share(dlrm):
     assert (watch.state().alarm, watch.state().nonfinite) == ("nonfinite", 1)
 
 
+def test_the_gap_of_a_guard_is_that_of_labelled_examples_with_several_tasks_and_weights():
+    rng = np.random.default_rng(0)
+    wanted = rng.normal(size=(900, 2)) * 2 - np.array([0, 3])
+    served = wanted + 0.1 * rng.normal(size=wanted.shape) + 0.02
+    labels = (rng.random(wanted.shape) < 1 / (1 + np.exp(-wanted))).astype(np.float32)
+    weights = rng.integers(1, 4, 900).astype(np.float32)
+    watch = guard.Guard(*nothing(), budget=1e-3)
+    for part in np.split(np.arange(900), 3):
+        watch.compare(wanted[part], served[part], labels[part], weights[part])
+    state, examples = watch.state(), click_model.Labelled((), (), labels, weights)
+    gap = examples.gap(wanted, served)
+    assert state.ne == pytest.approx(examples.ne(wanted), rel=1e-6)
+    # The guard's interval is that of a sample: wider by half of one part in so many examples.
+    assert (state.gap, state.low, state.high) == pytest.approx(gap, rel=3e-3)
+
+
+def nothing():
+    """Models for a guard that is given scores."""
+    none: Any = None
+    return none, none
+
+
+def test_the_guard_refuses_labels_and_weights_that_would_hide_a_gap():
+    wanted = np.random.default_rng(0).normal(size=(8, 1))
+    for labels, weights, words in (
+        (np.full((8, 1), np.nan), None, r"labels must lie in \[0, 1\]"),
+        (np.ones(8), None, r"labels must have the shape of scores, \(8, 1\); got \(8,\)"),
+        (None, -np.ones(8), "weights must be finite and at least 0"),
+        (None, np.ones((8, 1)), r"one for each of 8 examples; got \(8, 1\)"),
+    ):
+        watch = guard.Guard(*nothing(), budget=1e-3)
+        with pytest.raises(UserError, match=words):
+            watch.compare(wanted, wanted + 5, labels, weights)
+        assert watch.state().examples == 0
+
+
+def test_the_guard_is_not_sure_of_one_example_and_is_of_many_that_were_certain():
+    watch = guard.Guard(*nothing(), budget=1e-3)
+    watch.compare(np.zeros((1, 1)), np.full((1, 1), 5.0))
+    assert (watch.state().alarm, watch.state().high) == ("none", np.inf)
+    watch = guard.Guard(*nothing(), budget=1e-3)
+    watch.compare(np.full((8, 1), 500.0), np.full((8, 1), -500.0))  # the float model loses nothing at all
+    assert (watch.state().alarm, watch.state().ne) == ("gap", 0)
+
+
+def test_an_output_that_is_not_finite_any_more_is_no_small_noise():
+    sums = diagnosis._Sums()
+    for name, value in (("a", np.inf), ("b", np.nan), ("c", 1.0)):
+        sums.add(("operator", name, "alone"), np.ones(2), np.array([1, value]))
+    found = [report._json(sums.db(("operator", name, "alone"))) for name in "abc"]
+    assert found == ["not finite", "not finite", "exact"]
+
+
 def test_precisions_are_kept_in_a_file_and_belong_to_a_model(dlrm, tmp_path):
     model, _, _ = dlrm
     chosen = precision.uniform(model, tables="int4", dense="int8")
@@ -323,6 +398,10 @@ def test_what_does_not_fit_is_refused_by_name(dlrm):
     broken = {**model.tables, "shown": np.where(np.arange(50)[:, None] == 4, np.nan, model.tables["shown"])}
     with pytest.raises(UserError, match="Table 'shown': 1 rows are not finite, row 4 first"):
         lowering.lower(dataclasses.replace(model, tables=broken), precision.uniform(model, tables="int4"))
+    name = "top/layers/0/kernel"
+    params = {**model.params, name: np.where(np.arange(32) == 4, np.nan, model.params[name])}
+    with pytest.raises(UserError, match=f"{name}: holds numbers that are not finite"):
+        lowering.lower(dataclasses.replace(model, params=params), precision.uniform(model, dense="int8"))
     wide = {**model.tables, "user": model.tables["user"] * 1e7}
     for chosen, words in (("int4", "too large for int4"), ("float16", "does not fit float16")):
         with pytest.raises(UserError, match=words):

@@ -187,6 +187,41 @@ def test_schemes_that_are_not_known_are_refused(args, words):
         layout.read_config(content, {NAME: (8, 64)}, [], "config.json")
 
 
+@pytest.mark.parametrize(
+    ("fields", "group", "words"),
+    [
+        ({"format": "int-quantized"}, {"format": None}, "stored as int-quantized, which is not known here; pack-quant"),
+        ({"format": "mixed-precision"}, {"format": "marlin-24"}, "stored as marlin-24, which is not known here"),
+        ({"transform_config": {"config_groups": {"u": {}}}}, {}, "rotated activations are not known here"),
+    ],
+)
+def test_other_ways_to_store_the_same_numbers_are_refused(fields, group, words):
+    layout = LAYOUTS["compressed-tensors"]
+    content = layout.write_config({NAME: (formats.find("int8:32"), (8, 64))}, []) | fields
+    content["config_groups"]["group_0"] |= group
+    with pytest.raises(UserError, match=words):
+        layout.read_config(content, {NAME: (8, 64)}, [], "config.json")
+
+
+@pytest.mark.parametrize(
+    ("layout", "made", "said"),
+    [
+        ("compressed-tensors", "mxfp8_e4m3", "fp8_e4m3:32"),
+        ("compressed-tensors", "fp8_e4m3:32", "mxfp8_e4m3"),
+        ("compressed-tensors", "nvfp4", "mxfp4_e2m1"),
+        ("compressed-tensors", "int4:32", "mxfp4_e2m1"),
+        ("compressed-tensors", "int4:64", "int4:32"),
+        ("gpt-oss", "mxfp4_e2m1", "nvfp4"),
+    ],
+)
+def test_weights_packed_in_another_format_are_refused(layout, made, said, tmp_path):
+    """The config of another checkpoint: in the same layout, or that of compressed-tensors."""
+    tensors, _ = stored(LAYOUTS[layout], made, gaussian(0, 4, 64), tmp_path)
+    content = LAYOUTS["compressed-tensors"].write_config({NAME: (formats.find(said), (4, 64))}, [])
+    with pytest.raises(UserError, match=r"It was packed in another format|is missing|holds it as it was"):
+        packed.resolve(content, tensors, {NAME: (4, 64)}, "F32", "config.json")
+
+
 def test_groups_of_several_formats_name_their_modules():
     layout = LAYOUTS["compressed-tensors"]
     first, second, head = NAME, NAME.replace("up", "down"), "lm_head.weight"
@@ -202,7 +237,9 @@ def test_groups_of_several_formats_name_their_modules():
     content["config_groups"]["group_0"] |= {"input_activations": {"num_bits": 8}, "targets": ["re:.*up_proj$"]}
     found, remarks = layout.read_config(content, shapes, [], "config.json")
     assert len(found) == 2
-    assert "activations are quantized where the checkpoint comes from" in remarks[0]
+    assert remarks == ("quantized where the checkpoint comes from, and not here: input activations",)
+    _, remarks = layout.read_config(content | {"kv_cache_scheme": {"num_bits": 8}}, shapes, [], "config.json")
+    assert remarks[0].endswith("input activations, keys and values of attention")
 
 
 def test_sizes_of_a_layout_need_no_data():

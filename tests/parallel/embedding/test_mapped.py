@@ -327,6 +327,7 @@ def test_a_state_goes_on_to_the_same_bits_on_every_mesh_and_plan():
         equal(stored_of(each, state), stored_of(on("1"), trained("1")[1]))
 
 
+@pytest.mark.slow
 def test_deduplicated_features_give_the_same_rows_counts_and_vectors():
     groups = (
         DedupGroup(features=("item", "bag"), rows_per_example=1.0),

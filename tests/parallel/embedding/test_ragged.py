@@ -83,6 +83,7 @@ def test_steps_are_equal_to_the_bit(kind, wires):
     jax.tree.map(np.testing.assert_array_equal, without, padded)
 
 
+@pytest.mark.slow
 def test_statistics_of_cut_rows_travel_too():
     padded, without = both("grid", {"capacity_factor": 8.0}, optimizer=RowwiseAdagrad(learning_rate=0.1))
     jax.tree.map(np.testing.assert_array_equal, without, padded)

@@ -72,7 +72,7 @@ CASES = {
 }
 
 
-SLOW = ("one device", "row-wise", "column slices with a statistic each", "groups of devices")
+SLOW = ("one device", "row-wise", "column slices", "column slices with a statistic each", "groups of devices", "copies")
 """Only in slow runs: each takes a path that another case takes too."""
 
 

@@ -63,6 +63,24 @@ def test_nan_stays_visible(kind):
     assert np.isnan(np.asarray(got)[0, 1])
 
 
+@pytest.mark.parametrize("kind", SCALED)
+def test_vectors_whose_scale_would_be_subnormal_stay_numbers(kind):
+    """Hardware that takes subnormal numbers for zero would divide by it."""
+    vectors = jnp.float32([[1, -1 / 3, 0, 0.5]]) * jnp.float32([[1e-35], [1e-36], [1e-37], [2e-38]])
+    got = jax.jit(lambda v: wire.decode(wire.encode(v, kind), kind, jnp.float32, dim=4))(vectors)
+    least = float(jnp.finfo(jnp.float32).tiny)  # the step, where the scale is the least that there is
+    bound = ERRORS[kind] * 1.001 * abs(vectors).max(axis=1, keepdims=True) + 0.5 * least
+    assert (abs(np.asarray(got, np.float64) - vectors) <= bound).all()
+    assert np.asarray(got)[:3, 0].all()
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_nothing_travels_as_nothing(kind):
+    for shape in ((0, 8), (3, 0)):
+        sent = wire.encode(jnp.zeros(shape), kind)
+        assert wire.decode(sent, kind, jnp.float32, dim=shape[1]).shape == shape
+
+
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 def test_block_formats_are_the_cast_of_every_vector_to_the_bit(dtype):
     vectors = jnp.asarray(np.random.default_rng(1).normal(size=(4, 5, 24)), dtype)

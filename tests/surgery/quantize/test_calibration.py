@@ -10,6 +10,7 @@ from scalejax.numerics import formats
 from scalejax.numerics.quantize import dequantize, quantize
 from scalejax.surgery.quantize import calibration
 from scalejax.surgery.quantize.calibration import Calibration, encode
+from scalejax.surgery.quantize.diffusion import diffuse, factor
 
 FORMATS = ("bdr_mx4", "mxfp4_e2m1", "nvfp4", "int4:32")
 MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("bdr_mx9", "mxfp6_e2m3", "vsq4:32", "fp8_e4m3:64")]
@@ -85,6 +86,27 @@ def test_a_percentile_leaves_out_the_largest():
     np.testing.assert_allclose(values[0, rest], x[0, rest], atol=0.5 / 127 + 1e-6)
 
 
+def test_padding_does_not_count_in_a_percentile():
+    """Eight numbers in a block of 32: 5 of them do not exceed the median, and zeros behind them change nothing."""
+    x = np.zeros((1, 40), np.float32)
+    x[0, 32:] = [1, 2, 3, 4, 5, 6, 7, 8]
+    x[0, :32] = 1
+    made = encode(jnp.asarray(x), formats.find("int8:32"), Calibration(method="percentile", percentile=60))
+    np.testing.assert_allclose(made.scales, [[1 / 127, 5 / 127]], rtol=1e-6)
+    upper = factor(np.eye(40))
+    found = diffuse(jnp.asarray(x), upper, formats.find("int8:32"), Calibration(method="percentile", percentile=60))
+    np.testing.assert_array_equal(found.scales, made.scales)
+
+
+def test_a_percentile_of_zero_is_the_largest():
+    """Most numbers of a pruned weight are zeros, and so are most blocks."""
+    x = np.zeros((4, 2048), np.float32)
+    x[1, :3], x[2, 40] = [1.5, -2, 6], 3
+    for format in ("int8:32", "mxfp4_e2m1", "nvfp4"):
+        made = encode(jnp.asarray(x), formats.find(format), Calibration(method="percentile", percentile=50))
+        np.testing.assert_allclose(dequantize(made), x, rtol=0.02, atol=0.02)
+
+
 def test_rows_are_looked_at_some_at_a_time(monkeypatch):
     x = outliers()
     for format in ("nvfp4", "bdr_mx6"):
@@ -118,3 +140,12 @@ def test_unknown_methods_are_refused(fields, words):
 def test_scale_rules_that_do_not_fit_are_refused(rule, format, words):
     with pytest.raises(UserError, match=words):
         Calibration(scale_rule=rule).check([formats.find(format)])
+
+
+def test_a_percentile_that_leaves_nothing_out_is_refused():
+    short = [formats.find(name) for name in ("bdr_mx6", "mxfp4_e2m1")]
+    with pytest.raises(UserError, match=r"--percentile 99.9 leaves nothing out of the 32 numbers .* at most 96.875"):
+        Calibration(method="percentile").check(short)
+    Calibration(method="percentile", percentile=96.875).check(short)
+    for longer in ("int4:1000", "nvfp4"):
+        Calibration(method="percentile").check([*short, formats.find(longer)])

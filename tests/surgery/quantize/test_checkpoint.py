@@ -142,6 +142,26 @@ def test_codes_of_nan_are_counted(theirs, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("format", "role", "value", "words"),
+    [
+        ("int8:32", "scales", np.inf, "2 of 192 blocks of .* stand for NaN"),
+        ("nvfp4", "scales", 0xFF, "2 of 384 blocks of .* stand for NaN"),
+        ("nvfp4", "tensor_scale", np.nan, "the scale of the whole tensor .* is nan"),
+        ("nvfp4", "tensor_scale", 0.0, "the scale of the whole tensor .* is 0"),
+    ],
+)
+def test_scales_that_are_none_are_refused(theirs, tmp_path, format, role, value, words):
+    quantize(theirs[0], tmp_path / "out", "none", given=[("layers/0/mlp/up", format)])
+
+    def change(arrays):
+        arrays[f"model.layers.0.mlp.up_proj.weight.{format}.{role}"].reshape(-1)[:2] = value
+
+    rewrite(tmp_path / "out", change)
+    with pytest.raises(UserError, match=words):
+        read_weights(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
     ("made", "said", "words"),
     [
         # Of the same size, so that only the name tells them apart.
@@ -163,7 +183,7 @@ def test_a_checkpoint_read_with_another_format_is_refused(theirs, tmp_path, made
 
 def rewrite(folder, change):
     """Writes the tensors of a folder anew, after change(names) has had the dict of arrays."""
-    arrays = {name: tensor.read() for name, tensor in safetensors.open_folder(folder).items()}
+    arrays = {name: np.array(tensor.read()) for name, tensor in safetensors.open_folder(folder).items()}
     change(arrays)
     written = tuple(safetensors.Written(name, array.dtype, array.shape) for name, array in arrays.items())
     safetensors.write_folder(folder, written, arrays.__getitem__)

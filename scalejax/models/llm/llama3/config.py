@@ -69,8 +69,12 @@ class LlamaConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"LlamaConfig: {field} must be at least 1; got {value}.")
-        if self.vocabulary is not None and self.vocabulary < 1:
-            raise ValueError(f"LlamaConfig: vocabulary must be at least 1, or None; got {self.vocabulary}.")
+        for field in ("vocabulary", "head_dim", "stage_parts"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"LlamaConfig: {field} must be a whole number of at least 1, or None; got {value}.")
+        if not isinstance(self.tie_embeddings, bool):
+            raise ValueError(f"LlamaConfig: tie_embeddings must be True or False; got {self.tie_embeddings!r}.")
         for field in ("rope_theta", "norm_eps", "init_scale"):
             if not 0 < getattr(self, field) < math.inf:
                 raise ValueError(f"LlamaConfig: {field} must be above 0 and finite; got {getattr(self, field)}.")

@@ -24,6 +24,7 @@ from scalejax.models.llm.llama3 import rope
 from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.nn.layers import Gather, apply_layers, scan_layers, whole
 from scalejax.nn.linear import DType
+from scalejax.numerics import weights
 from scalejax.parallel.context import Method
 
 
@@ -208,12 +209,7 @@ class Llama(nnx.Module):
             stage_parts=c.stage_parts,
             unroll=c.unroll,
         )
-        last = {"final_norm/scale": self.final_norm.scale[...]}
-        if self.head is not None:
-            last["head/weight"] = self.head.weight[...]
-        last = gather(last)
-        x = nn.rms_norm(x, last["final_norm/scale"], self.config.norm_eps, self.compute_dtype)
-        return x, table.T if self.head is None else last["head/weight"]
+        return self._finish(x, table, gather)
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
@@ -240,14 +236,15 @@ class Llama(nnx.Module):
           tokens: int32[B, S]; of row b the first counts[b] are read. There must be room for all S in the cache.
           counts: int32[B] in [0, S].
           cache: What was read before.
-          gather: Fetches parameters of layers, see `nn.layers`.
+          gather: Fetches parameters, see `nn.layers`.
 
         Returns:
           Logits after the last token read of each row, wide[B, V] (of no meaning where none is), and the cache.
         """
         offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
         turns = self._turns(cache.lengths[:, None] + offsets[None, :])
-        x = nn.constrain(self.embed.weight[...][tokens].astype(self.compute_dtype), _STREAM)
+        table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
+        x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
 
         # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
         def body(block: Any, carry: tuple[jax.Array, Cache], layer: jax.Array) -> Any:
@@ -256,18 +253,24 @@ class Llama(nnx.Module):
         numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
         (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers, gather=gather)
         last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # B S E -> B 1 E
-        head = self.embed.weight[...].T if self.head is None else self.head.weight[...]
-        return self._logits(self.final_norm(last), head)[:, 0], dataclasses.replace(
-            cache, lengths=cache.lengths + counts
-        )
+        logits = self._logits(*self._finish(last, table, gather))[:, 0]
+        return logits, dataclasses.replace(cache, lengths=cache.lengths + counts)
+
+    def _finish(self, x: jax.Array, table: jax.Array, gather: Gather) -> tuple[jax.Array, jax.Array]:
+        """The residual stream after the last norm, and the matrix of the head, which may be the turned `table`."""
+        last = {"final_norm/scale": self.final_norm.scale[...]}
+        if self.head is not None:
+            last["head/weight"] = self.head.weight[...]
+        last = gather(last)
+        x = nn.rms_norm(x, last["final_norm/scale"], self.config.norm_eps, self.compute_dtype)
+        return x, table.T if self.head is None else last["head/weight"]
 
     def _turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         c = self.config
         return rope.angles(positions, rope.frequencies(c.width, c.rope_theta, c.rope_scaling))
 
     def _logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
-        dtype = nn.wide(self.compute_dtype)
-        return jnp.einsum("bse,ev->bsv", x, head.astype(self.compute_dtype), preferred_element_type=dtype)
+        return weights.dot(x, head.astype(self.compute_dtype), dtype=nn.wide(self.compute_dtype))  # B S E -> B S V
 
 
 _STREAM = ("batch", "stream", None)
