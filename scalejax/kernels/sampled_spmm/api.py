@@ -217,6 +217,7 @@ def sampled_spmm(
         values = values[jnp.asarray(picks.edges)]
     if isinstance(picks, Csr):
         degrees = (picks.indptr[1:] - picks.indptr[:-1]).astype(jnp.int32)
+        assert width is not None
         picked = sampling.slots(degrees, width)
     else:
         degrees = picks.degrees
@@ -230,8 +231,9 @@ def sampled_spmm(
     if isinstance(picks, SampledPlan):
         sums = _divide(_sum(op, picks.plan, h, values, implementation, interpret), divisor)
     else:
-        picks = jax.tree.map(jnp.asarray, dataclasses.replace(picks, values=_either(values, picks.values)))
-        sums = _sum_picks(op, picks, sampling, width, h, divisor, implementation, interpret)
+        edges: Csr | Ell = dataclasses.replace(picks, values=_either(values, picks.values))
+        edges = jax.tree.map(jnp.asarray, edges)
+        sums = _sum_picks(op, edges, sampling, width, h, divisor, implementation, interpret)
     return sums.astype(_result_dtype(h))
 
 
