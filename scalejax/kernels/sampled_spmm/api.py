@@ -222,7 +222,8 @@ def sampled_spmm(
     else:
         degrees = picks.degrees
         picked = picks.plan.degrees() if isinstance(picks, SampledPlan) else picks.counts
-    picked, degrees = (count.astype(jnp.promote_types(_result_dtype(h), jnp.float32)) for count in (picked, degrees))
+    sums_in = jnp.float64 if _result_dtype(h) == jnp.float64 else jnp.float32
+    picked, degrees = (count.astype(sums_in) for count in (picked, degrees))
     divisor = None
     if reduce == "mean":
         divisor = jnp.where(picked > 0, picked + self_loop_bias, 1)
@@ -343,7 +344,7 @@ _transposed.defvjp(_transposed_forward, _transposed_backward)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _edge_dots(call: _Call, plan: SparsePlan, a: jax.Array, b: jax.Array) -> jax.Array:
     module = reference if call.name == "reference" else xla
-    return module.sddmm(plan.csr, plan.row_ids, a, b, jnp.promote_types(_sum_dtype(a), _sum_dtype(b)))
+    return module.sddmm(plan.csr, plan.row_ids, a, b, np.promote_types(_sum_dtype(a), _sum_dtype(b)))
 
 
 def _edge_dots_forward(call: _Call, plan: SparsePlan, a: jax.Array, b: jax.Array) -> Any:
