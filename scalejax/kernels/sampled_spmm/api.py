@@ -217,11 +217,13 @@ def sampled_spmm(
         values = values[jnp.asarray(picks.edges)]
     if isinstance(picks, Csr):
         degrees = (picks.indptr[1:] - picks.indptr[:-1]).astype(jnp.int32)
+        assert width is not None
         picked = sampling.slots(degrees, width)
     else:
         degrees = picks.degrees
         picked = picks.plan.degrees() if isinstance(picks, SampledPlan) else picks.counts
-    picked, degrees = (count.astype(jnp.promote_types(_result_dtype(h), jnp.float32)) for count in (picked, degrees))
+    dtype = jnp.float64 if _result_dtype(h) == jnp.float64 else jnp.float32
+    picked, degrees = picked.astype(dtype), degrees.astype(dtype)
     divisor = None
     if reduce == "mean":
         divisor = jnp.where(picked > 0, picked + self_loop_bias, 1)
@@ -230,8 +232,9 @@ def sampled_spmm(
     if isinstance(picks, SampledPlan):
         sums = _divide(_sum(op, picks.plan, h, values, implementation, interpret), divisor)
     else:
-        picks = jax.tree.map(jnp.asarray, dataclasses.replace(picks, values=_either(values, picks.values)))
-        sums = _sum_picks(op, picks, sampling, width, h, divisor, implementation, interpret)
+        edges: Csr | Ell = dataclasses.replace(picks, values=_either(values, picks.values))
+        edges = jax.tree.map(jnp.asarray, edges)
+        sums = _sum_picks(op, edges, sampling, width, h, divisor, implementation, interpret)
     return sums.astype(_result_dtype(h))
 
 
