@@ -29,6 +29,7 @@ fi
 "$python" -m pip install --constraint "$constraints" transformers==5.23.0 safetensors tokenizers
 "$python" -m pip install --constraint "$constraints" torchao==0.18.0
 "$python" -m pip install --constraint "$constraints" compressed-tensors==0.20.0
+"$python" -m pip install --constraint "$constraints" torch_geometric==2.8.1
 
 "$python" - <<'CHECK'
 import torch

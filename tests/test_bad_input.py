@@ -313,7 +313,10 @@ for folder in (pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[2]).parent):
 
 @pytest.mark.parametrize(
     ("script", "then"),
-    [pytest.param(FULL_DISK, "true", id="full"), pytest.param(READ_ONLY, "mount -o remount,ro", id="read-only")],
+    [
+        pytest.param(FULL_DISK, "true", id="full", marks=pytest.mark.slow),
+        pytest.param(READ_ONLY, "mount -o remount,ro", id="read-only"),
+    ],
 )
 def test_disk_that_refuses(recipe, tmp_path, script, then):
     if shutil.which("unshare") is None:

@@ -44,7 +44,7 @@ def plan(
 
         if not isinstance(experiment, DenseExperiment):
             raise UserError(
-                f"--search knows decoders; {recipe} has embedding tables. `scalejax shard` plans where they live."
+                f"--search knows decoders, and {recipe} is none. `scalejax shard` plans where embedding tables live."
             )
         # Progress goes to standard error, so that the tables can be piped.
         result = scalejax.plan.search(experiment, topology, progress=lambda line: typer.echo(line, err=True))

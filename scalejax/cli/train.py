@@ -95,8 +95,11 @@ def _check_memory(experiment: "AnyExperiment") -> None:
         estimate.check_fits(experiment, make_mesh(experiment.mesh))
 
 
+_PLANNED = "the same recipe on a TPU, compiled here"
+
+
 def _print_next(folder: pathlib.Path, recipe: str, experiment: "AnyExperiment") -> None:
-    from scalejax.train.experiment import DenseExperiment
+    from scalejax.train.experiment import DenseExperiment, GraphExperiment
 
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
@@ -105,7 +108,11 @@ def _print_next(folder: pathlib.Path, recipe: str, experiment: "AnyExperiment") 
         **(dict.fromkeys(speak, "continue a text") if isinstance(experiment, DenseExperiment) else {}),
         shlex.join(["scalejax", "eval", str(folder)]): "score the newest checkpoint again",
         shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
-        shlex.join(["scalejax", "plan", recipe, "--topology", "v5e:2x2"]): "the same recipe on a TPU, compiled here",
+        **(
+            {}
+            if isinstance(experiment, GraphExperiment)
+            else {shlex.join(["scalejax", "plan", recipe, "--topology", "v5e:2x2"]): _PLANNED}
+        ),
     }
     print(f"\nRun folder: {folder}\nReport:     {folder / 'report.html'}\nNext:")
     width = max(map(len, commands))

@@ -1,4 +1,4 @@
-"""Finds recipes: top-level functions annotated `-> Experiment` or `-> DenseExperiment`.
+"""Finds recipes: top-level functions annotated `-> Experiment`, `-> DenseExperiment` or `-> GraphExperiment`.
 
 Files are *parsed* to list recipes and only the file of the one that is wanted is imported, so that listing needs no jax
 and a command on one recipe never waits for the imports of the others.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _PACKAGE = "scalejax.configs"
 _FOLDER = pathlib.Path(__file__).parent
-_EXPERIMENTS = ("Experiment", "DenseExperiment")
+_EXPERIMENTS = ("Experiment", "DenseExperiment", "GraphExperiment")
 _COLUMNS = ("model", "data", "mesh", "steps")
 
 
@@ -78,12 +78,13 @@ class Recipe:
                 experiment = getattr(_import_file(self.path), self.function)()
             except Exception as error:  # Any mistake in a user's file is the user's, whatever its type.
                 raise UserError(_describe_failure(self.path, error)) from error
-        from scalejax.train.experiment import DenseExperiment, Experiment
+        from scalejax.train.experiment import AnyExperiment
 
-        if not isinstance(experiment, Experiment | DenseExperiment):
+        if not isinstance(experiment, AnyExperiment):
             raise UserError(
-                f"Recipe {self.name!r}: must return a scalejax.train.experiment.Experiment or DenseExperiment; "
-                f"got {type(experiment).__name__}. Return Experiment(model=..., data=..., steps=...)."
+                f"Recipe {self.name!r}: must return a scalejax.train.experiment.Experiment, DenseExperiment or "
+                f"GraphExperiment; got {type(experiment).__name__}. Return Experiment(model=..., data=..., "
+                "steps=...)."
             )
         return experiment
 

@@ -24,7 +24,7 @@ from scalejax.models.llm.mapping import Entry, Index
 from scalejax.train import manifest as manifests
 from scalejax.train.array_store import ArrayStore
 from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.experiment import AnyExperiment, Checkpoints
+from scalejax.train.experiment import AnyExperiment, Checkpoints, GraphExperiment
 from scalejax.train.manifest import Manifest
 
 _PREFIX = "params."
@@ -97,7 +97,7 @@ def open_run(
       UserError: it is no run of a language model, has no such checkpoint or too few of them, or a damaged one.
     """
     model, data = experiment.model, _text_of(experiment.data)
-    if not isinstance(model, LlamaConfig) or data is None:
+    if isinstance(experiment, GraphExperiment) or not isinstance(model, LlamaConfig) or data is None:
         raise UserError(
             f"RUN_FOLDER {run_folder} is a run of {type(model).__name__}, not of a language model. Give a run of "
             "LlamaConfig."

@@ -1,6 +1,7 @@
 """Typed optimizer and schedule configs over optax."""
 
 from scalejax.optim.optimizers import Adam as Adam
+from scalejax.optim.optimizers import AdamL2 as AdamL2
 from scalejax.optim.optimizers import AdamW as AdamW
 from scalejax.optim.optimizers import Optimizer as Optimizer
 from scalejax.optim.optimizers import Sgd as Sgd

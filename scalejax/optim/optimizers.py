@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import optax
 
+from scalejax.errors import UserError
 from scalejax.optim.schedules import Constant, Schedule
 
 
@@ -34,6 +35,35 @@ class Adam:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamL2:
+    """Adam of the loss plus l2 / 2 times the squared norm of some parameters: torch.optim.Adam with `weight_decay`.
+
+    Attributes:
+      learning_rate: By step.
+      l2: Added to their gradient, times the parameter.
+      only: Start of the paths of those parameters, "layers/0/" for the first layer; "" = all, biases included.
+    """
+
+    learning_rate: Schedule = Constant(value=1e-2)
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    l2: float = 5e-4
+    only: str = ""
+
+    def build(self, steps: int) -> optax.GradientTransformation:
+        adam = optax.adam(self.learning_rate.build(steps), b1=self.b1, b2=self.b2, eps=self.eps)
+        return optax.chain(optax.add_decayed_weights(self.l2, mask=self._chosen), adam)
+
+    def _chosen(self, params: optax.Params) -> optax.Params:
+        paths: list[str] = list(params)  # pyright: ignore[reportArgumentType, reportAssignmentType]
+        found = {name: name.startswith(self.only) for name in paths}
+        if not any(found.values()):
+            raise UserError(f"optimizer.only: no parameter begins with {self.only!r}; there are {', '.join(found)}.")
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019) on matrices; biases and norms are not decayed."""
 
@@ -54,7 +84,7 @@ class AdamW:
         )
 
 
-Optimizer = Sgd | Adam | AdamW
+Optimizer = Sgd | Adam | AdamL2 | AdamW
 
 
 def _matrices(params: optax.Params) -> optax.Params:

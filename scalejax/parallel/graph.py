@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
@@ -108,7 +108,7 @@ def sharded_spmm(
     graph: ShardedGraph,
     h: jax.Array,
     *,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     reduce: Literal["sum", "mean"] = "sum",
     implementation: Any = None,
 ) -> jax.Array:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from scalejax.errors import UserError
 from scalejax.plan import collectives, flops, hlo, memory, roofline, topology, traffic
 from scalejax.plan.collectives import Collective
 from scalejax.plan.memory import MemoryPlan
@@ -127,8 +128,13 @@ def plan(experiment: "AnyExperiment", topology_name: str, mesh: "str | MeshShape
       UserError: the topology or the mesh is wrong, libtpu is missing, or the batch does not divide over the mesh.
     """
     from scalejax.parallel import mesh as meshes
-    from scalejax.train.experiment import DenseExperiment
+    from scalejax.train.experiment import DenseExperiment, GraphExperiment
 
+    if isinstance(experiment, GraphExperiment):
+        raise UserError(
+            f"a run of {type(experiment.model).__name__} is cut by the rows of its graph, which plans know nothing of. "
+            "Give a recipe of another kind."
+        )
     machine = topology.parse(topology_name)
     shape = meshes.parse_mesh(mesh) if isinstance(mesh, str) else mesh
     device_mesh, warnings = topology.make_mesh(machine, shape)

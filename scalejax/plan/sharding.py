@@ -110,9 +110,9 @@ def shard(
     topology = planner_machines.topology(machine_name)
     from scalejax.parallel import mesh as meshes
     from scalejax.train import program as programs
-    from scalejax.train.experiment import DenseExperiment
+    from scalejax.train.experiment import Experiment
 
-    if isinstance(experiment, DenseExperiment):
+    if not isinstance(experiment, Experiment):
         raise UserError("This recipe has no embedding tables to place. `scalejax plan` says how its model fits.")
     shape = _default_mesh(machine_name, topology) if mesh is None else meshes.parse_mesh(mesh)
     sizes = dict(zip(meshes.AXES, shape.resolve(topology.devices), strict=True))

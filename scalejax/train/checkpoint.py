@@ -45,7 +45,7 @@ _REMOVING = "removing-"
 _ARRAYS = "arrays"
 _TABLES = "tables"
 
-_BETTER_HIGH = frozenset({"auc"})
+_BETTER_HIGH = frozenset({"auc", "accuracy"})
 
 
 class Checkpointer:

@@ -5,6 +5,7 @@ import typing
 from typing import Literal
 
 from scalejax import optim
+from scalejax.data.graphs import NodeData
 from scalejax.errors import UserError
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import xla_flags
@@ -17,7 +18,7 @@ from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.offload import Offload
 from scalejax.parallel.rules import LLM, REPLICATED, Rules
-from scalejax.train.protocols import DataConfig, DenseModelConfig, ModelConfig
+from scalejax.train.protocols import DataConfig, DenseModelConfig, GraphModelConfig, ModelConfig
 
 Strategy = Fsdp | Ddp
 
@@ -51,13 +52,14 @@ class Checkpoints:
       full_every: Steps between full checkpoints, a multiple of `every`; those in between hold of the tables only the
         rows that were updated since the checkpoint before, and need it to be restored (it is kept as long as they
         are). None = all are full.
-      best_metric: Field of the evaluation record; "logloss", "ne" and "loss" are better low, "auc" better high.
+      best_metric: Field of the evaluation record; "logloss", "ne" and "loss" are better low, "auc" and "accuracy"
+        better high.
     """
 
     every: int = 1000
     keep_last: int = 2
     keep_best: int = 1
-    best_metric: Literal["logloss", "ne", "auc", "loss"] = "logloss"
+    best_metric: Literal["logloss", "ne", "auc", "loss", "accuracy"] = "logloss"
     full_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -219,7 +221,60 @@ class DenseExperiment:
             raise ValueError("DenseExperiment: checkpoints.full_every must be None: only embedding tables have deltas.")
 
 
-AnyExperiment = Experiment | DenseExperiment
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphExperiment:
+    """One run of a model that classifies the nodes of one graph.
+
+    A step is a pass over the whole graph, or over a mini-batch with sampled neighbours where the data have fan-outs.
+
+    Attributes:
+      model: Architecture.
+      data: The graph; how it is normalised and sampled.
+      steps: Optimizer steps, fewer than 2**31; without fan-outs these are epochs.
+      optimizer: Optimizer.
+      mesh: Devices over which nodes are cut, in blocks of rows that fetch what they read of others; all axes count
+        alike. None = one device.
+      precision: Dtypes (`tables` is not used).
+      seed: Seeds parameters and dropout, in [0, 2**32).
+      log_every: Steps between lines of metrics; these are the windows of windowed metrics.
+      eval_every: Steps between evaluations on `eval_split`; 0 = only at the end.
+      eval_split: Split scored at intervals; its best step is reported.
+      final_split: Split scored beside it, and at the end.
+      checkpoints: When to save and what to keep.
+    """
+
+    model: GraphModelConfig
+    data: NodeData
+    steps: int
+    optimizer: optim.Optimizer = optim.AdamL2()
+    mesh: MeshShape | None = None
+    precision: Precision = Precision()
+    seed: int = 0
+    log_every: int = 10
+    eval_every: int = 1
+    eval_split: str = "validation"
+    final_split: str = "test"
+    checkpoints: Checkpoints = Checkpoints(every=0, best_metric="accuracy")
+
+    def __post_init__(self) -> None:
+        _check_common("GraphExperiment", self)
+        if self.precision.tables is not None:
+            raise ValueError("GraphExperiment: precision.tables must be None: there are no embedding tables.")
+        if self.precision.compute == "float16":
+            raise UserError(
+                "GraphExperiment: precision.compute='float16' needs a scaled loss, which runs on graphs do not have. "
+                "Use 'bfloat16', whose range is that of float32."
+            )
+        if self.checkpoints.full_every is not None:
+            raise ValueError("GraphExperiment: checkpoints.full_every must be None: only embedding tables have deltas.")
+        if self.checkpoints.best_metric not in ("loss", "accuracy"):
+            raise UserError(
+                f"GraphExperiment: checkpoints.best_metric must be 'loss' or 'accuracy'; got "
+                f"{self.checkpoints.best_metric!r}."
+            )
+
+
+AnyExperiment = Experiment | DenseExperiment | GraphExperiment
 
 
 def _check_common(name: str, experiment: AnyExperiment) -> None:
@@ -231,7 +286,7 @@ def _check_common(name: str, experiment: AnyExperiment) -> None:
     e = experiment
     if not 1 <= e.steps < 2**31:
         raise ValueError(f"{name}: steps must be at least 1 and less than 2**31; got {e.steps}.")
-    if e.microbatch is not None and e.microbatch < 1:
+    if not isinstance(e, GraphExperiment) and e.microbatch is not None and e.microbatch < 1:
         raise ValueError(f"{name}: microbatch must be at least 1, or None; got {e.microbatch}.")
     if not 0 <= e.seed < 2**32:
         raise ValueError(f"{name}: seed must be at least 0 and less than 2**32; got {e.seed}.")

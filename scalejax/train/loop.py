@@ -5,7 +5,7 @@ makes a killed run go on to the same bits: score the days that the next batch be
 evaluation, then save. Whatever checkpoint survives, every line up to its step is in `metrics.jsonl`.
 
 What is particular to a kind of model is a `runs.Run`: `click_run` for models with embedding tables, `dense_run` for
-those without.
+those without, `graph_run` for those of the nodes of a graph.
 """
 
 import contextlib
@@ -27,7 +27,8 @@ from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.click_run import ClickRun
 from scalejax.train.dense_run import DenseRun
 from scalejax.train.events import EventWriter
-from scalejax.train.experiment import AnyExperiment, DenseExperiment
+from scalejax.train.experiment import AnyExperiment, DenseExperiment, GraphExperiment
+from scalejax.train.graph_run import GraphRun
 from scalejax.train.protocols import DataSet
 from scalejax.train.records import Records
 from scalejax.train.run_folder import Resume, RunFolder
@@ -119,7 +120,9 @@ def evaluate(
     return {"recipe": str(workdir), "steps": found, "examples": host.examples} | run.score(state, split)
 
 
-def _run(experiment: AnyExperiment, data: DataSet, console: Console | None, purpose: str = "training") -> Run:
+def _run(experiment: AnyExperiment, data: Any, console: Console | None, purpose: str = "training") -> Run:
+    if isinstance(experiment, GraphExperiment):
+        return GraphRun.bind(experiment, data)
     mesh = make_mesh(experiment.mesh)
     if isinstance(experiment, DenseExperiment):
         return DenseRun.bind(experiment, data, mesh)
@@ -168,7 +171,7 @@ def _steps(
     return state, host
 
 
-def _build_data(experiment: AnyExperiment, console: Console | None) -> DataSet:
+def _build_data(experiment: AnyExperiment, console: Console | None) -> Any:
     """Opens the data; shows how far it is where that takes long and the data say so (a `progress` of `build`)."""
     build = experiment.data.build
     if console is None or "progress" not in inspect.signature(build).parameters:

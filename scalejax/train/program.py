@@ -339,9 +339,9 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
     """
     meshes.check_batch(experiment.data.batch_size, mesh)
     check_precision(experiment.precision)
-    if experiment.checkpoints.best_metric == "loss":
+    if (best := experiment.checkpoints.best_metric) in ("loss", "accuracy"):
         raise UserError(
-            "checkpoints.best_metric is 'loss', but a model with embedding tables is scored by logloss, ne and auc. "
+            f"checkpoints.best_metric is {best!r}, but a model with embedding tables is scored by logloss, ne and auc. "
             "Set --set checkpoints.best_metric=logloss."
         )
     task = bound_task(experiment, schema)

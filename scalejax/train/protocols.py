@@ -5,7 +5,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
+from jax.sharding import Mesh
 
+from scalejax.data.graphs import GraphSchema, NodeGraph
 from scalejax.data.schema import Schema
 from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
 from scalejax.parallel.embedding.jagged import DeviceBatch
@@ -93,6 +95,39 @@ class DenseModelConfig(Protocol):
     """A frozen dataclass of plain values that describes an architecture without embedding tables."""
 
     def task(self, schema: Any) -> DenseTask: ...
+
+
+class GraphTask(Protocol):
+    """A model of the nodes of one graph. Single-device code."""
+
+    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module:
+        """Builds the model; its `nnx.Param`s carry `logical_axes` metadata."""
+        ...
+
+    def place(self, graph: NodeGraph, fanouts: tuple[int, ...], mesh: Mesh) -> Any:
+        """What the model reads of the graph, as a pytree of arrays, cut over the devices of the mesh; made once."""
+        ...
+
+    def logits(self, model: Any, placed: Any) -> jax.Array:
+        """float[N, C] of all nodes and padding at the end, nothing random."""
+        ...
+
+    def loss(
+        self, model: Any, placed: Any, batch: dict[str, Any], *, key: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (sum of the losses of the nodes of a batch, their number); `key` drives dropout."""
+        ...
+
+    def flops_per_step(self, nodes: int) -> int:
+        """FLOPs of forward and backward over some nodes, 6 a multiply-accumulate of the matrices."""
+        ...
+
+
+@runtime_checkable
+class GraphModelConfig(Protocol):
+    """A frozen dataclass of plain values that describes a model of the nodes of a graph."""
+
+    def task(self, schema: GraphSchema) -> GraphTask: ...
 
 
 class DataSet(Protocol):

@@ -17,6 +17,7 @@ from scalejax.train import summary as summaries
 
 _METRICS = (
     ("loss", "Loss", "nats a target, lower is better"),
+    ("accuracy", "Accuracy", "share of nodes whose class is right"),
     ("grad_norm", "Gradient norm", "mean over the window of the global norm before clipping"),
     ("logloss", "LogLoss", "nats per example, lower is better"),
     ("ne", "Normalized entropy", "LogLoss over that of the base rate of the same examples; below 1 is better"),
@@ -142,7 +143,7 @@ def _tiles(run: Run) -> str:
     if sections:
         split = sections[0].title.split(":")[0]
         for row in sections[0].rows:
-            if row.name in ("LogLoss", "NE", "AUC", "loss", "perplexity"):
+            if row.name in ("LogLoss", "NE", "AUC", "loss", "perplexity", "accuracy"):
                 items.append((f"{split} {row.name}", row.value, f"base rate {row.base}" if row.base else ""))
     rate, tokens = run.summary.get("samples_per_s"), run.summary.get("tokens_per_s")
     if tokens is not None:

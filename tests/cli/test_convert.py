@@ -80,6 +80,7 @@ def test_a_run_generates_what_its_export_generates(invoke, run, tmp_path):
     assert texts[0] == texts[1] == texts[2]
 
 
+@pytest.mark.slow
 def test_several_prompts_and_a_file_of_results(invoke, run, tmp_path):
     (tmp_path / "one.txt").write_text("class A:\n")
     (tmp_path / "more.jsonl").write_text('"x"\n\n{"prompt": "y", "id": 3}\n')

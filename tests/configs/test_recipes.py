@@ -16,7 +16,8 @@ from scalejax.train import program as programs
 
 RECIPES = {recipe.name: recipe for recipe in discovery.listing()}
 LANGUAGE = [name for name, recipe in RECIPES.items() if recipe.path.parent.name == "llm"]
-SMOKES = [name for name in RECIPES if name.endswith("-smoke") and name not in LANGUAGE]
+GRAPHS = [name for name, recipe in RECIPES.items() if recipe.path.parent.name == "graph"]
+SMOKES = [name for name in RECIPES if name.endswith("-smoke") and name not in (*LANGUAGE, *GRAPHS)]
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -30,7 +31,7 @@ def test_builds_without_reading_anything(name: str, monkeypatch: pytest.MonkeyPa
         assert experiment.eval_every <= experiment.steps
 
 
-@pytest.mark.parametrize("name", [n for n in RECIPES if "movielens" not in n and n not in LANGUAGE])
+@pytest.mark.parametrize("name", [n for n in RECIPES if "movielens" not in n and n not in (*LANGUAGE, *GRAPHS)])
 def test_model_fits_the_columns_of_its_data(name: str) -> None:
     experiment = configs.load(name)
     program = programs.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
@@ -76,10 +77,8 @@ def test_language_smoke_trains_and_sums_up(monkeypatch: pytest.MonkeyPatch, tmp_
     assert (tmp_path / "run" / "report.html").exists()
 
 
-# Of one program the smallest recipe by default; the others are slow.
-@pytest.mark.parametrize(
-    "name", [n if n == "wukong-smoke" else pytest.param(n, marks=pytest.mark.slow) for n in SMOKES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SMOKES)
 def test_smoke_trains_and_sums_up(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     closing = loop.train(configs.load(name), workdir=tmp_path / "run", recipe=name)
@@ -91,7 +90,22 @@ def test_smoke_trains_and_sums_up(name: str, monkeypatch: pytest.MonkeyPatch, tm
     assert (tmp_path / "run" / "summary.json").exists()
 
 
+# Each compiles a step, a score and a checkpoint: one of them by default.
+@pytest.mark.parametrize(
+    "name",
+    [n if n == "gcn-smoke" else pytest.param(n, marks=pytest.mark.slow) for n in GRAPHS if n.endswith("-smoke")],
+)
+def test_graph_smoke_trains_and_sums_up(name: str, tmp_path: pathlib.Path) -> None:
+    closing = loop.train(configs.load(name), workdir=tmp_path / "run", recipe=name)
+    assert closing["steps"] == 12
+    assert closing["nodes"] == 2708
+    assert 1 / 7 < closing["test_accuracy"] < 0.9
+    assert closing["samples_per_s"] > 0
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 _BROUGHT = ["wukong-criteo", "dlrm-criteo", "dcnv2-criteo", "wukong-movielens", "dlrm-movielens", "dcnv2-movielens"]
+_BROUGHT += ["gcn-citeseer"]
 
 
 @pytest.mark.parametrize("name", _BROUGHT)

@@ -230,6 +230,7 @@ def test_no_prompts_give_no_continuations(tmp_path):
     assert engine(tmp_path).generate([], max_tokens=3) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["mqa", "wide heads, scaled"])
 def test_other_shapes_generate_as_well(tmp_path, case):
     config = CASES[case]

@@ -75,6 +75,7 @@ def test_conversion_takes_less_than_twice_the_largest_file(folders):
     assert growth(root, "convert") < 2 * largest
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_loading_takes_less_than_twice_the_largest_file_beside_the_parameters(folders):
     root, largest, total = folders

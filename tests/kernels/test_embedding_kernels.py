@@ -17,7 +17,7 @@ WAIT = pltpu.InterpretParams()  # copies happen when they are waited for; unwrit
 EAGER = pltpu.InterpretParams(dma_execution_mode="eager")
 BACKENDS = [("pallas_tpu", True), ("pallas_gpu", True)]
 SIMULATED = [("pallas_tpu", WAIT), ("pallas_tpu", EAGER)]
-DEFAULT_ON_TPU = ("many bags", "no rows among the ids", "duplicates")
+DEFAULT = ("many bags", "no rows among the ids", "duplicates")
 """Interpreting a TPU takes seconds a case."""
 
 
@@ -58,8 +58,9 @@ def _assert_bags(case, table, stored, weights, pooling, implementation, interpre
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
-        *((name, "pallas_gpu") for name in CASES),
-        *(pytest.param(name, "pallas_tpu", marks=() if name in DEFAULT_ON_TPU else pytest.mark.slow) for name in CASES),
+        pytest.param(name, kernel, marks=() if name in DEFAULT else pytest.mark.slow)
+        for kernel in ("pallas_gpu", "pallas_tpu")
+        for name in CASES
     ],
 )
 def test_bags_equal_literal_loops(name, implementation):

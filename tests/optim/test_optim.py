@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from scalejax import optim
+from scalejax.errors import UserError
 
 
 def test_warmup_cosine_rises_linearly_peaks_and_ends_at_final():
@@ -87,3 +88,21 @@ def test_sgd_with_momentum_accumulates():
     for want in (-1.0, -1.5):
         updates, state = transformation.update({"w": jnp.ones(1)}, state, params)
         assert float(updates["w"][0]) == want
+
+
+def test_adam_l2_adds_the_penalty_to_the_gradient_of_chosen_parameters():
+    rng = np.random.default_rng(0)
+    weight, grad = rng.normal(size=(2, 4))
+    transformation = optim.AdamL2(learning_rate=optim.Constant(value=0.1), l2=0.3, only="layers/0/").build(10)
+    plain = optim.Adam(learning_rate=optim.Constant(value=0.1)).build(10)
+    params = {"layers/0/kernel": jnp.asarray(weight), "layers/1/kernel": jnp.asarray(weight)}
+    grads = {name: jnp.asarray(grad) for name in params}
+    penalised = {name: jnp.asarray(grad + (0.3 * weight if name == "layers/0/kernel" else 0)) for name in params}
+    state, plain_state = transformation.init(params), plain.init(params)
+    for _ in range(2):
+        got, state = transformation.update(grads, state, params)
+        want, plain_state = plain.update(penalised, plain_state, params)
+        for name in params:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+    with pytest.raises(UserError, match="no parameter begins with 'layer/'"):
+        optim.AdamL2(only="layer/").build(10).init(params)

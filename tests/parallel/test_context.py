@@ -90,10 +90,10 @@ SLOW = pytest.mark.slow  # to compile
 @pytest.mark.parametrize(
     ("ranks", "method"),
     [
-        (1, "all_gather"),
+        pytest.param(1, "all_gather", marks=SLOW),
         (1, "ring"),
         (2, "all_gather"),
-        (2, "ring"),
+        pytest.param(2, "ring", marks=SLOW),
         pytest.param(4, "all_gather", marks=SLOW),
         (4, "ring"),
         pytest.param(8, "all_gather", marks=SLOW),

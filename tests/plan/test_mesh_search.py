@@ -92,7 +92,13 @@ def test_hybrid_sharding_searches_copies():
     assert any(m.axes == ("replica",) and m.kind == "all-reduce" for m in copied.estimate.moved)
 
 
-@pytest.mark.parametrize("run", runs.RUNS, ids=lambda run: run.name)
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=() if at in (0, 5) else pytest.mark.slow, id=run.name)
+        for at, run in enumerate(runs.RUNS)
+    ],
+)
 def test_the_searched_mesh_is_no_worse_than_the_published_one(run):
     machine, share = topology.parse(run.machine), runs.SHARES[run.machine.partition(":")[0]]
 

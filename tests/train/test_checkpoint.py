@@ -362,6 +362,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_NUM_CPU_DEVICES": "2"}
 
 
+@pytest.mark.slow
 def test_saving_is_silent(tmp_path):
     command = [sys.executable, str(WORKER), "save", str(tmp_path / "c"), "3"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())

@@ -62,6 +62,7 @@ def assert_equal(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
+@pytest.mark.slow
 def test_a_chain_is_the_full_checkpoint_to_the_bit_on_any_mesh(runs, rows):
     deltas, full = runs
     kinds = [manifests.read(deltas / "checkpoints" / str(step)).delta is None for step in (2, 4, 6)]

@@ -55,6 +55,7 @@ def assert_same_bits(a, b):
             np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "where"),
     [
@@ -86,6 +87,7 @@ def test_devices_that_get_offloading_wrong_are_refused_before_anything_runs(text
         bind(texts, offload="optimizer")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [Fsdp(), pytest.param(Ddp(accumulate="local"), marks=pytest.mark.slow)], ids=["full", "ddp"]
 )

@@ -101,6 +101,7 @@ def test_equals_one_device(texts, on_one_device, strategy, mesh, optimizer, part
     check(texts, on_one_device, strategy, (DATA | MESHES)[mesh], optimizer, parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

@@ -208,6 +208,7 @@ def test_each_day_is_scored_before_it_is_trained(rows, tmp_path):
 DATA_SPLITS = ("train", "validation", "test")
 
 
+@pytest.mark.slow
 def test_days_are_scored_at_the_step_that_begins_them(rows, tmp_path):
     loop.train(by_day(rows), workdir=tmp_path)
     data = small_run.data(rows, order="time").build()
@@ -216,6 +217,7 @@ def test_days_are_scored_at_the_step_that_begins_them(rows, tmp_path):
     assert [(split, step) for step, split in lines if split not in DATA_SPLITS] == wanted
 
 
+@pytest.mark.slow
 def test_progressive_validation_survives_an_interruption(rows, tmp_path):
     experiment = by_day(rows, checkpoints=Checkpoints(every=3), eval_every=0)
     whole = loop.train(experiment, workdir=tmp_path / "whole")

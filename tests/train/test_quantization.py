@@ -92,6 +92,7 @@ def test_the_first_rule_that_matches_makes_exceptions(texts):
     np.testing.assert_allclose(built.eval_step(state, batch)[0], want[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_quantized_checkpoint_has_the_weights_that_training_with_rules_took(texts, tmp_path):
     """After quantization-aware fine-tuning of weights a direct cast in the same format loses nothing more."""
     head = QuantizationRule(module_path="head|embed")

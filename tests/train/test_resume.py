@@ -105,6 +105,7 @@ def _killed_runs(recipe: str, workdir: pathlib.Path, kills: int, seed: int) -> N
     _train(recipe, workdir)
 
 
+@pytest.mark.slow
 def test_killed_run_goes_on_to_the_same_bits(recipe, uninterrupted, tmp_path):
     _killed_runs(recipe, tmp_path / "killed", kills=2, seed=0)
     _assert_equal_runs(uninterrupted, tmp_path / "killed")

@@ -75,6 +75,7 @@ def test_logistic_tables_hold_one_zero_per_task(schema, optimizer):
     assert {(t.dim, t.init_scale) for t in tables} == {(2, 0.0)}
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key(schema, optimizer, examples):
     for config in (DlrmConfig(dim=4, top_hidden=(9,), dropout=0.5), DcnV2Config(dim=4, deep_hidden=(9,), dropout=0.5)):
         task = config.task(schema, optimizer)

@@ -100,6 +100,7 @@ def test_ordered_sums_do_see_the_order_of_the_batch():
 FOUR = ((8, "grid"), (2, "data_parallel"), (8, "row_wise"), (4, "table_wise"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "places"),
     [("bfloat16", FOUR[:1]), pytest.param("float16", FOUR, marks=pytest.mark.slow)],

@@ -74,8 +74,8 @@ def test_lookup_equals_numpy(devices, weighted):
 @pytest.mark.parametrize(
     ("optimizer", "weighted"),
     [
-        (Sgd(learning_rate=0.1, weight_decay=0.01), True),
-        (Adagrad(learning_rate=0.1), False),
+        pytest.param(Sgd(learning_rate=0.1, weight_decay=0.01), True, marks=pytest.mark.slow),
+        pytest.param(Adagrad(learning_rate=0.1), False, marks=pytest.mark.slow),
         (RowwiseAdagrad(learning_rate=0.1, weight_decay=0.01), True),
         pytest.param(Sgd(learning_rate=0.1), False, marks=pytest.mark.slow),
         pytest.param(Adagrad(learning_rate=0.1, weight_decay=0.01), True, marks=pytest.mark.slow),

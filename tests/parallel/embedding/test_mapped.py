@@ -298,6 +298,7 @@ def host_values(each, features):
     return out
 
 
+@pytest.mark.slow
 def test_a_state_moves_between_meshes_bit_for_bit():
     each, state = on("3"), trained("3")[1]
     tree = stored_of(each, state)

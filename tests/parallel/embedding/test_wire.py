@@ -120,7 +120,7 @@ def run(exchange, kind="row_wise", size=1e-6):
         pytest.param("row_wise", "bfloat16", "float16", marks=pytest.mark.slow),
         pytest.param("table_wise", "int8", "float8_e5m2", marks=pytest.mark.slow),
         ("row_wise", "int8", "float8_e5m2"),
-        ("table_wise", "bfloat16", "float16"),
+        pytest.param("table_wise", "bfloat16", "float16", marks=pytest.mark.slow),
     ],
 )
 def test_forward_and_backward_travel_as_they_are_told(kind, forward, backward):

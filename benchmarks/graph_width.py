@@ -1,0 +1,228 @@
+"""Accuracy and time of sampled inference over its width: GCNs trained on every edge, asked with S edges a node.
+
+    python benchmarks/graph_width.py [--citeseer citeseer.npz] [--json FILE] > benchmarks/results/graph_width.md
+
+Graphs: the 40 nearest neighbours of scikit-learn's digits (100 labelled nodes a seed, mean of neighbours), the bundled
+Cora, and Citeseer where its npz is given. A row is one width and strategy; accuracy is the mean over seeds, and time
+that of a pass of the model over the graph, as a ratio to the exact pass beside it: passes alternate, and of each kind
+the time is taken that a tenth of them beat, since what else runs on the machine makes passes slower and never faster.
+`--scores` takes accuracies from an earlier `--json` and only times.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from scalejax import configs, optim
+from scalejax.data import graphs
+from scalejax.models.graph import GcnConfig, Sampling, presampled
+from scalejax.train import graph as programs
+from scalejax.train.experiment import GraphExperiment
+
+STRATEGIES = ("bucket", "fastrand")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A graph, how it is learnt, and how many seeds.
+
+    Attributes:
+      name: Of the graph.
+      experiment: The run.
+      data: Seed -> the data; the graph is the same for all.
+      seeds: Of parameters, dropout and, of digits, labelled nodes.
+      widths: S.
+    """
+
+    name: str
+    experiment: GraphExperiment
+    data: Callable[[int], graphs.NodeDataSet]
+    seeds: Sequence[int]
+    widths: Sequence[int]
+
+
+def digits(neighbors: int = 40, labelled: int = 100) -> Callable[[int], graphs.NodeDataSet]:
+    """Seed -> 1,797 images of digits, each the mean of its neighbours, some of them labelled."""
+    from sklearn.datasets import load_digits
+
+    images, classes = load_digits(return_X_y=True)
+    adjacency = graphs.knn(images, neighbors).with_self_loops().normalized("right")
+    features = (images / 16).astype(np.float32)
+
+    def of_seed(seed: int) -> graphs.NodeDataSet:
+        order = np.random.RandomState(seed).permutation(classes.size)
+        rest = np.sort(order[labelled:])
+        splits = {"train": np.sort(order[:labelled]), "validation": rest, "test": rest}
+        return graphs.NodeDataSet(graphs.NodeGraph(adjacency, features, classes.astype(np.int32), splits))
+
+    return of_seed
+
+
+def digits_experiment() -> GraphExperiment:
+    """A GCN of two layers and 64 hidden units."""
+    return GraphExperiment(
+        model=GcnConfig(hidden=64, dropout=0.5),
+        data=graphs.NodeData(),
+        steps=200,
+        optimizer=optim.AdamL2(learning_rate=optim.Constant(value=0.01)),
+    )
+
+
+class Trainer:
+    """Trains one experiment with several seeds through the same compiled functions."""
+
+    def __init__(self, experiment: GraphExperiment, data: graphs.NodeDataSet) -> None:
+        self.program = programs.build(experiment, data)
+
+    def fit(self, seed: int, data: graphs.NodeDataSet) -> tuple[Any, float]:
+        """(state after the last step, test accuracy at the best validation accuracy)."""
+        experiment = dataclasses.replace(self.program.experiment, seed=seed)
+        state = dataclasses.replace(self.program, experiment=experiment).init()
+        batch = self.program.place_batch(data.whole("train"))
+        best = (-1.0, 0.0)
+        for _ in range(experiment.steps):
+            state, _ = self.program.train_step(state, self.program.placed, batch)
+            found = self.accuracy(state, data, self.program.placed)
+            best = max(best, (found["validation"], found["test"]), key=lambda pair: pair[0])
+        return state, best[1]
+
+    def accuracy(self, state: Any, data: graphs.NodeDataSet, placed: Any) -> dict[str, float]:
+        """Of validation and test, over what `placed` reads."""
+        batches = {split: data.whole(split) for split in ("validation", "test")}
+        nodes = {split: batch.nodes for split, batch in batches.items()}
+        labels = {split: batch.labels for split, batch in batches.items()}
+        found = jax.device_get(self.program.score(state, placed, nodes, labels))
+        return {split: int(right) / len(batches[split]) for split, (_, right) in found.items()}
+
+
+def run(case: Case, repeats: int, known: dict[str, Any] | None) -> dict[str, Any]:
+    """The table of one graph; `known` = what this gave before, whose accuracies are taken."""
+    first = case.data(case.seeds[0])
+    trainer = Trainer(case.experiment, first)
+    adjacency, exact = first.graph.adjacency, trainer.program.placed
+    placed = {
+        (width, strategy): dataclasses.replace(
+            exact, score=presampled(adjacency, Sampling(width=width, strategy=strategy))
+        )
+        for width in case.widths
+        for strategy in STRATEGIES
+    }
+    scores: dict[Any, list[float]] = {key: [] for key in ("exact", "best", *placed)}
+    if known is not None:
+        scores = {key: known[key] for key in ("exact", "best")}
+        scores |= {(width, strategy): known["scores"][f"{width} {strategy}"] for width, strategy in placed}
+    state = trainer.program.init()
+    for seed in case.seeds if known is None else ():
+        data = case.data(seed)
+        state, best = trainer.fit(seed, data)
+        scores["best"].append(best)
+        scores["exact"].append(trainer.accuracy(state, data, exact)["test"])
+        for key, sampled in placed.items():
+            scores[key].append(trainer.accuracy(state, data, sampled)["test"])
+    pass_ = jax.jit(lambda state, placed: trainer.program.task.logits(_model(trainer, state), placed))
+    rows = [
+        {
+            "graph": case.name,
+            "width": width,
+            "strategy": strategy,
+            "edges": float(np.minimum(adjacency.degrees, width).sum() / adjacency.num_edges),
+            "accuracy": statistics.mean(scores[width, strategy]),
+            "lost": statistics.mean(scores["exact"]) - statistics.mean(scores[width, strategy]),
+            "faster": _ratio(pass_, state, exact, placed[width, strategy], repeats),
+        }
+        for width, strategy in placed
+    ]
+    return {
+        "graph": case.name,
+        "nodes": adjacency.shape[0],
+        "edges": adjacency.num_edges,
+        "most": int(adjacency.degrees.max()),
+        "seeds": list(case.seeds),
+        "exact": scores["exact"],
+        "best": scores["best"],
+        "scores": {f"{width} {strategy}": scores[width, strategy] for width, strategy in placed},
+        "rows": rows,
+    }
+
+
+def _model(trainer: Trainer, state: Any) -> Any:
+    return trainer.program.model.put_together(state.params)
+
+
+def _ratio(pass_: Any, state: Any, exact: Any, sampled: Any, repeats: int) -> float:
+    """Time of the exact pass over that of the sampled one, both in turn, each the first decile."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for placed in (exact, sampled):
+        pass_(state, placed).block_until_ready()
+    for _ in range(repeats):
+        for placed, taken in zip((exact, sampled), times, strict=True):
+            start = time.perf_counter()
+            pass_(state, placed).block_until_ready()
+            taken.append(time.perf_counter() - start)
+    return float(np.quantile(times[0], 0.1) / np.quantile(times[1], 0.1))
+
+
+def cases(citeseer: pathlib.Path | None) -> list[Case]:
+    """Digits, Cora, and Citeseer where it is given."""
+    found = [Case("digits, 40 neighbours", digits_experiment(), digits(), range(4), (2, 4, 8, 16, 32, 64, 128))]
+    names = {"Cora": ("gcn-cora", None)} | ({"Citeseer": ("gcn-citeseer", citeseer)} if citeseer else {})
+    for name, (recipe, path) in names.items():
+        experiment: Any = configs.load(recipe, [f"data.path={path}"] if path else [])
+        data = experiment.data.build()
+        found.append(Case(name, experiment, lambda seed, data=data: data, range(5), (1, 2, 4, 8, 16)))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--citeseer", type=pathlib.Path, help="npz of Citeseer; Cora and digits need no file")
+    parser.add_argument("--repeats", type=int, default=101, help="passes timed")
+    parser.add_argument("--scores", type=pathlib.Path, help="an earlier --json: take its accuracies and only time")
+    parser.add_argument("--json", type=pathlib.Path, help="write everything here as well")
+    options = parser.parse_args()
+    known = {one["graph"]: one for one in json.loads(options.scores.read_text())} if options.scores else {}
+    found = [run(case, options.repeats, known.get(case.name)) for case in cases(options.citeseer)]
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1))
+    print(markdown(found))
+
+
+def markdown(found: list[dict[str, Any]]) -> str:
+    """The committed table."""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    lines = [f"Date {today}, device {jax.devices()[0].device_kind}, jax {jax.__version__}.", ""]
+    lines += ["| graph | nodes | edges | largest degree | seeds | test accuracy, last step | at best validation |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for one in found:
+        exact, best = (" ".join(f"{x:.3f}" for x in one[key]) for key in ("exact", "best"))
+        means = [statistics.mean(one[key]) for key in ("exact", "best")]
+        lines.append(
+            f"| {one['graph']} | {one['nodes']:,} | {one['edges']:,} | {one['most']} | {len(one['seeds'])} | "
+            f"{means[0]:.4f} ({exact}) | {means[1]:.4f} ({best}) |"
+        )
+    lines += ["", "| graph | S | edges read | bucket | fastrand | fastrand loses | bucket faster | fastrand faster |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for one in found:
+        by_width: dict[int, dict[str, Any]] = {}
+        for row in one["rows"]:
+            by_width.setdefault(row["width"], {})[row["strategy"]] = row
+        for width, row in by_width.items():
+            b, f = row["bucket"], row["fastrand"]
+            lines.append(
+                f"| {one['graph']} | {width} | {f['edges']:.3f} | {b['accuracy']:.4f} | {f['accuracy']:.4f} | "
+                f"{100 * f['lost']:+.2f} pt | {b['faster']:.2f}x | {f['faster']:.2f}x |"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

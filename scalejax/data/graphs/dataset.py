@@ -1,0 +1,196 @@
+"""Labelled nodes as a data set for training: all of a split at once, or mini-batches with sampled neighbours."""
+
+import dataclasses
+import hashlib
+import sys
+from collections.abc import Iterator
+from typing import Literal
+
+import numpy as np
+
+from scalejax.data.graphs.adjacency import Normalization
+from scalejax.data.graphs.graph import NodeGraph, row_normalized
+from scalejax.data.graphs.neighbors import Neighborhood, NeighborSampler
+from scalejax.data.graphs.ogb import Edges, read_ogb
+from scalejax.data.graphs.planetoid import read_planetoid
+from scalejax.data.permutation import Permutation
+from scalejax.data.reading import Source, check_sizes, check_start, read_ahead
+from scalejax.errors import UserError
+
+_ORDER = 0x6EA9
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphSchema:
+    """What a model must know of a graph.
+
+    Attributes:
+      nodes: N.
+      features: Width of the features, F.
+      classes: Classes of nodes, C.
+      weighted: Whether edges have weights.
+    """
+
+    nodes: int
+    features: int
+    classes: int
+    weighted: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeBatch:
+    """B labelled nodes; one node is one example.
+
+    Attributes:
+      nodes: int32[B].
+      labels: int32[B].
+      neighborhood: What surrounds them; None = the model reads the whole graph.
+    """
+
+    nodes: np.ndarray
+    labels: np.ndarray
+    neighborhood: Neighborhood | None
+
+    def __len__(self) -> int:
+        return self.nodes.shape[0]
+
+
+class NodeDataSet:
+    """The nodes of a graph that have labels, by split.
+
+    Args:
+      graph: Ready for the model: loops added, edges normalised; with features, labels of one task, and splits.
+      batch_size: Nodes of a mini-batch; all of the training split where there are no fan-outs.
+      fanouts: Neighbours that a layer reads, outermost first (`NeighborSampler`); () = the whole graph in every step.
+      seed: Of the order of mini-batches and of their neighbours.
+      threads: Threads that draw neighbours.
+    Raises:
+      UserError: something is missing from the graph.
+    """
+
+    def __init__(
+        self,
+        graph: NodeGraph,
+        *,
+        batch_size: int = 512,
+        fanouts: tuple[int, ...] = (),
+        seed: int = 0,
+        threads: int = 2,
+    ) -> None:
+        check_sizes(batch_size, threads)
+        if graph.features is None or graph.labels is None:
+            raise UserError("the graph needs features and labels to train on. Write them into its file (data.path).")
+        if graph.labels.ndim != 1:
+            raise UserError(
+                f"the graph has labels of {graph.labels.shape[1]} tasks, and only one class a node is trained. Keep "
+                "one column of them."
+            )
+        if "train" not in graph.splits or graph.splits["train"].size == 0:
+            raise UserError("the graph has no training nodes. Give it a split, train_idx in an npz.")
+        self.graph, self.seed, self.threads, self.fanouts = graph, seed, threads, fanouts
+        self.batch_size = batch_size if fanouts else graph.splits["train"].size
+        self._features, self._labels = graph.features, graph.labels
+        self._sampler = NeighborSampler(graph.adjacency, fanouts, seed=seed) if fanouts else None
+
+    @property
+    def schema(self) -> GraphSchema:
+        """Sizes of the graph."""
+        adjacency = self.graph.adjacency
+        width, classes = self._features.shape[1], self.graph.num_classes
+        return GraphSchema(self.graph.num_nodes, width, classes, adjacency.values is not None)
+
+    def num_examples(self, split: str) -> int:
+        """Nodes of a split."""
+        return self.graph.splits[split].size if split in self.graph.splits else 0
+
+    def fingerprint(self) -> str:
+        """Hex digest of the graph, the fan-outs and the order (not of the batch size)."""
+        return hashlib.sha256(f"{self.graph.fingerprint()} {self.fanouts} {self.seed}".encode()).hexdigest()
+
+    def whole(self, split: str) -> NodeBatch:
+        """All nodes of a split, in the order of the split, to be scored on the whole graph."""
+        return self._batch(self.graph.splits[split], None)
+
+    def train_batches(self, *, start_example: int = 0) -> Iterator[NodeBatch]:
+        """Batches of the training stream from a position on, without end.
+
+        Without fan-outs a batch is the whole split. With them, example i of the stream is node i % n of epoch i // n,
+        in the order of that epoch's seeded permutation, so a batch may hold a node twice where two epochs meet.
+        """
+        check_start(start_example)
+        return read_ahead(Source(lambda k: self._make(start_example + k * self.batch_size), sys.maxsize), self.threads)
+
+    def _make(self, start: int) -> NodeBatch:
+        nodes = self.graph.splits["train"]
+        if self._sampler is None:
+            return self._batch(nodes, None)
+        epochs, places = np.divmod(start + np.arange(self.batch_size), nodes.size)
+        chosen = np.empty(self.batch_size, np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            chosen[here] = nodes[Permutation(nodes.size, _ORDER, self.seed, int(epoch))(places[here])]
+        return self._batch(chosen, self._sampler.sample(chosen, start))
+
+    def _batch(self, nodes: np.ndarray, neighborhood: Neighborhood | None) -> NodeBatch:
+        return NodeBatch(nodes.astype(np.int32), self._labels[nodes].astype(np.int32), neighborhood)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NodeData:
+    """One graph whose nodes are to be classified.
+
+    Attributes:
+      path: An npz (`graphs.npz` says what it holds) or the folder of an OGB data set; None = the bundled Cora.
+      format: "npz" or "ogb".
+      ogb_edges: Of an OGB folder, see `read_ogb`.
+      ogb_split: Of an OGB folder, the name of its split; None = the only one.
+      self_loops: "add" = nodes without a loop get one; "keep" = edges as they are.
+      normalization: Weights of edges, see `Adjacency.normalized`; "none" = as they are.
+      features: "row-normalized" = each row is divided by its sum, as is usual of words of papers; "as-is".
+      fanouts: Neighbours that a layer reads in training, outermost layer first; () = the whole graph in every step.
+        Splits are always scored on the whole graph.
+      batch_size: Nodes of a mini-batch, where there are fan-outs.
+      seed: Of mini-batches.
+      threads: Threads that draw neighbours.
+    """
+
+    path: str | None = None
+    format: Literal["npz", "ogb"] = "npz"
+    ogb_edges: Edges = "as-written"
+    ogb_split: str | None = None
+    self_loops: Literal["add", "keep"] = "add"
+    normalization: Normalization | Literal["none"] = "symmetric"
+    features: Literal["row-normalized", "as-is"] = "row-normalized"
+    fanouts: tuple[int, ...] = ()
+    batch_size: int = 512
+    seed: int = 0
+    threads: int = 2
+
+    def schema(self) -> GraphSchema:
+        """Sizes of the graph; reads it, since nothing else knows them."""
+        return self.build().schema
+
+    def build(self) -> NodeDataSet:
+        """Reads the graph and makes it ready.
+
+        Raises:
+          UserError: a file is missing or damaged, or lacks what training needs.
+        """
+        if self.format == "ogb":
+            if self.path is None:
+                raise UserError('data.format="ogb" needs data.path, the unpacked folder of an OGB data set.')
+            graph = read_ogb(self.path, edges=self.ogb_edges, split=self.ogb_split)
+        else:
+            graph = read_planetoid(self.path)
+        adjacency = graph.adjacency
+        if self.self_loops == "add":
+            adjacency = adjacency.with_self_loops()
+        if self.normalization != "none":
+            adjacency = adjacency.normalized(self.normalization)
+        features = graph.features
+        if features is not None and self.features == "row-normalized":
+            features = row_normalized(features)
+        ready = dataclasses.replace(graph, adjacency=adjacency, features=features)
+        return NodeDataSet(
+            ready, batch_size=self.batch_size, fanouts=self.fanouts, seed=self.seed, threads=self.threads
+        )

@@ -1,0 +1,73 @@
+"""`NodeGraph`: one graph whose nodes have features and labels, on the host."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from scalejax.data.graphs.adjacency import Adjacency
+from scalejax.data.splits import SPLITS
+from scalejax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NodeGraph:
+    """A graph with what is known of its nodes.
+
+    Attributes:
+      adjacency: Who reads from whom, as it was written: no loops added, nothing normalised.
+      features: float32[N, F], or None.
+      labels: int32[N], a class each, -1 = not known; int32[N, T] for T binary tasks; or None.
+      splits: Nodes of "train", "validation" and "test", int64 each; empty where there is no split.
+    """
+
+    adjacency: Adjacency
+    features: np.ndarray | None = None
+    labels: np.ndarray | None = None
+    splits: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.adjacency.shape[0] != self.adjacency.shape[1]:
+            raise UserError(f"NodeGraph: adjacency must be square; got {self.adjacency.shape}.")
+        for name, array in (("features", self.features), ("labels", self.labels)):
+            if array is not None and array.shape[0] != self.num_nodes:
+                raise UserError(f"NodeGraph: {name} must have {self.num_nodes} rows; got {array.shape[0]}.")
+        if self.features is not None and not np.isfinite(self.features).all():
+            bad = int(np.argmax(~np.isfinite(self.features).all(1)))
+            raise UserError(f"NodeGraph: features must be finite; those of node {bad} are not. Fill them in.")
+        for name, nodes in self.splits.items():
+            if name not in SPLITS:
+                raise UserError(f"NodeGraph: splits are {', '.join(SPLITS)}; got {name!r}.")
+            if nodes.size and not 0 <= nodes.min() <= nodes.max() < self.num_nodes:
+                raise UserError(f"NodeGraph: split {name!r} names nodes outside [0, {self.num_nodes}).")
+            if nodes.size and self.labels is not None and self.labels.ndim == 1 and (self.labels[nodes] < 0).any():
+                bad = int(nodes[self.labels[nodes] < 0][0])
+                raise UserError(f"NodeGraph: node {bad} of split {name!r} has no label. Leave it out of the split.")
+
+    @property
+    def num_nodes(self) -> int:
+        """N."""
+        return self.adjacency.shape[0]
+
+    @property
+    def num_classes(self) -> int:
+        """One more than the highest class; 0 without labels."""
+        return 0 if self.labels is None or self.labels.size == 0 else int(self.labels.max()) + 1
+
+    def fingerprint(self) -> str:
+        """Hex digest of everything in it."""
+        digest = hashlib.sha256(repr(self.adjacency.shape).encode())
+        found = {"indptr": self.adjacency.indptr, "indices": self.adjacency.indices, "values": self.adjacency.values}
+        found |= {"features": self.features, "labels": self.labels, **dict(sorted(self.splits.items()))}
+        for name, array in found.items():
+            if array is not None:
+                digest.update(f"{name} {array.dtype} {array.shape}".encode())
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+
+def row_normalized(features: np.ndarray) -> np.ndarray:
+    """float32[N, F] with each row divided by its sum; rows of sum 0 stay as they are."""
+    total = features.sum(1, keepdims=True)
+    return (features / np.where(total == 0, 1, total)).astype(np.float32)

@@ -1,0 +1,133 @@
+"""Node property data sets of the Open Graph Benchmark, as its downloads unpack.
+
+    ogbn_arxiv/
+      raw/edge.csv.gz                  source,destination, no header
+      raw/num-node-list.csv.gz         one number        raw/num-edge-list.csv.gz    one number
+      raw/node-feat.csv.gz             optional          raw/node-label.csv.gz       optional
+      raw/data.npz, raw/node-label.npz                   instead of those: edge_index, num_nodes_list, node_feat, ...
+      split/time/train.csv.gz, valid.csv.gz, test.csv.gz
+
+Features of edges, years and species are left alone.
+"""
+
+import gzip
+import pathlib
+import zlib
+from typing import Any, Literal
+
+import numpy as np
+
+from scalejax.data.graphs import npz
+from scalejax.data.graphs.adjacency import Adjacency
+from scalejax.data.graphs.graph import NodeGraph
+from scalejax.errors import UserError
+
+Edges = Literal["as-written", "both-ways"]
+_FILES = {"train": "train", "validation": "valid", "test": "test"}
+
+
+def read_ogb(folder: str | pathlib.Path, *, edges: Edges, split: str | None = None) -> NodeGraph:
+    """Reads one graph.
+
+    Args:
+      folder: With `raw/`, and `split/` if there is one.
+      edges: "as-written" = one direction each, which is right for the citations of ogbn-arxiv; "both-ways" = the
+        reverse of each edge is added after it, which is what OGB does for undirected graphs, of which files hold one
+        direction (ogbn-products, ogbn-proteins).
+      split: Name of the folder in `split/`; None = the only one.
+    Returns:
+      The graph. Labels of one task are int32[N], those of T tasks int32[N, T]; a missing label is -1.
+    Raises:
+      UserError: a file is missing, damaged, or contradicts another.
+    """
+    place = pathlib.Path(folder)
+    raw = place / "raw"
+    if not raw.is_dir():
+        raise UserError(f"{place}: has no folder raw/. Give the unpacked folder of an OGB data set.")
+    if edges not in ("as-written", "both-ways"):
+        raise UserError(f"read_ogb: edges must be 'as-written' or 'both-ways'; got {edges!r}.")
+    pairs, nodes, features, labels = _binary(raw) if (raw / "data.npz").exists() else _text(raw)
+    if edges == "both-ways":
+        # Each edge and its reverse side by side, as OGB numbers them.
+        pairs = np.stack([pairs, pairs[:, ::-1]], axis=1).reshape(-1, 2)
+    try:
+        adjacency = Adjacency.from_edges(pairs[:, 0], pairs[:, 1], shape=(nodes, nodes))
+        return NodeGraph(adjacency, features, labels, _splits(place, split))
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
+
+
+_Found = tuple[np.ndarray, int, np.ndarray | None, np.ndarray | None]
+
+
+def _text(raw: pathlib.Path) -> _Found:
+    pairs = _csv(raw / "edge.csv.gz").astype(np.int64)
+    nodes, count = (_single(_csv(raw / f"num-{what}-list.csv.gz"), raw, what) for what in ("node", "edge"))
+    if pairs.shape != (count, 2):
+        raise UserError(
+            f"{raw / 'edge.csv.gz'}: must have {count} lines of 2 numbers (num-edge-list.csv.gz); got "
+            f"{pairs.shape[0]} of {pairs.shape[1]}. Unpack the data set again."
+        )
+    features, labels = (raw / f"node-{what}.csv.gz" for what in ("feat", "label"))
+    return (
+        pairs,
+        nodes,
+        _csv(features).astype(np.float32) if features.exists() else None,
+        _labels(_csv(labels)) if labels.exists() else None,
+    )
+
+
+def _binary(raw: pathlib.Path) -> _Found:
+    arrays = npz.load_arrays(raw / "data.npz")
+    for name in ("edge_index", "num_nodes_list"):
+        if name not in arrays:
+            raise UserError(f"{raw / 'data.npz'} has no array {name!r}, only {', '.join(arrays)}.")
+    nodes = _single(arrays["num_nodes_list"].reshape(-1, 1), raw, "node")
+    features = arrays.get("node_feat")
+    labels = None
+    if (file := raw / "node-label.npz").exists():
+        found: dict[str, Any] = npz.load_arrays(file)
+        if "node_label" not in found:
+            raise UserError(f"{file} has no array 'node_label', only {', '.join(found)}.")
+        labels = _labels(found["node_label"])
+    return arrays["edge_index"].T, nodes, None if features is None else features.astype(np.float32), labels
+
+
+def _labels(values: np.ndarray) -> np.ndarray:
+    labels = np.where(np.isnan(values), -1, values).astype(np.int32)
+    return labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+
+
+def _single(values: np.ndarray, raw: pathlib.Path, what: str) -> int:
+    if values.shape != (1, 1):
+        raise UserError(f"{raw}: holds {values.shape[0]} graphs ({what} list). Only data sets of one graph are read.")
+    return int(values[0, 0])
+
+
+def _splits(place: pathlib.Path, name: str | None) -> dict[str, np.ndarray]:
+    folder = place / "split"
+    choices = sorted(path.name for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+    if name is None and len(choices) > 1:
+        raise UserError(f"{folder}: there are several splits: {', '.join(choices)}. Name one, split={choices[0]!r}.")
+    if name is None and not choices:
+        return {}
+    name = name or choices[0]
+    if name not in choices:
+        raise UserError(f"{folder}: there is no split {name!r}; it has {', '.join(choices) or 'none'}.")
+    return {ours: _csv(folder / name / f"{theirs}.csv.gz").astype(np.int64)[:, 0] for ours, theirs in _FILES.items()}
+
+
+def _csv(file: pathlib.Path) -> np.ndarray:
+    """float64[lines, columns] of a gzipped table of numbers without a header; an empty field is NaN."""
+    from pyarrow import ArrowException
+    from pyarrow import csv as arrow_csv
+
+    if not file.exists():
+        raise UserError(f"{file}: is missing. Unpack the data set again.")
+    try:
+        with gzip.open(file) as text:
+            table = arrow_csv.read_csv(text, read_options=arrow_csv.ReadOptions(autogenerate_column_names=True))
+        return np.stack([column.to_numpy().astype(np.float64) for column in table.columns], axis=1)
+    except (OSError, EOFError, zlib.error, ArrowException, ValueError) as error:
+        what = str(error).splitlines()[0]
+        raise UserError(f"{file}: is no complete gzipped table of numbers ({what}). Unpack it again.") from error

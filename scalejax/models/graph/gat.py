@@ -1,0 +1,156 @@
+"""GAT: graph attention networks (Velickovic et al., ICLR 2018).
+
+    e_ij = leaky_relu(a_source . (h_j W) + a_target . (h_i W))        alpha_i = softmax_j(e_ij) over the row of i
+    h'_i = elu(concatenation over heads of sum_j alpha_ij h_j W + b); of the last layer the mean over heads, no elu
+
+Rows need self loops (`data.self_loops="add"`), as the paper has them. Weights of edges are not looked at.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scalejax import nn
+from scalejax.data.graphs import GraphSchema
+from scalejax.errors import UserError
+from scalejax.models.graph.aggregation import Graph, Sampling, attend, num_rows
+from scalejax.models.graph.layers import glorot, layer_graphs
+from scalejax.models.graph.task import NodeTask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatConfig:
+    """Architecture; the defaults are the paper's for Cora.
+
+    Attributes:
+      layers: Layers.
+      hidden: Width of a head.
+      heads: Heads of all layers but the last.
+      out_heads: Heads of the last, whose mean is taken.
+      slope: Of the leaky ReLU.
+      dropout: Share of the inputs of each layer, and of the attention weights, that is zeroed in training.
+      train_sampling: Edges that training reads; None = all.
+      eval_sampling: Edges that scoring reads; None = all.
+    """
+
+    layers: int = 2
+    hidden: int = 8
+    heads: int = 8
+    out_heads: int = 1
+    slope: float = 0.2
+    dropout: float = 0.6
+    train_sampling: Sampling | None = None
+    eval_sampling: Sampling | None = None
+
+    def task(self, schema: GraphSchema) -> NodeTask:
+        """Binds the model to a graph.
+
+        Raises:
+          UserError: edges have weights, which attention would leave out.
+        """
+        if schema.weighted:
+            raise UserError(
+                "GAT weighs edges itself and would leave their own weights out. Set data.normalization=none."
+            )
+        return NodeTask(config=self, schema=schema)
+
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> "Gat":
+        """The model for a graph."""
+        return Gat(self, schema, rngs, **dtypes)
+
+    def products(self, schema: GraphSchema) -> int:
+        """Multiply-accumulates of the matrices, a node."""
+        return sum(inputs * heads * outputs for inputs, heads, outputs in self.shapes(schema))
+
+    def shapes(self, schema: GraphSchema) -> list[tuple[int, int, int]]:
+        """(inputs, heads, width of a head) of each layer."""
+        inner = self.heads * self.hidden
+        inputs = [schema.features, *[inner] * (self.layers - 1)]
+        last = self.layers - 1
+        return [
+            (n, self.out_heads, schema.classes) if l == last else (n, self.heads, self.hidden)
+            for l, n in enumerate(inputs)
+        ]
+
+
+class GatLayer(nnx.Module):
+    """Attention over the row of each node, several heads side by side."""
+
+    def __init__(
+        self,
+        inputs: int,
+        heads: int,
+        outputs: int,
+        rngs: nnx.Rngs,
+        *,
+        combine: Literal["concatenate", "mean"],
+        slope: float,
+        dropout: float,
+        param_dtype: Any,
+        compute_dtype: Any,
+    ):
+        self.kernel = nnx.Param(
+            glorot(rngs.params(), (inputs, heads * outputs), param_dtype), logical_axes=("input", "hidden")
+        )
+        self.source = nnx.Param(glorot(rngs.params(), (heads, outputs), param_dtype), logical_axes=("heads", "head"))
+        self.target = nnx.Param(glorot(rngs.params(), (heads, outputs), param_dtype), logical_axes=("heads", "head"))
+        width = heads * outputs if combine == "concatenate" else outputs
+        self.bias = nnx.Param(jnp.zeros(width, param_dtype), logical_axes=("hidden",))
+        self.combine, self.slope, self.dropout = combine, slope, dropout
+        self.compute_dtype = jnp.dtype(compute_dtype)
+
+    def __call__(self, x: jax.Array, graph: Graph, *, key: jax.Array | None = None) -> jax.Array:
+        """x: float[M, inputs]; graph: N rows that read M. Returns [N, heads * outputs], or [N, outputs]."""
+        kernel, source, target, bias = (
+            p[...].astype(self.compute_dtype) for p in (self.kernel, self.source, self.target, self.bias)
+        )
+        h = (x.astype(self.compute_dtype) @ kernel).reshape(x.shape[0], *source.shape)  # M H D
+        wider = nn.wide(self.compute_dtype)  # scores and their softmax
+        sources = jnp.einsum("mhd,hd->mh", h, source, preferred_element_type=wider)
+        targets = jnp.einsum("nhd,hd->nh", h[: num_rows(graph)], target, preferred_element_type=wider)
+        y = attend(graph, h, sources, targets, slope=self.slope, rate=self.dropout, key=key).astype(self.compute_dtype)
+        y = y.reshape(y.shape[0], -1) if self.combine == "concatenate" else y.mean(1)
+        return y + bias[None, :]
+
+
+class Gat(nnx.Module):
+    """The whole network."""
+
+    def __init__(
+        self,
+        config: GatConfig,
+        schema: GraphSchema,
+        rngs: nnx.Rngs,
+        *,
+        param_dtype: Any = jnp.float32,
+        compute_dtype: Any = jnp.float32,
+    ):
+        shapes = config.shapes(schema)
+        self.layers = nnx.List(
+            [
+                GatLayer(
+                    *shape,
+                    rngs,
+                    combine="mean" if l + 1 == len(shapes) else "concatenate",
+                    slope=config.slope,
+                    dropout=config.dropout,
+                    param_dtype=param_dtype,
+                    compute_dtype=compute_dtype,
+                )
+                for l, shape in enumerate(shapes)
+            ]
+        )
+        self.dropout = config.dropout
+
+    def __call__(self, x: jax.Array, graph: Graph | tuple[Graph, ...], *, key: jax.Array | None = None) -> jax.Array:
+        """Logits, float[N, classes]; arguments as of `Gcn`."""
+        for l, (layer, read) in enumerate(zip(self.layers, layer_graphs(graph, len(self.layers)), strict=True)):
+            keys = (None, None) if key is None else tuple(jax.random.split(jax.random.fold_in(key, l)))
+            x = nn.dropout(x, self.dropout, keys[0])
+            x = layer(x, read, key=keys[1])  # M F -> N hidden
+            if l + 1 < len(self.layers):
+                x = jax.nn.elu(x)
+        return x

@@ -1,0 +1,117 @@
+"""GraphSAGE with the mean aggregator (Hamilton et al., NeurIPS 2017).
+
+    h'_v = relu(h_v W_self + mean_{u in N(v)} h_u W_neighbors + b), the last layer without relu
+
+Two matrices, as in PyG and DGL; the paper concatenates h_v and the mean before one matrix, which is the same. A node
+without neighbours adds nothing. Dropout is on the input and on hidden layers. The paper's normalisation of h'_v to
+length 1 is left out, as DGL's and OGB's examples do.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scalejax import nn
+from scalejax.data.graphs import GraphSchema
+from scalejax.errors import UserError
+from scalejax.models.graph.aggregation import Graph, Sampling, aggregate, num_rows
+from scalejax.models.graph.layers import glorot, layer_graphs, widths
+from scalejax.models.graph.task import NodeTask
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraphSageConfig:
+    """Architecture.
+
+    Attributes:
+      layers: Layers.
+      hidden: Width between them.
+      dropout: Share of the inputs of each layer that is zeroed in training.
+      train_sampling: Edges that training reads; None = all.
+      eval_sampling: Edges that scoring reads; None = all.
+    """
+
+    layers: int = 2
+    hidden: int = 16
+    dropout: float = 0.5
+    train_sampling: Sampling | None = None
+    eval_sampling: Sampling | None = None
+
+    def task(self, schema: GraphSchema) -> NodeTask:
+        """Binds the model to a graph.
+
+        Raises:
+          UserError: edges have weights, which a mean would leave out.
+        """
+        if schema.weighted:
+            raise UserError(
+                "GraphSAGE takes the mean of neighbours and would leave the weights of edges out. Set "
+                "data.normalization=none."
+            )
+        return NodeTask(config=self, schema=schema)
+
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> "GraphSage":
+        """The model for a graph."""
+        return GraphSage(self, schema, rngs, **dtypes)
+
+    def products(self, schema: GraphSchema) -> int:
+        """Multiply-accumulates of the matrices, a node."""
+        sizes = widths(schema, self.layers, self.hidden)
+        return sum(2 * a * b for a, b in itertools.pairwise(sizes))
+
+
+class SageLayer(nnx.Module):
+    """y = x W_self + mean(x) W_neighbors + b."""
+
+    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
+        self.own = nnx.Param(glorot(rngs.params(), (inputs, outputs), param_dtype), logical_axes=("input", "hidden"))
+        self.neighbors = nnx.Param(
+            glorot(rngs.params(), (inputs, outputs), param_dtype), logical_axes=("input", "hidden")
+        )
+        self.bias = nnx.Param(jnp.zeros(outputs, param_dtype), logical_axes=("hidden",))
+        self.compute_dtype = jnp.dtype(compute_dtype)
+
+    def __call__(self, x: jax.Array, graph: Graph) -> jax.Array:
+        """x: float[M, inputs]; graph: N rows that read M. Returns compute_dtype[N, outputs]."""
+        x = x.astype(self.compute_dtype)
+        own, neighbors, bias = (p[...].astype(self.compute_dtype) for p in (self.own, self.neighbors, self.bias))
+        if own.shape[1] < own.shape[0]:  # the mean of products is the product of the mean; aggregate the narrower
+            mean = aggregate(graph, x @ neighbors, reduce="mean").astype(self.compute_dtype)
+        else:
+            mean = aggregate(graph, x, reduce="mean").astype(self.compute_dtype) @ neighbors
+        return x[: num_rows(graph)] @ own + mean + bias[None, :]
+
+
+class GraphSage(nnx.Module):
+    """The whole network."""
+
+    def __init__(
+        self,
+        config: GraphSageConfig,
+        schema: GraphSchema,
+        rngs: nnx.Rngs,
+        *,
+        param_dtype: Any = jnp.float32,
+        compute_dtype: Any = jnp.float32,
+    ):
+        sizes = widths(schema, config.layers, config.hidden)
+        self.layers = nnx.List(
+            [
+                SageLayer(a, b, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+                for a, b in itertools.pairwise(sizes)
+            ]
+        )
+        self.dropout = config.dropout
+
+    def __call__(self, x: jax.Array, graph: Graph | tuple[Graph, ...], *, key: jax.Array | None = None) -> jax.Array:
+        """Logits, float[N, classes]; arguments as of `Gcn`."""
+        for l, (layer, read) in enumerate(zip(self.layers, layer_graphs(graph, len(self.layers)), strict=True)):
+            x = nn.dropout(x, self.dropout, None if key is None else jax.random.fold_in(key, l))
+            x = layer(x, read)  # M F -> N hidden
+            if l + 1 < len(self.layers):
+                x = jax.nn.relu(x)
+        return x

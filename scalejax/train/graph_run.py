@@ -1,0 +1,221 @@
+"""A run over one graph: windows of its loss, and the splits by loss and accuracy."""
+
+import contextlib
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from scalejax.data.graphs import NodeDataSet
+from scalejax.errors import UserError
+from scalejax.parallel import mesh as meshes
+from scalejax.train import console as consoles
+from scalejax.train import dense_metrics, graph, summary
+from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.dense_metrics import HostState
+from scalejax.train.dense_run import to_stored
+from scalejax.train.experiment import GraphExperiment
+from scalejax.train.graph import GraphProgram
+from scalejax.train.prefetch import Prefetch
+from scalejax.train.records import Records
+from scalejax.train.state import TrainState
+from scalejax.train.timing import peak_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The evaluation with the highest accuracy on the split scored at intervals; the earliest of equals.
+
+    Attributes:
+      step: Where.
+      accuracy: On that split; -1 before the first evaluation.
+      final: Accuracy on the final split at that step.
+    """
+
+    step: int = 0
+    accuracy: float = -1.0
+    final: float = -1.0
+
+
+class GraphRun:
+    """Implements `runs.Run`."""
+
+    def __init__(self, program: GraphProgram, data: NodeDataSet) -> None:
+        self.program, self.data, self.experiment = program, data, program.experiment
+        self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
+        self.best = Best()
+        self._records: Records | None = None
+
+    @classmethod
+    def bind(cls, experiment: GraphExperiment, data: NodeDataSet) -> "GraphRun":
+        """Binds an experiment to its graph.
+
+        Raises:
+          UserError: as `graph.build`.
+        """
+        return cls(graph.build(experiment, data), data)
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.program.mesh
+
+    @property
+    def in_flight(self) -> int:
+        return meshes.steps_in_flight(self.mesh)
+
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        return {}
+
+    @property
+    def records(self) -> Records:
+        assert self._records is not None, "attach() comes first"
+        return self._records
+
+    def identity(self) -> dict[str, str]:
+        shapes = {name: (p.shape, str(p.dtype)) for name, p in self.program.model.params.items()}
+        digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
+        return {
+            "model": f"{type(self.experiment.model).__name__} {digest}",
+            "optimizer": type(self.experiment.optimizer).__name__,
+            "data": self.data.fingerprint(),
+        }
+
+    def begin(self) -> tuple[TrainState, HostState]:
+        return self.program.init(), HostState()
+
+    def restore(self, checkpoints: Checkpointer, step: int | None) -> tuple[TrainState, HostState]:
+        abstract = self.program.abstract_state()
+        stored, host = checkpoints.restore(step, to_stored(abstract))
+        optimizer = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), jax.tree.leaves(stored["optimizer"]))
+        self.best = Best(**host["best"])
+        return TrainState(**{**stored, "optimizer": optimizer, "tables": {}}), HostState.from_dict(host)
+
+    def attach(self, records: Records) -> None:
+        self._records = records
+
+    @contextlib.contextmanager
+    def feed(self, host: HostState, steps: int) -> Iterator["_Feed"]:
+        batches = self.data.train_batches(start_example=host.examples)
+        with Prefetch(batches, self.program.place_batch) as prefetched:
+            yield _Feed(self.program, prefetched)
+
+    def before_step(self, state: TrainState, host: HostState, step: int) -> HostState:
+        """Nothing is due."""
+        del state, step
+        return host
+
+    def log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:
+        """Writes the window that ends here."""
+        self._check(state, step)
+        state, sums = self.program.take_metrics(state)
+        with self.records.timer.phase("blocked"):
+            window = dense_metrics.to_host(sums)
+        host = host.with_window(window)
+        values = window.values()
+        rate = float(np.asarray(self.learning_rate(step)))
+        self.records.events.window(step, {"examples_seen": host.examples, **values, "learning_rate": rate})
+        timing = self.records.timer.window()
+        self.records.events.timing(step, timing)
+        shown = consoles.progress_fields(
+            rate=f"{consoles.count(timing['samples_per_s'])} nodes/s", loss=values["loss"], lr=rate
+        )
+        return state, host, shown
+
+    def evaluate(self, state: TrainState, step: int, split: str) -> dict[str, float]:
+        values = self._scores(state, split, self.experiment.final_split)
+        self.records.events.evaluation(step, split, values[split])
+        accuracy = values[split]["accuracy"]
+        if accuracy > self.best.accuracy:
+            self.best = Best(step, accuracy, values[self.experiment.final_split]["accuracy"])
+        return values[split]
+
+    def save(self, state: TrainState, host: HostState, step: int, scored: dict[str, float] | None) -> None:
+        self._check(state, step)
+        self.records.events.sync()
+        metric = self.experiment.checkpoints.best_metric
+        kept = None if scored is None else {metric: scored[metric]}
+        known = host.to_dict() | {"best": dataclasses.asdict(self.best)}
+        self.records.checkpoints.save(step, to_stored(state), known, kept)
+
+    def close(self, state: TrainState, host: HostState) -> dict[str, Any]:
+        experiment, timer = self.experiment, self.records.timer
+        with timer.phase("evaluation"):
+            values = self._scores(state, experiment.eval_split, experiment.final_split)
+        with timer.phase("checkpoint"):
+            # Before anything else is written: if the disk is full, the checkpoint is what the user must hear of.
+            self.records.checkpoints.wait()
+        split = experiment.final_split
+        if split != experiment.eval_split:
+            self.records.events.evaluation(experiment.steps, split, values[split])
+        closing: dict[str, Any] = {"steps": experiment.steps, "examples": host.examples}
+        for name, scores in values.items():
+            closing |= summary.of_evaluation(name, scores)
+        closing |= {"best_step": self.best.step, "best_val_accuracy": self.best.accuracy}
+        closing |= {f"{summary.prefix(split)}_accuracy_at_best": self.best.final}
+        return closing | timer.summary() | peak_memory(self.mesh.local_mesh.devices.flat)
+
+    def describe(self) -> dict[str, Any]:
+        schema = self.data.schema
+        return {
+            "dense_parameters": sum(math.prod(p.shape) for p in self.program.model.params.values()),
+            "nodes": schema.nodes,
+            "edges": self.data.graph.adjacency.num_edges,
+            "flops_per_step": self.program.task.flops_per_step(schema.nodes),
+        }
+
+    def score(self, state: TrainState, split: str) -> dict[str, Any]:
+        return summary.of_evaluation(split, self._scores(state, split)[split])
+
+    def _scores(self, state: TrainState, *splits: str) -> dict[str, dict[str, float]]:
+        """Loss and accuracy of splits, from one pass over the graph."""
+        batches = {split: self.data.whole(split) for split in splits}
+        nodes = {split: batch.nodes for split, batch in batches.items()}
+        labels = {split: batch.labels for split, batch in batches.items()}
+        found = jax.device_get(self.program.score(state, self.program.placed, nodes, labels))
+        result = {}
+        for split, (total, right) in found.items():
+            count = len(batches[split])
+            loss = float(total) / count
+            if not math.isfinite(loss):
+                raise UserError(
+                    f"The loss of split {split!r} is not finite at step {int(state.step)}: these parameters are of no "
+                    "use. Take an earlier checkpoint (--step), or train again with a lower learning rate."
+                )
+            result[split] = {"loss": loss, "accuracy": int(right) / count, "weight": count}
+        return result
+
+    def _check(self, state: TrainState, step: int) -> None:
+        """Nothing that is not finite is ever logged or saved."""
+        with self.records.timer.phase("blocked"):
+            nonfinite = int(np.asarray(state.metrics.nonfinite))
+        if nonfinite:
+            raise UserError(
+                f"The loss or the gradient of {nonfinite} steps was not finite in the steps up to {step}. Nothing was "
+                "saved after the last checkpoint. Lower the learning rate, "
+                "--set optimizer.learning_rate.value=..., and start again from it."
+            )
+
+
+class _Feed:
+    """Takes batches and dispatches steps on them."""
+
+    def __init__(self, program: GraphProgram, batches: Iterator[Any]) -> None:
+        self._program, self._batches = program, batches
+        self._batch: Any = None
+        self.amounts: dict[str, float] = {}
+
+    def take(self) -> int:
+        host, self._batch = next(self._batches)
+        return len(host)
+
+    def step(self, state: TrainState) -> tuple[TrainState, jax.Array]:
+        return self._program.train_step(state, self._program.placed, self._batch)
+
+    def drain(self) -> None:
+        """Nothing is computed ahead."""

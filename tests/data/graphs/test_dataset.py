@@ -1,0 +1,70 @@
+import dataclasses
+import itertools
+import pathlib
+
+import numpy as np
+import pytest
+
+from scalejax.data import graphs
+from scalejax.errors import UserError
+
+
+def test_the_bundled_graph_is_ready_for_a_gcn() -> None:
+    data = graphs.NodeData().build()
+    assert data.schema == graphs.GraphSchema(2708, 1433, 7, weighted=True)
+    assert data.graph.adjacency.num_edges == 10_556 + 2708
+    np.testing.assert_allclose(data.graph.features.sum(1), 1, rtol=1e-5)  # type: ignore[union-attr]
+    batch = next(data.train_batches())
+    assert (len(batch), batch.neighborhood) == (140, None)
+    np.testing.assert_array_equal(batch.nodes, np.arange(140))
+
+
+def test_mini_batches_visit_every_node_once_an_epoch_and_go_on_anywhere() -> None:
+    data = graphs.NodeData(fanouts=(3, 2), batch_size=35, normalization="none").build()
+    batches = list(itertools.islice(data.train_batches(), 8))
+    epochs = [np.concatenate([b.nodes for b in batches[i : i + 4]]) for i in (0, 4)]
+    for epoch in epochs:
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(140))
+    assert (epochs[0] != epochs[1]).any()
+    again = next(data.train_batches(start_example=5 * 35))
+    np.testing.assert_array_equal(again.nodes, batches[5].nodes)
+    assert again.neighborhood is not None
+    assert batches[5].neighborhood is not None
+    np.testing.assert_array_equal(again.neighborhood.nodes, batches[5].neighborhood.nodes)
+    np.testing.assert_array_equal(again.labels, data.graph.labels[again.nodes])  # type: ignore[index]
+
+
+def test_a_batch_over_the_end_of_an_epoch_may_hold_a_node_twice() -> None:
+    data = graphs.NodeData(fanouts=(2,), batch_size=200).build()
+    batch = next(data.train_batches())
+    assert batch.neighborhood is not None
+    assert np.unique(batch.nodes).size == 140
+    np.testing.assert_array_equal(batch.neighborhood.nodes[batch.neighborhood.seeds], batch.nodes)
+
+
+def test_the_fingerprint_knows_graph_order_and_fanouts() -> None:
+    base = graphs.NodeData(fanouts=(2, 2))
+    prints = {
+        dataclasses.replace(base, **change).build().fingerprint()
+        for change in ({}, {"seed": 1}, {"fanouts": (3, 2)}, {"normalization": "right"}, {"self_loops": "keep"})
+    }
+    assert len(prints) == 5
+    assert base.build().fingerprint() in prints
+
+
+def test_a_graph_that_cannot_be_trained_on_is_refused(tmp_path: pathlib.Path) -> None:
+    cora = graphs.read_planetoid()
+    for change, message in (
+        ({"features": None}, "has no features"),
+        ({"labels": None}, "has no labels"),
+        ({"splits": {}}, "has no splits"),
+        ({"splits": {"test": np.array([1])}}, "no training nodes"),
+    ):
+        graphs.write_npz(tmp_path / "g.npz", dataclasses.replace(cora, **change))
+        with pytest.raises(UserError, match=message):
+            graphs.NodeData(path=str(tmp_path / "g.npz")).build()
+    with pytest.raises(UserError, match=r'format="ogb" needs data\.path'):
+        graphs.NodeData(format="ogb").build()
+    several = dataclasses.replace(cora, labels=np.zeros((2708, 3), np.int32))
+    with pytest.raises(UserError, match="labels of 3 tasks"):
+        graphs.NodeDataSet(several)

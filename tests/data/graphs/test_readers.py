@@ -1,0 +1,187 @@
+import gzip
+import pathlib
+import pickle
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from scalejax.data import graphs
+from scalejax.errors import UserError
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".gz":
+        path.write_bytes(gzip.compress(text.encode()))
+    else:
+        path.write_text(text)
+
+
+def test_cora_is_bundled_with_its_published_sizes() -> None:
+    cora = graphs.read_planetoid()
+    assert cora.features is not None
+    assert cora.labels is not None
+    assert (cora.num_nodes, cora.adjacency.num_edges, cora.num_classes) == (2708, 10556, 7)
+    assert cora.features.shape == (2708, 1433)
+    assert set(np.unique(cora.features)) == {0.0, 1.0}
+    assert int(cora.features.sum()) == 49_216
+    assert {split: nodes.size for split, nodes in cora.splits.items()} == {
+        "train": 140,
+        "validation": 500,
+        "test": 1000,
+    }
+    np.testing.assert_array_equal(np.bincount(cora.labels[cora.splits["train"]]), [20] * 7)
+    both = cora.adjacency.with_reverse()
+    np.testing.assert_array_equal(both.indices, cora.adjacency.indices)
+    assert cora.adjacency.without_self_loops().num_edges == 10_556
+
+
+def test_npz_gives_back_what_was_written(tmp_path: pathlib.Path) -> None:
+    rng = np.random.default_rng(0)
+    senders, receivers = rng.integers(0, 9, (2, 40))
+    adjacency = graphs.Adjacency.from_edges(senders, receivers, shape=(9, 9), values=rng.random(40))
+    labels = np.array([0, 1, 2, -1, 0, 1, 2, 0, 1], np.int32)
+    splits = {"train": np.array([0, 1]), "test": np.array([8])}
+    graph = graphs.NodeGraph(adjacency, rng.random((9, 4)).astype(np.float32), labels, splits)
+    graphs.write_npz(tmp_path / "g.npz", graph)
+    assert graphs.read_npz(tmp_path / "g.npz").fingerprint() == graph.fingerprint()
+
+
+def test_npz_with_pickled_objects_is_refused_unread(tmp_path: pathlib.Path) -> None:
+    np.savez(tmp_path / "bad.npz", edge_src=np.array([{}, {}], object), edge_dst=np.zeros(2, int), allow_pickle=True)
+    with pytest.raises(UserError, match="not a complete npz of plain numbers"):
+        graphs.read_npz(tmp_path / "bad.npz")
+    (tmp_path / "cut.npz").write_bytes(b"PK\x03\x04 nothing more")
+    with pytest.raises(UserError, match="not a complete npz"):
+        graphs.read_npz(tmp_path / "cut.npz")
+    np.savez(tmp_path / "other.npz", rows=np.zeros(2, int))
+    with pytest.raises(UserError, match="no array 'edge_src', only rows"):
+        graphs.read_npz(tmp_path / "other.npz")
+
+
+class _Trap:
+    def __reduce__(self):
+        return (pathlib.Path.touch, (pathlib.Path("sprung"),))
+
+
+@pytest.mark.parametrize("name", ["ind.cora.x", "ind.citeseer.graph", "trans.pubmed.ty"])
+def test_pickles_of_planetoid_are_refused_by_name_and_never_run(
+    name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "raw").mkdir()
+    (tmp_path / "raw" / name).write_bytes(pickle.dumps(_Trap()))
+    for path in ("raw", f"raw/{name}"):
+        with pytest.raises(UserError, match=rf"{name}: is a Python pickle.*into an npz.*docs/graphs\.md"):
+            graphs.read_planetoid(path)
+    assert not (tmp_path / "sprung").exists()
+
+
+def _ogb(place: pathlib.Path) -> None:
+    _write(place / "raw/edge.csv.gz", "0,1\n2,1\n3,0\n")
+    _write(place / "raw/num-node-list.csv.gz", "4\n")
+    _write(place / "raw/num-edge-list.csv.gz", "3\n")
+    _write(place / "raw/node-feat.csv.gz", "0.5,1\n-2,0\n0,0\n1,3\n")
+    _write(place / "raw/node-label.csv.gz", "2\n0\nnan\n1\n")
+    for name, nodes in {"train": "0\n1\n", "valid": "3\n", "test": "1\n"}.items():
+        _write(place / f"split/time/{name}.csv.gz", nodes)
+
+
+def test_ogb_folder_is_read_as_written_or_both_ways(tmp_path: pathlib.Path) -> None:
+    _ogb(tmp_path)
+    graph = graphs.read_ogb(tmp_path, edges="as-written")
+    np.testing.assert_array_equal(graph.adjacency.indptr, [0, 1, 3, 3, 3])
+    np.testing.assert_array_equal(graph.adjacency.indices, [3, 0, 2])
+    np.testing.assert_array_equal(graph.features, np.array([[0.5, 1], [-2, 0], [0, 0], [1, 3]], np.float32))
+    np.testing.assert_array_equal(graph.labels, [2, 0, -1, 1])
+    np.testing.assert_array_equal(graph.splits["validation"], [3])
+    both = graphs.read_ogb(tmp_path, edges="both-ways").adjacency
+    np.testing.assert_array_equal(both.indptr, [0, 2, 4, 5, 6])
+    np.testing.assert_array_equal(both.indices, [1, 3, 0, 2, 1, 0])
+
+
+def test_ogb_binary_form_gives_the_same_graph(tmp_path: pathlib.Path) -> None:
+    _ogb(tmp_path / "text")
+    raw = tmp_path / "binary" / "raw"
+    raw.mkdir(parents=True)
+    features = np.array([[0.5, 1], [-2, 0], [0, 0], [1, 3]], np.float32)
+    edges = np.array([[0, 2, 3], [1, 1, 0]])
+    np.savez(raw / "data.npz", edge_index=edges, num_nodes_list=[4], num_edges_list=[3], node_feat=features)
+    np.savez(raw / "node-label.npz", node_label=np.array([[2], [0], [np.nan], [1]], np.float32))
+    (tmp_path / "text" / "split").rename(tmp_path / "binary" / "split")
+    a = graphs.read_ogb(tmp_path / "binary", edges="as-written")
+    (tmp_path / "binary" / "split").rename(tmp_path / "text" / "split")
+    assert a.fingerprint() == graphs.read_ogb(tmp_path / "text", edges="as-written").fingerprint()
+
+
+def test_ogb_labels_of_several_tasks_stay_several(tmp_path: pathlib.Path) -> None:
+    _ogb(tmp_path)
+    _write(tmp_path / "raw/node-label.csv.gz", "1,0\n0,0\n1,1\n0,1\n")
+    assert graphs.read_ogb(tmp_path, edges="as-written").labels.shape == (4, 2)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda p: (p / "raw/edge.csv.gz").unlink(), "edge.csv.gz: is missing"),
+        (lambda p: (p / "raw/edge.csv.gz").write_bytes(gzip.compress(b"0,1\n" * 99)[:-9]), "no complete gzipped table"),
+        (lambda p: _write(p / "raw/edge.csv.gz", "0,x\n1,2\n3,0\n"), "no complete gzipped table of numbers"),
+        (lambda p: _write(p / "raw/num-edge-list.csv.gz", "7\n"), "must have 7 lines of 2 numbers"),
+        (lambda p: _write(p / "raw/num-node-list.csv.gz", "4\n4\n"), "holds 2 graphs"),
+        (lambda p: _write(p / "raw/edge.csv.gz", "0,1\n9,1\n3,0\n"), "senders must lie in"),
+        (lambda p: _write(p / "raw/node-feat.csv.gz", "1\n1\n"), "features must have 4 rows; got 2"),
+        (lambda p: _write(p / "split/random/train.csv.gz", "1\n"), "several splits: random, time"),
+        (lambda p: _write(p / "split/time/train.csv.gz", "2\n"), "node 2 of split 'train' has no label"),
+    ],
+)
+def test_says_what_is_wrong_with_an_ogb_folder(damage, message: str, tmp_path: pathlib.Path) -> None:
+    _ogb(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError, match=message):
+        graphs.read_ogb(tmp_path, edges="as-written")
+
+
+@pytest.mark.parametrize("name", ["edges.txt", "edges.tsv.gz"])
+def test_edge_list_with_comments_separators_and_weights(name: str, tmp_path: pathlib.Path) -> None:
+    _write(tmp_path / name, "# from SNAP\n% or Konect\n3\t0\t0.5\n\n1 2 2\n0,2,1e-1\n")
+    a = graphs.read_edge_list(tmp_path / name)
+    np.testing.assert_array_equal(a.indptr, [0, 1, 1, 3, 3])
+    np.testing.assert_array_equal(a.indices, [3, 1, 0])
+    np.testing.assert_array_equal(a.weights(), np.array([0.5, 2, 0.1], np.float32))
+    assert graphs.read_edge_list(tmp_path / name, num_nodes=9).shape == (9, 9)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0 1\n2\n", "line 2: has 1 fields"),
+        ("0 1 2 3\n", "line 1: has 4 fields"),
+        ("0 1\n1 a\n", "line 2: 'a' is not a node"),
+        ("0 1 1\n1 2 heavy\n", "line 2: 'heavy' is not a weight"),
+        ("# nothing\n", "holds no edges"),
+        ("0 -1\n", "receivers must lie in"),
+        ("0 99999999999999999999\n", "line 1: '99999999999999999999' is not a node"),
+    ],
+)
+def test_says_which_line_is_no_edge(text: str, message: str, tmp_path: pathlib.Path) -> None:
+    _write(tmp_path / "e.txt", text)
+    with pytest.raises(UserError, match=message):
+        graphs.read_edge_list(tmp_path / "e.txt")
+
+
+def test_parquet_columns_are_edges(tmp_path: pathlib.Path) -> None:
+    table = pa.table({"src": [3, 1, 0], "dst": [0, 2, 2], "w": [0.5, 2.0, 0.1]})
+    pq.write_table(table, tmp_path / "e.parquet")
+    a = graphs.read_edge_parquet(tmp_path / "e.parquet", source="src", destination="dst", weight="w")
+    np.testing.assert_array_equal(a.indices, [3, 1, 0])
+    np.testing.assert_array_equal(a.weights(), np.array([0.5, 2, 0.1], np.float32))
+    with pytest.raises(UserError, match="no column 'source', only src, dst, w"):
+        graphs.read_edge_parquet(tmp_path / "e.parquet")
+
+
+def test_features_that_are_not_finite_are_refused() -> None:
+    adjacency = graphs.Adjacency.from_edges([0], [1], shape=(2, 2))
+    with pytest.raises(UserError, match="features must be finite; those of node 1"):
+        graphs.NodeGraph(adjacency, np.array([[0.0], [np.nan]], np.float32))

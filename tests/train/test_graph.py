@@ -1,0 +1,177 @@
+"""Whole runs over a small graph: they learn, resume to the same bits, and say what they cannot do."""
+
+import dataclasses
+import itertools
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+from scalejax import optim
+from scalejax.data import graphs
+from scalejax.errors import UserError
+from scalejax.models.graph import GcnConfig, GraphSageConfig, Sampling
+from scalejax.parallel.mesh import MeshShape
+from scalejax.train import graph as programs
+from scalejax.train import loop
+from scalejax.train.experiment import Checkpoints, GraphExperiment, Precision
+
+CLASSES = 3
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """90 nodes, most edges inside of three classes, features that say little."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(CLASSES), 30).astype(np.int32)
+    inside = rng.integers(0, 30, (2, 400)) + 30 * rng.integers(0, CLASSES, 400)
+    across = rng.integers(0, 90, (2, 60))
+    edges = np.concatenate([inside, across], axis=1)
+    adjacency = graphs.Adjacency.from_edges(edges[0], edges[1], shape=(90, 90)).with_reverse()
+    features = rng.normal(size=(90, 8)) + 0.7 * np.eye(8)[labels]
+    order = rng.permutation(90)
+    splits = {"train": order[:30], "validation": order[30:60], "test": order[60:]}
+    file = tmp_path_factory.mktemp("graph") / "graph.npz"
+    graphs.write_npz(file, graphs.NodeGraph(adjacency, features.astype(np.float32), labels, splits))
+    return str(file)
+
+
+def _experiment(path: str, **changes: Any) -> GraphExperiment:
+    data = graphs.NodeData(path=path, features="as-is")
+    optimizer = optim.AdamL2(learning_rate=optim.Constant(value=0.02), only="layers/0/")
+    run = GraphExperiment(
+        model=GcnConfig(hidden=8), data=data, steps=24, optimizer=optimizer, log_every=4, eval_every=2
+    )
+    return dataclasses.replace(run, **changes)
+
+
+def _sampled(path: str, **changes: Any) -> GraphExperiment:
+    data = graphs.NodeData(
+        path=path, features="as-is", self_loops="keep", normalization="none", fanouts=(3, 2), batch_size=12
+    )
+    return _experiment(path, data=data, model=GraphSageConfig(hidden=8), optimizer=optim.Adam(), **changes)
+
+
+def _lines(folder: pathlib.Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+EVERY = Checkpoints(every=12, keep_last=3, best_metric="accuracy")
+
+
+@pytest.fixture(scope="module")
+def whole(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One run from beginning to end, which several tests look at."""
+    return loop.train(_experiment(path, checkpoints=EVERY), workdir=tmp_path_factory.mktemp("whole"), recipe="gcn")
+
+
+def test_a_gcn_learns_what_features_alone_do_not_say(whole: dict[str, Any]) -> None:
+    closing, folder = whole, pathlib.Path(whole["run_folder"])
+    assert closing["test_accuracy"] > 0.8
+    assert closing["val_loss"] < np.log(CLASSES)
+    records = _lines(folder)
+    scores = {r["step"]: r["accuracy"] for r in records if r["kind"] == "evaluation" and r["split"] == "validation"}
+    assert closing["best_val_accuracy"] == max(scores.values())
+    assert closing["best_step"] == min(step for step, value in scores.items() if value == max(scores.values()))
+    windows = [r for r in records if r["kind"] == "window"]
+    assert windows[-1]["loss"] < windows[0]["loss"]
+    assert windows[-1]["examples_seen"] == 24 * 30
+    assert "accuracy" in (folder / "report.html").read_text()
+
+
+def _same_end(parts: dict[str, Any], whole: dict[str, Any]) -> None:
+    for name in ("test_loss", "val_loss", "test_accuracy", "best_step", "test_accuracy_at_best", "examples"):
+        assert parts[name] == whole[name], name
+    folders = [pathlib.Path(run["run_folder"]) for run in (parts, whole)]
+    last = [[r for r in _lines(folder) if r["step"] == whole["steps"]] for folder in folders]
+    assert last[0] == last[1]
+
+
+def test_a_run_in_two_parts_ends_at_the_same_numbers(whole: dict[str, Any], path: str, tmp_path: pathlib.Path) -> None:
+    # As if the run had stopped after its first checkpoint.
+    shutil.copytree(whole["run_folder"], tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "24")
+    parts = loop.train(_experiment(path, checkpoints=EVERY), workdir=tmp_path / "parts", recipe="gcn", resume="must")
+    _same_end(parts, whole)
+
+
+@pytest.mark.slow
+def test_mini_batches_in_two_parts_end_at_the_same_numbers(path: str, tmp_path: pathlib.Path) -> None:
+    every = Checkpoints(every=4, best_metric="accuracy")
+    whole = loop.train(_sampled(path, steps=8, checkpoints=every), workdir=tmp_path / "whole")
+    loop.train(_sampled(path, steps=4, checkpoints=every), workdir=tmp_path / "parts")
+    parts = loop.train(_sampled(path, steps=8, checkpoints=every), workdir=tmp_path / "parts", resume="must")
+    _same_end(parts, whole)
+
+
+def test_mini_batches_learn(path: str) -> None:
+    experiment = _sampled(path)
+    data = experiment.data.build()
+    program = programs.build(experiment, data)
+    state, losses = program.init(), []
+    for batch in itertools.islice(data.train_batches(), 24):
+        state, loss = program.train_step(state, program.placed, program.place_batch(batch))
+        losses.append(float(loss))
+    assert np.mean(losses[-6:]) < np.mean(losses[:6])
+
+
+def test_eight_devices_train_as_one(whole: dict[str, Any], path: str) -> None:
+    # Dropout is drawn for the whole graph, whatever device a node is on.
+    experiment = _experiment(path, mesh=MeshShape(fsdp=8), steps=4)
+    data = experiment.data.build()
+    losses = []
+    for run in (experiment, _experiment(path, steps=4)):
+        program = programs.build(run, data)
+        state, batch = program.init(), program.place_batch(data.whole("train"))
+        for _ in range(4):
+            state, loss = program.train_step(state, program.placed, batch)
+            losses.append(float(loss))
+    np.testing.assert_allclose(losses[:4], losses[4:], rtol=1e-5)
+
+
+def test_a_checkpoint_scores_as_its_run_did(whole: dict[str, Any], path: str) -> None:
+    again = loop.evaluate(_experiment(path), workdir=pathlib.Path(whole["run_folder"]), split="test")
+    assert again["test_loss"] == whole["test_loss"]
+    assert again["test_accuracy"] == whole["test_accuracy"]
+
+
+def test_scoring_may_read_fewer_edges_than_training(path: str) -> None:
+    model = GcnConfig(hidden=8, eval_sampling=Sampling(width=2))
+    data = _experiment(path).data.build()
+    exact, fewer = (programs.build(_experiment(path, model=m), data) for m in (GcnConfig(hidden=8), model))
+    state = exact.init()
+    batch = data.whole("test")
+    scores = [p.score(state, p.placed, {"test": batch.nodes}, {"test": batch.labels})["test"] for p in (exact, fewer)]
+    assert scores[0][0] != scores[1][0]
+    first, second = (p.train_step(p.init(), p.placed, p.place_batch(batch))[1] for p in (exact, fewer))
+    assert first == second
+
+
+def test_another_graph_does_not_resume(whole: dict[str, Any], path: str, tmp_path: pathlib.Path) -> None:
+    shutil.copytree(whole["run_folder"], tmp_path / "run")
+    other = graphs.NodeData(path=path, features="as-is", normalization="right")
+    with pytest.raises(UserError, match="data"):
+        loop.train(_experiment(path, steps=48, data=other), workdir=tmp_path / "run", resume="must")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoints": Checkpoints(best_metric="auc")}, "must be 'loss' or 'accuracy'; got 'auc'"),
+        ({"precision": Precision(compute="float16")}, "needs a scaled loss"),
+        ({"precision": Precision(tables="bfloat16")}, "tables must be None"),
+        ({"steps": 0}, "steps must be at least 1"),
+    ],
+)
+def test_says_what_is_wrong_with_a_run(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises((UserError, ValueError), match=message):
+        _experiment("graph.npz", **changes)
+
+
+def test_optimizer_names_a_layer_that_is_there(path: str) -> None:
+    wrong = optim.AdamL2(only="layer/0/")
+    with pytest.raises(UserError, match=r"no parameter begins with 'layer/0/'; there are layers/0/bias"):
+        programs.build(_experiment(path, optimizer=wrong), _experiment(path).data.build()).abstract_state()
