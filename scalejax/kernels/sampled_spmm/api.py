@@ -47,8 +47,8 @@ _PLATFORMS = {
 }
 """Where each implementation runs."""
 
-_FASTEST = {"cpu": ("native",), "gpu": ("cusparse", "pallas_gpu", "xla"), "tpu": ("xla",)}
-"""What None tries, in this order."""
+_FASTEST = {"cpu": ("native",), "gpu": ("cusparse", "xla"), "tpu": ("xla",)}
+"""What None tries, in this order. The Pallas kernels are named by those who want them: no chip has run them yet."""
 
 _KERNELS = ("pallas_gpu", "pallas_tpu")
 """Those with a `sampled_sum`, and without float64."""
@@ -481,7 +481,6 @@ def _choose(
     if implementation is None:
         dtype = jnp.int8 if isinstance(h, Int8Rows) else h.dtype
         lacks = {"cusparse"} if dtype not in (jnp.float32, jnp.float64) else set()
-        lacks |= set(_KERNELS) if dtype == jnp.float64 else set()
         return _Call(next(name for name in _FASTEST[platform] if name in offered and name not in lacks))
     _check_name(op, "implementation", implementation, tuple(_PLATFORMS))
     if platform not in _PLATFORMS[implementation] and interpret is False:
