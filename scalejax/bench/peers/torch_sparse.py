@@ -11,8 +11,9 @@ VERSION = torch.__version__
 def _csr(matrix: tuple[np.ndarray, ...], shape: tuple[int, int], threads: int) -> torch.Tensor:
     torch.set_num_threads(threads)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # sparse CSR is in beta
-        return torch.sparse_csr_tensor(*(torch.from_numpy(array) for array in matrix), size=shape)
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        arrays = (torch.from_numpy(array) for array in matrix)
+        return torch.sparse_csr_tensor(*arrays, size=shape, check_invariants=True)
 
 
 class Product:

@@ -16,10 +16,8 @@ from scalejax.models.graph.aggregation import presampled as presampled
 from scalejax.models.graph.gat import Gat as Gat
 from scalejax.models.graph.gat import GatConfig as GatConfig
 from scalejax.models.graph.gat import GatLayer as GatLayer
-from scalejax.models.graph.gcn import Gcn as Gcn
 from scalejax.models.graph.gcn import GcnConfig as GcnConfig
 from scalejax.models.graph.gcn import GcnLayer as GcnLayer
-from scalejax.models.graph.graphsage import GraphSage as GraphSage
 from scalejax.models.graph.graphsage import GraphSageConfig as GraphSageConfig
 from scalejax.models.graph.graphsage import SageLayer as SageLayer
 from scalejax.models.graph.task import NodeTask as NodeTask

@@ -146,7 +146,7 @@ class Gat(nnx.Module):
         self.dropout = config.dropout
 
     def __call__(self, x: jax.Array, graph: Graph | tuple[Graph, ...], *, key: jax.Array | None = None) -> jax.Array:
-        """Logits, float[N, classes]; arguments as of `Gcn`."""
+        """Logits, float[N, classes]; arguments as of `layers.ReluNetwork`."""
         for l, (layer, read) in enumerate(zip(self.layers, layer_graphs(graph, len(self.layers)), strict=True)):
             keys = (None, None) if key is None else tuple(jax.random.split(jax.random.fold_in(key, l)))
             x = nn.dropout(x, self.dropout, keys[0])

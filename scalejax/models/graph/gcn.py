@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
 from scalejax.models.graph.aggregation import Graph, Sampling, aggregate
-from scalejax.models.graph.layers import glorot, layer_graphs, widths
+from scalejax.models.graph.layers import ReluNetwork, glorot, widths
 from scalejax.models.graph.task import NodeTask
 
 
@@ -54,9 +53,9 @@ class GcnConfig:
             )
         return NodeTask(config=self, schema=schema)
 
-    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> "Gcn":
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> ReluNetwork:
         """The model for a graph."""
-        return Gcn(self, schema, rngs, **dtypes)
+        return ReluNetwork(GcnLayer, widths(schema, self.layers, self.hidden), self.dropout, rngs, **dtypes)
 
     def products(self, schema: GraphSchema) -> int:
         """Multiply-accumulates of the matrices, a node."""
@@ -77,42 +76,3 @@ class GcnLayer(nnx.Module):
         h = x.astype(self.compute_dtype) @ self.kernel[...].astype(self.compute_dtype)
         y = aggregate(graph, h, reduce="sum").astype(self.compute_dtype)
         return y + self.bias[...].astype(self.compute_dtype)[None, :]
-
-
-class Gcn(nnx.Module):
-    """The whole network."""
-
-    def __init__(
-        self,
-        config: GcnConfig,
-        schema: GraphSchema,
-        rngs: nnx.Rngs,
-        *,
-        param_dtype: Any = jnp.float32,
-        compute_dtype: Any = jnp.float32,
-    ):
-        sizes = widths(schema, config.layers, config.hidden)
-        self.layers = nnx.List(
-            [
-                GcnLayer(a, b, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
-                for a, b in itertools.pairwise(sizes)
-            ]
-        )
-        self.dropout = config.dropout
-
-    def __call__(self, x: jax.Array, graph: Graph | tuple[Graph, ...], *, key: jax.Array | None = None) -> jax.Array:
-        """Logits.
-
-        Args:
-          x: float[M, F], features of the nodes that the first layer reads.
-          graph: What every layer reads, or one graph a layer, outermost first.
-          key: Drives dropout; None = evaluation.
-        Returns:
-          float[N, classes] of the rows of the last graph.
-        """
-        for l, (layer, read) in enumerate(zip(self.layers, layer_graphs(graph, len(self.layers)), strict=True)):
-            x = nn.dropout(x, self.dropout, None if key is None else jax.random.fold_in(key, l))
-            x = layer(x, read)  # M F -> N hidden
-            if l + 1 < len(self.layers):
-                x = jax.nn.relu(x)
-        return x

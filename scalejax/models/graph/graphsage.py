@@ -15,11 +15,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
 from scalejax.models.graph.aggregation import Graph, Sampling, aggregate, num_rows
-from scalejax.models.graph.layers import glorot, layer_graphs, widths
+from scalejax.models.graph.layers import ReluNetwork, glorot, widths
 from scalejax.models.graph.task import NodeTask
 
 
@@ -54,9 +53,9 @@ class GraphSageConfig:
             )
         return NodeTask(config=self, schema=schema)
 
-    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> "GraphSage":
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> ReluNetwork:
         """The model for a graph."""
-        return GraphSage(self, schema, rngs, **dtypes)
+        return ReluNetwork(SageLayer, widths(schema, self.layers, self.hidden), self.dropout, rngs, **dtypes)
 
     def products(self, schema: GraphSchema) -> int:
         """Multiply-accumulates of the matrices, a node."""
@@ -84,34 +83,3 @@ class SageLayer(nnx.Module):
         else:
             mean = aggregate(graph, x, reduce="mean").astype(self.compute_dtype) @ neighbors
         return x[: num_rows(graph)] @ own + mean + bias[None, :]
-
-
-class GraphSage(nnx.Module):
-    """The whole network."""
-
-    def __init__(
-        self,
-        config: GraphSageConfig,
-        schema: GraphSchema,
-        rngs: nnx.Rngs,
-        *,
-        param_dtype: Any = jnp.float32,
-        compute_dtype: Any = jnp.float32,
-    ):
-        sizes = widths(schema, config.layers, config.hidden)
-        self.layers = nnx.List(
-            [
-                SageLayer(a, b, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
-                for a, b in itertools.pairwise(sizes)
-            ]
-        )
-        self.dropout = config.dropout
-
-    def __call__(self, x: jax.Array, graph: Graph | tuple[Graph, ...], *, key: jax.Array | None = None) -> jax.Array:
-        """Logits, float[N, classes]; arguments as of `Gcn`."""
-        for l, (layer, read) in enumerate(zip(self.layers, layer_graphs(graph, len(self.layers)), strict=True)):
-            x = nn.dropout(x, self.dropout, None if key is None else jax.random.fold_in(key, l))
-            x = layer(x, read)  # M F -> N hidden
-            if l + 1 < len(self.layers):
-                x = jax.nn.relu(x)
-        return x

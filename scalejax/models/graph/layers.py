@@ -1,9 +1,14 @@
 """What the networks have in common."""
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import nnx
 
+from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
 from scalejax.models.graph.aggregation import Graph
@@ -39,3 +44,42 @@ def layer_graphs(graph: Graph | tuple[Graph, ...], layers: int) -> tuple[Graph, 
             "outermost first."
         )
     return graphs
+
+
+class ReluNetwork(nnx.Module):
+    """Layers of one kind: dropout before each, relu between them."""
+
+    def __init__(
+        self,
+        layer: Callable[..., Any],
+        sizes: list[int],
+        dropout: float,
+        rngs: nnx.Rngs,
+        *,
+        param_dtype: Any = jnp.float32,
+        compute_dtype: Any = jnp.float32,
+    ):
+        self.layers = nnx.List(
+            [
+                layer(a, b, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+                for a, b in itertools.pairwise(sizes)
+            ]
+        )
+        self.dropout = dropout
+
+    def __call__(self, x: jax.Array, graph: Graph | tuple[Graph, ...], *, key: jax.Array | None = None) -> jax.Array:
+        """Logits.
+
+        Args:
+          x: float[M, F], features of the nodes that the first layer reads.
+          graph: What every layer reads, or one graph a layer, outermost first.
+          key: Drives dropout; None = evaluation.
+        Returns:
+          float[N, classes] of the rows of the last graph.
+        """
+        for l, (layer, read) in enumerate(zip(self.layers, layer_graphs(graph, len(self.layers)), strict=True)):
+            x = nn.dropout(x, self.dropout, None if key is None else jax.random.fold_in(key, l))
+            x = layer(x, read)  # M F -> N hidden
+            if l + 1 < len(self.layers):
+                x = jax.nn.relu(x)
+        return x
