@@ -28,7 +28,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.kernels.sampled_spmm import Csr, Ell, SparsePlan, spmm
+from scalejax.kernels.sampled_spmm import Csr, Ell, Int8Rows, SparsePlan, spmm
 from scalejax.kernels.sampled_spmm.plan import plan_on_host, stack_plans
 from scalejax.parallel.mesh import everywhere
 
@@ -78,8 +78,10 @@ def shard_graph(
       UserError: the graph is not well formed or has no edges, an argument is out of range, or the mesh has another
         number of devices.
     """
-    if devices < 1:
-        raise UserError(f"shard_graph: devices must be at least 1; got {devices}.")
+    if not isinstance(graph, Csr | Ell):
+        raise UserError(f"shard_graph: graph must be a Csr or Ell; got {type(graph).__name__}. Pass the Csr.")
+    if not isinstance(devices, int) or devices < 1:
+        raise UserError(f"shard_graph: devices must be at least 1, a whole number; got {devices!r}.")
     if exchange not in ("halo", "all_gather"):
         raise UserError(f'shard_graph: exchange must be "halo" or "all_gather"; got {exchange!r}.')
     if mesh is not None and mesh.size != devices:
@@ -98,15 +100,19 @@ def shard_graph(
     return sharded if mesh is None else jax.device_put(sharded, everywhere(mesh))
 
 
-def pad_nodes(array: Any, devices: int) -> Any:
-    """[N, ...] with zeros at the end, so that its first axis divides by a number of devices."""
-    missing = -len(array) % devices
-    return array if not missing else jnp.concatenate([array, jnp.zeros((missing, *array.shape[1:]), array.dtype)])
+def pad_nodes(nodes: Any, devices: int) -> Any:
+    """[N, ...], or `Int8Rows`, with zeros at the end, so that the first axis divides by a number of devices."""
+
+    def pad(array: Any) -> jax.Array:
+        missing = -len(array) % devices
+        return jnp.pad(jnp.asarray(array), ((0, missing), *((0, 0),) * (np.ndim(array) - 1)))
+
+    return jax.tree.map(pad, nodes)
 
 
 def sharded_spmm(
     graph: ShardedGraph,
-    h: jax.Array,
+    h: jax.Array | Int8Rows,
     *,
     mesh: Mesh | AbstractMesh,
     reduce: Literal["sum", "mean"] = "sum",
@@ -116,7 +122,8 @@ def sharded_spmm(
 
     Args:
       graph: From `shard_graph`, with as many blocks as the mesh has devices.
-      h: float[padded M, F], the features of all nodes after `pad_nodes`, of which each device holds a block.
+      h: float[padded M, F] or `Int8Rows`, the features of all nodes after `pad_nodes`, of which each device holds a
+        block.
       mesh: All of its axes cut the nodes.
       reduce: "sum" or "mean".
       implementation: As in `spmm`.
@@ -127,17 +134,21 @@ def sharded_spmm(
     Raises:
       UserError: the mesh or h does not fit the graph.
     """
+    if not isinstance(graph, ShardedGraph):
+        raise UserError(
+            f"sharded_spmm: graph must be a ShardedGraph; got {type(graph).__name__}. Pass shard_graph(csr, devices)."
+        )
     if mesh.size != graph.devices:
         raise UserError(f"sharded_spmm: the graph is cut for {graph.devices} devices; the mesh has {mesh.size}.")
     padded = -(-graph.shape[1] // graph.devices) * graph.devices
-    if h.shape[0] != padded:
+    if len(h.shape) != 2 or h.shape[0] != padded:
         raise UserError(
-            f"sharded_spmm: h must have {padded} rows, those of the {graph.shape[1]} nodes and padding; "
-            f"got {h.shape[0]}. Pass pad_nodes(h, devices)."
+            f"sharded_spmm: h must be a matrix of {padded} rows, those of the {graph.shape[1]} nodes and padding; "
+            f"got {list(h.shape)}. Pass pad_nodes(h, devices)."
         )
     axes = tuple(mesh.axis_names)
 
-    def of_block(block: ShardedGraph, h: jax.Array) -> jax.Array:
+    def of_block(block: ShardedGraph, h: jax.Array | Int8Rows) -> jax.Array:
         local = own_block(block)
         return spmm(local.plan, fetch_rows(local, h, axes), reduce=reduce, implementation=implementation)
 
@@ -150,21 +161,25 @@ def own_block(block: ShardedGraph) -> ShardedGraph:
     return jax.tree.map(lambda array: array[0], block)
 
 
-def fetch_rows(block: ShardedGraph, h: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def fetch_rows(block: ShardedGraph, h: Any, axes: tuple[str, ...]) -> Any:
     """Inside a shard_map over all axes: the features that the columns of `block.plan` count through.
 
     Args:
       block: From `own_block`.
-      h: float[C, F], the rows of this device.
+      h: [C, ...], or `Int8Rows`, the rows of this device.
       axes: Of the mesh.
 
     Returns:
-      [M', F]: all rows, or this device's own and then what each device sent, in the order of devices.
+      [M', ...]: all rows, or this device's own and then what each device sent, in the order of devices.
     """
     if block.send is None:
         return lax.all_gather(h, axes, tiled=True)
-    arrived = lax.all_to_all(h[block.send], axes, 0, 0, tiled=True)  # devices K F
-    return jnp.concatenate([h, arrived.reshape(math.prod(arrived.shape[:2]), h.shape[1])])
+
+    def fetch(rows: jax.Array) -> jax.Array:
+        arrived = lax.all_to_all(rows[block.send], axes, 0, 0, tiled=True)  # devices K ...
+        return jnp.concatenate([rows, arrived.reshape(math.prod(arrived.shape[:2]), *rows.shape[1:])])
+
+    return jax.tree.map(fetch, h)
 
 
 def _block(csr: Csr, first: int, rows: int) -> Csr:

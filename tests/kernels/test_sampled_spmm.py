@@ -340,6 +340,16 @@ def test_edge_products_equal_numpy_and_have_gradients():
         _close(d_b, _matrix(csr, ct).T @ np.asarray(a))
 
 
+def test_edge_products_of_two_dtypes_have_gradients_in_the_wider_one(x64):
+    csr = random_csr(0)
+    a = jnp.asarray(np.random.default_rng(0).standard_normal((csr.shape[0], FEATURES)), jnp.float32)
+    b = jnp.asarray(_features(csr, dtype=np.float64))
+    ct = np.random.default_rng(1).standard_normal(csr.nnz)
+    d_a, d_b = jax.vjp(lambda a, b: sddmm(plan(csr), a, b), a, b)[1](ct)
+    assert (d_a.dtype, d_b.dtype) == (jnp.float32, jnp.float64)
+    _close(d_b, _matrix(csr, ct).T @ np.asarray(a, np.float64), rtol=1e-13)
+
+
 def _softmax_by_rows(csr, scores):
     out = np.zeros(scores.shape)
     for begin, end in itertools.pairwise(csr.indptr):
@@ -442,7 +452,11 @@ def _csr(**changes):
         (_csr(indptr=np.array([0.0, 2.0, 3.0])), "integer vector"),
         (_csr(indices=np.array([0, 4, 1])), r"indices must be in \[0, 4\).*indices\[1\] = 4"),
         (_csr(indices=np.array([0, -1, 1])), r"indices\[1\] = -1"),
+        (_csr(indptr=[0, 2, 3]), "integer vector of NumPy or JAX; got list"),
         (_csr(values=np.ones(2)), "values must be a vector of 3"),
+        (_csr(values=np.ones(3, complex)), "values must be real numbers; got complex128"),
+        (_csr(values=np.array([1.0, None, 2.0])), "values must be real numbers; got object"),
+        (_csr(shape=(2.0, 4)), r"shape must be \(rows, columns\).*got \(2.0, 4\)"),
     ],
 )
 def test_what_is_no_graph_is_refused(csr, message):
@@ -450,6 +464,58 @@ def test_what_is_no_graph_is_refused(csr, message):
         plan(csr)
     with pytest.raises(UserError, match=message):
         sampled_spmm(csr, jnp.ones((4, 2)), 3)
+
+
+@pytest.mark.parametrize(
+    ("csr", "message"),
+    [
+        (_csr(shape=(5, 4)), "indptr must have length 6.*got 3"),
+        (_csr(values=np.ones(2)), "values must be a vector of 3"),
+        (_csr(indices=np.ones(3)), "indices must be an integer vector"),
+    ],
+)
+def test_what_is_no_graph_by_its_shapes_is_refused_where_it_is_traced(csr, message):
+    on_device = jax.tree.map(jnp.asarray, csr)
+    for run in (lambda c: sampled_spmm(c, jnp.ones((4, 2)), 3), lambda c: presample(c, 3).counts):
+        with pytest.raises(UserError, match=message):
+            jax.jit(run)(on_device)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"shape": (9, 50)}, r"indices must have the shape \(N, S\) with N = 9; got \[4, 8\]"),
+        ({"counts": np.ones(3, np.int32)}, r"counts must have the shape \(N\) with N = 4; got \[3\]"),
+        ({"values": np.ones((4, 3), np.float32)}, r"values must have the shape \(N, S\).*got \[4, 3\]"),
+    ],
+)
+def test_picks_of_other_shapes_are_refused(change, message):
+    picks = dataclasses.replace(presample(random_csr(0, degrees=[3, 0, 300, 5]), 8), **change)
+    for run in (lambda e: sampled_spmm(e, jnp.ones((50, 2))), plan_sample):
+        with pytest.raises(UserError, match=message):
+            run(picks)
+
+
+def test_picks_that_are_traced_are_not_planned():
+    ell = jax.tree.map(jnp.asarray, presample(random_csr(0), 8))
+    with pytest.raises(UserError, match=r"outside of jax\.jit"):
+        jax.jit(lambda e: plan_sample(e).edges)(ell)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.int64, np.uint64])
+def test_indices_of_any_integer_dtype_pick_the_same_edges(dtype):
+    csr = random_csr(5, degrees=[0, 30, 300, 4])
+    other = Csr(csr.indptr.astype(np.int64), csr.indices.astype(dtype), csr.values, shape=csr.shape)
+    h = _features(csr)
+    picks = presample(other, 40, strategy="fastrand")
+    expected = sampled_spmm(presample(csr, 40, strategy="fastrand"), h)
+    for graph in (picks, plan_sample(picks)):
+        np.testing.assert_array_equal(sampled_spmm(graph, h), expected)
+    np.testing.assert_array_equal(sampled_spmm(other, h, 40, strategy="fastrand"), expected)
+
+
+def test_a_list_of_no_edges_makes_an_empty_graph():
+    assert Csr.from_edges([], [], shape=(2, 3)).indptr.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -499,7 +565,25 @@ def test_a_graph_is_planned_outside_of_jit():
         (lambda p, c, h: spmm(p, h[:, 0]), "floating-point matrix"),
         (lambda p, c, h: spmm(p, h.astype(jnp.int8)), "Int8Rows"),
         (lambda p, c, h: spmm(p, Int8Rows(h, jnp.ones(50))), "int8 codes"),
+        (lambda p, c, h: spmm(c, h), r"plan must be a SparsePlan; got Csr. Pass plan\(csr\)"),
+        (lambda p, c, h: sddmm(c, h, h), "plan must be a SparsePlan; got Csr"),
+        (lambda p, c, h: segment_softmax(c, h), "plan must be a SparsePlan; got Csr"),
+        (lambda p, c, h: plan(_matrix(c)), r"must be a Csr; got csr_matrix.*Csr\.from_scipy"),
+        (lambda p, c, h: presample(p, 8), "must be a Csr; got SparsePlan"),
+        (lambda p, c, h: plan_sample(c), r"must be an Ell; got Csr. Pass presample"),
+        (lambda p, c, h: Csr.from_scipy(np.eye(3)), "sparse matrix of two dimensions; got ndarray"),
+        (lambda p, c, h: sampled_spmm(p, h, 8), "must be a Csr, Ell or SampledPlan; got SparsePlan.*spmm"),
         (lambda p, c, h: spmm(p, h, values=jnp.ones(3)), r"values.*float32\[3\]"),
+        (lambda p, c, h: sampled_spmm(c, h, 8, values=jnp.ones(3)), r"values.*of 5481, one for each.*float32\[3\]"),
+        (lambda p, c, h: sampled_spmm(presample(c, 8), h, values=jnp.ones(3)), r"values.*of 5481.*float32\[3\]"),
+        (
+            lambda p, c, h: sampled_spmm(plan_sample(presample(c, 8)), h, values=jnp.ones(9)),
+            r"values.*of 5481.*float32\[9\]",
+        ),
+        (
+            lambda p, c, h: spmm(plan(random_csr(0, degrees=[0, 0])), h, values=jnp.ones(3)),
+            r"values.*of 0, one for each.*float32\[3\]",
+        ),
         (lambda p, c, h: spmm(p, h, values=jnp.ones(p.nnz, jnp.int32)), "floating-point vector"),
         (lambda p, c, h: spmm(p, h, reduce="max"), "reduce must be one of"),
         (lambda p, c, h: spmm(p, h, implementation="cuda"), "implementation must be one of"),
@@ -511,6 +595,7 @@ def test_a_graph_is_planned_outside_of_jit():
         (lambda p, c, h: sampled_spmm(c, h, 8, rescale="degree"), "a mean is scaled already"),
         (lambda p, c, h: sampled_spmm(c, h, 8, rescale="rows", reduce="sum"), "rescale must be one of"),
         (lambda p, c, h: sampled_spmm(c, h, 8, self_loop_bias=-1.0), "self_loop_bias must be at least 0"),
+        (lambda p, c, h: sampled_spmm(c, h, 8, self_loop_bias=float("nan")), "at least 0, finite.*got nan"),
         (lambda p, c, h: sampled_spmm(c, h, 8, reduce="sum", self_loop_bias=1.0), "no divisor"),
         (lambda p, c, h: sampled_spmm(presample(c, 8), h, 8), "picked already"),
         (lambda p, c, h: sampled_spmm(presample(c, 8), h, strategy="bucket"), "picked already"),

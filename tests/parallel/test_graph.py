@@ -7,7 +7,7 @@ import pytest
 from graph_cases import random_csr
 
 from scalejax.errors import UserError
-from scalejax.kernels.sampled_spmm import Csr, plan, presample, sampled_spmm, spmm
+from scalejax.kernels.sampled_spmm import Csr, plan, presample, quantize_rows, sampled_spmm, spmm
 from scalejax.parallel.graph import pad_nodes, shard_graph, sharded_spmm
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
 from scalejax.plan import collectives
@@ -79,6 +79,17 @@ def test_picked_edges_are_cut_like_a_graph(mesh):
     np.testing.assert_allclose(out[: csr.shape[0]], sampled_spmm(picked, h), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("exchange", ["halo", "all_gather"])
+def test_features_in_int8_travel_as_they_are(mesh, exchange):
+    csr, h = _problem()
+    graph = shard_graph(csr, DEVICES, exchange=exchange, mesh=mesh)
+    rows = jax.device_put(pad_nodes(quantize_rows(jnp.asarray(h)), DEVICES), everywhere(mesh))
+    run = jax.jit(lambda g, h: sharded_spmm(g, h, mesh=mesh)).lower(graph, rows).compile()
+    np.testing.assert_array_equal(run(graph, rows)[: csr.shape[0]], spmm(plan(csr), quantize_rows(jnp.asarray(h))))
+    name = {"halo": "all-to-all", "all_gather": "all-gather"}[exchange]
+    assert [line for line in run.as_text().splitlines() if f" {name}(" in line and " s8[" in line]
+
+
 def test_a_halo_moves_what_edges_name_and_a_gather_all(mesh):
     # A ring of 64 nodes: each block of 8 reads one node of the block before it and one of that behind it.
     nodes = np.arange(64)
@@ -106,11 +117,16 @@ def test_what_does_not_fit_the_mesh_is_refused(mesh):
         shard_graph(csr, 4, mesh=mesh)
     with pytest.raises(UserError, match="cut for 4 devices"):
         sharded_spmm(shard_graph(csr, 4), h, mesh=mesh)
-    with pytest.raises(UserError, match=r"56 rows.*got 50\. Pass pad_nodes"):
+    with pytest.raises(UserError, match=r"56 rows.*got \[50, 6\]\. Pass pad_nodes"):
         sharded_spmm(shard_graph(csr, 8), h, mesh=mesh)
     with pytest.raises(UserError, match="exchange must be"):
         shard_graph(csr, 8, exchange="ring")
-    with pytest.raises(UserError, match="devices must be at least 1"):
-        shard_graph(csr, 0)
+    for devices in (0, 2.0):
+        with pytest.raises(UserError, match="devices must be at least 1"):
+            shard_graph(csr, devices)
+    with pytest.raises(UserError, match="must be a Csr or Ell; got SparsePlan"):
+        shard_graph(plan(csr), 8)
+    with pytest.raises(UserError, match="must be a ShardedGraph; got SparsePlan"):
+        sharded_spmm(plan(csr), h, mesh=mesh)
     with pytest.raises(UserError, match="must have edges"):
         shard_graph(random_csr(0, degrees=[0, 0]), 2)

@@ -33,7 +33,7 @@ from scalejax.kernels.sampled_spmm import reference, xla
 from scalejax.kernels.sampled_spmm.balance import Balance
 from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.features import Int8Rows
-from scalejax.kernels.sampled_spmm.plan import SampledPlan, SparsePlan, transposed_values
+from scalejax.kernels.sampled_spmm.plan import SampledPlan, SparsePlan, check_plan, transposed_values
 from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling, Strategy, check_width, pick
 
 Implementation = Literal["reference", "xla", "native", "cusparse", "pallas_gpu", "pallas_tpu"]
@@ -81,7 +81,7 @@ def spmm(
 ) -> jax.Array:
     """out[r] = sum over the edges e of row r of values[e] * h[indices[e]].
 
-    Differentiable with respect to h and to `values` where they are given, any number of times.
+    Differentiable (in reverse mode) with respect to h and to `values` where they are given, any number of times.
 
     Args:
       plan: From `plan`.
@@ -99,6 +99,7 @@ def spmm(
       UnsupportedError: the named implementation does not run here, or does not have the dtype.
     """
     op = "spmm"
+    check_plan(op, plan)
     h, values = jax.tree.map(jnp.asarray, (h, values))
     _check_name(op, "reduce", reduce, ("sum", "mean"))
     out = _sum(op, plan, h, values, implementation, interpret)
@@ -114,7 +115,7 @@ def sddmm(
     *,
     implementation: Literal["reference", "xla"] | None = None,
 ) -> jax.Array:
-    """out[e] = a[row of e] . b[column of e], for every edge e. Differentiable, any number of times.
+    """out[e] = a[row of e] . b[column of e], for every edge e. Differentiable in reverse mode, any number of times.
 
     Args:
       plan: From `plan`.
@@ -129,6 +130,7 @@ def sddmm(
       UserError: an argument has a wrong shape, dtype or name.
     """
     op = "sddmm"
+    check_plan(op, plan)
     a, b = jnp.asarray(a), jnp.asarray(b)
     _check_features(op, a, plan.shape[0], "a", "rows")
     _check_features(op, b, plan.shape[1], "b")
@@ -163,11 +165,13 @@ def sampled_spmm(
         mean    out[r] = sum over picked e of values[e] * h[indices[e]] / (picked + self_loop_bias)
         sum     out[r] = sum over picked e of values[e] * h[indices[e]] * (edges / picked, for rescale="degree")
 
-    Differentiable with respect to h and to `values` where they are given. An edge that is picked twice counts twice.
+    Differentiable (in reverse mode) with respect to h and to `values` where they are given. An edge that is picked
+    twice counts twice.
 
     Args:
-      graph: A CSR, of which edges are picked now (one with NumPy arrays is checked; a column out of range is undefined
-        in others); an ELL from `presample`; or a plan of one (`plan_sample`), which is fastest and has fast gradients.
+      graph: A CSR, of which edges are picked now (one with NumPy arrays is checked; of others only shapes and dtypes
+        are, and a column out of range is undefined); an ELL from `presample`; or a plan of one (`plan_sample`), which
+        is fastest and has fast gradients.
       h: float[M, F], or `Int8Rows`.
       width: S, at least 1, for a CSR alone.
       strategy: Which rule, for a CSR alone; None = "bucket".
@@ -189,15 +193,20 @@ def sampled_spmm(
       UnsupportedError: the named implementation does not run here, or does not have the dtype or sampled graphs.
     """
     op = "sampled_spmm"
+    if not isinstance(graph, Csr | Ell | SampledPlan):
+        raise UserError(
+            f"{op}: graph must be a Csr, Ell or SampledPlan; got {type(graph).__name__}. "
+            "All edges of a SparsePlan are summed by spmm."
+        )
     h, values = jax.tree.map(jnp.asarray, (h, values))
-    _check_features(op, h, (graph.plan if isinstance(graph, SampledPlan) else graph).shape[1])
+    _check_features(op, h, graph.shape[1])
     _check_name(op, "reduce", reduce, ("mean", "sum"))
     _check_name(op, "rescale", rescale, ("none", "degree"))
     if reduce == "mean" and rescale != "none":
         raise UserError(f'{op}: rescale="degree" is for reduce="sum"; a mean is scaled already. Leave rescale out.')
-    if self_loop_bias < 0 or (self_loop_bias and reduce != "mean"):
+    if not 0 <= self_loop_bias < np.inf or (self_loop_bias and reduce != "mean"):
         raise UserError(
-            f'{op}: self_loop_bias must be at least 0, and 0 for reduce="sum", which has no divisor; '
+            f'{op}: self_loop_bias must be at least 0, finite, and 0 for reduce="sum", which has no divisor; '
             f"got {self_loop_bias}."
         )
     sampling = Sampling(strategy=strategy or "bucket", prime=prime, seed=seed, rate=rate)
@@ -212,8 +221,10 @@ def sampled_spmm(
             f"{op}: width, strategy, prime, seed and rate are of a CSR; edges of an Ell or SampledPlan are picked "
             "already. Leave them out, or pass them to presample."
         )
+    if isinstance(picks, Ell):
+        picks.check_form()
     if values is not None and not isinstance(picks, Csr):
-        _check_values(op, values)
+        _check_values(op, values, picks.csr_nnz)
         values = values[jnp.asarray(picks.edges)]
     if isinstance(picks, Csr):
         degrees = (picks.indptr[1:] - picks.indptr[:-1]).astype(jnp.int32)
@@ -263,8 +274,7 @@ def _checked(op: str, csr: Csr, width: int | None, values: jax.Array | None) -> 
     check_width(op, width)
     if values is not None:
         _check_values(op, values, csr.nnz)
-    if isinstance(csr.indptr, np.ndarray):
-        csr.check()
+    csr = csr.check() if isinstance(csr.indptr, np.ndarray) else csr.check_form()
     return jax.tree.map(jnp.asarray, dataclasses.replace(csr, values=_either(values, csr.values)))
 
 
@@ -354,11 +364,13 @@ def _edge_dots_forward(call: _Call, plan: SparsePlan, a: jax.Array, b: jax.Array
 def _edge_dots_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
     plan, a, b = saved
     grads = jnp.asarray(grads)
-    product = call if call.name == "reference" else _choose("sddmm", None, b)
-    d_a = _like(_product(product, plan, grads, b), a)
+    # One dtype for both, that of the sums: the product may not have the narrower one.
+    wide_a, wide_b = (x.astype(grads.dtype) for x in (a, b))
+    product = call if call.name == "reference" else _choose("sddmm", None, wide_b)
+    d_a = _like(_product(product, plan, grads, wide_b), a)
     d_b = None
     if jnp.issubdtype(b.dtype, jnp.floating):
-        d_b = _like(_transposed(product, plan, grads, a), b)
+        d_b = _like(_transposed(product, plan, grads, wide_a), b)
     return None, d_a, d_b
 
 
@@ -520,12 +532,9 @@ def _check_features(op: str, h: Any, rows: int, name: str = "h", what: str = "co
         )
 
 
-def _check_values(op: str, values: Any, edges: int | None = None) -> None:
-    if (
-        values.ndim != 1
-        or not jnp.issubdtype(values.dtype, jnp.floating)
-        or values.shape[0] != (edges or values.shape[0])
-    ):
+def _check_values(op: str, values: Any, edges: int | None) -> None:
+    long = values.size if edges is None else edges
+    if values.shape != (long,) or not jnp.issubdtype(values.dtype, jnp.floating):
         wanted = "one for each edge" if edges is None else f"of {edges}, one for each edge"
         raise UserError(
             f"{op}: values must be a floating-point vector {wanted}; got {values.dtype}{list(values.shape)}."

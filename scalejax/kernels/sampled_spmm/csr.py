@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -25,8 +26,8 @@ class Csr:
 
     Attributes:
       indptr: int32[N + 1] or int64[N + 1], NumPy or JAX; non-decreasing from 0 to nnz.
-      indices: int[nnz] in the dtype of `indptr`, columns in [0, M).
-      values: float[nnz]; None = all ones.
+      indices: int[nnz], NumPy or JAX; columns in [0, M).
+      values: [nnz], real numbers; None = all ones.
       shape: (N, M).
     """
 
@@ -46,8 +47,9 @@ class Csr:
           values: [E]; None = all ones.
 
         Raises:
-          UserError: lengths differ, or an index is no integer or out of range.
+          UserError: lengths differ, an index is no integer or out of range, or the shape is none.
         """
+        _check_shape(shape)
         senders, receivers = _integers("senders", senders), _integers("receivers", receivers)
         if senders.shape != receivers.shape:
             raise UserError(
@@ -59,7 +61,7 @@ class Csr:
         dtype = index_dtype(receivers.size, shape)
         order = np.argsort(receivers, kind="stable")
         indptr = np.zeros(shape[0] + 1, dtype)
-        np.cumsum(np.bincount(receivers, minlength=shape[0]), out=indptr[1:])
+        np.cumsum(np.bincount(receivers.astype(dtype), minlength=shape[0]), out=indptr[1:])
         if values is not None:
             values = np.asarray(values)
             if values.shape != receivers.shape:
@@ -72,7 +74,16 @@ class Csr:
 
     @classmethod
     def from_scipy(cls, matrix: Any) -> "Csr":
-        """A scipy sparse matrix or array of two dimensions; columns stay in its order (`sort_indices` changes it)."""
+        """A scipy sparse matrix or array of two dimensions; columns stay in its order (`sort_indices` changes it).
+
+        Raises:
+          UserError: it is no such matrix.
+        """
+        if not hasattr(matrix, "tocsr") or len(matrix.shape) != 2:
+            raise UserError(
+                f"Csr.from_scipy: matrix must be a sparse matrix of two dimensions; got {type(matrix).__name__}. "
+                "Pass scipy.sparse.csr_array(matrix), or use Csr.from_edges."
+            )
         matrix = matrix.tocsr()
         shape = (int(matrix.shape[0]), int(matrix.shape[1]))
         dtype = index_dtype(int(matrix.indices.size), shape)
@@ -84,6 +95,34 @@ class Csr:
         """Edges."""
         return self.indices.shape[0]
 
+    def check_form(self) -> "Csr":
+        """The same matrix, once the shapes and dtypes of its arrays are looked through, which may be traced.
+
+        Raises:
+          UserError: one of them does not fit.
+        """
+        _check_shape(self.shape)
+        for name, array in (("indptr", self.indptr), ("indices", self.indices)):
+            if not _is_array(array) or array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
+                raise UserError(
+                    f"Csr.check: {name} must be an integer vector of NumPy or JAX; got {_described(array)}. "
+                    "Build the matrix with Csr.from_edges or Csr.from_scipy."
+                )
+        if self.indptr.shape[0] != self.shape[0] + 1:
+            raise UserError(
+                f"Csr.check: indptr must have length {self.shape[0] + 1}, shape[0] + 1; got {self.indptr.shape[0]}. "
+                "Pass where each row begins, and the number of edges at the end."
+            )
+        values = self.values
+        if values is not None and (not _is_array(values) or values.shape != self.indices.shape):
+            raise UserError(
+                f"Csr.check: values must be a vector of {self.nnz}, one for each edge; got {_described(values)}."
+            )
+        real = (jnp.bool_, jnp.integer, jnp.floating)
+        if values is not None and not any(jnp.issubdtype(values.dtype, kind) for kind in real):
+            raise UserError(f"Csr.check: values must be real numbers; got {values.dtype}. Convert them to float32.")
+        return self
+
     def check(self) -> "Csr":
         """The same matrix, once looked through on the host.
 
@@ -91,27 +130,13 @@ class Csr:
           UserError: lengths do not fit, `indptr` decreases, a column is out of range, or there are more edges than the
             dtype of the indices can count.
         """
+        self.check_form()
         for name, array in (("indptr", self.indptr), ("indices", self.indices)):
             if isinstance(array, Tracer):
                 raise UserError(
                     f"Csr.check: {name} must be an array with values, not one that is traced; got {array}. "
                     "Check, and plan, outside of jax.jit."
                 )
-            if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-                raise UserError(
-                    f"Csr.check: {name} must be an integer vector; got {array.dtype}{list(array.shape)}. "
-                    "Build the matrix with Csr.from_edges or Csr.from_scipy."
-                )
-        rows, columns = self.shape
-        if self.indptr.shape[0] != rows + 1:
-            raise UserError(
-                f"Csr.check: indptr must have length {rows + 1}, shape[0] + 1; got {self.indptr.shape[0]}. "
-                "Pass where each row begins, and the number of edges at the end."
-            )
-        if self.values is not None and self.values.shape != self.indices.shape:
-            raise UserError(
-                f"Csr.check: values must be a vector of {self.nnz}, one for each edge; got shape {self.values.shape}."
-            )
         index_dtype(self.nnz, self.shape)
         indptr, indices = np.asarray(self.indptr), np.asarray(self.indices)
         if indptr[0] != 0 or indptr[-1] != self.nnz:
@@ -126,7 +151,7 @@ class Csr:
                 f"Csr.check: indptr must not decrease; got indptr[{row}] = {indptr[row]} and indptr[{row + 1}] = "
                 f"{indptr[row + 1]}. Sort the edges by receiver, or use Csr.from_edges."
             )
-        _check_range("indices", indices, columns, "shape[1], the number of columns")
+        _check_range("indices", indices, self.shape[1], "shape[1], the number of columns")
         return self
 
 
@@ -148,9 +173,25 @@ def index_dtype(edges: int, shape: tuple[int, int]) -> Any:
 
 def _integers(name: str, array: Any) -> np.ndarray:
     array = np.asarray(array)
+    if array.shape == (0,):
+        return array.astype(np.int32)  # an empty list has no dtype of its own
     if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-        raise UserError(f"Csr.from_edges: {name} must be an integer vector; got {array.dtype}{list(array.shape)}.")
+        raise UserError(f"Csr.from_edges: {name} must be an integer vector; got {_described(array)}.")
     return array
+
+
+def _check_shape(shape: Any) -> None:
+    whole = isinstance(shape, tuple) and all(isinstance(count, int | np.integer) and count >= 0 for count in shape)
+    if not whole or len(shape) != 2:
+        raise UserError(f"Csr: shape must be (rows, columns), two whole numbers of at least 0; got {shape!r}.")
+
+
+def _is_array(array: Any) -> bool:
+    return isinstance(array, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
+
+
+def _described(array: Any) -> str:
+    return f"{array.dtype}{list(array.shape)}" if _is_array(array) else type(array).__name__
 
 
 def _check_range(name: str, array: np.ndarray, bound: int, what: str) -> None:

@@ -26,9 +26,10 @@ def picked_sum(ell: Ell, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array
     """out[r] = sum over the filled slots k of row r of values[r, k] * h[indices[r, k]], empty slots squeezed out."""
     rows, width = ell.indices.shape
     kind = ell.indices.dtype
-    indptr = jnp.concatenate([jnp.zeros(1, kind), jnp.cumsum(ell.counts, dtype=kind)])
+    counts = jnp.clip(ell.counts, 0, width)  # nobody checked those of traced picks, and the kernel checks nothing
+    indptr = jnp.concatenate([jnp.zeros(1, kind), jnp.cumsum(counts, dtype=kind)])
     place = jnp.arange(rows * width, dtype=kind)
-    row = jnp.repeat(jnp.arange(rows, dtype=kind), ell.counts, total_repeat_length=rows * width)
+    row = jnp.repeat(jnp.arange(rows, dtype=kind), counts, total_repeat_length=rows * width)
     slot = jnp.minimum(place - indptr[row], width - 1)
     # Past the last edge the kernel reads nothing; it would read memory that is not its own at a column out of range.
     indices = jnp.clip(ell.indices[row, slot], 0, ell.shape[1] - 1)

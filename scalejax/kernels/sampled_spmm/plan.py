@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm.balance import Balance, align_balances, balance_rows
 from scalejax.kernels.sampled_spmm.csr import Csr, index_dtype
 from scalejax.kernels.sampled_spmm.gathers import take
@@ -59,11 +60,18 @@ class SampledPlan:
       plan: Of the picked edges; its CSR has as many edges as were picked.
       edges: int[picked]: position of each in the CSR from which they were picked.
       degrees: int32[N]: edges of the row there.
+      csr_nnz: Edges there; None = not known.
     """
 
     plan: SparsePlan
     edges: Any
     degrees: Any
+    csr_nnz: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, M)."""
+        return self.plan.shape
 
 
 def plan(csr: Csr) -> SparsePlan:
@@ -73,13 +81,18 @@ def plan(csr: Csr) -> SparsePlan:
       csr: With arrays that have values, NumPy or JAX.
 
     Raises:
-      UserError: the graph is not well formed (`Csr.check`).
+      UserError: it is no graph, or not well formed (`Csr.check`).
     """
     return jax.tree.map(jnp.asarray, plan_on_host(csr))
 
 
 def plan_on_host(csr: Csr) -> SparsePlan:
     """`plan`, its arrays NumPy's."""
+    if not isinstance(csr, Csr):
+        raise UserError(
+            f"plan: csr must be a Csr; got {type(csr).__name__}. "
+            "Make one with Csr.from_edges or Csr.from_scipy; picked edges are planned by plan_sample."
+        )
     csr.check()
     dtype = index_dtype(csr.nnz, csr.shape)
     indptr = np.asarray(csr.indptr).astype(dtype)
@@ -105,11 +118,22 @@ def plan_sample(ell: Ell) -> SampledPlan:
     """Plans products with picked edges, on the host: what inference that repeats, and every training, should use.
 
     Raises:
-      UserError: `ell` is traced, or not well formed.
+      UserError: `ell` is no Ell, traced, or not well formed.
     """
+    if not isinstance(ell, Ell):
+        raise UserError(f"plan_sample: ell must be an Ell; got {type(ell).__name__}. Pass presample(csr, width).")
     made = plan(ell.to_csr())
     edges = np.asarray(ell.edges)[np.asarray(ell.filled())]
-    return SampledPlan(made, jnp.asarray(edges), jnp.asarray(ell.degrees))
+    return SampledPlan(made, jnp.asarray(edges), jnp.asarray(ell.degrees), ell.csr_nnz)
+
+
+def check_plan(op: str, plan: Any) -> None:
+    """Raises a UserError where it is none."""
+    if not isinstance(plan, SparsePlan):
+        raise UserError(
+            f"{op}: plan must be a SparsePlan; got {type(plan).__name__}. Pass plan(csr); picked edges are for "
+            "sampled_spmm."
+        )
 
 
 def stack_plans(plans: Sequence[SparsePlan]) -> SparsePlan:

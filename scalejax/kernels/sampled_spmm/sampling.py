@@ -26,9 +26,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from scalejax.errors import UserError
-from scalejax.kernels.sampled_spmm.csr import Csr
+from scalejax.kernels.sampled_spmm.csr import Csr, index_dtype
 
 Strategy = Literal["bucket", "fastrand", "quadratic_residue", "rate", "rate_stride"]
 STRATEGIES = ("bucket", "fastrand", "quadratic_residue", "rate", "rate_stride")
@@ -61,10 +62,12 @@ class Sampling:
     def __post_init__(self):
         if self.strategy not in STRATEGIES:
             raise UserError(f"Sampling: strategy must be one of {', '.join(STRATEGIES)}; got {self.strategy!r}.")
-        if self.prime is not None and self.prime < 1:
-            raise UserError(f"Sampling: prime must be at least 1, or None for a prime by seed; got {self.prime}.")
-        if self.seed < 0:
-            raise UserError(f"Sampling: seed must be at least 0; got {self.seed}.")
+        if self.prime is not None and not (_is_whole(self.prime) and self.prime >= 1):
+            raise UserError(
+                f"Sampling: prime must be at least 1, a whole number, or None for a prime by seed; got {self.prime!r}."
+            )
+        if not (_is_whole(self.seed) and self.seed >= 0):
+            raise UserError(f"Sampling: seed must be at least 0, a whole number; got {self.seed!r}.")
         if self.by_rate and (self.rate is None or not 1 / _DENOMINATOR <= self.rate <= 1.0):
             raise UserError(f'Sampling: strategy "{self.strategy}" wants a rate in [0.0001, 1]; got {self.rate}.')
         if not self.by_rate and self.rate is not None:
@@ -133,6 +136,7 @@ class Ell:
       degrees: int32[N], edges of the row in the CSR.
       values: [N, S], values of the CSR at the picked edges (0 in slots without one); None = all ones.
       shape: (N, M).
+      csr_nnz: Edges of the CSR; None = not known, and then the length of `values` is not checked.
     """
 
     indices: Any
@@ -141,6 +145,7 @@ class Ell:
     degrees: Any
     values: Any = None
     shape: tuple[int, int] = dataclasses.field(kw_only=True, metadata={"static": True})
+    csr_nnz: int | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
     @property
     def width(self) -> int:
@@ -152,8 +157,33 @@ class Ell:
         slots = _module(self.counts).arange(self.width, dtype=np.int32)
         return slots[None, :] < self.counts[:, None]
 
+    def check_form(self) -> "Ell":
+        """The same picks, once the shapes of their arrays are looked through, which may be traced.
+
+        Raises:
+          UserError: one of them does not fit.
+        """
+        rows = (self.shape[0],)
+        slots = rows + self.indices.shape[1:]
+        wanted = {"indices": slots, "edges": slots, "counts": rows, "degrees": rows, "values": slots}
+        for name, shape in wanted.items():
+            array = getattr(self, name)
+            if array is not None and (array.shape != shape or len(slots) != 2):
+                raise UserError(
+                    f"Ell: {name} must have the shape ({', '.join(('N', 'S')[: len(shape)])}) with N = {rows[0]}; "
+                    f"got {list(array.shape)}. Make it with presample."
+                )
+        return self
+
     def to_csr(self) -> Csr:
-        """The picked edges alone as a CSR, on the host; those of a row in the order of the slots."""
+        """The picked edges alone as a CSR, on the host; those of a row in the order of the slots.
+
+        Raises:
+          UserError: it is traced, or not well formed.
+        """
+        self.check_form()
+        if any(isinstance(array, Tracer) for array in jax.tree.leaves(self)):
+            raise UserError("Ell.to_csr: picks must have values; got traced ones. Plan them outside of jax.jit.")
         filled, counts = np.asarray(self.filled()), np.asarray(self.counts)
         indices = np.asarray(self.indices)[filled]
         indptr = np.zeros(self.shape[0] + 1, indices.dtype)
@@ -174,7 +204,7 @@ def presample(
     """Picks the edges of every row once: on the host where `csr` holds NumPy arrays, else on the device, under jit too.
 
     Args:
-      csr: The graph; one with JAX arrays is not checked.
+      csr: The graph; of one with JAX arrays only shapes and dtypes are checked.
       width: S, at least 1: the most edges that a row keeps. None (for NumPy arrays and a rate) = all that the rate asks
         for.
       strategy: Which rule, see the table of this module.
@@ -183,32 +213,35 @@ def presample(
       rate: In [0.0001, 1], for the strategies "rate" and "rate_stride".
 
     Raises:
-      UserError: an argument is out of range, or does not fit the strategy.
+      UserError: an argument is out of range, or does not fit the strategy, or the graph is not well formed.
     """
     sampling = Sampling(strategy=strategy, prime=prime, seed=seed, rate=rate)
+    if not isinstance(csr, Csr):
+        raise UserError(f"presample: csr must be a Csr; got {type(csr).__name__}. Pass the one that you would plan.")
     on_host = isinstance(csr.indptr, np.ndarray) and isinstance(csr.indices, np.ndarray)
-    if on_host:
-        csr.check()
+    csr = csr.check() if on_host else csr.check_form()
     return pick(csr, _width(csr, width, sampling, on_host), sampling, np if on_host else jnp)
 
 
 def pick(csr: Csr, width: int, sampling: Sampling, numpy: Any = jnp) -> Ell:
     """`presample` by a rule, in NumPy or JAX."""
-    indptr = csr.indptr
+    dtype = index_dtype(csr.nnz, csr.shape)
+    indptr, indices = (array.astype(dtype, copy=False) for array in (csr.indptr, csr.indices))
     degrees = (indptr[1:] - indptr[:-1]).astype(np.int32)
     slot = numpy.arange(width, dtype=np.int32)[None, :]
     counts = sampling.slots(degrees, width).astype(np.int32)
-    positions = sampling.positions(slot, degrees[:, None], width).astype(indptr.dtype)
+    positions = sampling.positions(slot, degrees[:, None], width).astype(dtype)
     filled = slot < counts[:, None]
+    static: Any = {"shape": csr.shape, "csr_nnz": csr.nnz}
     if not csr.nnz:
-        nothing = numpy.zeros(filled.shape, csr.indices.dtype)
+        nothing = numpy.zeros(filled.shape, dtype)
         values = None if csr.values is None else nothing.astype(csr.values.dtype)
-        return Ell(nothing, nothing, counts, degrees, values, shape=csr.shape)
+        return Ell(nothing, nothing, counts, degrees, values, **static)
     edges = numpy.where(filled, indptr[:-1, None] + positions, 0)
     values = None
     if csr.values is not None:
         values = numpy.where(filled, csr.values[edges], csr.values.dtype.type(0))
-    return Ell(numpy.where(filled, csr.indices[edges], 0), edges, counts, degrees, values, shape=csr.shape)
+    return Ell(numpy.where(filled, indices[edges], 0), edges, counts, degrees, values, **static)
 
 
 def sampling_rate(csr: Csr, width: int) -> float:
@@ -225,8 +258,12 @@ def sampling_rate(csr: Csr, width: int) -> float:
 
 
 def check_width(op: str, width: Any) -> None:
-    if isinstance(width, bool) or not isinstance(width, int | np.integer) or width < 1:
+    if not _is_whole(width) or width < 1:
         raise UserError(f"{op}: width must be a whole number of edges, at least 1; got {width!r}.")
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
 def _width(csr: Csr, width: int | None, sampling: Sampling, on_host: bool) -> int:

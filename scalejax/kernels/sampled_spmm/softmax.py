@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm.gathers import take
-from scalejax.kernels.sampled_spmm.plan import SparsePlan
+from scalejax.kernels.sampled_spmm.plan import SparsePlan, check_plan
 from scalejax.kernels.sampled_spmm.xla import reduce_edges
 
 
@@ -26,6 +26,7 @@ def segment_softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
     Raises:
       UserError: `scores` has a wrong shape or dtype.
     """
+    check_plan("segment_softmax", plan)
     scores = jnp.asarray(scores)
     if scores.ndim not in (1, 2) or scores.shape[0] != plan.nnz or not jnp.issubdtype(scores.dtype, jnp.floating):
         raise UserError(

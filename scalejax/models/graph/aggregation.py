@@ -103,7 +103,8 @@ def of_hop(
       values: float[E], weights of the edges of the whole graph, or None.
     """
     taken = None if values is None else values[edges]  # anything in slots without an edge, which nothing reads
-    return Ell(indices, edges, counts, degrees, taken, shape=(indices.shape[0], sources))
+    known = None if values is None else values.shape[0]
+    return Ell(indices, edges, counts, degrees, taken, shape=(indices.shape[0], sources), csr_nnz=known)
 
 
 def aggregate(graph: Graph, h: jax.Array, *, reduce: Literal["sum", "mean"]) -> jax.Array:
