@@ -3,95 +3,34 @@
 python benchmarks/gpu_embedding.py [--json FILE] [--seconds 300]      # on a machine with a GPU
 python benchmarks/gpu_embedding.py --smoke                            # anywhere: tiny sizes, kernels interpreted
 
-One JSON object a line, to standard output and to FILE. `checks` come first: every kernel on every case of
-scalejax.kernels.embedding_bag.cases against XLA; where one differs, nothing is timed and the exit status is 1.
+One JSON object a line, to standard output and to FILE, as gpu_report.py says. `checks` come first: every kernel on
+every case of scalejax.kernels.embedding_bag.cases against XLA; where one differs, nothing is timed and the exit status
+is 1.
 
-A timing has the seconds of one call (median over turns, outputs awaited), the bytes that the operation has to move by
-the formula it states, what that is per second, and as a share of the bandwidth of a copy in the same run. Letters:
+Letters in the formulas of bytes:
 
     N ids, B bags, U distinct rows among the ids, D columns, 4 bytes each; a row state of one number per row
 
 Timings are of one program, without making the plan (which belongs to the batch) unless the case says "and plan".
-What does not fit --seconds is named by a line with "skipped".
 """
 
-import argparse
 import functools
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from gpu_report import Report, main, timed
 from jax import lax
 
-from scalejax.bench import machine
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag.api import Implementation
 from scalejax.kernels.embedding_bag.cases import CASES
 
 KERNELS: tuple[Implementation, ...] = ("pallas_gpu", "xla")
 POOLINGS: tuple[Literal["sum", "mean"], ...] = ("sum", "mean")
-
-
-class Report:
-    """Writes lines, and knows when to stop."""
-
-    def __init__(self, path: str | None, seconds: float, *, smoke: bool):
-        device = jax.devices()[0]
-        self.common = {
-            "name": "gpu_embedding",
-            "device": machine.device_name(device),
-            "jax": jax.__version__,
-            "date": machine.today(),
-            "commit": machine.commit(),
-        }
-        if smoke:
-            self.common["smoke"] = "kernels interpreted, sizes tiny: times mean nothing"
-        self.file = open(path, "w") if path else None  # noqa: SIM115 (open until the program ends)
-        self.deadline = time.perf_counter() + seconds
-        self.copy_bytes_per_s: float | None = None
-
-    def line(self, **fields: Any) -> None:
-        text = json.dumps({**self.common, **fields})
-        print(text, flush=True)
-        if self.file:
-            self.file.write(text + "\n")
-            self.file.flush()
-
-    def timing(self, case: str, implementation: str, seconds: float, moved: int, formula: str, **more: Any) -> None:
-        share = None if self.copy_bytes_per_s is None else moved / seconds / self.copy_bytes_per_s
-        self.line(
-            case=case, implementation=implementation, s=seconds, bytes=moved, bytes_formula=formula,
-            bytes_per_s=moved / seconds, share_of_copy=share, **more,
-        )  # fmt: skip
-
-    def has_time_for(self, case: str, seconds: float) -> bool:
-        if time.perf_counter() + seconds <= self.deadline:
-            return True
-        self.line(case=case, skipped=f"needs about {seconds:.0f} s more than --seconds leaves")
-        return False
-
-
-def timed(call: Callable[[], Any], *, turns: int = 9, turn_s: float = 0.05) -> float:
-    """Seconds of one call: the median over turns of as many calls as last `turn_s`."""
-    jax.block_until_ready(call())
-    begun = time.perf_counter()
-    jax.block_until_ready(call())
-    repeats = max(1, min(100, int(turn_s / max(time.perf_counter() - begun, 1e-6))))
-    found = []
-    for _ in range(turns):
-        begun = time.perf_counter()
-        out = None
-        for _ in range(repeats):
-            out = call()  # one output lives at a time: they are gigabytes
-        jax.block_until_ready(out)
-        found.append((time.perf_counter() - begun) / repeats)
-    return statistics.median(found)
 
 
 def how(implementation: Implementation, interpret: bool) -> dict[str, Any]:
@@ -168,15 +107,6 @@ def check(report: Report, *, smoke: bool) -> bool:
 
 
 # Timings.
-
-
-def copy(report: Report, *, smoke: bool) -> None:
-    count = 2**16 if smoke else 2**30
-    array = jnp.ones(count, jnp.float32)
-    add_one = jax.jit(lambda x: x + 1)
-    seconds = timed(lambda: add_one(array))
-    report.copy_bytes_per_s = 2 * 4 * count / seconds
-    report.timing("copy", "xla", seconds, 2 * 4 * count, "2 * 4 * numbers: one read, one write")
 
 
 def draw(kind: str, num_rows: int, count: int) -> np.ndarray:
@@ -320,32 +250,18 @@ def small_tables(report: Report, *, smoke: bool) -> None:
                     ratio=looped_s / fused_s, goal=3.0)  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the lines here")
-    parser.add_argument("--seconds", type=float, default=300, help="stop starting new cases after this")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, kernels interpreted, on any device")
-    arguments = parser.parse_args()
-    device = jax.devices()[0]
-    if device.platform != "gpu" and not arguments.smoke:
-        print("gpu_embedding.py: jax sees no GPU here; --smoke runs anywhere.", file=sys.stderr)
-        return 2
-    report = Report(arguments.json, arguments.seconds, smoke=arguments.smoke)
-    if not check(report, smoke=arguments.smoke):
-        return 1
-    copy(report, smoke=arguments.smoke)
+def time_cases(report: Report, *, smoke: bool) -> None:
     dim, count, num_rows = 16, 256, 1000
-    if not arguments.smoke:
-        memory = (device.memory_stats() or {}).get("bytes_limit", 16 * 2**30)
+    if not smoke:
+        memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 16 * 2**30)
         dim, num_rows = 128, int(min(1e8, 0.55 * memory / (4 * 128)))
         count = 2**22 if memory > 60 * 2**30 else 2**20
     table = large_table(num_rows, dim)
-    lookups(report, table, count, smoke=arguments.smoke)
-    table = updates(report, table, count, smoke=arguments.smoke)
+    lookups(report, table, count, smoke=smoke)
+    table = updates(report, table, count, smoke=smoke)
     del table
-    small_tables(report, smoke=arguments.smoke)
-    return 0
+    small_tables(report, smoke=smoke)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("gpu_embedding", __doc__, check, time_cases, seconds=300))

@@ -3,7 +3,7 @@
 python benchmarks/gpu_mx.py [--json FILE] [--seconds 120]      # on a machine with a GPU
 python benchmarks/gpu_mx.py --smoke                            # anywhere: tiny sizes, kernels interpreted
 
-One JSON object a line, to standard output and to FILE, as from gpu_embedding.py. `checks` come first: codes, scales and
+One JSON object a line, to standard output and to FILE, as gpu_report.py says. `checks` come first: codes, scales and
 decoded numbers of every format and case of scalejax.kernels.mx.cases must equal XLA's to the bit, products to 1e-2 (the
 rounding of bfloat16 results). Where one differs, nothing is timed and the exit status is 1.
 
@@ -12,14 +12,13 @@ run (aim: 0.8). Products of 1 to 8 rows with packed weights are rated by the tim
 weights (aims: 1.5 for mxfp8, 2.5 for mxfp4; the limits are what the bytes allow, 1.94 and 3.76).
 """
 
-import argparse
 import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_embedding import Report, copy, timed
+from gpu_report import Report, main, timed
 
 from scalejax.kernels import mx
 from scalejax.kernels.mx.api import Implementation
@@ -119,24 +118,10 @@ def products(report: Report, *, smoke: bool) -> None:
                 )  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the lines here")
-    parser.add_argument("--seconds", type=float, default=120, help="stop starting new cases after this")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, kernels interpreted, on any device")
-    arguments = parser.parse_args()
-    if jax.devices()[0].platform != "gpu" and not arguments.smoke:
-        print("gpu_mx.py: jax sees no GPU here; --smoke runs anywhere.", file=sys.stderr)
-        return 2
-    report = Report(arguments.json, arguments.seconds, smoke=arguments.smoke)
-    report.common["name"] = "gpu_mx"
-    if not check(report, smoke=arguments.smoke):
-        return 1
-    copy(report, smoke=arguments.smoke)
-    blocks(report, smoke=arguments.smoke)
-    products(report, smoke=arguments.smoke)
-    return 0
+def time_cases(report: Report, *, smoke: bool) -> None:
+    blocks(report, smoke=smoke)
+    products(report, smoke=smoke)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("gpu_mx", __doc__, check, time_cases, seconds=120))

@@ -3,12 +3,13 @@
 python benchmarks/gpu_spmm.py [--json FILE] [--seconds 150]      # on a machine with a GPU
 python benchmarks/gpu_spmm.py --smoke                            # anywhere: tiny sizes, kernels interpreted
 
-One JSON object a line, to standard output and to FILE, as from gpu_embedding.py. `checks` come first: where a kernel
+One JSON object a line, to standard output and to FILE, as gpu_report.py says. `checks` come first: where a kernel
 differs from XLA, nothing is timed and the exit status is 1.
 
-Graphs have the numbers of nodes and the average and largest degrees of ogbn-proteins and of Reddit; degrees are drawn
-from a log-normal distribution (sigma 1), senders uniformly: harder on a cache than the real graphs, whose neighbours
-are near each other. Features are those of a layer there. Cases:
+Graphs have the numbers of nodes and edges of ogbn-proteins (its 39,561,252 undirected edges both ways; Open Graph
+Benchmark, arXiv 2005.00687) and of Reddit (GraphSAGE's, as DGL and PyTorch Geometric read it). How degrees spread is
+ours: log-normal with sigma 1, cut at `most`, for which no source was read. Senders are drawn uniformly: harder on a
+cache than the real graphs, whose neighbours are near each other. Features are those of a layer there. Cases:
 
     sampled, FORM       picks and sums: edges picked inside the kernel by a rule (bucket, fastrand), or before (ell).
                         Rated by picks * F * bytes, what has to be gathered, at the bandwidth of a copy (aim: 0.7)
@@ -18,7 +19,6 @@ are near each other. Features are those of a layer there. Cases:
     tiles               the sampled product for other sizes of tiles than those of scalejax.kernels.sampled_spmm.blocks
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
@@ -29,7 +29,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_embedding import Report, copy, timed
+from gpu_report import Report, main, timed
 
 from scalejax.kernels.sampled_spmm import Csr, Ell, plan, presample, sampled_spmm, spmm
 from scalejax.kernels.sampled_spmm.blocks import GPU, GpuBlocks
@@ -40,26 +40,30 @@ class Graph:
     """Statistics of a graph, the features of a layer and the widths that are timed."""
 
     nodes: int
-    degree: float
+    edges: int
     most: int
     features: int
     widths: tuple[int, ...]
 
+    def degrees(self, rng: np.random.Generator) -> np.ndarray:
+        """int64[nodes], of `edges` in all but for rounding."""
+        drawn = rng.lognormal(0.0, 1.0, self.nodes)
+        for _ in range(20):  # the cut at `most` lowers the mean
+            drawn = np.clip(drawn * (self.edges / drawn.sum()), 1, self.most)
+        return np.rint(drawn).astype(np.int64)
+
     def draw(self) -> Csr:
         rng = np.random.default_rng(0)
-        degrees = rng.lognormal(0.0, 1.0, self.nodes)
-        for _ in range(20):  # the cut at `most` lowers the mean
-            degrees = np.clip(degrees * (self.degree / degrees.mean()), 1, self.most)
-        indptr = np.concatenate([[0], np.cumsum(degrees.astype(np.int64))]).astype(np.int32)
+        indptr = np.concatenate([[0], np.cumsum(self.degrees(rng))]).astype(np.int32)
         indices = rng.integers(0, self.nodes, indptr[-1], dtype=np.int32)
         return Csr(indptr, indices, shape=(self.nodes, self.nodes))
 
 
 GRAPHS = {
-    "proteins": Graph(nodes=132_534, degree=597.0, most=7_750, features=256, widths=(256, 64, 16)),
-    "reddit": Graph(nodes=232_965, degree=492.0, most=21_657, features=128, widths=(64, 16)),
+    "proteins": Graph(nodes=132_534, edges=79_122_504, most=7_750, features=256, widths=(256, 64, 16)),
+    "reddit": Graph(nodes=232_965, edges=114_615_892, most=21_657, features=128, widths=(64, 16)),
 }
-SMOKE = {"tiny": Graph(nodes=60, degree=9.0, most=30, features=20, widths=(8,))}
+SMOKE = {"tiny": Graph(nodes=60, edges=540, most=30, features=20, widths=(8,))}
 CHECKED = (0, 1, 3, 7, 8, 9, 0, 40, 64, 577, 1154, 0, 3000, 257, 256, 5, 0)
 
 
@@ -197,27 +201,13 @@ def tiles(report: Report, name: str, graph: Graph, csr: Csr, *, smoke: bool) -> 
             return
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the lines here")
-    parser.add_argument("--seconds", type=float, default=150, help="stop starting new cases after this")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, kernels interpreted, on any device")
-    arguments = parser.parse_args()
-    if jax.devices()[0].platform != "gpu" and not arguments.smoke:
-        print("gpu_spmm.py: jax sees no GPU here; --smoke runs anywhere.", file=sys.stderr)
-        return 2
-    report = Report(arguments.json, arguments.seconds, smoke=arguments.smoke)
-    report.common["name"] = "gpu_spmm"
-    if not check(report, smoke=arguments.smoke):
-        return 1
-    copy(report, smoke=arguments.smoke)
-    for name, graph in (SMOKE if arguments.smoke else GRAPHS).items():
+def time_cases(report: Report, *, smoke: bool) -> None:
+    for name, graph in (SMOKE if smoke else GRAPHS).items():
         csr = graph.draw()
-        best_exact_s = exact(report, name, graph, csr, smoke=arguments.smoke)
-        sampled(report, name, graph, csr, best_exact_s, smoke=arguments.smoke)
-        tiles(report, name, graph, csr, smoke=arguments.smoke)
-    return 0
+        best_exact_s = exact(report, name, graph, csr, smoke=smoke)
+        sampled(report, name, graph, csr, best_exact_s, smoke=smoke)
+        tiles(report, name, graph, csr, smoke=smoke)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main("gpu_spmm", __doc__, check, time_cases, seconds=150))

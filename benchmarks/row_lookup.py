@@ -8,7 +8,6 @@ bit by XLA, to 1e-5 by the GPU's kernel, which is timed on a GPU beside XLA. Byt
 id) read and B * D * 4 written; "speedup" is the time of float32 by XLA over this one, of neighbouring turns.
 """
 
-import argparse
 import functools
 import itertools
 import sys
@@ -17,7 +16,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gpu_embedding import Report, copy, draw, timed
+from gpu_embedding import draw
+from gpu_report import Report, copy, options, timed
 
 from scalejax.kernels import block_quant, embedding_bag
 from scalejax.kernels.block_quant import RowFormat
@@ -26,13 +26,8 @@ FORMATS: tuple[RowFormat, ...] = ("int8", "int4")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", metavar="FILE", help="also write the lines here")
-    parser.add_argument("--seconds", type=float, default=120, help="stop starting new cases after this")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes")
-    arguments = parser.parse_args()
-    report = Report(arguments.json, arguments.seconds, smoke=arguments.smoke)
-    report.common["name"] = "row_lookup"
+    arguments = options(__doc__, seconds=120)
+    report = Report("row_lookup", arguments.json, arguments.seconds, smoke=arguments.smoke)
     copy(report, smoke=arguments.smoke)
     gpu = jax.devices()[0].platform == "gpu"
     num_rows, count = (1000, 320) if arguments.smoke else (2_000_000, 2**21) if gpu else (200_000, 81_920)

@@ -38,6 +38,27 @@ def test_the_small_form_checks_the_kernel_and_reaches_every_case(tmp_path):
 
 
 @pytest.mark.slow
+def test_graphs_have_as_many_edges_as_those_that_they_are_named_after():
+    program = (
+        "import numpy as np, gpu_spmm as g\n"
+        "for graph in g.GRAPHS.values():\n"
+        "    degrees = graph.degrees(np.random.default_rng(0))\n"
+        "    print(degrees.size, degrees.sum(), degrees.min() > 0 and degrees.max() <= graph.most)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT / "benchmarks", env={"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    published = [(132_534, 2 * 39_561_252), (232_965, 114_615_892)]
+    for line, (nodes, edges) in zip(done.stdout.splitlines(), published, strict=True):
+        found = line.split()
+        assert int(found[0]) == nodes
+        assert abs(int(found[1]) / edges - 1) < 1e-4
+        assert found[2] == "True"
+
+
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_timed():
     done = _run()
     assert done.returncode == 2
