@@ -13,9 +13,15 @@ A name never falls back: what it lacks is an UnsupportedError that says so. None
 the mesh in force, or else of jax's first device.
 
 An implementation is a module with `spmm(csr, balance, h, dtype)` and, if it has one, `picked_sum(ell, h, dtype)`: sums
-in `dtype`, with the values inside `csr` or `ell`. Pallas kernels have `sampled_sum` instead, which divides too. All
-else is shared: the derivative with respect to h is the product with the transpose, that with respect to values is
-`sddmm`, and each of these has the others for derivatives.
+in `dtype`, with the values inside `csr` or `ell`. All else is shared: the derivative with respect to h is the product
+with the transpose, that with respect to values is `sddmm`, and each of these has the others for derivatives.
+
+Modules of Pallas kernels take float32, bfloat16, float16 and int8 features, sum them in float32 and refuse float64.
+Their functions have `interpret` (see `spmm`), and in place of `picked_sum` they have
+
+    sampled_sum(graph, sampling, width, h, divisor, dtype)      the sum of `sampled_spmm`, divided, without derivative
+
+of a CSR (where the kernel picks edges itself, by `sampling`) or an ELL, by float32[N] `divisor` (None = 1), in `dtype`.
 """
 
 import dataclasses

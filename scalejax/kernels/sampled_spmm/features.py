@@ -6,6 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from scalejax.errors import UnsupportedError
+
+_OF_KERNELS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
+"""Features that Pallas kernels sum, in float32."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -44,3 +49,12 @@ def quantize_rows(h: jax.Array) -> Int8Rows:
     safe = jnp.where(scales > 0, scales, 1.0)
     codes = jnp.where(jnp.isfinite(wide), jnp.round(wide / safe[:, None]), 0.0)
     return Int8Rows(jnp.clip(codes, -127, 127).astype(jnp.int8), scales)
+
+
+def check_kernel(implementation: str, h: jax.Array, dtype: jax.typing.DTypeLike) -> None:
+    """Raises an UnsupportedError for features or sums that Pallas kernels do not have."""
+    if h.dtype not in _OF_KERNELS or dtype == jnp.float64:
+        raise UnsupportedError(
+            f'sampled_spmm: implementation="{implementation}" takes float32, bfloat16, float16 and int8 features; got '
+            f"{h.dtype}. Leave implementation out."
+        )

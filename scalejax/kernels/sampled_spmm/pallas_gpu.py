@@ -27,13 +27,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from scalejax import compat
-from scalejax.errors import UnsupportedError
 from scalejax.kernels.sampled_spmm import blocks
 from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows
 from scalejax.kernels.sampled_spmm.csr import Csr
+from scalejax.kernels.sampled_spmm.features import check_kernel
 from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling
-
-_FEATURES = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,22 +53,8 @@ class _Rows:
 
 
 def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike, *, interpret: bool) -> jax.Array:
-    """out[r] = sum over the edges e of row r of values[e] * h[indices[e]], in the bins of `balance`.
-
-    Args:
-      csr: With float values or none.
-      balance: Of its rows.
-      h: float32, bfloat16, float16 or int8 [M, F].
-      dtype: float32.
-      interpret: False compiles for a GPU; True runs the body as XLA, on any platform.
-
-    Returns:
-      float32[N, F].
-
-    Raises:
-      UnsupportedError: features of another dtype.
-    """
-    _check(h, dtype)
+    """out[r] = sum over the edges e of row r of values[e] * h[indices[e]], in the bins of `balance`: see `api`."""
+    check_kernel("pallas_gpu", h, dtype)
 
     def sum_runs(starts: jax.Array, counts: jax.Array, slots: int) -> jax.Array:
         rows = _Rows((starts, counts), _locate_runs, starts.shape[0], starts.shape[0] * slots)
@@ -89,21 +73,8 @@ def sampled_sum(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """The sum over picked edges of `api.sampled_spmm`, divided, without a derivative.
-
-    Args:
-      graph: A CSR, of which edges are picked on the way, or an ELL.
-      sampling: The rule, for a CSR.
-      width: S.
-      h: float32, bfloat16, float16 or int8 [M, F].
-      divisor: float32[N]; None = 1.
-      dtype: Of the result; sums are made in float32.
-      interpret: As in `spmm`.
-
-    Raises:
-      UnsupportedError: features of another dtype.
-    """
-    _check(h, dtype)
+    """The sum over picked edges, divided: see `api`. Edges of a CSR are picked on the way."""
+    check_kernel("pallas_gpu", h, dtype)
     count = graph.shape[0]
     if isinstance(graph, Ell):
         rows = _Rows((graph.counts,), _locate_slots, count, count * width)
@@ -210,11 +181,3 @@ def _load_tile(ref: Any, row: jax.Array, wanted: jax.Array, column: jax.Array, i
 
 def _sizes() -> blocks.GpuBlocks:
     return blocks.GPU.get(compat.device_kind(), blocks.GPU[""])
-
-
-def _check(h: jax.Array, dtype: jax.typing.DTypeLike) -> None:
-    if h.dtype not in _FEATURES or dtype == jnp.float64:
-        raise UnsupportedError(
-            f'sampled_spmm: implementation="pallas_gpu" takes float32, bfloat16, float16 and int8 features; got '
-            f"{h.dtype}. Leave implementation out."
-        )

@@ -28,10 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax import compat
-from scalejax.errors import UnsupportedError
 from scalejax.kernels.sampled_spmm import blocks
 from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows
 from scalejax.kernels.sampled_spmm.csr import Csr
+from scalejax.kernels.sampled_spmm.features import check_kernel
 from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling
 
 Interpret = bool | pltpu.InterpretParams
@@ -42,22 +42,8 @@ _ROWS = 128
 
 
 def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike, *, interpret: Interpret) -> jax.Array:
-    """out[r] = sum over the edges e of row r of values[e] * h[indices[e]], in the bins of `balance`.
-
-    Args:
-      csr: With float values or none.
-      balance: Of its rows.
-      h: float32, bfloat16, float16 or int8 [M, F].
-      dtype: float32.
-      interpret: False compiles for a TPU; `pltpu.InterpretParams()` simulates one, True runs the body as XLA.
-
-    Returns:
-      float32[N, F].
-
-    Raises:
-      UnsupportedError: features of another dtype.
-    """
-    _check(h, dtype)
+    """out[r] = sum over the edges e of row r of values[e] * h[indices[e]], in the bins of `balance`: see `api`."""
+    check_kernel("pallas_tpu", h, dtype)
 
     def sum_runs(starts: jax.Array, counts: jax.Array, slots: int) -> jax.Array:
         slot = jnp.arange(slots, dtype=starts.dtype)[None, :]
@@ -78,21 +64,8 @@ def sampled_sum(
     *,
     interpret: Interpret,
 ) -> jax.Array:
-    """The sum over picked edges of `api.sampled_spmm`, divided, without a derivative.
-
-    Args:
-      graph: An ELL.
-      sampling: None: edges are picked already.
-      width: S.
-      h: float32, bfloat16, float16 or int8 [M, F].
-      divisor: float32[N]; None = 1.
-      dtype: Of the result; sums are made in float32.
-      interpret: As in `spmm`.
-
-    Raises:
-      UnsupportedError: features of another dtype.
-    """
-    _check(h, dtype)
+    """The sum over picked edges, divided: see `api`. `sampling` is not looked at: they are picked already."""
+    check_kernel("pallas_tpu", h, dtype)
     return _sum(graph.indices, graph.counts, graph.values, h, divisor, dtype, interpret=interpret, name="sampled_spmm")
 
 
@@ -275,11 +248,3 @@ def _unpack(words: jax.Array, stored: Any) -> jax.Array:
 
 def _pad(array: jax.Array, value: int) -> jax.Array:
     return jnp.pad(array, (0, -array.shape[0] % _ROWS), constant_values=value)
-
-
-def _check(h: jax.Array, dtype: jax.typing.DTypeLike) -> None:
-    if h.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8) or dtype == jnp.float64:
-        raise UnsupportedError(
-            f'sampled_spmm: implementation="pallas_tpu" takes float32, bfloat16, float16 and int8 features; got '
-            f"{h.dtype}. Leave implementation out."
-        )
