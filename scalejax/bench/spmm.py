@@ -13,13 +13,12 @@ before. "examples" are edges that are multiplied. Peers: `scipy` (one thread), `
 Figures of gradients: `of_forward`, their time by that of the exact product; `learned_of_forward`, the same for the
 gradient for h where the weights are no constants; `both_of_forward`, the same for both gradients. Figures of sampled
 products: `speedup_over_bcsr`, the time of the exact BCSR product by ours, and `of_edges`, that by how many times fewer
-the edges are.
+the edges are. A figure is the median over pairs of turns, which are as long and as warm as those of the contest itself.
 """
 
 import dataclasses
 import pathlib
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.bench import machine, peers
-from scalejax.bench.harness import Contest, OutputsDiffer
+from scalejax.bench.harness import Contest, Effort, OutputsDiffer, measure
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import Csr, plan, plan_sample, presample, sampled_spmm, spmm
 
@@ -41,6 +40,7 @@ CASES = (
 )
 PEERS = ("scipy", "torch", "bcsr")
 
+_EFFORT = Effort()
 _MODULES = {"scipy": "scipy_sparse", "torch": "torch_sparse", "bcsr": "jax_sparse"}
 
 
@@ -69,8 +69,8 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     return contest(case, against, Size())
 
 
-def contest(case: str, against: str | None, size: Size) -> Contest:
-    """Ours and the peer's product with the same graph."""
+def contest(case: str, against: str | None, size: Size, effort: Effort = _EFFORT) -> Contest:
+    """Ours and the peer's product with the same graph; `effort` is that of its figures."""
     device = jax.devices("cpu")[0]
     threads = len(machine.usable_cpus())
     peer_of: Any = None if against is None else peers.load(_MODULES[against])
@@ -97,9 +97,9 @@ def contest(case: str, against: str | None, size: Size) -> Contest:
             raise OutputsDiffer(f"results differ by {difference:.2g} of the largest, {most:.3g}")
 
     def figures() -> dict[str, float]:
-        found = {name: _ratio(above, below) for name, (above, below) in work.ratios.items()}
+        found = {name: _ratio(above, below, effort) for name, (above, below) in work.ratios.items()}
         if case.startswith("sampled"):
-            found["speedup_over_bcsr"] = _ratio(bcsr.run, work.run)
+            found["speedup_over_bcsr"] = _ratio(bcsr.run, work.run, effort)
             found["of_edges"] = found["speedup_over_bcsr"] * work.matrix.nnz / csr.nnz
         return found
 
@@ -180,18 +180,15 @@ def _times(run: Callable[[], Any]) -> Callable[[int], None]:
     return several
 
 
-def _ratio(above: Callable[[], Any], below: Callable[[], Any], turns: int = 15) -> float:
-    """Time of one by time of the other: the median over turns, in which they alternate."""
-    ratios = []
-    for turn in range(turns + 2):
-        seconds = []
-        for run in (above, below):
-            start = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - start)
-        if turn >= 2:  # the first compile
-            ratios.append(seconds[0] / seconds[1])
-    return statistics.median(ratios)
+def _ratio(above: Callable[[], Any], below: Callable[[], Any], effort: Effort) -> float:
+    """Time of one by time of the other, in turns.
+
+    Single calls in alternation would not do: a product of a millisecond would be timed with what one of twenty left in
+    the caches.
+    """
+    contest = Contest(_times(below), _times(above), check=lambda: None, examples=0, device="")
+    below_s, above_s = measure(contest, effort)
+    return statistics.median(a / b for a, b in zip(above_s, below_s, strict=True))
 
 
 def _arrays(csr: Csr) -> tuple[np.ndarray, ...]:

@@ -10,6 +10,7 @@ from scalejax.bench.peers import scipy_sparse
 from scalejax.errors import UserError
 
 SMALL = spmm.Size(nodes=40, most=200, features=5)
+SHORT = harness.Effort(turns=3, turn_s=0.001)
 
 
 @pytest.mark.parametrize("against", ["scipy", "bcsr"])
@@ -22,13 +23,21 @@ def test_both_sides_compute_the_same(case, against):
 
 
 def test_gradients_and_samples_are_rated():
-    gradients = spmm.contest("backward-values", None, SMALL).figures()
+    gradients = spmm.contest("backward-values", None, SMALL, SHORT).figures()
     assert gradients.keys() == {"of_forward", "both_of_forward"}
-    sampled = spmm.contest("sampled-8", None, SMALL)
+    sampled = spmm.contest("sampled-8", None, SMALL, SHORT)
     figures = sampled.figures()
     share = figures["of_edges"] / figures["speedup_over_bcsr"]
     edges = spmm.power_law(SMALL, np.random.default_rng(0)).nnz
     assert np.isclose(share, sampled.examples / edges)
+
+
+def test_a_figure_compares_turns_of_calls_that_follow_each_other():
+    calls = []
+    above, below = (lambda name=name: calls.append(name) for name in ("above", "below"))
+    spmm._ratio(above, below, harness.Effort(turns=2, turn_s=0.0, warm_up=1))
+    # After finding out how many units make a turn: a unit that warms up and one that is timed, of each in turn.
+    assert calls[-8:] == ["below", "below", "above", "above"] * 2
 
 
 def test_results_that_differ_are_not_timed(monkeypatch):
