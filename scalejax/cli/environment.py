@@ -1,6 +1,6 @@
 """What jax reads from the environment when it is imported, set before it is.
 
-Every variable is only a default: what the user has set stays. Four things are decided here.
+Every variable is only a default: what the user has set stays. Three things are decided here.
 
 Compile cache: a folder of this user alone (mode 0700), because whoever can write there can run code in this process. It
 has one sub-folder per CPU type, so that a home folder that several hosts share never serves machine code that this
@@ -10,10 +10,10 @@ Platform: with libtpu installed (it is a compiler too, `scalejax plan` needs it)
 takes a while and prints a page of complaints on a machine without one. Where no TPU device node exists, the platform is
 therefore named: CUDA if its plugin and a device are there, else the CPU. Without libtpu jax finds out by itself.
 
-Virtual CPU devices (`--cpu-devices N` or JAX_NUM_CPU_DEVICES): with threads for their collectives. A device that waits for the others in a
-collective keeps its thread, and two collectives of one program wait at the same time where neither needs the other.
-jax starts one thread a device: on a machine of few cores all of them then wait, some for the first collective and some
-for the second, until XLA ends the process after 40 seconds.
+Virtual CPU devices (`--cpu-devices N` or JAX_NUM_CPU_DEVICES): threads for their collectives. A device that waits for
+the others in a collective keeps its thread, and two collectives of one program wait at the same time where neither
+needs the other. jax starts one thread a device: on a machine of few cores all of them then wait, some for the first
+collective and some for the second, until XLA ends the process after 40 seconds.
 """
 
 import hashlib
