@@ -288,6 +288,30 @@ def test_sampled_product_takes_values_of_all_edges(form):
     _close(out, _picked_matrix(csr, 16, rule, np.asarray(values)) @ h)
 
 
+@pytest.mark.parametrize("degrees", [[9, 8, 30, 8, 12], [9, 8, 30, 7, 8, 12, 0, 400, 8]])
+def test_rows_of_few_slots_are_summed_slot_after_slot_on_a_cpu(degrees):
+    csr = random_csr(5, degrees=degrees, columns=300)
+    picked = presample(csr, 8, strategy="fastrand")
+    planned, h = plan_sample(picked), _features(csr)
+    assert planned.plan.balance.slots == 8
+    assert plan_sample(presample(csr, 17)).plan.balance.slots is None
+    assert plan_sample(presample(random_csr(5), 8)).plan.balance.slots is None  # a third of the slots would be empty
+    h[picked.indices[0, 0]] = np.nan  # what an empty slot reads
+    h[picked.indices[0, 1]] = np.inf
+    wide = np.asarray(h, np.float64)
+    matrix = _picked_matrix(csr, 8, {"strategy": "fastrand"})
+    reads = np.asarray(
+        [np.isin(picked.indices[0, :2], row[:n]).any() for row, n in zip(picked.indices, picked.counts, strict=True)]
+    )
+    assert not reads.all()
+    for graph in (planned, picked):
+        out = np.asarray(sampled_product(graph, h, reduce="sum", implementation="native"))
+        assert np.array_equal(np.isfinite(out).all(axis=1), ~reads)
+        _close(out[~reads], (matrix @ np.nan_to_num(wide, posinf=0.0))[~reads])
+    d_h = jax.grad(lambda h: sampled_product(planned, h, reduce="sum").sum())(jnp.asarray(_features(csr)))
+    _close(d_h, matrix.T @ np.ones((len(degrees), FEATURES)))
+
+
 @pytest.mark.parametrize("strategy", ["bucket", "fastrand"])
 def test_a_width_above_every_degree_is_exact(strategy):
     csr = random_csr(6)

@@ -16,6 +16,8 @@ import numpy as np
 
 WIDTHS = (4, 16, 64, 256)
 LONGEST = WIDTHS[-1]
+FEW_SLOTS = 16
+"""Rows of at most so many slots may be summed slot after slot, in a program with a gather for each."""
 
 
 @jax.tree_util.register_dataclass
@@ -37,11 +39,13 @@ class Balance:
       bins: Their runs, one after another, are the places below.
       place: int[N]: the place of a row's run; one past the last for a row that is empty or cut.
       cut: Rows that consist of parts; None where there are none.
+      slots: The most edges of a row, where these are few and nearly all rows have as many; else None.
     """
 
     bins: tuple[Bin, ...]
     place: Any
     cut: "Cut | None"
+    slots: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.kernels.sampled_spmm.balance import Balance, align_balances, balance_rows
+from scalejax.kernels.sampled_spmm.balance import FEW_SLOTS, Balance, align_balances, balance_rows
 from scalejax.kernels.sampled_spmm.csr import Csr, index_dtype
 from scalejax.kernels.sampled_spmm.gathers import take
 from scalejax.kernels.sampled_spmm.sampling import Ell
+
+_PADDED = 1.25
+"""How many times more slots than edges picks may have to be summed slot after slot."""
 
 
 @jax.tree_util.register_dataclass
@@ -123,6 +126,8 @@ def plan_sample(ell: Ell) -> SampledPlan:
     if not isinstance(ell, Ell):
         raise UserError(f"plan_sample: ell must be an Ell; got {type(ell).__name__}. Pass presample(csr, width).")
     made = plan(ell.to_csr())
+    if ell.width <= FEW_SLOTS and 0 < ell.shape[0] * ell.width <= _PADDED * made.nnz:
+        made = dataclasses.replace(made, balance=dataclasses.replace(made.balance, slots=ell.width))
     edges = np.asarray(ell.edges)[np.asarray(ell.filled())]
     return SampledPlan(made, jnp.asarray(edges), jnp.asarray(ell.degrees), ell.csr_nnz)
 
