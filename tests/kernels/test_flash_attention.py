@@ -47,7 +47,11 @@ def test_gradients_of_the_reference_equal_finite_differences_of_the_loops(name):
         np.testing.assert_allclose((grad * direction).sum(), (total(*upper) - total(*lower)) / 2e-5, rtol=1e-7)
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("full", "no multiples of a block", "window with keys after the query", "documents, both ways", "permuted queries")
+"""Only in slow runs: what they have, another case has too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
 def test_chunks_of_xla_equal_the_reference_with_gradients(name):
     assert_matches_reference("xla", CASES[name])
 

@@ -232,6 +232,7 @@ def test_the_gap_is_that_of_ne_and_its_interval_covers_resampling(dlrm):
     assert abs(gap.high - high) < 0.2 * width
 
 
+@pytest.mark.slow
 def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm):
     model, examples, limits = dlrm
     asked = study.study(model, limits, examples, click_cases.labelled(model, 512, seed=5))
