@@ -47,7 +47,9 @@ def test_gradients_of_the_reference_equal_finite_differences_of_the_loops(name):
         np.testing.assert_allclose((grad * direction).sum(), (total(*upper) - total(*lower)) / 2e-5, rtol=1e-7)
 
 
-LONG = ("full", "no multiples of a block", "window with keys after the query", "documents, both ways", "permuted queries")
+LONG = (
+    "full", "no multiples of a block", "window with keys after the query", "documents, both ways", "permuted queries",
+)  # fmt: skip
 """Only in slow runs: what they have, another case has too."""
 
 
