@@ -92,7 +92,7 @@ def small_blocks(monkeypatch):
     jax.clear_caches()
 
 
-FEW = ["queries before the keys", "all at once"]
+FEW = ["all at once"]
 
 
 @pytest.mark.parametrize("name", FEW)

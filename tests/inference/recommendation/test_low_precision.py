@@ -83,6 +83,7 @@ def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
             assert np.array_equal(np.asarray(ours[feature]), np.asarray(theirs[feature]))
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_arrays(dlrm):
     model, _, limits = dlrm
     for tables, dense in zip(precision.TABLES, ("float32", "float16", "int8", "int8", "float16"), strict=True):

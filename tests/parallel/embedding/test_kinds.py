@@ -144,7 +144,9 @@ def test_a_plan_of_several_kinds_equals_one_device_to_the_bit(name):
 
 
 @pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [n if n in ("adam", "rowwise") else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_one_device_equals_numpy_in_double_precision(name, weighted):
     agrees_with_double_precision(*on_one_device(name, weighted), name, weighted)
 
