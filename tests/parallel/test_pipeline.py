@@ -145,7 +145,8 @@ def explicit_loss(params, batch, key, gather):
     [
         (Fsdp(sharding="FULL_SHARD", form="explicit"), MeshShape(fsdp=2, replica=2, stage=2)),
         pytest.param(
-            *(Fsdp(sharding="HYBRID_SHARD", form="explicit", accumulate="local"), MeshShape(replica=2, stage=4, fsdp=1)),
+            Fsdp(sharding="HYBRID_SHARD", form="explicit", accumulate="local"),
+            MeshShape(replica=2, stage=4, fsdp=1),
             marks=pytest.mark.slow,
         ),
         pytest.param(
