@@ -4,7 +4,7 @@
 |---|---|
 | `edge_src`, `edge_dst` | integers[E]: an edge goes from source to destination |
 | `edge_weight` | number[E]; missing = 1 each |
-| `num_nodes` | integer; missing = one more than the highest id |
+| `num_nodes` | integer; missing = as many as have features or labels, or one more than the highest id |
 | `features` | number[N, F] |
 | `feat_indptr`, `feat_indices`, `feat_values`, `num_features` | the same in compressed rows |
 | `labels` | integers[N], -1 = not known |
@@ -94,7 +94,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], where: str) -> NodeGraph:
             )
     try:
         senders, receivers = arrays["edge_src"], arrays["edge_dst"]
-        nodes = nodes_of(arrays.get("num_nodes"), senders, receivers)
+        nodes = nodes_of(_stated(arrays), senders, receivers)
         weights = _numbers(arrays, "edge_weight") if "edge_weight" in arrays else None
         adjacency = Adjacency.from_edges(senders, receivers, shape=(nodes, nodes), values=weights)
         return NodeGraph(
@@ -120,6 +120,15 @@ def nodes_of(stated: np.ndarray | int | None, senders: np.ndarray, receivers: np
     if number.size != 1 or number.dtype.kind not in "iu" or number.item() < 0:
         raise UserError(f"num_nodes must be one whole number of at least 0; got {stated}.")
     return int(number.item())
+
+
+def _stated(arrays: Mapping[str, np.ndarray]) -> np.ndarray | int | None:
+    """The number of nodes as the file says it, in words or by the rows of what it knows of them."""
+    if "num_nodes" in arrays:
+        return arrays["num_nodes"]
+    if "feat_indptr" in arrays:
+        return arrays["feat_indptr"].size - 1
+    return next((arrays[name].shape[0] for name in ("features", "labels") if name in arrays and arrays[name].ndim), None)
 
 
 def _features(arrays: Mapping[str, np.ndarray], nodes: int) -> np.ndarray | None:

@@ -49,6 +49,12 @@ def test_npz_gives_back_what_was_written(tmp_path: pathlib.Path) -> None:
     assert graphs.read_npz(tmp_path / "g.npz").fingerprint() == graph.fingerprint()
 
 
+@pytest.mark.parametrize("known", [{"features": np.ones((4, 2))}, {"labels": np.zeros(4, int)}, {}])
+def test_nodes_without_edges_at_the_end_are_known_by_what_is_said_of_them(known, tmp_path: pathlib.Path) -> None:
+    np.savez(tmp_path / "g.npz", edge_src=np.array([0, 1]), edge_dst=np.array([1, 2]), **known)
+    assert graphs.read_npz(tmp_path / "g.npz").num_nodes == (4 if known else 3)
+
+
 def test_npz_with_pickled_objects_is_refused_unread(tmp_path: pathlib.Path) -> None:
     np.savez(tmp_path / "bad.npz", edge_src=np.array([{}, {}], object), edge_dst=np.zeros(2, int), allow_pickle=True)
     with pytest.raises(UserError, match="not a complete npz of plain numbers"):
