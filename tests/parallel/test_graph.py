@@ -8,7 +8,7 @@ from graph_cases import random_csr
 
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import Csr, plan, presample, sampled_spmm, spmm
-from scalejax.parallel.graph import pad_nodes, shard_graph, sharded_spmm
+from scalejax.parallel.graph import pad_nodes, shard_draws, shard_graph, sharded_spmm
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
 from scalejax.plan import collectives
 
@@ -77,6 +77,20 @@ def test_picked_edges_are_cut_like_a_graph(mesh):
     run = jax.jit(lambda g, h: sharded_spmm(g, h, mesh=mesh, reduce="mean"))
     out = run(shard_graph(picked, DEVICES, mesh=mesh), _on_mesh(h, mesh))
     np.testing.assert_allclose(out[: csr.shape[0]], sampled_spmm(picked, h), rtol=1e-6, atol=1e-6)
+
+
+def test_draws_in_blocks_are_read_one_at_a_time(mesh):
+    csr, h = _problem()
+    draws = [presample(csr, 8, strategy="quadratic_residue", seed=seed).to_csr() for seed in range(3)]
+    blocks = shard_draws(draws, DEVICES, mesh=mesh)
+
+    def of_draw(blocks, h, draw):
+        return sharded_spmm(jax.tree.map(lambda array: array[:, draw], blocks), h, mesh=mesh)
+
+    run = jax.jit(of_draw)
+    for number, draw in enumerate(draws):
+        out = run(blocks, _on_mesh(h, mesh), number)
+        np.testing.assert_array_equal(out[: csr.shape[0]], spmm(plan(draw), h))
 
 
 def test_a_halo_moves_what_edges_name_and_a_gather_all(mesh):

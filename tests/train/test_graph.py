@@ -132,6 +132,46 @@ def test_eight_devices_train_as_one(whole: dict[str, Any], path: str) -> None:
     np.testing.assert_allclose(losses[:4], losses[4:], rtol=1e-5)
 
 
+@pytest.mark.parametrize("model", [GraphSageConfig(hidden=8, dropout=0.0), GcnConfig(hidden=8, dropout=0.0)])
+def test_mini_batches_over_eight_devices_are_those_of_one(model: Any, path: str) -> None:
+    normalization = "symmetric" if isinstance(model, GcnConfig) else "none"
+    data = graphs.NodeData(path=path, features="as-is", normalization=normalization, fanouts=(3, 2), batch_size=16)
+    losses = []
+    for mesh in (None, MeshShape(fsdp=4, tensor=2)):
+        experiment = _experiment(path, data=data, model=model, mesh=mesh)
+        nodes = experiment.data.build()
+        program = programs.build(experiment, nodes)
+        state = program.init()
+        for batch in itertools.islice(nodes.train_batches(parts=program.mesh.size), 3):
+            state, loss = program.train_step(state, program.placed, program.place_batch(batch))
+            losses.append(float(loss))
+    np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
+
+
+def test_mini_batches_must_divide_over_the_devices(path: str) -> None:
+    experiment = _sampled(path, mesh=MeshShape(fsdp=8))  # 12 nodes
+    with pytest.raises(UserError, match=r"batch_size 12 does not divide.*8 or 16"):
+        programs.build(experiment, experiment.data.build())
+
+
+@pytest.mark.slow
+def test_a_run_scored_only_at_its_end_is_best_there(path: str, tmp_path: pathlib.Path) -> None:
+    closing = loop.train(_experiment(path, steps=3, eval_every=0), workdir=tmp_path)
+    assert closing["best_step"] == 3
+    assert closing["best_val_accuracy"] == closing["val_accuracy"]
+    assert closing["test_accuracy_at_best"] == closing["test_accuracy"]
+
+
+@pytest.mark.slow
+def test_mini_batches_over_devices_in_two_parts_end_at_the_same_numbers(path: str, tmp_path: pathlib.Path) -> None:
+    every = Checkpoints(every=4, best_metric="accuracy")
+    data = dataclasses.replace(_sampled(path).data, batch_size=16)
+    run = dataclasses.replace(_sampled(path, steps=8, checkpoints=every, mesh=MeshShape()), data=data)
+    whole = loop.train(run, workdir=tmp_path / "whole")
+    loop.train(dataclasses.replace(run, steps=4), workdir=tmp_path / "parts")
+    _same_end(loop.train(run, workdir=tmp_path / "parts", resume="must"), whole)
+
+
 def test_a_checkpoint_scores_as_its_run_did(whole: dict[str, Any], path: str) -> None:
     again = loop.evaluate(_experiment(path), workdir=pathlib.Path(whole["run_folder"]), split="test")
     assert again["test_loss"] == whole["test_loss"]
