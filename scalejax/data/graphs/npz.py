@@ -128,7 +128,8 @@ def _stated(arrays: Mapping[str, np.ndarray]) -> np.ndarray | int | None:
         return arrays["num_nodes"]
     if "feat_indptr" in arrays:
         return arrays["feat_indptr"].size - 1
-    return next((arrays[name].shape[0] for name in ("features", "labels") if name in arrays and arrays[name].ndim), None)
+    known = [arrays[name] for name in ("features", "labels") if name in arrays]
+    return next((array.shape[0] for array in known if array.ndim), None)
 
 
 def _features(arrays: Mapping[str, np.ndarray], nodes: int) -> np.ndarray | None:
