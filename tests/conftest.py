@@ -13,6 +13,7 @@ _CACHE.mkdir(parents=True, exist_ok=True, mode=0o700)
 # Before anything imports jax.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("PJRT_NPROC", "64")  # threads that may wait in collectives: see scalejax/cli/environment.py
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(_CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
