@@ -87,8 +87,8 @@ def read(folder: pathlib.Path, name: str) -> dict[str, np.ndarray]:
         "feat_indptr": indptr.astype(np.int32),
         "feat_indices": indices.astype(np.int32),
         "feat_values": values.astype(np.float32),
-        "num_nodes": np.int32(nodes),  # pyright: ignore[reportAssignmentType]
-        "num_features": np.int32(parts["allx"]._shape[1]),
+        "num_nodes": np.array(nodes, np.int32),
+        "num_features": np.array(parts["allx"]._shape[1], np.int32),
         "labels": labels.astype(np.int8),
         "train_idx": np.arange(train, dtype=np.int32),
         "val_idx": np.arange(train, min(train + VALIDATION, known), dtype=np.int32),
