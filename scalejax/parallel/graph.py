@@ -18,6 +18,7 @@ the number of devices. Hubs make blocks of unequal work: shuffle the nodes of a 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
@@ -96,8 +97,31 @@ def shard_graph(
         plans = [plan_on_host(dataclasses.replace(block, shape=(rows, devices * columns))) for block in blocks]
         sharded = ShardedGraph(stack_plans(plans), None, csr.shape)
     else:
-        sharded = ShardedGraph(*_plan_halo(blocks, rows, columns), csr.shape)
+        plans, send = _plan_halo(blocks, columns, _room(blocks, columns))
+        sharded = ShardedGraph(stack_plans(plans), send, csr.shape)
     return sharded if mesh is None else jax.device_put(sharded, everywhere(mesh))
+
+
+def shard_draws(draws: Sequence[Csr], devices: int, *, mesh: Mesh) -> ShardedGraph:
+    """`shard_graph` of several graphs of one shape, whose blocks one program reads: edges drawn again and again.
+
+    Args:
+      draws: CSRs with edges.
+      devices: Blocks, one on each device of the mesh.
+      mesh: Where they go.
+
+    Returns:
+      Blocks in whose arrays a second axis counts draws, with the halo of the draw that needs most.
+    """
+    csrs = [jax.tree.map(np.asarray, csr.check()) for csr in draws]
+    rows, columns = (-(-count // devices) for count in csrs[0].shape)
+    cut = [[_block(csr, device * rows, rows) for device in range(devices)] for csr in csrs]
+    room = max(_room(blocks, columns) for blocks in cut)
+    planned = [_plan_halo(blocks, columns, room) for blocks in cut]
+    flat = stack_plans([plan for plans, _ in planned for plan in plans])
+    by_device = jax.tree.map(lambda a: a.reshape(len(draws), devices, *a.shape[1:]).swapaxes(0, 1), flat)
+    sharded = ShardedGraph(by_device, np.stack([send for _, send in planned], axis=1), csrs[0].shape)
+    return jax.device_put(sharded, everywhere(mesh))
 
 
 def pad_nodes(nodes: Any, devices: int) -> Any:
@@ -190,17 +214,21 @@ def _block(csr: Csr, first: int, rows: int) -> Csr:
     return Csr(bounds - bounds[0], csr.indices[edges], values, shape=(rows, csr.shape[1]))
 
 
-def _plan_halo(blocks: list[Csr], rows: int, columns: int) -> tuple[SparsePlan, np.ndarray]:
+def _room(blocks: list[Csr], columns: int) -> int:
+    """Rows of the pair of blocks that needs most of each other, at least 1."""
+    counts = np.stack([np.bincount(np.unique(block.indices) // columns, minlength=len(blocks)) for block in blocks])
+    np.fill_diagonal(counts, 0)  # reader owner
+    return max(1, int(counts.max()))
+
+
+def _plan_halo(blocks: list[Csr], columns: int, room: int) -> tuple[list[SparsePlan], np.ndarray]:
     """(plans, send) of blocks whose columns count through all nodes."""
     devices = len(blocks)
-    needed = [np.unique(block.indices) for block in blocks]
-    owners = [nodes // columns for nodes in needed]
-    counts = np.stack([np.bincount(owner, minlength=devices) for owner in owners])  # reader owner
-    np.fill_diagonal(counts, 0)
-    room = max(1, int(counts.max()))
     send = np.zeros((devices, devices, room), blocks[0].indices.dtype)
     plans = []
-    for reader, (block, nodes, owner) in enumerate(zip(blocks, needed, owners, strict=True)):
+    for reader, block in enumerate(blocks):
+        nodes = np.unique(block.indices)
+        owner = nodes // columns
         place = nodes - owner * columns
         for sender in range(devices):
             theirs = owner == sender
@@ -209,6 +237,6 @@ def _plan_halo(blocks: list[Csr], rows: int, columns: int) -> tuple[SparsePlan, 
                 send[sender, reader, : mine.size] = mine
                 place[theirs] = columns + sender * room + np.arange(mine.size)
         indices = place[np.searchsorted(nodes, block.indices)].astype(block.indices.dtype)
-        shape = (rows, columns + devices * room)
+        shape = (block.shape[0], columns + devices * room)
         plans.append(plan_on_host(dataclasses.replace(block, indices=indices, shape=shape)))
-    return stack_plans(plans), send
+    return plans, send

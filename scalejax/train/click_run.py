@@ -196,7 +196,7 @@ class ClickRun:
     def describe(self) -> dict[str, Any]:
         tables = sum(table.rows * table.dim for table in self.program.collection.tables)
         return {
-            "dense_parameters": sum(int(np.prod(p.shape)) for p in self.program.model.params.values()),
+            "dense_parameters": self.program.model.size,
             "table_parameters": tables,
             "flops_per_example": self.program.task.flops_per_example(),
         }

@@ -32,9 +32,9 @@ from scalejax.parallel.formatted import FormattedGather
 from scalejax.parallel.rules import Placement
 from scalejax.train import dense_metrics
 from scalejax.train.experiment import DenseExperiment
-from scalejax.train.precision import check_precision, compute_dtype
+from scalejax.train.precision import check_precision, init_model
 from scalejax.train.protocols import DenseTask
-from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings, with_sharding
+from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings, optimizer_step, with_sharding
 
 Batch = dict[str, jax.Array]
 """The fields of a host batch, [B, S] each, positions in the order of `DenseProgram.arrange`."""
@@ -156,7 +156,7 @@ class DenseProgram:
 
         def create() -> TrainState:
             key = jax.random.key(self.experiment.seed)
-            model = init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment, self.mesh)
+            model = init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment.precision, self.mesh)
             params = self.model.take_apart(model)
             if isinstance(self.experiment.strategy, Ddp) and jax.process_count() > 1:
                 # Every process computed its own copy, perhaps on other hardware.
@@ -232,8 +232,7 @@ class DenseProgram:
             norm = gradient_scaling.global_norm(grads)
         else:
             grads, norm = gradient_scaling.clip_by_global_norm(grads, clip)
-        updates, optimizer = self.transformation.update(grads, state.optimizer, state.params)
-        params: Any = optax.apply_updates(state.params, updates)  # pyright: ignore[reportArgumentType]
+        params, optimizer = optimizer_step(self.transformation, grads, state)
         skipped, scaling = None, self.experiment.loss_scaling
         if held is not None and finite is not None and scaling is not None:
             before = (state.params, state.optimizer)
@@ -314,7 +313,7 @@ def build(experiment: DenseExperiment, schema: Any, mesh: Mesh) -> DenseProgram:
             "is scored by its loss. Set --set checkpoints.best_metric=loss."
         )
     task = experiment.model.task(schema)
-    abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment, mesh))
+    abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment.precision, mesh))
     program = DenseProgram(experiment=experiment, task=task, mesh=mesh, model=ModelShape.of(abstract))
     _check_divides(program)
     _ = program.formats  # which refuses rules without a module
@@ -378,9 +377,3 @@ def _check_divides(program: DenseProgram) -> None:
                     f"{axis}={' or '.join(map(str, fitting))} (--set mesh.{axis}=N), or a model with {logical}="
                     f"{f'{below} or {above}' if below else above}."
                 )
-
-
-def init_model(task: DenseTask, rngs: nnx.Rngs, experiment: DenseExperiment, mesh: Mesh) -> nnx.Module:
-    """The model of a run in its dtypes."""
-    precision = experiment.precision
-    return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=compute_dtype(precision, mesh))

@@ -18,7 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalejax import optim
+from scalejax.errors import UserError
 from scalejax.train.metrics import Pair, add, pair_zeros, ratio
+from scalejax.train.state import TrainState
+from scalejax.train.timing import StepTimer
 
 
 @jax.tree_util.register_dataclass
@@ -144,6 +148,35 @@ def to_host(sums: DenseSums) -> HostSums:
         grad_norm=whole(host.grad_norm),
         grad_norm_max=float(host.grad_norm_max),
     )
+
+
+def check_finite(state: TrainState, step: int, schedule: optim.Schedule, timer: StepTimer) -> None:
+    """Waits for the steps so far: nothing that is not finite is ever logged or saved.
+
+    Raises:
+      UserError: of the steps since the last window one was not, or none had an example that counts.
+    """
+    with timer.phase("blocked"):
+        nonfinite = int(np.asarray(state.metrics.nonfinite))
+    if nonfinite and not np.asarray(state.metrics.weight.value):
+        raise UserError(
+            f"Nothing counts in the batches up to step {step}: the sum of their weights is 0. Documents of one "
+            "token have no next one to learn; check data.path, data.column and data.marks."
+        )
+    if nonfinite:
+        highest = "value" if isinstance(schedule, optim.Constant) else "peak"
+        raise UserError(
+            f"The loss or the gradient of {nonfinite} steps was not finite in the steps up to {step}. Nothing was "
+            "saved after the last checkpoint. Lower the learning rate, "
+            f"--set optimizer.learning_rate.{highest}=..., and start again from it."
+        )
+
+
+def close_window(program: Any, state: TrainState, timer: StepTimer) -> tuple[TrainState, HostSums]:
+    """The state with zeroed sums, and what they were; waits for the device."""
+    state, sums = program.take_metrics(state)
+    with timer.phase("blocked"):
+        return state, to_host(sums)
 
 
 @dataclasses.dataclass(frozen=True)

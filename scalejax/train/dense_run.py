@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +21,7 @@ from scalejax.train.experiment import DenseExperiment
 from scalejax.train.prefetch import Prefetch
 from scalejax.train.protocols import DataSet
 from scalejax.train.records import Records
-from scalejax.train.state import TrainState
+from scalejax.train.state import TrainState, from_stored, to_stored
 from scalejax.train.timing import peak_memory
 
 
@@ -66,10 +64,8 @@ class DenseRun:
     def identity(self) -> dict[str, str]:
         """Model, optimizer and data; how the backward pass recomputes and what computes attention may differ."""
         experiment = self.experiment
-        shapes = {name: (p.shape, str(p.dtype)) for name, p in self.program.model.params.items()}
-        digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
         return {
-            "model": f"{type(experiment.model).__name__} {digest}",
+            "model": f"{type(experiment.model).__name__} {self.program.model.digest()}",
             "optimizer": type(experiment.optimizer).__name__ + (" of a scaled loss" if experiment.loss_scaling else ""),
             "data": self.data.fingerprint(),
         }
@@ -80,8 +76,7 @@ class DenseRun:
     def restore(self, checkpoints: Checkpointer, step: int | None) -> tuple[TrainState, HostState]:
         abstract = self.program.abstract_state()
         stored, host = checkpoints.restore(step, to_stored(abstract))
-        optimizer = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), jax.tree.leaves(stored["optimizer"]))
-        return TrainState(**{**stored, "optimizer": optimizer, "tables": {}}), HostState.from_dict(host)
+        return from_stored(stored, abstract, {}), HostState.from_dict(host)
 
     def attach(self, records: Records) -> None:
         self._records = records
@@ -101,10 +96,8 @@ class DenseRun:
 
     def log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:
         """Writes the window that ends here; here and before a save training waits for the device."""
-        self._check(state, step)
-        state, sums = self.program.take_metrics(state)
-        with self.records.timer.phase("blocked"):
-            window = dense_metrics.to_host(sums)
+        dense_metrics.check_finite(state, step, self.experiment.optimizer.learning_rate, self.records.timer)
+        state, window = dense_metrics.close_window(self.program, state, self.records.timer)
         host = host.with_window(window)
         values = window.values()
         taken = step
@@ -127,7 +120,7 @@ class DenseRun:
         return values
 
     def save(self, state: TrainState, host: HostState, step: int, scored: dict[str, float] | None) -> None:
-        self._check(state, step)
+        dense_metrics.check_finite(state, step, self.experiment.optimizer.learning_rate, self.records.timer)
         self.records.events.sync()
         best = self.experiment.checkpoints.best_metric
         kept = None if scored is None else {best: scored[best]}
@@ -147,7 +140,7 @@ class DenseRun:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "dense_parameters": sum(math.prod(p.shape) for p in self.program.model.params.values()),
+            "dense_parameters": self.program.model.size,
             "flops_per_example": self.program.task.flops_per_example(),
             "tokens_per_example": self.program.task.tokens_per_example(),
         }
@@ -205,22 +198,6 @@ class DenseRun:
             speed |= {"peak_tflops_per_s": peak, "mfu": speed["tflops_per_s_per_device"] / peak}
         return timing | speed
 
-    def _check(self, state: TrainState, step: int) -> None:
-        """Nothing that is not finite is ever logged or saved."""
-        with self.records.timer.phase("blocked"):
-            nonfinite = int(np.asarray(state.metrics.nonfinite))
-        if nonfinite and not np.asarray(state.metrics.weight.value):
-            raise UserError(
-                f"Nothing counts in the batches up to step {step}: the sum of their weights is 0. Documents of one "
-                "token have no next one to learn; check data.path, data.column and data.marks."
-            )
-        if nonfinite:
-            raise UserError(
-                f"The loss or the gradient of {nonfinite} steps was not finite in the steps up to {step}. Nothing was "
-                "saved after the last checkpoint. Lower the learning rate, --set optimizer.learning_rate.peak=..., and "
-                "start again from it."
-            )
-
 
 class _Feed:
     """Takes batches and dispatches steps on them."""
@@ -241,15 +218,3 @@ class _Feed:
 
     def drain(self) -> None:
         """Nothing is computed ahead."""
-
-
-def to_stored(state: TrainState) -> dict[str, Any]:
-    """The state as named arrays that know no mesh."""
-    return {
-        "step": state.step,
-        "params": state.params,
-        "optimizer": state.optimizer,
-        "metrics": state.metrics,
-        "key": state.key,
-        **({} if state.loss_scale is None else {"loss_scale": state.loss_scale}),
-    }

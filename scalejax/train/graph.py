@@ -22,9 +22,9 @@ from scalejax.parallel import gradient_scaling
 from scalejax.parallel import mesh as meshes
 from scalejax.train import dense_metrics
 from scalejax.train.experiment import GraphExperiment
-from scalejax.train.precision import check_precision, compute_dtype
+from scalejax.train.precision import check_precision, init_model
 from scalejax.train.protocols import GraphTask
-from scalejax.train.state import ModelShape, Params, TrainState, with_sharding
+from scalejax.train.state import ModelShape, Params, TrainState, optimizer_step, with_sharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,13 +79,17 @@ class GraphProgram:
         return dataclasses.replace(state, metrics=fresh), state.metrics
 
     def place_batch(self, batch: NodeBatch) -> dict[str, Any]:
-        """A batch on the device."""
-        around = None if batch.neighborhood is None else _arrays(batch.neighborhood)
-        return jax.device_put({"nodes": batch.nodes, "labels": batch.labels, "neighborhood": around}, self.replicated)
+        """A batch on the devices: each has all of it, or one of the parts of its neighbourhood."""
+        fields = {"nodes": batch.nodes, "labels": batch.labels, "epoch": np.int32(batch.epoch)}
+        around, where = [_arrays(part) for part in batch.neighborhoods], self.replicated
+        if len(around) > 1:
+            around, where = [jax.tree.map(lambda *parts: np.stack(parts), *around)], meshes.everywhere(self.mesh)
+        neighborhood = jax.device_put(around[0], where) if around else None
+        return jax.device_put(fields, self.replicated) | {"neighborhood": neighborhood}
 
     def _create(self) -> TrainState:
         key = jax.random.key(self.experiment.seed)
-        model = init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment, self.mesh)
+        model = init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment.precision, self.mesh)
         params = self.model.take_apart(model)
         return TrainState(
             step=jnp.zeros((), jnp.int32),
@@ -107,8 +111,7 @@ class GraphProgram:
 
         (loss, (total, weight)), grads = jax.value_and_grad(mean_loss, has_aux=True)(state.params)
         norm = gradient_scaling.global_norm(grads)
-        updates, optimizer = self.transformation.update(grads, state.optimizer, state.params)
-        params: Any = optax.apply_updates(state.params, updates)  # pyright: ignore[reportArgumentType]
+        params, optimizer = optimizer_step(self.transformation, grads, state)
         state = dataclasses.replace(
             state,
             step=state.step + 1,
@@ -139,15 +142,18 @@ def build(experiment: GraphExperiment, data: NodeDataSet, mesh: Mesh | None = No
       data: The graph.
       mesh: Devices; None = those that the experiment names, or the first.
     Raises:
-      UserError: model and graph do not fit, a dtype would not do what it says, or there are several processes.
+      UserError: model and graph do not fit, mini-batches do not divide over the devices, a dtype would not do what it
+        says, or there are several processes.
     """
     if jax.process_count() > 1:
         raise UserError("a graph is trained by one process. Leave --processes out.")
     if mesh is None:
         mesh = one_device() if experiment.mesh is None else meshes.make_mesh(experiment.mesh)
     check_precision(experiment.precision)
+    if data.fanouts:
+        meshes.check_batch(data.batch_size, mesh)
     task = experiment.model.task(data.schema)
-    abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment, mesh))
+    abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment.precision, mesh))
     placed = task.place(data.graph, data.fanouts, mesh)
     return GraphProgram(experiment, task, mesh, ModelShape.of(abstract), placed)
 
@@ -155,12 +161,6 @@ def build(experiment: GraphExperiment, data: NodeDataSet, mesh: Mesh | None = No
 def one_device() -> Mesh:
     """A mesh of the first device."""
     return meshes.make_mesh(meshes.MeshShape(), jax.local_devices()[:1])
-
-
-def init_model(task: GraphTask, rngs: nnx.Rngs, experiment: GraphExperiment, mesh: Mesh) -> nnx.Module:
-    """The model of a run in its dtypes."""
-    precision = experiment.precision
-    return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=compute_dtype(precision, mesh))
 
 
 def _arrays(neighborhood: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import hashlib
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,12 +17,11 @@ from scalejax.train import console as consoles
 from scalejax.train import dense_metrics, graph, summary
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.dense_metrics import HostState
-from scalejax.train.dense_run import to_stored
 from scalejax.train.experiment import GraphExperiment
 from scalejax.train.graph import GraphProgram
 from scalejax.train.prefetch import Prefetch
 from scalejax.train.records import Records
-from scalejax.train.state import TrainState
+from scalejax.train.state import TrainState, from_stored, to_stored
 from scalejax.train.timing import peak_memory
 
 
@@ -78,10 +76,8 @@ class GraphRun:
         return self._records
 
     def identity(self) -> dict[str, str]:
-        shapes = {name: (p.shape, str(p.dtype)) for name, p in self.program.model.params.items()}
-        digest = hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
         return {
-            "model": f"{type(self.experiment.model).__name__} {digest}",
+            "model": f"{type(self.experiment.model).__name__} {self.program.model.digest()}",
             "optimizer": type(self.experiment.optimizer).__name__,
             "data": self.data.fingerprint(),
         }
@@ -92,16 +88,16 @@ class GraphRun:
     def restore(self, checkpoints: Checkpointer, step: int | None) -> tuple[TrainState, HostState]:
         abstract = self.program.abstract_state()
         stored, host = checkpoints.restore(step, to_stored(abstract))
-        optimizer = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), jax.tree.leaves(stored["optimizer"]))
         self.best = Best(**host["best"])
-        return TrainState(**{**stored, "optimizer": optimizer, "tables": {}}), HostState.from_dict(host)
+        return from_stored(stored, abstract, {}), HostState.from_dict(host)
 
     def attach(self, records: Records) -> None:
         self._records = records
 
     @contextlib.contextmanager
     def feed(self, host: HostState, steps: int) -> Iterator["_Feed"]:
-        batches = self.data.train_batches(start_example=host.examples)
+        parts = self.mesh.size if self.data.fanouts else 1
+        batches = self.data.train_batches(start_example=host.examples, parts=parts)
         with Prefetch(batches, self.program.place_batch) as prefetched:
             yield _Feed(self.program, prefetched)
 
@@ -112,10 +108,8 @@ class GraphRun:
 
     def log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:
         """Writes the window that ends here."""
-        self._check(state, step)
-        state, sums = self.program.take_metrics(state)
-        with self.records.timer.phase("blocked"):
-            window = dense_metrics.to_host(sums)
+        dense_metrics.check_finite(state, step, self.experiment.optimizer.learning_rate, self.records.timer)
+        state, window = dense_metrics.close_window(self.program, state, self.records.timer)
         host = host.with_window(window)
         values = window.values()
         rate = float(np.asarray(self.learning_rate(step)))
@@ -130,13 +124,11 @@ class GraphRun:
     def evaluate(self, state: TrainState, step: int, split: str) -> dict[str, float]:
         values = self._scores(state, split, self.experiment.final_split)
         self.records.events.evaluation(step, split, values[split])
-        accuracy = values[split]["accuracy"]
-        if accuracy > self.best.accuracy:
-            self.best = Best(step, accuracy, values[self.experiment.final_split]["accuracy"])
+        self._compare(step, values)
         return values[split]
 
     def save(self, state: TrainState, host: HostState, step: int, scored: dict[str, float] | None) -> None:
-        self._check(state, step)
+        dense_metrics.check_finite(state, step, self.experiment.optimizer.learning_rate, self.records.timer)
         self.records.events.sync()
         metric = self.experiment.checkpoints.best_metric
         kept = None if scored is None else {metric: scored[metric]}
@@ -150,27 +142,35 @@ class GraphRun:
         with timer.phase("checkpoint"):
             # Before anything else is written: if the disk is full, the checkpoint is what the user must hear of.
             self.records.checkpoints.wait()
+        self._compare(experiment.steps, values)
         split = experiment.final_split
         if split != experiment.eval_split:
             self.records.events.evaluation(experiment.steps, split, values[split])
         closing: dict[str, Any] = {"steps": experiment.steps, "examples": host.examples}
         for name, scores in values.items():
             closing |= summary.of_evaluation(name, scores)
-        closing |= {"best_step": self.best.step, "best_val_accuracy": self.best.accuracy}
+        closing |= {"best_step": self.best.step}
+        closing |= {f"best_{summary.prefix(experiment.eval_split)}_accuracy": self.best.accuracy}
         closing |= {f"{summary.prefix(split)}_accuracy_at_best": self.best.final}
         return closing | timer.summary() | peak_memory(self.mesh.local_mesh.devices.flat)
 
     def describe(self) -> dict[str, Any]:
         schema = self.data.schema
         return {
-            "dense_parameters": sum(math.prod(p.shape) for p in self.program.model.params.values()),
+            "dense_parameters": self.program.model.size,
             "nodes": schema.nodes,
             "edges": self.data.graph.adjacency.num_edges,
-            "flops_per_step": self.program.task.flops_per_step(schema.nodes),
+            "flops_per_step": self.program.task.flops_per_step(self.data.nodes_per_step),
         }
 
     def score(self, state: TrainState, split: str) -> dict[str, Any]:
         return summary.of_evaluation(split, self._scores(state, split)[split])
+
+    def _compare(self, step: int, values: dict[str, dict[str, float]]) -> None:
+        """Keeps what is better than the best so far."""
+        accuracy = values[self.experiment.eval_split]["accuracy"]
+        if accuracy > self.best.accuracy:
+            self.best = Best(step, accuracy, values[self.experiment.final_split]["accuracy"])
 
     def _scores(self, state: TrainState, *splits: str) -> dict[str, dict[str, float]]:
         """Loss and accuracy of splits, from one pass over the graph."""
@@ -189,17 +189,6 @@ class GraphRun:
                 )
             result[split] = {"loss": loss, "accuracy": int(right) / count, "weight": count}
         return result
-
-    def _check(self, state: TrainState, step: int) -> None:
-        """Nothing that is not finite is ever logged or saved."""
-        with self.records.timer.phase("blocked"):
-            nonfinite = int(np.asarray(state.metrics.nonfinite))
-        if nonfinite:
-            raise UserError(
-                f"The loss or the gradient of {nonfinite} steps was not finite in the steps up to {step}. Nothing was "
-                "saved after the last checkpoint. Lower the learning rate, "
-                "--set optimizer.learning_rate.value=..., and start again from it."
-            )
 
 
 class _Feed:

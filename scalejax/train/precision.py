@@ -3,10 +3,12 @@
 import dataclasses
 
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 
 from scalejax.errors import UserError
 from scalejax.train.experiment import Precision
+from scalejax.train.protocols import DenseTask, GraphTask, Task
 
 
 def check_precision(precision: Precision) -> None:
@@ -30,3 +32,8 @@ def compute_dtype(precision: Precision, mesh: Mesh) -> jnp.dtype:
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         compute = precision.params if on_cpu else "bfloat16"
     return jnp.dtype(compute)
+
+
+def init_model(task: Task | DenseTask | GraphTask, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:
+    """The model of a task in the dtypes of its run."""
+    return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=compute_dtype(precision, mesh))

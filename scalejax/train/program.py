@@ -26,10 +26,10 @@ from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.jagged import DeviceBatch, FeatureLayout, KeyedJagged
 from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.train import metrics
-from scalejax.train.experiment import Experiment, Precision
-from scalejax.train.precision import check_precision, compute_dtype
+from scalejax.train.experiment import Experiment
+from scalejax.train.precision import check_precision, init_model
 from scalejax.train.protocols import Task
-from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings, with_sharding
+from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings, optimizer_step, with_sharding
 
 
 @jax.tree_util.register_dataclass
@@ -157,7 +157,7 @@ class Program:
 
         def create() -> tuple[dict[str, jax.Array], Any, Any, Any]:
             key = jax.random.key(self.experiment.seed)
-            model = _init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment.precision, self.mesh)
+            model = init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment.precision, self.mesh)
             params = self.model.take_apart(model)
             sums = metrics.zeros(len(self.task.schema.labels))
             return params, self.transformation.init(params), sums, jax.random.fold_in(key, 1)
@@ -252,11 +252,11 @@ class Program:
         key = jax.random.fold_in(state.key, state.step)
         batch = self._with_lengths(batch)
         loss, logits, dense_grads, row_grads = self._gradients(state.params, embedded, batch, key)
-        updates, optimizer = self.transformation.update(dense_grads, state.optimizer, state.params)
+        params, optimizer = optimizer_step(self.transformation, dense_grads, state)
         tables = self.collection.update(tables, routing, row_grads, self.row_schedule(state.step))
         state = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),  # pyright: ignore[reportArgumentType]
+            params=params,
             optimizer=optimizer,
             tables=tables,
             metrics=metrics.update(state.metrics, logits, batch.labels, batch.weights),
@@ -352,7 +352,7 @@ def build(experiment: Experiment, schema: Schema, mesh: Mesh) -> Program:
         exchange=experiment.exchange,
         accumulate=experiment.accumulate,
     )
-    abstract = nnx.eval_shape(lambda: _init_model(task, nnx.Rngs(0), experiment.precision, mesh))
+    abstract = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment.precision, mesh))
     program = Program(
         experiment=experiment,
         task=task,
@@ -436,7 +436,3 @@ def tables_of(experiment: Experiment, task: Task) -> tuple[TableConfig, ...]:
 def _path(table: TableConfig) -> str:
     """By which rules know a table."""
     return f"tables/{table.name}"
-
-
-def _init_model(task: Task, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:
-    return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=compute_dtype(precision, mesh))

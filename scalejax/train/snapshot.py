@@ -5,9 +5,8 @@ import hashlib
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from scalejax.parallel.embedding.tracking import Rows, touched_rows
+from scalejax.train import state as states
 from scalejax.train.metrics import HostSums, Lifetime
 from scalejax.train.program import Program
 from scalejax.train.protocols import DataSet
@@ -58,32 +57,23 @@ class HostState:
 
 def to_stored(program: Program, state: TrainState) -> dict[str, Any]:
     """The state as arrays that know no mesh: tables unpadded and unstacked, under their own names."""
-    return {**_dense(state), "tables": program.collection.to_stored(state.tables)}
+    return {**states.to_stored(state), "tables": program.collection.to_stored(state.tables)}
 
 
 def to_delta(program: Program, state: TrainState, since: int) -> tuple[dict[str, Any], Iterator[Rows]]:
     """What has changed of `to_stored` after an update: (all but the tracked tables, touched rows of these)."""
-    rest = {**_dense(state), "tables": program.collection.untracked_to_stored(state.tables)}
+    rest = {**states.to_stored(state), "tables": program.collection.untracked_to_stored(state.tables)}
     return rest, touched_rows(program.collection, state.tables, since)
 
 
 def abstract_stored(program: Program) -> dict[str, Any]:
     """What `to_stored` gives, as shapes, dtypes and the shardings of this program's mesh."""
-    return {**_dense(program.abstract_state()), "tables": program.collection.abstract_stored()}
+    return {**states.to_stored(program.abstract_state()), "tables": program.collection.abstract_stored()}
 
 
 def from_stored(program: Program, stored: dict[str, Any]) -> TrainState:
     """The state on this program's mesh."""
-    abstract = program.abstract_state()
-    optimizer = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), jax.tree.leaves(stored["optimizer"]))
-    return TrainState(
-        step=stored["step"],
-        params=stored["params"],
-        optimizer=optimizer,
-        tables=program.collection.from_stored(stored["tables"]),
-        metrics=stored["metrics"],
-        key=stored["key"],
-    )
+    return states.from_stored(stored, program.abstract_state(), program.collection.from_stored(stored["tables"]))
 
 
 def identity(program: Program, data: DataSet) -> dict[str, str]:
@@ -95,14 +85,4 @@ def identity(program: Program, data: DataSet) -> dict[str, str]:
         "model": f"{type(experiment.model).__name__} {hashlib.sha256(model.encode()).hexdigest()[:16]}",
         "optimizer": f"{type(experiment.optimizer).__name__} / {type(experiment.row_optimizer).__name__}",
         "data": data.fingerprint(),
-    }
-
-
-def _dense(state: TrainState) -> dict[str, Any]:
-    return {
-        "step": state.step,
-        "params": state.params,
-        "optimizer": state.optimizer,
-        "metrics": state.metrics,
-        "key": state.key,
     }

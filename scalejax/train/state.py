@@ -1,6 +1,8 @@
 """`TrainState`: everything a step reads and writes, as a plain pytree of arrays."""
 
 import dataclasses
+import hashlib
+import math
 from typing import Any
 
 import jax
@@ -85,12 +87,49 @@ class ModelShape:
         state = jax.tree.unflatten(self.treedef, [params[name] for name in self.names])
         return nnx.merge(self.graph, state)
 
+    @property
+    def size(self) -> int:
+        """Parameters."""
+        return sum(math.prod(value.shape) for value in self.params.values())
+
+    def digest(self) -> str:
+        """Short digest of names, shapes and dtypes of the parameters."""
+        shapes = {name: (value.shape, str(value.dtype)) for name, value in self.params.items()}
+        return hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
+
     def shardings(self, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
         """Sharding per parameter under a rules table."""
         return {
             name: NamedSharding(mesh, rules.spec(self.logical_axes[name], value.shape, mesh))
             for name, value in self.params.items()
         }
+
+
+def optimizer_step(
+    transformation: optax.GradientTransformation, grads: Params, state: TrainState
+) -> tuple[Params, optax.OptState]:
+    """Parameters and optimizer state after an update."""
+    updates, optimizer = transformation.update(grads, state.optimizer, state.params)
+    params: Any = optax.apply_updates(state.params, updates)  # pyright: ignore[reportArgumentType]
+    return params, optimizer
+
+
+def to_stored(state: TrainState) -> dict[str, Any]:
+    """The state as named arrays that know no mesh, without tables."""
+    return {
+        "step": state.step,
+        "params": state.params,
+        "optimizer": state.optimizer,
+        "metrics": state.metrics,
+        "key": state.key,
+        **({} if state.loss_scale is None else {"loss_scale": state.loss_scale}),
+    }
+
+
+def from_stored(stored: dict[str, Any], abstract: TrainState, tables: Any) -> TrainState:
+    """The state of stored arrays; `abstract` knows the structure of the optimizer's, and tables are as given."""
+    optimizer = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), jax.tree.leaves(stored["optimizer"]))
+    return TrainState(**{**stored, "optimizer": optimizer, "tables": tables})
 
 
 def with_sharding(leaf: Any, sharding: NamedSharding) -> Any:

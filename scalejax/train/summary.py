@@ -12,7 +12,7 @@
 
 Metrics of a model without tables are loss (mean, in nats), perplexity (e to its power) and weight (over how much).
 Those of the nodes of a graph are loss, accuracy and weight (how many nodes); `best_step` is that of the highest
-accuracy on the split scored at intervals, `best_val_accuracy` that accuracy and `test_accuracy_at_best` what the
+accuracy on the split scored at intervals, `best_<split>_accuracy` that accuracy and `test_accuracy_at_best` what the
 final split had there. `nodes`, `edges` and `flops_per_step` describe the graph.
 Those of a click model are those of `evaluation.evaluate`: examples, logloss, ne, auc, gauc, calibration, base_rate;
 progressive validation has auc_hist and auc_error_bound instead of auc. With several tasks the key ends in "/task":

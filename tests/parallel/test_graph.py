@@ -8,7 +8,7 @@ from graph_cases import random_csr
 
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import Csr, plan, presample, quantize_rows, sampled_spmm, spmm
-from scalejax.parallel.graph import pad_nodes, shard_graph, sharded_spmm
+from scalejax.parallel.graph import pad_nodes, shard_draws, shard_graph, sharded_spmm
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
 from scalejax.plan import collectives
 
@@ -88,6 +88,20 @@ def test_features_in_int8_travel_as_they_are(mesh, exchange):
     np.testing.assert_array_equal(run(graph, rows)[: csr.shape[0]], spmm(plan(csr), quantize_rows(jnp.asarray(h))))
     name = {"halo": "all-to-all", "all_gather": "all-gather"}[exchange]
     assert [line for line in run.as_text().splitlines() if f" {name}(" in line and " s8[" in line]
+
+
+def test_draws_in_blocks_are_read_one_at_a_time(mesh):
+    csr, h = _problem()
+    draws = [presample(csr, 8, strategy="quadratic_residue", seed=seed).to_csr() for seed in range(3)]
+    blocks = shard_draws(draws, DEVICES, mesh=mesh)
+
+    def of_draw(blocks, h, draw):
+        return sharded_spmm(jax.tree.map(lambda array: array[:, draw], blocks), h, mesh=mesh)
+
+    run = jax.jit(of_draw)
+    for number, draw in enumerate(draws):
+        out = run(blocks, _on_mesh(h, mesh), number)
+        np.testing.assert_array_equal(out[: csr.shape[0]], spmm(plan(draw), h))
 
 
 def test_a_halo_moves_what_edges_name_and_a_gather_all(mesh):

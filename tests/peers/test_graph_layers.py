@@ -20,7 +20,6 @@ from scalejax.models.graph import GatLayer, GcnLayer, SageLayer, of_host
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 NODES, INPUTS, OUTPUTS = 200, 12, 7
-DTYPES: dict[str, Any] = {"param_dtype": jnp.float32, "compute_dtype": jnp.float32}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +63,7 @@ def test_symmetric_normalisation_is_theirs(adjacency: graphs.Adjacency) -> None:
 def test_gcn_layer_and_its_gradients_are_theirs(adjacency: graphs.Adjacency, x: np.ndarray) -> None:
     peer = GCNConv(INPUTS, OUTPUTS)
     torch.nn.init.normal_(peer.bias)
-    layer = GcnLayer(INPUTS, OUTPUTS, nnx.Rngs(0), **DTYPES)
+    layer = GcnLayer(INPUTS, OUTPUTS, nnx.Rngs(0), dropout=0.0)
     layer.kernel[...], layer.bias[...] = _param(peer.lin.weight).T, _param(peer.bias)
     graph = of_host(adjacency.with_self_loops().normalized("symmetric"))
     inputs = torch.tensor(x, requires_grad=True)
@@ -81,7 +80,7 @@ def test_gcn_layer_and_its_gradients_are_theirs(adjacency: graphs.Adjacency, x: 
 @pytest.mark.parametrize("outputs", [5, 30])  # aggregated after and before the product
 def test_sage_layer_is_theirs(outputs: int, adjacency: graphs.Adjacency, x: np.ndarray) -> None:
     peer = SAGEConv(INPUTS, outputs, aggr="mean")
-    layer = SageLayer(INPUTS, outputs, nnx.Rngs(0), **DTYPES)
+    layer = SageLayer(INPUTS, outputs, nnx.Rngs(0), dropout=0.0)
     layer.neighbors[...], layer.own[...] = _param(peer.lin_l.weight).T, _param(peer.lin_r.weight).T
     layer.bias[...] = _param(peer.lin_l.bias)
     unweighted = graphs.Adjacency(adjacency.indptr, adjacency.indices, None, adjacency.shape)
@@ -93,7 +92,7 @@ def test_sage_layer_is_theirs(outputs: int, adjacency: graphs.Adjacency, x: np.n
 def test_gat_layer_is_theirs(combine: Any, adjacency: graphs.Adjacency, x: np.ndarray) -> None:
     peer = GATConv(INPUTS, OUTPUTS, heads=3, concat=combine == "concatenate")
     torch.nn.init.normal_(peer.bias)
-    layer = GatLayer(INPUTS, 3, OUTPUTS, nnx.Rngs(0), combine=combine, slope=0.2, dropout=0.0, **DTYPES)
+    layer = GatLayer(INPUTS, 3, OUTPUTS, nnx.Rngs(0), combine=combine, slope=0.2, dropout=0.0)
     layer.kernel[...], layer.bias[...] = _param(peer.lin.weight).T, _param(peer.bias)
     layer.source[...], layer.target[...] = _param(peer.att_src)[0], _param(peer.att_dst)[0]
     unweighted = graphs.Adjacency(adjacency.indptr, adjacency.indices, None, adjacency.shape)

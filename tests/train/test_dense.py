@@ -239,14 +239,16 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(texts, tmp_p
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
-def test_batches_without_a_target_are_named_as_what_they_are(texts):
-    program, data = program_of(small.experiment(texts))
-    run = DenseRun(program, data)
-    run.attach(types.SimpleNamespace(timer=StepTimer()))  # pyright: ignore[reportArgumentType]
-    for weight, message in ((0.0, "Nothing counts in the batches up to step 4"), (3.0, "Lower the learning rate")):
+def test_batches_without_a_target_are_named_as_what_they_are():
+    rates = (optim.WarmupCosine(), optim.Constant())
+    for weight, rate, message in (
+        (0.0, rates[0], "Nothing counts in the batches up to step 4"),
+        (3.0, rates[0], "Lower the learning rate, --set optimizer.learning_rate.peak="),
+        (3.0, rates[1], "Lower the learning rate, --set optimizer.learning_rate.value="),
+    ):
         sums = dense_metrics.update(dense_metrics.zeros(), *map(jnp.float32, (0.0, weight, np.nan)), clip=None)
         with pytest.raises(UserError, match=message):
-            run._check(types.SimpleNamespace(metrics=sums), 4)  # pyright: ignore[reportArgumentType]
+            dense_metrics.check_finite(types.SimpleNamespace(metrics=sums), 4, rate, StepTimer())  # pyright: ignore[reportArgumentType]
 
 
 def test_mistakes_are_named(texts):

@@ -107,6 +107,47 @@ def test_mini_batches_in_two_parts_end_at_the_same_numbers(path: str, tmp_path: 
     _same_end(parts, whole)
 
 
+def test_training_is_that_of_the_equations_in_numpy(path: str) -> None:
+    experiment = _experiment(path, model=GcnConfig(hidden=8, dropout=0.0))
+    nodes = experiment.data.build()
+    program = programs.build(experiment, nodes)
+    state = program.init()
+    names = ("layers/0/kernel", "layers/0/bias", "layers/1/kernel", "layers/1/bias")
+    params = [np.asarray(state.params[name], np.float64) for name in names]
+    losses, wanted = [], []
+    batch = program.place_batch(nodes.whole("train"))
+    for _ in range(6):
+        state, loss = program.train_step(state, program.placed, batch)
+        losses.append(float(loss))
+    graph, train = nodes.graph, nodes.graph.splits["train"]
+    a, edges, labels = np.zeros((90, 90)), graph.adjacency, np.asarray(graph.labels)[train]
+    np.add.at(a, (edges.rows, edges.indices), edges.weights())
+    x = np.asarray(graph.features, np.float64)
+    first, second = ([np.zeros_like(p) for p in params] for _ in range(2))
+    for step in range(1, 7):
+        w1, b1, w2, b2 = params
+        h = np.maximum(a @ x @ w1 + b1, 0)
+        shares = np.exp(a @ h @ w2 + b2)[train]
+        shares /= shares.sum(1, keepdims=True)
+        right = np.arange(train.size), labels
+        wanted.append(-np.log(shares[right]).mean())
+        shares[right] -= 1
+        d_logits = np.zeros((90, CLASSES))
+        d_logits[train] = shares / train.size
+        d_inner = (a.T @ d_logits @ w2.T) * (h > 0)
+        grads = [(a @ x).T @ d_inner, d_inner.sum(0), (a @ h).T @ d_logits, d_logits.sum(0)]
+        for n, (p, grad) in enumerate(zip(params, grads, strict=True)):
+            grad = grad + 5e-4 * p if n < 2 else grad  # the first layer alone decays
+            first[n] += 0.1 * (grad - first[n])
+            second[n] += 0.001 * (grad * grad - second[n])
+            p -= 0.02 * (first[n] / (1 - 0.9**step)) / (np.sqrt(second[n] / (1 - 0.999**step)) + 1e-8)
+    np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    for name, p in zip(names, params, strict=True):
+        # Steps of 0.02, where Adam divides what float32 rounds to 1e-7 by numbers as small as 1e-4.
+        np.testing.assert_allclose(state.params[name], p, atol=1e-4)
+
+
+@pytest.mark.slow
 def test_mini_batches_learn(path: str) -> None:
     experiment = _sampled(path)
     data = experiment.data.build()
@@ -130,6 +171,54 @@ def test_eight_devices_train_as_one(whole: dict[str, Any], path: str) -> None:
             state, loss = program.train_step(state, program.placed, batch)
             losses.append(float(loss))
     np.testing.assert_allclose(losses[:4], losses[4:], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GcnConfig(layers=1, dropout=0.0),
+        pytest.param(GcnConfig(hidden=8, dropout=0.0), marks=pytest.mark.slow),
+        pytest.param(GraphSageConfig(hidden=8, dropout=0.0), marks=pytest.mark.slow),
+    ],
+)
+def test_mini_batches_over_eight_devices_are_those_of_one(model: Any, path: str) -> None:
+    normalization = "symmetric" if isinstance(model, GcnConfig) else "none"
+    data = graphs.NodeData(path=path, features="as-is", normalization=normalization, fanouts=(3, 2), batch_size=16)
+    data = dataclasses.replace(data, fanouts=data.fanouts[: model.layers])
+    losses = []
+    for mesh in (None, MeshShape(fsdp=4, tensor=2)):
+        experiment = _experiment(path, data=data, model=model, mesh=mesh)
+        nodes = experiment.data.build()
+        program = programs.build(experiment, nodes)
+        state = program.init()
+        for batch in itertools.islice(nodes.train_batches(parts=program.mesh.size), 3):
+            state, loss = program.train_step(state, program.placed, program.place_batch(batch))
+            losses.append(float(loss))
+    np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
+
+
+def test_mini_batches_must_divide_over_the_devices(path: str) -> None:
+    experiment = _sampled(path, mesh=MeshShape(fsdp=8))  # 12 nodes
+    with pytest.raises(UserError, match=r"batch_size 12 does not divide.*8 or 16"):
+        programs.build(experiment, experiment.data.build())
+
+
+@pytest.mark.slow
+def test_a_run_scored_only_at_its_end_is_best_there(path: str, tmp_path: pathlib.Path) -> None:
+    closing = loop.train(_experiment(path, steps=3, eval_every=0), workdir=tmp_path)
+    assert closing["best_step"] == 3
+    assert closing["best_val_accuracy"] == closing["val_accuracy"]
+    assert closing["test_accuracy_at_best"] == closing["test_accuracy"]
+
+
+@pytest.mark.slow
+def test_mini_batches_over_devices_in_two_parts_end_at_the_same_numbers(path: str, tmp_path: pathlib.Path) -> None:
+    every = Checkpoints(every=4, best_metric="accuracy")
+    data = dataclasses.replace(_sampled(path).data, batch_size=16)
+    run = dataclasses.replace(_sampled(path, steps=8, checkpoints=every, mesh=MeshShape()), data=data)
+    whole = loop.train(run, workdir=tmp_path / "whole")
+    loop.train(dataclasses.replace(run, steps=4), workdir=tmp_path / "parts")
+    _same_end(loop.train(run, workdir=tmp_path / "parts", resume="must"), whole)
 
 
 def test_a_checkpoint_scores_as_its_run_did(whole: dict[str, Any], path: str) -> None:

@@ -48,6 +48,13 @@ class Adjacency:
             )
         if self.values is not None and self.values.shape != indices.shape:
             raise UserError(f"Adjacency: values must be one per edge, {indices.shape}; got {self.values.shape}.")
+        if self.values is not None and not np.isfinite(self.values).all():
+            bad = int(np.argmax(~np.isfinite(self.values)))
+            row = int(np.searchsorted(indptr, bad, side="right")) - 1
+            raise UserError(
+                f"Adjacency: values must be finite; that of the edge from {indices[bad]} to {row} is "
+                f"{self.values[bad]}. Leave the edge out, or give it a weight."
+            )
 
     @classmethod
     def from_edges(
@@ -134,13 +141,19 @@ class Adjacency:
           kind: "symmetric" = D^-1/2 A D^-1/2 (Kipf and Welling, 2017; with `with_self_loops` before it their matrix),
             by the degrees of rows on both sides, as PyG has it. "right" = D^-1 A: the mean over a row, as DGL calls it.
         Raises:
-          UserError: no such kind, or "symmetric" of a matrix that is not square.
+          UserError: no such kind; "symmetric" of a matrix that is not square, or with a degree below 0.
         """
         weights, rows = self.weights(), self.rows
         degrees = np.bincount(rows, weights, minlength=self.shape[0])  # float64
         with np.errstate(divide="ignore"):
             if kind == "symmetric":
                 self._check_square("normalized")
+                if degrees.min(initial=0) < 0:
+                    bad = int(np.argmin(degrees))
+                    raise UserError(
+                        f"normalized: the weights of every row must add up to at least 0, whose root is taken; those "
+                        f'of row {bad} give {degrees[bad]:g}. Use kind "right", or weights of one sign.'
+                    )
                 root = np.where(degrees > 0, degrees, np.inf) ** -0.5
                 scaled = root[rows] * weights * root[self.indices]
             elif kind == "right":

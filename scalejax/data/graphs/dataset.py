@@ -44,12 +44,15 @@ class NodeBatch:
     Attributes:
       nodes: int32[B].
       labels: int32[B].
-      neighborhood: What surrounds them; None = the model reads the whole graph.
+      neighborhoods: What surrounds each part of them, parts being consecutive and equally large; () = the model reads
+        the whole graph.
+      epoch: Of the first of them in the training stream; 0 of splits that are scored.
     """
 
     nodes: np.ndarray
     labels: np.ndarray
-    neighborhood: Neighborhood | None
+    neighborhoods: tuple[Neighborhood, ...] = ()
+    epoch: int = 0
 
     def __len__(self) -> int:
         return self.nodes.shape[0]
@@ -103,36 +106,48 @@ class NodeDataSet:
         """Nodes of a split."""
         return self.graph.splits[split].size if split in self.graph.splits else 0
 
+    @property
+    def nodes_per_step(self) -> int:
+        """Nodes whose features a step of training has room for."""
+        return self.graph.num_nodes if self._sampler is None else self._sampler.capacities(self.batch_size)[0]
+
     def fingerprint(self) -> str:
         """Hex digest of the graph, the fan-outs and the order (not of the batch size)."""
         return hashlib.sha256(f"{self.graph.fingerprint()} {self.fanouts} {self.seed}".encode()).hexdigest()
 
     def whole(self, split: str) -> NodeBatch:
         """All nodes of a split, in the order of the split, to be scored on the whole graph."""
-        return self._batch(self.graph.splits[split], None)
+        return self._batch(self.graph.splits[split])
 
-    def train_batches(self, *, start_example: int = 0) -> Iterator[NodeBatch]:
+    def train_batches(self, *, start_example: int = 0, parts: int = 1) -> Iterator[NodeBatch]:
         """Batches of the training stream from a position on, without end.
 
         Without fan-outs a batch is the whole split. With them, example i of the stream is node i % n of epoch i // n,
         in the order of that epoch's seeded permutation, so a batch may hold a node twice where two epochs meet.
+
+        Args:
+          start_example: Position in the stream.
+          parts: Neighbourhoods that a mini-batch comes in, for as many devices; its size is a multiple. A node draws
+            the same neighbours in any number of parts.
         """
         check_start(start_example)
-        return read_ahead(Source(lambda k: self._make(start_example + k * self.batch_size), sys.maxsize), self.threads)
+        source = Source(lambda k: self._make(start_example + k * self.batch_size, parts), sys.maxsize)
+        return read_ahead(source, self.threads)
 
-    def _make(self, start: int) -> NodeBatch:
+    def _make(self, start: int, parts: int) -> NodeBatch:
         nodes = self.graph.splits["train"]
         if self._sampler is None:
-            return self._batch(nodes, None)
+            return self._batch(nodes, epoch=start // nodes.size)
         epochs, places = np.divmod(start + np.arange(self.batch_size), nodes.size)
         chosen = np.empty(self.batch_size, np.int64)
         for epoch in np.unique(epochs):
             here = epochs == epoch
             chosen[here] = nodes[Permutation(nodes.size, _ORDER, self.seed, int(epoch))(places[here])]
-        return self._batch(chosen, self._sampler.sample(chosen, start))
+        around = tuple(self._sampler.sample(part, start) for part in chosen.reshape(parts, -1))
+        return self._batch(chosen, around, int(epochs[0]))
 
-    def _batch(self, nodes: np.ndarray, neighborhood: Neighborhood | None) -> NodeBatch:
-        return NodeBatch(nodes.astype(np.int32), self._labels[nodes].astype(np.int32), neighborhood)
+    def _batch(self, nodes: np.ndarray, neighborhoods: tuple[Neighborhood, ...] = (), epoch: int = 0) -> NodeBatch:
+        return NodeBatch(nodes.astype(np.int32), self._labels[nodes].astype(np.int32), neighborhoods, epoch)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

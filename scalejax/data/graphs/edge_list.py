@@ -7,7 +7,7 @@ import zlib
 import numpy as np
 
 from scalejax.data.graphs.adjacency import Adjacency
-from scalejax.data.graphs.npz import nodes_of
+from scalejax.data.graphs.npz import nodes_of, one_file
 from scalejax.data.records import Ragged
 from scalejax.errors import UserError
 
@@ -25,9 +25,7 @@ def read_edge_list(path: str | pathlib.Path, *, num_nodes: int | None = None) ->
     Raises:
       UserError: missing, damaged, or a line that is no edge (named by its number).
     """
-    from scalejax.data.parquet_files import find_files  # pyarrow takes 0.3 s to import
-
-    (file,) = find_files(path, "*")
+    file = one_file(path, "*")
     try:
         text = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:

@@ -33,6 +33,13 @@ class NodeGraph:
         for name, array in (("features", self.features), ("labels", self.labels)):
             if array is not None and array.shape[0] != self.num_nodes:
                 raise UserError(f"NodeGraph: {name} must have {self.num_nodes} rows; got {array.shape[0]}.")
+        if self.features is not None and (self.features.ndim != 2 or not self.features.shape[1]):
+            raise UserError(f"NodeGraph: features must be [N, F] with F of at least 1; got {self.features.shape}.")
+        if self.labels is not None and (self.labels.ndim > 2 or self.labels.min(initial=0) < -1):
+            raise UserError(
+                f"NodeGraph: labels must be classes from 0 on, [N] or [N, T], or -1 where none is known; got "
+                f"{self.labels.shape} from {self.labels.min(initial=0)} on."
+            )
         if self.features is not None and not np.isfinite(self.features).all():
             bad = int(np.argmax(~np.isfinite(self.features).all(1)))
             raise UserError(f"NodeGraph: features must be finite; those of node {bad} are not. Fill them in.")
@@ -68,6 +75,15 @@ class NodeGraph:
 
 
 def row_normalized(features: np.ndarray) -> np.ndarray:
-    """float32[N, F] with each row divided by its sum; rows of sum 0 stay as they are."""
+    """float32[N, F] with each row divided by its sum; rows of sum 0 stay as they are.
+
+    Raises:
+      UserError: there are negative features, whose sum may be next to 0.
+    """
+    if features.min(initial=0) < 0:
+        raise UserError(
+            f"row_normalized: features must be counts, at least 0 each; got {features.min()}. Take them as they are: "
+            "--set data.features=as-is."
+        )
     total = features.sum(1, keepdims=True)
     return (features / np.where(total == 0, 1, total)).astype(np.float32)

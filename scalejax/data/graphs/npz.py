@@ -4,7 +4,7 @@
 |---|---|
 | `edge_src`, `edge_dst` | integers[E]: an edge goes from source to destination |
 | `edge_weight` | number[E]; missing = 1 each |
-| `num_nodes` | integer; missing = one more than the highest id |
+| `num_nodes` | integer; missing = as many as have features or labels, or one more than the highest id |
 | `features` | number[N, F] |
 | `feat_indptr`, `feat_indices`, `feat_values`, `num_features` | the same in compressed rows |
 | `labels` | integers[N], -1 = not known |
@@ -34,10 +34,22 @@ def read_npz(path: str | pathlib.Path) -> NodeGraph:
     Raises:
       UserError: missing, damaged, with objects in it, or without edges.
     """
+    file = one_file(path, "*.npz")
+    return from_arrays(load_arrays(file), str(file))
+
+
+def one_file(path: str | pathlib.Path, pattern: str) -> pathlib.Path:
+    """The file, or the only one of a folder that matches.
+
+    Raises:
+      UserError: nothing is there, it is empty, or there are several.
+    """
     from scalejax.data.parquet_files import find_files  # pyarrow takes 0.3 s to import
 
-    (file,) = find_files(path, "*.npz")
-    return from_arrays(load_arrays(file), str(file))
+    files = find_files(path, pattern)
+    if len(files) > 1:
+        raise UserError(f"{path}: holds {len(files)} files, and a graph is one. Name it, for example {files[0]}.")
+    return files[0]
 
 
 def write_npz(path: str | pathlib.Path, graph: NodeGraph) -> None:
@@ -80,39 +92,92 @@ def from_arrays(arrays: Mapping[str, np.ndarray], where: str) -> NodeGraph:
             raise UserError(
                 f"{where} has no array {name!r}, only {', '.join(arrays)}. Write edges as edge_src, edge_dst."
             )
-    senders, receivers = arrays["edge_src"], arrays["edge_dst"]
-    labels = arrays.get("labels")
-    nodes = nodes_of(arrays.get("num_nodes"), senders, receivers)
-    adjacency = Adjacency.from_edges(senders, receivers, shape=(nodes, nodes), values=arrays.get("edge_weight"))
     try:
+        senders, receivers = arrays["edge_src"], arrays["edge_dst"]
+        nodes = nodes_of(_stated(arrays), senders, receivers)
+        weights = _numbers(arrays, "edge_weight") if "edge_weight" in arrays else None
+        adjacency = Adjacency.from_edges(senders, receivers, shape=(nodes, nodes), values=weights)
         return NodeGraph(
             adjacency,
-            features=_features(arrays, nodes, where),
-            labels=None if labels is None else labels.astype(np.int32),
-            splits={split: arrays[name].astype(np.int64) for split, name in _SPLITS.items() if name in arrays},
+            features=_features(arrays, nodes),
+            labels=_integers(arrays, "labels").astype(np.int32) if "labels" in arrays else None,
+            splits={split: _nodes(arrays, name) for split, name in _SPLITS.items() if name in arrays},
         )
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
 
 
 def nodes_of(stated: np.ndarray | int | None, senders: np.ndarray, receivers: np.ndarray) -> int:
-    """The stated number of nodes, or one more than the highest id."""
-    if stated is not None:
-        return int(stated)
-    return int(max(senders.max(initial=-1), receivers.max(initial=-1))) + 1
+    """The stated number of nodes, or one more than the highest id.
+
+    Raises:
+      UserError: what is stated is no number of nodes.
+    """
+    if stated is None:
+        ends = [int(array.max(initial=-1)) for array in (senders, receivers) if array.dtype.kind in "iu"]
+        return max(ends, default=-1) + 1
+    number = np.asarray(stated)
+    if number.size != 1 or number.dtype.kind not in "iu" or number.item() < 0:
+        raise UserError(f"num_nodes must be one whole number of at least 0; got {stated}.")
+    return int(number.item())
 
 
-def _features(arrays: Mapping[str, np.ndarray], nodes: int, where: str) -> np.ndarray | None:
+def _stated(arrays: Mapping[str, np.ndarray]) -> np.ndarray | int | None:
+    """The number of nodes as the file says it, in words or by the rows of what it knows of them."""
+    if "num_nodes" in arrays:
+        return arrays["num_nodes"]
+    if "feat_indptr" in arrays:
+        return arrays["feat_indptr"].size - 1
+    known = [arrays[name] for name in ("features", "labels") if name in arrays]
+    return next((array.shape[0] for array in known if array.ndim), None)
+
+
+def _features(arrays: Mapping[str, np.ndarray], nodes: int) -> np.ndarray | None:
     if "features" in arrays:
-        return arrays["features"].astype(np.float32)
+        return _numbers(arrays, "features")
     if "feat_indptr" not in arrays:
         return None
     for name in ("feat_indices", "feat_values"):
         if name not in arrays:
-            raise UserError(f"{where} has feat_indptr and no {name}. Write all three, or `features`.")
-    columns = arrays["feat_indices"]
-    width = int(arrays["num_features"]) if "num_features" in arrays else int(columns.max(initial=-1)) + 1
-    rows = Adjacency(arrays["feat_indptr"].astype(np.int64), columns.astype(np.int64), None, (nodes, width))
+            raise UserError(f"has feat_indptr and no {name}. Write all three, or `features`.")
+    indptr, columns = _integers(arrays, "feat_indptr"), _integers(arrays, "feat_indices")
+    width = nodes_of(arrays.get("num_features"), columns, columns)
+    try:
+        rows = Adjacency(indptr, columns, _numbers(arrays, "feat_values"), (nodes, width))
+    except UserError as error:
+        raise UserError(f"features in compressed rows do not fit together, as {error}") from error
     dense = np.zeros((nodes, width), np.float32)
-    np.add.at(dense, (rows.rows, rows.indices), arrays["feat_values"].astype(np.float32))
+    np.add.at(dense, (rows.rows, rows.indices), rows.weights())
     return dense
+
+
+def _numbers(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """float32 of an array."""
+    if arrays[name].dtype.kind not in "biuf":
+        raise UserError(f"{name} must be numbers; got {arrays[name].dtype}.")
+    return arrays[name].astype(np.float32)
+
+
+def _integers(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """int64 of an array, which may hold whole numbers as floats."""
+    array = arrays[name]
+    if array.dtype.kind not in "iuf":
+        raise UserError(f"{name} must be whole numbers; got {array.dtype}.")
+    if array.dtype.kind == "f" and not (whole := is_whole(array)).all():
+        raise UserError(f"{name} must be whole numbers; got {array[~whole][0]} among them.")
+    return array.astype(np.int64)
+
+
+def is_whole(array: np.ndarray) -> np.ndarray:
+    """bool of the same shape: which numbers are finite and have no fraction."""
+    return np.isfinite(array) & (array == np.floor(array))
+
+
+def _nodes(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
+    """The nodes of a split."""
+    if arrays[name].dtype.kind == "b" or arrays[name].ndim != 1:
+        raise UserError(
+            f"{name} must be numbers of nodes, integers[K]; got {arrays[name].dtype}{list(arrays[name].shape)}. Of a "
+            "mask write np.flatnonzero(mask)."
+        )
+    return _integers(arrays, name)

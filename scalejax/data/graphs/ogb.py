@@ -61,7 +61,7 @@ _Found = tuple[np.ndarray, int, np.ndarray | None, np.ndarray | None]
 
 
 def _text(raw: pathlib.Path) -> _Found:
-    pairs = _csv(raw / "edge.csv.gz").astype(np.int64)
+    pairs = _integers(raw / "edge.csv.gz")
     nodes, count = (_single(_csv(raw / f"num-{what}-list.csv.gz"), raw, what) for what in ("node", "edge"))
     if pairs.shape != (count, 2):
         raise UserError(
@@ -73,7 +73,7 @@ def _text(raw: pathlib.Path) -> _Found:
         pairs,
         nodes,
         _csv(features).astype(np.float32) if features.exists() else None,
-        _labels(_csv(labels)) if labels.exists() else None,
+        _labels(_csv(labels), labels) if labels.exists() else None,
     )
 
 
@@ -82,6 +82,8 @@ def _binary(raw: pathlib.Path) -> _Found:
     for name in ("edge_index", "num_nodes_list"):
         if name not in arrays:
             raise UserError(f"{raw / 'data.npz'} has no array {name!r}, only {', '.join(arrays)}.")
+    if arrays["edge_index"].shape[:1] != (2,) or arrays["edge_index"].ndim != 2:
+        raise UserError(f"{raw / 'data.npz'}: edge_index must be [2, E]; got {arrays['edge_index'].shape}.")
     nodes = _single(arrays["num_nodes_list"].reshape(-1, 1), raw, "node")
     features = arrays.get("node_feat")
     labels = None
@@ -89,12 +91,15 @@ def _binary(raw: pathlib.Path) -> _Found:
         found: dict[str, Any] = npz.load_arrays(file)
         if "node_label" not in found:
             raise UserError(f"{file} has no array 'node_label', only {', '.join(found)}.")
-        labels = _labels(found["node_label"])
+        labels = _labels(found["node_label"], file)
     return arrays["edge_index"].T, nodes, None if features is None else features.astype(np.float32), labels
 
 
-def _labels(values: np.ndarray) -> np.ndarray:
-    labels = np.where(np.isnan(values), -1, values).astype(np.int32)
+def _labels(values: np.ndarray, file: pathlib.Path) -> np.ndarray:
+    numbers = np.where(np.isnan(values), -1, values)
+    if not (whole := npz.is_whole(numbers)).all():
+        raise UserError(f"{file}: must hold classes, whole numbers; got {numbers[~whole][0]} among them.")
+    labels = numbers.astype(np.int32)
     return labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
 
 
@@ -114,7 +119,16 @@ def _splits(place: pathlib.Path, name: str | None) -> dict[str, np.ndarray]:
     name = name or choices[0]
     if name not in choices:
         raise UserError(f"{folder}: there is no split {name!r}; it has {', '.join(choices) or 'none'}.")
-    return {ours: _csv(folder / name / f"{theirs}.csv.gz").astype(np.int64)[:, 0] for ours, theirs in _FILES.items()}
+    return {ours: _integers(folder / name / f"{theirs}.csv.gz")[:, 0] for ours, theirs in _FILES.items()}
+
+
+def _integers(file: pathlib.Path) -> np.ndarray:
+    """int64[lines, columns] of a gzipped table of whole numbers."""
+    table = _csv(file)
+    if (whole := npz.is_whole(table)).all():
+        return table.astype(np.int64)
+    line, column = np.argwhere(~whole)[0]
+    raise UserError(f"{file}, line {line + 1}: {table[line, column]:g} is no node. Unpack the data set again.")
 
 
 def _csv(file: pathlib.Path) -> np.ndarray:

@@ -14,7 +14,7 @@ def read_planetoid(path: str | pathlib.Path | None = None) -> NodeGraph:
     """Reads a citation graph: 0/1 features as they are, an edge in both directions, the public split.
 
     The files of the original repository (`ind.cora.x` and so on) are Python pickles, which run code when they are read,
-    and so they are refused; docs/graphs.md shows how to turn them into an npz.
+    and so they are refused; `data.bundled.make_planetoid` turns them into an npz and runs nothing.
 
     Args:
       path: An npz as `graphs.npz` describes; None = the bundled Cora.
@@ -28,8 +28,9 @@ def read_planetoid(path: str | pathlib.Path | None = None) -> NodeGraph:
     if (pickled := _pickle_in(place)) is not None:
         raise UserError(
             f"{pickled}: is a Python pickle, which could run code of others while it is read. Turn the files of "
-            "Planetoid into an npz once, where you trust them (docs/graphs.md has the lines), and set data.path to it; "
-            "Cora is bundled (data.path=none)."
+            f"Planetoid into an npz once, which runs nothing: `python -m scalejax.data.bundled.make_planetoid "
+            f"{pickled.parent} {pickled.name.split('.')[1]} {pickled.name.split('.')[1]}.npz`, and set data.path to it "
+            "(docs/graphs.md); Cora is bundled (data.path=none)."
         )
     graph = npz.read_npz(place)
     for name, found in (("features", graph.features), ("labels", graph.labels), ("splits", graph.splits or None)):

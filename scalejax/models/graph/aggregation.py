@@ -20,10 +20,10 @@ from scalejax import nn
 from scalejax.data.graphs import Adjacency
 from scalejax.errors import UserError
 from scalejax.kernels import sampled_spmm as ops
-from scalejax.kernels.sampled_spmm import Csr, Ell, SparsePlan
-from scalejax.parallel.graph import ShardedGraph, fetch_rows, own_block, shard_graph, sharded_spmm
+from scalejax.kernels.sampled_spmm import PRIMES, Csr, Ell, SparsePlan, sampling
+from scalejax.kernels.sampled_spmm.plan import plan_on_host, stack_plans
+from scalejax.parallel.graph import ShardedGraph, fetch_rows, own_block, shard_draws, shard_graph, sharded_spmm
 
-Strategy = Literal["bucket", "fastrand", "quadratic_residue"]
 Graph = SparsePlan | ShardedGraph | Ell
 
 
@@ -36,19 +36,62 @@ class Sampling:
       strategy: How they are chosen, see `kernels.sampled_spmm.presample`.
       prime: Stride of "fastrand"; None = one of ten by seed.
       seed: Of strategies that take one.
-      rescale: What becomes of the weights of edges that stay: "degree" = times n / min(n, S) where the row has n, so
-        that a row keeps its sum on average; "none" = as they are. A mean over neighbours has no weights to scale.
+      rate: Share of a row's edges, for strategies by rate, which take no more than the width either.
+      rescale: What becomes of the weights of edges that stay: "degree" = times n / picks where the row has n, so that a
+        row keeps its sum on average; "none" = as they are. A mean over neighbours has no weights to scale.
+      draws: Draws that training takes turns with, by the seeds seed, seed + 1, ...: epoch e reads draw e mod draws.
+        What is read once, as scoring does, is the first.
     """
 
-    width: int
-    strategy: Strategy = "fastrand"
+    width: int | None = 32
+    strategy: sampling.Strategy = "fastrand"
     prime: int | None = 577
     seed: int = 0
+    rate: float | None = None
     rescale: Literal["degree", "none"] = "degree"
+    draws: int = 1
 
     def __post_init__(self) -> None:
-        if self.width < 1:
+        rule = sampling.Sampling(strategy=self.strategy, prime=self.prime, seed=self.seed, rate=self.rate)
+        if self.width is None and not rule.by_rate:
+            raise UserError(f"Sampling: width must be a number of edges for strategy {self.strategy!r}; got None.")
+        if self.width is not None and self.width < 1:
             raise UserError(f"Sampling: width must be at least 1; got {self.width}.")
+        if self.rescale not in ("degree", "none"):
+            raise UserError(f"Sampling: rescale must be 'degree' or 'none'; got {self.rescale!r}.")
+        if self.draws < 1:
+            raise UserError(f"Sampling: draws must be at least 1; got {self.draws}.")
+        ten = self.strategy == "fastrand" and self.prime is None
+        most = len(PRIMES) if ten else None if self.strategy in ("quadratic_residue", "rate") else 1
+        if most is not None and self.draws > most:
+            raise UserError(
+                f"Sampling: draws must be at most {most}, as many as differ with strategy {self.strategy!r} and "
+                f"prime={self.prime}; got {self.draws}. 'fastrand' has {len(PRIMES)} with prime=None, "
+                "'quadratic_residue' and 'rate' have more."
+            )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Draws:
+    """Graphs of edges that were drawn, which the epochs of a training read in turn.
+
+    Attributes:
+      graphs: All of them: each array has an axis of draws more, the first, or the second of graphs in blocks.
+      count: How many.
+    """
+
+    graphs: SparsePlan | ShardedGraph
+    count: int = dataclasses.field(metadata={"static": True})
+
+    def of_epoch(self, epoch: jax.Array) -> SparsePlan | ShardedGraph:
+        """The graph of an epoch, int[]."""
+        axis = 1 if isinstance(self.graphs, ShardedGraph) else 0
+
+        def taken(array: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_index_in_dim(array, epoch % self.count, axis, keepdims=False)
+
+        return jax.tree.map(taken, self.graphs)
 
 
 def of_host(adjacency: Adjacency) -> SparsePlan:
@@ -56,21 +99,31 @@ def of_host(adjacency: Adjacency) -> SparsePlan:
     return ops.plan(_csr(adjacency))
 
 
-def presampled(adjacency: Adjacency, sampling: Sampling) -> SparsePlan:
+def presampled(adjacency: Adjacency, drawn: Sampling) -> SparsePlan:
     """The plan of edges that are drawn here and now; every pass over it reads these."""
-    return ops.plan(_drawn(adjacency, sampling))
+    return ops.plan(_drawn(adjacency, drawn))
 
 
-def graph_of(adjacency: Adjacency, sampling: Sampling | None, mesh: Mesh | None = None) -> SparsePlan | ShardedGraph:
+def graph_of(adjacency: Adjacency, drawn: Sampling | None, mesh: Mesh | None = None) -> SparsePlan | ShardedGraph:
     """All edges, or those that are drawn: planned, or cut into blocks of rows where there is a mesh.
 
     Args:
       adjacency: The graph.
-      sampling: Which edges; None = all.
+      drawn: Which edges; None = all.
       mesh: Its devices get a block each, in the order of the mesh; None = one device.
     """
-    csr = _csr(adjacency) if sampling is None else _drawn(adjacency, sampling)
+    csr = _csr(adjacency) if drawn is None else _drawn(adjacency, drawn)
     return ops.plan(csr) if mesh is None else shard_graph(csr, mesh.size, mesh=mesh)
+
+
+def draws_of(adjacency: Adjacency, drawn: Sampling, mesh: Mesh | None = None) -> Draws:
+    """All draws of a sampling, planned once; arguments as of `graph_of`."""
+    if not adjacency.num_edges:
+        raise UserError("draws_of: the graph must have edges to draw from; got none.")
+    draws = [_drawn(adjacency, drawn, number) for number in range(drawn.draws)]
+    if mesh is not None:
+        return Draws(shard_draws(draws, mesh.size, mesh=mesh), drawn.draws)
+    return Draws(jax.tree.map(jnp.asarray, stack_plans([plan_on_host(draw) for draw in draws])), drawn.draws)
 
 
 def num_rows(graph: Graph) -> int:
@@ -80,9 +133,9 @@ def num_rows(graph: Graph) -> int:
     return graph.shape[0]
 
 
-def _drawn(adjacency: Adjacency, sampling: Sampling) -> Csr:
-    s = sampling
-    ell = ops.presample(_csr(adjacency), s.width, strategy=s.strategy, prime=s.prime, seed=s.seed)
+def _drawn(adjacency: Adjacency, s: Sampling, draw: int = 0) -> Csr:
+    rule = {"strategy": s.strategy, "prime": s.prime, "seed": s.seed + draw, "rate": s.rate}
+    ell = ops.presample(_csr(adjacency), s.width, **rule)
     if ell.values is not None and s.rescale == "degree":
         share = ell.degrees / np.maximum(ell.counts, 1)
         ell = dataclasses.replace(ell, values=ell.values * share.astype(ell.values.dtype)[:, None])
@@ -115,7 +168,7 @@ def aggregate(graph: Graph, h: jax.Array, *, reduce: Literal["sum", "mean"]) -> 
     if isinstance(graph, SparsePlan):
         return ops.spmm(graph, h, reduce=reduce)
     if isinstance(graph, ShardedGraph):
-        return sharded_spmm(graph, h, mesh=_ambient_mesh(), reduce=reduce)
+        return sharded_spmm(graph, h, mesh=ambient_mesh(), reduce=reduce)
     return ops.sampled_spmm(graph, h, reduce=reduce, rescale="degree" if reduce == "sum" else "none")
 
 
@@ -165,7 +218,7 @@ def _attend_in_blocks(
     graph: ShardedGraph, h: jax.Array, sources: jax.Array, targets: jax.Array, *, slope: float, rate: float, key: Any
 ) -> jax.Array:
     """`attend` where each device has a block of rows, and fetches what these read."""
-    mesh = _ambient_mesh()
+    mesh = ambient_mesh()
     axes = tuple(mesh.axis_names)
 
     def of_block(block: ShardedGraph, h: jax.Array, sources: jax.Array, targets: jax.Array, key: Any) -> jax.Array:
@@ -188,11 +241,16 @@ def _attend_in_blocks(
     return run(graph, h, sources, targets, key)
 
 
-def _ambient_mesh() -> AbstractMesh:
+def ambient_mesh() -> AbstractMesh:
+    """The mesh that the program is traced for.
+
+    Raises:
+      UserError: there is none.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise UserError(
-            "a graph in blocks of rows needs the mesh that it was cut for. Call the model inside of "
+            "a graph or a mini-batch in parts needs the mesh that it was cut for. Call the model inside of "
             "`with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):`, under jit."
         )
     return mesh

@@ -17,7 +17,7 @@ from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
 from scalejax.models.graph.aggregation import Graph, Sampling, attend, num_rows
-from scalejax.models.graph.layers import glorot, layer_graphs
+from scalejax.models.graph.layers import Network, check_architecture, glorot
 from scalejax.models.graph.task import NodeTask
 
 
@@ -45,6 +45,10 @@ class GatConfig:
     train_sampling: Sampling | None = None
     eval_sampling: Sampling | None = None
 
+    def __post_init__(self) -> None:
+        sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "out_heads": self.out_heads}
+        check_architecture("GatConfig", dropout=self.dropout, **sizes)
+
     def task(self, schema: GraphSchema) -> NodeTask:
         """Binds the model to a graph.
 
@@ -57,9 +61,20 @@ class GatConfig:
             )
         return NodeTask(config=self, schema=schema)
 
-    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> "Gat":
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> Network:
         """The model for a graph."""
-        return Gat(self, schema, rngs, **dtypes)
+        layers = [
+            GatLayer(
+                *shape,
+                rngs,
+                combine="mean" if l + 1 == self.layers else "concatenate",
+                slope=self.slope,
+                dropout=self.dropout,
+                **dtypes,
+            )
+            for l, shape in enumerate(self.shapes(schema))
+        ]
+        return Network(layers, jax.nn.elu)
 
     def products(self, schema: GraphSchema) -> int:
         """Multiply-accumulates of the matrices, a node."""
@@ -89,8 +104,8 @@ class GatLayer(nnx.Module):
         combine: Literal["concatenate", "mean"],
         slope: float,
         dropout: float,
-        param_dtype: Any,
-        compute_dtype: Any,
+        param_dtype: Any = jnp.float32,
+        compute_dtype: Any = jnp.float32,
     ):
         self.kernel = nnx.Param(
             glorot(rngs.params(), (inputs, heads * outputs), param_dtype), logical_axes=("input", "hidden")
@@ -104,53 +119,17 @@ class GatLayer(nnx.Module):
 
     def __call__(self, x: jax.Array, graph: Graph, *, key: jax.Array | None = None) -> jax.Array:
         """x: float[M, inputs]; graph: N rows that read M. Returns [N, heads * outputs], or [N, outputs]."""
+        keys = (None, None) if key is None else jax.random.split(key)
         kernel, source, target, bias = (
             p[...].astype(self.compute_dtype) for p in (self.kernel, self.source, self.target, self.bias)
         )
-        h = (x.astype(self.compute_dtype) @ kernel).reshape(x.shape[0], *source.shape)  # M H D
+        x = nn.dropout(x, self.dropout, keys[0]).astype(self.compute_dtype)
+        h = (x @ kernel).reshape(x.shape[0], *source.shape)  # M H D
         wider = nn.wide(self.compute_dtype)  # scores and their softmax
         sources = jnp.einsum("mhd,hd->mh", h, source, preferred_element_type=wider)
         targets = jnp.einsum("nhd,hd->nh", h[: num_rows(graph)], target, preferred_element_type=wider)
-        y = attend(graph, h, sources, targets, slope=self.slope, rate=self.dropout, key=key).astype(self.compute_dtype)
+        y = attend(graph, h, sources, targets, slope=self.slope, rate=self.dropout, key=keys[1]).astype(
+            self.compute_dtype
+        )
         y = y.reshape(y.shape[0], -1) if self.combine == "concatenate" else y.mean(1)
         return y + bias[None, :]
-
-
-class Gat(nnx.Module):
-    """The whole network."""
-
-    def __init__(
-        self,
-        config: GatConfig,
-        schema: GraphSchema,
-        rngs: nnx.Rngs,
-        *,
-        param_dtype: Any = jnp.float32,
-        compute_dtype: Any = jnp.float32,
-    ):
-        shapes = config.shapes(schema)
-        self.layers = nnx.List(
-            [
-                GatLayer(
-                    *shape,
-                    rngs,
-                    combine="mean" if l + 1 == len(shapes) else "concatenate",
-                    slope=config.slope,
-                    dropout=config.dropout,
-                    param_dtype=param_dtype,
-                    compute_dtype=compute_dtype,
-                )
-                for l, shape in enumerate(shapes)
-            ]
-        )
-        self.dropout = config.dropout
-
-    def __call__(self, x: jax.Array, graph: Graph | tuple[Graph, ...], *, key: jax.Array | None = None) -> jax.Array:
-        """Logits, float[N, classes]; arguments as of `layers.ReluNetwork`."""
-        for l, (layer, read) in enumerate(zip(self.layers, layer_graphs(graph, len(self.layers)), strict=True)):
-            keys = (None, None) if key is None else tuple(jax.random.split(jax.random.fold_in(key, l)))
-            x = nn.dropout(x, self.dropout, keys[0])
-            x = layer(x, read, key=keys[1])  # M F -> N hidden
-            if l + 1 < len(self.layers):
-                x = jax.nn.elu(x)
-        return x

@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
 from scalejax.models.graph.aggregation import Graph, Sampling, aggregate
-from scalejax.models.graph.layers import ReluNetwork, glorot, widths
+from scalejax.models.graph.layers import Network, check_architecture, glorot, widths
 from scalejax.models.graph.task import NodeTask
 
 
@@ -40,6 +41,9 @@ class GcnConfig:
     train_sampling: Sampling | None = None
     eval_sampling: Sampling | None = None
 
+    def __post_init__(self) -> None:
+        check_architecture("GcnConfig", dropout=self.dropout, layers=self.layers, hidden=self.hidden)
+
     def task(self, schema: GraphSchema) -> NodeTask:
         """Binds the model to a graph.
 
@@ -53,9 +57,10 @@ class GcnConfig:
             )
         return NodeTask(config=self, schema=schema)
 
-    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> ReluNetwork:
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> Network:
         """The model for a graph."""
-        return ReluNetwork(GcnLayer, widths(schema, self.layers, self.hidden), self.dropout, rngs, **dtypes)
+        sizes = itertools.pairwise(widths(schema, self.layers, self.hidden))
+        return Network([GcnLayer(a, b, rngs, dropout=self.dropout, **dtypes) for a, b in sizes], jax.nn.relu)
 
     def products(self, schema: GraphSchema) -> int:
         """Multiply-accumulates of the matrices, a node."""
@@ -64,15 +69,25 @@ class GcnConfig:
 
 
 class GcnLayer(nnx.Module):
-    """y = A x W + b."""
+    """y = A dropout(x) W + b."""
 
-    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        rngs: nnx.Rngs,
+        *,
+        dropout: float,
+        param_dtype: Any = jnp.float32,
+        compute_dtype: Any = jnp.float32,
+    ):
         self.kernel = nnx.Param(glorot(rngs.params(), (inputs, outputs), param_dtype), logical_axes=("input", "hidden"))
         self.bias = nnx.Param(jnp.zeros(outputs, param_dtype), logical_axes=("hidden",))
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.dropout, self.compute_dtype = dropout, jnp.dtype(compute_dtype)
 
-    def __call__(self, x: jax.Array, graph: Graph) -> jax.Array:
+    def __call__(self, x: jax.Array, graph: Graph, *, key: jax.Array | None = None) -> jax.Array:
         """x: float[M, inputs]; graph: N rows that read M. Returns compute_dtype[N, outputs]."""
-        h = x.astype(self.compute_dtype) @ self.kernel[...].astype(self.compute_dtype)
+        x = nn.dropout(x, self.dropout, key).astype(self.compute_dtype)
+        h = x @ self.kernel[...].astype(self.compute_dtype)
         y = aggregate(graph, h, reduce="sum").astype(self.compute_dtype)
         return y + self.bias[...].astype(self.compute_dtype)[None, :]

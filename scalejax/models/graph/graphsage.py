@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
 from scalejax.models.graph.aggregation import Graph, Sampling, aggregate, num_rows
-from scalejax.models.graph.layers import ReluNetwork, glorot, widths
+from scalejax.models.graph.layers import Network, check_architecture, glorot, widths
 from scalejax.models.graph.task import NodeTask
 
 
@@ -40,6 +41,9 @@ class GraphSageConfig:
     train_sampling: Sampling | None = None
     eval_sampling: Sampling | None = None
 
+    def __post_init__(self) -> None:
+        check_architecture("GraphSageConfig", dropout=self.dropout, layers=self.layers, hidden=self.hidden)
+
     def task(self, schema: GraphSchema) -> NodeTask:
         """Binds the model to a graph.
 
@@ -53,9 +57,10 @@ class GraphSageConfig:
             )
         return NodeTask(config=self, schema=schema)
 
-    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> ReluNetwork:
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> Network:
         """The model for a graph."""
-        return ReluNetwork(SageLayer, widths(schema, self.layers, self.hidden), self.dropout, rngs, **dtypes)
+        sizes = itertools.pairwise(widths(schema, self.layers, self.hidden))
+        return Network([SageLayer(a, b, rngs, dropout=self.dropout, **dtypes) for a, b in sizes], jax.nn.relu)
 
     def products(self, schema: GraphSchema) -> int:
         """Multiply-accumulates of the matrices, a node."""
@@ -64,19 +69,28 @@ class GraphSageConfig:
 
 
 class SageLayer(nnx.Module):
-    """y = x W_self + mean(x) W_neighbors + b."""
+    """y = x W_self + mean(x) W_neighbors + b, of x after dropout."""
 
-    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
+    def __init__(
+        self,
+        inputs: int,
+        outputs: int,
+        rngs: nnx.Rngs,
+        *,
+        dropout: float,
+        param_dtype: Any = jnp.float32,
+        compute_dtype: Any = jnp.float32,
+    ):
         self.own = nnx.Param(glorot(rngs.params(), (inputs, outputs), param_dtype), logical_axes=("input", "hidden"))
         self.neighbors = nnx.Param(
             glorot(rngs.params(), (inputs, outputs), param_dtype), logical_axes=("input", "hidden")
         )
         self.bias = nnx.Param(jnp.zeros(outputs, param_dtype), logical_axes=("hidden",))
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.dropout, self.compute_dtype = dropout, jnp.dtype(compute_dtype)
 
-    def __call__(self, x: jax.Array, graph: Graph) -> jax.Array:
+    def __call__(self, x: jax.Array, graph: Graph, *, key: jax.Array | None = None) -> jax.Array:
         """x: float[M, inputs]; graph: N rows that read M. Returns compute_dtype[N, outputs]."""
-        x = x.astype(self.compute_dtype)
+        x = nn.dropout(x, self.dropout, key).astype(self.compute_dtype)
         own, neighbors, bias = (p[...].astype(self.compute_dtype) for p in (self.own, self.neighbors, self.bias))
         if own.shape[1] < own.shape[0]:  # the mean of products is the product of the mean; aggregate the narrower
             mean = aggregate(graph, x @ neighbors, reduce="mean").astype(self.compute_dtype)

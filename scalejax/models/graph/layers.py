@@ -1,14 +1,11 @@
 """What the networks have in common."""
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
 from scalejax.models.graph.aggregation import Graph
@@ -20,14 +17,21 @@ def glorot(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
     return jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
-def widths(schema: GraphSchema, layers: int, hidden: int) -> list[int]:
-    """Width of the features, of what lies between layers, and of the logits.
+def check_architecture(name: str, *, dropout: float, **sizes: int) -> None:
+    """Refuses what no network can have.
 
     Raises:
-      UserError: there is no layer.
+      UserError: a size below 1, or dropout outside of [0, 1).
     """
-    if layers < 1:
-        raise UserError(f"model.layers must be at least 1; got {layers}.")
+    for size, value in sizes.items():
+        if value < 1:
+            raise UserError(f"{name}: {size} must be at least 1; got {value}.")
+    if not 0 <= dropout < 1:
+        raise UserError(f"{name}: dropout must lie in [0, 1); got {dropout}.")
+
+
+def widths(schema: GraphSchema, layers: int, hidden: int) -> list[int]:
+    """Width of the features, of what lies between layers, and of the logits."""
     return [schema.features, *[hidden] * (layers - 1), schema.classes]
 
 
@@ -46,26 +50,12 @@ def layer_graphs(graph: Graph | tuple[Graph, ...], layers: int) -> tuple[Graph, 
     return graphs
 
 
-class ReluNetwork(nnx.Module):
-    """Layers of one kind: dropout before each, relu between them."""
+class Network(nnx.Module):
+    """Layers one after another, an activation between them; dropout is the layers' own."""
 
-    def __init__(
-        self,
-        layer: Callable[..., Any],
-        sizes: list[int],
-        dropout: float,
-        rngs: nnx.Rngs,
-        *,
-        param_dtype: Any = jnp.float32,
-        compute_dtype: Any = jnp.float32,
-    ):
-        self.layers = nnx.List(
-            [
-                layer(a, b, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
-                for a, b in itertools.pairwise(sizes)
-            ]
-        )
-        self.dropout = dropout
+    def __init__(self, layers: Sequence[nnx.Module], activation: Callable[[jax.Array], jax.Array]):
+        self.layers = nnx.List(layers)
+        self.activation = activation
 
     def __call__(self, x: jax.Array, graph: Graph | tuple[Graph, ...], *, key: jax.Array | None = None) -> jax.Array:
         """Logits.
@@ -78,8 +68,7 @@ class ReluNetwork(nnx.Module):
           float[N, classes] of the rows of the last graph.
         """
         for l, (layer, read) in enumerate(zip(self.layers, layer_graphs(graph, len(self.layers)), strict=True)):
-            x = nn.dropout(x, self.dropout, None if key is None else jax.random.fold_in(key, l))
-            x = layer(x, read)  # M F -> N hidden
+            x = layer(x, read, key=None if key is None else jax.random.fold_in(key, l))  # M F -> N hidden
             if l + 1 < len(self.layers):
-                x = jax.nn.relu(x)
+                x = self.activation(x)
         return x

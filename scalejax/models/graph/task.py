@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from scalejax.data.graphs import GraphSchema, NodeGraph
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import SparsePlan
-from scalejax.models.graph.aggregation import Sampling, graph_of, of_hop
+from scalejax.models.graph.aggregation import Draws, Sampling, ambient_mesh, draws_of, graph_of, of_hop
 from scalejax.parallel.graph import ShardedGraph, pad_nodes
-from scalejax.parallel.mesh import everywhere
+from scalejax.parallel.mesh import everywhere, replicated
 
 
 class GraphConfig(Protocol):
@@ -40,13 +41,15 @@ class Placed:
 
     Attributes:
       features: float32[N, F], padded where the graph is in blocks.
-      train: What training reads.
       score: What scoring reads.
+      train: What training reads, where that is a graph of all nodes; None = mini-batches bring their own.
+      weights: float32[E] of all edges, which mini-batches pick from; None = there are none, or no mini-batches.
     """
 
     features: jax.Array
-    train: SparsePlan | ShardedGraph
     score: SparsePlan | ShardedGraph
+    train: SparsePlan | ShardedGraph | Draws | None
+    weights: jax.Array | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,13 +76,8 @@ class NodeTask:
           fanouts: Of mini-batches, () where there are none.
           mesh: Nodes and their rows are cut over its devices, if there are several.
         Raises:
-          UserError: fan-outs do not fit the layers or the mesh, or edges would be drawn twice.
+          UserError: fan-outs do not fit the layers, or edges would be drawn twice.
         """
-        if fanouts and mesh.size > 1:
-            raise UserError(
-                f"data.fanouts draws mini-batches for one device, and the mesh has {mesh.size}. Set --set mesh=none, "
-                "or --set data.fanouts=[] to read the whole graph, cut over the devices."
-            )
         if fanouts and len(fanouts) != self.config.layers:
             raise UserError(
                 f"data.fanouts must have one number for each of the {self.config.layers} layers, outermost first; got "
@@ -90,12 +88,17 @@ class NodeTask:
                 "data.fanouts and model.train_sampling both draw the edges that training reads. Set one of them: "
                 "--set model.train_sampling=none, or --set data.fanouts=[]."
             )
-        blocks = mesh if mesh.size > 1 else None
-        train = graph_of(graph.adjacency, self.config.train_sampling, blocks)
-        same = self.config.train_sampling == self.config.eval_sampling
-        score = train if same else graph_of(graph.adjacency, self.config.eval_sampling, blocks)
-        features = pad_nodes(jnp.asarray(graph.features, jnp.float32), mesh.size)
-        return Placed(jax.device_put(features, everywhere(mesh)), train, score)
+        blocks, config, adjacency = mesh if mesh.size > 1 else None, self.config, graph.adjacency
+        features = jax.device_put(pad_nodes(jnp.asarray(graph.features, jnp.float32), mesh.size), everywhere(mesh))
+        score = graph_of(adjacency, config.eval_sampling, blocks)
+        if fanouts:
+            weights = None if adjacency.values is None else jax.device_put(adjacency.values, replicated(mesh))
+            return Placed(features, score, None, weights)
+        drawn = config.train_sampling
+        if drawn is not None and drawn.draws > 1:
+            return Placed(features, score, draws_of(adjacency, drawn, blocks), None)
+        train = score if drawn == config.eval_sampling else graph_of(adjacency, drawn, blocks)
+        return Placed(features, score, train, None)
 
     def logits(self, model: Any, placed: Placed) -> jax.Array:
         """float[N, C] of all nodes, nothing random, over what scoring reads."""
@@ -109,24 +112,27 @@ class NodeTask:
         Args:
           model: What `init` returned.
           placed: What `place` returned.
-          batch: "nodes" and "labels" int32[B], and "neighborhood" as `data.graphs.Neighborhood` has it, or None.
+          batch: "nodes" and "labels" int32[B]; "epoch" int32[]; "neighborhood", of a mini-batch as
+            `data.graphs.Neighborhood` has it, or None. Parts of one, one for each device of the
+            ambient mesh, are arrays with a first axis of parts.
           key: Drives dropout; None = evaluation.
         """
-        around = batch["neighborhood"]
-        if around is None:
-            logits = model(placed.features, placed.train, key=key)[batch["nodes"]]
+        around, labels = batch["neighborhood"], batch["labels"]
+        if placed.train is not None:
+            read = placed.train.of_epoch(batch["epoch"]) if isinstance(placed.train, Draws) else placed.train
+            losses = cross_entropy(model(placed.features, read, key=key)[batch["nodes"]], labels)
+        elif around["nodes"].ndim == 1:
+            logits = _around(model, placed.features[around["nodes"]], around, placed.weights, key)
+            losses = cross_entropy(logits, labels)
         else:
-            assert isinstance(placed.train, SparsePlan)  # `place` refuses fan-outs on several devices
-            values, rows = placed.train.csr.values, (around["nodes"].shape[0], *(_rows(h) for h in around["hops"]))
-            graphs = tuple(
-                of_hop(**hop, sources=sources, values=values)
-                for hop, sources in zip(around["hops"], rows[:-1], strict=True)
-            )
-            logits = model(placed.features[around["nodes"]], graphs, key=key)[around["seeds"]]
-        return cross_entropy(logits, batch["labels"]).sum(), jnp.asarray(batch["labels"].shape[0], jnp.float32)
+            losses = _losses_of_parts(model, placed, around, labels, key)
+        return losses.sum(), jnp.asarray(labels.shape[0], jnp.float32)
 
     def flops_per_step(self, nodes: int) -> int:
-        """FLOPs of the matrices, forward and backward, 6 a multiply-accumulate; aggregation is bound by memory."""
+        """FLOPs of the matrices if all layers see so many nodes, forward and backward, 6 a multiply-accumulate.
+
+        Aggregation is bound by memory and not counted, nor is it that inner layers of mini-batches see fewer nodes.
+        """
         return 6 * nodes * self.config.products(self.schema)
 
 
@@ -137,5 +143,26 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(logits, axis=1) - picked
 
 
-def _rows(hop: dict[str, jax.Array]) -> int:
-    return hop["indices"].shape[0]
+def _around(model: Any, x: jax.Array, around: dict[str, Any], weights: jax.Array | None, key: Any) -> jax.Array:
+    """Logits of the seeds of a neighbourhood whose nodes have features x."""
+    rows = (x.shape[0], *(hop["indices"].shape[0] for hop in around["hops"]))
+    hops = zip(around["hops"], rows[:-1], strict=True)
+    graphs = tuple(of_hop(**hop, sources=sources, values=weights) for hop, sources in hops)
+    return model(x, graphs, key=key)[around["seeds"]]
+
+
+def _losses_of_parts(model: Any, placed: Placed, around: dict[str, Any], labels: jax.Array, key: Any) -> jax.Array:
+    """float32[B] where each device has a part of the mini-batch, and all parameters."""
+    mesh = ambient_mesh()
+    axes = tuple(mesh.axis_names)
+    structure, params = nnx.split(model)
+    x = placed.features[around["nodes"]]  # parts n F, from whatever devices have them
+
+    def of_part(params: Any, x: jax.Array, around: Any, labels: jax.Array, weights: Any, key: Any) -> jax.Array:
+        own_x, own = jax.tree.map(lambda array: array[0], (x, around))
+        own_key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axes))
+        return cross_entropy(_around(nnx.merge(structure, params), own_x, own, weights, own_key), labels)
+
+    specs = (P(), P(axes), P(axes), P(axes), P(), P())
+    cut = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=P(axes), check_vma=False)
+    return cut(params, x, around, labels, placed.weights, key)

@@ -76,6 +76,10 @@ def test_empty_rows_stay_empty_and_finite_when_normalised() -> None:
         (lambda: Adjacency(np.array([0, 2, 1]), np.array([0]), None, (2, 2)), "never fall"),
         (lambda: Adjacency(np.array([0, 1, 3]), np.array([0]), None, (2, 2)), r"indptr\[-1\] = 3 entries"),
         (lambda: Adjacency(np.array([0, 1]), np.array([4]), None, (1, 4)), "got 4 to 4"),
+        (
+            lambda: Adjacency.from_edges([0, 1], [1, 1], shape=(2, 2), values=[1, -3]).normalized("symmetric"),
+            "those of row 1 give -2",
+        ),
         (lambda: _random().normalized("left"), "'symmetric' or 'right'; got 'left'"),  # type: ignore[arg-type]
         (lambda: Adjacency.from_edges([3], [0], shape=(2, 4)).with_self_loops(), r"square; got \(2, 4\)"),
     ],

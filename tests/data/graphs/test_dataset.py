@@ -15,7 +15,7 @@ def test_the_bundled_graph_is_ready_for_a_gcn() -> None:
     assert data.graph.adjacency.num_edges == 10_556 + 2708
     np.testing.assert_allclose(data.graph.features.sum(1), 1, rtol=1e-5)  # type: ignore[union-attr]
     batch = next(data.train_batches())
-    assert (len(batch), batch.neighborhood) == (140, None)
+    assert (len(batch), batch.neighborhoods) == (140, ())
     np.testing.assert_array_equal(batch.nodes, np.arange(140))
 
 
@@ -28,18 +28,35 @@ def test_mini_batches_visit_every_node_once_an_epoch_and_go_on_anywhere() -> Non
     assert (epochs[0] != epochs[1]).any()
     again = next(data.train_batches(start_example=5 * 35))
     np.testing.assert_array_equal(again.nodes, batches[5].nodes)
-    assert again.neighborhood is not None
-    assert batches[5].neighborhood is not None
-    np.testing.assert_array_equal(again.neighborhood.nodes, batches[5].neighborhood.nodes)
+    np.testing.assert_array_equal(again.neighborhoods[0].nodes, batches[5].neighborhoods[0].nodes)
+    assert [b.epoch for b in batches] == [0] * 4 + [1] * 4
     np.testing.assert_array_equal(again.labels, data.graph.labels[again.nodes])  # type: ignore[index]
 
 
 def test_a_batch_over_the_end_of_an_epoch_may_hold_a_node_twice() -> None:
     data = graphs.NodeData(fanouts=(2,), batch_size=200).build()
     batch = next(data.train_batches())
-    assert batch.neighborhood is not None
+    (around,) = batch.neighborhoods
     assert np.unique(batch.nodes).size == 140
-    np.testing.assert_array_equal(batch.neighborhood.nodes[batch.neighborhood.seeds], batch.nodes)
+    np.testing.assert_array_equal(around.nodes[around.seeds], batch.nodes)
+
+
+def test_parts_of_a_mini_batch_draw_what_the_whole_draws() -> None:
+    data = graphs.NodeData(fanouts=(3,), batch_size=12).build()
+    whole, parts = (next(data.train_batches(parts=parts)) for parts in (1, 4))
+    np.testing.assert_array_equal(whole.nodes, parts.nodes)
+    assert len({part.nodes.shape for part in parts.neighborhoods}) == 1
+
+    def drawn(around: graphs.Neighborhood) -> list[list[int]]:
+        (hop,) = around.hops
+        return [hop.edges[seed, : hop.counts[seed]].tolist() for seed in around.seeds]
+
+    assert [edges for part in parts.neighborhoods for edges in drawn(part)] == drawn(whole.neighborhoods[0])
+
+
+def test_a_batch_of_the_whole_split_knows_its_epoch() -> None:
+    data = graphs.NodeData().build()
+    assert [b.epoch for b in itertools.islice(data.train_batches(start_example=2 * 140), 3)] == [2, 3, 4]
 
 
 def test_the_fingerprint_knows_graph_order_and_fanouts() -> None:
@@ -65,6 +82,8 @@ def test_a_graph_that_cannot_be_trained_on_is_refused(tmp_path: pathlib.Path) ->
             graphs.NodeData(path=str(tmp_path / "g.npz")).build()
     with pytest.raises(UserError, match=r'format="ogb" needs data\.path'):
         graphs.NodeData(format="ogb").build()
+    with pytest.raises(UserError, match=r"must be counts, at least 0 each; got -1.*--set data\.features=as-is"):
+        graphs.row_normalized(np.array([[3.0, -1.0]]))
     several = dataclasses.replace(cora, labels=np.zeros((2708, 3), np.int32))
     with pytest.raises(UserError, match="labels of 3 tasks"):
         graphs.NodeDataSet(several)

@@ -49,6 +49,12 @@ def test_npz_gives_back_what_was_written(tmp_path: pathlib.Path) -> None:
     assert graphs.read_npz(tmp_path / "g.npz").fingerprint() == graph.fingerprint()
 
 
+@pytest.mark.parametrize("known", [{"features": np.ones((4, 2))}, {"labels": np.zeros(4, int)}, {}])
+def test_nodes_without_edges_at_the_end_are_known_by_what_is_said_of_them(known, tmp_path: pathlib.Path) -> None:
+    np.savez(tmp_path / "g.npz", edge_src=np.array([0, 1]), edge_dst=np.array([1, 2]), **known)
+    assert graphs.read_npz(tmp_path / "g.npz").num_nodes == (4 if known else 3)
+
+
 def test_npz_with_pickled_objects_is_refused_unread(tmp_path: pathlib.Path) -> None:
     np.savez(tmp_path / "bad.npz", edge_src=np.array([{}, {}], object), edge_dst=np.zeros(2, int), allow_pickle=True)
     with pytest.raises(UserError, match="not a complete npz of plain numbers"):
@@ -59,6 +65,54 @@ def test_npz_with_pickled_objects_is_refused_unread(tmp_path: pathlib.Path) -> N
     np.savez(tmp_path / "other.npz", rows=np.zeros(2, int))
     with pytest.raises(UserError, match="no array 'edge_src', only rows"):
         graphs.read_npz(tmp_path / "other.npz")
+
+
+def test_a_folder_of_several_graphs_is_refused(tmp_path: pathlib.Path) -> None:
+    for name in ("a.npz", "b.npz"):
+        np.savez(tmp_path / name, **_PLAIN)  # type: ignore[arg-type]
+    for read in (graphs.read_npz, graphs.read_edge_list):
+        with pytest.raises(UserError, match=r"holds 2 files, and a graph is one. Name it, for example .*a\.npz"):
+            read(tmp_path)
+
+
+_PLAIN = {
+    "edge_src": np.array([0, 1]),
+    "edge_dst": np.array([1, 2]),
+    "features": np.ones((3, 2)),
+    "labels": np.array([0, 1, -1]),
+    "train_idx": np.array([0]),
+}
+_ROWS = {"feat_indptr": np.array([0, 1, 1, 2]), "feat_indices": np.array([0, 1]), "feat_values": np.ones(2)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"edge_src": np.array([0, 9]), "num_nodes": 3}, r"senders must lie in \[0, 3\); got 0 to 9"),
+        ({"edge_src": np.array(["a", "b"])}, "senders must be integers"),
+        ({"num_nodes": -1}, "num_nodes must be one whole number of at least 0; got -1"),
+        ({"num_nodes": np.array([3, 3])}, r"num_nodes must be one whole number.*got \[3 3\]"),
+        ({"edge_weight": np.array([1, np.nan])}, "values must be finite; that of the edge from 1 to 2 is nan"),
+        ({"edge_weight": np.array(["1", "2"])}, "edge_weight must be numbers; got <U1"),
+        ({"features": np.ones(3)}, r"features must be \[N, F\]"),
+        ({"features": np.ones((3, 0))}, r"features must be \[N, F\] with F of at least 1"),
+        ({"features": np.array([["a"], ["b"], ["c"]])}, "features must be numbers; got <U1"),
+        ({"labels": np.array([0, 0.5, 1])}, "labels must be whole numbers; got 0.5 among them"),
+        ({"labels": np.array([0, np.nan, 1])}, "labels must be whole numbers; got nan among them"),
+        ({"labels": np.array([0, -2, 1])}, "labels must be classes from 0 on.*from -2 on"),
+        ({"train_idx": np.array([True, False, False])}, r"train_idx must be numbers of nodes.*np\.flatnonzero\(mask\)"),
+        ({"train_idx": np.array([[0]])}, "train_idx must be numbers of nodes"),
+        ({"train_idx": np.array([3])}, r"split 'train' names nodes outside \[0, 3\)"),
+        (_ROWS | {"feat_indptr": np.array([0, 2, 1, 2])}, "features in compressed rows.*never fall"),
+        (_ROWS | {"feat_indices": np.array([0, 5]), "num_features": 2}, r"compressed rows.*\[0, 2\); got 0 to 5"),
+        (_ROWS | {"feat_values": np.ones(3)}, "compressed rows.*one per edge"),
+    ],
+)
+def test_says_what_is_wrong_in_an_npz(change: dict[str, np.ndarray], message: str, tmp_path: pathlib.Path) -> None:
+    kept = {name: array for name, array in _PLAIN.items() if name != "features" or "feat_indptr" not in change}
+    np.savez(tmp_path / "g.npz", **(kept | change))  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=rf"g\.npz: .*{message}"):
+        graphs.read_planetoid(tmp_path / "g.npz")
 
 
 class _Trap:
@@ -74,7 +128,8 @@ def test_pickles_of_planetoid_are_refused_by_name_and_never_run(
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / name).write_bytes(pickle.dumps(_Trap()))
     for path in ("raw", f"raw/{name}"):
-        with pytest.raises(UserError, match=rf"{name}: is a Python pickle.*into an npz.*docs/graphs\.md"):
+        graph = name.split(".")[1]
+        with pytest.raises(UserError, match=rf"{name}: is a Python pickle.*make_planetoid raw {graph} {graph}\.npz"):
             graphs.read_planetoid(path)
     assert not (tmp_path / "sprung").exists()
 
@@ -134,6 +189,8 @@ def test_ogb_labels_of_several_tasks_stay_several(tmp_path: pathlib.Path) -> Non
         (lambda p: _write(p / "raw/node-feat.csv.gz", "1\n1\n"), "features must have 4 rows; got 2"),
         (lambda p: _write(p / "split/random/train.csv.gz", "1\n"), "several splits: random, time"),
         (lambda p: _write(p / "split/time/train.csv.gz", "2\n"), "node 2 of split 'train' has no label"),
+        (lambda p: _write(p / "raw/edge.csv.gz", "0,1\n2,0.5\n3,0\n"), r"edge\.csv\.gz, line 2: 0\.5 is no node"),
+        (lambda p: _write(p / "raw/node-label.csv.gz", "2\n0.5\n1\n1\n"), "must hold classes, whole numbers; got 0.5"),
     ],
 )
 def test_says_what_is_wrong_with_an_ogb_folder(damage, message: str, tmp_path: pathlib.Path) -> None:
@@ -162,6 +219,7 @@ def test_edge_list_with_comments_separators_and_weights(name: str, tmp_path: pat
         ("0 1 1\n1 2 heavy\n", "line 2: 'heavy' is not a weight"),
         ("# nothing\n", "holds no edges"),
         ("0 -1\n", "receivers must lie in"),
+        ("0 1 1\n1 2 inf\n", "values must be finite; that of the edge from 1 to 2 is inf"),
         ("0 99999999999999999999\n", "line 1: '99999999999999999999' is not a node"),
     ],
 )

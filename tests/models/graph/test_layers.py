@@ -235,14 +235,24 @@ def test_products_count_the_matrices(name: str) -> None:
         (lambda: GraphSageConfig().task(GraphSchema(4, 2, 2, weighted=True)), "Set data.normalization=none"),
         (lambda: GatConfig().task(GraphSchema(4, 2, 2, weighted=True)), "Set data.normalization=none"),
         (
-            lambda: GcnConfig(layers=0).build(GraphSchema(4, 2, 2, True), nnx.Rngs(0)),
-            "layers must be at least 1; got 0",
+            lambda: Sampling(width=2, draws=2),
+            "draws must be at most 1, as many as differ with strategy 'fastrand' and prime=577; got 2",
         ),
+        (lambda: Sampling(width=2, prime=None, draws=11), "draws must be at most 10"),
+        (lambda: Sampling(width=2, draws=0), "draws must be at least 1; got 0"),
+        (lambda: Sampling(width=None), "width must be a number of edges for strategy 'fastrand'; got None"),
+        (lambda: Sampling(strategy="rate"), r"wants a rate in \[0.0001, 1\]; got None"),
+        (lambda: Sampling(rescale="mean"), "rescale must be 'degree' or 'none'; got 'mean'"),  # type: ignore[arg-type]
+        (lambda: GcnConfig(layers=0), "GcnConfig: layers must be at least 1; got 0"),
+        (lambda: GraphSageConfig(hidden=0), "GraphSageConfig: hidden must be at least 1; got 0"),
+        (lambda: GatConfig(layers=0), "GatConfig: layers must be at least 1; got 0"),
+        (lambda: GatConfig(out_heads=0), "GatConfig: out_heads must be at least 1; got 0"),
+        (lambda: GatConfig(dropout=1.0), r"GatConfig: dropout must lie in \[0, 1\); got 1.0"),
         (
             lambda: _setup("gcn")[2](np.ones((NODES, FEATURES)), (of_host(_adjacency("gcn")),)),
             "2 layers and got 1 graph",
         ),
-        (lambda: presampled(_adjacency("gcn"), Sampling(width=2, strategy="buckets")), "strategy must be one of"),  # type: ignore[arg-type]
+        (lambda: Sampling(width=2, strategy="buckets"), "strategy must be one of"),  # type: ignore[arg-type]
     ],
 )
 def test_says_what_is_wrong(call, message: str) -> None:
@@ -259,8 +269,27 @@ def test_edges_are_not_drawn_twice() -> None:
         drawn.place(graph, (2, 2), mesh)
     with pytest.raises(UserError, match="one number for each of the 2 layers"):
         NodeTask(config=GcnConfig(), schema=schema).place(graph, (2, 2, 2), mesh)
-    with pytest.raises(UserError, match="for one device, and the mesh has 8"):
-        NodeTask(config=GcnConfig(), schema=schema).place(graph, (2, 2), make_mesh(MeshShape()))
+
+
+@pytest.mark.parametrize("strategy", ["fastrand", "quadratic_residue"])
+def test_epochs_read_the_draws_in_turn(strategy: Any) -> None:
+    a, x, _ = _setup("gcn")
+    schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=True)
+    drawn = Sampling(width=3, strategy=strategy, prime=None, seed=4, draws=3)
+    config = GcnConfig(train_sampling=drawn, eval_sampling=drawn)
+    placed = NodeTask(config=config, schema=schema).place(graphs.NodeGraph(a, x), (), one_device())
+    product = jax.jit(lambda epoch: spmm(placed.train.of_epoch(epoch), x))  # type: ignore[union-attr]
+    wanted = [spmm(presampled(a, dataclasses.replace(drawn, seed=seed, draws=1)), x) for seed in (4, 5, 6)]
+    assert not np.allclose(wanted[0], wanted[1])
+    for epoch in (0, 1, 2, 4):
+        np.testing.assert_allclose(product(epoch), wanted[epoch % 3], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(spmm(placed.score, x), wanted[0], rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
+
+
+def test_a_rate_may_be_what_limits_a_row() -> None:
+    a = _adjacency("gcn")
+    half = presampled(a, Sampling(width=None, strategy="rate_stride", rate=0.5))
+    np.testing.assert_array_equal(half.degrees(), -(-a.degrees // 2))
 
 
 def test_training_and_scoring_may_read_different_edges() -> None:
