@@ -6,7 +6,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantized_cases import MATRICES, SMALL, change_config, is_matrix, quantize, read_weights, write_model
+from quantized_cases import MATRICES, SMALL, change_config, is_matrix, quantize, read_weights, rewrite, write_model
 
 from scalejax.errors import UserError
 from scalejax.inference import model_folder
@@ -179,14 +179,6 @@ def test_a_checkpoint_read_with_another_format_is_refused(theirs, tmp_path, made
         model_folder.open_folder(tmp_path / "out")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def rewrite(folder, change):
-    """Writes the tensors of a folder anew, after change(names) has had the dict of arrays."""
-    arrays = {name: np.array(tensor.read()) for name, tensor in safetensors.open_folder(folder).items()}
-    change(arrays)
-    written = tuple(safetensors.Written(name, array.dtype, array.shape) for name, array in arrays.items())
-    safetensors.write_folder(folder, written, arrays.__getitem__)
 
 
 SCALES = "model.layers.0.mlp.up_proj.weight.mxfp6_e3m2.scales"
