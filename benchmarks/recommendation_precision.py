@@ -29,6 +29,8 @@ WAYS = {
     "int4 tables, min and max": ("int4", "float32", "minmax"),
     "int4 tables, greedy": ("int4", "float32", "greedy"),
     "int2 tables, greedy": ("int2", "float32", "greedy"),
+    "kmeans4 tables": ("kmeans4", "float32", "minmax"),
+    "kmeans2 tables": ("kmeans2", "float32", "minmax"),
     "int8 dense": ("float32", "int8", "minmax"),
     "int8 tables and dense": ("int8", "int8", "minmax"),
     "int4 tables, min and max, int8 dense": ("int4", "int8", "minmax"),

@@ -74,7 +74,7 @@ def test_calibrated_scores_are_near_too(dlrm, dense, most):
 def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
     model, _, _ = dlrm
     one = click_model.inputs_of(click_cases.batch(), click_cases.SCHEMA)
-    for chosen in ("int8", "int4", "int2"):
+    for chosen in ("int8", "int4", "int2", "kmeans4", "kmeans2"):
         packed = lowering.lower(model, precision.uniform(model, tables=chosen), rows="minmax")
         decoded = {n: block_quant.dequantize_rows(t) for n, t in packed.arrays.tables.items()}
         ours = click_model.embed(model.configs, packed.arrays.tables, one)
@@ -85,7 +85,8 @@ def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
 
 def test_bytes_are_those_of_the_arrays(dlrm):
     model, _, limits = dlrm
-    for tables, dense in zip(precision.TABLES, ("float32", "float16", "int8", "int8", "float16"), strict=True):
+    widths = ("float32", "float16", "int8", "float32", "int8", "float16", "float16")
+    for tables, dense in zip(precision.TABLES, widths, strict=True):
         chosen = precision.uniform(model, tables=tables, dense=dense)
         arrays = dataclasses.replace(lowering.lower(model, chosen, limits, rows="minmax").arrays, limits={})
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
@@ -257,6 +258,18 @@ def test_a_gap_is_over_float32_whatever_the_search_may_take(dlrm):
     assert set(found.precisions.tables.values()) == {"int2"}
     assert found.gap == examples.gap(*scores)
     assert found.gap.value > 1e-6
+
+
+def test_what_has_more_bytes_than_a_wider_precision_is_not_tried(dlrm):
+    """Rows of 8 numbers: 16 bytes in int8, and 36 under a codebook of 16, more than the 32 of float32."""
+    model, examples, limits = dlrm
+    tables = ("float32", "int8", "kmeans4", "int4", "kmeans2", "int2")
+    asked = study.study(model, limits, examples, examples, tables=tables)
+    for config in model.configs:
+        assert config.dim == 8
+        assert asked.choices(("table", config.name)) == ("float32", "int8", "int4", "int2")
+    asked = study.study(model, limits, examples, examples, tables=("kmeans4", "kmeans2"))
+    assert asked.choices(("table", model.configs[0].name)) == ("kmeans4", "kmeans2")
 
 
 def test_examples_of_one_label_are_refused(dlrm):
