@@ -2,6 +2,8 @@
 
 python benchmarks/recommendation_precision.py --models "dlrm-flights model.dim=72" wukong-flights --seeds 3 --json FILE
 
+--json keeps the results as they come, and a seed that FILE holds already is not trained again.
+
 Trains every model on the bundled flights, lowers it in several ways, and scores the test split with packed tables and
 integer products. Ranges of activations come from the validation split; so do the choices of the search, which the test
 split has not seen. A gap is NE over that of float32, minus 1.
@@ -110,10 +112,16 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, help="timed calls of each model, in turn")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    everything: dict[str, list[dict[str, dict[str, Any]]]] = {}
+    kept = options.json is not None and options.json.exists()
+    everything: dict[str, list[dict[str, dict[str, Any]]]] = json.loads(options.json.read_text()) if kept else {}
     print(f"`python {' '.join(sys.argv)}`, {datetime.datetime.now(datetime.UTC).date()}")
     for model in options.models:
-        runs = everything[model] = [run(model, seed, options.turns) for seed in range(options.seeds)]
+        runs = everything.setdefault(model, [])
+        for seed in range(len(runs), options.seeds):
+            runs.append(run(model, seed, options.turns))
+            if options.json is not None:
+                options.json.write_text(json.dumps(everything, indent=1) + "\n")
+        runs = runs[: options.seeds]
         ne = [next(iter(r.values()))["quality"]["ne_float32"] for r in runs]
         size = next(iter(runs[0].values()))["bytes"]
         print(f"\n## {model}\n")
@@ -125,8 +133,6 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         for name in runs[0]:
             print(row(name, [r[name] for r in runs]), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(everything, indent=1) + "\n")
 
 
 if __name__ == "__main__":
