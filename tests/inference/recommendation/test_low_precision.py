@@ -233,8 +233,12 @@ def test_the_gap_is_that_of_ne_and_its_interval_covers_resampling(dlrm):
     assert abs(gap.high - high) < 0.2 * width
 
 
-def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm):
+@pytest.mark.parametrize("name", ["dlrm", pytest.param("wukong", marks=pytest.mark.slow)])
+def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm, name):
     model, examples, limits = dlrm
+    if name != "dlrm":
+        model = click_cases.model(name)
+        examples, limits = click_cases.labelled(model), calibrated(model)
     asked = study.study(model, limits, examples, click_cases.labelled(model, 512, seed=5))
     found = search.search(asked, budget=5e-3)
     assert found.gap.high <= 5e-3
@@ -261,12 +265,12 @@ def test_a_gap_is_over_float32_whatever_the_search_may_take(dlrm):
 
 
 def test_what_has_more_bytes_than_a_wider_precision_is_not_tried(dlrm):
-    """Rows of 8 numbers: 16 bytes in int8, and 36 under a codebook of 16, more than the 32 of float32."""
+    """Rows of 16 numbers: 24 bytes in int8 and 40 under 16 of their own; 12 in int4 and under 4 of their own."""
     model, examples, limits = dlrm
     tables = ("float32", "int8", "kmeans4", "int4", "kmeans2", "int2")
     asked = study.study(model, limits, examples, examples, tables=tables)
     for config in model.configs:
-        assert config.dim == 8
+        assert config.dim == 16
         assert asked.choices(("table", config.name)) == ("float32", "int8", "int4", "int2")
     asked = study.study(model, limits, examples, examples, tables=("kmeans4", "kmeans2"))
     assert asked.choices(("table", model.configs[0].name)) == ("kmeans4", "kmeans2")
