@@ -504,7 +504,7 @@ class CompressedTensors:
                     # A class of modules where one group has them all, else each by name.
                     "targets": ["Linear"] if one else targets,
                     "weights": args,
-                    "input_activations": None if met is None else _INPUTS[met],
+                    "input_activations": None if met is None else dict(_INPUTS[met]),
                     "output_activations": None,
                     "format": format,
                 }
