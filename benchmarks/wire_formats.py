@@ -11,6 +11,7 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax starts
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("PJRT_NPROC", "64")  # threads that may wait in exchanges
 
 import argparse
 import dataclasses

@@ -17,7 +17,9 @@ _PACKAGES = (
     "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "numpy", "flax", "optax", "orbax-checkpoint",
     "grain", "pyarrow", "polars", "pydantic", "typer", "rich", "torch",
 )  # fmt: skip
-_VARIABLES = ("JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", environment.CACHE_VARIABLE, "XLA_FLAGS", "LIBTPU_INIT_ARGS")
+_VARIABLES = (
+    "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES", "PJRT_NPROC", environment.CACHE_VARIABLE, "XLA_FLAGS", "LIBTPU_INIT_ARGS",
+)  # fmt: skip
 
 
 def doctor(

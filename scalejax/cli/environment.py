@@ -10,7 +10,10 @@ Platform: with libtpu installed (it is a compiler too, `scalejax plan` needs it)
 takes a while and prints a page of complaints on a machine without one. Where no TPU device node exists, the platform is
 therefore named: CUDA if its plugin and a device are there, else the CPU. Without libtpu jax finds out by itself.
 
-Virtual CPU devices: `--cpu-devices N`.
+Virtual CPU devices (`--cpu-devices N` or JAX_NUM_CPU_DEVICES): threads for their collectives. A device that waits for
+the others in a collective keeps its thread, and two collectives of one program wait at the same time where neither
+needs the other. jax starts one thread a device: on a machine of few cores all of them then wait, some for the first
+collective and some for the second, until XLA ends the process after 40 seconds.
 """
 
 import hashlib
@@ -25,6 +28,7 @@ import sys
 from scalejax.errors import UserError
 
 CACHE_VARIABLE = "JAX_COMPILATION_CACHE_DIR"
+_THREADS_A_DEVICE = 8
 _CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
@@ -46,6 +50,9 @@ def prepare(*, cpu_devices: int | None = None) -> None:
             )
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["JAX_NUM_CPU_DEVICES"] = str(cpu_devices)
+    devices = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    if devices.isdecimal() and int(devices) > 1:
+        os.environ.setdefault("PJRT_NPROC", str(_THREADS_A_DEVICE * int(devices)))
     named = platform_without_tpu()
     if named is not None:
         os.environ.setdefault("JAX_PLATFORMS", named)

@@ -76,7 +76,9 @@ def test_products_of_bfloat16_are_not_counted_for_float8(counted, triton):
     assert counted(text) == {"library": 0, "kernels": 0}
 
 
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+@pytest.mark.parametrize(
+    "chip", [*(pytest.param(c, marks=pytest.mark.slow) for c in ("v5p:2x2x1", "v6e:2x2")), "v5e:2x2", "tpu7x:2x2x1"]
+)
 @pytest.mark.parametrize("name", ["bdr_mx9", "native"])
 def test_tpus_compile_them(chip, name):
     mesh, _ = topology.make_mesh(topology.parse(chip), meshes.MeshShape())

@@ -52,7 +52,8 @@ def test_a_search_with_what_it_should_find_or_cannot(invoke, example):
         invoke("plan", example, "--topology", "v6e:4x4", "--mesh", "fsdp=16", "--set", "mesh.tensor=2"),
         "the mesh is given twice: --mesh fsdp=16 and --set mesh.tensor=2",
     )
-    _one_message(invoke("plan", example, "--topology", "v6e:4x4", "--search"), "`scalejax shard` plans where embedding tables live")
+    searched = invoke("plan", example, "--topology", "v6e:4x4", "--search")
+    _one_message(searched, "`scalejax shard` plans where embedding tables live")
 
 
 @pytest.mark.parametrize("command", [("train",), ("plan", "--topology", "v5e:2x2"), ("recipes",)])

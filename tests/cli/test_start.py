@@ -95,8 +95,10 @@ def test_what_the_user_has_set_stays(monkeypatch, tmp_path):
 
 def test_virtual_cpu_devices(monkeypatch):
     monkeypatch.delitem(os.environ, "JAX_PLATFORMS", raising=False)
+    monkeypatch.delitem(os.environ, "PJRT_NPROC", raising=False)
     environment.prepare(cpu_devices=3)
     assert (os.environ["JAX_PLATFORMS"], os.environ["JAX_NUM_CPU_DEVICES"]) == ("cpu", "3")
+    assert os.environ["PJRT_NPROC"] == "24"  # a device may wait in several collectives at once
 
 
 @pytest.fixture
