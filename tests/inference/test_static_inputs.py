@@ -44,6 +44,7 @@ def engine(folder, **sizes):
     return generate.load(model_folder.open_folder(folder), make_mesh(MeshShape(**sizes), devices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["scalejax", "compressed-tensors"])
 @pytest.mark.parametrize(("inputs", "format"), [("fp8_e4m3", "fp8_e4m3:row"), ("int8", "int8:row"), ("nvfp4", "nvfp4")])
 def test_scales_that_are_written_are_read(theirs, tmp_path, inputs, format, layout):
@@ -61,7 +62,7 @@ def test_scales_that_are_written_are_read(theirs, tmp_path, inputs, format, layo
     assert any(remark.startswith(f"static scales of activations ({inputs}) for 11 weights") for remark in found.remarks)
 
 
-@pytest.mark.parametrize("inputs", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("inputs", ["fp8_e4m3", pytest.param("int8", marks=pytest.mark.slow)])
 def test_logits_are_those_of_activations_quantized_by_hand(tmp_path, monkeypatch, inputs):
     """One layer, so that the products of a scan can be told from each other; the nearest number of a table."""
     config = dataclasses.replace(SMALL, layers=1)
@@ -92,6 +93,7 @@ def test_logits_are_those_of_activations_quantized_by_hand(tmp_path, monkeypatch
     assert np.abs(found - floats).max() > 10 * np.abs(found - want).max()  # which is not what it was without
 
 
+@pytest.mark.slow
 def test_layers_whose_weights_stay_keep_their_activations(theirs, tmp_path):
     quantize_with_inputs(theirs, tmp_path / "out", "bdr_mx9", "fp8_e4m3", given=[("layers/1/.*", "none")])
     on = engine(tmp_path / "out")
@@ -103,7 +105,8 @@ def test_layers_whose_weights_stay_keep_their_activations(theirs, tmp_path):
     assert np.isfinite(on.logits(ROWS)).all()
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 1, "tensor": 2}, pytest.param({"fsdp": 2}, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"fsdp": 1, "tensor": 2}, {"fsdp": 2}])
 def test_a_mesh_changes_no_token(theirs, tmp_path, mesh):
     quantize_with_inputs(theirs, tmp_path / "out", "bdr_mx6", "nvfp4", given=[("head", "bdr_mx9")])
     prompts = [ROWS[0, :9].tolist(), ROWS[1, :4].tolist()]
@@ -111,6 +114,7 @@ def test_a_mesh_changes_no_token(theirs, tmp_path, mesh):
     assert engine(tmp_path / "out", **mesh).generate(prompts, max_tokens=5) == want
 
 
+@pytest.mark.slow
 def test_static_scales_do_not_depend_on_the_batch(theirs, tmp_path):
     quantize_with_inputs(theirs, tmp_path / "out", "bdr_mx9", "int8")
     on = engine(tmp_path / "out")
@@ -121,6 +125,7 @@ def test_static_scales_do_not_depend_on_the_batch(theirs, tmp_path):
 NAMES = {"scalejax": f"{UP}.inputs.fp8_e4m3.scale", "compressed-tensors": UP.replace("weight", "input_scale")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", NAMES)
 @pytest.mark.parametrize(
     ("value", "words"),
@@ -143,6 +148,7 @@ def test_scales_that_are_none_are_refused(theirs, tmp_path, layout, value, words
     assert name in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_scale_that_the_config_does_not_know_is_refused(theirs, tmp_path):
     quantize_with_inputs(theirs, tmp_path / "out", "fp8_e4m3:32", "fp8_e4m3")
     change_config(tmp_path / "out", inputs={})
@@ -150,6 +156,7 @@ def test_a_scale_that_the_config_does_not_know_is_refused(theirs, tmp_path):
         model_folder.open_folder(tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_global_scale_the_wrong_way_round_is_refused(theirs, tmp_path):
     quantize_with_inputs(theirs, tmp_path / "out", "nvfp4", "nvfp4", layout="compressed-tensors")
     name = UP.replace("weight", "input_global_scale")
@@ -158,6 +165,7 @@ def test_a_global_scale_the_wrong_way_round_is_refused(theirs, tmp_path):
         model_folder.open_folder(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
@@ -175,6 +183,7 @@ def test_configs_that_say_otherwise_are_refused(theirs, tmp_path, fields, words)
     assert words in str(caught.value)
 
 
+@pytest.mark.slow
 def test_several_formats_of_one_matrix_are_refused(theirs, tmp_path):
     quantize_with_inputs(theirs, tmp_path / "out", "bdr_mx9", "fp8_e4m3")
     model = model_folder.open_folder(tmp_path / "out")
@@ -193,6 +202,7 @@ def test_what_cannot_be_written_is_refused(theirs, tmp_path):
         quantize_with_inputs(theirs, tmp_path / "c", "none", "int8", given=[("embed", "bdr_mx9")])
 
 
+@pytest.mark.slow
 def test_folders_without_scales_are_those_of_version_1(theirs, tmp_path):
     quantize(theirs, tmp_path / "out", "bdr_mx9")
     content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]

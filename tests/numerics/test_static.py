@@ -43,11 +43,12 @@ def test_codes_are_those_of_numpy(format):
             np.testing.assert_array_equal(jax.jit(static.encode, static_argnums=2)(x, scale, format), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("format", static.FORMATS)
 def test_units_are_exact_in_the_dtype_of_activations(format, dtype):
     x = jnp.asarray(3 * gaussian(1, 40, 64), dtype)
-    scale = static.scale_of(4.0, format)  # below the largest number, so that some saturate
+    scale = static.scale_of(4.1, format)  # below the largest number, so that some saturate
     found = static.encode(x, jnp.float32(scale), format)
     assert found.dtype == dtype
     units = np.asarray(x, np.float32) / scale
@@ -77,6 +78,7 @@ def test_nan_stays_and_infinities_saturate_or_poison_their_block(format):
         assert found[1, :2].tolist() == [LARGEST[format], -448 if format == "fp8_e4m3" else -128]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", static.FORMATS)
 def test_a_product_is_that_of_codes_times_the_scale(format):
     x, w = gaussian(2, 3, 5, 32), gaussian(3, 32, 6)

@@ -204,7 +204,7 @@ def test_tensors_that_do_not_belong_together_are_refused(theirs, tmp_path, chang
     ("fields", "words"),
     [
         ({"quant_method": "awq"}, "quant_method 'awq': quantised weights of this kind are not known here"),
-        ({"version": 7}, "has version 7, and this scalejax reads up to 1"),
+        ({"version": 7}, "has version 7, and this scalejax reads up to 2"),
         ({"weights": ["a"]}, "must have the formats of the weights by name"),
         ({"weights": {"model.x": "mxfp4_e2m1"}}, "names model.x, which the model does not have"),
     ],

@@ -33,6 +33,7 @@ def results(model, format, quantizer, given=()):
     return [{w.module: one.quantize(w, OWN) for w in made if w.format is not None} for one in both]
 
 
+@pytest.mark.slow
 def test_scales_of_the_first_matrices_are_those_of_the_text(theirs):
     model, weights = theirs
     found, _ = results(model, "bdr_mx9", lambda _: DirectCast(model))
@@ -50,6 +51,7 @@ def test_scales_of_the_first_matrices_are_those_of_the_text(theirs):
     assert len({result.input_scale for result in found.values()}) == 2 * 4
 
 
+@pytest.mark.slow
 def test_only_matrices_of_products_have_them(theirs):
     model, _ = theirs
     given = [("embed|final_norm|head", "bdr_mx9"), (".*", "none")]
@@ -95,7 +97,7 @@ def test_a_percentile_of_zeros_is_the_largest():
     assert scale("int8", [x], method="percentile", percentile=90) == np.float32(5) / np.float32(127)
 
 
-@pytest.mark.parametrize("format", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize("format", ["int8", pytest.param("fp8_e4m3", marks=pytest.mark.slow)])
 def test_mse_is_the_least_error_of_all_candidates(format):
     x = np.concatenate([x.reshape(-1) for x in STREAMS])
     x[0] = 40.0  # alone far out, which int8 pays for with all others
