@@ -62,7 +62,8 @@ def test_scales_that_are_written_are_read(theirs, tmp_path, inputs, format, layo
     assert any(remark.startswith(f"static scales of activations ({inputs}) for 11 weights") for remark in found.remarks)
 
 
-@pytest.mark.parametrize("inputs", ["fp8_e4m3", pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("inputs", ["fp8_e4m3", "int8"])
 def test_logits_are_those_of_activations_quantized_by_hand(tmp_path, monkeypatch, inputs):
     """One layer, so that the products of a scan can be told from each other; the nearest number of a table."""
     config = dataclasses.replace(SMALL, layers=1)

@@ -249,3 +249,58 @@ def test_groups_of_several_formats_name_their_modules():
 def test_sizes_of_a_layout_need_no_data():
     parts = LAYOUTS["scalejax"].parts(NAME, formats.find("bdr_mx6"), (4096, 14_336))
     assert sum(math.prod(part.shape) for part in parts.values()) == 4096 * 14_336 * 0.75
+
+
+@pytest.mark.parametrize(
+    ("inputs", "format", "tensor", "storage"),
+    [
+        ("fp8_e4m3", "fp8_e4m3:64", "input_scale", "float-quantized"),
+        ("int8", "int8:64", "input_scale", "int-quantized"),
+        ("nvfp4", "nvfp4", "input_global_scale", "nvfp4-pack-quantized"),
+    ],
+)
+def test_static_scales_of_activations_are_said_as_compressed_tensors_says_them(inputs, format, tensor, storage):
+    layout = packed_layouts.find_layout("compressed-tensors", inputs)
+    weights = {NAME: (formats.find(format), (8, 64)), NAME.replace("up", "gate"): (formats.find(format), (8, 64))}
+    content = layout.write_config(weights, [], {NAME: inputs})
+    assert packed_layouts.layout_of(content, "config.json") == layout
+    first, second = content["config_groups"].values()
+    assert (first["format"], second["input_activations"]) == (storage, None)
+    args = first["input_activations"]
+    assert (args["dynamic"], args["strategy"]) == (
+        ("local", "tensor_group") if inputs == "nvfp4" else (False, "tensor")
+    )
+    named = {name: format for name, (format, _) in weights.items()}
+    assert layout.read_inputs(content, named, "config.json") == {NAME: inputs}
+    part = layout.input_part(NAME, inputs)
+    assert part is not None
+    assert (part.name, part.shape) == (NAME.replace("weight", tensor), (1,))
+    stored = part.store(np.float32(0.01))
+    np.testing.assert_allclose(stored, [100 if inputs == "nvfp4" else 0.01], rtol=1e-6)
+    np.testing.assert_allclose(part.restore(stored, "file"), 0.01, rtol=2e-7)
+    for broken in (0, -1, np.nan, np.inf):
+        with pytest.raises(UserError, match="file: the scale of activations must be above 0 and finite"):
+            part.restore(np.float32([broken]), "file")
+    if inputs == "nvfp4":
+        with pytest.raises(UserError, match="by which they are divided: they would reach"):
+            part.restore(1 / stored, "file")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"symmetric": False}, "activations with zero points"),
+        ({"strategy": "group", "group_size": 32}, "static scales of activations of this kind are not known here"),
+        ({"num_bits": 4}, "static scales of activations of this kind are not known here"),
+        ({"dynamic": "local"}, "static scales of activations of this kind are not known here"),
+    ],
+)
+def test_static_scales_that_are_not_known_are_refused(args, words):
+    layout = LAYOUTS["compressed-tensors"]
+    weight = formats.find("fp8_e4m3:64")
+    content = layout.write_config({NAME: (weight, (8, 64))}, [], {NAME: "fp8_e4m3"})
+    content["config_groups"]["group_0"]["input_activations"] |= args
+    with pytest.raises(UserError, match=words):
+        layout.read_inputs(content, {NAME: weight}, "config.json")
+    content["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+    assert layout.read_inputs(content, {NAME: weight}, "config.json") == {}
