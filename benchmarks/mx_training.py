@@ -116,8 +116,9 @@ def main() -> None:
         parser.error("--seeds must be at least 2, and --formats begin with float32, to compare with")
     print(f"{machine.device_name(jax.devices()[0])}, {machine.today()}, commit {machine.commit()}\n")
     print("| model | format | final loss | minus float32 | of the loss |\n|---|---|---|---|---|")
-    kept = options.json is not None and options.json.exists()
-    found: dict[str, dict[str, list[float]]] = json.loads(options.json.read_text()) if kept else {}
+    found: dict[str, dict[str, list[float]]] = {}
+    if options.json is not None and options.json.exists():
+        found = json.loads(options.json.read_text())
     for model in options.models:
         of_model = found.setdefault(model, {})
         data = None

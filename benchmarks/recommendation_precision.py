@@ -49,7 +49,7 @@ def run(model: str, seed: int, turns: int) -> dict[str, dict[str, Any]]:
         path = pathlib.Path(folder) / "run"
         loop.train(experiment, workdir=path, recipe=recipe)
         trained = click_model.load(path, experiment)
-    built = experiment.data.build()
+    built: Any = experiment.data.build()
     validation = click_model.labelled(built.eval_batches("validation"), trained.schema)
     test = click_model.labelled(built.eval_batches("test"), trained.schema)
     limits = calibration.limits(trained, validation.inputs[:8])
@@ -112,8 +112,9 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, help="timed calls of each model, in turn")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
-    kept = options.json is not None and options.json.exists()
-    everything: dict[str, list[dict[str, dict[str, Any]]]] = json.loads(options.json.read_text()) if kept else {}
+    everything: dict[str, list[dict[str, dict[str, Any]]]] = {}
+    if options.json is not None and options.json.exists():
+        everything = json.loads(options.json.read_text())
     print(f"`python {' '.join(sys.argv)}`, {datetime.datetime.now(datetime.UTC).date()}")
     for model in options.models:
         runs = everything.setdefault(model, [])

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.models.llm.packed import InputScale
+from scalejax.numerics import static
 from scalejax.numerics.rules import module_of
 from scalejax.numerics.weights import StaticWeight
 
@@ -39,15 +40,15 @@ def attach(
             layers = jax.tree.leaves(params[path])[0].shape[0]
             names = [entry.name.replace(LAYER, str(layer)) for layer in range(layers)]
         found = [inputs.get(name) for name in names]
-        formats = sorted({own.format for own in found if own is not None})
+        formats: set[static.Format] = {own.format for own in found if own is not None}
         if len(formats) > 1:
             raise UserError(
-                f"{path}: its layers multiply activations in {' and '.join(formats)}, and one program serves all of "
+                f"{path}: its layers multiply activations in {' and '.join(sorted(formats))}, and one program serves all of "
                 "them. Quantize the model with one format of activations for all layers."
             )
         if formats:
             # 0 for layers whose inputs stay as they are.
             scales = np.asarray([0 if own is None else own.scale for own in found], np.float32)
             placed = jax.device_put(scales if entry.stacked else scales[0], NamedSharding(mesh, P()))
-            made[path] = StaticWeight(array=params[path], scale=placed, format=formats[0], path=module_of(path))
+            made[path] = StaticWeight(array=params[path], scale=placed, format=formats.pop(), path=module_of(path))
     return made

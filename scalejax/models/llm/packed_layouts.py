@@ -667,18 +667,10 @@ _WHOLE = ":tensor"
 _BYTES = _Scheme("int-quantized", "integers", "int")
 """int8 beside int8 activations."""
 
+_TENSOR = {"num_bits": 8, "symmetric": True, "strategy": "tensor", "group_size": None, "dynamic": False}
 _INPUTS: dict[static.Format, dict[str, Any]] = {
-    **{
-        format: {
-            "num_bits": 8,
-            "type": kind,
-            "symmetric": True,
-            "strategy": "tensor",
-            "group_size": None,
-            "dynamic": False,
-        }
-        for format, kind in (("fp8_e4m3", "float"), ("int8", "int"))
-    },
+    "fp8_e4m3": {**_TENSOR, "type": "float"},
+    "int8": {**_TENSOR, "type": "int"},
     "nvfp4": {
         "num_bits": 4,
         "type": "float",

@@ -17,7 +17,7 @@ from scalejax.models.llm import mapping, safetensors
 from scalejax.models.llm.llama3 import huggingface
 from scalejax.models.llm.packed_layouts import Layout, Role
 from scalejax.models.llm.safetensors import Written
-from scalejax.numerics import packing
+from scalejax.numerics import packing, static
 from scalejax.numerics.quantize import Quantized, dequantize, poisoned_blocks
 from scalejax.surgery.quantize import calibration as calibrations
 from scalejax.surgery.quantize.calibration import Calibration
@@ -189,7 +189,7 @@ def write(
         content = huggingface.write_config(model.config, model.tokens, str(model.dtype))
         named = {w.name: (w.format, w.shape) for w in plan if w.format is not None}
         matrices = [w.name for w in plan if w.format is None and len(w.shape) == 2 and w.module != "embed"]
-        inputs = {w.name: w.inputs for w in plan if w.inputs is not None}
+        inputs: dict[str, static.Format] = {w.name: w.inputs for w in plan if w.inputs is not None}
         content["quantization_config"] = layout.write_config(named, matrices, inputs)
         model_folder.write_json(folder / model_folder.CONFIG, content)
         if not (folder / model_folder.GENERATION).exists():

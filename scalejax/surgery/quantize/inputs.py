@@ -150,7 +150,7 @@ def find_scale(
         rank = calibrations.rank(int(counts.sum()), calibration.percentile)
         bin = int(np.searchsorted(np.cumsum(counts), rank, side="right"))
         top = np.int32((bin + 1) << _BIN_BITS).view(np.float32)
-        return static.scale_of(min(top, largest) if bin else largest, format)
+        return static.scale_of(float(min(top, largest) if bin else largest), format)
     if calibration.method == "max":
         return static.scale_of(float(largest), format)
     scales = np.asarray([static.scale_of(float(largest) * factor, format) for factor in calibrations.FACTORS])
