@@ -43,8 +43,8 @@ def attach(
         formats: set[static.Format] = {own.format for own in found if own is not None}
         if len(formats) > 1:
             raise UserError(
-                f"{path}: its layers multiply activations in {' and '.join(sorted(formats))}, and one program serves all of "
-                "them. Quantize the model with one format of activations for all layers."
+                f"{path}: its layers multiply activations in {' and '.join(sorted(formats))}, and one program serves "
+                "all of them. Quantize the model with one format of activations for all layers."
             )
         if formats:
             # 0 for layers whose inputs stay as they are.
