@@ -12,5 +12,6 @@ if [ -z "$python" ]; then echo "skipped: no python3.12 on this machine"; exit 0;
 "$scratch/venv312/bin/python" -c "import jax, flax; print('jax', jax.__version__, 'flax', flax.__version__)"
 # What depends on jax most: kernels, exchanges, models, and each kind of run once.
 JAX_COMPILATION_CACHE_DIR="$scratch/cache312" timeout 1200 "$scratch/venv312/bin/python" -m pytest -q -p no:cacheprovider -n 2 \
-  tests/kernels tests/models tests/nn tests/numerics tests/parallel/test_*.py tests/parallel/embedding/test_collection.py \
-  tests/train/test_dense.py tests/train/test_program.py tests/train/test_checkpoint.py
+  tests/kernels/test_{flash_attention,attention_libraries,embedding_kernels,mx,mx_kernels,block_quant,sampled_spmm_kernels,gpu_lowering}.py \
+  tests/models tests/nn tests/numerics/test_products.py tests/parallel/embedding/test_collection.py \
+  tests/parallel/test_{fsdp,ddp,blocks,pipeline,context,offload,graph}.py tests/train/test_{dense,program,checkpoint}.py

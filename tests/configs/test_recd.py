@@ -47,6 +47,7 @@ def plainly(experiment: Experiment) -> Experiment:
     return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, lists="plain"), dedup=())
 
 
+@pytest.mark.slow
 def test_training_equals_training_without_deduplication_to_the_bit(smoke: Experiment) -> None:
     assert smoke.accumulate == "exact"
     dedup, went = trained(smoke, steps=6)

@@ -180,6 +180,7 @@ def start(source: pathlib.Path, target: pathlib.Path, kill_at: int) -> subproces
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root)
 
 
+@pytest.mark.slow
 def test_what_a_killed_rewrite_leaves_is_never_read(source: pathlib.Path) -> None:
     whole = source.parent / "whole"
     child = start(source, whole, 0)

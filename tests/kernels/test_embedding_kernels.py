@@ -269,9 +269,15 @@ def _arrays(optimizer, num_rows, dim=128):
 @pytest.mark.parametrize(
     ("optimizer", "implementation", "interpret"),
     [
-        *((optimizer, *backend) for optimizer in OPTIMIZERS for backend in BACKENDS),
+        *(("adagrad", *backend) for backend in BACKENDS),
         ("row-wise adagrad", "pallas_tpu", WAIT),
-        ("adagrad", "pallas_tpu", EAGER),
+        *(
+            pytest.param(o, *backend, marks=pytest.mark.slow)
+            for o in OPTIMIZERS
+            for backend in BACKENDS
+            if o != "adagrad"
+        ),
+        pytest.param("adagrad", "pallas_tpu", EAGER, marks=pytest.mark.slow),
     ],
 )
 def test_updates_equal_those_of_the_reference_and_touch_nothing_else(optimizer, implementation, interpret):

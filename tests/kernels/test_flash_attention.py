@@ -47,7 +47,13 @@ def test_gradients_of_the_reference_equal_finite_differences_of_the_loops(name):
         np.testing.assert_allclose((grad * direction).sum(), (total(*upper) - total(*lower)) / 2e-5, rtol=1e-7)
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = (
+    "full", "no multiples of a block", "window with keys after the query", "documents, both ways", "permuted queries",
+)  # fmt: skip
+"""Only in slow runs: what they have, another case has too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in CASES])
 def test_chunks_of_xla_equal_the_reference_with_gradients(name):
     assert_matches_reference("xla", CASES[name])
 
@@ -86,7 +92,7 @@ def small_blocks(monkeypatch):
     jax.clear_caches()
 
 
-FEW = ["queries before the keys", "all at once"]
+FEW = ["all at once"]
 
 
 @pytest.mark.parametrize("name", FEW)

@@ -87,7 +87,13 @@ def literal(batches, residuals):
     return sums
 
 
-@pytest.mark.parametrize("loss", [residual_stack.loss, residual_stack.without_remat], ids=["remat", "no remat"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(residual_stack.loss, id="remat"),
+        pytest.param(residual_stack.without_remat, id="no remat", marks=pytest.mark.slow),
+    ],
+)
 def test_state_of_an_exchange_updates_through_a_scanned_rematerialised_body(mesh, loss):
     run, params = rounded_gradients(mesh, loss)
     batches = [residual_stack.batch(seed=seed) for seed in (1, 2)]

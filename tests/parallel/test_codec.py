@@ -47,7 +47,7 @@ def there_and_back(x, format, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("format", MANY)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "length", [pytest.param(1, marks=pytest.mark.slow), 23, pytest.param(64, marks=pytest.mark.slow), 1100]
 )

@@ -167,6 +167,7 @@ def test_whole_arrays_under_a_mesh_in_any_order_of_tokens(x64, method, nested):
     assert_equal(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_without_segments_what_fills_a_row_up_is_seen_by_nobody(x64):
     q, k, v, *_ = problem()
     positions = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))

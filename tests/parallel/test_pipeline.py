@@ -144,7 +144,11 @@ def explicit_loss(params, batch, key, gather):
     ("strategy", "shape"),
     [
         (Fsdp(sharding="FULL_SHARD", form="explicit"), MeshShape(fsdp=2, replica=2, stage=2)),
-        (Fsdp(sharding="HYBRID_SHARD", form="explicit", accumulate="local"), MeshShape(replica=2, stage=4, fsdp=1)),
+        pytest.param(
+            Fsdp(sharding="HYBRID_SHARD", form="explicit", accumulate="local"),
+            MeshShape(replica=2, stage=4, fsdp=1),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *(Fsdp(sharding="SHARD_GRAD_OP", form="explicit"), MeshShape(fsdp=2, stage=2, tensor=2)),
             marks=pytest.mark.slow,

@@ -118,6 +118,7 @@ def test_what_is_written_grows_with_touched_rows_and_not_with_tables(runs):
     assert data < 1101 * a_row / 4
 
 
+@pytest.mark.slow
 def test_a_base_is_kept_as_long_as_it_is_needed(rows, tmp_path):
     policy = Checkpoints(every=1, full_every=4, keep_last=1, keep_best=0)
     loop.train(experiment(rows, steps=7, checkpoints=policy), workdir=tmp_path)

@@ -179,6 +179,7 @@ def test_a_run_in_parts_equals_one_in_one_piece_to_the_bit(whole, texts, tmp_pat
     assert windows[0] == windows[1]
 
 
+@pytest.mark.slow
 def test_batches_and_rows_grow_during_a_run_and_a_part_of_it_goes_on_to_the_same_bits(texts, tmp_path):
     data = small.experiment(texts).data
     stages = (

@@ -51,18 +51,19 @@ def one_device(texts):
 ALL, FOUR = MeshShape(fsdp=2, context=2, tensor=2), MeshShape(fsdp=1, context=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "form", "method", "length", "microbatch"),
     [
         (ALL, "explicit", "ring", 32, 2),
         # Rows are filled up to 32.
-        pytest.param(FOUR, "explicit", "all_gather", 30, None, marks=pytest.mark.slow),
-        pytest.param(ALL, "implicit", "all_gather", 32, None, marks=pytest.mark.slow),
-        pytest.param(FOUR, "implicit", "ring", 30, None, marks=pytest.mark.slow),
-        pytest.param(ALL, "implicit", "ring", 32, 2, marks=pytest.mark.slow),
-        pytest.param(ALL, "explicit", "all_gather", 32, None, marks=pytest.mark.slow),
-        pytest.param(FOUR, "implicit", "all_gather", 32, None, marks=pytest.mark.slow),
-        pytest.param(FOUR, "explicit", "ring", 32, None, marks=pytest.mark.slow),
+        (FOUR, "explicit", "all_gather", 30, None),
+        (ALL, "implicit", "all_gather", 32, None),
+        (FOUR, "implicit", "ring", 30, None),
+        (ALL, "implicit", "ring", 32, 2),
+        (ALL, "explicit", "all_gather", 32, None),
+        (FOUR, "implicit", "all_gather", 32, None),
+        (FOUR, "explicit", "ring", 32, None),
     ],
 )
 def test_cut_sequences_change_nothing_but_the_order_of_sums(

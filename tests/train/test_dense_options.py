@@ -145,6 +145,7 @@ def test_half_precision_learns_what_float32_does(texts):
     assert losses["half"][-1] < 0.95 * losses["half"][0]
 
 
+@pytest.mark.slow
 def test_a_run_in_parts_with_a_scaled_loss_and_state_on_the_host_equals_one_in_one_piece_to_the_bit(texts, tmp_path):
     experiment = small.experiment(texts, **HALF, offload=BOTH)
     whole = loop.train(experiment, workdir=tmp_path / "whole")

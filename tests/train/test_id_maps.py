@@ -102,6 +102,7 @@ def served(trained):
     return publish.load(trained[0] / "checkpoints", 12)
 
 
+@pytest.mark.slow
 def test_a_served_copy_finds_rows_as_evaluation_does(served, trained, rows):
     expected = stored(experiment(rows, checkpoints=Checkpoints(every=6, full_every=18)), trained[0])["tables"][MAPS]
     assert set(served.maps) == set(expected) == {"item"}

@@ -160,6 +160,7 @@ def test_best_and_last_checkpoints_are_kept(rows, tmp_path):
     assert steps_kept(tmp_path) == sorted({7, 8, min(losses, key=losses.__getitem__)})
 
 
+@pytest.mark.slow
 def test_a_longer_run_goes_on_where_the_shorter_one_ended(rows, tmp_path):
     # A constant learning rate: a schedule would depend on the number of steps.
     whole = small_run.experiment(
@@ -170,6 +171,17 @@ def test_a_longer_run_goes_on_where_the_shorter_one_ended(rows, tmp_path):
     loop.train(whole, workdir=tmp_path / "parts", resume="must")
     assert windows(tmp_path / "parts") == windows(tmp_path / "whole")
     assert_equal_trees(stored(whole, tmp_path / "parts"), stored(whole, tmp_path / "whole"))
+
+
+def test_a_finished_run_is_not_trained_again(run, rows):
+    def files():
+        kept = [run / "metrics.jsonl", *sorted((run / "checkpoints").rglob("*"))]
+        return {path: path.read_bytes() for path in kept if path.is_file()}
+
+    before = files()
+    assert len(before) > 1
+    loop.train(small_run.experiment(rows), workdir=run)
+    assert files() == before
 
 
 def test_resume_never_refuses_a_folder_with_a_run_and_must_one_without(run, rows, tmp_path):

@@ -56,6 +56,7 @@ def ahead(rows, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_the_exchange_of_ids_a_step_ahead_changes_nothing_but_rounding(plain, ahead):
     one, two = ([r["logloss"] for r in records(folder)] for folder in (plain, ahead))
     # Two programs that are not optimised as users' are: a step of theirs differs in last bits, which twelve steps of
@@ -69,6 +70,7 @@ def test_the_exchange_of_ids_a_step_ahead_changes_no_bit(plain, ahead):
     assert records(plain) == records(ahead)
 
 
+@pytest.mark.slow
 def test_rows_fetched_a_step_ahead_are_one_update_old(plain, stale):
     one, two = (records(folder) for folder in (plain, stale))
     assert one[0] == two[0]  # the first step has nothing to be late for

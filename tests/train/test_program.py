@@ -134,7 +134,8 @@ def test_fsdp_shards_what_divides(experiment):
     assert len(moments) == 2 * len(sharded)  # both moments of Adam are sharded like their parameter
 
 
-@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 8])
 def test_microbatches_add_up_to_the_whole_batch(experiment, x64, devices):
     model = dataclasses.replace(experiment.model, dropout=0.0)
     whole = dataclasses.replace(experiment, precision=FLOAT64, model=model, microbatch=64)

@@ -205,11 +205,12 @@ STRATEGIES = {
 EVERYTHING = ".*"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "modules"),
     [
-        ("explicit and tensor", "layers/mlp/down|head"),  # the rest takes long to compile
-        *(pytest.param(name, EVERYTHING, marks=pytest.mark.slow) for name in STRATEGIES),
+        ("explicit and tensor", "layers/mlp/down|head"),
+        *((name, EVERYTHING) for name in STRATEGIES),
     ],
 )
 def test_eight_devices_train_as_one_does(texts, strategy, modules):

@@ -115,12 +115,3 @@ def test_killed_run_goes_on_to_the_same_bits(recipe, uninterrupted, tmp_path):
 def test_run_killed_ten_times_goes_on_to_the_same_bits(recipe, uninterrupted, tmp_path):
     _killed_runs(recipe, tmp_path / "killed", kills=10, seed=1)
     _assert_equal_runs(uninterrupted, tmp_path / "killed")
-
-
-def test_finished_run_is_not_trained_again(recipe, uninterrupted):
-    before = _arrays(uninterrupted)
-    lines = (uninterrupted / "metrics.jsonl").read_bytes()
-    _train(recipe, uninterrupted)
-    assert (uninterrupted / "metrics.jsonl").read_bytes() == lines
-    after = _arrays(uninterrupted)
-    assert all(np.array_equal(before[name], after[name]) for name in before)

@@ -83,6 +83,7 @@ def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
             assert np.array_equal(np.asarray(ours[feature]), np.asarray(theirs[feature]))
 
 
+@pytest.mark.slow
 def test_bytes_are_those_of_the_arrays(dlrm):
     model, _, limits = dlrm
     widths = ("float32", "float16", "int8", "float32", "int8", "float16", "float16")
@@ -233,7 +234,8 @@ def test_the_gap_is_that_of_ne_and_its_interval_covers_resampling(dlrm):
     assert abs(gap.high - high) < 0.2 * width
 
 
-@pytest.mark.parametrize("name", ["dlrm", pytest.param("wukong", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dlrm", "wukong"])
 def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm, name):
     model, examples, limits = dlrm
     if name != "dlrm":

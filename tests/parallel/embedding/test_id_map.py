@@ -285,6 +285,7 @@ def test_counters_hold_more_than_32_bits():
     assert int(state["frequency"].max()) == 2**32 - 1
 
 
+@pytest.mark.slow
 def test_no_type_is_promoted_and_nothing_depends_on_64_bit_types(strict_promotion):
     config = CONFIGS["lfu after 3"]
     args = (*(jnp.asarray(x) for x in padded([1, 1, 1, 2, -3])), jnp.int32(0))

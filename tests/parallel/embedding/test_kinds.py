@@ -144,12 +144,15 @@ def test_a_plan_of_several_kinds_equals_one_device_to_the_bit(name):
 
 
 @pytest.mark.parametrize("weighted", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [n if n in ("adam", "rowwise") else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS]
+)
 def test_one_device_equals_numpy_in_double_precision(name, weighted):
     agrees_with_double_precision(*on_one_device(name, weighted), name, weighted)
 
 
-@pytest.mark.parametrize("kind", ["column_wise", pytest.param("grid", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["column_wise", "grid"])
 def test_one_statistic_a_slice_is_another_optimizer_and_says_so_in_its_shape(kind):
     tables = wide_tables(RowwiseAdagrad(learning_rate=0.1, statistic="slice"))
     host = batch(BATCH)
@@ -300,6 +303,7 @@ def test_plans_that_cannot_be_built_say_what_would_do():
         collection(tables, 8, ShardingPlan(tables=twice))
 
 
+@pytest.mark.slow
 def test_given_ranks_are_taken():
     tables = wide_tables(Sgd())
     plan = ShardingPlan(

@@ -239,6 +239,7 @@ def hashed_batch(host, first):
     return dataclasses.replace(host, values=values)
 
 
+@pytest.mark.slow
 def test_expired_ids_leave_at_once_and_their_rows_are_fresh():
     each, (_, state) = on("3"), trained("3")
     model = copy.deepcopy(expected()[2]["tags"])

@@ -95,9 +95,8 @@ def planned(devices, kind, replicas, replica):
     return EmbeddingCollection(tables=PLANNED, mesh=mesh, plan=plan_of(kind, PLANNED, replicas))
 
 
-@pytest.mark.parametrize(
-    "kinds", [("column_wise", "grid"), pytest.param(KINDS, marks=pytest.mark.slow)], ids=["two", "all"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kinds", [("column_wise", "grid"), KINDS], ids=["two", "all"])
 def test_a_state_moves_from_plan_to_plan_bit_for_bit(kinds):
     stops = [(8, kind, "copy" if number % 2 else "shard", 2) for number, kind in enumerate(kinds)]
     stops += [(1, "row_wise", "shard", 1), (4, "grid", "copy", 2), (3, "table_wise", "shard", 1)]
