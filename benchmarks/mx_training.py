@@ -1,6 +1,8 @@
 """Small models trained in number formats and in float32: losses after the same steps, over several seeds.
 
-python benchmarks/mx_training.py [--seeds 3] [--models llama dlrm wukong] [--json FILE] > table.md
+python benchmarks/mx_training.py [--seeds 3] [--models llama dlrm wukong] [--formats ...] [--json FILE] > table.md
+
+--json keeps the losses as they come, and what FILE holds already for as many seeds is not trained again.
 
 All products with weights, forward and backward, and all tables of embeddings are in the format; activations between
 products, optimizers and master parameters are float32. A seed draws parameters and takes examples of its own, the same
@@ -14,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import math
+import pathlib
 import sys
 import time
 from typing import Any
@@ -107,22 +110,25 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--json", metavar="FILE", type=pathlib.Path)
     options = parser.parse_args()
     if options.seeds < 2 or options.formats[0] != "float32":
         parser.error("--seeds must be at least 2, and --formats begin with float32, to compare with")
     print(f"{machine.device_name(jax.devices()[0])}, {machine.today()}, commit {machine.commit()}\n")
     print("| model | format | final loss | minus float32 | of the loss |\n|---|---|---|---|---|")
     found: dict[str, dict[str, list[float]]] = {}
+    if options.json is not None and options.json.exists():
+        found = json.loads(options.json.read_text())
     for model in options.models:
         of_model = found.setdefault(model, {})
-        data = experiment_of(model, "float32").data.build()
+        data = None
         for format in options.formats:
-            of_model[format] = losses(model, format, options.seeds, data)
+            if len(of_model.get(format, ())) != options.seeds:
+                data = data or experiment_of(model, "float32").data.build()
+                of_model[format] = losses(model, format, options.seeds, data)
+                if options.json is not None:
+                    options.json.write_text(json.dumps(found, indent=1) + "\n")
             print(row(model, format, of_model[format], of_model["float32"]), flush=True)
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ TOKENS = 32_768
 WIDE = ("bdr_mx9", "mxint8", "mxfp8_e4m3", "bdr_mx6", "mxfp6_e2m3", "nvfp4")  # direct casts alone
 NARROW = ("bdr_mx4", "mxfp4_e2m1")
 WAYS = {"direct cast": (), "mse": ("--calibrate", "mse"), "error diffusion": ("--method", "error-diffusion")}
+STATIC = {"fp8_e4m3:row": "fp8_e4m3", "int8:row": "int8", "nvfp4": "nvfp4"}  # formats of weights and of activations
 CLICKS = ("bdr_mx9", "mxint8", "mxfp8_e4m3", "bdr_mx6", "bdr_mx4")
 
 PAGE = """\
@@ -61,7 +62,8 @@ matrices of the layers are in the format; embedding, head and norms stay. Loss i
 
 - bits: of a number of those matrices, scales included. KL: of the predictions of a byte, from those in float32, nats.
 - direct cast: scales from the largest magnitude. mse: of several scales the one of least squared error. Error
-  diffusion: calibrated on 16,384 bytes of training text, scales from the largest magnitude.
+  diffusion: calibrated on 16,384 bytes of training text, scales from the largest magnitude. Static activations: what
+  these matrices multiply too, in the same format, each under one scale from the largest magnitude in that text.
 
 ## A DLRM cast directly
 
@@ -81,8 +83,8 @@ def run(*arguments: object) -> str:
 
 
 def write_texts(folder: pathlib.Path) -> None:
-    """training/, held_out.txt and calibration.txt."""
-    (folder / "training").mkdir()
+    """training/, held_out.txt and, last of all, calibration.txt."""
+    (folder / "training").mkdir(exist_ok=True)
     held, calibration = [], []
     for number, file in enumerate(text_sources.find_texts(None, text_sources.SUFFIXES)):
         text = "".join(block.text for block in text_sources.read_documents(file, "text"))
@@ -102,12 +104,13 @@ def train(folder: pathlib.Path) -> pathlib.Path:
     return folder / "run"
 
 
-def quantized(folder: pathlib.Path, source: pathlib.Path, format: str, way: str) -> dict[str, Any]:
+def quantized(folder: pathlib.Path, source: pathlib.Path, format: str, *options: str) -> dict[str, Any]:
     """What `eval --against` says of a quantized run, beside the bits of a number."""
-    more = ("--text", folder / "calibration.txt") if way == "error diffusion" else ()
+    looked = "--method" in options or "--activations" in options
+    more = (*options, *(("--text", folder / "calibration.txt") if looked else ()))
     with tempfile.TemporaryDirectory() as temporary:
         out, report, found = (pathlib.Path(temporary) / name for name in ("out", "report.json", "found.json"))
-        run("quantize", source, out, "--format", format, *WAYS[way], *more, "--json", report)
+        run("quantize", source, out, "--format", format, *more, "--json", report)
         text = ("--text", folder / "held_out.txt", "--tokens", TOKENS)
         run("eval", source, "--against", out, *text, "--json", found)
         rows = [row for row in json.loads(report.read_text()) if row["format"]]
@@ -153,12 +156,16 @@ def measure(folder: pathlib.Path) -> dict[str, Any]:
             kept.write_text(json.dumps(results, indent=1) + "\n")
         print(f"{time.monotonic() - begun:4.0f} s  {name}", file=sys.stderr, flush=True)
 
-    if not (folder / "training").exists():
+    if not (folder / "calibration.txt").exists():
         write_texts(folder)
     source = train(folder)
     for format in (*WIDE, *NARROW):
         for way in WAYS if format in NARROW else ("direct cast",):
-            add(f"{format}, {way}", functools.partial(quantized, folder, source, format, way))
+            add(f"{format}, {way}", functools.partial(quantized, folder, source, format, *WAYS[way]))
+    for format, inputs in STATIC.items():
+        add(f"{format}, direct cast", functools.partial(quantized, folder, source, format))
+        made = functools.partial(quantized, folder, source, format, "--activations", inputs)
+        add(f"{format}, static activations", made)
     add("clicks", clicks)
     return results
 

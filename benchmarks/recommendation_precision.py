@@ -2,6 +2,8 @@
 
 python benchmarks/recommendation_precision.py --models "dlrm-flights model.dim=72" wukong-flights --seeds 3 --json FILE
 
+--json keeps the results as they come, and a seed that FILE holds already is not trained again.
+
 Trains every model on the bundled flights, lowers it in several ways, and scores the test split with packed tables and
 integer products. Ranges of activations come from the validation split; so do the choices of the search, which the test
 split has not seen. A gap is NE over that of float32, minus 1.
@@ -29,6 +31,8 @@ WAYS = {
     "int4 tables, min and max": ("int4", "float32", "minmax"),
     "int4 tables, greedy": ("int4", "float32", "greedy"),
     "int2 tables, greedy": ("int2", "float32", "greedy"),
+    "kmeans4 tables": ("kmeans4", "float32", "minmax"),
+    "kmeans2 tables": ("kmeans2", "float32", "minmax"),
     "int8 dense": ("float32", "int8", "minmax"),
     "int8 tables and dense": ("int8", "int8", "minmax"),
     "int4 tables, min and max, int8 dense": ("int4", "int8", "minmax"),
@@ -45,7 +49,7 @@ def run(model: str, seed: int, turns: int) -> dict[str, dict[str, Any]]:
         path = pathlib.Path(folder) / "run"
         loop.train(experiment, workdir=path, recipe=recipe)
         trained = click_model.load(path, experiment)
-    built = experiment.data.build()
+    built: Any = experiment.data.build()
     validation = click_model.labelled(built.eval_batches("validation"), trained.schema)
     test = click_model.labelled(built.eval_batches("test"), trained.schema)
     limits = calibration.limits(trained, validation.inputs[:8])
@@ -109,9 +113,16 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     everything: dict[str, list[dict[str, dict[str, Any]]]] = {}
+    if options.json is not None and options.json.exists():
+        everything = json.loads(options.json.read_text())
     print(f"`python {' '.join(sys.argv)}`, {datetime.datetime.now(datetime.UTC).date()}")
     for model in options.models:
-        runs = everything[model] = [run(model, seed, options.turns) for seed in range(options.seeds)]
+        runs = everything.setdefault(model, [])
+        for seed in range(len(runs), options.seeds):
+            runs.append(run(model, seed, options.turns))
+            if options.json is not None:
+                options.json.write_text(json.dumps(everything, indent=1) + "\n")
+        runs = runs[: options.seeds]
         ne = [next(iter(r.values()))["quality"]["ne_float32"] for r in runs]
         size = next(iter(runs[0].values()))["bytes"]
         print(f"\n## {model}\n")
@@ -123,8 +134,6 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         for name in runs[0]:
             print(row(name, [r[name] for r in runs]), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(everything, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
 import json
 
 import numpy as np
-from llama_cases import tensors, write_checkpoint
+from llama_cases import tensors, tokens, write_checkpoint
 
 from scalejax.inference import model_folder, run_model
+from scalejax.models.llm import safetensors
 from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.models.llm.packed_layouts import find_layout
 from scalejax.surgery.quantize import checkpoint, plan
@@ -32,6 +33,17 @@ def quantize(source, target, format, *, given=(), layout="scalejax", quantizer=N
     return checkpoint.write(model, target, weights, made, stored)
 
 
+def quantize_with_inputs(source, target, format, inputs, *, given=(), layout="scalejax"):
+    """The same with static scales of activations in the format `inputs`."""
+    from scalejax.surgery.quantize.inputs import WithInputs
+
+    model, stored = model_folder.open_folder(source), find_layout(layout, inputs)
+    weights = plan.make(model, format, given, stored, inputs)
+    text = tokens(model.config, 6, 32)
+    made = WithInputs(model, weights, text, checkpoint.DirectCast(model))
+    return checkpoint.write(model, target, weights, made, stored)
+
+
 def read_weights(folder):
     """{name of Hugging Face: array}, decoded."""
     source = model_folder.open_folder(folder).source
@@ -44,6 +56,14 @@ def change_config(folder, **fields):
     content = json.loads(path.read_text())
     content["quantization_config"] |= fields
     path.write_text(json.dumps(content))
+
+
+def rewrite(folder, change):
+    """Writes the tensors of a folder anew, after change(names) has had the dict of arrays."""
+    arrays = {name: np.array(tensor.read()) for name, tensor in safetensors.open_folder(folder).items()}
+    change(arrays)
+    written = tuple(safetensors.Written(name, array.dtype, array.shape) for name, array in arrays.items())
+    safetensors.write_folder(folder, written, arrays.__getitem__)
 
 
 def is_matrix(name):

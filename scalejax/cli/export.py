@@ -14,7 +14,10 @@ def export(
     run_folder: options.RunFolder,
     out: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="Folder to write; must not be there yet.")],
     tables: Annotated[
-        str, typer.Option("--tables", metavar="NAME", help="float32, float16, int8, int4 or int2, row by row.")
+        str,
+        typer.Option(
+            "--tables", metavar="NAME", help="float32, float16, int8, kmeans4, int4, kmeans2 or int2, row by row."
+        ),
     ] = "float32",
     dense: Annotated[str, typer.Option("--dense", metavar="NAME", help="float32, float16 or int8.")] = "float32",
     precision: Annotated[

@@ -6,7 +6,7 @@ many lengths: one reads a piece, the other generates up to a number of tokens th
 the cache over, and no second one is ever made.
 
 A run that was trained under rules for number formats is served under them: its products and rows are those of its
-evaluation.
+evaluation. A folder with static scales of activations is served with activations that are quantized under these.
 
 On a mesh, parameters lie as the rules say (heads, hidden features and vocabulary over `tensor`), rows of the batch over
 the batch axes.
@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax import nn, units
 from scalejax.errors import UserError
-from scalejax.inference import packed_params
+from scalejax.inference import packed_params, static_inputs
 from scalejax.inference import sampling as samplings
 from scalejax.inference.model_folder import LanguageModel
 from scalejax.inference.sampling import GREEDY, Sampling
@@ -93,7 +93,8 @@ class Engine:
     Attributes:
       config: Architecture.
       shape: Structure of the model.
-      params: Its parameters by path; quantized ones may be packed, see `packed_params`.
+      params: Its parameters by path; quantized ones may be packed, see `packed_params`, and know the static scales of
+        what they multiply, see `static_inputs`.
       mesh: The devices.
       choices: Ids below this may be generated; None = all. A table may have more rows than the tokenizer has ids.
       formats: {path of a module: the rule of its number formats}.
@@ -389,6 +390,8 @@ def load(
     if packed:
         params, targets = packed_params.load(model.source, targets, huggingface.sizes(model.config), loaded=loaded)
     params |= loading.load(model.source, targets, loaded=loaded)
+    entries = {entry.path: entry for entry in huggingface.entries(model.config)}
+    params = static_inputs.attach(params, entries, model.inputs, mesh)
     return Engine(model.config, shape, params, mesh, choices, formats)
 
 

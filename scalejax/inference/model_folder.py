@@ -31,6 +31,7 @@ from scalejax.models.llm import llama3, mapping, packed, safetensors
 from scalejax.models.llm.llama3 import LlamaConfig, huggingface
 from scalejax.models.llm.llama3.huggingface import SpecialTokens
 from scalejax.models.llm.mapping import LAYER, Entry, Source, Stored, TensorSource
+from scalejax.models.llm.packed import InputScale
 from scalejax.models.llm.safetensors import Tensor, Written
 from scalejax.numerics.rules import QuantizationRule
 
@@ -65,6 +66,7 @@ class LanguageModel:
       source: Its parameters.
       tokenizer: Its tokenizer; None = the folder has none that is known here.
       begins: What comes before a text: the token "bos" of the tokenizer, if it has one, or "nothing".
+      inputs: Static scales of what weights multiply, by the weights' names in the folder.
       quantization: Rules for number formats under which a run was trained, and by which it is served. Parameters are
         the master parameters, in full.
       files: Files beside the parameters that go with it.
@@ -80,6 +82,7 @@ class LanguageModel:
     source: Source
     tokenizer: TokenizerConfig | None
     begins: Literal["bos", "nothing"] = "bos"
+    inputs: Mapping[str, InputScale] = dataclasses.field(default_factory=dict)
     quantization: tuple[QuantizationRule, ...] = ()
     files: tuple[pathlib.Path, ...]
     made: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -138,11 +141,13 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     tensors, more = _without_copies(tensors, config)
     sizes = huggingface.sizes(config)
     stored: Mapping[str, Stored] = tensors
+    inputs: Mapping[str, InputScale] = {}
     if kind == "huggingface" and content.get("quantization_config") is not None:
         names = weight_shapes(config, layers=min(config.layers, len(tensors) + 1))
         where = f"{folder / CONFIG}: quantization_config"
-        stored, told = packed.resolve(content["quantization_config"], tensors, names, _kind(content, folder), where)
-        more += told
+        found = packed.resolve(content["quantization_config"], tensors, names, _kind(content, folder), where)
+        stored, inputs = found.tensors, found.inputs
+        more += found.remarks
     mapping.check(entries, sizes, config.layers, stored, str(folder))
     _check_token_ids(folder, config, tokens)
     return LanguageModel(
@@ -152,6 +157,7 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
         tokens=tokens,
         source=TensorSource({entry.path: entry for entry in entries}, sizes, stored),
         tokenizer=HuggingFaceTokenizer(path=str(folder)) if (folder / "tokenizer.json").is_file() else None,
+        inputs=inputs,
         files=tuple(folder / name for name in COPIED if (folder / name).is_file()),
         shards=shards,
         remarks=remarks + more,

@@ -24,6 +24,7 @@ from scalejax.nn.layers import Arrays
 from scalejax.numerics import packing
 from scalejax.numerics.packing import Packed
 from scalejax.numerics.quantize import dequantize
+from scalejax.numerics.weights import StaticWeight
 
 
 @functools.partial(
@@ -57,9 +58,14 @@ class PackedWeight:
 
 
 def whole(params: Arrays) -> Arrays:
-    """The gather (see `nn.layers`) of parameters of which some are packed."""
-    made: dict[str, Any] = dict(params)
-    return {name: value.decode() if isinstance(value, PackedWeight) else value for name, value in made.items()}
+    """The gather (see `nn.layers`) of parameters of which some are packed, or have static scales of their inputs."""
+    return {name: _decoded(value) for name, value in params.items()}
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, StaticWeight):
+        return dataclasses.replace(value, array=_decoded(value.array))
+    return value.decode() if isinstance(value, PackedWeight) else value
 
 
 @dataclasses.dataclass

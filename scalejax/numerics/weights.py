@@ -2,33 +2,32 @@
 
 A model reads a parameter, casts it, reshapes or transposes it, and multiplies it (`@`, `weights.dot`) or looks rows up
 in it (`[ids]`). These are what `FormattedWeight` can do; anything else is an error, never a product without a format.
+`StaticWeight`, for inference, can be multiplied from the left.
 """
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
-from scalejax.numerics import products
+from scalejax.numerics import products, static
 from scalejax.numerics.rules import QuantizationRule, module_of
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("rule", "path"))
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FormattedWeight:
-    """A matrix, or a table of embeddings, with the rule for it.
+class _Weight:
+    """What arrays and weights in their place have in common.
 
     Attributes:
-      array: float[...], not quantized.
-      rule: Its formats.
+      array: float[...].
       path: Of its module, for messages.
     """
 
     array: jax.Array
-    rule: QuantizationRule
     path: str
 
     @property
@@ -43,15 +42,27 @@ class FormattedWeight:
     def dtype(self) -> Any:
         return self.array.dtype
 
+    def astype(self, dtype: Any) -> Self:
+        return dataclasses.replace(self, array=self.array.astype(dtype))
+
+    def reshape(self, *shape: Any) -> Self:
+        return dataclasses.replace(self, array=self.array.reshape(*shape))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("array",), meta_fields=("rule", "path"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FormattedWeight(_Weight):
+    """A matrix, or a table of embeddings, with the rule for it; its array is not quantized.
+
+    Attributes:
+      rule: Its formats.
+    """
+
+    rule: QuantizationRule
+
     @property
     def T(self) -> "FormattedWeight":
         return dataclasses.replace(self, array=self.array.T)
-
-    def astype(self, dtype: Any) -> "FormattedWeight":
-        return dataclasses.replace(self, array=self.array.astype(dtype))
-
-    def reshape(self, *shape: Any) -> "FormattedWeight":
-        return dataclasses.replace(self, array=self.array.reshape(*shape))
 
     def __getitem__(self, index: Any) -> Any:
         """`[...]` is the weight itself, as modules read a parameter; `[ids]` are rows in the format of weights."""
@@ -82,8 +93,36 @@ class FormattedWeight:
             raise TypeError(f"FormattedWeight: @ with {self.path} needs matrices; got {shapes}. Use `weights.dot`.")
 
 
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("array", "scale"), meta_fields=("format", "path"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StaticWeight(_Weight):
+    """A matrix whose left operand is quantized under a scale that was found beforehand; not differentiated.
+
+    Attributes:
+      scale: float32[]; 0 = the operand stays as it is.
+      format: Of the operand, see `numerics.static`.
+    """
+
+    scale: jax.Array
+    format: static.Format
+
+    def __getitem__(self, index: Any) -> "StaticWeight":
+        """`[...]` is the weight itself, as modules read a parameter."""
+        if index is Ellipsis:
+            return self
+        raise TypeError(f"StaticWeight: {self.path} can be read whole ([...]); got {index!r}.")
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        """x W for a matrix W."""
+        return dot(x, self)
+
+
 def dot(
-    x: jax.Array, weight: "jax.Array | FormattedWeight", *, contract: int = 1, dtype: jax.typing.DTypeLike | None = None
+    x: jax.Array,
+    weight: "jax.Array | FormattedWeight | StaticWeight",
+    *,
+    contract: int = 1,
+    dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """x times a weight: the last `contract` axes of x against the first of `weight`.
 
@@ -98,7 +137,23 @@ def dot(
         return products.mx_dot_general(
             x, weight.array, dimensions, preferred_element_type=dtype, rule=weight.rule, where=weight.path
         )
+    if isinstance(weight, StaticWeight):
+        return _static_dot(x, weight, contract, dtype)
     return jax.lax.dot_general(x, weight, dimensions, preferred_element_type=dtype)
+
+
+def _static_dot(x: jax.Array, weight: StaticWeight, contract: int, dtype: jax.typing.DTypeLike | None) -> jax.Array:
+    """The product of codes, and the scale times their sums in float32."""
+    inner, free = weight.shape[:contract], weight.shape[contract:]
+    flat = x.reshape(*x.shape[: x.ndim - contract], math.prod(inner))  # blocks lie along all that is summed over
+    given = weight.scale > 0
+    scale = jnp.where(given, weight.scale, 1)
+    operand = jnp.where(given, static.encode(flat, scale, weight.format), flat)
+    matrix = weight.array.reshape(math.prod(inner), *free)
+    sums = jax.lax.dot_general(
+        operand, matrix, (((flat.ndim - 1,), (0,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    return (sums * scale).astype(dtype or jnp.promote_types(x.dtype, weight.dtype))
 
 
 def formatted(params: Mapping[str, Any], rules: Mapping[str, QuantizationRule]) -> dict[str, Any]:

@@ -120,13 +120,39 @@ def test_errors_are_passed_on_with_text(invoke, theirs, tmp_path):
     assert 0 < float(line.split()[-1]) < 1
 
 
+@pytest.mark.slow
+def test_static_scales_of_activations_are_written_and_used(invoke, theirs, tmp_path):
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 40)
+    text = ("--text", str(tmp_path / "text.txt"), "--tokens", "600")
+    more = ("--format", "fp8_e4m3:row", "--activations", "fp8_e4m3", "--layout", "compressed-tensors", *text)
+    done = invoke("quantize", str(theirs), str(tmp_path / "out"), *more, "--json", str(tmp_path / "report.json"))
+    assert done.exit_code == 0, done.stderr
+    assert "scale of activations" in done.stdout
+    rows = [row for row in json.loads((tmp_path / "report.json").read_text()) if row["format"]]
+    assert {row["inputs"] for row in rows} == {"fp8_e4m3"}
+    assert all(0 < row["input_scale"] < 1 for row in rows)
+    assert invoke("quantize", str(theirs), str(tmp_path / "plain"), *more[:2]).exit_code == 0
+    found = []
+    for folder in ("out", "plain"):
+        arguments = ("--against", str(tmp_path / folder), *text[:2], "--tokens", "256", "--mesh", "fsdp=8")
+        done = invoke("eval", str(theirs), *arguments, "--json", str(tmp_path / "found.json"))
+        assert done.exit_code == 0, done.stderr
+        found.append(json.loads((tmp_path / "found.json").read_text())["divergence"])
+    assert 0 < found[1] < found[0] < 0.2
+    done = invoke("convert", str(tmp_path / "out"), str(tmp_path / "converted"))
+    assert "static scales of activations (fp8_e4m3) for 14 weights" in " ".join(done.stdout.split())
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("--method", "gptq"), "--method must be direct or error-diffusion; got 'gptq'"),
         (("--text", "a.txt"), "--text a.txt: a direct cast reads no text"),
         (("--tokens", "500"), "--tokens 500: a direct cast reads no text"),
-        (("--damping", "0.1"), "--damping 0.1: a direct cast reads no text"),
+        (("--damping", "0.1"), "--damping 0.1: goes with --method error-diffusion"),
+        (("--activations", "fp8"), "--activations must be one of fp8_e4m3, int8, nvfp4; got 'fp8'"),
+        (("--activations", "int8", "--layout", "gpt-oss"), "--layout gpt-oss has no scales of activations"),
+        (("--activations", "int8", "--damping", "0.1"), "--damping 0.1: goes with --method error-diffusion"),
         (("--percentile", "95"), "--percentile 95.0: goes with --calibrate percentile"),
         (("--calibrate", "percentile"), "--percentile 99.9 leaves nothing out of the 32 numbers of a block"),
         (("--method", "error-diffusion", "--text", "nowhere"), "--text nowhere does not exist"),

@@ -20,7 +20,7 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels import block_quant
 from scalejax.kernels import embedding_bag as bags
-from scalejax.kernels.block_quant import QuantizedRows
+from scalejax.kernels.block_quant import PackedRows
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.train import exact, publish
 from scalejax.train import program as programs
@@ -29,7 +29,7 @@ from scalejax.train.experiment import AnyExperiment, Checkpoints, Experiment
 from scalejax.train.protocols import Task
 from scalejax.train.state import ModelShape
 
-Table = jax.Array | QuantizedRows
+Table = jax.Array | PackedRows
 
 
 @jax.tree_util.register_dataclass
@@ -191,7 +191,7 @@ def _pooled(table: Table, inputs: Inputs, feature: str, pooling: Any) -> jax.Arr
     ids = inputs.ids[feature]
     if ids.ndim == 1:
         lengths = inputs.lengths[feature]
-        if isinstance(table, QuantizedRows):
+        if isinstance(table, PackedRows):
             return block_quant.quantized_bag(table, ids, lengths, pooling=pooling)
         return bags.embedding_bag(table, ids, lengths, pooling=pooling, implementation="xla")
     count = ids.shape[1]
@@ -201,7 +201,7 @@ def _pooled(table: Table, inputs: Inputs, feature: str, pooling: Any) -> jax.Arr
 
 
 def _rows(table: Table, ids: jax.Array) -> jax.Array:
-    if isinstance(table, QuantizedRows):
+    if isinstance(table, PackedRows):
         return block_quant.gather_quantized_rows(table, ids)
     return bags.gather_rows(table, ids, implementation="xla").astype(jnp.float32)
 

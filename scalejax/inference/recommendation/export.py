@@ -19,7 +19,7 @@ from scalejax.errors import UserError
 from scalejax.inference.recommendation import lowering, reload
 from scalejax.inference.recommendation.click_model import ClickModel, Inputs
 from scalejax.inference.recommendation.lowering import Arrays, Lowered
-from scalejax.kernels.block_quant import QuantizedRows
+from scalejax.kernels.block_quant import CodebookRows, QuantizedRows
 from scalejax.kernels.block_quant.dense import Int8Weight
 from scalejax.models.llm import safetensors
 from scalejax.train import disk
@@ -93,12 +93,14 @@ def write(lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = 
 
 
 def flatten(arrays: Arrays) -> dict[str, jax.Array]:
-    """Name in the file -> array: table.NAME or its .codes, .scales, .biases; dense.PATH or .codes, .scales, .sums."""
+    """Name in the file -> array: table.NAME or its .codes, .scales, .biases or .books; dense.PATH or its parts."""
     found: dict[str, jax.Array] = {}
     for name, table in arrays.tables.items():
         if isinstance(table, QuantizedRows):
             parts = {"codes": table.codes, "scales": table.scales, "biases": table.biases}
             found |= {f"table.{name}.{part}": array for part, array in parts.items()}
+        elif isinstance(table, CodebookRows):
+            found |= {f"table.{name}.codes": table.codes, f"table.{name}.books": table.books}
         else:
             found[f"table.{name}"] = table
     found |= {f"dense.{name}": array for name, array in arrays.params.items()}
@@ -114,6 +116,9 @@ def _unflatten(like: Arrays, found: dict[str, jax.Array]) -> Arrays:
         if isinstance(table, QuantizedRows):
             parts = {part: found[f"table.{name}.{part}"] for part in ("codes", "scales", "biases")}
             tables[name] = QuantizedRows(**parts, format=table.format, dim=table.dim)
+        elif isinstance(table, CodebookRows):
+            parts = {part: found[f"table.{name}.{part}"] for part in ("codes", "books")}
+            tables[name] = CodebookRows(**parts, format=table.format, dim=table.dim)
         else:
             tables[name] = found[f"table.{name}"]
     return Arrays(

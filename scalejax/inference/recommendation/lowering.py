@@ -113,7 +113,11 @@ def table_in(model: ClickModel, name: str, chosen: TablePrecision, rows: Any = "
         )
     if chosen in ("float32", "float16"):
         return _narrowed(f"table {name!r}", table, chosen)
-    made = block_quant.quantize_rows(jnp.asarray(table), chosen, range="minmax" if chosen == "int8" else rows)
+    whole = jnp.asarray(table)
+    if chosen == "kmeans4" or chosen == "kmeans2":
+        made = block_quant.cluster_rows(whole, chosen)
+    else:
+        made = block_quant.quantize_rows(whole, chosen, range="minmax" if chosen == "int8" else rows)
     if count := int(block_quant.poisoned_rows(made)):
         raise UserError(f"Table {name!r}: the range of {count} rows is too large for {chosen}. Keep it in float32.")
     return made

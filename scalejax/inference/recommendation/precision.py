@@ -12,7 +12,7 @@ from scalejax.inference.recommendation.click_model import ClickModel
 from scalejax.kernels import block_quant
 from scalejax.train import disk
 
-TablePrecision = Literal["float32", "float16", "int8", "int4", "int2"]
+TablePrecision = Literal["float32", "float16", "int8", "kmeans4", "int4", "kmeans2", "int2"]
 DensePrecision = Literal["float32", "float16", "int8"]
 TABLES: tuple[TablePrecision, ...] = get_args(TablePrecision)
 DENSE: tuple[DensePrecision, ...] = get_args(DensePrecision)

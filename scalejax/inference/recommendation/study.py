@@ -21,7 +21,7 @@ from scalejax.inference.recommendation.calibration import Limits
 from scalejax.inference.recommendation.click_model import ClickModel, Inputs, Labelled, embed, logits
 from scalejax.inference.recommendation.precision import Precisions
 from scalejax.kernels import block_quant
-from scalejax.kernels.block_quant import QuantizedRows, dense
+from scalejax.kernels.block_quant import PackedRows, dense
 
 Objective = Literal["bytes", "latency"]
 
@@ -78,7 +78,7 @@ class Emulation:
     def _table(self, name: str, chosen: Any) -> jax.Array:
         if (name, chosen) not in self._kept:
             made = lowering.table_in(self.model, name, chosen, self.rows)
-            whole = block_quant.dequantize_rows(made) if isinstance(made, QuantizedRows) else made.astype(jnp.float32)
+            whole = block_quant.dequantize_rows(made) if isinstance(made, PackedRows) else made.astype(jnp.float32)
             self._kept[name, chosen] = whole
         return self._kept[name, chosen]
 
@@ -129,9 +129,15 @@ def study(
                 )
     emulation = Emulation(model, limits)
 
+    @functools.cache
     def choices(name: tuple[str, str]) -> tuple[str, ...]:
         wanted = tables if name[0] == "table" else dense_choices
-        return tuple(c for c in wanted if c in precision.choices(model, name)) or wanted[:1]
+        known = tuple(c for c in wanted if c in precision.choices(model, name)) or wanted[:1]
+        if name[0] != "table":
+            return known
+        sizes = [precision.bytes_of(model, name, c) for c in known]
+        # Of short rows a narrow precision may have more bytes than a wider one, for its scales or its codebook.
+        return tuple(c for i, c in enumerate(known) if i == 0 or sizes[i] < min(sizes[:i]))
 
     seconds = latencies(model, limits, calibration.inputs[0], choices) if objective == "latency" else {}
 

@@ -1,8 +1,14 @@
-"""Rows of embedding tables in 8, 4 or 2 bits with a scale and a bias each, in the bytes of FBGEMM; lookups in them."""
+"""Rows of embedding tables in 8, 4 or 2 bits with a scale and a bias each, in the bytes of FBGEMM, or with a codebook
+each; lookups in them."""
 
+from scalejax.kernels.block_quant.api import CODEBOOK_FORMATS as CODEBOOK_FORMATS
 from scalejax.kernels.block_quant.api import ROW_FORMATS as ROW_FORMATS
+from scalejax.kernels.block_quant.api import CodebookFormat as CodebookFormat
+from scalejax.kernels.block_quant.api import CodebookRows as CodebookRows
+from scalejax.kernels.block_quant.api import PackedRows as PackedRows
 from scalejax.kernels.block_quant.api import QuantizedRows as QuantizedRows
 from scalejax.kernels.block_quant.api import RowFormat as RowFormat
+from scalejax.kernels.block_quant.api import cluster_rows as cluster_rows
 from scalejax.kernels.block_quant.api import dequantize_rows as dequantize_rows
 from scalejax.kernels.block_quant.api import fuse_rows as fuse_rows
 from scalejax.kernels.block_quant.api import gather_quantized_rows as gather_quantized_rows

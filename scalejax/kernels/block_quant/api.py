@@ -9,6 +9,11 @@ smallest number of the row itself, not an integer zero point, so that decoding i
     int4        2 in a byte, first one low    float16 each    ceil(D / 2) + 4
     int2        4 in a byte, first one low    float16 each    ceil(D / 4) + 4
 
+or a codebook of numbers of its own, value = book[code] (`cluster_rows`):
+
+    kmeans4     as int4                       16 of float16   ceil(D / 2) + 32
+    kmeans2     as int2                        4 of float16   ceil(D / 4) + 8
+
 Codes, scales and biases are arrays of their own here, which shard alike and suit the tiles of a TPU. `fuse_rows` puts
 them into one array of bytes as FBGEMM has them, behind the codes ("training": its quantization operators) or before
 them in rows padded to an alignment ("inference": its batched lookups); `split_rows` is the way back.
@@ -31,16 +36,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.errors import UserError
+from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels import embedding_bag as bags
-from scalejax.kernels.block_quant import search, xla
+from scalejax.kernels.block_quant import codebook, search, xla
 
 RowFormat = Literal["int8", "int8_half", "int4", "int2"]
+CodebookFormat = Literal["kmeans4", "kmeans2"]
 Layout = Literal["training", "inference"]
 Implementation = Literal["reference", "xla", "pallas_gpu"]
 
 _BITS = {"int8": 8, "int8_half": 8, "int4": 4, "int2": 2}
+_CODEBOOK_BITS = {"kmeans4": 4, "kmeans2": 2}
 ROW_FORMATS: tuple[RowFormat, ...] = ("int8", "int8_half", "int4", "int2")
+CODEBOOK_FORMATS: tuple[CodebookFormat, ...] = ("kmeans4", "kmeans2")
 
 
 @functools.partial(
@@ -70,14 +78,44 @@ class QuantizedRows:
         return self.codes.shape[0] * row_bytes(self.format, self.dim)
 
 
-def row_bytes(format: RowFormat, dim: int, *, align: int = 1) -> int:
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "books"), meta_fields=("format", "dim"))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodebookRows:
+    """A table of V rows of D numbers under a codebook each.
+
+    Attributes:
+      codes: uint8[V, ceil(D * bits / 8)].
+      books: float16[V, 2^bits], ascending; what no number needs is zeros behind them.
+      format: of the rows.
+      dim: D.
+    """
+
+    codes: jax.Array
+    books: jax.Array
+    format: CodebookFormat
+    dim: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        return self.codes.shape[0] * row_bytes(self.format, self.dim)
+
+
+PackedRows = QuantizedRows | CodebookRows
+
+
+def row_bytes(format: RowFormat | CodebookFormat, dim: int, *, align: int = 1) -> int:
     """Bytes of a row of `dim` numbers, filled up to a multiple of `align`.
 
     Raises:
       UserError: an unknown format.
     """
-    bits = _bits(format)
-    used = -(-dim * bits // 8) + 2 * _scale_dtype(format).itemsize
+    if format in _CODEBOOK_BITS:
+        bits = _CODEBOOK_BITS[format]
+        beside = 2 << bits
+    else:
+        bits, beside = _bits(format), 2 * _scale_dtype(format).itemsize
+    used = -(-dim * bits // 8) + beside
     return -(-used // align) * align
 
 
@@ -106,13 +144,7 @@ def quantize_rows(
       UserError: an unknown format or range, or a table of another dtype or rank.
     """
     bits = _bits(format)
-    if table.ndim != 2 or jnp.dtype(table.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise UserError(
-            "quantize_rows: table must be float32, bfloat16 or float16 with two axes, rows and columns; got "
-            f"{jnp.dtype(table.dtype).name}{list(table.shape)}. Cast or reshape it."
-        )
-    if table.shape[1] == 0:
-        raise UserError(f"quantize_rows: rows of table must have a number at least; got {list(table.shape)}.")
+    _check_table("quantize_rows", table)
     if range not in ("minmax", "greedy"):
         raise UserError(f"quantize_rows: range must be 'minmax' or 'greedy'; got {range!r}.")
     chosen = search.quantize if range == "greedy" else xla.quantize
@@ -120,18 +152,41 @@ def quantize_rows(
     return QuantizedRows(codes=codes, scales=scales, biases=biases, format=format, dim=table.shape[1])
 
 
-def dequantize_rows(rows: QuantizedRows) -> jax.Array:
-    """float32[V, D]: float32(float32(code * scale) + bias), the same bits in every program.
+def cluster_rows(table: jax.Array, format: CodebookFormat) -> CodebookRows:
+    """Quantizes every row under a codebook of its own, that of least squared error before its numbers are float16.
+
+    Numbers of a row that are at most 16 (4) different ones, and are float16, come back as they were. A row that holds
+    NaN, an infinity, or more than float16 does, gets a codebook of NaN and decodes to NaN; `poisoned_rows` counts
+    them. float16 has 11 digits: rows whose spread is far less than their mean are better off in `quantize_rows`.
+
+    Args:
+      table: float32, bfloat16 or float16 [V, D].
+      format: of the rows.
+
+    Raises:
+      UserError: an unknown format, or a table of another dtype or rank.
+    """
+    if format not in _CODEBOOK_BITS:
+        raise UserError(f"format must be one of {', '.join(_CODEBOOK_BITS)}; got {format!r}.")
+    _check_table("cluster_rows", table)
+    codes, books = codebook.quantize(table.astype(jnp.float32), _CODEBOOK_BITS[format])
+    return CodebookRows(codes=codes, books=books, format=format, dim=table.shape[1])
+
+
+def dequantize_rows(rows: PackedRows) -> jax.Array:
+    """float32[V, D]: float32(float32(code * scale) + bias), or book[code], the same bits in every program.
 
     FBGEMM's CPU kernels round once, in a fused multiply-add, which for int8 may differ in the last bit; with float16
     scales the product is exact, and there is no difference. Where hardware takes subnormal numbers for zero, rows whose
     float32 scale is below 2^-114 lose the last bits of their products.
     """
+    if isinstance(rows, CodebookRows):
+        return codebook.decode(rows.codes, rows.books, _CODEBOOK_BITS[rows.format], rows.dim)
     return xla.dequantize(rows.codes, rows.scales, rows.biases, _bits(rows.format), rows.dim)
 
 
 def quantized_bag(
-    rows: QuantizedRows,
+    rows: PackedRows,
     ids: jax.Array,
     lengths: jax.Array,
     *,
@@ -161,6 +216,7 @@ def quantized_bag(
     Raises:
       UserError: an unknown implementation or pooling, ids or lengths that are no vectors of integers, weights of
         another shape than ids.
+      UnsupportedError: codebooks in a kernel that has none.
     """
     known = ("reference", "xla", "pallas_gpu")
     if implementation is not None and implementation not in known:
@@ -177,6 +233,10 @@ def quantized_bag(
         pooled = bags.embedding_bag(whole, ids, lengths, weights=weights, pooling=pooling, implementation="xla")
         return pooled.astype(dtype)
     if implementation == "pallas_gpu":
+        if isinstance(rows, CodebookRows):
+            raise UnsupportedError(
+                f'quantized_bag: implementation "pallas_gpu" has no codebooks; got rows in {rows.format}. Take "xla".'
+            )
         # Pallas takes longer to import than all the rest.
         kernel = importlib.import_module("scalejax.kernels.block_quant.pallas_gpu")
         arrays = (rows.codes, rows.scales, rows.biases, ids, lengths, weights)
@@ -188,7 +248,7 @@ def quantized_bag(
     return bags.pool_rows(found, slots, lengths.shape[0], pooling=pooling).astype(dtype)
 
 
-def gather_quantized_rows(rows: QuantizedRows, ids: jax.Array) -> jax.Array:
+def gather_quantized_rows(rows: PackedRows, ids: jax.Array) -> jax.Array:
     """Decoded rows, float32[N, D]; zeros where ids[n] is no row.
 
     Raises:
@@ -203,11 +263,13 @@ def gather_quantized_rows(rows: QuantizedRows, ids: jax.Array) -> jax.Array:
     def take(array: jax.Array) -> jax.Array:
         return array.at[at].get(mode="fill", fill_value=0)
 
-    return xla.dequantize(take(rows.codes), take(rows.scales), take(rows.biases), _bits(rows.format), rows.dim)
+    return dequantize_rows(jax.tree.map(take, rows))
 
 
-def poisoned_rows(rows: QuantizedRows) -> jax.Array:
-    """int32[]: rows that decode to NaN, see `quantize_rows`."""
+def poisoned_rows(rows: PackedRows) -> jax.Array:
+    """int32[]: rows that decode to NaN, see `quantize_rows` and `cluster_rows`."""
+    if isinstance(rows, CodebookRows):
+        return jnp.sum(~jnp.isfinite(rows.books).all(axis=1), dtype=jnp.int32)
     finite = jnp.isfinite(rows.scales) & jnp.isfinite(rows.biases)
     return jnp.sum(~finite, dtype=jnp.int32)
 
@@ -260,6 +322,16 @@ def split_rows(
         format=format,
         dim=dim,
     )
+
+
+def _check_table(op: str, table: jax.Array) -> None:
+    if table.ndim != 2 or jnp.dtype(table.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise UserError(
+            f"{op}: table must be float32, bfloat16 or float16 with two axes, rows and columns; got "
+            f"{jnp.dtype(table.dtype).name}{list(table.shape)}. Cast or reshape it."
+        )
+    if table.shape[1] == 0:
+        raise UserError(f"{op}: rows of table must have a number at least; got {list(table.shape)}.")
 
 
 def _bits(format: str) -> int:

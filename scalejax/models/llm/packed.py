@@ -17,9 +17,9 @@ import numpy as np
 from scalejax.errors import UserError
 from scalejax.models.llm import safetensors
 from scalejax.models.llm.mapping import Stored
-from scalejax.models.llm.packed_layouts import Layout, Part, Role, Shape, layout_of
+from scalejax.models.llm.packed_layouts import InputPart, Layout, Part, Role, Shape, layout_of
 from scalejax.models.llm.safetensors import Tensor, some
-from scalejax.numerics import packing
+from scalejax.numerics import packing, static
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
 from scalejax.numerics.quantize import dequantize
@@ -123,9 +123,37 @@ class PackedTensor:
             )
 
 
+@dataclasses.dataclass(frozen=True)
+class InputScale:
+    """How what a weight multiplies is quantized.
+
+    Attributes:
+      format: Its format.
+      scale: Its static scale.
+    """
+
+    format: static.Format
+    scale: np.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Resolved:
+    """What tensors and `quantization_config` say together.
+
+    Attributes:
+      tensors: Weights by name, and what is left over.
+      inputs: By the name of a weight, for those whose inputs have a static scale.
+      remarks: What a user should know.
+    """
+
+    tensors: dict[str, Stored]
+    inputs: dict[str, InputScale]
+    remarks: tuple[str, ...]
+
+
 def resolve(
     content: Any, tensors: Mapping[str, Tensor], shapes: Mapping[str, Shape], kind: str, where: str
-) -> tuple[dict[str, Stored], tuple[str, ...]]:
+) -> Resolved:
     """Puts the tensors of quantized weights together.
 
     Args:
@@ -134,9 +162,6 @@ def resolve(
       shapes: Of the model's weights, by name.
       kind: Dtype of the weights, by its name in a file.
       where: Names the config, for messages.
-
-    Returns:
-      Weights by name, and what is left over; and what a user should know.
 
     Raises:
       UserError: the layout or a format is not known, or the tensors are not those of the formats that are named.
@@ -153,7 +178,30 @@ def resolve(
         parts = layout.parts(name, format, shapes[name])
         own: dict[Role, Tensor] = {role: tensors[part.name] for role, part in parts.items()}
         found[name] = PackedTensor(name, kind, shapes[name], format, layout, own)
-    return found, (*_counted(named, layout), *remarks)
+    inputs: dict[str, InputScale] = {}
+    for name, format in layout.read_inputs(content, named, where).items():
+        part = layout.input_part(name, format)
+        assert part is not None
+        inputs[name] = _input_scale(name, format, part, tensors, where)
+        del found[part.name]
+    return Resolved(found, inputs, (*_counted(named, layout), *_counted_inputs(inputs), *remarks))
+
+
+def _input_scale(
+    name: str, format: static.Format, part: InputPart, tensors: Mapping[str, Tensor], where: str
+) -> InputScale:
+    tensor = tensors.get(part.name)
+    if tensor is None:
+        raise UserError(
+            f"{where}: what {name} multiplies is {format} under a static scale, and {part.name} is missing. The folder "
+            "is incomplete, or config.json is that of another checkpoint."
+        )
+    if int(np.prod(tensor.shape)) != 1 or tensor.kind not in safetensors.DTYPES:
+        raise UserError(
+            f"{tensor.file}: tensor {part.name} is {tensor.kind} {list(tensor.shape)}, and must be one float, the "
+            f"scale of what {name} multiplies. config.json is that of another checkpoint."
+        )
+    return InputScale(format, part.restore(tensor.read(), f"{tensor.file}: {part.name}"))
 
 
 def _check_format(
@@ -169,6 +217,7 @@ def _check_format(
     if missing:
         begin = f"{name}."
         others = sorted({t[len(begin) :].rpartition(".")[0] for t in tensors if t.startswith(begin)})
+        others = [other for other in others if not other.startswith("inputs.")]
         if others and format.name not in others:
             raise UserError(
                 f"{where}: {name} is {format.name}, but the files hold it as {some(others)}. config.json is that of "
@@ -202,6 +251,16 @@ def _counted(named: Mapping[str, BlockFormat], layout: Layout) -> tuple[str, ...
         counts[format.name] = counts.get(format.name, 0) + 1
     listed = ", ".join(f"{count} in {format}" for format, count in counts.items())
     return (f"quantized weights ({layout.name}): {listed or 'none'}",)
+
+
+def _counted_inputs(inputs: Mapping[str, InputScale]) -> tuple[str, ...]:
+    if not inputs:
+        return ()
+    used = ", ".join(sorted({found.format for found in inputs.values()}))
+    return (
+        f"static scales of activations ({used}) for {len(inputs)} weights, which `generate` and `eval` use, and "
+        "which a converted folder has not",
+    )
 
 
 def _cut(part: Part, rows: list[tuple[int, int]], first: int, last: int) -> tuple[slice, ...]:

@@ -87,15 +87,10 @@ class ErrorDiffusion:
     def _advance(self, layers: int, layout: Layout) -> None:
         """Takes the tokens through the layers before `layers`."""
         if not self._streams:
-            self._streams = self._embedded(layout)
+            self._streams = embedded(self._vector("embed/weight", layout), self.tokens)
         while self._done < layers:
             self._layer(self._done, layout)
             self._done += 1
-
-    def _embedded(self, layout: Layout) -> list[np.ndarray]:
-        table = self._vector("embed/weight", layout)
-        step = max(1, _BATCH_TOKENS // self.tokens.shape[1])
-        return [np.asarray(table[self.tokens[i : i + step]]) for i in range(0, len(self.tokens), step)]
 
     def _vector(self, path: str, layout: Layout) -> np.ndarray:
         """A parameter outside the layers as the quantized model has it."""
@@ -144,14 +139,20 @@ class ErrorDiffusion:
         return Result(found, errors[0] / errors[1] if errors[1] > 0 else 1.0)
 
     def _run(self, params: dict[str, np.ndarray], stage: int, x: np.ndarray) -> jax.Array:
-        return _stage(self._shape, params, x, stage)
+        return run_stage(self._shape, params, x, stage)
 
     @functools.cached_property
-    def _shape(self) -> "_Shape":
-        return _Shape(self.model.config)
+    def _shape(self) -> "LayerShape":
+        return LayerShape(self.model.config)
 
 
-class _Shape:
+def embedded(table: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
+    """float32[B, S, E] of tokens int32[rows, S], some rows at a time."""
+    step = max(1, _BATCH_TOKENS // tokens.shape[1])
+    return [np.asarray(table[tokens[i : i + step]]) for i in range(0, len(tokens), step)]
+
+
+class LayerShape:
     """A layer without its arrays; equal to itself alone, so that programs are made once for a model."""
 
     def __init__(self, config: Any) -> None:
@@ -163,8 +164,15 @@ class _Shape:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def _stage(shape: _Shape, params: dict[str, jax.Array], x: jax.Array, stage: int) -> jax.Array:
-    """float32[B, S, E] before a layer -> the input of a stage, float32[B, S, ...], or what comes behind the layer."""
+def run_stage(shape: LayerShape, params: dict[str, jax.Array], x: jax.Array, stage: int) -> jax.Array:
+    """float32[B, S, E] before a layer -> the input of a stage, float32[B, S, ...], or what comes behind the layer.
+
+    Args:
+      shape: Of the layer.
+      params: Its parameters, by path without "layers/".
+      x: What comes before it.
+      stage: A number of `STAGES`, or their count.
+    """
     c, block = shape.config, shape.block.put_together(params)
     assert isinstance(block, Block)
     positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])

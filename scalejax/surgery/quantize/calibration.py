@@ -22,7 +22,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.numerics import bits as float32
-from scalejax.numerics import blocks, scales
+from scalejax.numerics import blocks, scales, static
 from scalejax.numerics.blocks import Encoded
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.quantize import Quantized
@@ -30,7 +30,8 @@ from scalejax.numerics.scales import ScaleRule
 
 Method = Literal["max", "percentile", "mse"]
 
-_FACTORS = tuple(1 - 0.02 * i for i in range(26))
+FACTORS = tuple(1 - 0.02 * i for i in range(26))
+"""Of the scale of max, which mse tries."""
 _CHUNK = 2**22  # numbers that are looked at together
 
 
@@ -58,15 +59,19 @@ class Calibration:
         """The scale rule for a format; None for those whose scales are no exponents."""
         return (self.scale_rule or "floor") if format.scale == "exponent" else None
 
-    def check(self, used: Iterable[BlockFormat]) -> None:
+    def check(self, used: Iterable[BlockFormat], inputs: static.Format | None = None) -> None:
         """Compares the scale rule and the percentile with the formats that will be written.
+
+        Args:
+          used: Of weights.
+          inputs: Of activations that get static scales, whose percentile is over all of the text.
 
         Raises:
           UserError: there is no rule of that name, it is not defined for one of them, none has exponents as scales, or
             all blocks are so short that the percentile leaves nothing out.
         """
         used = list(used)
-        if self.method == "percentile" and all(self._leaves_nothing_out(format) for format in used):
+        if self.method == "percentile" and inputs is None and all(self._leaves_nothing_out(format) for format in used):
             longest = max(used, key=lambda format: format.k1)
             most = math.floor(1000 * (100 - 100 / longest.k1)) / 1000
             raise UserError(
@@ -85,7 +90,7 @@ class Calibration:
 
     def _leaves_nothing_out(self, format: BlockFormat) -> bool:
         """Whether the largest number of every block sets its scale; NVFP4 has its percentile over blocks."""
-        return format.scale != "e4m3" and _rank(format.k1, self.percentile) == format.k1 - 1
+        return format.scale != "e4m3" and rank(format.k1, self.percentile) == format.k1 - 1
 
 
 def split(x: jax.Array, format: BlockFormat) -> jax.Array:
@@ -98,7 +103,7 @@ def ranks(columns: int, format: BlockFormat, calibration: Calibration) -> jax.Ar
     """int32[blocks]: where in a block in ascending order, zeros of padding first, its percentile is."""
     k1 = format.k1
     held = [min(k1, columns - start) for start in range(0, columns, k1)]
-    return jnp.asarray([k1 - count + _rank(count, calibration.percentile) for count in held], jnp.int32)
+    return jnp.asarray([k1 - count + rank(count, calibration.percentile) for count in held], jnp.int32)
 
 
 def choose_scales(
@@ -130,7 +135,7 @@ def choose_scales(
         found = blocks.encode_blocks(below, format, tensor_scale=tensor_scale, **more)
         return found._replace(codes=_under(bits, found, format, tensor_scale))
     exponents = format.scale == "exponent"
-    moves = jnp.asarray((-1, 1) if exponents else _FACTORS[1:], jnp.int32 if exponents else jnp.float32)
+    moves = jnp.asarray((-1, 1) if exponents else FACTORS[1:], jnp.int32 if exponents else jnp.float32)
 
     def compare(best: tuple[Encoded, jax.Array], move: jax.Array) -> tuple[tuple[Encoded, jax.Array], None]:
         candidate = (
@@ -152,7 +157,7 @@ def choose_tensor_scale(x: jax.Array, format: BlockFormat, calibration: Calibrat
         return None
     bits = _chunked(_largest, x, format)
     if calibration.method == "percentile":
-        found = jnp.sort(bits)[_rank(bits.size, calibration.percentile)]
+        found = jnp.sort(bits)[rank(bits.size, calibration.percentile)]
         largest = jnp.where(found > 0, found, jnp.max(bits))
     else:
         largest = jnp.max(bits)
@@ -161,9 +166,9 @@ def choose_tensor_scale(x: jax.Array, format: BlockFormat, calibration: Calibrat
         return scale
     errors = [
         float(jnp.sum(_chunked(functools.partial(_cast_error, scale=scale * jnp.float32(f)), x, format)))
-        for f in _FACTORS
+        for f in FACTORS
     ]
-    return scale * jnp.float32(_FACTORS[int(np.argmin(errors))])
+    return scale * jnp.float32(FACTORS[int(np.argmin(errors))])
 
 
 def encode(
@@ -227,7 +232,7 @@ def _chunked(function: Any, x: jax.Array, format: BlockFormat) -> jax.Array:
     return jnp.concatenate([function(part, format) for part in _chunks(x)])
 
 
-def _rank(count: int, percentile: float) -> int:
+def rank(count: int, percentile: float) -> int:
     """Of `count` sorted numbers, the first that at least so many per cent do not exceed."""
     return max(0, math.ceil(percentile * count / 100) - 1)
 

@@ -5,7 +5,7 @@ import math
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,16 @@ from scalejax.models.llm import mapping, safetensors
 from scalejax.models.llm.llama3 import huggingface
 from scalejax.models.llm.packed_layouts import Layout, Role
 from scalejax.models.llm.safetensors import Written
-from scalejax.numerics import packing
+from scalejax.numerics import packing, static
 from scalejax.numerics.quantize import Quantized, dequantize, poisoned_blocks
 from scalejax.surgery.quantize import calibration as calibrations
 from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.plan import Weight
 
 _CHUNK = 2**22
+_INPUT: Literal["input"] = "input"
+_Kept = Role | Literal["input"]
+"""Which tensor of a weight: one of its layout, or the scale of what it multiplies."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +37,12 @@ class Result:
       quantized: Its codes and scales.
       output_error: Squared error of the outputs on the calibration text, relative to that of a direct cast in the same
         format; None where no text was looked at.
+      input_scale: Static scale of what it multiplies; None where that stays as it is.
     """
 
     quantized: Quantized
     output_error: float | None = None
+    input_scale: np.float32 | None = None
 
 
 class Quantizer(Protocol):
@@ -80,6 +85,8 @@ class Row:
       padding: Numbers that rows were filled up with.
       qsnr: dB, of the weight; None where it stayed.
       output_error: See `Result`.
+      inputs: Format of what it multiplies; None where that stays as it is.
+      input_scale: See `Result`.
     """
 
     name: str
@@ -91,6 +98,8 @@ class Row:
     padding: int = 0
     qsnr: float | None = None
     output_error: float | None = None
+    inputs: str | None = None
+    input_scale: float | None = None
 
 
 def cast(exact: jax.Array, weight: Weight, layout: Layout, calibration: Calibration) -> Quantized:
@@ -143,19 +152,21 @@ def write(
     """
     sizes = huggingface.sizes(model.config)
     written: list[Written] = []
-    owners: dict[str, tuple[Weight, Role | None]] = {}
-    parts: dict[Role | None, Written]
+    owners: dict[str, tuple[Weight, _Kept | None]] = {}
+    parts: dict[_Kept | None, Written]
     for weight in plan:
         if weight.format is None:
             parts = {None: Written(weight.name, model.source.dtype(weight.entry.path), weight.shape)}
         else:
             stored = layout.parts(weight.name, weight.format, weight.shape)
             parts = {role: Written(part.name, part.dtype, part.shape) for role, part in stored.items()}
+            if weight.inputs is not None and (own := layout.input_part(weight.name, weight.inputs)) is not None:
+                parts[_INPUT] = Written(own.name, np.dtype(np.float32), own.shape)
         for role, part in parts.items():
             written.append(part)
             owners[part.name] = (weight, role)
     rows: list[Row] = []
-    held: dict[Role, np.ndarray] = {}
+    held: dict[_Kept, np.ndarray] = {}
 
     def produce(name: str) -> np.ndarray:
         weight, role = owners[name]
@@ -178,14 +189,17 @@ def write(
         content = huggingface.write_config(model.config, model.tokens, str(model.dtype))
         named = {w.name: (w.format, w.shape) for w in plan if w.format is not None}
         matrices = [w.name for w in plan if w.format is None and len(w.shape) == 2 and w.module != "embed"]
-        content["quantization_config"] = layout.write_config(named, matrices)
+        inputs: dict[str, static.Format] = {w.name: w.inputs for w in plan if w.inputs is not None}
+        content["quantization_config"] = layout.write_config(named, matrices, inputs)
         model_folder.write_json(folder / model_folder.CONFIG, content)
         if not (folder / model_folder.GENERATION).exists():
             model_folder.write_json(folder / model_folder.GENERATION, huggingface.write_generation_config(model.tokens))
     return tuple(rows)
 
 
-def _stored(model: LanguageModel, weight: Weight, result: Result, layout: Layout) -> tuple[Row, dict[Role, np.ndarray]]:
+def _stored(
+    model: LanguageModel, weight: Weight, result: Result, layout: Layout
+) -> tuple[Row, dict[_Kept, np.ndarray]]:
     """A weight as its layout has it, and its line of the report."""
     format, quantized = weight.format, result.quantized
     assert format is not None
@@ -194,7 +208,12 @@ def _stored(model: LanguageModel, weight: Weight, result: Result, layout: Layout
     shape = weight.shape
     held = packing.pack(quantized)
     whole = jax.tree.map(lambda a: np.asarray(a).reshape(*shape[:-1], -1) if a.ndim > 1 else np.asarray(a), held)
-    arrays = layout.store(whole, format, shape)
+    arrays: dict[_Kept, np.ndarray] = {**layout.store(whole, format, shape)}
+    if weight.inputs is not None:
+        part = layout.input_part(weight.name, weight.inputs)
+        assert part is not None
+        assert result.input_scale is not None
+        arrays[_INPUT] = part.store(result.input_scale)
     row = Row(
         name=weight.name,
         module=weight.module,
@@ -205,6 +224,8 @@ def _stored(model: LanguageModel, weight: Weight, result: Result, layout: Layout
         padding=math.prod(shape[:-1]) * (-shape[-1] % format.k1),
         qsnr=_qsnr(read_weight(model, weight), quantized),
         output_error=result.output_error,
+        inputs=weight.inputs,
+        input_scale=None if result.input_scale is None else float(result.input_scale),
     )
     return row, arrays
 

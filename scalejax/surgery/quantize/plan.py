@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 
 from scalejax.errors import UserError
 from scalejax.inference.model_folder import LanguageModel
+from scalejax.models.llm import packed_layouts
 from scalejax.models.llm.llama3 import huggingface
 from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.models.llm.packed_layouts import Layout
-from scalejax.numerics import formats, rules
+from scalejax.numerics import formats, rules, static
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.rules import QuantizationRule
 
@@ -30,6 +31,7 @@ class Weight:
       layer: Its layer, or None.
       shape: Of the tensor; products sum over its last axis.
       format: Its format; None = it stays as it is.
+      inputs: Format of what it multiplies, under a static scale; None = that stays as it is.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Weight:
     layer: int | None
     shape: tuple[int, ...]
     format: BlockFormat | None
+    inputs: static.Format | None = None
 
 
 def parse_rule(text: str) -> tuple[str, str]:
@@ -67,7 +70,13 @@ def check_format(name: str) -> None:
         formats.find(name.removesuffix(_ROW))
 
 
-def make(model: LanguageModel, format: str, given: Sequence[tuple[str, str]], layout: Layout) -> tuple[Weight, ...]:
+def make(
+    model: LanguageModel,
+    format: str,
+    given: Sequence[tuple[str, str]],
+    layout: Layout,
+    inputs: static.Format | None = None,
+) -> tuple[Weight, ...]:
     """Gives each weight its format, in the order in which a model passes them.
 
     Args:
@@ -76,9 +85,11 @@ def make(model: LanguageModel, format: str, given: Sequence[tuple[str, str]], la
         of 64, "int8:row" one for each row.
       given: Rules before that, (pattern, format): the first pattern that matches the whole of a path decides.
       layout: How it will be stored.
+      inputs: Of what all matrices multiply that take a format.
 
     Raises:
       UserError: there is no such format, a rule decides of nothing, or a weight does not fit its format or the layout.
+      UnsupportedError: the layout cannot hold a weight, or the scale of what it multiplies.
     """
     check_format(format)
     patterns = {QuantizationRule(module_path=pattern): name for pattern, name in reversed(given)}
@@ -94,7 +105,10 @@ def make(model: LanguageModel, format: str, given: Sequence[tuple[str, str]], la
         found = None if chosen == _LEFT else _sized(chosen, name, shape)
         if found is not None:
             layout.check(name, found, shape)
-        made.append(Weight(name, module, entry, layer, shape, found))
+        met = inputs if found is not None and len(shape) == 2 and module != "embed" else None
+        if met is not None:
+            packed_layouts.check_inputs(layout, name, met, shape)
+        made.append(Weight(name, module, entry, layer, shape, found, met))
     for rule in ordered:
         if rule not in used:
             modules = sorted({weight.module for weight in made if weight.layer in (None, 0)})
@@ -104,6 +118,8 @@ def make(model: LanguageModel, format: str, given: Sequence[tuple[str, str]], la
             )
     if not any(weight.format for weight in made):
         raise UserError("--format and --rule leave every weight as it is. Name a format for some of them.")
+    if inputs is not None and not any(weight.inputs for weight in made):
+        raise UserError(f"--activations {inputs}: no matrix of a product takes a format. Name one for some of them.")
     return tuple(made)
 
 

@@ -74,7 +74,7 @@ def test_calibrated_scores_are_near_too(dlrm, dense, most):
 def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
     model, _, _ = dlrm
     one = click_model.inputs_of(click_cases.batch(), click_cases.SCHEMA)
-    for chosen in ("int8", "int4", "int2"):
+    for chosen in ("int8", "int4", "int2", "kmeans4", "kmeans2"):
         packed = lowering.lower(model, precision.uniform(model, tables=chosen), rows="minmax")
         decoded = {n: block_quant.dequantize_rows(t) for n, t in packed.arrays.tables.items()}
         ours = click_model.embed(model.configs, packed.arrays.tables, one)
@@ -86,7 +86,8 @@ def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
 @pytest.mark.slow
 def test_bytes_are_those_of_the_arrays(dlrm):
     model, _, limits = dlrm
-    for tables, dense in zip(precision.TABLES, ("float32", "float16", "int8", "int8", "float16"), strict=True):
+    widths = ("float32", "float16", "int8", "float32", "int8", "float16", "float16")
+    for tables, dense in zip(precision.TABLES, widths, strict=True):
         chosen = precision.uniform(model, tables=tables, dense=dense)
         arrays = dataclasses.replace(lowering.lower(model, chosen, limits, rows="minmax").arrays, limits={})
         held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
@@ -234,8 +235,12 @@ def test_the_gap_is_that_of_ne_and_its_interval_covers_resampling(dlrm):
 
 
 @pytest.mark.slow
-def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm):
+@pytest.mark.parametrize("name", ["dlrm", "wukong"])
+def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm, name):
     model, examples, limits = dlrm
+    if name != "dlrm":
+        model = click_cases.model(name)
+        examples, limits = click_cases.labelled(model), calibrated(model)
     asked = study.study(model, limits, examples, click_cases.labelled(model, 512, seed=5))
     found = search.search(asked, budget=5e-3)
     assert found.gap.high <= 5e-3
@@ -259,6 +264,18 @@ def test_a_gap_is_over_float32_whatever_the_search_may_take(dlrm):
     assert set(found.precisions.tables.values()) == {"int2"}
     assert found.gap == examples.gap(*scores)
     assert found.gap.value > 1e-6
+
+
+def test_what_has_more_bytes_than_a_wider_precision_is_not_tried(dlrm):
+    """Rows of 16 numbers: 24 bytes in int8 and 40 under 16 of their own; 12 in int4 and under 4 of their own."""
+    model, examples, limits = dlrm
+    tables = ("float32", "int8", "kmeans4", "int4", "kmeans2", "int2")
+    asked = study.study(model, limits, examples, examples, tables=tables)
+    for config in model.configs:
+        assert config.dim == 16
+        assert asked.choices(("table", config.name)) == ("float32", "int8", "int4", "int2")
+    asked = study.study(model, limits, examples, examples, tables=("kmeans4", "kmeans2"))
+    assert asked.choices(("table", model.configs[0].name)) == ("kmeans4", "kmeans2")
 
 
 def test_examples_of_one_label_are_refused(dlrm):

@@ -44,12 +44,12 @@ def stored(layout, name, x, tmp_path):
 
 
 def opened(layout, name, tensors, shape, kind="F32"):
-    content = layout.write_config({NAME: (formats.find(name), shape)}, ["lm_head.weight"])
+    content = layout.write_config({NAME: (formats.find(name), shape)}, ["lm_head.weight"], {})
     shapes = {NAME: shape, "lm_head.weight": (100, 64)}
-    found, remarks = packed.resolve(content, tensors, shapes, kind, "config.json")
-    assert found.keys() == {NAME}
-    assert f"1 in {name}" in remarks[0]
-    return found[NAME]
+    found = packed.resolve(content, tensors, shapes, kind, "config.json")
+    assert (found.tensors.keys(), found.inputs) == ({NAME}, {})
+    assert f"1 in {name}" in found.remarks[0]
+    return found.tensors[NAME]
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_what_a_layout_cannot_hold_is_refused(layout, format, name, shape, words
 )
 def test_schemes_that_are_not_known_are_refused(args, words):
     layout = LAYOUTS["compressed-tensors"]
-    content = layout.write_config({NAME: (formats.find("int4:32"), (8, 64))}, [])
+    content = layout.write_config({NAME: (formats.find("int4:32"), (8, 64))}, [], {})
     content["config_groups"]["group_0"]["weights"] |= args
     with pytest.raises(UserError, match=words):
         layout.read_config(content, {NAME: (8, 64)}, [], "config.json")
@@ -190,6 +190,7 @@ def test_schemes_that_are_not_known_are_refused(args, words):
 @pytest.mark.parametrize(
     ("fields", "group", "words"),
     [
+        ({"format": "naive-quantized"}, {"format": None}, "stored as naive-quantized, which is not known here; pack-q"),
         ({"format": "int-quantized"}, {"format": None}, "stored as int-quantized, which is not known here; pack-quant"),
         ({"format": "mixed-precision"}, {"format": "marlin-24"}, "stored as marlin-24, which is not known here"),
         ({"transform_config": {"config_groups": {"u": {}}}}, {}, "rotated activations are not known here"),
@@ -197,7 +198,7 @@ def test_schemes_that_are_not_known_are_refused(args, words):
 )
 def test_other_ways_to_store_the_same_numbers_are_refused(fields, group, words):
     layout = LAYOUTS["compressed-tensors"]
-    content = layout.write_config({NAME: (formats.find("int8:32"), (8, 64))}, []) | fields
+    content = layout.write_config({NAME: (formats.find("int8:32"), (8, 64))}, [], {}) | fields
     content["config_groups"]["group_0"] |= group
     with pytest.raises(UserError, match=words):
         layout.read_config(content, {NAME: (8, 64)}, [], "config.json")
@@ -217,7 +218,7 @@ def test_other_ways_to_store_the_same_numbers_are_refused(fields, group, words):
 def test_weights_packed_in_another_format_are_refused(layout, made, said, tmp_path):
     """The config of another checkpoint: in the same layout, or that of compressed-tensors."""
     tensors, _ = stored(LAYOUTS[layout], made, gaussian(0, 4, 64), tmp_path)
-    content = LAYOUTS["compressed-tensors"].write_config({NAME: (formats.find(said), (4, 64))}, [])
+    content = LAYOUTS["compressed-tensors"].write_config({NAME: (formats.find(said), (4, 64))}, [], {})
     with pytest.raises(UserError, match=r"It was packed in another format|is missing|holds it as it was"):
         packed.resolve(content, tensors, {NAME: (4, 64)}, "F32", "config.json")
 
@@ -226,7 +227,7 @@ def test_groups_of_several_formats_name_their_modules():
     layout = LAYOUTS["compressed-tensors"]
     first, second, head = NAME, NAME.replace("up", "down"), "lm_head.weight"
     weights = {first: (formats.find("mxfp4_e2m1"), (96, 64)), second: (formats.find("int8:96"), (64, 96))}
-    content = layout.write_config(weights, [head])
+    content = layout.write_config(weights, [head], {})
     assert content["format"] == "mixed-precision"
     strategies = [group["weights"]["strategy"] for group in content["config_groups"].values()]
     assert strategies == ["group", "channel"]
@@ -234,7 +235,10 @@ def test_groups_of_several_formats_name_their_modules():
     found, remarks = layout.read_config(content, shapes, [], "config.json")
     assert {name: format.name for name, format in found.items()} == {first: "mxfp4_e2m1", second: "int8:96"}
     assert remarks == ()
-    content["config_groups"]["group_0"] |= {"input_activations": {"num_bits": 8}, "targets": ["re:.*up_proj$"]}
+    content["config_groups"]["group_0"] |= {
+        "input_activations": {"num_bits": 8, "dynamic": True},
+        "targets": ["re:.*up_proj$"],
+    }
     found, remarks = layout.read_config(content, shapes, [], "config.json")
     assert len(found) == 2
     assert remarks == ("quantized where the checkpoint comes from, and not here: input activations",)
@@ -245,3 +249,58 @@ def test_groups_of_several_formats_name_their_modules():
 def test_sizes_of_a_layout_need_no_data():
     parts = LAYOUTS["scalejax"].parts(NAME, formats.find("bdr_mx6"), (4096, 14_336))
     assert sum(math.prod(part.shape) for part in parts.values()) == 4096 * 14_336 * 0.75
+
+
+@pytest.mark.parametrize(
+    ("inputs", "format", "tensor", "storage"),
+    [
+        ("fp8_e4m3", "fp8_e4m3:64", "input_scale", "float-quantized"),
+        ("int8", "int8:64", "input_scale", "int-quantized"),
+        ("nvfp4", "nvfp4", "input_global_scale", "nvfp4-pack-quantized"),
+    ],
+)
+def test_static_scales_of_activations_are_said_as_compressed_tensors_says_them(inputs, format, tensor, storage):
+    layout = packed_layouts.find_layout("compressed-tensors", inputs)
+    weights = {NAME: (formats.find(format), (8, 64)), NAME.replace("up", "gate"): (formats.find(format), (8, 64))}
+    content = layout.write_config(weights, [], {NAME: inputs})
+    assert packed_layouts.layout_of(content, "config.json") == layout
+    first, second = content["config_groups"].values()
+    assert (first["format"], second["input_activations"]) == (storage, None)
+    args = first["input_activations"]
+    assert (args["dynamic"], args["strategy"]) == (
+        ("local", "tensor_group") if inputs == "nvfp4" else (False, "tensor")
+    )
+    named = {name: format for name, (format, _) in weights.items()}
+    assert layout.read_inputs(content, named, "config.json") == {NAME: inputs}
+    part = layout.input_part(NAME, inputs)
+    assert part is not None
+    assert (part.name, part.shape) == (NAME.replace("weight", tensor), (1,))
+    stored = part.store(np.float32(0.01))
+    np.testing.assert_allclose(stored, [100 if inputs == "nvfp4" else 0.01], rtol=1e-6)
+    np.testing.assert_allclose(part.restore(stored, "file"), 0.01, rtol=2e-7)
+    for broken in (0, -1, np.nan, np.inf):
+        with pytest.raises(UserError, match="file: the scale of activations must be above 0 and finite"):
+            part.restore(np.float32([broken]), "file")
+    if inputs == "nvfp4":
+        with pytest.raises(UserError, match="by which they are divided: they would reach"):
+            part.restore(1 / stored, "file")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"symmetric": False}, "activations with zero points"),
+        ({"strategy": "group", "group_size": 32}, "static scales of activations of this kind are not known here"),
+        ({"num_bits": 4}, "static scales of activations of this kind are not known here"),
+        ({"dynamic": "local"}, "static scales of activations of this kind are not known here"),
+    ],
+)
+def test_static_scales_that_are_not_known_are_refused(args, words):
+    layout = LAYOUTS["compressed-tensors"]
+    weight = formats.find("fp8_e4m3:64")
+    content = layout.write_config({NAME: (weight, (8, 64))}, [], {NAME: "fp8_e4m3"})
+    content["config_groups"]["group_0"]["input_activations"] |= args
+    with pytest.raises(UserError, match=words):
+        layout.read_inputs(content, {NAME: weight}, "config.json")
+    content["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+    assert layout.read_inputs(content, {NAME: weight}, "config.json") == {}

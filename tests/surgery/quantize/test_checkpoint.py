@@ -6,7 +6,7 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantized_cases import MATRICES, SMALL, change_config, is_matrix, quantize, read_weights, write_model
+from quantized_cases import MATRICES, SMALL, change_config, is_matrix, quantize, read_weights, rewrite, write_model
 
 from scalejax.errors import UserError
 from scalejax.inference import model_folder
@@ -181,14 +181,6 @@ def test_a_checkpoint_read_with_another_format_is_refused(theirs, tmp_path, made
     assert "\n" not in str(caught.value)
 
 
-def rewrite(folder, change):
-    """Writes the tensors of a folder anew, after change(names) has had the dict of arrays."""
-    arrays = {name: np.array(tensor.read()) for name, tensor in safetensors.open_folder(folder).items()}
-    change(arrays)
-    written = tuple(safetensors.Written(name, array.dtype, array.shape) for name, array in arrays.items())
-    safetensors.write_folder(folder, written, arrays.__getitem__)
-
-
 SCALES = "model.layers.0.mlp.up_proj.weight.mxfp6_e3m2.scales"
 
 
@@ -212,7 +204,7 @@ def test_tensors_that_do_not_belong_together_are_refused(theirs, tmp_path, chang
     ("fields", "words"),
     [
         ({"quant_method": "awq"}, "quant_method 'awq': quantised weights of this kind are not known here"),
-        ({"version": 7}, "has version 7, and this scalejax reads up to 1"),
+        ({"version": 7}, "has version 7, and this scalejax reads up to 2"),
         ({"weights": ["a"]}, "must have the formats of the weights by name"),
         ({"weights": {"model.x": "mxfp4_e2m1"}}, "names model.x, which the model does not have"),
     ],

@@ -1,0 +1,165 @@
+"""Static scales of activations: what the matrices of a Llama multiply in calibration text, one scale for each matrix.
+
+Text passes the layers with the weights as they have been quantized, and activations as they are. Scales are chosen as
+those of weights are (`calibration`), from the magnitudes of all tokens together:
+
+max         of the largest
+percentile  of the smallest that at least p % do not exceed, to 2^-10 of it; or the largest where that is zero
+mse         of the largest times 1, 0.98, ... 0.5, the one of the least squared error
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax import nn
+from scalejax.errors import UserError
+from scalejax.inference.model_folder import LanguageModel
+from scalejax.models.llm.llama3 import huggingface
+from scalejax.models.llm.packed_layouts import Layout
+from scalejax.numerics import static
+from scalejax.numerics.quantize import dequantize
+from scalejax.surgery.quantize import calibration as calibrations
+from scalejax.surgery.quantize.activations import STAGES, LayerShape, embedded, run_stage
+from scalejax.surgery.quantize.calibration import Calibration
+from scalejax.surgery.quantize.checkpoint import Quantizer, Result, read_weight
+from scalejax.surgery.quantize.plan import Weight
+
+_BIN_BITS = 13  # of the 23 of a mantissa, which numbers of a bin may differ in
+
+Inputs = Callable[[np.ndarray], jax.Array]
+"""What comes before a layer, float32[B, S, E], to what its matrix multiplies, float32[B, S, ...]."""
+
+
+@dataclasses.dataclass
+class WithInputs:
+    """Quantizes weights in one way or another, and finds the scales of what they multiply.
+
+    Attributes:
+      model: The model.
+      plan: All its weights.
+      tokens: int32[rows, positions], calibration text; each row is a document.
+      weights: How weights are quantized.
+      calibration: How scales are chosen.
+    """
+
+    model: LanguageModel
+    plan: Sequence[Weight]
+    tokens: np.ndarray
+    weights: Quantizer
+    calibration: Calibration = dataclasses.field(default_factory=Calibration)
+    _streams: list[np.ndarray] = dataclasses.field(default_factory=list)
+    _done: int = 0
+    _results: dict[str, Result] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 2 or not self.tokens.size:
+            raise UserError(f"calibration: tokens must be [rows, positions]; got {self.tokens.shape}. Give text.")
+
+    def quantize(self, weight: Weight, layout: Layout) -> Result:
+        """See `checkpoint.Quantizer`."""
+        if weight.layer is None:
+            result = self.weights.quantize(weight, layout)
+            if weight.inputs is None:
+                return result
+            self._advance(self.model.config.layers, layout)
+            scale, eps = self._outside("final_norm/scale", layout), self.model.config.norm_eps
+
+            def normed(x: np.ndarray) -> jax.Array:
+                return nn.rms_norm(jnp.asarray(x), jnp.asarray(scale), eps, jnp.float32)
+
+            found = find_scale(normed, self._streams, weight.inputs, self.calibration)
+            return dataclasses.replace(result, input_scale=found)
+        self._advance(weight.layer + 1, layout)
+        return self._results.pop(weight.name)
+
+    def _advance(self, layers: int, layout: Layout) -> None:
+        """Takes the tokens through the layers before `layers`."""
+        if not self._streams:
+            self._streams = embedded(self._outside("embed/weight", layout), self.tokens)
+        while self._done < layers:
+            self._layer(self._done, layout)
+            self._done += 1
+
+    def _outside(self, path: str, layout: Layout) -> np.ndarray:
+        """A parameter outside the layers as the quantized model has it."""
+        (weight,) = (weight for weight in self.plan if weight.entry.path == path)
+        if weight.format is None:
+            return read_weight(self.model, weight).reshape(weight.shape)
+        return np.asarray(dequantize(self.weights.quantize(weight, layout).quantized)).reshape(weight.shape)
+
+    def _layer(self, number: int, layout: Layout) -> None:
+        sizes = huggingface.sizes(self.model.config)
+        params: dict[str, np.ndarray] = {}
+        own = {w.entry.path.removeprefix("layers/"): w for w in self.plan if w.layer == number}
+        for path, weight in own.items():
+            if weight.format is None:
+                value = read_weight(self.model, weight)
+            else:
+                self._results[weight.name] = result = self.weights.quantize(weight, layout)
+                value = np.asarray(dequantize(result.quantized))
+            params[path] = weight.entry.from_tensor(value.reshape(weight.shape), sizes)
+        for stage, paths in enumerate(STAGES):
+            wanted = [own[path] for path in paths if own[path].inputs is not None]
+            scales: dict[static.Format, np.float32] = {}
+            for weight in wanted:
+                assert weight.inputs is not None
+                if weight.inputs not in scales:
+                    inputs = functools.partial(self._run, params, stage)
+                    scales[weight.inputs] = find_scale(inputs, self._streams, weight.inputs, self.calibration)
+                found = self._results[weight.name]
+                self._results[weight.name] = dataclasses.replace(found, input_scale=scales[weight.inputs])
+        self._streams = [np.asarray(self._run(params, len(STAGES), x)) for x in self._streams]
+
+    def _run(self, params: dict[str, np.ndarray], stage: int, x: np.ndarray) -> jax.Array:
+        return run_stage(self._shape, params, x, stage)
+
+    @functools.cached_property
+    def _shape(self) -> LayerShape:
+        return LayerShape(self.model.config)
+
+
+def find_scale(
+    inputs: Inputs, streams: Sequence[np.ndarray], format: static.Format, calibration: Calibration
+) -> np.float32:
+    """The static scale of what a matrix multiplies.
+
+    Args:
+      inputs: Makes it.
+      streams: What comes before the layer, some rows at a time.
+      format: The format.
+      calibration: How the scale is chosen; see above.
+
+    Raises:
+      UserError: activations are not finite.
+    """
+    largest = np.float32(0)
+    counts = np.zeros(1 << (31 - _BIN_BITS), np.int64)
+    for x in streams:
+        found = np.abs(np.asarray(inputs(x), np.float32)).reshape(-1)
+        largest = np.maximum(largest, found.max())
+        if calibration.method == "percentile":
+            counts += np.bincount(found.view(np.int32) >> _BIN_BITS, minlength=len(counts))
+    if not np.isfinite(largest):
+        raise UserError("calibration: the text gives activations that are not finite. Check the model.")
+    if calibration.method == "percentile":
+        rank = calibrations.rank(int(counts.sum()), calibration.percentile)
+        bin = int(np.searchsorted(np.cumsum(counts), rank, side="right"))
+        top = np.int32((bin + 1) << _BIN_BITS).view(np.float32)
+        return static.scale_of(float(min(top, largest) if bin else largest), format)
+    if calibration.method == "max":
+        return static.scale_of(float(largest), format)
+    scales = np.asarray([static.scale_of(float(largest) * factor, format) for factor in calibrations.FACTORS])
+    errors = sum(np.asarray(_errors(inputs(x), jnp.asarray(scales), format), np.float64) for x in streams)
+    return scales[int(np.argmin(errors))]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _errors(x: jax.Array, scales: jax.Array, format: static.Format) -> jax.Array:
+    """float32[n], the squared error of x under each of n scales."""
+    flat = x.reshape(-1, x.shape[-1])
+    return jax.lax.map(lambda scale: jnp.sum((static.encode(flat, scale, format) * scale - flat) ** 2), scales)
