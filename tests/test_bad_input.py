@@ -187,6 +187,7 @@ def test_damaged_checkpoint(recipe, run, harm, tmp_path):
     assert_usable(recipe, run, 12)
 
 
+@pytest.mark.slow
 def test_checkpoint_that_a_kill_left_half_written_is_passed_over(recipe, run):
     checkpoints = run / "checkpoints"
     (checkpoints / "12").rename(checkpoints / "saving-12")

@@ -50,7 +50,7 @@ def expected_order(table: pa.Table, seed: int) -> list[int]:
     return [r for _, _, r in sorted(keys)]
 
 
-@pytest.mark.parametrize("partitions", [1, 3, 40, 2000])
+@pytest.mark.parametrize("partitions", [1, 3, 40, pytest.param(2000, marks=pytest.mark.slow)])
 def test_rows_are_those_of_the_source_in_the_order_of_the_definition(source: pathlib.Path, partitions: int) -> None:
     target = source.parent / "clustered"
     manifest = cluster_by_session(source, target, partitions=partitions, seed=4, row_group=64)

@@ -78,6 +78,7 @@ def under_rules(tmp_path, plain, **formats):
     return generate.load(dataclasses.replace(opened, quantization=(QuantizationRule(**formats),)), plain.mesh)
 
 
+@pytest.mark.slow
 def test_what_was_trained_under_rules_is_served_under_them(tmp_path):
     plain, ids = engine(tmp_path), np.asarray([PROMPTS[2]], np.int32)
     axes = {"embed/weight": 1, "layers/mlp/down": 1, "head/weight": 0}

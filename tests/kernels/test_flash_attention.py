@@ -58,7 +58,10 @@ def test_chunks_of_xla_equal_the_reference_with_gradients(name):
     assert_matches_reference("xla", CASES[name])
 
 
-@pytest.mark.parametrize("name", ["no multiples of a block", "all at once", "queries before the keys"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("no multiples of a block", marks=pytest.mark.slow), "all at once", "queries before the keys"],
+)
 def test_small_chunks_equal_the_reference_to_float64(name, monkeypatch, x64):
     """Chunks so small that every loop turns several times, in float64, where nothing hides in rounding."""
     monkeypatch.setattr(blocks, "XLA", blocks.XlaChunks(queries=16, keys=24, scores=3 * 16 * 24))

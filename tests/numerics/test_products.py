@@ -217,7 +217,7 @@ def test_a_scale_for_each_row_or_for_the_tensor(name):
 NATIVE = [((64, 48), (48, 32), MATRICES), *DIMENSIONS[:3]]
 
 
-@pytest.mark.parametrize("scales", ["rows", "tensor"])
+@pytest.mark.parametrize("scales", [pytest.param("rows", marks=pytest.mark.slow), "tensor"])
 @pytest.mark.parametrize(
     ("left", "right", "dimensions"), [NATIVE[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in NATIVE[1:])]
 )

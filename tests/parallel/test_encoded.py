@@ -58,7 +58,10 @@ def put_together(rows, shape, dim):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("axes", [("fsdp",), ("replica", "fsdp")], ids="+".join)
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param(("fsdp",), id="fsdp", marks=pytest.mark.slow), pytest.param(("replica", "fsdp"), id="replica+fsdp")],
+)
 def test_gathered_parameters_are_the_cast_to_the_bit(format, axes):
     mesh = meshes.make_mesh(MESHES["replica2-fsdp4"])
     specs, exchange = exchange_on(mesh, axes, gather_format=format)

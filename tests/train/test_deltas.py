@@ -153,6 +153,7 @@ def test_a_flipped_bit_in_any_link_is_noticed(run, rows):
         small_run.restored(experiment(rows), run, 6)
 
 
+@pytest.mark.slow
 def test_a_half_written_one_is_not_listed(run, rows):
     (run / "checkpoints" / "6").rename(run / "checkpoints" / "saving-6")
     assert_equal(small_run.restored(experiment(rows), run, None)[0], small_run.restored(experiment(rows), run, 4)[0])

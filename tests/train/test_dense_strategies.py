@@ -94,7 +94,7 @@ def check(texts, on_one_device, strategy, shape, optimizer, parts):
         pytest.param("implicit FULL_SHARD", "both", "momentum, tied head", "in parts", marks=pytest.mark.slow),
         ("explicit FULL_SHARD", "stage", "clipped", "whole"),
         pytest.param("local HYBRID_SHARD", "replica", "clipped", "in parts", marks=pytest.mark.slow),
-        ("ddp local", "replica", "momentum, tied head", "in parts"),
+        pytest.param("ddp local", "replica", "momentum, tied head", "in parts", marks=pytest.mark.slow),
     ],
 )
 def test_equals_one_device(texts, on_one_device, strategy, mesh, optimizer, parts):

@@ -67,6 +67,7 @@ def cast_by_hand(path, value, name):
     return value if axes is None else cast(value, name, axis=axes, tail="pad")
 
 
+@pytest.mark.slow
 def test_weights_of_a_llama_are_those_cast_by_hand(texts):
     """Embedding, attention, gated MLP and head, in training and in evaluation."""
     built, state, batch = language(texts, QuantizationRule(weight_qtype="bdr_mx4", tail="pad"))
