@@ -13,7 +13,8 @@ def _csr(matrix: tuple[np.ndarray, ...], shape: tuple[int, int], threads: int) -
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         arrays = (torch.from_numpy(array) for array in matrix)
-        return torch.sparse_csr_tensor(*arrays, size=shape, check_invariants=True)
+        # Drawn edges have columns in no order, and some twice; products do not mind, the check would.
+        return torch.sparse_csr_tensor(*arrays, size=shape, check_invariants=False)
 
 
 class Product:
