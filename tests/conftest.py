@@ -82,7 +82,7 @@ _finished = itertools.count(1)
 
 
 def pytest_runtest_logfinish():
-    """A compiled program holds about ten mappings of memory; Linux allows 65,530 a process, and more end it."""
+    """A compiled program holds several mappings of memory; Linux allows 65,530 a process by default."""
     if next(_finished) % 50 or not _MAPS.exists() or _MAPS.read_bytes().count(b"\n") < 20_000:
         return
     gc.unfreeze()
