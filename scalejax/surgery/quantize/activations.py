@@ -7,7 +7,7 @@ make of its input: so errors of earlier matrices are part of what later ones mak
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -58,8 +58,6 @@ class ErrorDiffusion:
     tokens: np.ndarray
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
     damping: float = diffusion.DAMPING
-    _streams: list[np.ndarray] = dataclasses.field(default_factory=list)
-    _done: int = 0
     _results: dict[str, Result] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -77,20 +75,18 @@ class ErrorDiffusion:
             self._advance(self.model.config.layers, layout)
             scale, eps = self._vector("final_norm/scale", layout), self.model.config.norm_eps
             hessian = _covariance(
-                lambda x: nn.rms_norm(jnp.asarray(x), jnp.asarray(scale), eps, jnp.float32), self._streams
+                lambda x: nn.rms_norm(jnp.asarray(x), jnp.asarray(scale), eps, jnp.float32), self._walk.streams
             )
             return self._round(weight, exact, hessian, diffusion.factor(hessian, self.damping), layout)
-        if weight.layer >= self._done:
+        if weight.layer >= self._walk.done:
             self._advance(weight.layer + 1, layout)
         return self._results.pop(weight.name)
 
     def _advance(self, layers: int, layout: Layout) -> None:
         """Takes the tokens through the layers before `layers`."""
-        if not self._streams:
-            self._streams = embedded(self._vector("embed/weight", layout), self.tokens)
-        while self._done < layers:
-            self._layer(self._done, layout)
-            self._done += 1
+        self._walk.advance(
+            layers, lambda: self._vector("embed/weight", layout), lambda number: self._layer(number, layout)
+        )
 
     def _vector(self, path: str, layout: Layout) -> np.ndarray:
         """A parameter outside the layers as the quantized model has it."""
@@ -100,7 +96,8 @@ class ErrorDiffusion:
             exact = np.asarray(dequantize(cast(jnp.asarray(exact), weight, layout, self.calibration)))
         return exact.reshape(weight.shape)
 
-    def _layer(self, number: int, layout: Layout) -> None:
+    def _layer(self, number: int, layout: Layout) -> dict[str, np.ndarray]:
+        """Quantizes a layer; its parameters then."""
         sizes = huggingface.sizes(self.model.config)
         own = {w.entry.path.removeprefix("layers/"): w for w in self.plan if w.layer == number}
         exact = {path: read_weight(self.model, weight) for path, weight in own.items()}
@@ -120,12 +117,11 @@ class ErrorDiffusion:
         for stage, paths in enumerate(STAGES):
             wanted = [path for path in paths if own[path].format is not None]
             if wanted:
-                hessian = _covariance(functools.partial(self._run, ours(), stage), self._streams)
+                hessian = _covariance(functools.partial(self._walk.run, ours(), stage), self._walk.streams)
                 upper = diffusion.factor(hessian, self.damping)
                 for path in wanted:
                     replace(path, self._round(own[path], jnp.asarray(exact[path]), hessian, upper, layout))
-        last = ours()
-        self._streams = [np.asarray(self._run(last, len(STAGES), x)) for x in self._streams]
+        return ours()
 
     def _round(
         self, weight: Weight, exact: jax.Array, hessian: np.ndarray, upper: np.ndarray, layout: Layout
@@ -138,12 +134,51 @@ class ErrorDiffusion:
         ]
         return Result(found, errors[0] / errors[1] if errors[1] > 0 else 1.0)
 
-    def _run(self, params: dict[str, np.ndarray], stage: int, x: np.ndarray) -> jax.Array:
+    @functools.cached_property
+    def _walk(self) -> "Walk":
+        return Walk(self.model.config, self.tokens)
+
+
+@dataclasses.dataclass
+class Walk:
+    """Calibration text on its way through the layers of a model that is being quantized.
+
+    Attributes:
+      config: Of the model.
+      tokens: int32[rows, positions]; each row is a document.
+      streams: float32[B, S, E] before the next layer, some rows at a time.
+      done: Layers passed.
+    """
+
+    config: Any
+    tokens: np.ndarray
+    streams: list[np.ndarray] = dataclasses.field(default_factory=list)
+    done: int = 0
+
+    def advance(
+        self, layers: int, embedding: Callable[[], np.ndarray], layer: Callable[[int], dict[str, np.ndarray]]
+    ) -> None:
+        """Passes the layers before `layers`.
+
+        Args:
+          layers: A count.
+          embedding: Makes the table, float32[V, E].
+          layer: Makes the parameters with which a layer is passed; asked while `streams` stand before it.
+        """
+        if not self.streams:
+            self.streams = embedded(embedding(), self.tokens)
+        while self.done < layers:
+            params = layer(self.done)
+            self.streams = [np.asarray(self.run(params, len(STAGES), x)) for x in self.streams]
+            self.done += 1
+
+    def run(self, params: dict[str, np.ndarray], stage: int, x: np.ndarray) -> jax.Array:
+        """See `run_stage`."""
         return run_stage(self._shape, params, x, stage)
 
     @functools.cached_property
     def _shape(self) -> "LayerShape":
-        return LayerShape(self.model.config)
+        return LayerShape(self.config)
 
 
 def embedded(table: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:

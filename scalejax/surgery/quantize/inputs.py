@@ -24,7 +24,7 @@ from scalejax.models.llm.packed_layouts import Layout
 from scalejax.numerics import static
 from scalejax.numerics.quantize import dequantize
 from scalejax.surgery.quantize import calibration as calibrations
-from scalejax.surgery.quantize.activations import STAGES, LayerShape, embedded, run_stage
+from scalejax.surgery.quantize.activations import STAGES, Walk
 from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.checkpoint import Quantizer, Result, read_weight
 from scalejax.surgery.quantize.plan import Weight
@@ -52,8 +52,6 @@ class WithInputs:
     tokens: np.ndarray
     weights: Quantizer
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
-    _streams: list[np.ndarray] = dataclasses.field(default_factory=list)
-    _done: int = 0
     _results: dict[str, Result] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -72,18 +70,16 @@ class WithInputs:
             def normed(x: np.ndarray) -> jax.Array:
                 return nn.rms_norm(jnp.asarray(x), jnp.asarray(scale), eps, jnp.float32)
 
-            found = find_scale(normed, self._streams, weight.inputs, self.calibration)
+            found = find_scale(normed, self._walk.streams, weight.inputs, self.calibration)
             return dataclasses.replace(result, input_scale=found)
         self._advance(weight.layer + 1, layout)
         return self._results.pop(weight.name)
 
     def _advance(self, layers: int, layout: Layout) -> None:
         """Takes the tokens through the layers before `layers`."""
-        if not self._streams:
-            self._streams = embedded(self._outside("embed/weight", layout), self.tokens)
-        while self._done < layers:
-            self._layer(self._done, layout)
-            self._done += 1
+        self._walk.advance(
+            layers, lambda: self._outside("embed/weight", layout), lambda number: self._layer(number, layout)
+        )
 
     def _outside(self, path: str, layout: Layout) -> np.ndarray:
         """A parameter outside the layers as the quantized model has it."""
@@ -92,7 +88,8 @@ class WithInputs:
             return read_weight(self.model, weight).reshape(weight.shape)
         return np.asarray(dequantize(self.weights.quantize(weight, layout).quantized)).reshape(weight.shape)
 
-    def _layer(self, number: int, layout: Layout) -> None:
+    def _layer(self, number: int, layout: Layout) -> dict[str, np.ndarray]:
+        """Quantizes a layer and finds the scales of its inputs; its parameters then."""
         sizes = huggingface.sizes(self.model.config)
         params: dict[str, np.ndarray] = {}
         own = {w.entry.path.removeprefix("layers/"): w for w in self.plan if w.layer == number}
@@ -109,18 +106,15 @@ class WithInputs:
             for weight in wanted:
                 assert weight.inputs is not None
                 if weight.inputs not in scales:
-                    inputs = functools.partial(self._run, params, stage)
-                    scales[weight.inputs] = find_scale(inputs, self._streams, weight.inputs, self.calibration)
+                    inputs = functools.partial(self._walk.run, params, stage)
+                    scales[weight.inputs] = find_scale(inputs, self._walk.streams, weight.inputs, self.calibration)
                 found = self._results[weight.name]
                 self._results[weight.name] = dataclasses.replace(found, input_scale=scales[weight.inputs])
-        self._streams = [np.asarray(self._run(params, len(STAGES), x)) for x in self._streams]
-
-    def _run(self, params: dict[str, np.ndarray], stage: int, x: np.ndarray) -> jax.Array:
-        return run_stage(self._shape, params, x, stage)
+        return params
 
     @functools.cached_property
-    def _shape(self) -> LayerShape:
-        return LayerShape(self.model.config)
+    def _walk(self) -> Walk:
+        return Walk(self.model.config, self.tokens)
 
 
 def find_scale(

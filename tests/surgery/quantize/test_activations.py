@@ -40,10 +40,10 @@ def test_the_stream_of_activations_is_that_of_the_model(theirs, monkeypatch):
     made = diffusion(opened, [("layers/.*", "none"), ("head", "mxfp8_e4m3")])
     head = next(weight for weight in made.plan if weight.module == "head")
     made.quantize(head, OWN)
-    assert [len(x) for x in made._streams] == [5, 5, 2]
+    assert [len(x) for x in made._walk.streams] == [5, 5, 2]
     along = np.broadcast_to(np.arange(48, dtype=np.int32), TEXT.shape)
     hidden, _ = jax.jit(lambda m, *more: m.hidden(*more))(llama(SMALL, theirs[1]), TEXT, along, np.ones_like(TEXT))
-    stream = np.concatenate(made._streams)
+    stream = np.concatenate(made._walk.streams)
     normed = stream / np.sqrt((stream**2).mean(-1, keepdims=True) + SMALL.norm_eps)
     np.testing.assert_allclose(normed * theirs[1]["model.norm.weight"], hidden, rtol=2e-4, atol=2e-5)
 
