@@ -44,7 +44,11 @@ def float_bits(values: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(values, jnp.int32)
     if dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32) << 16
-    half = lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32)
+    return from_float16(lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32))
+
+
+def from_float16(half: jax.Array) -> jax.Array:
+    """Bits of float16, int32[...] -> those of the same numbers in float32, int32[...]."""
     field, fraction, sign = (half >> 10) & 0x1F, half & 0x3FF, (half >> 15) << 31
     # An integer times 2^-24, exact and far from float32's own subnormals.
     small = lax.bitcast_convert_type(fraction.astype(jnp.float32) * 2.0**-24, jnp.int32)

@@ -5,6 +5,7 @@ from scalejax.kernels.block_quant.api import CODEBOOK_FORMATS as CODEBOOK_FORMAT
 from scalejax.kernels.block_quant.api import ROW_FORMATS as ROW_FORMATS
 from scalejax.kernels.block_quant.api import CodebookFormat as CodebookFormat
 from scalejax.kernels.block_quant.api import CodebookRows as CodebookRows
+from scalejax.kernels.block_quant.api import LaneRows as LaneRows
 from scalejax.kernels.block_quant.api import PackedRows as PackedRows
 from scalejax.kernels.block_quant.api import QuantizedRows as QuantizedRows
 from scalejax.kernels.block_quant.api import RowFormat as RowFormat
@@ -12,8 +13,10 @@ from scalejax.kernels.block_quant.api import cluster_rows as cluster_rows
 from scalejax.kernels.block_quant.api import dequantize_rows as dequantize_rows
 from scalejax.kernels.block_quant.api import fuse_rows as fuse_rows
 from scalejax.kernels.block_quant.api import gather_quantized_rows as gather_quantized_rows
+from scalejax.kernels.block_quant.api import pack_lanes as pack_lanes
 from scalejax.kernels.block_quant.api import poisoned_rows as poisoned_rows
 from scalejax.kernels.block_quant.api import quantize_rows as quantize_rows
 from scalejax.kernels.block_quant.api import quantized_bag as quantized_bag
 from scalejax.kernels.block_quant.api import row_bytes as row_bytes
 from scalejax.kernels.block_quant.api import split_rows as split_rows
+from scalejax.kernels.block_quant.api import unpack_lanes as unpack_lanes

@@ -21,10 +21,12 @@ them in rows padded to an alignment ("inference": its batched lookups); `split_r
 `implementation` of a lookup names one of
 
     reference    decodes the whole table, and looks up in that
-    xla          gathers rows of bytes, decodes them and sums; what None picks on every platform
+    xla          gathers rows of bytes, decodes them and sums; what None picks but for `LaneRows` on a TPU
     pallas_gpu   a Triton kernel (`pallas_gpu`): rows are decoded where they are summed, and none is written
+    pallas_tpu   the same for a TPU (`pallas_tpu`), from rows that `pack_lanes` has laid out
 
-A TPU has no kernel of its own: its copies address rows of 512 bytes and more, and these have 20 to 136.
+A TPU's copies address 512 bytes and more, and these rows have 20 to 136: `pack_lanes` puts several of them into each
+line of 512 bytes, once for a table at rest.
 """
 
 import dataclasses
@@ -36,14 +38,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels import embedding_bag as bags
-from scalejax.kernels.block_quant import codebook, search, xla
+from scalejax.kernels.block_quant import codebook, lanes, search, xla
 
 RowFormat = Literal["int8", "int8_half", "int4", "int2"]
 CodebookFormat = Literal["kmeans4", "kmeans2"]
 Layout = Literal["training", "inference"]
-Implementation = Literal["reference", "xla", "pallas_gpu"]
+Implementation = Literal["reference", "xla", "pallas_gpu", "pallas_tpu"]
 
 _BITS = {"int8": 8, "int8_half": 8, "int4": 4, "int2": 2}
 _CODEBOOK_BITS = {"kmeans4": 4, "kmeans2": 2}
@@ -101,7 +104,46 @@ class CodebookRows:
         return self.codes.shape[0] * row_bytes(self.format, self.dim)
 
 
-PackedRows = QuantizedRows | CodebookRows
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("lines", "scales", "biases"),
+    meta_fields=("format", "dim", "num_rows"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaneRows:
+    """A table as a TPU's copies address it: rows side by side in lines of 128 lanes of 32 bits, from `pack_lanes`.
+
+    A row takes w words of 32 bits: its codes, ceil(D * bits / 32), and its codebook, 8 for kmeans4 and 2 for kmeans2.
+    floor(128 / w) rows share a line; w above 128 is filled up to a multiple of it, and the row has its lines alone.
+    What is left of a line is zeros:
+
+        bytes a row, scale and bias included, at D =    16     32     64     72     128    256
+        int8                                            24     40     72     81.1   136    264
+        int4                                            12     20     36     40.6   68     132
+
+    Attributes:
+      lines: int32[ceil(V / floor(128 / w)), 128], or int32[V, w] if w is above 128.
+      scales: float32[V] for int8, float16[V] for the other formats of rows, None for codebooks.
+      biases: as `scales`.
+      format: of the rows.
+      dim: D.
+      num_rows: V.
+    """
+
+    lines: jax.Array
+    scales: jax.Array | None
+    biases: jax.Array | None
+    format: RowFormat | CodebookFormat
+    dim: int
+    num_rows: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows, and of what is left of the lines."""
+        return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(self))
+
+
+PackedRows = QuantizedRows | CodebookRows | LaneRows
 
 
 def row_bytes(format: RowFormat | CodebookFormat, dim: int, *, align: int = 1) -> int:
@@ -180,6 +222,8 @@ def dequantize_rows(rows: PackedRows) -> jax.Array:
     scales the product is exact, and there is no difference. Where hardware takes subnormal numbers for zero, rows whose
     float32 scale is below 2^-114 lose the last bits of their products.
     """
+    if isinstance(rows, LaneRows):
+        rows = unpack_lanes(rows)
     if isinstance(rows, CodebookRows):
         return codebook.decode(rows.codes, rows.books, _CODEBOOK_BITS[rows.format], rows.dim)
     return xla.dequantize(rows.codes, rows.scales, rows.biases, _bits(rows.format), rows.dim)
@@ -194,7 +238,7 @@ def quantized_bag(
     pooling: Literal["sum", "mean"] = "sum",
     dtype: Any = jnp.float32,
     implementation: Implementation | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> jax.Array:
     """Looks rows up and pools them: out[b] = sum over the ids i of bag b of weight * dequantized row i.
 
@@ -208,7 +252,7 @@ def quantized_bag(
       pooling: "sum" or "mean" (the sum divided by the number of ids); an empty bag gives zeros.
       dtype: Of the result; sums are float32 and cast once.
       implementation: None picks; a name never falls back.
-      interpret: For tests of the GPU's kernel where there is none.
+      interpret: For tests of kernels where their chip is not: True, or `pltpu.InterpretParams()` for a TPU's.
 
     Returns:
       dtype[B, D].
@@ -216,9 +260,9 @@ def quantized_bag(
     Raises:
       UserError: an unknown implementation or pooling, ids or lengths that are no vectors of integers, weights of
         another shape than ids.
-      UnsupportedError: codebooks in a kernel that has none.
+      UnsupportedError: rows that the kernel that was named does not take, or more bags than it takes.
     """
-    known = ("reference", "xla", "pallas_gpu")
+    known = ("reference", "xla", "pallas_gpu", "pallas_tpu")
     if implementation is not None and implementation not in known:
         names = ", ".join(f'"{name}"' for name in known)
         raise UserError(f"quantized_bag: implementation must be None or one of {names}; got {implementation!r}.")
@@ -228,19 +272,18 @@ def quantized_bag(
         raise UserError(f"quantized_bag: weights must have the shape of ids, {ids.shape}; got {weights.shape}.")
     if pooling not in ("sum", "mean"):
         raise UserError(f'quantized_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
-    if implementation == "reference":
+    chosen = _choose(rows, implementation, lengths.shape[0])
+    if chosen == "reference":
         whole = dequantize_rows(rows)
         pooled = bags.embedding_bag(whole, ids, lengths, weights=weights, pooling=pooling, implementation="xla")
         return pooled.astype(dtype)
-    if implementation == "pallas_gpu":
-        if isinstance(rows, CodebookRows):
-            raise UnsupportedError(
-                f'quantized_bag: implementation "pallas_gpu" has no codebooks; got rows in {rows.format}. Take "xla".'
-            )
-        # Pallas takes longer to import than all the rest.
-        kernel = importlib.import_module("scalejax.kernels.block_quant.pallas_gpu")
+    if chosen == "pallas_gpu" and isinstance(rows, QuantizedRows):
         arrays = (rows.codes, rows.scales, rows.biases, ids, lengths, weights)
-        return kernel.bag(*arrays, _bits(rows.format), rows.dim, pooling, interpret).astype(dtype)
+        return _kernel(chosen).bag(*arrays, _bits(rows.format), rows.dim, pooling, interpret).astype(dtype)
+    if chosen == "pallas_tpu" and isinstance(rows, LaneRows):
+        arrays = (rows.lines, rows.scales, rows.biases, ids, lengths, weights)
+        table = (_layout(rows), _code_bits(rows.format), rows.dim, rows.num_rows)
+        return _kernel(chosen).bag(*arrays, *table, pooling, interpret).astype(dtype)
     found = gather_quantized_rows(rows, ids)
     if weights is not None:
         found = found * weights.astype(jnp.float32)[:, None]
@@ -255,23 +298,65 @@ def gather_quantized_rows(rows: PackedRows, ids: jax.Array) -> jax.Array:
       UserError: ids that are no vector of integers.
     """
     ids = _integers("gather_quantized_rows", "ids", ids)
-    if rows.codes.shape[0] == 0:
+    num_rows = rows.num_rows if isinstance(rows, LaneRows) else rows.codes.shape[0]
+    if num_rows == 0:
         return jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
-    inside = (ids >= 0) & (ids < rows.codes.shape[0])
-    at = jnp.where(inside, ids, rows.codes.shape[0])
+    inside = (ids >= 0) & (ids < num_rows)
+    at = jnp.where(inside, ids, num_rows)
 
     def take(array: jax.Array) -> jax.Array:
         return array.at[at].get(mode="fill", fill_value=0)
 
+    if isinstance(rows, LaneRows):
+        words = lanes.take(rows.lines, jnp.where(inside, ids, 0).astype(jnp.int32), _layout(rows))
+        words = jnp.where(inside[:, None], words, 0)
+        return dequantize_rows(_from_words(words, jax.tree.map(take, (rows.scales, rows.biases)), rows))
     return dequantize_rows(jax.tree.map(take, rows))
 
 
 def poisoned_rows(rows: PackedRows) -> jax.Array:
     """int32[]: rows that decode to NaN, see `quantize_rows` and `cluster_rows`."""
+    if isinstance(rows, LaneRows):
+        rows = unpack_lanes(rows)
     if isinstance(rows, CodebookRows):
         return jnp.sum(~jnp.isfinite(rows.books).all(axis=1), dtype=jnp.int32)
     finite = jnp.isfinite(rows.scales) & jnp.isfinite(rows.biases)
     return jnp.sum(~finite, dtype=jnp.int32)
+
+
+def pack_lanes(rows: QuantizedRows | CodebookRows) -> LaneRows:
+    """Lays a table out for lookups on a TPU; no number changes. A pass over the table: for one at rest."""
+    books = rows.books if isinstance(rows, CodebookRows) else None
+    parameters = (None, None) if isinstance(rows, CodebookRows) else (rows.scales, rows.biases)
+    return LaneRows(
+        lines=lanes.pack(rows.codes, books, _layout(rows)),
+        scales=parameters[0],
+        biases=parameters[1],
+        format=rows.format,
+        dim=rows.dim,
+        num_rows=rows.codes.shape[0],
+    )
+
+
+def unpack_lanes(rows: LaneRows) -> QuantizedRows | CodebookRows:
+    """What `pack_lanes` was given."""
+    return _from_words(lanes.unpack(rows.lines, rows.num_rows, _layout(rows)), (rows.scales, rows.biases), rows)
+
+
+def _from_words(words: jax.Array, parameters: tuple[Any, Any], rows: LaneRows) -> QuantizedRows | CodebookRows:
+    """Rows of words, int32[N, w], with scales and biases of their own and all else that of `rows`."""
+    bits = _code_bits(rows.format)
+    codes = lanes.codes_of(words, -(-rows.dim * bits // 8))
+    if rows.format == "kmeans4" or rows.format == "kmeans2":
+        books = lanes.books_of(words, 1 << bits, _layout(rows))
+        return CodebookRows(codes=codes, books=books, format=rows.format, dim=rows.dim)
+    return QuantizedRows(codes=codes, scales=parameters[0], biases=parameters[1], format=rows.format, dim=rows.dim)
+
+
+def _layout(rows: PackedRows) -> lanes.Layout:
+    bits = _code_bits(rows.format)
+    # Two numbers of float16 a word.
+    return lanes.layout(bits, rows.dim, book_words=(1 << bits) // 2 if rows.format in _CODEBOOK_BITS else 0)
 
 
 def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 1) -> jax.Array:
@@ -324,6 +409,30 @@ def split_rows(
     )
 
 
+def _choose(rows: PackedRows, implementation: Implementation | None, num_bags: int) -> Implementation:
+    """The implementation of a lookup that was named, or the one for these rows on this platform.
+
+    Raises:
+      UnsupportedError: the one that was named does not have the case.
+    """
+    preferred = "pallas_tpu" if isinstance(rows, LaneRows) and compat.platform() == "tpu" else "xla"
+    chosen, lacks = implementation or preferred, None
+    if chosen == "pallas_gpu" and not isinstance(rows, QuantizedRows):
+        lacks = f"has no {'lanes' if isinstance(rows, LaneRows) else 'codebooks'}; got rows in {rows.format}. Take"
+    if chosen == "pallas_tpu" and not isinstance(rows, LaneRows):
+        lacks = f"takes LaneRows; got {type(rows).__name__}. Lay the table out with pack_lanes, once, or take"
+    elif chosen == "pallas_tpu" and num_bags > (most := _kernel(chosen).most_bags(rows.dim)):
+        lacks = f"takes at most {most} bags of width {rows.dim} at once; got {num_bags}. Cut the batch, or take"
+    if lacks and implementation is not None:
+        raise UnsupportedError(f'quantized_bag: implementation "{chosen}" {lacks} "xla".')
+    return "xla" if lacks else chosen
+
+
+def _kernel(name: Implementation) -> Any:
+    # Pallas takes longer to import than all the rest.
+    return importlib.import_module(f"scalejax.kernels.block_quant.{name}")
+
+
 def _check_table(op: str, table: jax.Array) -> None:
     if table.ndim != 2 or jnp.dtype(table.dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise UserError(
@@ -338,6 +447,10 @@ def _bits(format: str) -> int:
     if format not in _BITS:
         raise UserError(f"format must be one of {', '.join(_BITS)}; got {format!r}.")
     return _BITS[format]
+
+
+def _code_bits(format: str) -> int:
+    return _CODEBOOK_BITS[format] if format in _CODEBOOK_BITS else _bits(format)
 
 
 def _scale_dtype(format: str) -> np.dtype:

@@ -7,6 +7,7 @@ rounding where it can, and so not in every program: a product with a float32 sca
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -80,14 +81,24 @@ def dequantize(codes: jax.Array, scales: jax.Array, biases: jax.Array, bits: int
 
 def decode(codes: jax.Array, scales: jax.Array, biases: jax.Array) -> jax.Array:
     """Integers [V, D], one a code, [V], [V] -> float32[V, D]; gathers nothing, kernels call it on their tiles."""
+    return scaled(codes, [part[:, None] for part in scale_parts(scales)], biases.astype(jnp.float32)[:, None])
+
+
+def scale_parts(scales: jax.Array) -> list[jax.Array]:
+    """float32[V] each, which add up to the scales and have exact products with codes."""
+    if scales.dtype != jnp.float32:
+        return [scales.astype(jnp.float32)]  # 8 digits times 11
+    upper = _as_float(floats.float_bits(scales) & ~0xFFF)  # 12 digits: times 8 they fit float32
+    return [upper, jnp.where(jnp.isfinite(scales), scales - upper, jnp.zeros_like(scales))]
+
+
+def scaled(codes: jax.Array, parts: Sequence[jax.Array], biases: jax.Array) -> jax.Array:
+    """float32: codes * (sum of the parts) + biases, of shapes that broadcast; the sum of products is rounded once."""
     numbers = codes.astype(jnp.float32)
-    if scales.dtype == jnp.float32:
-        upper = _as_float(floats.float_bits(scales) & ~0xFFF)  # 12 digits: times 8 they fit float32
-        lower = jnp.where(jnp.isfinite(scales), scales - upper, jnp.zeros_like(scales))
-        products = numbers * upper[:, None] + numbers * lower[:, None]
-    else:
-        products = numbers * scales.astype(jnp.float32)[:, None]  # 8 digits times 11
-    return products + biases.astype(jnp.float32)[:, None]
+    products = numbers * parts[0]
+    for part in parts[1:]:
+        products = products + numbers * part
+    return products + biases
 
 
 def _as_float(words: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ has no address either; XLA gathers and scatters these 4 bytes.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax import compat
+from scalejax.errors import UnsupportedError
 from scalejax.kernels.embedding_bag import blocks, packing, steps, xla
 
 Interpret = bool | pltpu.InterpretParams
@@ -58,7 +59,7 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, interpret: Interpret = Fals
     if count == 0:
         return jnp.zeros((0, width), table.dtype)
     block = min(_sizes().rows, _round_up(count, 128))
-    ids = _pad(_no_row_as_minus_one(ids, num_rows), block, -1)
+    ids = _pad(no_row_as_minus_one(ids, num_rows), block, -1)
     return pl.pallas_call(
         functools.partial(_gather_kernel, block=block),
         grid=(pl.cdiv(count, block),),
@@ -126,49 +127,106 @@ def embedding_bag(
         scalar memory has room for.
     """
     _check_rows("embedding_bag", "table", table)
-    (num_rows, width), count, bags = table.shape, ids.shape[0], lengths.shape[0]
+    num_rows, width = table.shape
     dim = width if table.dtype == jnp.float32 else 2 * width
+    weighted = weights is not None
+
+    def value(row: jax.Array, *weight: jax.Array) -> jax.Array:
+        if row.dtype == jnp.uint32:
+            row = jnp.concatenate(packing.halves(row), axis=1)
+        return row * weight[0] if weighted else row
+
+    return pool_copied_rows(
+        table,
+        no_row_as_minus_one(ids, num_rows),
+        lengths,
+        [weights.astype(jnp.float32)] if weighted else [],
+        value,
+        dim,
+        pooling,
+        flops=(2 if weighted else 1) * ids.shape[0] * dim,
+        interpret=interpret,
+        name="embedding_bag",
+    )
+
+
+def most_bags(dim: int) -> int:
+    """The most bags that `pool_copied_rows` takes at once."""
+    return _STEPS // 2 * max(_sizes().bags, _POOLED_BYTES // (4 * dim) // 8 * 8)
+
+
+def pool_copied_rows(
+    table: jax.Array,
+    rows: jax.Array,
+    lengths: jax.Array,
+    scalars: Sequence[jax.Array],
+    value: Callable[..., jax.Array],
+    dim: int,
+    pooling: str,
+    *,
+    flops: int,
+    interpret: Interpret,
+    name: str,
+) -> jax.Array:
+    """Pools what `value` makes of rows that are copied into vector memory: the lookup of the module's docstring.
+
+    Args:
+      table: [V, W] of 32-bit words, W a multiple of 128.
+      rows: int32[N], the row that each id wants a copy of, in [0, V), or -1, which adds nothing.
+      lengths: int32[B], ids per bag.
+      scalars: int32[N] or float32[N] each; what `value` needs besides the row.
+      value: (row [1, W], scalars of an id) -> float32[1, dim]; part of the kernel.
+      dim: Width of the sums, a multiple of 128.
+      pooling: "sum" or "mean".
+      flops: Of all calls of `value` and their sums, for XLA's schedule.
+      interpret: As in `gather_rows`.
+      name: Of the operation.
+
+    Returns:
+      float32[B, dim].
+
+    Raises:
+      UnsupportedError: more bags than `most_bags`.
+    """
+    count, bags, width = rows.shape[0], lengths.shape[0], table.shape[1]
     if count == 0 or bags == 0:
         return jnp.zeros((bags, dim), jnp.float32)
+    if bags > most_bags(dim):
+        raise UnsupportedError(
+            f'{name}: implementation="pallas_tpu" takes at most {most_bags(dim)} bags of width {dim} at once; got '
+            f'{bags}. Cut the batch, or name implementation="xla".'
+        )
     sizes = _sizes()
     chunk = min(_round_up(max(sizes.ids, pl.cdiv(count, _STEPS // 2)), 128), _round_up(count, 128))
     block = min(_round_up(max(sizes.bags, pl.cdiv(bags, _STEPS // 2)), 8), _round_up(bags, 8))
-    if block * dim * 4 > _POOLED_BYTES and block > sizes.bags:
-        most = _STEPS // 2 * max(sizes.bags, _POOLED_BYTES // (4 * dim))
-        raise ValueError(
-            f'embedding_bag: implementation="pallas_tpu" takes at most {most} bags of width {dim} at once; got {bags}. '
-            'Cut the batch, or name implementation="xla".'
-        )
     steps_most = pl.cdiv(bags, block) + pl.cdiv(count, chunk) - 1
     starts, block_of, chunk_of = _schedule(lengths, count, block, chunk)
 
-    scalars = [_no_row_as_minus_one(ids, num_rows), xla.slot_bags(lengths, count)]
-    if weights is not None:
-        scalars.append(weights.astype(jnp.float32))
+    of_ids = [rows, xla.slot_bags(lengths, count), *scalars]
     ring = min(sizes.ring, chunk)
     last = pl.cdiv(count, chunk) - 1
     by_chunk = pl.BlockSpec(
         (chunk,), lambda i, starts, block_of, chunk_of: (jnp.minimum(chunk_of[i], last),), memory_space=pltpu.SMEM
     )
     pooled = pl.pallas_call(
-        functools.partial(_lookup_kernel, weighted=weights is not None, block=block, chunk=chunk, ring=ring),
+        functools.partial(_lookup_kernel, value=value, block=block, chunk=chunk, ring=ring),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(steps_most,),
-            in_specs=[by_chunk] * len(scalars) + [pl.BlockSpec(memory_space=pl.ANY)],
+            in_specs=[by_chunk] * len(of_ids) + [pl.BlockSpec(memory_space=pl.ANY)],
             out_specs=pl.BlockSpec((block, dim), lambda i, starts, block_of, chunk_of: (block_of[i], 0)),
             scratch_shapes=[pltpu.VMEM((ring, width), table.dtype), pltpu.SemaphoreType.DMA((ring,))],
         ),
         out_shape=jax.ShapeDtypeStruct((bags, dim), jnp.float32),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         cost_estimate=pl.CostEstimate(
-            flops=(2 if weights is not None else 1) * count * dim,
+            flops=flops,
             transcendentals=0,
-            bytes_accessed=4 * (count * (width + len(scalars)) + bags * dim),
+            bytes_accessed=4 * (count * (width + len(of_ids)) + bags * dim),
         ),
         interpret=interpret,
-        name="embedding_bag",
-    )(starts, block_of, chunk_of, *(_pad(s, chunk, 0) for s in scalars), table)
+        name=name,
+    )(starts, block_of, chunk_of, *(_pad(s, chunk, 0) for s in of_ids), table)
     if pooling == "mean":
         ends = jnp.minimum(jnp.cumsum(lengths), count)
         counts = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
@@ -194,8 +252,8 @@ def _schedule(lengths: jax.Array, count: int, block: int, chunk: int) -> tuple[j
     return starts, block_of, jnp.minimum(first_chunk[block_of] + step - begun, last_chunk[block_of] + 1)
 
 
-def _lookup_kernel(starts, block_of, chunk_of, ids, bags, *refs, weighted: bool, block: int, chunk: int, ring: int):  # pyright: ignore[reportMissingParameterType]
-    *weights, table, out, buffer, arrived = refs
+def _lookup_kernel(starts, block_of, chunk_of, rows, bags, *refs, value: Any, block: int, chunk: int, ring: int):  # pyright: ignore[reportMissingParameterType]
+    *scalars, table, out, buffer, arrived = refs
     step = pl.program_id(0)
     mine, here = block_of[step], chunk_of[step]
 
@@ -211,9 +269,9 @@ def _lookup_kernel(starts, block_of, chunk_of, ids, bags, *refs, weighted: bool,
         return pltpu.make_async_copy(table.at[pl.ds(row, 1)], buffer.at[pl.ds(place, 1)], arrived.at[place])
 
     def start(j: jax.Array) -> None:
-        @pl.when((j < end) & (ids[jnp.minimum(j, chunk - 1)] >= 0))
+        @pl.when((j < end) & (rows[jnp.minimum(j, chunk - 1)] >= 0))
         def _() -> None:
-            copy(ids[jnp.minimum(j, chunk - 1)], lax.rem(j, ring)).start()
+            copy(rows[jnp.minimum(j, chunk - 1)], lax.rem(j, ring)).start()
 
     @pl.loop(begin, jnp.minimum(begin + ring, end))
     def _(j: jax.Array) -> None:
@@ -223,15 +281,11 @@ def _lookup_kernel(starts, block_of, chunk_of, ids, bags, *refs, weighted: bool,
     def _(j: jax.Array) -> None:
         place = lax.rem(j, ring)
 
-        @pl.when(ids[j] >= 0)
+        @pl.when(rows[j] >= 0)
         def _() -> None:
             copy(0, place).wait()
-            row = buffer[pl.ds(place, 1), :]
-            if row.dtype == jnp.uint32:
-                row = jnp.concatenate(packing.halves(row), axis=1)
-            if weighted:
-                row = row * weights[0][j]
-            out[pl.ds(bags[j] - mine * block, 1), :] += row
+            term = value(buffer[pl.ds(place, 1), :], *(scalar[j] for scalar in scalars))
+            out[pl.ds(bags[j] - mine * block, 1), :] += term
 
         start(j + ring)
 
@@ -424,7 +478,8 @@ def _check_rows(op: str, name: str, array: jax.Array) -> None:
         )
 
 
-def _no_row_as_minus_one(ids: jax.Array, num_rows: int) -> jax.Array:
+def no_row_as_minus_one(ids: jax.Array, num_rows: int) -> jax.Array:
+    """int32[N] of integers[N] of any width."""
     return jnp.where((ids >= 0) & (ids < num_rows), ids, -1).astype(jnp.int32)
 
 

@@ -1,0 +1,127 @@
+"""Rows of a few bytes in lines of 128 lanes of 32 bits, the shortest piece of memory that a TPU's copies address.
+
+Rows lie side by side in a line as many as fit; a row is its codes, then its codebook if it has one, each filled up to
+whole words:
+
+    int4, D = 72: 9 words a row, 14 rows a line, 2 words are left
+
+    lane    0       9       18              117     126
+    line 0  row 0 | row 1 | row 2 | ...   | row 13 | ..
+    line 1  row 14| row 15| ...
+
+A row of more than 128 words has lines of its own, as many as it needs. The first code is in the lowest bits of the
+first word.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+LANES = 128
+_LINES = 1024
+"""That are made together: on their way a TPU has arrays of a few words a row, which take lines of 512 bytes each."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where rows lie.
+
+    Attributes:
+      words: of a row; a multiple of 128 where it is above that.
+      book: Word of a row where its codebook begins, None without one. A codebook never straddles two lines.
+    """
+
+    words: int
+    book: int | None
+
+    @property
+    def per_line(self) -> int:
+        """Rows of a line."""
+        return max(1, LANES // self.words)
+
+    @property
+    def width(self) -> int:
+        """Words of a line, or of the lines of a row that has several."""
+        return max(LANES, self.words)
+
+    def place(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(line, first word in it) of each row, int32."""
+        return rows // self.per_line, rows % self.per_line * self.words
+
+
+def layout(bits: int, dim: int, *, book_words: int = 0) -> Layout:
+    """Of rows of `dim` codes of `bits` bits, and a codebook of so many words if there are any."""
+    codes = -(-dim * bits // 32)
+    words, book = codes + book_words, codes
+    if words > LANES:
+        book = -(-codes // LANES) * LANES
+        words = -(-(book + book_words) // LANES) * LANES
+    return Layout(words, book if book_words else None)
+
+
+@functools.partial(jax.jit, static_argnames=("where",))
+def pack(codes: jax.Array, books: jax.Array | None, where: Layout) -> jax.Array:
+    """uint8[V, n], float16[V, 2^bits] or None -> int32[lines, width]."""
+    block = _LINES * where.per_line
+    whole, rest = divmod(codes.shape[0], block)
+
+    def cut(number: jax.Array | int, size: int) -> list[jax.Array]:
+        # Of the table itself: padded or reshaped, a copy of it would be in memory.
+        parts = [codes] if books is None else [codes, books]
+        return [lax.dynamic_slice_in_dim(part, number * block, size) for part in parts]
+
+    last = [jnp.pad(part, ((0, -rest % where.per_line), (0, 0))) for part in cut(whole, rest)]
+    if not whole:
+        return _pack(*last, where=where)
+    lines = lax.map(lambda number: _pack(*cut(number, block), where=where), jnp.arange(whole))
+    return jnp.concatenate([lines.reshape(-1, where.width), _pack(*last, where=where)])
+
+
+def _pack(codes: jax.Array, books: jax.Array | None = None, *, where: Layout) -> jax.Array:
+    words = _words(codes)
+    if books is not None:
+        assert where.book is not None
+        halves = lax.bitcast_convert_type(books, jnp.uint16).astype(jnp.int32)
+        words = jnp.pad(words, ((0, 0), (0, where.book - words.shape[1])))
+        words = jnp.concatenate([words, halves[:, 0::2] | halves[:, 1::2] << 16], axis=1)
+    used = where.per_line * where.words
+    lines = jnp.pad(words, ((0, 0), (0, where.words - words.shape[1]))).reshape(-1, used)
+    return jnp.pad(lines, ((0, 0), (0, where.width - used)))
+
+
+def unpack(lines: jax.Array, num_rows: int, where: Layout) -> jax.Array:
+    """int32[lines, width] -> int32[V, words]."""
+    return lines[:, : where.per_line * where.words].reshape(-1, where.words)[:num_rows]
+
+
+def take(lines: jax.Array, rows: jax.Array, where: Layout) -> jax.Array:
+    """int32[N, words] of int32[N], which are rows."""
+
+    def one(line: jax.Array, first: jax.Array) -> jax.Array:
+        return lax.dynamic_slice(lines, (line, first), (1, where.words))[0]
+
+    return jax.vmap(one)(*where.place(rows))
+
+
+def codes_of(words: jax.Array, count: int) -> jax.Array:
+    """int32[V, words] -> uint8[V, count], their first bytes."""
+    byte = jnp.arange(count, dtype=jnp.int32)
+    spread = jnp.repeat(words[:, : -(-count // 4)], 4, axis=1)[:, :count]
+    return (spread >> (byte % 4 * 8)[None, :] & 0xFF).astype(jnp.uint8)
+
+
+def books_of(words: jax.Array, size: int, where: Layout) -> jax.Array:
+    """int32[V, words] -> float16[V, size]."""
+    assert where.book is not None
+    own = words[:, where.book : where.book + size // 2]
+    halves = jnp.stack([own & 0xFFFF, own >> 16 & 0xFFFF], axis=2).reshape(-1, size)
+    return lax.bitcast_convert_type(halves.astype(jnp.uint16), jnp.float16)
+
+
+def _words(data: jax.Array) -> jax.Array:
+    """uint8[V, n] -> int32[V, ceil(n / 4)], the first byte lowest."""
+    wide = jnp.pad(data, ((0, 0), (0, -data.shape[1] % 4))).astype(jnp.int32)
+    return wide[:, 0::4] | wide[:, 1::4] << 8 | wide[:, 2::4] << 16 | wide[:, 3::4] << 24

@@ -1,0 +1,218 @@
+"""Packed rows in lines of lanes, and the TPU's kernel of lookups in them under interpret mode. Oracles: bytes that were
+put together one by one in NumPy, and lookups in the decoded table."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from scalejax import compat
+from scalejax.errors import UnsupportedError
+from scalejax.inference.recommendation import click_model
+from scalejax.kernels import block_quant
+from scalejax.kernels.block_quant import CODEBOOK_FORMATS, ROW_FORMATS, LaneRows, pallas_tpu
+from scalejax.kernels.embedding_bag.cases import CASES
+from scalejax.parallel.embedding.config import TableConfig
+
+WAIT = pltpu.InterpretParams()  # copies happen when they are waited for; unwritten memory is NaN
+EAGER = pltpu.InterpretParams(dma_execution_mode="eager")
+
+
+@pytest.fixture(autouse=True)
+def _strict(strict_promotion):
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def quantized(table, format):
+    if format in CODEBOOK_FORMATS:
+        return block_quant.cluster_rows(jnp.asarray(table), format)
+    return block_quant.quantize_rows(jnp.asarray(table), format)
+
+
+def normal(count, dim):
+    return np.random.default_rng(dim).normal(size=(count, dim)).astype(np.float32)
+
+
+def literal_lines(rows):
+    """int32[lines, width] of rows, byte by byte."""
+    records = []
+    for number in range(rows.codes.shape[0]):
+        codes = np.asarray(rows.codes[number]).tobytes()
+        records.append(codes + bytes(-len(codes) % 4))
+    if rows.format in CODEBOOK_FORMATS:
+        books = [np.asarray(book).tobytes() for book in rows.books]
+        if len(records[0]) + len(books[0]) > 512:
+            records = [codes + bytes(-len(codes) % 512) for codes in records]
+        records = [codes + book for codes, book in zip(records, books, strict=True)]
+    size = len(records[0])
+    together = max(1, 512 // size)
+    lines = [b"".join(records[i : i + together]) for i in range(0, len(records), together)]
+    width = -(-size // 512) * 512
+    return np.frombuffer(b"".join(line + bytes(width - len(line)) for line in lines), "<i4").reshape(-1, width // 4)
+
+
+# (format, D): words that fill lines and words that do not, rows of exactly a line, and of more.
+SHAPES = [("int8", 12), ("int4", 72), ("int2", 16), ("int2", 3), ("int8", 516), ("kmeans2", 16), ("kmeans4", 970)]
+
+
+@pytest.mark.parametrize(
+    ("format", "dim"),
+    [shape if shape in SHAPES[:2] else pytest.param(*shape, marks=pytest.mark.slow) for shape in SHAPES]
+    + [pytest.param(f, d, marks=pytest.mark.slow) for f in ROW_FORMATS for d in (64, 128, 256)],
+)
+def test_lines_hold_the_bytes_of_the_rows_in_their_order(format, dim):
+    rows = quantized(normal(45, dim), format)
+    packed = block_quant.pack_lanes(rows)
+    assert np.array_equal(np.asarray(packed.lines), literal_lines(rows))
+    for ours, theirs in zip(jax.tree.leaves(block_quant.unpack_lanes(packed)), jax.tree.leaves(rows), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert np.array_equal(np.asarray(ours), np.asarray(theirs))
+    leaves = [packed.lines] if format in CODEBOOK_FORMATS else [packed.lines, packed.scales, packed.biases]
+    assert packed.nbytes == sum(np.asarray(leaf).nbytes for leaf in leaves)
+
+
+@pytest.mark.parametrize(
+    ("format", "dim", "size"),
+    [
+        ("int8", 64, 72),
+        ("int8", 72, 512 / 7 + 8),
+        ("int8", 128, 136),
+        ("int8", 256, 264),
+        ("int8", 640, 1024 + 8),
+        ("int4", 16, 12),
+        ("int4", 72, 512 / 14 + 4),
+        ("int4", 128, 68),
+        ("int2", 16, 8),
+    ],
+)
+def test_bytes_of_a_row_are_those_that_are_documented(format, dim, size):
+    count = 128 * 7 * 3  # fills whole lines in all of these
+    kind = jnp.float32 if format == "int8" else jnp.float16
+    bits = {"int8": 8, "int4": 4, "int2": 2}[format]
+    shapes = jax.ShapeDtypeStruct((count, dim * bits // 8), jnp.uint8), jax.ShapeDtypeStruct((count,), kind)
+    rows = block_quant.QuantizedRows(codes=shapes[0], scales=shapes[1], biases=shapes[1], format=format, dim=dim)
+    assert jax.eval_shape(block_quant.pack_lanes, rows).nbytes == count * size
+
+
+def assert_lookup(rows, case, weights, pooling, interpret):
+    packed = block_quant.pack_lanes(rows)
+    arguments = (jnp.asarray(case.ids), jnp.asarray(case.lengths))
+    options = {"weights": None if weights is None else jnp.asarray(weights), "pooling": pooling}
+    found = block_quant.quantized_bag(packed, *arguments, **options, implementation="pallas_tpu", interpret=interpret)
+    wanted = block_quant.quantized_bag(rows, *arguments, **options, implementation="reference")
+    # A product with a weight may be rounded together with the sum that it goes to; sums of up to 1100 of size 1.
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=0 if weights is None else 1e-4)
+    return np.asarray(found)
+
+
+LOOKUPS = [(f, d) for f in ROW_FORMATS for d in (16, 64, 72, 128, 256)] + [
+    ("int8", 640), ("int4", 37), ("kmeans4", 64), ("kmeans2", 130), ("kmeans4", 970),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("format", "dim"),
+    [case if case == ("int4", 72) else pytest.param(*case, marks=pytest.mark.slow) for case in LOOKUPS],
+)
+def test_a_lookup_is_that_of_the_decoded_table(format, dim):
+    """To the bit without weights. Empty bags, duplicates, ids at both ends, ids that are no rows, a row with a NaN."""
+    case = CASES["no rows among the ids"]
+    table = normal(case.num_rows, dim)
+    table[3, dim - 1] = np.nan
+    rows = quantized(table, format)
+    found = assert_lookup(rows, case, None, "mean", True)
+    assert np.isnan(found[2]).all()
+    assert np.isfinite(found[:2]).all()
+    if dim == 72:
+        assert_lookup(rows, case, case.weights(), "sum", True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_batches_that_are_easily_got_wrong(name):
+    case = CASES[name]
+    rows = quantized(case.table(20), "int8")
+    assert_lookup(rows, case, None, "sum", True)
+    assert_lookup(rows, case, case.weights(), "mean", True)
+
+
+@pytest.mark.parametrize("interpret", [WAIT, pytest.param(EAGER, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["empty bags", pytest.param("large pooling", marks=pytest.mark.slow)])
+def test_lookups_on_a_simulated_chip(name, interpret):
+    """More ids than copies are in flight at a time."""
+    case = CASES[name]
+    assert_lookup(quantized(case.table(24), "int2"), case, None, "sum", interpret)
+
+
+@pytest.mark.parametrize("format", ["int4", pytest.param("kmeans2", marks=pytest.mark.slow)])
+def test_every_platform_looks_rows_up_in_lines(format):
+    """XLA's lookups to the bit, ids that are no rows and a row with a NaN among them."""
+    table = normal(45, 20)
+    table[7, 3] = np.nan
+    rows = quantized(table, format)
+    packed = block_quant.pack_lanes(rows)
+    ids, lengths = jnp.asarray([44, -1, 0, 45, 7, 0, 0], jnp.int32), jnp.asarray([2, 0, 2, 1, 2], jnp.int32)
+    wanted = np.asarray(block_quant.quantized_bag(rows, ids, lengths))
+    for implementation in (None, "xla", "reference"):
+        found = block_quant.quantized_bag(packed, ids, lengths, implementation=implementation)
+        assert np.array_equal(np.asarray(found), wanted, equal_nan=True)
+    decoded = [np.asarray(block_quant.dequantize_rows(r)) for r in (packed, rows)]
+    assert np.array_equal(*decoded, equal_nan=True)
+    assert int(block_quant.poisoned_rows(packed)) == 1
+
+
+def test_a_click_model_takes_tables_in_lines():
+    """Bags, and a fixed number of ids for each example."""
+    rows = quantized(normal(20, 8), "int8_half")
+    config = TableConfig(name="t", rows=20, dim=8, features=("bags", "pairs"))
+    ids = {"bags": jnp.asarray([3, 19, 0, 5], jnp.int32), "pairs": jnp.asarray([[1, 2], [19, 0]], jnp.int32)}
+    inputs = click_model.Inputs(ids, {"bags": jnp.asarray([1, 2], jnp.int32)}, jnp.zeros((2, 1)))
+    wanted, found = (click_model.embed((config,), {"t": t}, inputs) for t in (rows, block_quant.pack_lanes(rows)))
+    for feature in ids:
+        assert np.array_equal(np.asarray(found[feature]), np.asarray(wanted[feature]))
+
+
+def test_lookups_without_rows_or_bags():
+    ids, lengths, nothing = jnp.asarray([0, 1]), jnp.asarray([1, 1]), jnp.zeros(0, jnp.int32)
+    none, some = (block_quant.pack_lanes(quantized(np.ones((count, 4), np.float32), "int4")) for count in (0, 3))
+    for implementation in ("xla", "pallas_tpu"):
+        for rows, i, n in ((none, ids, lengths), (some, ids, nothing), (some, nothing, lengths)):
+            found = block_quant.quantized_bag(rows, i, n, implementation=implementation)
+            assert found.shape == (len(n), 4)
+            assert not np.asarray(found).any()
+
+
+def test_none_picks_the_kernel_for_lines_on_a_tpu_alone(monkeypatch):
+    taken = []
+    monkeypatch.setattr(pallas_tpu, "bag", lambda *_: taken.append(True) or jnp.zeros((1, 8)))
+    rows = quantized(normal(4, 8), "int4")
+    packed, call = block_quant.pack_lanes(rows), (jnp.asarray([1]), jnp.asarray([1]))
+    block_quant.quantized_bag(packed, *call)
+    assert not taken
+    monkeypatch.setattr(compat, "platform", lambda: "tpu")
+    block_quant.quantized_bag(rows, *call)
+    block_quant.quantized_bag(packed, *call, implementation="xla")
+    assert not taken
+    block_quant.quantized_bag(packed, *call)
+    assert len(taken) == 1
+    # More bags than it takes.
+    monkeypatch.setattr(pallas_tpu, "most_bags", lambda dim: 0)
+    block_quant.quantized_bag(packed, *call)
+    assert len(taken) == 1
+    with pytest.raises(UnsupportedError, match="at most 0 bags of width 8 at once; got 1"):
+        block_quant.quantized_bag(packed, *call, implementation="pallas_tpu")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "pack", "words"),
+    [
+        ("pallas_tpu", lambda rows: rows, "takes LaneRows; got QuantizedRows"),
+        ("pallas_gpu", block_quant.pack_lanes, "has no lanes; got rows in int4"),
+    ],
+)
+def test_rows_of_another_layout_are_refused_by_name(implementation, pack, words):
+    rows: LaneRows = pack(quantized(normal(2, 8), "int4"))
+    with pytest.raises(UnsupportedError, match=words):
+        block_quant.quantized_bag(rows, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32), implementation=implementation)
