@@ -158,16 +158,14 @@ def test_every_platform_looks_rows_up_in_lines(format):
     for implementation in (None, "xla", "reference"):
         found = block_quant.quantized_bag(packed, ids, lengths, implementation=implementation)
         assert np.array_equal(np.asarray(found), wanted, equal_nan=True)
-    decoded = [np.asarray(block_quant.dequantize_rows(r)) for r in (packed, rows)]
-    assert np.array_equal(*decoded, equal_nan=True)
-    assert int(block_quant.poisoned_rows(packed)) == 1
 
 
 def test_a_click_model_takes_tables_in_lines():
     """Bags, and a fixed number of ids for each example."""
     rows = quantized(normal(20, 8), "int8_half")
-    config = TableConfig(name="t", rows=20, dim=8, features=("bags", "pairs"))
+    config = TableConfig(name="t", rows=20, dim=8, features=("bags", "pairs", "single"))
     ids = {"bags": jnp.asarray([3, 19, 0, 5], jnp.int32), "pairs": jnp.asarray([[1, 2], [19, 0]], jnp.int32)}
+    ids["single"] = jnp.asarray([[7], [0]], jnp.int32)
     inputs = click_model.Inputs(ids, {"bags": jnp.asarray([1, 2], jnp.int32)}, jnp.zeros((2, 1)))
     wanted, found = (click_model.embed((config,), {"t": t}, inputs) for t in (rows, block_quant.pack_lanes(rows)))
     for feature in ids:

@@ -20,7 +20,7 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels import block_quant
 from scalejax.kernels import embedding_bag as bags
-from scalejax.kernels.block_quant import PackedRows
+from scalejax.kernels.block_quant import LaneRows, PackedRows
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.train import exact, publish
 from scalejax.train import program as programs
@@ -30,6 +30,8 @@ from scalejax.train.protocols import Task
 from scalejax.train.state import ModelShape
 
 Table = jax.Array | PackedRows
+AnyTable = Table | LaneRows
+"""Or laid out for lookups on a TPU."""
 
 
 @jax.tree_util.register_dataclass
@@ -178,7 +180,7 @@ def inputs_of(batch: AnyBatch, schema: Schema) -> Inputs:
     return Inputs(ids, lengths, jnp.asarray(plain.dense))
 
 
-def embed(configs: tuple[TableConfig, ...], tables: Mapping[str, Table], inputs: Inputs) -> dict[str, jax.Array]:
+def embed(configs: tuple[TableConfig, ...], tables: Mapping[str, AnyTable], inputs: Inputs) -> dict[str, jax.Array]:
     """Pooled rows of every feature, float32[B, D]; summed in float32, decoded where they are packed."""
     return {
         feature: _pooled(tables[config.name], inputs, feature, config.pooling)
@@ -187,14 +189,16 @@ def embed(configs: tuple[TableConfig, ...], tables: Mapping[str, Table], inputs:
     }
 
 
-def _pooled(table: Table, inputs: Inputs, feature: str, pooling: Any) -> jax.Array:
+def _pooled(table: AnyTable, inputs: Inputs, feature: str, pooling: Any) -> jax.Array:
     ids = inputs.ids[feature]
     if ids.ndim == 1:
         lengths = inputs.lengths[feature]
-        if isinstance(table, PackedRows):
+        if isinstance(table, PackedRows | LaneRows):
             return block_quant.quantized_bag(table, ids, lengths, pooling=pooling)
         return bags.embedding_bag(table, ids, lengths, pooling=pooling, implementation="xla")
-    count = ids.shape[1]
+    examples, count = ids.shape
+    if isinstance(table, LaneRows):  # whose kernel has bags, and no rows alone
+        return block_quant.quantized_bag(table, ids.reshape(-1), jnp.full(examples, count), pooling=pooling)
     found = [_rows(table, ids[:, i]) for i in range(count)]
     total = sum(found[1:], found[0])
     return total / count if pooling == "mean" and count > 1 else total
@@ -206,7 +210,7 @@ def _rows(table: Table, ids: jax.Array) -> jax.Array:
     return bags.gather_rows(table, ids, implementation="xla").astype(jnp.float32)
 
 
-def logits(model: ClickModel, tables: Mapping[str, Table], module: Any, inputs: Inputs) -> jax.Array:
+def logits(model: ClickModel, tables: Mapping[str, AnyTable], module: Any, inputs: Inputs) -> jax.Array:
     """float32[B, T] of a dense part that may have been changed, see `operators`."""
     return module(embed(model.configs, tables, inputs), inputs.dense, key=None).astype(jnp.float32)
 

@@ -143,7 +143,7 @@ class LaneRows:
         return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(self))
 
 
-PackedRows = QuantizedRows | CodebookRows | LaneRows
+PackedRows = QuantizedRows | CodebookRows
 
 
 def row_bytes(format: RowFormat | CodebookFormat, dim: int, *, align: int = 1) -> int:
@@ -222,15 +222,13 @@ def dequantize_rows(rows: PackedRows) -> jax.Array:
     scales the product is exact, and there is no difference. Where hardware takes subnormal numbers for zero, rows whose
     float32 scale is below 2^-114 lose the last bits of their products.
     """
-    if isinstance(rows, LaneRows):
-        rows = unpack_lanes(rows)
     if isinstance(rows, CodebookRows):
         return codebook.decode(rows.codes, rows.books, _CODEBOOK_BITS[rows.format], rows.dim)
     return xla.dequantize(rows.codes, rows.scales, rows.biases, _bits(rows.format), rows.dim)
 
 
 def quantized_bag(
-    rows: PackedRows,
+    rows: PackedRows | LaneRows,
     ids: jax.Array,
     lengths: jax.Array,
     *,
@@ -274,7 +272,7 @@ def quantized_bag(
         raise UserError(f'quantized_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
     chosen = _choose(rows, implementation, lengths.shape[0])
     if chosen == "reference":
-        whole = dequantize_rows(rows)
+        whole = dequantize_rows(unpack_lanes(rows) if isinstance(rows, LaneRows) else rows)
         pooled = bags.embedding_bag(whole, ids, lengths, weights=weights, pooling=pooling, implementation="xla")
         return pooled.astype(dtype)
     if chosen == "pallas_gpu" and isinstance(rows, QuantizedRows):
@@ -291,33 +289,28 @@ def quantized_bag(
     return bags.pool_rows(found, slots, lengths.shape[0], pooling=pooling).astype(dtype)
 
 
-def gather_quantized_rows(rows: PackedRows, ids: jax.Array) -> jax.Array:
+def gather_quantized_rows(rows: PackedRows | LaneRows, ids: jax.Array) -> jax.Array:
     """Decoded rows, float32[N, D]; zeros where ids[n] is no row.
 
     Raises:
       UserError: ids that are no vector of integers.
     """
     ids = _integers("gather_quantized_rows", "ids", ids)
-    num_rows = rows.num_rows if isinstance(rows, LaneRows) else rows.codes.shape[0]
-    if num_rows == 0:
+    if isinstance(rows, LaneRows):
+        return _gather_from_lanes(rows, ids)
+    if rows.codes.shape[0] == 0:
         return jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
-    inside = (ids >= 0) & (ids < num_rows)
-    at = jnp.where(inside, ids, num_rows)
+    inside = (ids >= 0) & (ids < rows.codes.shape[0])
+    at = jnp.where(inside, ids, rows.codes.shape[0])
 
     def take(array: jax.Array) -> jax.Array:
         return array.at[at].get(mode="fill", fill_value=0)
 
-    if isinstance(rows, LaneRows):
-        words = lanes.take(rows.lines, jnp.where(inside, ids, 0).astype(jnp.int32), _layout(rows))
-        words = jnp.where(inside[:, None], words, 0)
-        return dequantize_rows(_from_words(words, jax.tree.map(take, (rows.scales, rows.biases)), rows))
     return dequantize_rows(jax.tree.map(take, rows))
 
 
 def poisoned_rows(rows: PackedRows) -> jax.Array:
     """int32[]: rows that decode to NaN, see `quantize_rows` and `cluster_rows`."""
-    if isinstance(rows, LaneRows):
-        rows = unpack_lanes(rows)
     if isinstance(rows, CodebookRows):
         return jnp.sum(~jnp.isfinite(rows.books).all(axis=1), dtype=jnp.int32)
     finite = jnp.isfinite(rows.scales) & jnp.isfinite(rows.biases)
@@ -343,6 +336,17 @@ def unpack_lanes(rows: LaneRows) -> QuantizedRows | CodebookRows:
     return _from_words(lanes.unpack(rows.lines, rows.num_rows, _layout(rows)), (rows.scales, rows.biases), rows)
 
 
+def _gather_from_lanes(rows: LaneRows, ids: jax.Array) -> jax.Array:
+    """`gather_quantized_rows` by XLA."""
+    if rows.num_rows == 0:
+        return jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
+    inside = (ids >= 0) & (ids < rows.num_rows)
+    at = jnp.where(inside, ids, 0).astype(jnp.int32)
+    parameters = jax.tree.map(lambda array: array[at], (rows.scales, rows.biases))
+    found = dequantize_rows(_from_words(lanes.take(rows.lines, at, _layout(rows)), parameters, rows))
+    return jnp.where(inside[:, None], found, 0)
+
+
 def _from_words(words: jax.Array, parameters: tuple[Any, Any], rows: LaneRows) -> QuantizedRows | CodebookRows:
     """Rows of words, int32[N, w], with scales and biases of their own and all else that of `rows`."""
     bits = _code_bits(rows.format)
@@ -353,7 +357,7 @@ def _from_words(words: jax.Array, parameters: tuple[Any, Any], rows: LaneRows) -
     return QuantizedRows(codes=codes, scales=parameters[0], biases=parameters[1], format=rows.format, dim=rows.dim)
 
 
-def _layout(rows: PackedRows) -> lanes.Layout:
+def _layout(rows: PackedRows | LaneRows) -> lanes.Layout:
     bits = _code_bits(rows.format)
     # Two numbers of float16 a word.
     return lanes.layout(bits, rows.dim, book_words=(1 << bits) // 2 if rows.format in _CODEBOOK_BITS else 0)
@@ -409,7 +413,7 @@ def split_rows(
     )
 
 
-def _choose(rows: PackedRows, implementation: Implementation | None, num_bags: int) -> Implementation:
+def _choose(rows: PackedRows | LaneRows, implementation: Implementation | None, num_bags: int) -> Implementation:
     """The implementation of a lookup that was named, or the one for these rows on this platform.
 
     Raises:
