@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from scalejax.errors import UnsupportedError
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import packing
 from scalejax.kernels.embedding_bag.cases import CASES
@@ -78,6 +79,15 @@ def test_bags_equal_literal_loops_on_a_simulated_chip(implementation, interpret,
     case = CASES[name]
     table = case.table(128)
     _assert_bags(case, table, table, case.weights(), "sum", implementation, interpret)
+
+
+def test_a_tpu_refuses_more_bags_than_it_has_steps_for():
+    shapes = ((8, 128), jnp.float32), ((4,), jnp.int32), ((2**28,), jnp.int32)
+    with pytest.raises(UnsupportedError, match=r"at most 67108864 bags of width 128 at once; got 268435456\. Cut"):
+        jax.eval_shape(
+            lambda *a: ops.embedding_bag(*a, implementation="pallas_tpu"),
+            *(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes),
+        )
 
 
 @pytest.mark.parametrize("dim", [1, 7, 16, 64, 2048])
