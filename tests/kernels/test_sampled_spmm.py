@@ -312,6 +312,18 @@ def test_rows_of_few_slots_are_summed_slot_after_slot_on_a_cpu(degrees):
     _close(d_h, matrix.T @ np.ones((len(degrees), FEATURES)))
 
 
+@pytest.mark.parametrize("features", [128, 129])  # slots are summed one after another, or squeezed
+def test_picks_in_many_slots_count_no_empty_slot_on_a_cpu(features):
+    csr = random_csr(5, degrees=[9, 0, 30, 3, 12], columns=40)
+    picked = presample(csr, 21, strategy="fastrand")
+    h = np.random.default_rng(7).standard_normal((40, features)).astype(np.float32)
+    h[0] = np.nan  # what an empty slot reads
+    reads = np.asarray([0 in row[:n] for row, n in zip(picked.indices, picked.counts, strict=True)])
+    out = np.asarray(sampled_product(picked, h, reduce="sum", implementation="native"))
+    assert np.array_equal(np.isfinite(out).all(axis=1), ~reads)
+    _close(out[~reads], (_picked_matrix(csr, 21, {"strategy": "fastrand"}) @ np.nan_to_num(h))[~reads])
+
+
 @pytest.mark.parametrize("strategy", ["bucket", "fastrand"])
 def test_a_width_above_every_degree_is_exact(strategy):
     csr = random_csr(6)

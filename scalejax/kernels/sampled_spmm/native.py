@@ -6,7 +6,7 @@ derivative is the same kernel on the transpose, which the plan holds.
 
 The kernel fills a result with zeros, and reads and writes its row again for every edge. Picked edges lie in slots, and
 XLA makes one loop of several that keeps a row in registers. That wins where rows have a few and nearly all are filled,
-and where filled ones would have to be squeezed together for the kernel first.
+and where filled ones would have to be squeezed together for the kernel first, unless there are many features to read.
 """
 
 import functools
@@ -22,6 +22,9 @@ from scalejax.kernels.sampled_spmm.sampling import Ell
 
 _TOGETHER = 8
 """Slots in one turn of a loop over many: 2 and 4 were slower, 16 were no faster."""
+
+_NARROW = 128
+"""Features up to which reading an empty slot costs less than squeezing it out, 18 ns a slot."""
 
 
 def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -72,4 +75,17 @@ def _sum_slots(
 def picked_sum(ell: Ell, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     """out[r] = sum over the filled slots k of row r of values[r, k] * h[indices[r, k]]."""
     columns = jnp.clip(ell.indices, 0, ell.shape[1] - 1)  # nobody checked those of traced picks
-    return _sum_slots(columns, ell.values, ell.counts, h, dtype)
+    counts = jnp.clip(ell.counts, 0, ell.width)
+    if ell.width <= FEW_SLOTS or h.shape[1] <= _NARROW:
+        return _sum_slots(columns, ell.values, counts, h, dtype)
+    return spmm(_squeezed(columns, ell.values, counts, ell.shape), Balance((), None, None), h, dtype)
+
+
+def _squeezed(columns: jax.Array, values: jax.Array | None, counts: jax.Array, shape: tuple[int, int]) -> Csr:
+    """The filled slots of [N, S] together, and behind them what the kernel does not read."""
+    rows, width = columns.shape
+    kind = columns.dtype
+    indptr = jnp.concatenate([jnp.zeros(1, kind), jnp.cumsum(counts, dtype=kind)])
+    row = jnp.repeat(jnp.arange(rows, dtype=kind), counts, total_repeat_length=rows * width)
+    slot = jnp.minimum(jnp.arange(rows * width, dtype=kind) - indptr[row], width - 1)
+    return Csr(indptr, columns[row, slot], None if values is None else values[row, slot], shape=shape)
