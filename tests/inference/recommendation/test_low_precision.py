@@ -216,22 +216,23 @@ def test_the_search_does_not_trust_what_is_not_sure():
     assert unsure.gap.high <= 5e-4
 
 
-def test_the_gap_is_that_of_ne_and_its_interval_covers_resampling(dlrm):
+def test_gaps_are_those_of_ne_and_auc_and_their_intervals_cover_resampling(dlrm):
     model, examples, limits = dlrm
     lowered = lowering.lower(model, precision.uniform(model, tables="int2"), limits, rows="minmax")
     wanted = examples.scores(lambda i: model.score(*model.arrays, i))
     found = examples.scores(lambda i: lowered.score(lowered.arrays, i))
-    gap = examples.gap(wanted, found)
-    assert gap.value == pytest.approx(examples.ne(found) / examples.ne(wanted) - 1, abs=1e-7)
+    gaps = examples.gap(wanted, found), examples.auc_gap(wanted, found)
+    assert gaps[0].value == pytest.approx(examples.ne(found) / examples.ne(wanted) - 1, abs=1e-7)
+    assert gaps[1].value == pytest.approx(examples.auc(found) / examples.auc(wanted) - 1, abs=1e-12)
     rng, samples = np.random.default_rng(0), []
     for _ in range(300):
         i = rng.integers(0, len(wanted), len(wanted))
         part = dataclasses.replace(examples, labels=examples.labels[i], weights=examples.weights[i])
-        samples.append(part.ne(found[i]) / part.ne(wanted[i]) - 1)
-    low, high = np.percentile(samples, [2.5, 97.5])
-    width = high - low
-    assert abs(gap.low - low) < 0.2 * width
-    assert abs(gap.high - high) < 0.2 * width
+        samples.append([part.ne(found[i]) / part.ne(wanted[i]) - 1, part.auc(found[i]) / part.auc(wanted[i]) - 1])
+    for gap, (low, high) in zip(gaps, np.percentile(samples, [2.5, 97.5], axis=0).T, strict=True):
+        width = high - low
+        assert abs(gap.low - low) < 0.2 * width
+        assert abs(gap.high - high) < 0.2 * width
 
 
 @pytest.mark.slow
