@@ -179,6 +179,7 @@ def test_clusters_of_many_rows_are_found_among_some(monkeypatch):
         (lambda t: block_quant.share_codebooks(t.astype(jnp.int32), "kmeans2_shared"), "table must be float32"),
         (lambda t: block_quant.share_codebooks(t, "kmeans2_shared", books=0), r"books must lie in [1, 255]"),
         (lambda t: block_quant.share_codebooks(t, "kmeans2_shared", books=256), "or be None; got 256"),
+        (jax.jit(lambda t: block_quant.share_codebooks(t, "kmeans2_shared")), "table must be an array, not traced"),
         (
             lambda t: block_quant.quantized_bag(
                 block_quant.share_codebooks(t, "kmeans2_shared"),

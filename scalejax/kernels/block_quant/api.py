@@ -238,10 +238,12 @@ def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: in
       books: How many codebooks, 1 to 255; None = one for 16 rows, and 255 at most.
 
     Raises:
-      UserError: an unknown format, a count out of range, or a table of another dtype or rank.
+      UserError: an unknown format, a count out of range, or a table that is traced or of another dtype or rank.
     """
     bits = _shared_bits(format)
     _check_table("share_codebooks", table)
+    if isinstance(table, jax.core.Tracer):
+        raise UserError("share_codebooks: table must be an array, not traced. Call it outside of jax.jit and jax.vmap.")
     if books is not None and not 1 <= books <= shared_codebook.MOST:
         raise UserError(f"share_codebooks: books must lie in [1, {shared_codebook.MOST}], or be None; got {books}.")
     chosen = shared_codebook.count(table.shape[0]) if books is None else books
