@@ -135,6 +135,13 @@ def test_broken_rows_decode_to_nan_are_counted_and_bear_on_no_codebook():
     assert int(block_quant.poisoned_rows(none)) == 5
 
 
+def test_ids_of_no_row_give_zeros_though_no_code_stands_for_zero():
+    rows = block_quant.share_codebooks(jnp.ones((4, WIDTH)), "kmeans2_shared")
+    found = block_quant.gather_quantized_rows(rows, jnp.asarray([-1, 2, 4], jnp.int32))
+    np.testing.assert_array_equal(found, np.repeat([[0.0], [1.0], [0.0]], WIDTH, axis=1))
+
+
+@pytest.mark.slow
 def test_a_lookup_is_that_of_the_decoded_table_to_the_bit():
     rng = np.random.default_rng(3)
     rows = block_quant.share_codebooks(jnp.asarray(spread(60, WIDTH)), "kmeans2_shared")

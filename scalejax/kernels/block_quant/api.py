@@ -29,7 +29,7 @@ them in rows padded to an alignment ("inference": its batched lookups); `split_r
     xla          gathers rows of bytes, decodes them and sums; what None picks on every platform
     pallas_gpu   a Triton kernel (`pallas_gpu`): rows are decoded where they are summed, and none is written
 
-A TPU has no kernel of its own: its copies address rows of 512 bytes and more, and these have 136 at most where D is 128.
+A TPU has no kernel of its own: its copies address rows of 512 bytes and more, and these have 136 at most at D = 128.
 """
 
 import dataclasses
