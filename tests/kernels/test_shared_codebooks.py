@@ -58,6 +58,7 @@ def test_every_number_has_the_nearest_entry_of_the_codebook_of_its_row(format):
             assert numbers[found == entry].mean() == pytest.approx(entry, rel=2.0**-11 * 1.01, abs=2.0**-25)
 
 
+@pytest.mark.slow
 def test_rows_of_like_size_go_together():
     table = np.random.default_rng(2).normal(size=(64, WIDTH)).astype(np.float32)
     table[::2] *= 50
