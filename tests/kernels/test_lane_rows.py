@@ -2,6 +2,7 @@
 put together one by one in NumPy, and lookups in the decoded table."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -238,3 +239,12 @@ def test_rows_of_another_layout_are_refused_by_name(implementation, pack, words)
     rows: LaneRows = pack(usual())
     with pytest.raises(UnsupportedError, match=words):
         block_quant.quantized_bag(rows, jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32), implementation=implementation)
+
+
+def test_codebooks_that_rows_share_are_refused():
+    scalar = jnp.zeros((1, 4), jnp.float16)
+    shared: Any = block_quant.SharedCodebookRows(
+        codes=scalar, owners=scalar, books=scalar, format="kmeans2_shared", dim=4
+    )
+    with pytest.raises(UnsupportedError, match="got SharedCodebookRows"):
+        block_quant.pack_lanes(shared)
