@@ -312,11 +312,32 @@ def test_rows_of_few_slots_are_summed_slot_after_slot_on_a_cpu(degrees):
     _close(d_h, matrix.T @ np.ones((len(degrees), FEATURES)))
 
 
-@pytest.mark.parametrize("strategy", ["bucket", "fastrand"])
-def test_a_width_above_every_degree_is_exact(strategy):
+# Two forms take several slots a row; of rows with all of 8 slots a plan sums slot after slot.
+@pytest.mark.parametrize(("form", "degrees"), [("csr", None), ("ell", None), ("plan", [9, 8, 30, 8, 12])])
+def test_sampled_narrow_features_are_summed_in_float32(form, degrees):
+    csr = random_csr(5) if degrees is None else random_csr(5, degrees=degrees)
+    h = _features(csr, dtype=ml_dtypes.bfloat16)
+    rule = {"strategy": "fastrand"}
+    out = _sampled(form, csr, jnp.asarray(h), 8 if degrees else 64, rule, reduce="sum")
+    assert out.dtype == jnp.bfloat16
+    exact = _picked_matrix(csr, 8 if degrees else 64, rule) @ h.astype(np.float64)
+    bound = 1.01 * 2.0**-9 * np.abs(exact) + 1e-5 * np.abs(exact).max()  # half an ulp, and the error of float32
+    assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= bound)
+
+
+def test_sampled_derivatives_agree_with_finite_differences(x64):
+    csr = random_csr(1, degrees=[3, 0, 9, 30, 1], columns=6)
+    planned = plan_sample(presample(csr, 8, strategy="fastrand"))
+    h, values = jnp.asarray(_features(csr, dtype=np.float64)), jnp.asarray(csr.values, jnp.float64)
+    mean = jax.jit(lambda h, v: sampled_spmm(planned, h, values=v))
+    check_grads(mean, (h, values), order=1, modes=["rev"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "width"), [("bucket", 3000), ("bucket", 3001), ("fastrand", 3001)])
+def test_a_width_of_every_degree_is_exact(strategy, width):
     csr = random_csr(6)
     h = _features(csr)
-    out = sampled_spmm(csr, h, 3001, strategy=strategy, reduce="sum")
+    out = sampled_spmm(csr, h, width, strategy=strategy, reduce="sum")
     _close(out, _matrix(csr, csr.values) @ h, rtol=2.2e-6)
 
 
