@@ -51,6 +51,14 @@ def _close(ours, theirs, rtol=1e-5):
     np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=rtol, atol=rtol * scale)
 
 
+def _rounded_once(ours, exact, dtype):
+    """Sums that were rounded to a narrow dtype at their end alone."""
+    assert ours.dtype == dtype
+    half_ulp = 2.0 ** -(1 + ml_dtypes.finfo(dtype).nmant)
+    sums_error = 1e-5 * np.abs(exact).max()  # of float32
+    assert np.all(np.abs(np.asarray(ours, np.float64) - exact) <= 1.01 * half_ulp * np.abs(exact) + sums_error)
+
+
 @pytest.mark.parametrize(
     ("implementation", "weighted"), [*((name, True) for name in IMPLEMENTATIONS), ("xla", False), (None, False)]
 )
@@ -160,11 +168,7 @@ def test_narrow_features_are_summed_in_float32(implementation, dtype):
     csr = random_csr(0)
     h = _features(csr, dtype=dtype)
     out = product(plan(csr), jnp.asarray(h), implementation=implementation)
-    assert out.dtype == dtype
-    exact = _matrix(csr, csr.values) @ h.astype(np.float64)
-    half_ulp = 2.0 ** -(1 + ml_dtypes.finfo(dtype).nmant)
-    sums_error = 1e-5 * np.abs(exact).max()  # of float32
-    assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= 1.01 * half_ulp * np.abs(exact) + sums_error)
+    _rounded_once(out, _matrix(csr, csr.values) @ h.astype(np.float64), dtype)
 
 
 def test_narrow_features_get_gradients_in_their_own_dtype():
@@ -331,10 +335,7 @@ def test_sampled_narrow_features_are_summed_in_float32(form, degrees):
     h = _features(csr, dtype=ml_dtypes.bfloat16)
     rule = {"strategy": "fastrand"}
     out = _sampled(form, csr, jnp.asarray(h), 8 if degrees else 64, rule, reduce="sum")
-    assert out.dtype == jnp.bfloat16
-    exact = _picked_matrix(csr, 8 if degrees else 64, rule) @ h.astype(np.float64)
-    bound = 1.01 * 2.0**-9 * np.abs(exact) + 1e-5 * np.abs(exact).max()  # half an ulp, and the error of float32
-    assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= bound)
+    _rounded_once(out, _picked_matrix(csr, 8 if degrees else 64, rule) @ h.astype(np.float64), ml_dtypes.bfloat16)
 
 
 def test_sampled_derivatives_agree_with_finite_differences(x64):
