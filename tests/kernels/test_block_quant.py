@@ -237,6 +237,12 @@ def test_the_greedy_range_keeps_broken_rows_broken_and_small_rows_exact():
             ),
             '"sum" or "mean"; got \'max\'',
         ),
+        (
+            lambda t: block_quant.quantized_bag(
+                block_quant.quantize_rows(t, "int8"), jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32), dtype=jnp.int8
+            ),
+            "dtype must be of floating point; got int8",
+        ),
     ],
 )
 def test_mistakes_are_named(call, words):

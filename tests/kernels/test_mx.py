@@ -244,6 +244,8 @@ def test_an_empty_array_stays_empty():
     assert (packed.codes.shape, packed.scales.shape) == ((0, 32), (0, 2))
     assert mx.dequantize_blocks(packed).shape == (0, 64)
     assert mx.matmul(packed, mx.quantize_blocks(jnp.ones((64, 3)), "mxfp4_e2m1", axis=0)).shape == (0, 3)
+    nothing = mx.quantize_blocks(jnp.zeros((0, 3)), "mxfp4_e2m1", axis=0)
+    np.testing.assert_array_equal(mx.matmul(jnp.zeros((2, 0)), nothing), np.zeros((2, 3)))
 
 
 def test_a_stack_of_tensors_is_decoded_by_the_scale_of_each_and_multiplied_under_vmap():

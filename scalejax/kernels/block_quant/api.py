@@ -215,7 +215,7 @@ def quantized_bag(
 
     Raises:
       UserError: an unknown implementation or pooling, ids or lengths that are no vectors of integers, weights of
-        another shape than ids.
+        another shape than ids, a dtype of integers.
       UnsupportedError: codebooks in a kernel that has none.
     """
     known = ("reference", "xla", "pallas_gpu")
@@ -228,6 +228,8 @@ def quantized_bag(
         raise UserError(f"quantized_bag: weights must have the shape of ids, {ids.shape}; got {weights.shape}.")
     if pooling not in ("sum", "mean"):
         raise UserError(f'quantized_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UserError(f"quantized_bag: dtype must be of floating point; got {jnp.dtype(dtype)}. Cast the result.")
     if implementation == "reference":
         whole = dequantize_rows(rows)
         pooled = bags.embedding_bag(whole, ids, lengths, weights=weights, pooling=pooling, implementation="xla")

@@ -107,10 +107,12 @@ def int8_matmul(x: jax.Array, weight: Int8Weight, *, limits: tuple[jax.Array, ja
       float32[B, N].
 
     Raises:
-      UserError: shapes that do not fit.
+      UserError: shapes that do not fit, or integers.
     """
-    if x.ndim != 2 or x.shape[1] != weight.codes.shape[0]:
-        raise UserError(f"int8_matmul: x must be [B, {weight.codes.shape[0]}]; got {list(x.shape)}.")
+    if x.ndim != 2 or x.shape[1] != weight.codes.shape[0] or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise UserError(
+            f"int8_matmul: x must be of floating point, [B, {weight.codes.shape[0]}]; got {x.dtype}{list(x.shape)}."
+        )
     x = x.astype(jnp.float32)
     broken = ~jnp.isfinite(x).all(axis=1, keepdims=True)
     scale, zero = affine(*(dynamic_range(x) if limits is None else limits))

@@ -17,6 +17,7 @@ partitioned by the compiler: over several devices call them inside `jax.shard_ma
 import dataclasses
 import functools
 import importlib
+import math
 from typing import Any, Literal
 
 import jax
@@ -167,7 +168,7 @@ def matmul(
     else:
         operands = jnp.dtype(jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32)
         factor, result = None, jnp.dtype(dtype or x.dtype)
-    rows = x.reshape(-1, x.shape[-1]).astype(operands)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(operands)
     chosen = _choose(op, implementation, "lacks_products", weights.format, rows.size * weights.codes.size)
     weight_factor, weights = _without_tensor_scale(weights)
     sums: Any = _products(_Call(chosen, interpret), rows, weights)
