@@ -153,6 +153,15 @@ def test_the_kernel_of_lookups_decodes_and_sums_in_the_order_of_ids(format, pool
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 if weighted else 0)
 
 
+@pytest.mark.slow
+def test_the_kernel_of_lookups_takes_ids_of_64_bits(x64):
+    rows = block_quant.quantize_rows(jnp.asarray(CASES["normal"]), "int4")
+    ids, lengths = jnp.asarray([0, 3, 1, 900, -1]), jnp.asarray([2, 0, 3])
+    assert ids.dtype == lengths.dtype == jnp.int64
+    found, wanted = (block_quant.quantized_bag(rows, ids, lengths, **how) for how in (KERNEL, {}))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
+
+
 @pytest.mark.parametrize("how", [{}, KERNEL], ids=["xla", "pallas_gpu"])
 def test_lookups_without_rows_or_bags(how):
     ids, lengths, nothing = jnp.asarray([0, 1]), jnp.asarray([1, 1]), jnp.zeros(0, jnp.int32)
