@@ -85,7 +85,8 @@ def quantize(
         normal and finite poisons all blocks.
 
     Returns:
-      The quantized array. Blocks with NaN or infinities are poisoned, see `poisoned_blocks`.
+      The quantized array. Blocks with NaN or infinities are poisoned, see `poisoned_blocks`. Codes have no derivative,
+      so that gradients through them are zero; those of `cast` pass straight through.
 
     Raises:
       UserError: another dtype, an unknown name, a rule or key that does not fit, an axis that k1 does not divide, or
