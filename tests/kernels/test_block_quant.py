@@ -128,6 +128,17 @@ def test_a_lookup_is_that_of_the_decoded_table_to_the_bit(format, pooling, weigh
     assert np.array_equal(np.asarray(jitted), np.asarray(wanted))
 
 
+@pytest.mark.slow
+@pytest.mark.compiled_as_users_do
+def test_optimised_programs_have_the_same_bits():
+    """LLVM contracts products and sums where it can, but for what is written against it."""
+    for format in ("int8", "int4"):
+        test_bytes_are_those_of_the_oracle(format)
+        test_decoded_numbers_are_those_of_the_oracle(format)
+        for weighted in (False, True):
+            test_a_lookup_is_that_of_the_decoded_table_to_the_bit(format, "mean", weighted)
+
+
 KERNEL = {"implementation": "pallas_gpu", "interpret": True}
 LOOKUPS = [(f, p, w) for f in ROW_FORMATS for p in ("sum", "mean") for w in (False, True)]
 ONE_LOOKUP = ("int4", "mean", False)

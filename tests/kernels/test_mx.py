@@ -58,6 +58,16 @@ def test_bit_patterns_of_all_kinds_give_the_codes_of_numerics(name):
     equal(mx.quantize_blocks(x, name, axis=1, implementation="xla"), pack(quantize(x, name, axis=1)))
 
 
+@pytest.mark.slow
+@pytest.mark.compiled_as_users_do
+def test_optimised_programs_give_the_codes_of_numerics_too():
+    for name in ("mxfp8_e5m2", "bdr_mx6", "nvfp4"):
+        x = jnp.asarray(format_cases.random_bits(4096, 64, seed=5))
+        ours, theirs = mx.quantize_blocks(x, name, axis=1, implementation="xla"), quantize(x, name, axis=1)
+        equal(ours, pack(theirs))
+        equal(mx.dequantize_blocks(ours, implementation="xla"), dequantize(theirs))
+
+
 @pytest.mark.parametrize(
     "format",
     [

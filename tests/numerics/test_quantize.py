@@ -79,6 +79,22 @@ def test_every_bfloat16_as_the_largest_of_a_block(name, rule, rounding):
     check(format, rule, rounding, np.concatenate([x, format_cases.random_bits(8192, format.k1, seed=12)]))
 
 
+@pytest.mark.slow
+@pytest.mark.compiled_as_users_do
+def test_optimised_programs_give_the_same_bits():
+    for name, rule, rounding in (
+        ("bdr_mx6", "floor", "stochastic"),
+        ("mxfp8_e4m3", "rceil", "ties_to_even"),
+        ("nvfp4", None, "ties_to_even"),
+        ("vsq4", None, "ties_to_even"),
+        ("int8", None, "stochastic"),
+        ("fp8_e5m2", None, "ties_away"),
+    ):
+        format = format_cases.small(name)
+        x = format_cases.blocks(some_maxima(), format, rule, seed=3)
+        check(format, rule, rounding, np.concatenate([x, format_cases.random_bits(1024, format.k1, seed=4)]))
+
+
 FAMILY = [
     bdr(m=15),
     bdr(m=9, d2=0, k1=8),
