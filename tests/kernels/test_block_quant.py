@@ -238,6 +238,10 @@ def test_the_greedy_range_keeps_broken_rows_broken_and_small_rows_exact():
         (lambda t: block_quant.fuse_rows(block_quant.quantize_rows(t, "int8"), layout="gpu"), "got 'gpu'"),
         (lambda t: block_quant.fuse_rows(block_quant.quantize_rows(t, "int8"), align=0), "got 0"),
         (
+            lambda t: block_quant.fuse_rows(block_quant.cluster_rows(t, "kmeans2")),
+            "rows must be from quantize_rows; got kmeans2",
+        ),
+        (
             lambda t: block_quant.quantized_bag(
                 block_quant.quantize_rows(t, "int8"),
                 jnp.zeros(1, jnp.int32),

@@ -285,9 +285,13 @@ def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 
       align: Rows are filled up with zeros to a multiple of this many bytes (16 for FBGEMM's lookups on GPUs).
 
     Raises:
-      UserError: an unknown layout, or an alignment below 1.
+      UserError: an unknown layout, an alignment below 1, or rows under codebooks.
     """
     _check_layout("fuse_rows", layout, align)
+    if not isinstance(rows, QuantizedRows):
+        raise UserError(
+            f"fuse_rows: rows must be from quantize_rows; got {rows.format}, of which FBGEMM has no layout."
+        )
     count = rows.codes.shape[0]
     tail = [jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(count, -1) for part in (rows.scales, rows.biases)]
     whole = jnp.concatenate([rows.codes, *tail] if layout == "training" else [*tail, rows.codes], axis=1)
