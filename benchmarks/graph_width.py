@@ -9,8 +9,8 @@ that of a pass of the model over the graph, as a ratio to the exact pass beside 
 the time is taken that a tenth of them beat, since what else runs on the machine makes passes slower and never faster.
 `--scores` takes accuracies from an earlier `--json` and only times.
 
-`--others` instead trains the GCNs of the citations with so many seeds in NumPy, and where it is installed in PyTorch
-Geometric: the same graph, model, optimizer and way of choosing the epoch, and other random numbers.
+`--others` instead trains the GCNs of the citations with so many seeds, here, in NumPy, and where it is installed in
+PyTorch Geometric: the same graph, model, optimizer and way of choosing the epoch, and other random numbers.
 """
 
 import argparse
@@ -253,8 +253,13 @@ def plain(experiment: Any, data: graphs.NodeDataSet, seed: int) -> float:
 
 
 def of_others(case: Case, seeds: int) -> list[str]:
-    """Rows of a table: the same training by others."""
-    data, others = case.data(0), {"NumPy": plain}
+    """Rows of a table: the same training here and by others."""
+    data = case.data(0)
+    trainer = Trainer(case.experiment, data)
+    others: dict[str, Callable[[Any, graphs.NodeDataSet, int], float]] = {
+        "scalejax": lambda experiment, data, seed: trainer.fit(seed, data)[1],
+        "NumPy": plain,
+    }
     if importlib.util.find_spec("torch_geometric"):
         others["PyTorch Geometric"] = geometric
     lines = []

@@ -294,7 +294,7 @@ def test_rows_of_few_slots_are_summed_slot_after_slot_on_a_cpu(degrees):
     picked = presample(csr, 8, strategy="fastrand")
     planned, h = plan_sample(picked), _features(csr)
     assert planned.plan.balance.slots == 8
-    assert plan_sample(presample(csr, 9)).plan.balance.slots is None
+    assert plan_sample(presample(csr, 17)).plan.balance.slots is None
     assert plan_sample(presample(random_csr(5), 8)).plan.balance.slots is None  # a third of the slots would be empty
     h[picked.indices[0, 0]] = np.nan  # what an empty slot reads
     h[picked.indices[0, 1]] = np.inf
@@ -310,6 +310,18 @@ def test_rows_of_few_slots_are_summed_slot_after_slot_on_a_cpu(degrees):
         _close(out[~reads], (matrix @ np.nan_to_num(wide, posinf=0.0))[~reads])
     d_h = jax.grad(lambda h: sampled_product(planned, h, reduce="sum").sum())(jnp.asarray(_features(csr)))
     _close(d_h, matrix.T @ np.ones((len(degrees), FEATURES)))
+
+
+@pytest.mark.parametrize("features", [128, 129])  # slots are summed one after another, or squeezed
+def test_picks_in_many_slots_count_no_empty_slot_on_a_cpu(features):
+    csr = random_csr(5, degrees=[9, 0, 30, 3, 12], columns=40)
+    picked = presample(csr, 21, strategy="fastrand")
+    h = np.random.default_rng(7).standard_normal((40, features)).astype(np.float32)
+    h[0] = np.nan  # what an empty slot reads
+    reads = np.asarray([0 in row[:n] for row, n in zip(picked.indices, picked.counts, strict=True)])
+    out = np.asarray(sampled_product(picked, h, reduce="sum", implementation="native"))
+    assert np.array_equal(np.isfinite(out).all(axis=1), ~reads)
+    _close(out[~reads], (_picked_matrix(csr, 21, {"strategy": "fastrand"}) @ np.nan_to_num(h))[~reads])
 
 
 @pytest.mark.parametrize("strategy", ["bucket", "fastrand"])

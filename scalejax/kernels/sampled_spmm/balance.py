@@ -16,7 +16,7 @@ import numpy as np
 
 WIDTHS = (4, 16, 64, 256)
 LONGEST = WIDTHS[-1]
-FEW_SLOTS = 8
+FEW_SLOTS = 16
 """Rows of at most so many slots may be summed slot after slot, in a program with a gather for each."""
 
 

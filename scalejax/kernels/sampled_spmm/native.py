@@ -4,17 +4,27 @@
 back to scatters, some twenty times slower. Here features are widened first (they are few beside the edges), and the
 derivative is the same kernel on the transpose, which the plan holds.
 
-The kernel fills a result with zeros, and reads and writes its row again for every edge. Where rows have a few slots and
-nearly all of these are filled, as picked edges do, XLA makes one loop of them that keeps a row in registers.
+The kernel fills a result with zeros, and reads and writes its row again for every edge. Picked edges lie in slots, and
+XLA makes one loop of several that keeps a row in registers. That wins where rows have a few and nearly all are filled,
+and where filled ones would have to be squeezed together for the kernel first, unless there are many features to read.
 """
+
+import functools
 
 import jax
 import jax.experimental.sparse  # registers the kernel
 import jax.numpy as jnp
+from jax import lax
 
 from scalejax.kernels.sampled_spmm.balance import FEW_SLOTS, Balance
 from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.sampling import Ell
+
+_TOGETHER = 8
+"""Slots in one turn of a loop over many: 2 and 4 were slower, 16 were no faster."""
+
+_NARROW = 128
+"""Features up to which reading an empty slot costs less than squeezing it out, 18 ns a slot."""
 
 
 def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -27,48 +37,59 @@ def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike) 
     return kernel(values, csr.indptr, csr.indices, h.astype(dtype))
 
 
-def _slots_of(csr: Csr, slots: int) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """(columns [S, N], values or None, which slots have an edge or None for all of them) of rows of at most S edges."""
+def _slots_of(csr: Csr, slots: int) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """(columns [N, S], values or None, edges of each row) of rows of at most S edges."""
+    starts = csr.indptr[:-1]
+    counts = csr.indptr[1:] - starts
     if csr.nnz == csr.shape[0] * slots:
-        columns, values = (None if x is None else x.reshape(-1, slots).T for x in (csr.indices, csr.values))
+        columns, values = (None if x is None else x.reshape(-1, slots) for x in (csr.indices, csr.values))
         assert columns is not None
-        return columns, values, None
-    slot = jnp.arange(slots, dtype=csr.indptr.dtype)[:, None]
-    inside = slot < csr.indptr[None, 1:] - csr.indptr[None, :-1]
-    edges = jnp.where(inside, csr.indptr[None, :-1] + slot, 0)
+        return columns, values, counts
+    edges = jnp.minimum(starts[:, None] + jnp.arange(slots, dtype=starts.dtype)[None, :], csr.nnz - 1)
     columns, values = (
         None if x is None else x.at[edges].get(mode="promise_in_bounds") for x in (csr.indices, csr.values)
     )
     assert columns is not None
-    return columns, values, inside
+    return columns, values, counts
 
 
 def _sum_slots(
-    columns: jax.Array, values: jax.Array | None, inside: jax.Array | None, h: jax.Array, dtype: jax.typing.DTypeLike
+    columns: jax.Array, values: jax.Array | None, counts: jax.Array, h: jax.Array, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
     """Slot after slot; an empty one counts for nothing, though what it reads may be NaN."""
-    total = jnp.zeros((columns.shape[1], h.shape[1]), dtype)
-    for slot in range(columns.shape[0]):
-        rows = h.at[columns[slot]].get(mode="promise_in_bounds").astype(dtype)
+
+    def add(total: jax.Array, slot: jax.typing.ArrayLike) -> jax.Array:
+        column = lax.dynamic_index_in_dim(columns, slot, 1, keepdims=False)
+        rows = h.at[column].get(mode="promise_in_bounds").astype(dtype)
         if values is not None:
-            rows = rows * values[slot].astype(dtype)[:, None]
-        total += rows if inside is None else jnp.where(inside[slot][:, None], rows, 0)
-    return total
+            rows *= lax.dynamic_index_in_dim(values, slot, 1, keepdims=False).astype(dtype)[:, None]
+        return total + jnp.where((slot < counts)[:, None], rows, 0)
+
+    def add_group(group: jax.Array, total: jax.Array) -> jax.Array:
+        return functools.reduce(add, [group * _TOGETHER + slot for slot in range(_TOGETHER)], total)
+
+    total = jnp.zeros((columns.shape[0], h.shape[1]), dtype)
+    done = 0
+    if columns.shape[1] > FEW_SLOTS:
+        groups = columns.shape[1] // _TOGETHER
+        total, done = lax.fori_loop(0, groups, add_group, total), groups * _TOGETHER
+    return functools.reduce(add, range(done, columns.shape[1]), total)
 
 
 def picked_sum(ell: Ell, h: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """out[r] = sum over the filled slots k of row r of values[r, k] * h[indices[r, k]]; many are squeezed first."""
-    if ell.width <= FEW_SLOTS:
-        values = None if ell.values is None else ell.values.T
-        return _sum_slots(jnp.clip(ell.indices.T, 0, ell.shape[1] - 1), values, ell.filled().T, h, dtype)
-    rows, width = ell.indices.shape
-    kind = ell.indices.dtype
-    counts = jnp.clip(ell.counts, 0, width)  # nobody checked those of traced picks, and the kernel checks nothing
+    """out[r] = sum over the filled slots k of row r of values[r, k] * h[indices[r, k]]."""
+    columns = jnp.clip(ell.indices, 0, ell.shape[1] - 1)  # nobody checked those of traced picks
+    counts = jnp.clip(ell.counts, 0, ell.width)
+    if ell.width <= FEW_SLOTS or h.shape[1] <= _NARROW:
+        return _sum_slots(columns, ell.values, counts, h, dtype)
+    return spmm(_squeezed(columns, ell.values, counts, ell.shape), Balance((), None, None), h, dtype)
+
+
+def _squeezed(columns: jax.Array, values: jax.Array | None, counts: jax.Array, shape: tuple[int, int]) -> Csr:
+    """The filled slots of [N, S] together, and behind them what the kernel does not read."""
+    rows, width = columns.shape
+    kind = columns.dtype
     indptr = jnp.concatenate([jnp.zeros(1, kind), jnp.cumsum(counts, dtype=kind)])
-    place = jnp.arange(rows * width, dtype=kind)
     row = jnp.repeat(jnp.arange(rows, dtype=kind), counts, total_repeat_length=rows * width)
-    slot = jnp.minimum(place - indptr[row], width - 1)
-    # Past the last edge the kernel reads nothing; it would read memory that is not its own at a column out of range.
-    indices = jnp.clip(ell.indices[row, slot], 0, ell.shape[1] - 1)
-    values = None if ell.values is None else ell.values[row, slot]
-    return spmm(Csr(indptr, indices, values, shape=ell.shape), Balance((), None, None), h, dtype)
+    slot = jnp.minimum(jnp.arange(rows * width, dtype=kind) - indptr[row], width - 1)
+    return Csr(indptr, columns[row, slot], None if values is None else values[row, slot], shape=shape)
