@@ -128,7 +128,7 @@ def test_codes_that_do_not_fill_bytes_are_refused():
         pack_blocks(quantize(jnp.zeros(16), odd, axis=0))
 
 
-@pytest.mark.parametrize(("bits", "axis"), [(4, 1), (6, 0)])
+@pytest.mark.parametrize(("bits", "axis"), [pytest.param(4, 1, marks=pytest.mark.slow), (6, 0)])
 def test_words_of_32_bits_begin_with_the_lowest_bits_of_the_first_code(bits, axis):
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (32, 32))
     data = pack_bits(jnp.asarray(codes, jnp.uint8), bits, axis=axis)
