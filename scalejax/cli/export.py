@@ -16,7 +16,9 @@ def export(
     tables: Annotated[
         str,
         typer.Option(
-            "--tables", metavar="NAME", help="float32, float16, int8, kmeans4, int4, kmeans2 or int2, row by row."
+            "--tables",
+            metavar="NAME",
+            help="float32, float16, int8, kmeans4, int4, kmeans4_shared, kmeans2, int2 or kmeans2_shared.",
         ),
     ] = "float32",
     dense: Annotated[str, typer.Option("--dense", metavar="NAME", help="float32, float16 or int8.")] = "float32",

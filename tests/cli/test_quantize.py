@@ -7,6 +7,8 @@ import pytest
 from llama_cases import tensors
 from quantized_cases import MATRICES, SMALL, change_config, quantize, write_model
 
+from scalejax.models.llm import safetensors
+
 
 def one_error(result, words):
     assert result.exit_code == 2, result.stdout
@@ -141,6 +143,30 @@ def test_static_scales_of_activations_are_written_and_used(invoke, theirs, tmp_p
     assert 0 < found[1] < found[0] < 0.2
     done = invoke("convert", str(tmp_path / "out"), str(tmp_path / "converted"))
     assert "static scales of activations (fp8_e4m3) for 14 weights" in " ".join(done.stdout.split())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inputs", "more"),
+    [
+        ("int8", ("--calibrate", "percentile", "--percentile", "99.99")),
+        ("nvfp4", ("--calibrate", "mse", "--method", "error-diffusion")),
+    ],
+)
+def test_static_scales_of_other_formats_are_calibrated_and_generate(invoke, theirs, tmp_path, inputs, more):
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 40)
+    text = ("--text", str(tmp_path / "text.txt"), "--tokens", "600")
+    arguments = ("--format", "bdr_mx9", "--activations", inputs, *more, *text, "--json", str(tmp_path / "report.json"))
+    done = invoke("quantize", str(theirs), str(tmp_path / "out"), *arguments)
+    assert done.exit_code == 0, done.stderr
+    scales = {row["name"]: row["input_scale"] for row in json.loads((tmp_path / "report.json").read_text())}
+    held = {n: float(t.read()) for n, t in safetensors.open_folder(tmp_path / "out").items() if ".inputs." in n}
+    assert held == {f"{name}.inputs.{inputs}.scale": scale for name, scale in scales.items() if scale is not None}
+    assert len(held) == MATRICES
+    asked = ("--prompt", "def f(", "--max-tokens", "6", "--mesh", "fsdp=8", "--weights")
+    found = [invoke("generate", str(tmp_path / "out"), *asked, weights) for weights in ("packed", "decoded")]
+    assert [result.exit_code for result in found] == [0, 0], found[0].stderr
+    assert found[0].stdout == found[1].stdout
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,12 @@ def test_sizes_against_float32():
     assert sizes[("int4", 32)] == 0.15625
     rows = block_quant.quantize_rows(jnp.ones((10, 64)), "int4")
     assert rows.nbytes == 10 * 36 == rows.codes.nbytes + rows.scales.nbytes + rows.biases.nbytes
+    assert [block_quant.row_bytes("int4", 16, align=align) for align in (1, 16)] == [12, 16]  # padding counts
+
+
+def test_a_range_of_the_encoder_s_epsilon_has_half_of_the_codes():
+    rows = block_quant.quantize_rows(jnp.asarray([[0, 1e-8, 5e-9]], jnp.float32), "int8")
+    assert rows.codes.tolist() == [[0, 128, 64]]
 
 
 @pytest.mark.parametrize("format", ROW_FORMATS)

@@ -1,6 +1,7 @@
 """Products in number formats against products of operands that were cast by hand."""
 
 import dataclasses
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +50,19 @@ def test_each_of_the_three_products_quantizes_along_the_axis_that_it_sums_over()
     agree(y, double(x, "bdr_mx6", 1) @ double(w, "bdr_mx9", 0))
     agree(dx, double(g, "mxfp8_e5m2", 1) @ double(w, "bdr_mx9", 1).T)
     agree(dw, double(x, "bdr_mx6", 0).T @ double(g, "mxfp8_e5m2", 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["bdr_mx4", "mxfp4_e2m1"])
+def test_a_product_whose_sums_fit_float32_is_that_of_fractions(format):
+    """Products of 2 bits by 2 a few binades apart: no sum on the way is rounded, in whatever order."""
+    x, w = arrays((6, 64), (64, 5))
+    found = product(QuantizationRule(weight_qtype=format, act_qtype=format))(x, w)
+    a, b = (
+        np.vectorize(lambda v: Fraction(float(v)), otypes=[object])(cast(m, format, axis=axis))
+        for m, axis in ((x, 1), (w, 0))
+    )
+    np.testing.assert_array_equal(np.asarray(found, np.float64), (a @ b).astype(np.float64))
 
 
 @pytest.mark.slow

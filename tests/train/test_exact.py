@@ -115,6 +115,28 @@ def test_auc_is_symmetric_in_the_classes():
     assert swapped == pytest.approx(ev.auc(labels, ev.sigmoid(logits), weights), rel=EXACT)
 
 
+def test_the_influence_of_an_example_is_the_derivative_of_auc_by_its_weight():
+    rng = np.random.default_rng(0)
+    labels, scores = rng.integers(0, 2, 40).astype(float), rng.integers(0, 12, 40) / 4  # ties
+    labels[:4], weights = (0.25, 0.5, 0.75, 1), rng.uniform(0.5, 2, 40)
+    found = ev.auc_influence(labels, scores, weights)
+    moved = np.exp(1e-6 * np.eye(40)) * weights
+    wanted = [(ev.auc(labels, scores, more) - ev.auc(labels, scores, weights)) / 1e-6 for more in moved]
+    np.testing.assert_allclose(found, wanted, atol=1e-7)
+    assert found.sum() == pytest.approx(0, abs=1e-12)  # scaling all weights changes nothing
+    assert np.isnan(ev.auc_influence(np.ones(3), np.arange(3.0))).all()
+
+
+def test_the_spread_of_auc_is_that_of_resampling():
+    rng = np.random.default_rng(1)
+    labels = (rng.random(600) < 0.3).astype(float)
+    scores = rng.normal(size=600) + labels
+    samples = rng.integers(0, 600, (400, 600))
+    wanted = np.std([ev.auc(labels[i], scores[i]) for i in samples])
+    # A standard deviation of 400 samples is known to 1 / sqrt(800), 3.5 %.
+    assert np.sqrt(np.square(ev.auc_influence(labels, scores)).sum()) == pytest.approx(wanted, rel=0.12)
+
+
 def test_whole_weights_equal_repeated_examples():
     labels, logits, _ = examples()
     times = np.random.default_rng(1).integers(0, 4, len(labels))

@@ -212,7 +212,7 @@ def logits(model: ClickModel, tables: Mapping[str, Table], module: Any, inputs: 
 
 
 class Gap(NamedTuple):
-    """A relative change of NE.
+    """A relative change of NE, or of AUC.
 
     Attributes:
       value: As measured.
@@ -278,6 +278,17 @@ class Labelled:
         mean = float(w @ d)
         half = 1.96 * float(np.sqrt(np.square(w) @ np.square(d - mean)))
         return Gap(mean, mean - half, mean + half)
+
+    def auc_gap(self, wanted: np.ndarray, found: np.ndarray) -> Gap:
+        """AUC of some scores over that of others on the same examples, minus 1, and how sure that is."""
+        columns = [(self.labels[:, t], wanted[:, t], found[:, t]) for t in range(self.labels.shape[1])]
+        influence = [
+            exact.auc_influence(y, b, self.weights) - exact.auc_influence(y, a, self.weights) for y, a, b in columns
+        ]
+        half = 1.96 * float(np.sqrt(np.square(np.mean(influence, axis=0)).sum()))
+        area = self.auc(wanted)
+        moved = self.auc(found) - area
+        return Gap(*(float(x / area) for x in (moved, moved - half, moved + half)))
 
     def auc(self, scores: np.ndarray) -> float:
         """Area under the curve; the mean over tasks where there are several."""

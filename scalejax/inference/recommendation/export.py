@@ -3,6 +3,7 @@
 `reload` is copied into the folder and says what is in it.
 """
 
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -19,7 +20,7 @@ from scalejax.errors import UserError
 from scalejax.inference.recommendation import lowering, reload
 from scalejax.inference.recommendation.click_model import ClickModel, Inputs
 from scalejax.inference.recommendation.lowering import Arrays, Lowered
-from scalejax.kernels.block_quant import CodebookRows, QuantizedRows
+from scalejax.kernels.block_quant import PackedRows
 from scalejax.kernels.block_quant.dense import Int8Weight
 from scalejax.models.llm import safetensors
 from scalejax.train import disk
@@ -93,14 +94,11 @@ def write(lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = 
 
 
 def flatten(arrays: Arrays) -> dict[str, jax.Array]:
-    """Name in the file -> array: table.NAME or its .codes, .scales, .biases or .books; dense.PATH or its parts."""
+    """Name in the file -> array: table.NAME, or that and .codes and so on of packed rows; dense.PATH or its parts."""
     found: dict[str, jax.Array] = {}
     for name, table in arrays.tables.items():
-        if isinstance(table, QuantizedRows):
-            parts = {"codes": table.codes, "scales": table.scales, "biases": table.biases}
-            found |= {f"table.{name}.{part}": array for part, array in parts.items()}
-        elif isinstance(table, CodebookRows):
-            found |= {f"table.{name}.codes": table.codes, f"table.{name}.books": table.books}
+        if isinstance(table, PackedRows):
+            found |= {f"table.{name}.{part}": getattr(table, part) for part in _parts(table)}
         else:
             found[f"table.{name}"] = table
     found |= {f"dense.{name}": array for name, array in arrays.params.items()}
@@ -113,12 +111,9 @@ def flatten(arrays: Arrays) -> dict[str, jax.Array]:
 def _unflatten(like: Arrays, found: dict[str, jax.Array]) -> Arrays:
     tables: dict[str, Any] = {}
     for name, table in like.tables.items():
-        if isinstance(table, QuantizedRows):
-            parts = {part: found[f"table.{name}.{part}"] for part in ("codes", "scales", "biases")}
-            tables[name] = QuantizedRows(**parts, format=table.format, dim=table.dim)
-        elif isinstance(table, CodebookRows):
-            parts = {part: found[f"table.{name}.{part}"] for part in ("codes", "books")}
-            tables[name] = CodebookRows(**parts, format=table.format, dim=table.dim)
+        if isinstance(table, PackedRows):
+            parts: dict[str, Any] = {part: found[f"table.{name}.{part}"] for part in _parts(table)}
+            tables[name] = dataclasses.replace(table, **parts)
         else:
             tables[name] = found[f"table.{name}"]
     return Arrays(
@@ -127,6 +122,11 @@ def _unflatten(like: Arrays, found: dict[str, jax.Array]) -> Arrays:
         int8={p: Int8Weight(**{k: found[f"dense.{p}.{k}"] for k in ("codes", "scales", "sums")}) for p in like.int8},
         limits={p: (found[f"dense.{p}.limits"][0], found[f"dense.{p}.limits"][1]) for p in like.limits},
     )
+
+
+def _parts(rows: PackedRows) -> list[str]:
+    """Names of its arrays."""
+    return [field.name for field in dataclasses.fields(rows) if field.name not in ("format", "dim")]
 
 
 def _abstract_inputs(model: ClickModel) -> dict[str, jax.ShapeDtypeStruct]:

@@ -116,6 +116,8 @@ def table_in(model: ClickModel, name: str, chosen: TablePrecision, rows: Any = "
     whole = jnp.asarray(table)
     if chosen == "kmeans4" or chosen == "kmeans2":
         made = block_quant.cluster_rows(whole, chosen)
+    elif chosen == "kmeans4_shared" or chosen == "kmeans2_shared":
+        made = block_quant.share_codebooks(whole, chosen)
     else:
         made = block_quant.quantize_rows(whole, chosen, range="minmax" if chosen == "int8" else rows)
     if count := int(block_quant.poisoned_rows(made)):

@@ -12,7 +12,9 @@ from scalejax.inference.recommendation.click_model import ClickModel
 from scalejax.kernels import block_quant
 from scalejax.train import disk
 
-TablePrecision = Literal["float32", "float16", "int8", "kmeans4", "int4", "kmeans2", "int2"]
+TablePrecision = Literal[
+    "float32", "float16", "int8", "kmeans4", "int4", "kmeans4_shared", "kmeans2", "int2", "kmeans2_shared"
+]
 DensePrecision = Literal["float32", "float16", "int8"]
 TABLES: tuple[TablePrecision, ...] = get_args(TablePrecision)
 DENSE: tuple[DensePrecision, ...] = get_args(DensePrecision)
@@ -118,13 +120,13 @@ def check(precisions: Precisions, model: ClickModel, *, where: str = "precisions
 
 
 def bytes_of(model: ClickModel, name: tuple[str, str], precision: str) -> int:
-    """Bytes at rest of a table or operator in a precision, scales and biases included."""
+    """Bytes at rest of a table or operator in a precision, scales, biases and codebooks included."""
     kind, key = name
     if kind == "table":
         rows, dim = model.tables[key].shape
         if precision in _WIDTH:
             return rows * dim * _WIDTH[precision]
-        return rows * block_quant.row_bytes(precision, dim)  # pyright: ignore[reportArgumentType]
+        return block_quant.table_bytes(precision, rows, dim)  # pyright: ignore[reportArgumentType]
     shapes = [model.params[path].shape for path in operators.find(model.shape)[key].params]
     sizes = [_size(shape) for shape in shapes]
     if precision in _WIDTH:

@@ -35,6 +35,7 @@ def measure(
     wanted = examples.scores(lambda inputs: model.score(*model.arrays, inputs))
     found = examples.scores(lambda inputs: lowered.score(lowered.arrays, inputs))
     ne, low_ne, gap = examples.ne(wanted), examples.ne(found), examples.gap(wanted, found)
+    auc_gap = examples.auc_gap(wanted, found)
     wide = precision.uniform(model)
     names = precision.names(model)
     sizes = {
@@ -63,6 +64,9 @@ def measure(
             "gap_high": gap.high,
             "auc_float32": examples.auc(wanted),
             "auc": examples.auc(found),
+            "auc_gap": auc_gap.value,
+            "auc_gap_low": auc_gap.low,
+            "auc_gap_high": auc_gap.high,
             "largest_logit_difference": float(np.abs(found - wanted).max()),
         },
         "latency": {
@@ -113,10 +117,9 @@ def tables(measured: dict[str, Any]) -> list[Table]:
     for what in ("tables", "dense"):
         wide, narrow = size[f"{what}_float32"], size[what]
         whole.add_row(f"{what}, bytes", units.size(wide), units.size(narrow), f"{narrow / max(wide, 1):.1%}")
-    whole.add_row("NE", f"{quality['ne_float32']:.6f}", f"{quality['ne']:.6f}", f"{quality['gap']:+.4%}")
-    whole.add_row("  95 % interval", "", "", f"{quality['gap_low']:+.4%} to {quality['gap_high']:+.4%}")
-    auc = quality["auc"] / quality["auc_float32"] - 1
-    whole.add_row("AUC", f"{quality['auc_float32']:.6f}", f"{quality['auc']:.6f}", f"{auc:+.4%}")
+    for name, metric, gap in (("NE", "ne", "gap"), ("AUC", "auc", "auc_gap")):
+        whole.add_row(name, f"{quality[f'{metric}_float32']:.6f}", f"{quality[metric]:.6f}", f"{quality[gap]:+.4%}")
+        whole.add_row("  95 % interval", "", "", f"{quality[f'{gap}_low']:+.4%} to {quality[f'{gap}_high']:+.4%}")
     whole.add_row(
         f"batch of {latency['batch']:,} on {latency['device']}",
         units.duration(latency["float32_s"]),

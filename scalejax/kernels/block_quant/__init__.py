@@ -1,13 +1,18 @@
-"""Rows of embedding tables in 8, 4 or 2 bits with a scale and a bias each, in the bytes of FBGEMM, or with a codebook
-each; lookups in them."""
+"""Rows of embedding tables in 8, 4 or 2 bits with a scale and a bias each, in the bytes of FBGEMM, or with codebooks,
+a row's own or shared; lookups in them."""
 
 from scalejax.kernels.block_quant.api import CODEBOOK_FORMATS as CODEBOOK_FORMATS
 from scalejax.kernels.block_quant.api import ROW_FORMATS as ROW_FORMATS
+from scalejax.kernels.block_quant.api import SHARED_CODEBOOK_FORMATS as SHARED_CODEBOOK_FORMATS
+from scalejax.kernels.block_quant.api import AnyRowFormat as AnyRowFormat
 from scalejax.kernels.block_quant.api import CodebookFormat as CodebookFormat
 from scalejax.kernels.block_quant.api import CodebookRows as CodebookRows
 from scalejax.kernels.block_quant.api import PackedRows as PackedRows
 from scalejax.kernels.block_quant.api import QuantizedRows as QuantizedRows
 from scalejax.kernels.block_quant.api import RowFormat as RowFormat
+from scalejax.kernels.block_quant.api import SharedCodebookFormat as SharedCodebookFormat
+from scalejax.kernels.block_quant.api import SharedCodebookRows as SharedCodebookRows
+from scalejax.kernels.block_quant.api import book_bytes as book_bytes
 from scalejax.kernels.block_quant.api import cluster_rows as cluster_rows
 from scalejax.kernels.block_quant.api import dequantize_rows as dequantize_rows
 from scalejax.kernels.block_quant.api import fuse_rows as fuse_rows
@@ -16,4 +21,6 @@ from scalejax.kernels.block_quant.api import poisoned_rows as poisoned_rows
 from scalejax.kernels.block_quant.api import quantize_rows as quantize_rows
 from scalejax.kernels.block_quant.api import quantized_bag as quantized_bag
 from scalejax.kernels.block_quant.api import row_bytes as row_bytes
+from scalejax.kernels.block_quant.api import share_codebooks as share_codebooks
 from scalejax.kernels.block_quant.api import split_rows as split_rows
+from scalejax.kernels.block_quant.api import table_bytes as table_bytes

@@ -14,6 +14,11 @@ or a codebook of numbers of its own, value = book[code] (`cluster_rows`):
     kmeans4     as int4                       16 of float16   ceil(D / 2) + 32
     kmeans2     as int2                        4 of float16   ceil(D / 4) + 8
 
+or codebooks that many rows share, value = books[owner][code] (`share_codebooks`):
+
+    kmeans4_shared    as int4    a byte that says which codebook    ceil(D / 2) + 1, and 32 a codebook
+    kmeans2_shared    as int2    the same                           ceil(D / 4) + 1, and  8 a codebook
+
 Codes, scales and biases are arrays of their own here, which shard alike and suit the tiles of a TPU. `fuse_rows` puts
 them into one array of bytes as FBGEMM has them, behind the codes ("training": its quantization operators) or before
 them in rows padded to an alignment ("inference": its batched lookups); `split_rows` is the way back.
@@ -24,7 +29,7 @@ them in rows padded to an alignment ("inference": its batched lookups); `split_r
     xla          gathers rows of bytes, decodes them and sums; what None picks on every platform
     pallas_gpu   a Triton kernel (`pallas_gpu`): rows are decoded where they are summed, and none is written
 
-A TPU has no kernel of its own: its copies address rows of 512 bytes and more, and these have 20 to 136.
+A TPU has no kernel of its own: its copies address rows of 512 bytes and more, and these have 136 at most at D = 128.
 """
 
 import dataclasses
@@ -33,22 +38,26 @@ import importlib
 from typing import Any, Literal
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels import embedding_bag as bags
-from scalejax.kernels.block_quant import codebook, search, xla
+from scalejax.kernels.block_quant import codebook, search, shared_codebook, xla
 
 RowFormat = Literal["int8", "int8_half", "int4", "int2"]
 CodebookFormat = Literal["kmeans4", "kmeans2"]
+SharedCodebookFormat = Literal["kmeans4_shared", "kmeans2_shared"]
 Layout = Literal["training", "inference"]
 Implementation = Literal["reference", "xla", "pallas_gpu"]
 
 _BITS = {"int8": 8, "int8_half": 8, "int4": 4, "int2": 2}
 _CODEBOOK_BITS = {"kmeans4": 4, "kmeans2": 2}
+_SHARED_BITS = {"kmeans4_shared": 4, "kmeans2_shared": 2}
 ROW_FORMATS: tuple[RowFormat, ...] = ("int8", "int8_half", "int4", "int2")
 CODEBOOK_FORMATS: tuple[CodebookFormat, ...] = ("kmeans4", "kmeans2")
+SHARED_CODEBOOK_FORMATS: tuple[SharedCodebookFormat, ...] = ("kmeans4_shared", "kmeans2_shared")
 
 
 @functools.partial(
@@ -101,11 +110,39 @@ class CodebookRows:
         return self.codes.shape[0] * row_bytes(self.format, self.dim)
 
 
-PackedRows = QuantizedRows | CodebookRows
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("codes", "owners", "books"), meta_fields=("format", "dim")
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedCodebookRows:
+    """A table of V rows of D numbers under K codebooks, which rows share.
+
+    Attributes:
+      codes: uint8[V, ceil(D * bits / 8)].
+      owners: uint8[V], the codebook of each row; one that there is not stands for NaN.
+      books: float16[K, 2^bits], ascending.
+      format: of the rows.
+      dim: D.
+    """
+
+    codes: jax.Array
+    owners: jax.Array
+    books: jax.Array
+    format: SharedCodebookFormat
+    dim: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows and codebooks."""
+        return self.codes.shape[0] * row_bytes(self.format, self.dim) + self.books.shape[0] * book_bytes(self.format)
 
 
-def row_bytes(format: RowFormat | CodebookFormat, dim: int, *, align: int = 1) -> int:
-    """Bytes of a row of `dim` numbers, filled up to a multiple of `align`.
+PackedRows = QuantizedRows | CodebookRows | SharedCodebookRows
+AnyRowFormat = RowFormat | CodebookFormat | SharedCodebookFormat
+
+
+def row_bytes(format: AnyRowFormat, dim: int, *, align: int = 1) -> int:
+    """Bytes of a row of `dim` numbers, filled up to a multiple of `align`; codebooks that rows share are apart.
 
     Raises:
       UserError: an unknown format.
@@ -113,10 +150,27 @@ def row_bytes(format: RowFormat | CodebookFormat, dim: int, *, align: int = 1) -
     if format in _CODEBOOK_BITS:
         bits = _CODEBOOK_BITS[format]
         beside = 2 << bits
+    elif format in _SHARED_BITS:
+        bits, beside = _SHARED_BITS[format], 1
     else:
         bits, beside = _bits(format), 2 * _scale_dtype(format).itemsize
     used = -(-dim * bits // 8) + beside
     return -(-used // align) * align
+
+
+def book_bytes(format: SharedCodebookFormat) -> int:
+    """Bytes of a codebook that rows share."""
+    return 2 << _shared_bits(format)
+
+
+def table_bytes(format: AnyRowFormat, rows: int, dim: int) -> int:
+    """Bytes of a table, with the codebooks that its rows share by default.
+
+    Raises:
+      UserError: an unknown format.
+    """
+    shared = shared_codebook.count(rows) * book_bytes(format) if format in _SHARED_BITS else 0  # pyright: ignore
+    return rows * row_bytes(format, dim) + shared
 
 
 def quantize_rows(
@@ -173,6 +227,37 @@ def cluster_rows(table: jax.Array, format: CodebookFormat) -> CodebookRows:
     return CodebookRows(codes=codes, books=books, format=format, dim=table.shape[1])
 
 
+def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: int | None = None) -> SharedCodebookRows:
+    """Quantizes rows under codebooks that they share: rows of like numbers together, see `shared_codebook`.
+
+    A row that holds NaN, an infinity, or more than float16 does, decodes to NaN and bears on no codebook;
+    `poisoned_rows` counts them.
+
+    Args:
+      table: float32, bfloat16 or float16 [V, D], not traced: clusters are looked for on the host.
+      format: of the rows.
+      books: How many codebooks, 1 to 255; None = one for 16 rows, and 255 at most.
+
+    Raises:
+      UserError: an unknown format, a count out of range, or a table that is traced or of another dtype or rank.
+    """
+    bits = _shared_bits(format)
+    _check_table("share_codebooks", table)
+    if isinstance(table, jax.core.Tracer):
+        raise UserError("share_codebooks: table must be an array, not traced. Call it outside of jax.jit and jax.vmap.")
+    if books is not None and not 1 <= books <= shared_codebook.MOST:
+        raise UserError(f"share_codebooks: books must lie in [1, {shared_codebook.MOST}], or be None; got {books}.")
+    chosen = shared_codebook.count(table.shape[0]) if books is None else books
+    codes, made, owners = shared_codebook.quantize(np.asarray(table.astype(jnp.float32)), bits, chosen)
+    return SharedCodebookRows(
+        codes=xla.packed(jnp.asarray(codes, jnp.int32), bits),
+        owners=jnp.asarray(owners),
+        books=jnp.asarray(made),
+        format=format,
+        dim=table.shape[1],
+    )
+
+
 def dequantize_rows(rows: PackedRows) -> jax.Array:
     """float32[V, D]: float32(float32(code * scale) + bias), or book[code], the same bits in every program.
 
@@ -182,6 +267,9 @@ def dequantize_rows(rows: PackedRows) -> jax.Array:
     """
     if isinstance(rows, CodebookRows):
         return codebook.decode(rows.codes, rows.books, _CODEBOOK_BITS[rows.format], rows.dim)
+    if isinstance(rows, SharedCodebookRows):
+        own = rows.books.at[rows.owners].get(mode="fill", fill_value=jnp.nan)
+        return codebook.decode(rows.codes, own, _shared_bits(rows.format), rows.dim)
     return xla.dequantize(rows.codes, rows.scales, rows.biases, _bits(rows.format), rows.dim)
 
 
@@ -235,7 +323,7 @@ def quantized_bag(
         pooled = bags.embedding_bag(whole, ids, lengths, weights=weights, pooling=pooling, implementation="xla")
         return pooled.astype(dtype)
     if implementation == "pallas_gpu":
-        if isinstance(rows, CodebookRows):
+        if not isinstance(rows, QuantizedRows):
             raise UnsupportedError(
                 f'quantized_bag: implementation "pallas_gpu" has no codebooks; got rows in {rows.format}. Take "xla".'
             )
@@ -265,11 +353,16 @@ def gather_quantized_rows(rows: PackedRows, ids: jax.Array) -> jax.Array:
     def take(array: jax.Array) -> jax.Array:
         return array.at[at].get(mode="fill", fill_value=0)
 
+    if isinstance(rows, SharedCodebookRows):  # no number of a codebook stands for zero
+        found = dequantize_rows(dataclasses.replace(rows, codes=take(rows.codes), owners=take(rows.owners)))
+        return jnp.where(inside[:, None], found, 0)
     return dequantize_rows(jax.tree.map(take, rows))
 
 
 def poisoned_rows(rows: PackedRows) -> jax.Array:
-    """int32[]: rows that decode to NaN, see `quantize_rows` and `cluster_rows`."""
+    """int32[]: rows that decode to NaN, see `quantize_rows`, `cluster_rows` and `share_codebooks`."""
+    if isinstance(rows, SharedCodebookRows):
+        return jnp.sum(rows.owners >= rows.books.shape[0], dtype=jnp.int32)
     if isinstance(rows, CodebookRows):
         return jnp.sum(~jnp.isfinite(rows.books).all(axis=1), dtype=jnp.int32)
     finite = jnp.isfinite(rows.scales) & jnp.isfinite(rows.biases)
@@ -344,6 +437,12 @@ def _bits(format: str) -> int:
     if format not in _BITS:
         raise UserError(f"format must be one of {', '.join(_BITS)}; got {format!r}.")
     return _BITS[format]
+
+
+def _shared_bits(format: str) -> int:
+    if format not in _SHARED_BITS:
+        raise UserError(f"format must be one of {', '.join(_SHARED_BITS)}; got {format!r}.")
+    return _SHARED_BITS[format]
 
 
 def _scale_dtype(format: str) -> np.dtype:

@@ -74,7 +74,7 @@ def test_calibrated_scores_are_near_too(dlrm, dense, most):
 def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
     model, _, _ = dlrm
     one = click_model.inputs_of(click_cases.batch(), click_cases.SCHEMA)
-    for chosen in ("int8", "int4", "int2", "kmeans4", "kmeans2"):
+    for chosen in precision.TABLES[2:]:
         packed = lowering.lower(model, precision.uniform(model, tables=chosen), rows="minmax")
         decoded = {n: block_quant.dequantize_rows(t) for n, t in packed.arrays.tables.items()}
         ours = click_model.embed(model.configs, packed.arrays.tables, one)
@@ -86,7 +86,7 @@ def test_packed_tables_score_as_decoded_tables_to_the_bit(dlrm):
 @pytest.mark.slow
 def test_bytes_are_those_of_the_arrays(dlrm):
     model, _, limits = dlrm
-    widths = ("float32", "float16", "int8", "float32", "int8", "float16", "float16")
+    widths = ("float32", "float16", "int8", "float32", "int8", "float16", "float16", "int8", "float32")
     for tables, dense in zip(precision.TABLES, widths, strict=True):
         chosen = precision.uniform(model, tables=tables, dense=dense)
         arrays = dataclasses.replace(lowering.lower(model, chosen, limits, rows="minmax").arrays, limits={})
@@ -216,22 +216,23 @@ def test_the_search_does_not_trust_what_is_not_sure():
     assert unsure.gap.high <= 5e-4
 
 
-def test_the_gap_is_that_of_ne_and_its_interval_covers_resampling(dlrm):
+def test_gaps_are_those_of_ne_and_auc_and_their_intervals_cover_resampling(dlrm):
     model, examples, limits = dlrm
     lowered = lowering.lower(model, precision.uniform(model, tables="int2"), limits, rows="minmax")
     wanted = examples.scores(lambda i: model.score(*model.arrays, i))
     found = examples.scores(lambda i: lowered.score(lowered.arrays, i))
-    gap = examples.gap(wanted, found)
-    assert gap.value == pytest.approx(examples.ne(found) / examples.ne(wanted) - 1, abs=1e-7)
+    gaps = examples.gap(wanted, found), examples.auc_gap(wanted, found)
+    assert gaps[0].value == pytest.approx(examples.ne(found) / examples.ne(wanted) - 1, abs=1e-7)
+    assert gaps[1].value == pytest.approx(examples.auc(found) / examples.auc(wanted) - 1, abs=1e-12)
     rng, samples = np.random.default_rng(0), []
     for _ in range(300):
         i = rng.integers(0, len(wanted), len(wanted))
         part = dataclasses.replace(examples, labels=examples.labels[i], weights=examples.weights[i])
-        samples.append(part.ne(found[i]) / part.ne(wanted[i]) - 1)
-    low, high = np.percentile(samples, [2.5, 97.5])
-    width = high - low
-    assert abs(gap.low - low) < 0.2 * width
-    assert abs(gap.high - high) < 0.2 * width
+        samples.append([part.ne(found[i]) / part.ne(wanted[i]) - 1, part.auc(found[i]) / part.auc(wanted[i]) - 1])
+    for gap, (low, high) in zip(gaps, np.percentile(samples, [2.5, 97.5], axis=0).T, strict=True):
+        width = high - low
+        assert abs(gap.low - low) < 0.2 * width
+        assert abs(gap.high - high) < 0.2 * width
 
 
 @pytest.mark.slow
@@ -269,11 +270,11 @@ def test_a_gap_is_over_float32_whatever_the_search_may_take(dlrm):
 def test_what_has_more_bytes_than_a_wider_precision_is_not_tried(dlrm):
     """Rows of 16 numbers: 24 bytes in int8 and 40 under 16 of their own; 12 in int4 and under 4 of their own."""
     model, examples, limits = dlrm
-    tables = ("float32", "int8", "kmeans4", "int4", "kmeans2", "int2")
-    asked = study.study(model, limits, examples, examples, tables=tables)
+    asked = study.study(model, limits, examples, examples, tables=precision.TABLES)
     for config in model.configs:
         assert config.dim == 16
-        assert asked.choices(("table", config.name)) == ("float32", "int8", "int4", "int2")
+        narrow = ("float32", "float16", "int8", "int4", "kmeans4_shared", "int2", "kmeans2_shared")
+        assert asked.choices(("table", config.name)) == narrow
     asked = study.study(model, limits, examples, examples, tables=("kmeans4", "kmeans2"))
     assert asked.choices(("table", model.configs[0].name)) == ("kmeans4", "kmeans2")
 

@@ -1,0 +1,139 @@
+"""Rows under codebooks that many of them share: which rows go together, and a codebook for each of these clusters.
+
+Two tiers, one after the other:
+
+    rows      k-means over the *sorted* numbers of each row. A codebook knows nothing of columns, and the squared
+              distance of two sorted rows is that between the distributions of their numbers.
+    numbers   k-means over all numbers of a cluster. It begins with the best codebook of some of them (`codebook`), and
+              moves to the means of the numbers that each entry is nearest to, which never adds to the error, until
+              nothing changes; of two beginnings the better end counts. Entries are float16; a number takes the nearest
+              of them, the lower one where two are as near.
+
+A codebook costs nothing at rest beside the hundreds of rows that share it, and a row keeps one byte that says which.
+
+Source: H. Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019 (arXiv 1911.02079), which clusters
+rows and gives each cluster a codebook; that rows are sorted first is chosen here.
+"""
+
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax.kernels.block_quant import codebook
+
+MOST = 255
+"""Codebooks of a table: a byte says which one a row has, and one value of it that it has none."""
+BROKEN = 255
+"""Instead of a codebook: the row decodes to NaN."""
+_ROWS_A_BOOK = 16
+"""At least, unless the caller says: then codebooks cost a row 2^bits / 8 bytes at most."""
+_SAMPLE = 64  # numbers of a cluster that its first codebook is made for, or a few more
+_FITTED = 2**14  # rows that clusters are looked for among
+_PASSES_OVER_ROWS = 30  # at most
+_PASSES_OVER_NUMBERS = 100  # at most, over sorted ones, which are cheap
+
+
+def count(rows: int) -> int:
+    """Codebooks of a table of so many rows, unless the caller says."""
+    return min(MOST, max(1, -(-rows // _ROWS_A_BOOK)))
+
+
+def quantize(table: np.ndarray, bits: int, books: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """float32[V, D] -> (codes uint8[V, D], one each, codebooks float16[books, 2^bits], ascending, owners uint8[V]).
+
+    Rows that hold what float16 does not, have no codebook, and belong to no cluster. On the host, for a table at rest.
+    """
+    with np.errstate(over="ignore"):
+        sound = np.isfinite(table.astype(np.float16)).all(axis=1)
+    owners = np.full(len(table), BROKEN, np.uint8)
+    owners[sound] = clusters(np.sort(table[sound], axis=1), books)
+    codes = np.zeros(table.shape, np.uint8)
+    made = np.zeros((books, 1 << bits), np.float16)
+    held = np.unique(owners[sound])
+    numbers = [np.sort(table[owners == book], axis=None) for book in held]
+    for book, own, starts in zip(held, numbers, _starts(numbers, table.shape[1], bits), strict=True):
+        settled = [_settled(own, start, 1 << bits) for start in starts]
+        made[book] = min(settled, key=lambda entries: _error(own, entries))
+        codes[owners == book] = np.searchsorted(_middles(made[book]), table[owners == book])
+    return codes, made, owners
+
+
+def clusters(rows: np.ndarray, books: int) -> np.ndarray:
+    """float32[V, D], each ascending -> int64[V], the cluster of each row, by k-means; the same in every run."""
+    if not len(rows):
+        return np.zeros(0, np.int64)
+    some = rows[:: -(-len(rows) // _FITTED)].astype(np.float64)
+    middle = some.mean(axis=0)
+    some -= middle
+    centers = _spread(some, books)
+    found = _nearest(some, centers)
+    for _ in range(_PASSES_OVER_ROWS):
+        order = np.argsort(found, kind="stable")
+        held, starts, sizes = np.unique(found[order], return_index=True, return_counts=True)
+        centers[held] = np.add.reduceat(some[order], starts, axis=0) / sizes[:, None]
+        before, found = found, _nearest(some, centers)
+        if np.array_equal(before, found):
+            break
+    return found if len(some) == len(rows) else _nearest(rows - middle, centers)
+
+
+def _spread(rows: np.ndarray, count: int) -> np.ndarray:
+    """float64[K, D], rows to begin k-means with: each drawn by its squared distance from those before (k-means++).
+
+    Few rows are far larger than the others in an embedding table, and want codebooks of their own. K is less than
+    `count` where there are fewer different rows.
+    """
+    random = np.random.default_rng(0)
+    chosen = [0]
+    apart = np.square(rows - rows[0]).sum(axis=1)
+    while len(chosen) < count and apart.any():
+        chosen.append(int(random.choice(len(rows), p=apart / apart.sum())))
+        apart = np.minimum(apart, np.square(rows - rows[chosen[-1]]).sum(axis=1))
+    return rows[chosen]
+
+
+def _nearest(rows: np.ndarray, centers: np.ndarray) -> np.ndarray:
+    """int64[V], some rows at a time."""
+    half = np.square(centers).sum(axis=1) / 2
+    step = max(1, 2**22 // len(centers))
+    return np.concatenate([np.argmax(rows[i : i + step] @ centers.T - half, axis=1) for i in range(0, len(rows), step)])
+
+
+def _starts(clusters: list[np.ndarray], width: int, bits: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Two codebooks to begin with for each cluster of ascending numbers: the best of some that are evenly spaced in
+    their order, and of some that are so in value, which do not miss a few large ones."""
+    if not clusters:
+        return []
+    size = -(-_SAMPLE // width) * width
+    places = (np.arange(size) + 0.5) / size
+    samples = [own[(places * own.size).astype(np.int64)] for own in clusters]
+    samples += [own[np.searchsorted(own, np.linspace(own[0], own[-1], size, dtype=own.dtype))] for own in clusters]
+    codes, books = codebook.quantize(jnp.asarray(np.stack(samples)), bits)
+    decoded = [np.unique(numbers) for numbers in np.asarray(codebook.decode(codes, books, bits, size))]
+    return list(zip(decoded[: len(clusters)], decoded[len(clusters) :], strict=True))
+
+
+def _settled(numbers: np.ndarray, book: np.ndarray, size: int) -> np.ndarray:
+    """float16[size], ascending: k-means of ascending numbers, begun with a codebook; the last entry fills the rest."""
+    sums = np.concatenate([[0.0], np.cumsum(numbers, dtype=np.float64)])
+    book, cuts = book.astype(np.float64), None
+    for _ in range(_PASSES_OVER_NUMBERS):
+        before, cuts = cuts, np.searchsorted(numbers, _middles(book), side="right")
+        if before is not None and np.array_equal(before, cuts):
+            break
+        starts, ends = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(numbers)]])
+        taken = ends > starts
+        book = (sums[ends] - sums[starts])[taken] / (ends - starts)[taken]
+    narrow = book.astype(np.float16)
+    return np.concatenate([narrow, np.full(size - len(narrow), narrow[-1])])
+
+
+def _error(numbers: np.ndarray, book: np.ndarray) -> float:
+    """Squared, of ascending numbers under the nearest entries."""
+    found = book.astype(np.float64)[np.searchsorted(_middles(book), numbers)]
+    return float(np.square(found - numbers).sum())
+
+
+def _middles(book: np.ndarray) -> np.ndarray:
+    """float64, between neighbours: exact, and a number on one belongs to the lower entry."""
+    wide = book.astype(np.float64)
+    return (wide[1:] + wide[:-1]) / 2
