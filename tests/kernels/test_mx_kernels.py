@@ -212,6 +212,22 @@ def test_codes_that_are_no_numbers_are_decoded_as_what_they_are(backend):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "bdr_mx9"])
+def test_products_meet_codes_and_scales_that_are_no_numbers(backend, name):
+    how = {"implementation": backend} | ({} if backend == "xla" else {"interpret": True})
+    weights = mx.quantize_blocks(jnp.ones((32, 4)), name, axis=0, implementation="xla")
+    scales = weights.scales.at[0, 1].set(255)  # with codes of ones, where this library has zeros
+    codes, want = weights.codes, np.full((2, 4), 32.0)
+    want[:, 1] = np.nan
+    if name != "bdr_mx9":
+        codes = codes.at[3, 2].set(0x7F).at[3, 3].set(0xFC if name == "mxfp8_e5m2" else 0xFF)
+        want[:, 2], want[:, 3] = np.nan, -np.inf if name == "mxfp8_e5m2" else np.nan
+    out = mx.matmul(jnp.ones((2, 32)), dataclasses.replace(weights, codes=codes, scales=scales), **how)
+    np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
 def test_scales_of_either_sign_are_decoded(backend):
     """None is written here, but E4M3 has them: a negative one, and the other NaN."""
     weights = mx.quantize_blocks(jnp.ones((32, 2)), "nvfp4", axis=0, implementation="xla")
