@@ -104,11 +104,8 @@ class Trainer:
 
     def accuracy(self, state: Any, data: graphs.NodeDataSet, placed: Any) -> dict[str, float]:
         """Of validation and test, over what `placed` reads."""
-        batches = {split: data.whole(split) for split in ("validation", "test")}
-        nodes = {split: batch.nodes for split, batch in batches.items()}
-        labels = {split: batch.labels for split, batch in batches.items()}
-        found = jax.device_get(self.program.score(state, placed, nodes, labels))
-        return {split: int(right) / len(batches[split]) for split, (_, right) in found.items()}
+        found = self.program.evaluate(state, data, ("validation", "test"), placed)
+        return {split: values["accuracy"] for split, values in found.items()}
 
 
 def run(case: Case, repeats: int, known: dict[str, Any] | None) -> dict[str, Any]:

@@ -29,6 +29,9 @@ fi
 "$python" -m pip install --constraint "$constraints" transformers==5.23.0 safetensors tokenizers
 "$python" -m pip install --constraint "$constraints" torchao==0.18.0
 "$python" -m pip install --constraint "$constraints" compressed-tensors==0.20.0
+# microxcaling is on no index, and its build would install an older torch, torchvision and torchaudio.
+"$python" -m pip install hatchling hatch-vcs
+"$python" -m pip install --no-deps --no-build-isolation "git+https://github.com/microsoft/microxcaling@7bc4195"
 "$python" -m pip install --constraint "$constraints" torch_geometric==2.8.1
 
 "$python" - <<'CHECK'

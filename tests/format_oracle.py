@@ -28,8 +28,8 @@ GRIDS = {
     "E2M3": _float_grid(ml_dtypes.float6_e2m3fn, 6),
     "E2M1": _float_grid(ml_dtypes.float4_e2m1fn, 4),
     "INT8": np.arange(128) / 64,
-    **{f"S{m}": np.arange(1 << m) / 2.0 ** (m - 1) for m in range(1, 9)},
-    **{f"I{bits}": np.arange(1 << (bits - 1), dtype=np.float64) for bits in range(2, 10)},
+    **{f"S{m}": np.arange(1 << m) / 2.0 ** (m - 1) for m in range(1, 16)},
+    **{f"I{bits}": np.arange(1 << (bits - 1), dtype=np.float64) for bits in range(2, 17)},
 }
 # Bits of the fraction, of a code; the rest follows from the grid.
 MANTISSA = {"E4M3": 3, "E5M2": 2, "E3M2": 2, "E2M3": 3, "E2M1": 1, "INT8": 6}

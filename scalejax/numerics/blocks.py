@@ -229,6 +229,5 @@ def decode_blocks(encoded: Encoded, format: BlockFormat, tensor_scale: jax.Array
         assert tensor_scale is not None
         code = encoded.scales.astype(jnp.int32)
         step = elements.decode(code, jnp.zeros_like(code), elements.E4M3)
-        step = jnp.where(code & E4M3_NAN == E4M3_NAN, float32.NAN, step)
         values = values * lax.bitcast_convert_type(step, jnp.float32) * tensor_scale
     return lax.bitcast_convert_type(values, jnp.int32)

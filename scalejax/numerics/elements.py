@@ -39,8 +39,8 @@ class Element:
       min_exponent: of the smallest normal number; below it the step stays the same.
       max_code: magnitude part of the largest finite number; larger numbers saturate to it.
       encoding: what a sign does to a code.
-      specials: codes above max_code that are no numbers. None is ever written: a block with NaN or an infinity is
-        marked in its scale.
+      specials: what magnitudes above max_code are; of "infinity and nan" the infinity comes first. None is ever
+        written, as a block with NaN or an infinity is marked in its scale; others write them, and they are decoded.
     """
 
     name: str
@@ -185,6 +185,10 @@ def decode(code: jax.Array, scale_exponent: jax.Array, element: Element) -> jax.
     magnitude, negative = split_sign(code, element)
     count, exponent = counts(magnitude, element)
     bits = float32.compose(count, exponent + scale_exponent)
+    if element.specials != "none":
+        bits = jnp.where(magnitude > element.max_code, float32.NAN, bits)
+    if element.specials == "infinity and nan":
+        bits = jnp.where(magnitude == element.max_code + 1, float32.INFINITY, bits)
     return jnp.where(negative, bits | ~float32.MAGNITUDE, bits)
 
 

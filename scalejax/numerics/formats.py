@@ -65,6 +65,11 @@ class BlockFormat:
             refuse(f"k1 must be a multiple of k2, both positive; got k1={self.k1}, k2={self.k2}.")
         if self.element.bits < 2 or self.element.bits > 16:
             refuse(f"elements must have 2 to 16 bits; got {self.element.name} with {self.element.bits}.")
+        if self.element.encoding == "unsigned" or self.element.max_code >> (self.element.bits - 1):
+            refuse(
+                f"elements must have room for a sign above max_code; got {self.element.name}, {self.element.encoding}, "
+                f"of {self.element.bits} bits with max_code={self.element.max_code}."
+            )
         for field, choices in (("scale", Scale), ("sub_scale", SubScale)):
             if getattr(self, field) not in get_args(choices):
                 refuse(f"{field} must be one of {', '.join(get_args(choices))}; got {getattr(self, field)!r}.")

@@ -25,7 +25,7 @@ from scalejax.numerics.scales import ScaleRule
 def qsnr(exact: np.ndarray, quantized: np.ndarray) -> float:
     """dB of one array against another, in float64; infinite where they are equal, NaN where one has NaN."""
     exact = np.asarray(exact, np.float64)
-    return _decibel(((np.asarray(quantized, np.float64) - exact) ** 2).sum(), (exact**2).sum())
+    return decibel(((np.asarray(quantized, np.float64) - exact) ** 2).sum(), (exact**2).sum())
 
 
 def theorem1_bound(format: str | BlockFormat, length: int) -> float:
@@ -106,8 +106,8 @@ def study(
         noise.append(((quantized - exact) ** 2).sum(axis=-1))
         signal.append((exact**2).sum(axis=-1))
     noise, signal = np.concatenate(noise), np.concatenate(signal)
-    lowest = min(_decibel(n, s) for n, s in zip(noise, signal, strict=True))
-    return Study(overall=_decibel(noise.sum(), signal.sum()), lowest=lowest)
+    lowest = min(decibel(n, s) for n, s in zip(noise, signal, strict=True))
+    return Study(overall=decibel(noise.sum(), signal.sum()), lowest=lowest)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -115,7 +115,9 @@ def _cast(x, format, scale_rule, tensor_scale):
     return cast(x, format, axis=-1, scale_rule=scale_rule, tensor_scale=tensor_scale)
 
 
-def _decibel(noise: float, signal: float) -> float:
+def decibel(noise: float, signal: float) -> float:
+    """10 log10 of signal over noise: an infinity without noise, minus that without a signal or in boundless noise."""
     if noise == 0:
         return math.inf
-    return -math.inf if signal == 0 else 10 * math.log10(signal / noise)
+    ratio = float(signal) / float(noise)
+    return -math.inf if ratio == 0 else 10 * math.log10(ratio)

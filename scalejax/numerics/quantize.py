@@ -85,7 +85,8 @@ def quantize(
         normal and finite poisons all blocks.
 
     Returns:
-      The quantized array. Blocks with NaN or infinities are poisoned, see `poisoned_blocks`.
+      The quantized array. Blocks with NaN or infinities are poisoned, see `poisoned_blocks`. Codes have no derivative,
+      so that gradients through them are zero; those of `cast` pass straight through.
 
     Raises:
       UserError: another dtype, an unknown name, a rule or key that does not fit, an axis that k1 does not divide, or
@@ -198,6 +199,8 @@ def check_arguments(
     x, format: BlockFormat, axis: int, scale_rule, rounding, key, tail, tensor_scale
 ) -> tuple[int, ScaleRule | None]:
     """What `quantize` refuses, for kernels that do the same; the axis counted from the front, and the rule."""
+    if not hasattr(x, "dtype"):
+        raise UserError(f"quantize: x must be an array; got a {type(x).__name__}. Pass jnp.asarray(x, jnp.float32).")
     float32.check_dtype(x.dtype)  # before jax makes float32 of NumPy's float64
     if not -x.ndim <= axis < x.ndim:
         raise UserError(f"axis: x has {x.ndim} axes; got axis {axis}. Name one of them.")
@@ -244,11 +247,11 @@ def _check_shards(x, format: BlockFormat, axis: int) -> None:
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     own = x.shape[axis] // math.prod(sharding.mesh.shape[name] for name in names)
     if own != x.shape[axis] and own % format.k1:
-        most = x.shape[axis] // format.k1
+        most, tail = divmod(x.shape[axis], format.k1)
+        way = f"Cut it into a number of shards that divides {most}" if not tail else "Fill up its last block before"
         raise UserError(
             f"quantize: {format.name} has blocks of {format.k1}, and axis {axis} of x{list(x.shape)} is cut into "
-            f"shards of {own}: blocks would straddle devices. Cut it into a number of shards that divides {most}, or "
-            "shard another axis."
+            f"shards of {own}: blocks would straddle devices. {way}, or shard another axis."
         )
 
 

@@ -79,16 +79,17 @@ def measure(members: Iterable[BlockFormat], vectors: np.ndarray) -> list[Point]:
             together.setdefault((format.k1, format.k2, format.d1), []).append(format)
         else:
             decibels[format] = qsnr.study(format, vectors).overall
-    # Next to 1, where squares are float32: powers of two change no ratio.
+    # Next to 1, where squares are float32: powers of two change no ratio, if the range of scales is moved with them.
     largest = float(np.abs(vectors).max(initial=0))
-    vectors = np.ldexp(vectors, -int(np.clip(np.frexp(largest)[1], -126, 126))) if np.isfinite(largest) else vectors
+    moved = int(np.clip(np.frexp(largest)[1], -126, 126)) if np.isfinite(largest) else 0
+    vectors = np.ldexp(vectors, -moved)
     signal = (np.asarray(vectors, np.float64) ** 2).sum()
     for (k1, k2, d1), group in together.items():
         m = jnp.array([format.element.mantissa_bits + 1 for format in group], jnp.int32)
         beta = jnp.array([format.max_microexponent for format in group], jnp.int32)
-        noise = np.asarray(_noise(jnp.asarray(vectors, jnp.float32), k1, k2, d1, m, beta), np.float64).sum(axis=-1)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            decibels.update(zip(group, map(float, 10 * np.log10(signal / noise)), strict=True))
+        noise = _noise(jnp.asarray(vectors, jnp.float32), k1, k2, d1, m, beta, jnp.int32(moved))
+        sums = np.asarray(noise, np.float64).sum(axis=-1)
+        decibels.update((format, qsnr.decibel(one, signal)) for format, one in zip(group, sums, strict=True))
     return [Point(format=f, bits=f.bits_per_element, qsnr=decibels[f]) for f in members]
 
 
@@ -106,13 +107,13 @@ def _is_plain(format: BlockFormat) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _noise(x, k1, k2, d1, m, beta):
-    """float32[points, vectors]: squared error of each vector under each of int32[points] m and beta."""
+def _noise(x, k1, k2, d1, m, beta, moved):
+    """float32[points, vectors]: squared error of each vector, 2^moved times less than given, under each m and beta."""
     bits = float32.float_bits(x).reshape(x.shape[0], -1, k1 // k2, k2)
     significand, exponent = float32.parts(bits)
     own = jnp.max(exponent, axis=3, keepdims=True)
     bias = (1 << (d1 - 1)) - 1
-    shared = jnp.clip(jnp.max(own, axis=2, keepdims=True), -bias, bias)
+    shared = jnp.clip(jnp.max(own, axis=2, keepdims=True), -bias - moved, bias - moved)
 
     def one(point):
         m, beta = point

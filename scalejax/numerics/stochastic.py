@@ -16,8 +16,8 @@ def stochastic_round(values: jax.Array, dtype: jax.typing.DTypeLike, bits: jax.A
       bits: uint32[...], uniformly distributed; the same bits give the same result.
 
     Returns:
-      `dtype`[...]. Values of `dtype` stay as they are, so do NaN and infinities; float16 that would lie beyond its
-      range becomes its largest number, where rounding to nearest would give an infinity.
+      `dtype`[...]. Values of `dtype` stay as they are, so do NaN and infinities; what would lie beyond the range of
+      `dtype` becomes its largest number, where rounding to nearest would give an infinity.
 
     Raises:
       UserError: another dtype.
@@ -30,7 +30,9 @@ def stochastic_round(values: jax.Array, dtype: jax.typing.DTypeLike, bits: jax.A
         )
     if dtype == jnp.bfloat16:
         # The upper half of a float32 is a bfloat16: add 16 random bits below it and cut them off.
-        noisy = lax.bitcast_convert_type(values, jnp.uint32) + (bits >> 16)
+        word = lax.bitcast_convert_type(values, jnp.uint32)
+        noisy = jnp.minimum((word & jnp.uint32(0x7FFFFFFF)) + (bits >> 16), jnp.uint32(0x7F7FFFFF))
+        noisy = noisy | (word & jnp.uint32(0x80000000))
         rounded = lax.bitcast_convert_type(noisy & jnp.uint32(0xFFFF0000), jnp.float32)
         return jnp.where(jnp.isfinite(values), rounded, values).astype(jnp.bfloat16)
     limit = float(jnp.finfo(jnp.float16).max)

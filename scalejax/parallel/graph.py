@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import Csr, Ell, Int8Rows, SparsePlan, spmm
 from scalejax.kernels.sampled_spmm.plan import plan_on_host, stack_plans
-from scalejax.parallel.mesh import everywhere
+from scalejax.parallel.mesh import everywhere, put
 
 Exchange = Literal["halo", "all_gather"]
 
@@ -73,7 +73,8 @@ def shard_graph(
       graph: A CSR, or picked edges.
       devices: Blocks.
       exchange: "halo" or "all_gather".
-      mesh: Where the blocks go, one on each device; None = they stay NumPy arrays.
+      mesh: Where the blocks go, one on each device, of one process or of several that all cut the same graph; None =
+        they stay NumPy arrays.
 
     Raises:
       UserError: the graph is not well formed or has no edges, an argument is out of range, or the mesh has another
@@ -99,7 +100,7 @@ def shard_graph(
     else:
         plans, send = _plan_halo(blocks, columns, _room(blocks, columns))
         sharded = ShardedGraph(stack_plans(plans), send, csr.shape)
-    return sharded if mesh is None else jax.device_put(sharded, everywhere(mesh))
+    return sharded if mesh is None else put(sharded, everywhere(mesh))
 
 
 def shard_draws(draws: Sequence[Csr], devices: int, *, mesh: Mesh) -> ShardedGraph:
@@ -121,7 +122,7 @@ def shard_draws(draws: Sequence[Csr], devices: int, *, mesh: Mesh) -> ShardedGra
     flat = stack_plans([plan for plans, _ in planned for plan in plans])
     by_device = jax.tree.map(lambda a: a.reshape(len(draws), devices, *a.shape[1:]).swapaxes(0, 1), flat)
     sharded = ShardedGraph(by_device, np.stack([send for _, send in planned], axis=1), csrs[0].shape)
-    return jax.device_put(sharded, everywhere(mesh))
+    return put(sharded, everywhere(mesh))
 
 
 def pad_nodes(nodes: Any, devices: int) -> Any:

@@ -8,6 +8,7 @@ c = P / N.
     calibration         sum w p / P
     auc                 P(s+ > s-) + P(s+ = s-) / 2 over weighted pairs (Mann-Whitney, mid-ranks)
     grouped_auc         mean over groups of the AUC inside each group
+    mean_auc            mean over tasks of the AUC of each task
 
 Predictions are clamped to [1e-12, 1 - 1e-12] inside the logarithms and nowhere else, so one certain and wrong
 prediction costs 27.6 nats instead of infinity. What is undefined (no positive, no negative, no example) is NaN:
@@ -90,6 +91,24 @@ def auc(labels: ArrayLike, scores: ArrayLike, weights: ArrayLike | None = None) 
         return float("nan")
     order = np.argsort(s, kind="stable")
     return ranked_auc((w * y)[order], (w * (1 - y))[order], Ties.of(s[order]))
+
+
+def mean_auc(labels: ArrayLike, scores: ArrayLike) -> float:
+    """Mean AUC of the tasks that have one, as OGB averages: those with a known positive and a known negative.
+
+    Args:
+      labels: integers[N, T]. 0, 1, or -1 where the label of a task is not known, which leaves the example out of it.
+      scores: float[N, T].
+    """
+    y, s = np.asarray(labels), np.asarray(scores)
+    each = [auc(y[y[:, t] >= 0, t], s[y[:, t] >= 0, t]) for t in np.flatnonzero(both_known(y))]
+    return float(np.mean(each)) if each else float("nan")
+
+
+def both_known(labels: ArrayLike) -> np.ndarray:
+    """bool[T]: the tasks of integers[N, T] with a known positive and a known negative."""
+    y = np.asarray(labels)
+    return (y == 1).any(0) & (y == 0).any(0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -267,10 +267,10 @@ class GraphExperiment:
             )
         if self.checkpoints.full_every is not None:
             raise ValueError("GraphExperiment: checkpoints.full_every must be None: only embedding tables have deltas.")
-        if self.checkpoints.best_metric not in ("loss", "accuracy"):
+        if self.checkpoints.best_metric not in ("loss", "accuracy", "auc"):
             raise UserError(
-                f"GraphExperiment: checkpoints.best_metric must be 'loss' or 'accuracy'; got "
-                f"{self.checkpoints.best_metric!r}."
+                "GraphExperiment: checkpoints.best_metric must be 'loss', 'accuracy' or, where labels are tasks, "
+                f"'auc'; got {self.checkpoints.best_metric!r}."
             )
 
 

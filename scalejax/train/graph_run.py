@@ -1,4 +1,4 @@
-"""A run over one graph: windows of its loss, and the splits by loss and accuracy."""
+"""A run over one graph: windows of its loss, and the splits by loss and accuracy, or AUC where labels are tasks."""
 
 import contextlib
 import dataclasses
@@ -27,16 +27,16 @@ from scalejax.train.timing import peak_memory
 
 @dataclasses.dataclass(frozen=True)
 class Best:
-    """The evaluation with the highest accuracy on the split scored at intervals; the earliest of equals.
+    """The evaluation with the highest accuracy, or AUC, on the split scored at intervals; the earliest of equals.
 
     Attributes:
       step: Where.
-      accuracy: On that split; -1 before the first evaluation.
-      final: Accuracy on the final split at that step.
+      value: On that split; -1 before the first evaluation.
+      final: On the final split at that step.
     """
 
     step: int = 0
-    accuracy: float = -1.0
+    value: float = -1.0
     final: float = -1.0
 
 
@@ -96,8 +96,12 @@ class GraphRun:
 
     @contextlib.contextmanager
     def feed(self, host: HostState, steps: int) -> Iterator["_Feed"]:
-        parts = self.mesh.size if self.data.fanouts else 1
-        batches = self.data.train_batches(start_example=host.examples, parts=parts)
+        batches = self.data.train_batches(
+            start_example=host.examples,
+            parts=self.mesh.size,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
         with Prefetch(batches, self.program.place_batch) as prefetched:
             yield _Feed(self.program, prefetched)
 
@@ -150,8 +154,9 @@ class GraphRun:
         for name, scores in values.items():
             closing |= summary.of_evaluation(name, scores)
         closing |= {"best_step": self.best.step}
-        closing |= {f"best_{summary.prefix(experiment.eval_split)}_accuracy": self.best.accuracy}
-        closing |= {f"{summary.prefix(split)}_accuracy_at_best": self.best.final}
+        metric = self.program.metric
+        closing |= {f"best_{summary.prefix(experiment.eval_split)}_{metric}": self.best.value}
+        closing |= {f"{summary.prefix(split)}_{metric}_at_best": self.best.final}
         return closing | timer.summary() | peak_memory(self.mesh.local_mesh.devices.flat)
 
     def describe(self) -> dict[str, Any]:
@@ -168,27 +173,21 @@ class GraphRun:
 
     def _compare(self, step: int, values: dict[str, dict[str, float]]) -> None:
         """Keeps what is better than the best so far."""
-        accuracy = values[self.experiment.eval_split]["accuracy"]
-        if accuracy > self.best.accuracy:
-            self.best = Best(step, accuracy, values[self.experiment.final_split]["accuracy"])
+        metric = self.program.metric
+        value = values[self.experiment.eval_split][metric]
+        if value > self.best.value:
+            self.best = Best(step, value, values[self.experiment.final_split][metric])
 
     def _scores(self, state: TrainState, *splits: str) -> dict[str, dict[str, float]]:
-        """Loss and accuracy of splits, from one pass over the graph."""
-        batches = {split: self.data.whole(split) for split in splits}
-        nodes = {split: batch.nodes for split, batch in batches.items()}
-        labels = {split: batch.labels for split, batch in batches.items()}
-        found = jax.device_get(self.program.score(state, self.program.placed, nodes, labels))
-        result = {}
-        for split, (total, right) in found.items():
-            count = len(batches[split])
-            loss = float(total) / count
-            if not math.isfinite(loss):
+        """Loss and metric of splits, from one pass over the graph."""
+        values = self.program.evaluate(state, self.data, splits)
+        for split, found in values.items():
+            if not math.isfinite(found["loss"]):
                 raise UserError(
                     f"The loss of split {split!r} is not finite at step {int(state.step)}: these parameters are of no "
                     "use. Take an earlier checkpoint (--step), or train again with a lower learning rate."
                 )
-            result[split] = {"loss": loss, "accuracy": int(right) / count, "weight": count}
-        return result
+        return values
 
 
 class _Feed:

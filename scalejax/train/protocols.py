@@ -115,7 +115,11 @@ class GraphTask(Protocol):
     def loss(
         self, model: Any, placed: Any, batch: dict[str, Any], *, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Returns (sum of the losses of the nodes of a batch, their number); `key` drives dropout."""
+        """Returns (sum of the losses of a batch, how many they are); `key` drives dropout."""
+        ...
+
+    def cross_entropy(self, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (sum of the losses of nodes with these logits, how many they are); labels as in `NodeBatch`."""
         ...
 
     def flops_per_step(self, nodes: int) -> int:

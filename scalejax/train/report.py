@@ -21,7 +21,11 @@ _METRICS = (
     ("grad_norm", "Gradient norm", "mean over the window of the global norm before clipping"),
     ("logloss", "LogLoss", "nats per example, lower is better"),
     ("ne", "Normalized entropy", "LogLoss over that of the base rate of the same examples; below 1 is better"),
-    ("auc", "AUC", "windows by histogram with its error bound as a band, evaluations exact"),
+    (
+        "auc",
+        "AUC",
+        "windows by histogram with its error bound as a band, evaluations exact; of nodes a mean over tasks",
+    ),
 )
 
 

@@ -13,7 +13,8 @@
 Metrics of a model without tables are loss (mean, in nats), perplexity (e to its power) and weight (over how much).
 Those of the nodes of a graph are loss, accuracy and weight (how many nodes); `best_step` is that of the highest
 accuracy on the split scored at intervals, `best_<split>_accuracy` that accuracy and `test_accuracy_at_best` what the
-final split had there. `nodes`, `edges` and `flops_per_step` describe the graph.
+final split had there. Where labels are those of binary tasks, it is auc (mean over tasks) in place of accuracy, and
+weight is how many labels are known. `nodes`, `edges` and `flops_per_step` describe the graph.
 Those of a click model are those of `evaluation.evaluate`: examples, logloss, ne, auc, gauc, calibration, base_rate;
 progressive validation has auc_hist and auc_error_bound instead of auc. With several tasks the key ends in "/task":
 "test_auc_low/click". With `Exchange(spill="count")` there is also spilled_ids: those that the pass embedded as zeros,
@@ -71,11 +72,12 @@ def quality(summary: Mapping[str, Any]) -> list[Section]:
 
 def _loss_section(summary: Mapping[str, Any], start: str, split: str) -> Section:
     loss = summary[f"{start}_loss"]
-    if (accuracy := summary.get(f"{start}_accuracy")) is not None:
-        found = [Row("loss", number(loss), "", ""), Row("accuracy", number(accuracy), "", "")]
-        if (best := summary.get(f"{start}_accuracy_at_best")) is not None:
-            found.append(Row(f"accuracy at step {summary.get('best_step')}, the best", number(best), "", ""))
-        return Section(f"{split}: {_whole(summary.get(f'{start}_weight'))} nodes", tuple(found))
+    for metric, name, base, of in (("accuracy", "accuracy", "", "nodes"), ("auc", "AUC", number(0.5), "labels")):
+        if f"{start}_{metric}" in summary:
+            found = [Row("loss", number(loss), "", ""), Row(name, number(summary[f"{start}_{metric}"]), "", base)]
+            if (best := summary.get(f"{start}_{metric}_at_best")) is not None:
+                found.append(Row(f"{name} at step {summary.get('best_step')}, the best", number(best), "", base))
+            return Section(f"{split}: {_whole(summary.get(f'{start}_weight'))} {of}", tuple(found))
     rows = (
         Row("loss", number(loss), "", ""),
         Row("perplexity", number(summary.get(f"{start}_perplexity")), "", ""),

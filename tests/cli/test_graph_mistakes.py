@@ -13,6 +13,7 @@ import pytest
         ("graphsage", ["data.fanouts=[3]"], "one number for each of the 2 layers"),
         ("gcn", ["data.path=bad.npz"], "features must be finite; those of node 2 are not"),
         ("gcn", ["data.path=."], "holds 2 files, and a graph is one"),
+        ("gcn", ["data.path=tasks.npz"], "Set checkpoints.best_metric=auc"),
     ],
 )
 def test_a_run_that_cannot_begin(invoke, tmp_path, monkeypatch, recipe, sets, words):
@@ -21,6 +22,10 @@ def test_a_run_that_cannot_begin(invoke, tmp_path, monkeypatch, recipe, sets, wo
     features[2, 0] = np.nan
     for name in ("bad.npz", "other.npz"):
         np.savez(tmp_path / name, edge_src=[0], edge_dst=[1], features=features, labels=[0, 1, 0], train_idx=[0])
+    if "tasks" in "".join(sets):
+        splits = {name: np.array([0, 1]) for name in ("train_idx", "val_idx", "test_idx")}
+        labels = np.array([[0, 1], [1, -1], [1, 0]])
+        np.savez(tmp_path / "tasks.npz", edge_src=[0], edge_dst=[1], features=np.ones((3, 2)), labels=labels, **splits)
     result = invoke("train", recipe, *(f"--set={text}" for text in sets))
     assert result.exit_code == 2, result.stderr
     assert result.stdout == ""

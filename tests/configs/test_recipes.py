@@ -105,7 +105,7 @@ def test_graph_smoke_trains_and_sums_up(name: str, tmp_path: pathlib.Path) -> No
 
 
 _BROUGHT = ["wukong-criteo", "dlrm-criteo", "dcnv2-criteo", "wukong-movielens", "dlrm-movielens", "dcnv2-movielens"]
-_BROUGHT += ["gcn-citeseer"]
+_BROUGHT += ["gcn-citeseer", "gcn-proteins"]
 
 
 @pytest.mark.parametrize("name", _BROUGHT)

@@ -134,6 +134,17 @@ def test_a_lookup_is_that_of_the_decoded_table_to_the_bit(format, pooling, weigh
     assert np.array_equal(np.asarray(jitted), np.asarray(wanted))
 
 
+@pytest.mark.slow
+@pytest.mark.compiled_as_users_do
+def test_optimised_programs_have_the_same_bits():
+    """LLVM contracts products and sums where it can, but for what is written against it."""
+    for format in ("int8", "int4"):
+        test_bytes_are_those_of_the_oracle(format)
+        test_decoded_numbers_are_those_of_the_oracle(format)
+        for weighted in (False, True):
+            test_a_lookup_is_that_of_the_decoded_table_to_the_bit(format, "mean", weighted)
+
+
 KERNEL = {"implementation": "pallas_gpu", "interpret": True}
 LOOKUPS = [(f, p, w) for f in ROW_FORMATS for p in ("sum", "mean") for w in (False, True)]
 ONE_LOOKUP = ("int4", "mean", False)
@@ -157,6 +168,15 @@ def test_the_kernel_of_lookups_decodes_and_sums_in_the_order_of_ids(format, pool
     found = np.asarray(block_quant.quantized_bag(rows, ids, lengths, **KERNEL, **options))
     # A product with a weight may be rounded together with the sum that it goes to.
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 if weighted else 0)
+
+
+@pytest.mark.slow
+def test_the_kernel_of_lookups_takes_ids_of_64_bits(x64):
+    rows = block_quant.quantize_rows(jnp.asarray(CASES["normal"]), "int4")
+    ids, lengths = jnp.asarray([0, 3, 1, 900, -1]), jnp.asarray([2, 0, 3])
+    assert ids.dtype == lengths.dtype == jnp.int64
+    found, wanted = (block_quant.quantized_bag(rows, ids, lengths, **how) for how in (KERNEL, {}))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
 @pytest.mark.parametrize("how", [{}, KERNEL], ids=["xla", "pallas_gpu"])
@@ -224,6 +244,10 @@ def test_the_greedy_range_keeps_broken_rows_broken_and_small_rows_exact():
         (lambda t: block_quant.fuse_rows(block_quant.quantize_rows(t, "int8"), layout="gpu"), "got 'gpu'"),
         (lambda t: block_quant.fuse_rows(block_quant.quantize_rows(t, "int8"), align=0), "got 0"),
         (
+            lambda t: block_quant.fuse_rows(block_quant.cluster_rows(t, "kmeans2")),
+            "rows must be from quantize_rows; got kmeans2",
+        ),
+        (
             lambda t: block_quant.quantized_bag(
                 block_quant.quantize_rows(t, "int8"),
                 jnp.zeros(1, jnp.int32),
@@ -242,6 +266,12 @@ def test_the_greedy_range_keeps_broken_rows_broken_and_small_rows_exact():
                 block_quant.quantize_rows(t, "int8"), jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32), pooling="max"
             ),
             '"sum" or "mean"; got \'max\'',
+        ),
+        (
+            lambda t: block_quant.quantized_bag(
+                block_quant.quantize_rows(t, "int8"), jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32), dtype=jnp.int8
+            ),
+            "dtype must be of floating point; got int8",
         ),
     ],
 )

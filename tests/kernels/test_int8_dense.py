@@ -64,6 +64,14 @@ def test_a_row_that_is_not_finite_gives_nan_and_spares_the_others():
     assert np.array_equal(np.isnan(fake), np.isnan(found))
 
 
+def test_a_range_beyond_float32_spares_all_rows():
+    x = np.ones((4, 5), np.float32)
+    x[1, :2] = 3e38, -3e38
+    found = np.asarray(dense.int8_matmul(jnp.asarray(x), dense.quantize_weight(jnp.full((5, 3), 0.01, jnp.float32))))
+    assert np.isfinite(found).all()
+    assert (np.abs(found) <= 0.01 * 5 * 6e38 / 255).all()  # a step for each number
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_the_largest_sums_fit_int32(sign):
     """Every activation is 255 steps above the code of zero, every weight 127 steps: as far out as a sum can be."""
@@ -84,8 +92,9 @@ def test_mistakes_are_named():
         dense.quantize_weight(jnp.zeros((3, 3), jnp.int32))
     with pytest.raises(UserError, match="Keep this operator in float16"):
         dense.quantize_weight(jnp.zeros((dense.MOST_INPUTS + 1, 1), jnp.float32))
-    with pytest.raises(UserError, match=r"x must be \[B, 5\]; got \[2, 4\]"):
-        dense.int8_matmul(jnp.zeros((2, 4)), dense.quantize_weight(jnp.ones((5, 3))))
+    for x, got in ((jnp.zeros((2, 4)), r"float32\[2, 4\]"), (jnp.zeros((2, 5), jnp.int32), r"int32\[2, 5\]")):
+        with pytest.raises(UserError, match=rf"x must be of floating point, \[B, 5\]; got {got}"):
+            dense.int8_matmul(x, dense.quantize_weight(jnp.ones((5, 3))))
 
 
 def test_a_column_that_is_not_finite_gives_nan_and_spares_the_others():

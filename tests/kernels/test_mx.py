@@ -1,5 +1,7 @@
 """Packed blocks by XLA: the bits of scalejax.numerics by another way, refusals, and products with their derivative."""
 
+import dataclasses
+
 import format_cases
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 from format_cases import assert_equal_bits as equal
 from format_cases import sparse_numbers as numbers
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax import compat
@@ -54,6 +56,16 @@ def test_and_under_every_rule(name, rule):
 def test_bit_patterns_of_all_kinds_give_the_codes_of_numerics(name):
     x = jnp.asarray(format_cases.random_bits(4096, FORMATS[name].k1 * 2, seed=5))
     equal(mx.quantize_blocks(x, name, axis=1, implementation="xla"), pack(quantize(x, name, axis=1)))
+
+
+@pytest.mark.slow
+@pytest.mark.compiled_as_users_do
+def test_optimised_programs_give_the_codes_of_numerics_too():
+    for name in ("mxfp8_e5m2", "bdr_mx6", "nvfp4"):
+        x = jnp.asarray(format_cases.random_bits(4096, 64, seed=5))
+        ours, theirs = mx.quantize_blocks(x, name, axis=1, implementation="xla"), quantize(x, name, axis=1)
+        equal(ours, pack(theirs))
+        equal(mx.dequantize_blocks(ours, implementation="xla"), dequantize(theirs))
 
 
 @pytest.mark.parametrize(
@@ -122,6 +134,40 @@ def test_blocks_on_two_devices_are_refused_and_whole_ones_stay_where_they_are():
     packed = mx.quantize_blocks(x, "mxfp8_e4m3", axis=1, implementation="xla")
     assert packed.codes.sharding.spec[0] == "x"
     equal(packed, pack(quantize(x, "mxfp8_e4m3", axis=1)))
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "backend"),
+    [
+        (AxisType.Auto, "xla"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((AxisType.Explicit, "xla"), (AxisType.Auto, "pallas_gpu"), (AxisType.Explicit, "pallas_tpu"))
+        ),
+    ],
+)
+def test_codes_and_scales_are_cut_alike_along_either_axis(axis_type, backend):
+    """Columns on eight devices; and rows, whose blocks stay whole, with a sum over the devices."""
+    how = {"implementation": backend} | ({} if backend == "xla" else {"interpret": True})
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    x = jnp.asarray(np.random.default_rng(3).integers(-2, 3, (4, 256)), jnp.float32)
+    weights = mx.quantize_blocks(jnp.nan_to_num(numbers((256, 16), seed=9)), "bdr_mx6", axis=0, implementation="xla")
+    wanted = mx.matmul(x, weights, implementation="xla")
+
+    def sums(x, weights):
+        own = dataclasses.replace(weights, length=x.shape[1])
+        return jax.lax.psum(mx.matmul(x, own, **how), "x")
+
+    def run(function, specs, out):
+        args = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((x, weights), specs, strict=True)]
+        return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False))(*args)
+
+    by_columns = run(lambda x, w: mx.matmul(x, w, **how), (P(), P(None, "x")), P(None, "x"))
+    by_rows = run(sums, (P(None, "x"), P("x")), P())
+    for found in (by_columns, by_rows):
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * float(jnp.abs(wanted).max()))
+    with pytest.raises(UserError, match=r"256 numbers of bdr_mx6 have 160 codes, 16 scales.*; got 20 codes, 2 scales"):
+        run(lambda x, w: mx.dequantize_blocks(w, **how), (P(), P("x")), P("x"))
 
 
 def exact_product(x, weights):
@@ -219,6 +265,10 @@ def test_what_the_native_product_lacks_is_said():
             mx.matmul(operand, mx.quantize_blocks(matrix, name, axis=0), implementation="native")
 
 
+def other_format(packed):
+    return dataclasses.replace(packed, format=FORMATS["mxfp6_e2m3"])
+
+
 def test_mistakes_are_refused_by_name():
     x = jnp.ones((4, 64))
     weights = mx.quantize_blocks(jnp.ones((64, 32)), "mxfp8_e4m3", axis=0)
@@ -234,6 +284,8 @@ def test_mistakes_are_refused_by_name():
         (lambda: mx.matmul(x, jnp.ones((64, 32))), "weights must be packed with two axes"),
         (lambda: mx.matmul(x, weights, dtype=jnp.int8), "dtype must be of floating point; got int8"),
         (lambda: mx.matmul(mx.quantize_blocks(x.T, "mxfp8_e4m3", axis=0), weights), "must lie along its last axis"),
+        (lambda: mx.matmul(x, other_format(weights)), "64 numbers of mxfp6_e2m3 have 48 codes, 2 scales along their a"),
+        (lambda: mx.dequantize_blocks(other_format(weights)), "; got 64 codes, 2 scales. Was it packed in another for"),
     ):
         with pytest.raises(UserError, match=message):
             call()
@@ -244,6 +296,8 @@ def test_an_empty_array_stays_empty():
     assert (packed.codes.shape, packed.scales.shape) == ((0, 32), (0, 2))
     assert mx.dequantize_blocks(packed).shape == (0, 64)
     assert mx.matmul(packed, mx.quantize_blocks(jnp.ones((64, 3)), "mxfp4_e2m1", axis=0)).shape == (0, 3)
+    nothing = mx.quantize_blocks(jnp.zeros((0, 3)), "mxfp4_e2m1", axis=0)
+    np.testing.assert_array_equal(mx.matmul(jnp.zeros((2, 0)), nothing), np.zeros((2, 3)))
 
 
 def test_a_stack_of_tensors_is_decoded_by_the_scale_of_each_and_multiplied_under_vmap():

@@ -1,8 +1,10 @@
 """Pallas kernels of packed blocks under interpret mode. Oracle: scalejax.numerics, to the bit; products in float64."""
 
 import dataclasses
+from fractions import Fraction
 
 import format_cases
+import format_oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +127,44 @@ def test_a_tail_of_the_summed_axis_and_the_gradient(backend):
         np.testing.assert_allclose(ours, theirs, atol=2e-6 * float(jnp.abs(theirs).max()))
 
 
+def fractions_of(rows, name):
+    """Each row of float32[n, K] as the fractions that blocks of a format make of it."""
+    format = FORMATS[name]
+
+    def numbers_of(block):
+        return format_oracle.exact_block(block, format_cases.form(format), "floor", "ties_to_even", block)[0]
+
+    return [[v for block in row.reshape(-1, format.k1) for v in numbers_of(block)] for row in rows]
+
+
+FITTING = ("bdr_mx6", "bdr_mx4", "mxfp4_e2m1")
+"""Formats of which 64 products fit the 24 bits of a float32, so that no sum is rounded."""
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=() if (name, backend) == ("bdr_mx6", "xla") else pytest.mark.slow)
+        for name in (*FITTING, "bdr_mx9", "mxfp8_e4m3", "mxfp6_e3m2", "mxint8")
+        for backend in (*BACKENDS, "xla", "reference")
+    ],
+)
+def test_a_product_is_the_rational_one_up_to_its_sums_in_float32(name, backend):
+    rng = np.random.default_rng(7)
+    x, matrix = (rng.uniform(0.6, 1.9, shape) * rng.choice([-1, 1], shape) for shape in ((3, 64), (2, 64)))
+    x, matrix = x.astype(np.float32), matrix.astype(np.float32)
+    left, right = fractions_of(x, name), fractions_of(matrix, name)
+    how = {"implementation": backend} | ({"interpret": True} if backend in BACKENDS else {})
+    packed = [pack(quantize(jnp.asarray(a), name, axis=1)) for a in (x, matrix)]
+    out = np.asarray(mx.matmul(*packed, **how))
+    for (i, j), found in np.ndenumerate(out):
+        products = [a * b for a, b in zip(left[i], right[j], strict=True)]
+        size = sum(map(abs, products))
+        fits = size * max(p.denominator for p in products) < 2**24
+        assert fits or name not in FITTING
+        assert abs(Fraction(float(found)) - sum(products)) <= (0 if fits else len(products) * size / 2**24)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_what_a_kernel_lacks_is_said_and_nothing_else_is_taken(backend):
     x = jnp.ones((4, 1024))
@@ -150,6 +190,40 @@ def test_products_keep_normal_numbers_under_the_lowest_scale(backend, name):
     how = {"implementation": backend} | ({} if backend == "xla" else {"interpret": True})
     out = mx.matmul(jnp.full((1, 32), 2.0**100), weights, **how)
     np.testing.assert_array_equal(out, np.full((1, 3), 32 * 2.0**100 * float(matrix[0, 0])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
+def test_codes_that_are_no_numbers_are_decoded_as_what_they_are(backend):
+    """None is written here; other writers mark NaN and infinities in the codes of FP8, and not in scales."""
+    how = {"implementation": backend} | ({} if backend == "xla" else {"interpret": True})
+    for name, code, want in (
+        ("mxfp8_e4m3", 0x7F, np.nan),
+        ("mxfp8_e5m2", 0x7C, np.inf),
+        ("mxfp8_e5m2", 0xFC, -np.inf),
+        ("mxfp8_e5m2", 0xFE, np.nan),
+    ):
+        packed = mx.quantize_blocks(jnp.ones((2, 32)), name, axis=1, implementation="xla")
+        packed = dataclasses.replace(packed, codes=packed.codes.at[1, 5].set(code))
+        expected = np.ones((2, 32))
+        expected[1, 5] = want
+        np.testing.assert_array_equal(mx.dequantize_blocks(packed, **how), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [*BACKENDS, "xla"])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "bdr_mx9"])
+def test_products_meet_codes_and_scales_that_are_no_numbers(backend, name):
+    how = {"implementation": backend} | ({} if backend == "xla" else {"interpret": True})
+    weights = mx.quantize_blocks(jnp.ones((32, 4)), name, axis=0, implementation="xla")
+    scales = weights.scales.at[0, 1].set(255)  # with codes of ones, where this library has zeros
+    codes, want = weights.codes, np.full((2, 4), 32.0)
+    want[:, 1] = np.nan
+    if name != "bdr_mx9":
+        codes = codes.at[3, 2].set(0x7F).at[3, 3].set(0xFC if name == "mxfp8_e5m2" else 0xFF)
+        want[:, 2], want[:, 3] = np.nan, -np.inf if name == "mxfp8_e5m2" else np.nan
+    out = mx.matmul(jnp.ones((2, 32)), dataclasses.replace(weights, codes=codes, scales=scales), **how)
+    np.testing.assert_array_equal(out, want)
 
 
 @pytest.mark.slow

@@ -51,6 +51,14 @@ def _close(ours, theirs, rtol=1e-5):
     np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=rtol, atol=rtol * scale)
 
 
+def _rounded_once(ours, exact, dtype):
+    """Sums that were rounded to a narrow dtype at their end alone."""
+    assert ours.dtype == dtype
+    half_ulp = 2.0 ** -(1 + ml_dtypes.finfo(dtype).nmant)
+    sums_error = 1e-5 * np.abs(exact).max()  # of float32
+    assert np.all(np.abs(np.asarray(ours, np.float64) - exact) <= 1.01 * half_ulp * np.abs(exact) + sums_error)
+
+
 @pytest.mark.parametrize(
     ("implementation", "weighted"), [*((name, True) for name in IMPLEMENTATIONS), ("xla", False), (None, False)]
 )
@@ -160,11 +168,7 @@ def test_narrow_features_are_summed_in_float32(implementation, dtype):
     csr = random_csr(0)
     h = _features(csr, dtype=dtype)
     out = product(plan(csr), jnp.asarray(h), implementation=implementation)
-    assert out.dtype == dtype
-    exact = _matrix(csr, csr.values) @ h.astype(np.float64)
-    half_ulp = 2.0 ** -(1 + ml_dtypes.finfo(dtype).nmant)
-    sums_error = 1e-5 * np.abs(exact).max()  # of float32
-    assert np.all(np.abs(np.asarray(out, np.float64) - exact) <= 1.01 * half_ulp * np.abs(exact) + sums_error)
+    _rounded_once(out, _matrix(csr, csr.values) @ h.astype(np.float64), dtype)
 
 
 def test_narrow_features_get_gradients_in_their_own_dtype():
@@ -324,11 +328,29 @@ def test_picks_in_many_slots_count_no_empty_slot_on_a_cpu(features):
     _close(out[~reads], (_picked_matrix(csr, 21, {"strategy": "fastrand"}) @ np.nan_to_num(h))[~reads])
 
 
-@pytest.mark.parametrize("strategy", ["bucket", "fastrand"])
-def test_a_width_above_every_degree_is_exact(strategy):
+# Two forms take several slots a row; of rows with all of 8 slots a plan sums slot after slot.
+@pytest.mark.parametrize(("form", "degrees"), [("csr", None), ("ell", None), ("plan", [9, 8, 30, 8, 12])])
+def test_sampled_narrow_features_are_summed_in_float32(form, degrees):
+    csr = random_csr(5) if degrees is None else random_csr(5, degrees=degrees)
+    h = _features(csr, dtype=ml_dtypes.bfloat16)
+    rule = {"strategy": "fastrand"}
+    out = _sampled(form, csr, jnp.asarray(h), 8 if degrees else 64, rule, reduce="sum")
+    _rounded_once(out, _picked_matrix(csr, 8 if degrees else 64, rule) @ h.astype(np.float64), ml_dtypes.bfloat16)
+
+
+def test_sampled_derivatives_agree_with_finite_differences(x64):
+    csr = random_csr(1, degrees=[3, 0, 9, 30, 1], columns=6)
+    planned = plan_sample(presample(csr, 8, strategy="fastrand"))
+    h, values = jnp.asarray(_features(csr, dtype=np.float64)), jnp.asarray(csr.values, jnp.float64)
+    mean = jax.jit(lambda h, v: sampled_spmm(planned, h, values=v))
+    check_grads(mean, (h, values), order=1, modes=["rev"], rtol=1e-5)
+
+
+@pytest.mark.parametrize(("strategy", "width"), [("bucket", 3000), ("bucket", 3001), ("fastrand", 3001)])
+def test_a_width_of_every_degree_is_exact(strategy, width):
     csr = random_csr(6)
     h = _features(csr)
-    out = sampled_spmm(csr, h, 3001, strategy=strategy, reduce="sum")
+    out = sampled_spmm(csr, h, width, strategy=strategy, reduce="sum")
     _close(out, _matrix(csr, csr.values) @ h, rtol=2.2e-6)
 
 

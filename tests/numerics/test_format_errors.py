@@ -1,5 +1,7 @@
 """Formats and arguments that cannot be are refused, by name and with what to do."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -32,6 +34,11 @@ def test_float64_is_refused_by_name(x64):
     with pytest.raises(UserError, match=r"got float64. Cast it to float32 first"):
         api.quantize(jnp.zeros(32, jnp.float64), "mxint8", axis=0)
     assert api.cast(jnp.ones(32, jnp.float32), "bdr_mx4", axis=0).dtype == jnp.float32
+
+
+def test_lists_are_refused_by_name():
+    with pytest.raises(UserError, match=r"x must be an array; got a list. Pass jnp.asarray"):
+        api.quantize([1.0] * 32, "mxint8", axis=0)
 
 
 def test_float64_of_numpy_is_refused_too():
@@ -92,6 +99,8 @@ def test_formats_that_cannot_be_are_refused(numbers, message):
         ({"scale": "power"}, "scale must be one of exponent, float32, e4m3; got 'power'"),
         ({"sub_scale": "power", "k2": 8, "d2": 1}, "sub_scale must be one of none, exponent, integer; got 'power'"),
         ({"scale": "e4m3", "element": elements.integer(8)}, "elements of at most 4 significant bits; got I8"),
+        ({"element": elements.unsigned(8)}, "must have room for a sign above max_code; got U8, unsigned"),
+        ({"element": dataclasses.replace(elements.E2M1, max_code=8)}, "got E2M1, .* of 4 bits with max_code=8"),
     ],
 )
 def test_kinds_of_scales_that_cannot_be_are_refused(fields, message):

@@ -218,6 +218,9 @@ def test_blocks_lie_within_shards_or_are_refused(axis_type):
     message = r"blocks of 32, and axis 1 of x\[8, 128\] is cut into shards of 16.*number of shards that divides 4"
     with pytest.raises(UserError, match=message):
         api.quantize(jax.device_put(x, along), "mxint8", axis=1)
+    ragged = jax.device_put(x[:, :24], along)
+    with pytest.raises(UserError, match=r"shards of 3: blocks .* Fill up its last block before, or shard another axis"):
+        api.quantize(ragged, "bdr_mx9", axis=1, tail="pad")
     if axis_type == jax.sharding.AxisType.Explicit:
         with pytest.raises(UserError, match=message):
             jax.jit(lambda x: api.cast(x, "mxint8", axis=1))(jax.device_put(x, along))

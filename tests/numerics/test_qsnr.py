@@ -98,6 +98,29 @@ def test_no_adversary_gets_below_the_bound_and_one_comes_near(format):
     assert best.min() <= 10 * np.log10(((1 + 2.0**-m) ** 2 - half + noise) / noise) + 0.03
 
 
+@pytest.mark.parametrize(
+    ("length", "rounding"),
+    [
+        (5, "ties_to_even"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, "ties_away"), (5, "ties_away"), (40, "ties_away"))
+        ),
+    ],
+)
+def test_vectors_shorter_and_longer_than_a_block_keep_the_bound(length, rounding):
+    format = find("bdr_mx4")
+    rng = np.random.default_rng(2)
+    worst = np.tile(worst_start(format, rng, 4000), 3)[:, :length]
+    x = np.concatenate([worst, rng.standard_normal((4000, length)) * 2.0 ** rng.integers(-4, 1, (4000, length))])
+    x = x.astype(np.float32)
+    noise = (np.asarray(cast(jnp.asarray(x), format, axis=1, rounding=rounding, tail="pad"), np.float64) - x) ** 2
+    lowest = (10 * np.log10((x.astype(np.float64) ** 2).sum(axis=1) / np.maximum(noise.sum(axis=1), 1e-300))).min()
+    bound = qsnr.theorem1_bound(format, length)
+    # The bound counts whole pairs and a first number of 1, where half a step of noise needs 1.25.
+    assert bound < lowest < bound + 4.5
+
+
 def test_the_bound_is_for_magnitudes_under_exponents():
     for name in ("mxfp8_e4m3", "int8", "nvfp4"):
         with pytest.raises(UserError, match=f"such as bdr_mx9; got {name}"):
@@ -121,6 +144,13 @@ def test_small_and_large_numbers_have_the_qsnr_of_others(shift):
 
 def test_noise_without_a_signal_is_infinitely_bad():
     assert qsnr.qsnr(np.zeros(3), np.ones(3)) == -np.inf
+    assert qsnr.qsnr(np.ones(3), np.float64([1, np.inf, 1])) == -np.inf
+
+
+def test_vectors_of_zeros_are_kept_perfectly():
+    zeros = np.zeros((2, 64), np.float32)
+    assert qsnr.study("bdr_mx6", zeros).overall == np.inf
+    assert [point.qsnr for point in search.measure([find("bdr_mx6")], zeros)] == [np.inf]
 
 
 def test_the_search_refuses_vectors_that_blocks_do_not_divide():
@@ -139,7 +169,7 @@ def test_distributions_are_repeatable_and_symmetric(name):
 
 def test_the_search_measures_what_casting_gives():
     few = vectors()[:64]
-    members = [bdr(m=7), bdr(m=3, d2=2), bdr(m=1, d2=3), bdr(m=4, d2=0), find("vsq4"), bdr(k1=32, k2=4, m=8)]
+    members = [bdr(m=7), bdr(m=3, d2=2), bdr(m=1, d2=3), bdr(m=4, d1=3, d2=0), find("vsq4"), bdr(k1=32, k2=4, m=8)]
     points = search.measure(members, few)
     assert [p.format for p in points] == members
     for point in points:
@@ -154,6 +184,18 @@ def test_the_front_holds_what_no_other_point_beats():
         for b, q in [(4, 10), (5, 20), (5, 25), (6, 25), (7, 24), (8, 40), (8, 39)]
     ]
     assert [(p.bits, p.qsnr) for p in search.pareto(points)] == [(4, 10), (5, 25), (8, 40)]
+
+
+@pytest.mark.slow
+def test_the_paper_s_formats_lie_on_the_front_and_their_rivals_do_not():
+    points = search.measure(search.family(), vectors()[:64])
+    front = {(p.format.element, p.format.k1, p.format.k2, p.format.d2) for p in search.pareto(points)}
+    on = {name: (f.element, f.k1, f.k2, f.d2) in front for name, f in FORMATS.items() if f.scale == "exponent"}
+    assert on["bdr_mx9"]
+    assert on["bdr_mx6"]
+    assert on["bdr_mx4"]
+    assert not on["msfp16"]
+    assert not on["msfp12"]
 
 
 def test_the_family_holds_the_paper_s_formats_once():

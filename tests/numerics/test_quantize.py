@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from scalejax.numerics import bits as float32
-from scalejax.numerics import blocks
+from scalejax.numerics import blocks, elements
 from scalejax.numerics import quantize as api
-from scalejax.numerics.formats import FORMATS
+from scalejax.numerics.formats import FORMATS, BlockFormat, bdr
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -34,8 +34,7 @@ def covering():
         yield name, rules[(i + 3) % len(rules)], format_cases.ROUNDINGS[(i + 1 + i // 4 % 3) % 4]
 
 
-def check(name, rule, rounding, x):
-    format = format_cases.small(name)
+def check(format, rule, rounding, x):
     key = jax.random.key(5) if rounding == "stochastic" else None
     chance = None if key is None else np.asarray(jax.random.bits(key, x.shape, jnp.uint32))
     want = format_oracle.quantize(x, format_cases.form(format), rule, rounding, chance)
@@ -69,7 +68,7 @@ def some_maxima():
 def test_codes_scales_and_values_are_those_of_the_oracle(name, rule, rounding):
     format = format_cases.small(name)
     x = format_cases.blocks(some_maxima(), format, rule, seed=3)
-    check(name, rule, rounding, np.concatenate([x, format_cases.random_bits(1024, format.k1, seed=4)]))
+    check(format, rule, rounding, np.concatenate([x, format_cases.random_bits(1024, format.k1, seed=4)]))
 
 
 @pytest.mark.slow
@@ -77,7 +76,54 @@ def test_codes_scales_and_values_are_those_of_the_oracle(name, rule, rounding):
 def test_every_bfloat16_as_the_largest_of_a_block(name, rule, rounding):
     format = format_cases.small(name)
     x = format_cases.blocks(format_cases.all_bfloat16(), format, rule, seed=11)
-    check(name, rule, rounding, np.concatenate([x, format_cases.random_bits(8192, format.k1, seed=12)]))
+    check(format, rule, rounding, np.concatenate([x, format_cases.random_bits(8192, format.k1, seed=12)]))
+
+
+@pytest.mark.slow
+@pytest.mark.compiled_as_users_do
+def test_optimised_programs_give_the_same_bits():
+    for name, rule, rounding in (
+        ("bdr_mx6", "floor", "stochastic"),
+        ("mxfp8_e4m3", "rceil", "ties_to_even"),
+        ("nvfp4", None, "ties_to_even"),
+        ("vsq4", None, "ties_to_even"),
+        ("int8", None, "stochastic"),
+        ("fp8_e5m2", None, "ties_away"),
+    ):
+        format = format_cases.small(name)
+        x = format_cases.blocks(some_maxima(), format, rule, seed=3)
+        check(format, rule, rounding, np.concatenate([x, format_cases.random_bits(1024, format.k1, seed=4)]))
+
+
+FAMILY = [
+    bdr(m=15),
+    bdr(m=9, d2=0, k1=8),
+    bdr(m=6, k1=12, k2=3, d1=5, d2=2),
+    bdr(m=3, k1=64, k2=1, d1=2, d2=4),
+    bdr(m=12, k1=32, k2=4, d2=8, scale="float32"),
+    bdr(m=1, k1=6, k2=2, d2=1, scale="float32"),
+    bdr(m=15, k1=4, d2=0, scale="float32"),
+    BlockFormat(name="pairs of E2M1", element=elements.E2M1, k1=16, k2=2, d1=6, sub_scale="exponent", d2=3),
+    BlockFormat(name="short E5M2", element=elements.E5M2, k1=8, k2=8, d1=4),
+    BlockFormat(
+        name="E4M3 twice", element=elements.E4M3, k1=32, k2=8, scale="float32", d1=32, sub_scale="integer", d2=4
+    ),
+    BlockFormat(name="E3M2 of a row", element=elements.E3M2, k1=24, k2=24, scale="float32", d1=32),
+]
+"""Points of the space without a name: wide and narrow elements, short scales, odd blocks, floats under two scales."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("format", "rounding"),
+    [(format, format_cases.ROUNDINGS[(i + j) % 4]) for i, format in enumerate(FAMILY) for j in (0, 3)],
+    ids=lambda case: getattr(case, "name", case),
+)
+def test_any_member_of_the_family_is_that_of_the_oracle(format, rounding):
+    rules = format_cases.rules(format)
+    rule = rules[FAMILY.index(format) % len(rules)]
+    x = format_cases.blocks(some_maxima(), format, rule, seed=5)
+    check(format, rule, rounding, np.concatenate([x, format_cases.random_bits(2048, format.k1, seed=6)]))
 
 
 @pytest.mark.parametrize("name", ["bdr_mx6", "mxfp4_e2m1", "fp8_e4m3", "vsq8", "nvfp4"])

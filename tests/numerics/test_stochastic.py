@@ -68,6 +68,14 @@ def test_float16_beyond_its_range_becomes_its_largest_number():
     np.testing.assert_array_equal(np.asarray(got, np.float32), [65504, -65504])
 
 
+@pytest.mark.parametrize("bits", [0, 0xFFFFFFFF])
+def test_bfloat16_beyond_its_range_becomes_its_largest_number(bits):
+    largest = np.finfo(np.float32).max
+    got = stochastic_round(jnp.float32([largest, -largest]), jnp.bfloat16, jnp.full(2, bits, jnp.uint32))
+    top = float(jnp.finfo(jnp.bfloat16).max)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), [top, -top])
+
+
 def test_other_types_are_refused():
     with pytest.raises(UserError, match="bfloat16 or float16; got float32 and float8_e4m3fn"):
         stochastic_round(jnp.ones(1), jnp.float8_e4m3fn, jnp.zeros(1, jnp.uint32))

@@ -10,6 +10,8 @@ from scalejax.bench import data_pipeline, harness, text_pipeline
 pytestmark = pytest.mark.peers
 
 
+# The peer's workers are forks, against which jax warns once it has threads; they never call it.
+@pytest.mark.filterwarnings("ignore:os.fork.. was called:RuntimeWarning")
 @pytest.mark.parametrize("peer", data_pipeline.PEERS)
 @pytest.mark.parametrize("case", data_pipeline.CASES)
 def test_an_epoch_holds_the_same_rows(case, peer):

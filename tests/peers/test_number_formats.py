@@ -1,7 +1,7 @@
-"""torchao's MXTensor and FBGEMM's MX4 codec against ours: the same codes, scales and bytes on the same numbers.
+"""torchao's MXTensor, FBGEMM's MX4 codec and microxcaling against ours: the same codes, scales, bytes and numbers.
 
-Both divide by scales that are normal float32 numbers only, and neither poisons blocks for infinities; so magnitudes
-stay between 2^-100 and 2^100 here, and docs/numerics.md says what happens beyond.
+All divide by scales that are normal float32 numbers only, and the first two do not poison blocks for infinities; so
+magnitudes stay between 2^-100 and 2^100 here, and docs/numerics.md says what happens beyond.
 """
 
 import importlib
@@ -22,7 +22,7 @@ from torchao.prototype.mx_formats.mx_tensor import to_mx
 
 from scalejax.numerics.formats import FORMATS
 from scalejax.numerics.packing import pack
-from scalejax.numerics.quantize import quantize
+from scalejax.numerics.quantize import cast, quantize
 
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
@@ -57,6 +57,31 @@ def test_torchao_gives_the_same_codes_and_scales(name, rule):
     good = ~np.isnan(x).any(axis=1)
     # Their codes in a block with NaN are those of NaN, where the element has one; ours are 0.
     np.testing.assert_array_equal(ours[good], theirs[good])
+
+
+@pytest.mark.parametrize("rounding", ["ties_to_even", "ties_away"])
+@pytest.mark.parametrize("name", [*ELEMENTS, "mxint8"])
+def test_microxcaling_gives_the_same_numbers(name, rounding):
+    """Its default, "nearest", has ties away from zero; the rule is "floor".
+
+    It takes floor(log2(a)) in float32, which is one too many for the largest number below a power of two; no largest
+    magnitude here is one. And it rounds by floor(a + 0.5) in float32, by which the number just below half of the
+    smallest step becomes a step: left out.
+    """
+    theirs = pytest.importorskip("mx.mx_ops", reason="microxcaling is not installed; benchmarks/peers.sh installs it")
+    x = numbers(name, "floor")
+    element = FORMATS[name].element
+    step = np.exp2(
+        np.frexp(np.abs(x).max(axis=1, keepdims=True))[1] - 1.0 - element.max_exponent + element.step_exponent
+    )
+    below = np.abs(x) == np.nextafter((step / 2).astype(np.float32), np.float32(0))
+    assert 0 < below.sum() < 0.01 * x.size
+    how = {"ties_to_even": "even", "ties_away": "nearest"}[rounding]
+    wanted = theirs._quantize_mx(
+        torch.tensor(x), 8, name.removeprefix("mx"), axes=[-1], block_size=32, round=how
+    ).numpy()
+    found = np.asarray(cast(jnp.asarray(x), name, axis=1, rounding=rounding))
+    np.testing.assert_array_equal(found[~below], wanted[~below])
 
 
 def fbgemm_reference():

@@ -223,9 +223,41 @@ def test_refuses_several_tasks_at_once():
         ev.grouped_auc([0, 1], [0, 1], [0])
 
 
+def of_tasks(size=40):
+    """Labels and scores of five tasks: all known, some not known, nothing known, only positives, only negatives."""
+    rng = np.random.default_rng(1)
+    labels = rng.integers(0, 2, (size, 5))
+    labels[rng.random(size) < 0.4, 1] = -1
+    labels[:, 2], labels[:, 3], labels[::2, 4] = -1, 1, -1
+    labels[1::2, 4] = 0
+    return labels, np.round(rng.normal(size=(size, 5)) + labels, 1)
+
+
+def test_mean_auc_is_that_of_the_tasks_that_have_one():
+    labels, scores = of_tasks()
+    each = []
+    for t in (0, 1):
+        known = labels[:, t] >= 0
+        each.append(literal_auc(labels[known, t], scores[known, t], np.ones(known.sum())))
+    assert ev.mean_auc(labels, scores) == pytest.approx(sum(each) / 2, rel=EXACT)
+    np.testing.assert_array_equal(ev.both_known(labels), [True, True, False, False, False])
+    assert math.isnan(ev.mean_auc(labels[:, 2:], scores[:, 2:]))
+    scores[0, 0] = math.nan
+    assert math.isnan(ev.mean_auc(labels, scores))
+
+
 @pytest.mark.peers
 def test_agrees_with_scikit_learn():
     sklearn_metrics = pytest.importorskip("sklearn.metrics")
+    several, scores = of_tasks()
+    known = several[:, 1] >= 0
+    want = np.mean(
+        [
+            sklearn_metrics.roc_auc_score(several[:, 0], scores[:, 0]),
+            sklearn_metrics.roc_auc_score(several[known, 1], scores[known, 1]),
+        ]
+    )
+    assert ev.mean_auc(several, scores) == pytest.approx(want, rel=EXACT)
     labels, logits, weights = examples(6, 5000)
     p = ev.sigmoid(logits)
     want = sklearn_metrics.roc_auc_score(labels, logits, sample_weight=weights)

@@ -233,10 +233,106 @@ def test_scoring_may_read_fewer_edges_than_training(path: str) -> None:
     exact, fewer = (programs.build(_experiment(path, model=m), data) for m in (GcnConfig(hidden=8), model))
     state = exact.init()
     batch = data.whole("test")
-    scores = [p.score(state, p.placed, {"test": batch.nodes}, {"test": batch.labels})["test"] for p in (exact, fewer)]
-    assert scores[0][0] != scores[1][0]
+    scores = [p.evaluate(state, data, ["test"])["test"]["loss"] for p in (exact, fewer)]
+    assert scores[0] != scores[1]
     first, second = (p.train_step(p.init(), p.placed, p.place_batch(batch))[1] for p in (exact, fewer))
     assert first == second
+
+
+@pytest.fixture(scope="module")
+def tasks_path(path: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same graph; is a node of class 0, of class 1, of class 0 or 1, where a fifth of that is not known."""
+    graph = graphs.read_npz(path)
+    classes = np.asarray(graph.labels)
+    labels = np.stack([classes == 0, classes == 1, classes < 2], axis=1).astype(np.int32)
+    labels[np.arange(90) % 5 == 0, 2] = -1
+    file = tmp_path_factory.mktemp("tasks") / "tasks.npz"
+    graphs.write_npz(file, dataclasses.replace(graph, labels=labels))
+    return str(file)
+
+
+OF_TASKS = Checkpoints(every=12, keep_last=3, best_metric="auc")
+
+
+def test_tasks_are_learnt_and_scored_by_their_mean_auc(tasks_path: str) -> None:
+    experiment = _experiment(tasks_path, model=GcnConfig(layers=1, dropout=0.0), checkpoints=OF_TASKS)
+    data = experiment.data.build()
+    program = programs.build(experiment, data)
+    state, batch, losses = program.init(), program.place_batch(data.whole("train")), []
+    for _ in range(24):
+        state, loss = program.train_step(state, program.placed, batch)
+        losses.append(float(loss))
+    found = program.evaluate(state, data, ["train", "test"])
+    # The score in NumPy, of all pairs of a positive and a negative.
+    edges, x = data.graph.adjacency, np.asarray(data.graph.features, np.float64)
+    a = np.zeros((90, 90))
+    np.add.at(a, (edges.rows, edges.indices), edges.weights())
+    logits = a @ x @ np.asarray(state.params["layers/0/kernel"]) + np.asarray(state.params["layers/0/bias"])
+    for split, values in found.items():
+        nodes = data.graph.splits[split]
+        labels, scores = np.asarray(data.graph.labels)[nodes], logits[nodes]
+        known = labels >= 0
+        assert values["weight"] == known.sum()
+        wanted = np.log1p(np.exp(np.where(labels == 1, -scores, scores)))[known].mean()
+        assert values["loss"] == pytest.approx(wanted, rel=1e-5)
+        pairs = [np.sign(np.subtract.outer(s[y == 1], s[y == 0])) for y, s in zip(labels.T, scores.T, strict=True)]
+        assert values["auc"] == pytest.approx(np.mean([(p.mean() + 1) / 2 for p in pairs]), abs=1e-9)
+    assert found["train"]["loss"] < losses[0] < 2 * np.log(2)
+    assert found["test"]["auc"] > 0.75
+
+
+@pytest.mark.slow
+def test_a_run_of_tasks_in_two_parts_ends_at_the_same_numbers(tasks_path: str, tmp_path: pathlib.Path) -> None:
+    run = _experiment(tasks_path, checkpoints=OF_TASKS)
+    whole = loop.train(run, workdir=tmp_path / "whole")
+    assert whole["test_auc"] > 0.8
+    assert whole["best_val_auc"] >= whole["val_auc"]
+    assert "test_accuracy" not in whole
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "24")
+    parts = loop.train(run, workdir=tmp_path / "parts", resume="must")
+    for name in ("test_loss", "test_auc", "best_step", "test_auc_at_best"):
+        assert parts[name] == whole[name], name
+    report = (tmp_path / "whole" / "report.html").read_text()
+    assert "AUC at step" in report
+    again = loop.evaluate(run, workdir=tmp_path / "whole", split="test")
+    assert again["test_auc"] == whole["test_auc"]
+
+
+@pytest.mark.slow
+def test_mini_batches_of_tasks_over_eight_devices_are_those_of_one(tasks_path: str) -> None:
+    data = graphs.NodeData(path=tasks_path, features="as-is", normalization="none", fanouts=(3, 2), batch_size=16)
+    losses = []
+    for mesh in (None, MeshShape()):
+        experiment = _experiment(
+            tasks_path, data=data, model=GraphSageConfig(hidden=8, dropout=0.0), mesh=mesh, checkpoints=OF_TASKS
+        )
+        nodes = experiment.data.build()
+        program = programs.build(experiment, nodes)
+        state = program.init()
+        for batch in itertools.islice(nodes.train_batches(parts=program.mesh.size), 3):
+            state, loss = program.train_step(state, program.placed, program.place_batch(batch))
+            losses.append(float(loss))
+    np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
+
+
+def test_a_metric_that_labels_do_not_have_is_refused(path: str, tasks_path: str, tmp_path: pathlib.Path) -> None:
+    classes, tasks = _experiment(path).data.build(), _experiment(tasks_path).data.build()
+    with pytest.raises(
+        UserError, match=r"'loss' or 'accuracy' where labels are classes; got 'auc'.*best_metric=accuracy"
+    ):
+        programs.build(_experiment(path, checkpoints=OF_TASKS), classes)
+    with pytest.raises(UserError, match=r"'loss' or 'auc' where labels are binary tasks; got 'accuracy'"):
+        programs.build(_experiment(tasks_path), tasks)
+    graph = tasks.graph
+    one_sided = np.where(np.asarray(graph.labels) == 0, -1, 1)
+    one_sided[:, 0] = 1
+    one_sided[graph.splits["train"][0]] = 0
+    with pytest.raises(UserError, match="eval_split: split 'validation' has no task with a positive and a negative"):
+        programs.build(
+            _experiment(tasks_path, checkpoints=OF_TASKS),
+            graphs.NodeDataSet(dataclasses.replace(graph, labels=one_sided.astype(np.int32))),
+        )
 
 
 def test_another_graph_does_not_resume(whole: dict[str, Any], path: str, tmp_path: pathlib.Path) -> None:
@@ -249,7 +345,7 @@ def test_another_graph_does_not_resume(whole: dict[str, Any], path: str, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checkpoints": Checkpoints(best_metric="auc")}, "must be 'loss' or 'accuracy'; got 'auc'"),
+        ({"checkpoints": Checkpoints(best_metric="ne")}, "must be 'loss', 'accuracy' or.*got 'ne'"),
         ({"precision": Precision(compute="float16")}, "needs a scaled loss"),
         ({"precision": Precision(tables="bfloat16")}, "tables must be None"),
         ({"steps": 0}, "steps must be at least 1"),

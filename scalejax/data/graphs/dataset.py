@@ -27,14 +27,16 @@ class GraphSchema:
     Attributes:
       nodes: N.
       features: Width of the features, F.
-      classes: Classes of nodes, C.
+      outputs: What a model says of a node, numbers: one for each class, or one for each task.
       weighted: Whether edges have weights.
+      labels: "class" = a node is of one of the classes; "tasks" = it has a label, yes or no, in each of the tasks.
     """
 
     nodes: int
     features: int
-    classes: int
+    outputs: int
     weighted: bool
+    labels: Literal["class", "tasks"] = "class"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +45,9 @@ class NodeBatch:
 
     Attributes:
       nodes: int32[B].
-      labels: int32[B].
-      neighborhoods: What surrounds each part of them, parts being consecutive and equally large; () = the model reads
-        the whole graph.
+      labels: int32[B], classes; or int32[B, T], 0 or 1 for each task, -1 where that is not known.
+      neighborhoods: What surrounds each part of them, parts being consecutive and equally large, of the parts of this
+        process; () = the model reads the whole graph.
       epoch: Of the first of them in the training stream; 0 of splits that are scored.
     """
 
@@ -62,7 +64,7 @@ class NodeDataSet:
     """The nodes of a graph that have labels, by split.
 
     Args:
-      graph: Ready for the model: loops added, edges normalised; with features, labels of one task, and splits.
+      graph: Ready for the model: loops added, edges normalised; with features, labels and splits.
       batch_size: Nodes of a mini-batch; all of the training split where there are no fan-outs.
       fanouts: Neighbours that a layer reads, outermost first (`NeighborSampler`); () = the whole graph in every step.
       seed: Of the order of mini-batches and of their neighbours.
@@ -83,11 +85,6 @@ class NodeDataSet:
         check_sizes(batch_size, threads)
         if graph.features is None or graph.labels is None:
             raise UserError("the graph needs features and labels to train on. Write them into its file (data.path).")
-        if graph.labels.ndim != 1:
-            raise UserError(
-                f"the graph has labels of {graph.labels.shape[1]} tasks, and only one class a node is trained. Keep "
-                "one column of them."
-            )
         if "train" not in graph.splits or graph.splits["train"].size == 0:
             raise UserError("the graph has no training nodes. Give it a split, train_idx in an npz.")
         self.graph, self.seed, self.threads, self.fanouts = graph, seed, threads, fanouts
@@ -98,9 +95,11 @@ class NodeDataSet:
     @property
     def schema(self) -> GraphSchema:
         """Sizes of the graph."""
-        adjacency = self.graph.adjacency
-        width, classes = self._features.shape[1], self.graph.num_classes
-        return GraphSchema(self.graph.num_nodes, width, classes, adjacency.values is not None)
+        weighted = self.graph.adjacency.values is not None
+        kind, outputs = (
+            ("class", self.graph.num_classes) if self._labels.ndim == 1 else ("tasks", self._labels.shape[1])
+        )
+        return GraphSchema(self.graph.num_nodes, self._features.shape[1], outputs, weighted, kind)
 
     def num_examples(self, split: str) -> int:
         """Nodes of a split."""
@@ -119,7 +118,9 @@ class NodeDataSet:
         """All nodes of a split, in the order of the split, to be scored on the whole graph."""
         return self._batch(self.graph.splits[split])
 
-    def train_batches(self, *, start_example: int = 0, parts: int = 1) -> Iterator[NodeBatch]:
+    def train_batches(
+        self, *, start_example: int = 0, parts: int = 1, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[NodeBatch]:
         """Batches of the training stream from a position on, without end.
 
         Without fan-outs a batch is the whole split. With them, example i of the stream is node i % n of epoch i // n,
@@ -129,12 +130,21 @@ class NodeDataSet:
           start_example: Position in the stream.
           parts: Neighbourhoods that a mini-batch comes in, for as many devices; its size is a multiple. A node draws
             the same neighbours in any number of parts.
+          process_index: This process, which draws its own share of the parts alone; nodes and labels are those of all.
+          process_count: Processes, a divisor of the parts.
         """
         check_start(start_example)
-        source = Source(lambda k: self._make(start_example + k * self.batch_size, parts), sys.maxsize)
+        if parts % process_count and self.fanouts:
+            raise UserError(
+                f"train_batches: parts must be a multiple of the {process_count} processes; got {parts}. Give each "
+                "device one."
+            )
+        share = parts // process_count
+        own = slice(process_index * share, (process_index + 1) * share)
+        source = Source(lambda k: self._make(start_example + k * self.batch_size, parts, own), sys.maxsize)
         return read_ahead(source, self.threads)
 
-    def _make(self, start: int, parts: int) -> NodeBatch:
+    def _make(self, start: int, parts: int, own: slice) -> NodeBatch:
         nodes = self.graph.splits["train"]
         if self._sampler is None:
             return self._batch(nodes, epoch=start // nodes.size)
@@ -143,7 +153,7 @@ class NodeDataSet:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             chosen[here] = nodes[Permutation(nodes.size, _ORDER, self.seed, int(epoch))(places[here])]
-        around = tuple(self._sampler.sample(part, start) for part in chosen.reshape(parts, -1))
+        around = tuple(self._sampler.sample(part, start) for part in chosen.reshape(parts, -1)[own])
         return self._batch(chosen, around, int(epochs[0]))
 
     def _batch(self, nodes: np.ndarray, neighborhoods: tuple[Neighborhood, ...] = (), epoch: int = 0) -> NodeBatch:

@@ -18,7 +18,7 @@ class NodeGraph:
     Attributes:
       adjacency: Who reads from whom, as it was written: no loops added, nothing normalised.
       features: float32[N, F], or None.
-      labels: int32[N], a class each, -1 = not known; int32[N, T] for T binary tasks; or None.
+      labels: int32[N], a class each; int32[N, T], 0 or 1 for each of T tasks; -1 = not known; or None.
       splits: Nodes of "train", "validation" and "test", int64 each; empty where there is no split.
     """
 
@@ -35,11 +35,8 @@ class NodeGraph:
                 raise UserError(f"NodeGraph: {name} must have {self.num_nodes} rows; got {array.shape[0]}.")
         if self.features is not None and (self.features.ndim != 2 or not self.features.shape[1]):
             raise UserError(f"NodeGraph: features must be [N, F] with F of at least 1; got {self.features.shape}.")
-        if self.labels is not None and (self.labels.ndim > 2 or self.labels.min(initial=0) < -1):
-            raise UserError(
-                f"NodeGraph: labels must be classes from 0 on, [N] or [N, T], or -1 where none is known; got "
-                f"{self.labels.shape} from {self.labels.min(initial=0)} on."
-            )
+        if self.labels is not None:
+            _check_labels(self.labels)
         if self.features is not None and not np.isfinite(self.features).all():
             bad = int(np.argmax(~np.isfinite(self.features).all(1)))
             raise UserError(f"NodeGraph: features must be finite; those of node {bad} are not. Fill them in.")
@@ -48,9 +45,11 @@ class NodeGraph:
                 raise UserError(f"NodeGraph: splits are {', '.join(SPLITS)}; got {name!r}.")
             if nodes.size and not 0 <= nodes.min() <= nodes.max() < self.num_nodes:
                 raise UserError(f"NodeGraph: split {name!r} names nodes outside [0, {self.num_nodes}).")
-            if nodes.size and self.labels is not None and self.labels.ndim == 1 and (self.labels[nodes] < 0).any():
-                bad = int(nodes[self.labels[nodes] < 0][0])
-                raise UserError(f"NodeGraph: node {bad} of split {name!r} has no label. Leave it out of the split.")
+            if nodes.size and self.labels is not None:
+                unknown = (self.labels[nodes].reshape(nodes.size, -1) < 0).all(1)
+                if unknown.any():
+                    bad = int(nodes[unknown][0])
+                    raise UserError(f"NodeGraph: node {bad} of split {name!r} has no label. Leave it out of the split.")
 
     @property
     def num_nodes(self) -> int:
@@ -59,7 +58,7 @@ class NodeGraph:
 
     @property
     def num_classes(self) -> int:
-        """One more than the highest class; 0 without labels."""
+        """One more than the highest class; 0 without labels. Of labels of tasks: at most 2."""
         return 0 if self.labels is None or self.labels.size == 0 else int(self.labels.max()) + 1
 
     def fingerprint(self) -> str:
@@ -72,6 +71,21 @@ class NodeGraph:
                 digest.update(f"{name} {array.dtype} {array.shape}".encode())
                 digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
+
+
+def _check_labels(labels: np.ndarray) -> None:
+    if labels.ndim == 1 and labels.min(initial=0) < -1:
+        raise UserError(
+            f"NodeGraph: labels must be classes from 0 on, or -1 where none is known; got {labels.min()} among them."
+        )
+    if labels.ndim == 2 and (labels.min(initial=0) < -1 or labels.max(initial=0) > 1 or not labels.shape[1]):
+        raise UserError(
+            f"NodeGraph: labels [N, T] are of T tasks, at least one, 0 or 1 each, or -1 where not known; got "
+            f"{list(labels.shape)} from {labels.min(initial=0)} to {labels.max(initial=0)}. Write one class a node as "
+            "[N]."
+        )
+    if labels.ndim not in (1, 2):
+        raise UserError(f"NodeGraph: labels must be [N], classes, or [N, T], tasks; got {list(labels.shape)}.")
 
 
 def row_normalized(features: np.ndarray) -> np.ndarray:

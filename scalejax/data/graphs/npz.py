@@ -7,7 +7,7 @@
 | `num_nodes` | integer; missing = as many as have features or labels, or one more than the highest id |
 | `features` | number[N, F] |
 | `feat_indptr`, `feat_indices`, `feat_values`, `num_features` | the same in compressed rows |
-| `labels` | integers[N], -1 = not known |
+| `labels` | integers[N], classes, -1 = not known; integers[N, T], 0 or 1 in each of T tasks, -1 = not known |
 | `train_idx`, `val_idx`, `test_idx` | integers, the nodes of each split |
 
 Only the edges are needed. Arrays of Python objects are refused: numpy would have to unpickle them, which runs code.

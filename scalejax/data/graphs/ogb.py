@@ -4,12 +4,15 @@
       raw/edge.csv.gz                  source,destination, no header
       raw/num-node-list.csv.gz         one number        raw/num-edge-list.csv.gz    one number
       raw/node-feat.csv.gz             optional          raw/node-label.csv.gz       optional
+      raw/edge-feat.csv.gz             optional
       raw/data.npz, raw/node-label.npz                   instead of those: edge_index, num_nodes_list, node_feat, ...
       split/time/train.csv.gz, valid.csv.gz, test.csv.gz
 
-Features of edges, years and species are left alone.
+Where nodes have no features and edges do, as in ogbn-proteins, a node gets the mean over the edges that it reads, which
+is what OGB's own baselines take. Years and species are left alone.
 """
 
+import dataclasses
 import gzip
 import pathlib
 import zlib
@@ -36,31 +39,62 @@ def read_ogb(folder: str | pathlib.Path, *, edges: Edges, split: str | None = No
         direction (ogbn-products, ogbn-proteins).
       split: Name of the folder in `split/`; None = the only one.
     Returns:
-      The graph. Labels of one task are int32[N], those of T tasks int32[N, T]; a missing label is -1.
+      The graph. Labels of one column are classes, int32[N]; several columns are those of binary tasks, int32[N, T]; a
+      missing label is -1.
     Raises:
       UserError: a file is missing, damaged, or contradicts another.
     """
     place = pathlib.Path(folder)
     raw = place / "raw"
+    if not place.is_dir():
+        raise UserError(f"{place}: is not a folder. Set data.path to the unpacked folder of an OGB data set.")
     if not raw.is_dir():
         raise UserError(f"{place}: has no folder raw/. Give the unpacked folder of an OGB data set.")
     if edges not in ("as-written", "both-ways"):
         raise UserError(f"read_ogb: edges must be 'as-written' or 'both-ways'; got {edges!r}.")
-    pairs, nodes, features, labels = _binary(raw) if (raw / "data.npz").exists() else _text(raw)
+    found = _binary(raw) if (raw / "data.npz").exists() else _text(raw)
+    pairs = found.pairs
     if edges == "both-ways":
         # Each edge and its reverse side by side, as OGB numbers them.
         pairs = np.stack([pairs, pairs[:, ::-1]], axis=1).reshape(-1, 2)
     try:
-        adjacency = Adjacency.from_edges(pairs[:, 0], pairs[:, 1], shape=(nodes, nodes))
-        return NodeGraph(adjacency, features, labels, _splits(place, split))
+        adjacency = Adjacency.from_edges(pairs[:, 0], pairs[:, 1], shape=(found.nodes, found.nodes))
+        features = found.features
+        if features is None and found.edge_features is not None:
+            features = _mean_of_edges(found, found.edge_features, edges)
+        return NodeGraph(adjacency, features, found.labels, _splits(place, split))
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
 
 
-_Found = tuple[np.ndarray, int, np.ndarray | None, np.ndarray | None]
+@dataclasses.dataclass(frozen=True)
+class _Raw:
+    """What files hold: int64[E, 2] sources and destinations, nodes, features of nodes and of edges, labels."""
+
+    pairs: np.ndarray
+    nodes: int
+    features: np.ndarray | None
+    edge_features: np.ndarray | None
+    labels: np.ndarray | None
 
 
-def _text(raw: pathlib.Path) -> _Found:
+def _mean_of_edges(found: _Raw, features: np.ndarray, edges: Edges) -> np.ndarray:
+    """float32[N, F]: the mean over the edges that a node reads, zeros where there are none."""
+    if features.ndim != 2 or features.shape[0] != found.pairs.shape[0]:
+        raise UserError(
+            f"features of edges must be one row for each of the {found.pairs.shape[0]} edges; got "
+            f"{list(features.shape)}. Unpack the data set again."
+        )
+    ends = [found.pairs[:, 1]] if edges == "as-written" else [found.pairs[:, 1], found.pairs[:, 0]]
+    total = np.zeros((features.shape[1], found.nodes))
+    for readers in ends:
+        for column, numbers in enumerate(features.T):
+            total[column] += np.bincount(readers, numbers, minlength=found.nodes)
+    counts = sum(np.bincount(readers, minlength=found.nodes) for readers in ends)
+    return (total / np.maximum(counts, 1)).T.astype(np.float32)
+
+
+def _text(raw: pathlib.Path) -> _Raw:
     pairs = _integers(raw / "edge.csv.gz")
     nodes, count = (_single(_csv(raw / f"num-{what}-list.csv.gz"), raw, what) for what in ("node", "edge"))
     if pairs.shape != (count, 2):
@@ -68,16 +102,17 @@ def _text(raw: pathlib.Path) -> _Found:
             f"{raw / 'edge.csv.gz'}: must have {count} lines of 2 numbers (num-edge-list.csv.gz); got "
             f"{pairs.shape[0]} of {pairs.shape[1]}. Unpack the data set again."
         )
-    features, labels = (raw / f"node-{what}.csv.gz" for what in ("feat", "label"))
-    return (
+    features, of_edges, labels = (raw / f"{what}.csv.gz" for what in ("node-feat", "edge-feat", "node-label"))
+    return _Raw(
         pairs,
         nodes,
         _csv(features).astype(np.float32) if features.exists() else None,
+        _csv(of_edges).astype(np.float32) if of_edges.exists() and not features.exists() else None,
         _labels(_csv(labels), labels) if labels.exists() else None,
     )
 
 
-def _binary(raw: pathlib.Path) -> _Found:
+def _binary(raw: pathlib.Path) -> _Raw:
     arrays = npz.load_arrays(raw / "data.npz")
     for name in ("edge_index", "num_nodes_list"):
         if name not in arrays:
@@ -85,14 +120,16 @@ def _binary(raw: pathlib.Path) -> _Found:
     if arrays["edge_index"].shape[:1] != (2,) or arrays["edge_index"].ndim != 2:
         raise UserError(f"{raw / 'data.npz'}: edge_index must be [2, E]; got {arrays['edge_index'].shape}.")
     nodes = _single(arrays["num_nodes_list"].reshape(-1, 1), raw, "node")
-    features = arrays.get("node_feat")
+    features, of_edges = (
+        arrays[name].astype(np.float32) if name in arrays else None for name in ("node_feat", "edge_feat")
+    )
     labels = None
     if (file := raw / "node-label.npz").exists():
         found: dict[str, Any] = npz.load_arrays(file)
         if "node_label" not in found:
             raise UserError(f"{file} has no array 'node_label', only {', '.join(found)}.")
         labels = _labels(found["node_label"], file)
-    return arrays["edge_index"].T, nodes, None if features is None else features.astype(np.float32), labels
+    return _Raw(arrays["edge_index"].T, nodes, features, of_edges, labels)
 
 
 def _labels(values: np.ndarray, file: pathlib.Path) -> np.ndarray:

@@ -345,7 +345,7 @@ def quantized_bag(
 
     Raises:
       UserError: an unknown implementation or pooling, ids or lengths that are no vectors of integers, weights of
-        another shape than ids.
+        another shape than ids, a dtype of integers.
       UnsupportedError: rows that the kernel that was named does not take, or more bags than it takes.
     """
     known = ("reference", "xla", "pallas_gpu", "pallas_tpu")
@@ -358,6 +358,8 @@ def quantized_bag(
         raise UserError(f"quantized_bag: weights must have the shape of ids, {ids.shape}; got {weights.shape}.")
     if pooling not in ("sum", "mean"):
         raise UserError(f'quantized_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise UserError(f"quantized_bag: dtype must be of floating point; got {jnp.dtype(dtype)}. Cast the result.")
     chosen = _choose(rows, implementation, lengths.shape[0])
     if chosen == "reference":
         whole = dequantize_rows(unpack_lanes(rows) if isinstance(rows, LaneRows) else rows)
@@ -474,9 +476,13 @@ def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 
       align: Rows are filled up with zeros to a multiple of this many bytes (16 for FBGEMM's lookups on GPUs).
 
     Raises:
-      UserError: an unknown layout, or an alignment below 1.
+      UserError: an unknown layout, an alignment below 1, or rows under codebooks.
     """
     _check_layout("fuse_rows", layout, align)
+    if not isinstance(rows, QuantizedRows):
+        raise UserError(
+            f"fuse_rows: rows must be from quantize_rows; got {rows.format}, of which FBGEMM has no layout."
+        )
     count = rows.codes.shape[0]
     tail = [jax.lax.bitcast_convert_type(part, jnp.uint8).reshape(count, -1) for part in (rows.scales, rows.biases)]
     whole = jnp.concatenate([rows.codes, *tail] if layout == "training" else [*tail, rows.codes], axis=1)

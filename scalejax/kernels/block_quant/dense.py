@@ -75,7 +75,8 @@ def dequantize_weight(weight: Int8Weight) -> jax.Array:
 def affine(low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Scale and code of zero, float32[] each, of a range that is widened to hold zero; the code lies in [0, 255]."""
     low, high = jnp.minimum(low, 0.0), jnp.maximum(high, 0.0)
-    scale = (high - low) / jnp.float32(255)
+    top = jnp.float32(255)
+    scale = jnp.where(jnp.isfinite(high - low), (high - low) / top, high / top - low / top)
     scale = jnp.where(scale > 0, scale, jnp.ones_like(scale))
     return scale, jnp.clip(_nearest(-low / scale), 0, 255)
 
@@ -107,10 +108,13 @@ def int8_matmul(x: jax.Array, weight: Int8Weight, *, limits: tuple[jax.Array, ja
       float32[B, N].
 
     Raises:
-      UserError: shapes that do not fit.
+      UserError: shapes that do not fit, or integers.
     """
-    if x.ndim != 2 or x.shape[1] != weight.codes.shape[0]:
-        raise UserError(f"int8_matmul: x must be [B, {weight.codes.shape[0]}]; got {list(x.shape)}.")
+    if x.ndim != 2 or x.shape[1] != weight.codes.shape[0] or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise UserError(
+            f"int8_matmul: x must be of floating point, [B, {weight.codes.shape[0]}]; got {x.dtype}{list(x.shape)}. "
+            "Cast or reshape it."
+        )
     x = x.astype(jnp.float32)
     broken = ~jnp.isfinite(x).all(axis=1, keepdims=True)
     scale, zero = affine(*(dynamic_range(x) if limits is None else limits))

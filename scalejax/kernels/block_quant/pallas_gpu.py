@@ -78,8 +78,8 @@ def bag(
                 total = total + rows
             return total
 
-        turns = pl.cdiv(jnp.max(end - start), _UNROLL)
-        total = lax.fori_loop(0, turns, some, jnp.zeros((group, columns), jnp.float32))
+        turns = (jnp.max(end - start) + (_UNROLL - 1)) // _UNROLL
+        total = lax.fori_loop(jnp.int32(0), turns, some, jnp.zeros((group, columns), jnp.float32))
         if pooling == "mean":
             total = total / jnp.maximum(end - start, 1).astype(jnp.float32)[:, None]
         where = out.at[bag[:, None], column[None, :]]

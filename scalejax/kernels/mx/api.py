@@ -11,12 +11,13 @@
 All of them give the same bits of codes, scales and numbers; products differ by the order of their float32 sums. A name
 never falls back: what it lacks is an UnsupportedError that says so. None takes the Pallas kernels of the platform of
 the mesh in force, or else of jax's first device, where they have the case, and "xla" otherwise. Pallas kernels are not
-partitioned by the compiler: over several devices call them inside `jax.shard_map`, or name "xla".
+partitioned by the compiler: over several devices call them inside `jax.shard_map` with check_vma=False, or name "xla".
 """
 
 import dataclasses
 import functools
 import importlib
+import math
 from typing import Any, Literal
 
 import jax
@@ -97,11 +98,12 @@ def dequantize_blocks(
       interpret: As in `quantize_blocks`.
 
     Raises:
-      UserError: another dtype.
+      UserError: another dtype, or codes and scales that are not those of the format and length.
       UnsupportedError: the named implementation does not have the case.
     """
     op = "dequantize_blocks"
     _check_name(op, implementation, _OF_BLOCKS)
+    _check_packed(op, packed)
     wanted = jnp.dtype(dtype)
     if wanted not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise UserError(f"{op}: dtype must be float32, bfloat16 or float16; got {wanted}. Convert the float32 result.")
@@ -145,7 +147,7 @@ def matmul(
       `dtype`[..., N].
 
     Raises:
-      UserError: shapes that do not fit, blocks along another axis of x, another dtype of x.
+      UserError: shapes that do not fit each other or the format, blocks along another axis of x, another dtype of x.
       UnsupportedError: the named implementation does not have the case.
     """
     op = "matmul"
@@ -167,7 +169,7 @@ def matmul(
     else:
         operands = jnp.dtype(jnp.bfloat16 if x.dtype == jnp.bfloat16 else jnp.float32)
         factor, result = None, jnp.dtype(dtype or x.dtype)
-    rows = x.reshape(-1, x.shape[-1]).astype(operands)
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(operands)
     chosen = _choose(op, implementation, "lacks_products", weights.format, rows.size * weights.codes.size)
     weight_factor, weights = _without_tensor_scale(weights)
     sums: Any = _products(_Call(chosen, interpret), rows, weights)
@@ -260,10 +262,32 @@ def _check_name(op: str, implementation: str | None, known: tuple[str, ...]) -> 
         raise UserError(f"{op}: implementation must be None or one of {names}; got {implementation!r}.")
 
 
+def _check_packed(op: str, packed: Packed) -> None:
+    format, blocks = packed.format, -(-packed.length // packed.format.k1)
+    wanted = {"codes": blocks * format.k1 * format.element.bits // 8, "scales": blocks}
+    if format.sub_scale != "none":
+        wanted["sub_scales"] = blocks * (format.k1 // format.k2) * format.d2 // 8
+    arrays = {name: getattr(packed, name) for name in ("codes", "scales", "sub_scales")}
+    found = {name: array.shape[packed.axis] for name, array in arrays.items() if array is not None}
+    if found != wanted:
+        raise UserError(
+            f"{op}: {packed.length} numbers of {format.name} have {_listed(wanted)} along their axis; got "
+            f"{_listed(found)}. Was it packed in another format? Inside a shard_map that cuts this axis, say with "
+            "dataclasses.replace what length a device holds."
+        )
+
+
+def _listed(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
 def _check_operands(op: str, x: jax.Array | Packed, weights: Packed) -> None:
     if not isinstance(weights, Packed) or weights.codes.ndim != 2:
         got = f"{weights.codes.ndim} axes" if isinstance(weights, Packed) else type(weights).__name__
         raise UserError(f"{op}: weights must be packed with two axes; got {got}. Use quantize_blocks, jax.vmap.")
+    for operand in (x, weights):
+        if isinstance(operand, Packed):
+            _check_packed(op, operand)
     if any(isinstance(p, Packed) and p.tensor_scale is not None and p.tensor_scale.ndim for p in (x, weights)):
         raise UserError(f"{op}: an operand is a stack of tensors, each with a tensor_scale of its own. Use jax.vmap.")
     if isinstance(x, Packed):

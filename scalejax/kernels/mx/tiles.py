@@ -186,7 +186,7 @@ def decode_for_product(
     values = jnp.where(negative, -values, values)
     if format.scale == "e4m3":
         own, negative = elements.split_sign(scales, elements.E4M3)
-        factor = jnp.where(own == blocks.E4M3_NAN, jnp.nan, _magnitudes(own, elements.E4M3))
+        factor = _magnitudes(own, elements.E4M3)
         factor = jnp.where(negative, -factor, factor)
     else:
         exponent = scales if taus is None else jnp.maximum(jnp.where(scales == 255, 255, scales - taus), 0)
@@ -194,8 +194,7 @@ def decode_for_product(
             # 2^-127 is a subnormal number, and its products with elements of 2 and more need not be: half of 2^-126.
             values = values * jnp.where(exponent == 0, 0.5, 1.0).astype(jnp.float32)
             exponent = jnp.maximum(exponent, 1)
-        # 255 gives an infinity, and 0 times it NaN: poisoned blocks have no other codes.
-        factor = lax.bitcast_convert_type(exponent << 23, jnp.float32)
+        factor = jnp.where(exponent == 255, jnp.nan, lax.bitcast_convert_type(exponent << 23, jnp.float32))
     return (values * factor).astype(dtype)
 
 
@@ -222,4 +221,9 @@ def _magnitudes(codes: jax.Array, element: Element) -> jax.Array:
     """float32 of codes without signs. With an exponent below the lowest, 2 z - 2^lowest takes the hidden bit away."""
     lowest = element.min_exponent
     z = lax.bitcast_convert_type((codes << (23 - element.mantissa_bits)) + ((126 + lowest) << 23), jnp.float32)
-    return jnp.minimum(z, z + z - 2.0**lowest)
+    values = jnp.minimum(z, z + z - 2.0**lowest)
+    if element.specials != "none":
+        values = jnp.where(codes > element.max_code, jnp.nan, values)
+    if element.specials == "infinity and nan":
+        values = jnp.where(codes == element.max_code + 1, jnp.inf, values)
+    return values

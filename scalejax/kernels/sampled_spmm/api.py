@@ -19,9 +19,10 @@ with the transpose, that with respect to values is `sddmm`, and each of these ha
 Modules of Pallas kernels take float32, bfloat16, float16 and int8 features, sum them in float32 and refuse float64.
 Their functions have `interpret` (see `spmm`), and in place of `picked_sum` they have
 
-    sampled_sum(graph, sampling, width, h, divisor, dtype)      the sum of `sampled_spmm`, divided, without derivative
+    sampled_sum(ell, h, divisor, dtype)                       the sum of `sampled_spmm`, divided, without derivative
+    picking_sum(csr, sampling, width, h, divisor, dtype)      the same by a kernel that picks the edges itself
 
-of a CSR (where the kernel picks edges itself, by `sampling`) or an ELL, by float32[N] `divisor` (None = 1), in `dtype`.
+by float32[N] `divisor` (None = 1), in `dtype`. `picking_sum` is for those of `_PICKING`.
 """
 
 import dataclasses
@@ -58,6 +59,9 @@ _FASTEST = {"cpu": ("native",), "gpu": ("cusparse", "xla"), "tpu": ("xla",)}
 
 _KERNELS = ("pallas_gpu", "pallas_tpu")
 """Those with a `sampled_sum`, and without float64."""
+
+_PICKING = ("pallas_gpu",)
+"""Those that pick edges of a CSR inside of the kernel."""
 
 _PICKS = ("reference", "xla", "native", *_KERNELS)
 """Those that take picked edges."""
@@ -220,8 +224,8 @@ def sampled_spmm(
     if isinstance(graph, Csr):
         graph, values = _checked(op, graph, width, values), None
         assert width is not None
-        fused = _choose(op, implementation, h, _PICKS, interpret).name == "pallas_gpu" and not isinstance(h, Int8Rows)
-        picks = graph if fused else pick(graph, width, sampling)
+        inside = _choose(op, implementation, h, _PICKS, interpret).name in _PICKING and not isinstance(h, Int8Rows)
+        picks = graph if inside else pick(graph, width, sampling)
     elif width is not None or strategy is not None or sampling != Sampling():
         raise UserError(
             f"{op}: width, strategy, prime, seed and rate are of a CSR; edges of an Ell or SampledPlan are picked "
@@ -232,10 +236,11 @@ def sampled_spmm(
     if values is not None and not isinstance(picks, Csr):
         _check_values(op, values, picks.csr_nnz)
         values = values[jnp.asarray(picks.edges)]
+    rule = None
     if isinstance(picks, Csr):
         degrees = (picks.indptr[1:] - picks.indptr[:-1]).astype(jnp.int32)
         assert width is not None
-        picked = sampling.slots(degrees, width)
+        rule, picked = _Rule(sampling, width), sampling.slots(degrees, width)
     else:
         degrees = picks.degrees
         picked = picks.plan.degrees() if isinstance(picks, SampledPlan) else picks.counts
@@ -251,7 +256,7 @@ def sampled_spmm(
     else:
         edges: Csr | Ell = dataclasses.replace(picks, values=_either(values, picks.values))
         edges = jax.tree.map(jnp.asarray, edges)
-        sums = _sum_picks(op, edges, sampling, width, h, divisor, implementation, interpret)
+        sums = _sum_picks(op, edges, rule, h, divisor, implementation, interpret)
     return sums.astype(_result_dtype(h))
 
 
@@ -287,27 +292,23 @@ def _checked(op: str, csr: Csr, width: int | None, values: jax.Array | None) -> 
 def _sum_picks(
     op: str,
     graph: Csr | Ell,
-    sampling: Sampling,
-    width: int | None,
+    rule: "_Rule | None",
     h: jax.Array | Int8Rows,
     divisor: jax.Array | None,
     implementation: str | None,
     interpret: Any,
 ) -> jax.Array:
-    """Divided sums over the edges of an ELL, or over those that are picked from a CSR inside the kernel."""
+    """Divided sums over the edges of an ELL, or over those that a rule picks from a CSR inside the kernel."""
     call = _choose(op, implementation, h, _PICKS, interpret)
     codes, values = h, graph.values
     if isinstance(graph, Ell):
         codes, values = _fold_scales(h, graph.indices, None, graph.values)
-        width = graph.width
-    assert width is not None
     assert isinstance(codes, jax.Array)
     if 0 in (graph.indices.size, *graph.shape, codes.shape[1]):
         return jnp.zeros((graph.shape[0], codes.shape[1]), _sum_dtype(codes))
     graph = dataclasses.replace(graph, values=None)
     if call.name in _KERNELS:
-        picking = _Picking(call, sampling, width, _result_dtype(h))
-        return _kernel_sum(picking, graph, values, codes, divisor)
+        return _kernel_sum(_KernelCall(call, rule, _result_dtype(h)), graph, values, codes, divisor)
     assert isinstance(graph, Ell)
     return _divide(_picked_sum(call, graph, values, codes), divisor)
 
@@ -404,43 +405,45 @@ _picked_sum.defvjp(_picked_sum_forward, _picked_sum_backward)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Picking:
-    """What is static in a kernel over picked edges: how it runs, which edges it picks, the dtype of its result."""
+class _Rule:
+    """How a kernel picks edges of a CSR."""
 
-    call: _Call
     sampling: Sampling
     width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _KernelCall:
+    """What is static in a kernel over picked edges: how it runs, which it picks itself, the dtype of its result."""
+
+    call: _Call
+    rule: _Rule | None
     dtype: Any
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _kernel_sum(
-    picking: _Picking, graph: Csr | Ell, values: jax.Array | None, h: jax.Array, divisor: jax.Array | None
+    static: _KernelCall, graph: Csr | Ell, values: jax.Array | None, h: jax.Array, divisor: jax.Array | None
 ) -> Any:
-    return _backend(picking.call.name).sampled_sum(
-        dataclasses.replace(graph, values=values),
-        picking.sampling,
-        picking.width,
-        h,
-        divisor,
-        picking.dtype,
-        **picking.call.options,
-    )
+    module, edges, options = _backend(static.call.name), dataclasses.replace(graph, values=values), static.call.options
+    if static.rule is None:
+        return module.sampled_sum(edges, h, divisor, static.dtype, **options)
+    return module.picking_sum(edges, static.rule.sampling, static.rule.width, h, divisor, static.dtype, **options)
 
 
-def _kernel_sum_forward(picking: _Picking, *args: Any) -> Any:
-    return _kernel_sum(picking, *args), args
+def _kernel_sum_forward(static: _KernelCall, *args: Any) -> Any:
+    return _kernel_sum(static, *args), args
 
 
-def _kernel_sum_backward(picking: _Picking, saved: Any, grads: jax.Array) -> Any:
+def _kernel_sum_backward(static: _KernelCall, saved: Any, grads: jax.Array) -> Any:
     graph, values, h, divisor = saved
 
     def apart(values: jax.Array | None, h: jax.Array) -> jax.Array:
         ell = dataclasses.replace(graph, values=values)
-        if isinstance(graph, Csr):
-            ell = pick(ell, picking.width, picking.sampling)
+        if static.rule is not None:
+            ell = pick(ell, static.rule.width, static.rule.sampling)
         sums = _picked_sum(_Call("xla"), dataclasses.replace(ell, values=None), ell.values, h)
-        return _divide(sums, divisor).astype(picking.dtype)
+        return _divide(sums, divisor).astype(static.dtype)
 
     return None, *jax.vjp(apart, values, h)[1](jnp.asarray(grads)), None
 

@@ -64,8 +64,17 @@ def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike, 
 
 
 def sampled_sum(
-    graph: Csr | Ell,
-    sampling: Sampling | None,
+    ell: Ell, h: jax.Array, divisor: jax.Array | None, dtype: jax.typing.DTypeLike, *, interpret: bool
+) -> jax.Array:
+    """The sum over picked edges, divided: see `api`."""
+    check_kernel("pallas_gpu", h, dtype)
+    rows = _Rows((ell.counts,), _locate_slots, ell.shape[0], ell.shape[0] * ell.width)
+    return _sum(rows, ell.indices, ell.values, h, divisor, dtype, interpret=interpret, name="sampled_spmm")
+
+
+def picking_sum(
+    csr: Csr,
+    sampling: Sampling,
     width: int,
     h: jax.Array,
     divisor: jax.Array | None,
@@ -73,22 +82,16 @@ def sampled_sum(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """The sum over picked edges, divided: see `api`. Edges of a CSR are picked on the way."""
+    """The same over edges that are picked on the way."""
     check_kernel("pallas_gpu", h, dtype)
-    count = graph.shape[0]
-    if isinstance(graph, Ell):
-        rows = _Rows((graph.counts,), _locate_slots, count, count * width)
-    else:
-        assert sampling is not None
-        rule = sampling
 
-        def locate(refs: Any, row: jax.Array, there: jax.Array) -> Any:
-            begin, end = (plgpu.load(refs[0].at[row + k], mask=there, other=0) for k in (0, 1))
-            degrees = (end - begin).astype(jnp.int32)
-            return rule.slots(degrees, width), lambda slot: (begin + rule.positions(slot, degrees, width),)
+    def locate(refs: Any, row: jax.Array, there: jax.Array) -> Any:
+        begin, end = (plgpu.load(refs[0].at[row + k], mask=there, other=0) for k in (0, 1))
+        degrees = (end - begin).astype(jnp.int32)
+        return sampling.slots(degrees, width), lambda slot: (begin + sampling.positions(slot, degrees, width),)
 
-        rows = _Rows((graph.indptr,), locate, count, min(count * width, graph.nnz))
-    return _sum(rows, graph.indices, graph.values, h, divisor, dtype, interpret=interpret, name="sampled_spmm")
+    rows = _Rows((csr.indptr,), locate, csr.shape[0], min(csr.shape[0] * width, csr.nnz))
+    return _sum(rows, csr.indices, csr.values, h, divisor, dtype, interpret=interpret, name="sampled_spmm")
 
 
 def _locate_runs(refs: Any, row: jax.Array, there: jax.Array) -> Any:

@@ -32,7 +32,7 @@ from scalejax.kernels.sampled_spmm import blocks
 from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows
 from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.features import check_kernel
-from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling
+from scalejax.kernels.sampled_spmm.sampling import Ell
 
 Interpret = bool | pltpu.InterpretParams
 
@@ -55,18 +55,11 @@ def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike, 
 
 
 def sampled_sum(
-    graph: Ell,
-    sampling: Sampling | None,
-    width: int,
-    h: jax.Array,
-    divisor: jax.Array | None,
-    dtype: jax.typing.DTypeLike,
-    *,
-    interpret: Interpret,
+    ell: Ell, h: jax.Array, divisor: jax.Array | None, dtype: jax.typing.DTypeLike, *, interpret: Interpret
 ) -> jax.Array:
-    """The sum over picked edges, divided: see `api`. `sampling` is not looked at: they are picked already."""
+    """The sum over picked edges, divided: see `api`."""
     check_kernel("pallas_tpu", h, dtype)
-    return _sum(graph.indices, graph.counts, graph.values, h, divisor, dtype, interpret=interpret, name="sampled_spmm")
+    return _sum(ell.indices, ell.counts, ell.values, h, divisor, dtype, interpret=interpret, name="sampled_spmm")
 
 
 def _sum(

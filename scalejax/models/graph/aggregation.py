@@ -101,7 +101,7 @@ def of_host(adjacency: Adjacency) -> SparsePlan:
 
 def presampled(adjacency: Adjacency, drawn: Sampling) -> SparsePlan:
     """The plan of edges that are drawn here and now; every pass over it reads these."""
-    return ops.plan(_drawn(adjacency, drawn))
+    return ops.plan_sample(_drawn(adjacency, drawn)).plan
 
 
 def graph_of(adjacency: Adjacency, drawn: Sampling | None, mesh: Mesh | None = None) -> SparsePlan | ShardedGraph:
@@ -112,15 +112,16 @@ def graph_of(adjacency: Adjacency, drawn: Sampling | None, mesh: Mesh | None = N
       drawn: Which edges; None = all.
       mesh: Its devices get a block each, in the order of the mesh; None = one device.
     """
-    csr = _csr(adjacency) if drawn is None else _drawn(adjacency, drawn)
-    return ops.plan(csr) if mesh is None else shard_graph(csr, mesh.size, mesh=mesh)
+    if mesh is not None:
+        return shard_graph(_csr(adjacency) if drawn is None else _drawn(adjacency, drawn), mesh.size, mesh=mesh)
+    return of_host(adjacency) if drawn is None else presampled(adjacency, drawn)
 
 
 def draws_of(adjacency: Adjacency, drawn: Sampling, mesh: Mesh | None = None) -> Draws:
     """All draws of a sampling, planned once; arguments as of `graph_of`."""
     if not adjacency.num_edges:
         raise UserError("draws_of: the graph must have edges to draw from; got none.")
-    draws = [_drawn(adjacency, drawn, number) for number in range(drawn.draws)]
+    draws = [_drawn(adjacency, drawn, number).to_csr() for number in range(drawn.draws)]
     if mesh is not None:
         return Draws(shard_draws(draws, mesh.size, mesh=mesh), drawn.draws)
     return Draws(jax.tree.map(jnp.asarray, stack_plans([plan_on_host(draw) for draw in draws])), drawn.draws)
@@ -133,13 +134,13 @@ def num_rows(graph: Graph) -> int:
     return graph.shape[0]
 
 
-def _drawn(adjacency: Adjacency, s: Sampling, draw: int = 0) -> Csr:
+def _drawn(adjacency: Adjacency, s: Sampling, draw: int = 0) -> Ell:
     rule = {"strategy": s.strategy, "prime": s.prime, "seed": s.seed + draw, "rate": s.rate}
     ell = ops.presample(_csr(adjacency), s.width, **rule)
     if ell.values is not None and s.rescale == "degree":
         share = ell.degrees / np.maximum(ell.counts, 1)
         ell = dataclasses.replace(ell, values=ell.values * share.astype(ell.values.dtype)[:, None])
-    return ell.to_csr()
+    return ell
 
 
 def of_hop(

@@ -86,7 +86,7 @@ class GatConfig:
         inputs = [schema.features, *[inner] * (self.layers - 1)]
         last = self.layers - 1
         return [
-            (n, self.out_heads, schema.classes) if l == last else (n, self.heads, self.hidden)
+            (n, self.out_heads, schema.outputs) if l == last else (n, self.heads, self.hidden)
             for l, n in enumerate(inputs)
         ]
 

@@ -32,7 +32,7 @@ def check_architecture(name: str, *, dropout: float, **sizes: int) -> None:
 
 def widths(schema: GraphSchema, layers: int, hidden: int) -> list[int]:
     """Width of the features, of what lies between layers, and of the logits."""
-    return [schema.features, *[hidden] * (layers - 1), schema.classes]
+    return [schema.features, *[hidden] * (layers - 1), schema.outputs]
 
 
 def layer_graphs(graph: Graph | tuple[Graph, ...], layers: int) -> tuple[Graph, ...]:
@@ -65,7 +65,7 @@ class Network(nnx.Module):
           graph: What every layer reads, or one graph a layer, outermost first.
           key: Drives dropout; None = evaluation.
         Returns:
-          float[N, classes] of the rows of the last graph.
+          float[N, outputs] of the rows of the last graph.
         """
         for l, (layer, read) in enumerate(zip(self.layers, layer_graphs(graph, len(self.layers)), strict=True)):
             x = layer(x, read, key=None if key is None else jax.random.fold_in(key, l))  # M F -> N hidden

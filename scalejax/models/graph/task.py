@@ -1,4 +1,4 @@
-"""What training minimises: the cross-entropy of the classes of nodes."""
+"""What training minimises: the cross-entropy of the classes of nodes, or of their labels in binary tasks."""
 
 import dataclasses
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import SparsePlan
 from scalejax.models.graph.aggregation import Draws, Sampling, ambient_mesh, draws_of, graph_of, of_hop
 from scalejax.parallel.graph import ShardedGraph, pad_nodes
-from scalejax.parallel.mesh import everywhere, replicated
+from scalejax.parallel.mesh import everywhere, put, replicated
 
 
 class GraphConfig(Protocol):
@@ -74,7 +74,8 @@ class NodeTask:
         Args:
           graph: The graph, with features.
           fanouts: Of mini-batches, () where there are none.
-          mesh: Nodes and their rows are cut over its devices, if there are several.
+          mesh: Nodes and their rows are cut over its devices, if there are several. Each of several processes passes
+            the same graph and plans all of it.
         Raises:
           UserError: fan-outs do not fit the layers, or edges would be drawn twice.
         """
@@ -89,10 +90,10 @@ class NodeTask:
                 "--set model.train_sampling=none, or --set data.fanouts=[]."
             )
         blocks, config, adjacency = mesh if mesh.size > 1 else None, self.config, graph.adjacency
-        features = jax.device_put(pad_nodes(jnp.asarray(graph.features, jnp.float32), mesh.size), everywhere(mesh))
+        features = put(pad_nodes(jnp.asarray(graph.features, jnp.float32), mesh.size), everywhere(mesh))
         score = graph_of(adjacency, config.eval_sampling, blocks)
         if fanouts:
-            weights = None if adjacency.values is None else jax.device_put(adjacency.values, replicated(mesh))
+            weights = None if adjacency.values is None else put(adjacency.values, replicated(mesh))
             return Placed(features, score, None, weights)
         drawn = config.train_sampling
         if drawn is not None and drawn.draws > 1:
@@ -104,29 +105,32 @@ class NodeTask:
         """float[N, C] of all nodes, nothing random, over what scoring reads."""
         return model(placed.features, placed.score)
 
+    def cross_entropy(self, logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(sum of cross-entropies, how many) of logits [B, C] and labels: see `cross_entropy`."""
+        return cross_entropy(logits, labels)
+
     def loss(
         self, model: Any, placed: Placed, batch: dict[str, Any], *, key: jax.Array | None
     ) -> tuple[jax.Array, jax.Array]:
-        """Sum of cross-entropies over the nodes of a batch, and their number.
+        """Sum of cross-entropies over the nodes of a batch, and how many.
 
         Args:
           model: What `init` returned.
           placed: What `place` returned.
-          batch: "nodes" and "labels" int32[B]; "epoch" int32[]; "neighborhood", of a mini-batch as
-            `data.graphs.Neighborhood` has it, or None. Parts of one, one for each device of the
+          batch: "nodes" int32[B]; "labels" as in `data.graphs.NodeBatch`; "epoch" int32[]; "neighborhood", of a
+            mini-batch as `data.graphs.Neighborhood` has it, or None. Parts of one, one for each device of the
             ambient mesh, are arrays with a first axis of parts.
           key: Drives dropout; None = evaluation.
         """
-        around, labels = batch["neighborhood"], batch["labels"]
+        around = batch["neighborhood"]
         if placed.train is not None:
             read = placed.train.of_epoch(batch["epoch"]) if isinstance(placed.train, Draws) else placed.train
-            losses = cross_entropy(model(placed.features, read, key=key)[batch["nodes"]], labels)
+            logits = model(placed.features, read, key=key)[batch["nodes"]]
         elif around["nodes"].ndim == 1:
             logits = _around(model, placed.features[around["nodes"]], around, placed.weights, key)
-            losses = cross_entropy(logits, labels)
         else:
-            losses = _losses_of_parts(model, placed, around, labels, key)
-        return losses.sum(), jnp.asarray(labels.shape[0], jnp.float32)
+            logits = _around_in_parts(model, placed, around, key)
+        return cross_entropy(logits, batch["labels"])
 
     def flops_per_step(self, nodes: int) -> int:
         """FLOPs of the matrices if all layers see so many nodes, forward and backward, 6 a multiply-accumulate.
@@ -136,11 +140,23 @@ class NodeTask:
         return 6 * nodes * self.config.products(self.schema)
 
 
-def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
-    """float32[B] of logits [B, C] and labels int32[B]."""
-    logits = logits.astype(jnp.float32)
-    picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
-    return jax.nn.logsumexp(logits, axis=1) - picked
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sum of cross-entropies in float32, or float64 for float64, and how many there are.
+
+        int32[B], a class each       logsumexp(logits[b]) - logits[b, label]           one for each node
+        int32[B, T], binary tasks    -log sigmoid(l) for 1, -log sigmoid(-l) for 0     one for each known label
+
+    Args:
+      logits: float[B, C], or float[B, T].
+      labels: As above; -1 = the label of a task that is not known.
+    """
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    if labels.ndim == 1:
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+        return (jax.nn.logsumexp(logits, axis=1) - picked).sum(), jnp.asarray(labels.shape[0], jnp.int32)
+    losses = jax.nn.softplus(jnp.where(labels == 1, -logits, logits))
+    known = labels >= 0
+    return jnp.where(known, losses, 0).sum(), known.sum(dtype=jnp.int32)
 
 
 def _around(model: Any, x: jax.Array, around: dict[str, Any], weights: jax.Array | None, key: Any) -> jax.Array:
@@ -151,18 +167,18 @@ def _around(model: Any, x: jax.Array, around: dict[str, Any], weights: jax.Array
     return model(x, graphs, key=key)[around["seeds"]]
 
 
-def _losses_of_parts(model: Any, placed: Placed, around: dict[str, Any], labels: jax.Array, key: Any) -> jax.Array:
-    """float32[B] where each device has a part of the mini-batch, and all parameters."""
+def _around_in_parts(model: Any, placed: Placed, around: dict[str, Any], key: Any) -> jax.Array:
+    """Logits of the seeds, float[B, C], where each device has a part of the mini-batch, and all parameters."""
     mesh = ambient_mesh()
     axes = tuple(mesh.axis_names)
     structure, params = nnx.split(model)
     x = placed.features[around["nodes"]]  # parts n F, from whatever devices have them
 
-    def of_part(params: Any, x: jax.Array, around: Any, labels: jax.Array, weights: Any, key: Any) -> jax.Array:
+    def of_part(params: Any, x: jax.Array, around: Any, weights: Any, key: Any) -> jax.Array:
         own_x, own = jax.tree.map(lambda array: array[0], (x, around))
         own_key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axes))
-        return cross_entropy(_around(nnx.merge(structure, params), own_x, own, weights, own_key), labels)
+        return _around(nnx.merge(structure, params), own_x, own, weights, own_key)
 
-    specs = (P(), P(axes), P(axes), P(axes), P(), P())
+    specs = (P(), P(axes), P(axes), P(), P())
     cut = jax.shard_map(of_part, mesh=mesh, in_specs=specs, out_specs=P(axes), check_vma=False)
-    return cut(params, x, around, labels, placed.weights, key)
+    return cut(params, x, around, placed.weights, key)

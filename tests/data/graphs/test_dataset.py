@@ -84,6 +84,35 @@ def test_a_graph_that_cannot_be_trained_on_is_refused(tmp_path: pathlib.Path) ->
         graphs.NodeData(format="ogb").build()
     with pytest.raises(UserError, match=r"must be counts, at least 0 each; got -1.*--set data\.features=as-is"):
         graphs.row_normalized(np.array([[3.0, -1.0]]))
-    several = dataclasses.replace(cora, labels=np.zeros((2708, 3), np.int32))
-    with pytest.raises(UserError, match="labels of 3 tasks"):
-        graphs.NodeDataSet(several)
+
+
+def test_labels_of_tasks_come_with_their_nodes() -> None:
+    cora = graphs.read_planetoid()
+    labels = np.random.default_rng(0).integers(-1, 2, (2708, 5)).astype(np.int32)
+    labels[:, 0] = 1  # every node has a label
+    several = dataclasses.replace(cora, labels=labels)
+    data = graphs.NodeDataSet(several, batch_size=4, fanouts=(2,))
+    assert data.schema == graphs.GraphSchema(2708, 1433, 5, weighted=False, labels="tasks")
+    batch = next(data.train_batches())
+    np.testing.assert_array_equal(batch.labels, labels[batch.nodes])
+    np.testing.assert_array_equal(data.whole("test").labels, labels[cora.splits["test"]])
+    assert data.fingerprint() != graphs.NodeDataSet(cora, batch_size=4, fanouts=(2,)).fingerprint()
+    unknown = labels.copy()
+    unknown[several.splits["test"][3]] = -1
+    with pytest.raises(UserError, match=f"node {several.splits['test'][3]} of split 'test' has no label"):
+        dataclasses.replace(several, labels=unknown)
+
+
+def test_each_process_draws_its_own_parts() -> None:
+    data = graphs.NodeData(fanouts=(3, 2), batch_size=12).build()
+    whole = next(data.train_batches(parts=4))
+    of_each = [next(data.train_batches(parts=4, process_index=i, process_count=2)) for i in range(2)]
+    drawn = [part for batch in of_each for part in batch.neighborhoods]
+    assert [len(batch.neighborhoods) for batch in of_each] == [2, 2]
+    with pytest.raises(UserError, match="a multiple of the 3 processes; got 4"):
+        data.train_batches(parts=4, process_count=3)
+    for batch in of_each:
+        np.testing.assert_array_equal(batch.nodes, whole.nodes)
+    for one, other in zip(drawn, whole.neighborhoods, strict=True):
+        np.testing.assert_array_equal(one.nodes, other.nodes)
+        np.testing.assert_array_equal(one.hops[0].edges, other.hops[0].edges)

@@ -99,7 +99,13 @@ _ROWS = {"feat_indptr": np.array([0, 1, 1, 2]), "feat_indices": np.array([0, 1])
         ({"features": np.array([["a"], ["b"], ["c"]])}, "features must be numbers; got <U1"),
         ({"labels": np.array([0, 0.5, 1])}, "labels must be whole numbers; got 0.5 among them"),
         ({"labels": np.array([0, np.nan, 1])}, "labels must be whole numbers; got nan among them"),
-        ({"labels": np.array([0, -2, 1])}, "labels must be classes from 0 on.*from -2 on"),
+        ({"labels": np.array([0, -2, 1])}, "labels must be classes from 0 on.*got -2 among them"),
+        (
+            {"labels": np.array([[0], [2], [1]])},
+            r"of T tasks.*got \[3, 1\] from 0 to 2. Write one class a node as \[N\]",
+        ),
+        ({"labels": np.zeros((3, 0), int)}, r"of T tasks, at least one.*got \[3, 0\]"),
+        ({"labels": np.zeros((3, 1, 1), int)}, r"labels must be \[N\], classes, or \[N, T\], tasks; got \[3, 1, 1\]"),
         ({"train_idx": np.array([True, False, False])}, r"train_idx must be numbers of nodes.*np\.flatnonzero\(mask\)"),
         ({"train_idx": np.array([[0]])}, "train_idx must be numbers of nodes"),
         ({"train_idx": np.array([3])}, r"split 'train' names nodes outside \[0, 3\)"),
@@ -174,7 +180,25 @@ def test_ogb_binary_form_gives_the_same_graph(tmp_path: pathlib.Path) -> None:
 def test_ogb_labels_of_several_tasks_stay_several(tmp_path: pathlib.Path) -> None:
     _ogb(tmp_path)
     _write(tmp_path / "raw/node-label.csv.gz", "1,0\n0,0\n1,1\n0,1\n")
-    assert graphs.read_ogb(tmp_path, edges="as-written").labels.shape == (4, 2)  # type: ignore[union-attr]
+    graph = graphs.read_ogb(tmp_path, edges="as-written")
+    np.testing.assert_array_equal(graph.labels, [[1, 0], [0, 0], [1, 1], [0, 1]])
+    graphs.write_npz(tmp_path / "g.npz", graph)
+    np.testing.assert_array_equal(graphs.read_npz(tmp_path / "g.npz").labels, graph.labels)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", ["text", "binary"])
+def test_nodes_without_features_get_the_mean_of_the_edges_that_they_read(form: str, tmp_path: pathlib.Path) -> None:
+    _ogb(tmp_path)  # 0 -> 1, 2 -> 1, 3 -> 0
+    (tmp_path / "raw/node-feat.csv.gz").unlink()
+    _write(tmp_path / "raw/edge-feat.csv.gz", "1,0\n4,0.5\n-3,2\n")
+    if form == "binary":
+        sizes = {"num_nodes_list": [4], "num_edges_list": [3]}
+        features = np.array([[1, 0], [4, 0.5], [-3, 2]], np.float32)
+        np.savez(tmp_path / "raw/data.npz", edge_index=[[0, 2, 3], [1, 1, 0]], edge_feat=features, **sizes)  # type: ignore[arg-type]
+    one = graphs.read_ogb(tmp_path, edges="as-written")
+    np.testing.assert_array_equal(one.features, np.array([[-3, 2], [2.5, 0.25], [0, 0], [0, 0]], np.float32))
+    both = graphs.read_ogb(tmp_path, edges="both-ways")
+    np.testing.assert_array_equal(both.features, np.array([[-1, 1], [2.5, 0.25], [4, 0.5], [-3, 2]], np.float32))
 
 
 @pytest.mark.parametrize(
@@ -191,6 +215,14 @@ def test_ogb_labels_of_several_tasks_stay_several(tmp_path: pathlib.Path) -> Non
         (lambda p: _write(p / "split/time/train.csv.gz", "2\n"), "node 2 of split 'train' has no label"),
         (lambda p: _write(p / "raw/edge.csv.gz", "0,1\n2,0.5\n3,0\n"), r"edge\.csv\.gz, line 2: 0\.5 is no node"),
         (lambda p: _write(p / "raw/node-label.csv.gz", "2\n0.5\n1\n1\n"), "must hold classes, whole numbers; got 0.5"),
+        (
+            lambda p: _write(p / "raw/node-label.csv.gz", "1,2\n0,0\n1,1\n1,0\n"),
+            r"0 or 1 each.*got \[4, 2\] from 0 to 2",
+        ),
+        (
+            lambda p: ((p / "raw/node-feat.csv.gz").unlink(), _write(p / "raw/edge-feat.csv.gz", "1\n2\n")),
+            r"features of edges must be one row for each of the 3 edges; got \[2, 1\]",
+        ),
     ],
 )
 def test_says_what_is_wrong_with_an_ogb_folder(damage, message: str, tmp_path: pathlib.Path) -> None:

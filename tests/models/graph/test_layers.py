@@ -24,6 +24,7 @@ from scalejax.models.graph import (
     of_host,
     presampled,
 )
+from scalejax.models.graph.task import cross_entropy
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
 from scalejax.train.graph import one_device
 
@@ -196,6 +197,21 @@ def test_sampled_weights_are_scaled_by_what_was_left_out() -> None:
         np.testing.assert_allclose(spmm(sampled, x), want, rtol=1e-5, atol=1e-6)
 
 
+def test_drawn_edges_of_few_slots_are_summed_as_such() -> None:
+    rng = np.random.default_rng(0)
+    receivers = np.repeat(np.arange(NODES), 5)
+    a = graphs.Adjacency.from_edges(rng.integers(0, NODES, 5 * NODES), receivers, shape=(NODES, NODES))
+    drawn = Sampling(width=3, strategy="bucket")
+    for graph in (presampled(a, drawn), graph_of(a, drawn)):
+        assert isinstance(graph, SparsePlan)
+        assert graph.balance.slots == 3
+        x = np.eye(NODES, dtype=np.float32)
+        want = np.zeros((NODES, NODES))
+        np.add.at(want, (np.repeat(np.arange(NODES), 3), a.indices.reshape(NODES, 5)[:, :3].ravel()), 1)
+        np.testing.assert_array_equal(spmm(graph, x), want)
+    assert of_host(a).balance.slots is None
+
+
 def test_dropout_needs_a_key_and_follows_it() -> None:
     a, x, model = _setup("gcn")
     graph = of_host(a)
@@ -258,6 +274,19 @@ def test_products_count_the_matrices(name: str) -> None:
 def test_says_what_is_wrong(call, message: str) -> None:
     with pytest.raises(UserError, match=message):
         call()
+
+
+def test_the_loss_of_tasks_is_binary_cross_entropy_over_the_labels_that_are_known() -> None:
+    logits = np.array([[2.0, -1.0, 40.0], [0.5, 100.0, -300.0]])
+    labels = np.array([[1, 0, -1], [0, 1, 0]], np.int32)
+    (total, count), grads = jax.value_and_grad(cross_entropy, has_aux=True)(jnp.asarray(logits, jnp.float32), labels)
+    shares = 1 / (1 + np.exp(-logits[labels >= 0]))
+    known = labels[labels >= 0]
+    np.testing.assert_allclose(total, -np.log(np.where(known == 1, shares, 1 - shares)).sum(), rtol=1e-6)
+    assert count == 5
+    wanted = np.zeros((2, 3))
+    wanted[labels >= 0] = shares - known
+    np.testing.assert_allclose(grads, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_edges_are_not_drawn_twice() -> None:
