@@ -4,7 +4,7 @@
 #     benchmarks/gpu_all.sh [OUTPUT_FOLDER]        # default: gpu_results
 #
 # What does not fit the time is left out and named at the end; what fails does not stop the rest. Attention is compared
-# with cuDNN; peers of other benchmarks run on a CPU only, so scalejax is timed alone there. Each JSON file becomes a table with benchmarks/tabulate.py; the embedding
+# with cuDNN; peers of other benchmarks run on a CPU only, so scalejax is timed alone there. Each JSON file becomes a table with benchmarks/results_table.py; the embedding
 # kernels are compared with XLA and with a copy, line by line, in embedding_kernels.jsonl, those of packed blocks in
 # mx_kernels.jsonl, those of sparse products with cuSPARSE in sparse_kernels.jsonl.
 set -uo pipefail

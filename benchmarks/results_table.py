@@ -1,6 +1,6 @@
 """Prints the results of `scalejax bench ... --json FILE` as Markdown, for a file in benchmarks/results.
 
-python benchmarks/tabulate.py "scalejax bench wukong_step --against torch" wukong_step.json
+python benchmarks/results_table.py "scalejax bench wukong_step --against torch" wukong_step.json
 """
 
 import pathlib
