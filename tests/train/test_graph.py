@@ -173,6 +173,17 @@ def test_eight_devices_train_as_one(whole: dict[str, Any], path: str) -> None:
     np.testing.assert_allclose(losses[:4], losses[4:], rtol=1e-5)
 
 
+def _first_losses(experiment: GraphExperiment) -> list[float]:
+    """Of three steps."""
+    nodes = experiment.data.build()
+    program = programs.build(experiment, nodes)
+    state, losses = program.init(), []
+    for batch in itertools.islice(nodes.train_batches(parts=program.mesh.size), 3):
+        state, loss = program.train_step(state, program.placed, program.place_batch(batch))
+        losses.append(float(loss))
+    return losses
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -185,16 +196,11 @@ def test_mini_batches_over_eight_devices_are_those_of_one(model: Any, path: str)
     normalization = "symmetric" if isinstance(model, GcnConfig) else "none"
     data = graphs.NodeData(path=path, features="as-is", normalization=normalization, fanouts=(3, 2), batch_size=16)
     data = dataclasses.replace(data, fanouts=data.fanouts[: model.layers])
-    losses = []
-    for mesh in (None, MeshShape(fsdp=4, tensor=2)):
-        experiment = _experiment(path, data=data, model=model, mesh=mesh)
-        nodes = experiment.data.build()
-        program = programs.build(experiment, nodes)
-        state = program.init()
-        for batch in itertools.islice(nodes.train_batches(parts=program.mesh.size), 3):
-            state, loss = program.train_step(state, program.placed, program.place_batch(batch))
-            losses.append(float(loss))
-    np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
+    one, eight = (
+        _first_losses(_experiment(path, data=data, model=model, mesh=mesh))
+        for mesh in (None, MeshShape(fsdp=4, tensor=2))
+    )
+    np.testing.assert_allclose(eight, one, rtol=1e-5)
 
 
 def test_mini_batches_must_divide_over_the_devices(path: str) -> None:
@@ -302,18 +308,9 @@ def test_a_run_of_tasks_in_two_parts_ends_at_the_same_numbers(tasks_path: str, t
 @pytest.mark.slow
 def test_mini_batches_of_tasks_over_eight_devices_are_those_of_one(tasks_path: str) -> None:
     data = graphs.NodeData(path=tasks_path, features="as-is", normalization="none", fanouts=(3, 2), batch_size=16)
-    losses = []
-    for mesh in (None, MeshShape()):
-        experiment = _experiment(
-            tasks_path, data=data, model=GraphSageConfig(hidden=8, dropout=0.0), mesh=mesh, checkpoints=OF_TASKS
-        )
-        nodes = experiment.data.build()
-        program = programs.build(experiment, nodes)
-        state = program.init()
-        for batch in itertools.islice(nodes.train_batches(parts=program.mesh.size), 3):
-            state, loss = program.train_step(state, program.placed, program.place_batch(batch))
-            losses.append(float(loss))
-    np.testing.assert_allclose(losses[3:], losses[:3], rtol=1e-5)
+    options = {"data": data, "model": GraphSageConfig(hidden=8, dropout=0.0), "checkpoints": OF_TASKS}
+    one, eight = (_first_losses(_experiment(tasks_path, mesh=mesh, **options)) for mesh in (None, MeshShape()))
+    np.testing.assert_allclose(eight, one, rtol=1e-5)
 
 
 def test_a_metric_that_labels_do_not_have_is_refused(path: str, tasks_path: str, tmp_path: pathlib.Path) -> None:

@@ -40,17 +40,14 @@ def spmm(csr: Csr, balance: Balance, h: jax.Array, dtype: jax.typing.DTypeLike) 
 def _slots_of(csr: Csr, slots: int) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """(columns [N, S], values or None, edges of each row) of rows of at most S edges."""
     starts = csr.indptr[:-1]
-    counts = csr.indptr[1:] - starts
-    if csr.nnz == csr.shape[0] * slots:
-        columns, values = (None if x is None else x.reshape(-1, slots) for x in (csr.indices, csr.values))
-        assert columns is not None
-        return columns, values, counts
-    edges = jnp.minimum(starts[:, None] + jnp.arange(slots, dtype=starts.dtype)[None, :], csr.nnz - 1)
-    columns, values = (
-        None if x is None else x.at[edges].get(mode="promise_in_bounds") for x in (csr.indices, csr.values)
-    )
-    assert columns is not None
-    return columns, values, counts
+
+    def apart(x: jax.Array) -> jax.Array:
+        if csr.nnz == csr.shape[0] * slots:  # they lie so
+            return x.reshape(-1, slots)
+        edges = jnp.minimum(starts[:, None] + jnp.arange(slots, dtype=starts.dtype)[None, :], csr.nnz - 1)
+        return x.at[edges].get(mode="promise_in_bounds")
+
+    return apart(csr.indices), None if csr.values is None else apart(csr.values), csr.indptr[1:] - starts
 
 
 def _sum_slots(
