@@ -32,8 +32,11 @@ import scipy.special
 from scalejax import configs, optim
 from scalejax.data import graphs
 from scalejax.models.graph import GcnConfig, Sampling, presampled
-from scalejax.train import graph as programs
-from scalejax.train.experiment import GraphExperiment
+from scalejax.parallel.mesh import make_mesh
+from scalejax.train import binding
+from scalejax.train.convert import to_device
+from scalejax.train.experiment import Experiment, Placement
+from scalejax.train.metrics import sums as metric_sums
 
 STRATEGIES = ("bucket", "fastrand")
 
@@ -51,7 +54,7 @@ class Case:
     """
 
     name: str
-    experiment: GraphExperiment
+    experiment: Experiment
     data: Callable[[int], graphs.NodeDataSet]
     seeds: Sequence[int]
     widths: Sequence[int]
@@ -74,45 +77,50 @@ def digits(neighbors: int = 40, labelled: int = 100) -> Callable[[int], graphs.N
     return of_seed
 
 
-def digits_experiment() -> GraphExperiment:
+def digits_experiment() -> Experiment:
     """A GCN of two layers and 64 hidden units."""
-    return GraphExperiment(
+    return Experiment(
         model=GcnConfig(hidden=64, dropout=0.5),
         data=graphs.NodeData(),
         steps=200,
         optimizer=optim.AdamL2(learning_rate=optim.Constant(value=0.01)),
+        placement=Placement(mesh=None),
     )
 
 
 class Trainer:
     """Trains one experiment with several seeds through the same compiled functions."""
 
-    def __init__(self, experiment: GraphExperiment, data: graphs.NodeDataSet) -> None:
-        self.program = programs.build(experiment, data)
+    def __init__(self, experiment: Experiment, data: graphs.NodeDataSet) -> None:
+        self.program = binding.bind(experiment, data.schema, make_mesh(None), data)
 
     def fit(self, seed: int, data: graphs.NodeDataSet) -> tuple[Any, float]:
         """(state after the last step, test accuracy at the best validation accuracy)."""
         experiment = dataclasses.replace(self.program.experiment, seed=seed)
         state = dataclasses.replace(self.program, experiment=experiment).init()
-        batch = self.program.place_batch(data.whole("train"))
+        batch = to_device(data.whole("train"), self.program)
         best = (-1.0, 0.0)
         for _ in range(experiment.steps):
-            state, _ = self.program.train_step(state, self.program.placed, batch)
-            found = self.accuracy(state, data, self.program.placed)
-            best = max(best, (found["validation"], found["test"]), key=lambda pair: pair[0])
+            state, _ = self.program.train_step(state, batch)
+            found = tuple(self.accuracy(state, data, split) for split in ("validation", "test"))
+            best = max(best, found, key=lambda pair: pair[0])
         return state, best[1]
 
-    def accuracy(self, state: Any, data: graphs.NodeDataSet, placed: Any) -> dict[str, float]:
-        """Of validation and test, over what `placed` reads."""
-        found = self.program.evaluate(state, data, ("validation", "test"), placed)
-        return {split: values["accuracy"] for split, values in found.items()}
+    def accuracy(self, state: Any, data: graphs.NodeDataSet, split: str, placed: Any = None) -> float:
+        """Of a split, over what `placed` reads; None = what the program does."""
+        batch = to_device(data.whole(split), self.program)
+        if placed is not None:
+            batch = dataclasses.replace(batch, constants=placed)
+        scored = self.program.eval_step(state, batch)
+        name, metric = next(iter(self.program.metrics.items()))
+        return metric.compute(metric_sums.to_host(scored.metrics[name]))["accuracy"]
 
 
 def run(case: Case, repeats: int, known: dict[str, Any] | None) -> dict[str, Any]:
     """The table of one graph; `known` = what this gave before, whose accuracies are taken."""
     first = case.data(case.seeds[0])
     trainer = Trainer(case.experiment, first)
-    adjacency, exact = first.graph.adjacency, trainer.program.placed
+    adjacency, exact = first.graph.adjacency, trainer.program.constants
     placed = {
         (width, strategy): dataclasses.replace(
             exact, score=presampled(adjacency, Sampling(width=width, strategy=strategy))
@@ -129,10 +137,11 @@ def run(case: Case, repeats: int, known: dict[str, Any] | None) -> dict[str, Any
         data = case.data(seed)
         state, best = trainer.fit(seed, data)
         scores["best"].append(best)
-        scores["exact"].append(trainer.accuracy(state, data, exact)["test"])
+        scores["exact"].append(trainer.accuracy(state, data, "test", exact))
         for key, sampled in placed.items():
-            scores[key].append(trainer.accuracy(state, data, sampled)["test"])
-    pass_ = jax.jit(lambda state, placed: trainer.program.task.logits(_model(trainer, state), placed))
+            scores[key].append(trainer.accuracy(state, data, "test", sampled))
+    task: Any = trainer.program.task
+    pass_ = jax.jit(lambda state, placed: task.logits(_model(trainer, state), placed))
     rows = [
         {
             "graph": case.name,

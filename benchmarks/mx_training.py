@@ -27,11 +27,10 @@ import numpy as np
 from scalejax import configs
 from scalejax.bench import machine
 from scalejax.numerics.rules import QuantizationRule
-from scalejax.parallel.mesh import make_mesh
-from scalejax.train import dense, program, scoring
-from scalejax.train.click_run import ClickRun
-from scalejax.train.dense_run import DenseRun
-from scalejax.train.experiment import AnyExperiment, DenseExperiment
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import binding, scoring
+from scalejax.train.experiment import Experiment
+from scalejax.train.run import Run
 
 MODELS: dict[str, tuple[str, ...]] = {
     "llama": (
@@ -39,47 +38,44 @@ MODELS: dict[str, tuple[str, ...]] = {
         "data.length=128", "data.batch_size=8", "data.split.validation=0.003", "steps=200",
         "optimizer.learning_rate.peak=1e-3", "optimizer.learning_rate.final=0.01",
     ),
-    "dlrm": ("dlrm-smoke", "data.batch_size=1024", "steps=120", "microbatch=1024"),
-    "wukong": ("wukong-smoke", "data.batch_size=1024", "steps=120", "microbatch=1024"),
+    "dlrm": ("dlrm-smoke", "data.batch_size=1024", "steps=120", "gradients.microbatch=1024"),
+    "wukong": ("wukong-smoke", "data.batch_size=1024", "steps=120", "gradients.microbatch=1024"),
 }  # fmt: skip
 NUDGED = "float32, nudged"
 FORMATS = ("float32", NUDGED, "bdr_mx9", "bdr_mx6", "bdr_mx4")
 
 
-def experiment_of(model: str, format: str) -> AnyExperiment:
+def experiment_of(model: str, format: str) -> Experiment:
     """The recipe of a model, with one rule for everything."""
     name, *sets = MODELS[model]
     named = None if format in ("float32", NUDGED) else format
     rule = QuantizationRule(weight_qtype=named, act_qtype=named, bwd_qtype=named, tail="pad")
     rules = () if named is None else (rule,)
-    return dataclasses.replace(configs.load(name, sets), quantization=rules, eval_every=0)
+    experiment = configs.load(name, [*sets, "evaluation.every=0"])
+    return dataclasses.replace(experiment, quantization=rules)
 
 
 def losses(model: str, format: str, seeds: int, data: Any) -> list[float]:
     """Final losses by seed on a data set. One program is compiled for all seeds."""
-    experiment: Any = experiment_of(model, format)
-    mesh = make_mesh(experiment.mesh, jax.devices()[:1])
-    is_dense = isinstance(experiment, DenseExperiment)
-    module, kind = (dense, DenseRun) if is_dense else (program, ClickRun)
-    built: Any = module.build(experiment, data.schema, mesh)
+    experiment = experiment_of(model, format)
+    mesh = make_mesh(experiment.placement.mesh or MeshShape(), jax.devices()[:1])
+    built = binding.bind(experiment, data.schema, mesh)
+    split, measured = ("validation", "loss") if built.collection is None else ("test", "logloss")
     found = []
     for seed in range(seeds):
         begun = time.perf_counter()
         seeded = dataclasses.replace(built, experiment=dataclasses.replace(experiment, seed=seed))
-        state, host = kind(seeded, data).begin()
+        state, host = Run(seeded, data).begin()
         if format == NUDGED:
             state = dataclasses.replace(state, params=nudged(state.params, seed))
         host = dataclasses.replace(host, examples=seed * experiment.steps * experiment.data.batch_size)
-        run: Any = kind(built, data)
-        with run.feed(host, experiment.steps) as feed:
+        with Run(built, data).feed(host, experiment.steps) as feed:
             for _ in range(experiment.steps):
                 feed.take()
                 state, _ = feed.step(state)
-        if is_dense:
-            found.append(float(run.score(state, "validation")["val_loss"]))
-        else:  # without the intervals that `score` draws, which take longer than the training
-            scores = scoring.score(built, state, data.eval_batches("test"))
-            found.append(float(scores.measure(data.schema.labels)["logloss"]))
+        # Without intervals, which take longer than the training.
+        scores = scoring.score(built, state, built.task.eval_batches(data, mesh, split))
+        found.append(float(scores.measure()[measured]))
         if not math.isfinite(found[-1]):
             raise SystemExit(f"{model} in {format}, seed {seed}: the loss is {found[-1]}")
         seconds = time.perf_counter() - begun

@@ -24,9 +24,9 @@ METRICS = ("auc", "logloss", "ne")
 def run(model: str, split: str, seed: int) -> tuple[dict[str, float], evaluation.Predictions]:
     """Trains "RECIPE [PATH=VALUE ...]" with one seed; its test metrics and predictions."""
     recipe, *sets = model.split()
-    experiment = configs.load(recipe, sets)
+    experiment = configs.load(recipe, [*sets, "evaluation.every=0"])
     data: Any = dataclasses.replace(experiment.data, seed=seed, **_columns(split))  # pyright: ignore
-    experiment = dataclasses.replace(experiment, data=data, seed=seed, eval_every=0)
+    experiment = dataclasses.replace(experiment, data=data, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         closing = loop.train(experiment, workdir=pathlib.Path(folder) / "run", recipe=recipe)
         predictions = evaluation.read_predictions(pathlib.Path(folder) / "run", "test")

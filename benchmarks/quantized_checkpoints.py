@@ -34,9 +34,9 @@ from scalejax.bench import machine
 from scalejax.cli.app import app
 from scalejax.data import text_sources
 from scalejax.numerics.rules import QuantizationRule
-from scalejax.parallel.mesh import make_mesh
-from scalejax.train import program, scoring
-from scalejax.train.click_run import ClickRun
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import binding, scoring
+from scalejax.train.run import Run
 
 HELD_OUT = 20  # one file in so many
 PIECE = 2048  # characters of a file that are compared or calibrated on, so that many files take part
@@ -120,11 +120,10 @@ def quantized(folder: pathlib.Path, source: pathlib.Path, format: str, *options:
 
 def clicks() -> dict[str, float]:
     """NE on the test split of a DLRM trained in float32, by format."""
-    experiment: Any = dataclasses.replace(configs.load("dlrm-flights", []), eval_every=0)
-    data = experiment.data.build()
-    mesh = make_mesh(experiment.mesh, jax.devices()[:1])
-    built = program.build(experiment, data.schema, mesh)
-    trainer: Any = ClickRun(built, data)
+    experiment = configs.load("dlrm-flights", ["evaluation.every=0"])
+    data: Any = experiment.data.build()
+    mesh = make_mesh(experiment.placement.mesh or MeshShape(), jax.devices()[:1])
+    trainer = Run(binding.bind(experiment, data.schema, mesh), data)
     state, host = trainer.begin()
     with trainer.feed(host, experiment.steps) as feed:
         for _ in range(experiment.steps):
@@ -134,9 +133,9 @@ def clicks() -> dict[str, float]:
     for format in ("float32", *CLICKS):
         named = None if format == "float32" else format
         rules = () if named is None else (QuantizationRule(weight_qtype=named, act_qtype=named, tail="pad"),)
-        cast = program.build(dataclasses.replace(experiment, quantization=rules), data.schema, mesh)
+        cast = binding.bind(dataclasses.replace(experiment, quantization=rules), data.schema, mesh)
         scores = scoring.score(cast, state, data.eval_batches("test"))
-        found[format] = float(scores.measure(data.schema.labels)["ne"])
+        found[format] = float(scores.measure()["ne"])
     return found
 
 

@@ -42,9 +42,9 @@ WAYS = {
 def run(model: str, seed: int, turns: int) -> dict[str, dict[str, Any]]:
     """Trains "RECIPE [PATH=VALUE ...]" with one seed and lowers it in every way."""
     recipe, *sets = model.split()
-    experiment = configs.load(recipe, sets)
+    experiment = configs.load(recipe, [*sets, "evaluation.every=0"])
     data: Any = dataclasses.replace(experiment.data, seed=seed)  # pyright: ignore
-    experiment = dataclasses.replace(experiment, data=data, seed=seed, eval_every=0)
+    experiment = dataclasses.replace(experiment, data=data, seed=seed)
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "run"
         loop.train(experiment, workdir=path, recipe=recipe)

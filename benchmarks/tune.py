@@ -23,9 +23,9 @@ TRAININGS = (
     (_PEAK + "4e-3",),
     (_PEAK + "2e-3",),
     (_PEAK + "2e-3", "model.dropout=0.1"),
-    (_PEAK + "2e-3", "row_optimizer.weight_decay=3e-5"),
+    (_PEAK + "2e-3", "tables.optimizer.weight_decay=3e-5"),
 )
-LOGISTIC = tuple((f"row_optimizer.weight_decay={l2}",) for l2 in ("3e-5", "1e-4", "3e-4", "1e-3"))
+LOGISTIC = tuple((f"tables.optimizer.weight_decay={l2}",) for l2 in ("3e-5", "1e-4", "3e-4", "1e-3"))
 """Logistic regression has no hidden layer and no dense rate worth the name: four L2 instead."""
 
 SHAPES: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -42,13 +42,14 @@ SHAPES: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "dcnv2-flights": ((), ("model.cross_layers=2",)),
     "dlrm-flights": ((), ("model.top_hidden=(256,128)",)),
-    "logistic-flights": ((), ("row_optimizer.learning_rate=1.0",)),
+    "logistic-flights": ((), ("tables.optimizer.learning_rate=1.0",)),
 }
 
 
 def trial(recipe: str, sets: tuple[str, ...]) -> dict[str, Any]:
     """Trains one setting; its figures on the validation split."""
-    experiment = configs.load(recipe, [*sets, "eval_every=0", "final_split=validation", "checkpoints.every=0"])
+    scored = ("evaluation.every=0", "evaluation.final_split=validation", "checkpoints.every=0")
+    experiment = configs.load(recipe, [*sets, *scored])
     with tempfile.TemporaryDirectory() as folder:
         closing = loop.train(experiment, workdir=pathlib.Path(folder) / "run", recipe=recipe)
     return {

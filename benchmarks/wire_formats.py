@@ -33,8 +33,8 @@ from scalejax.data.text import TextData, TextSplit
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan import explain_sharding
-from scalejax.train import dense, loop
-from scalejax.train.experiment import Checkpoints, DenseExperiment
+from scalejax.train import binding, loop
+from scalejax.train.experiment import Checkpoints, Experiment
 
 ROWS, LENGTH = 16, 64
 
@@ -79,7 +79,7 @@ differences are those of any two runs that round differently. Runs in float32 fr
 """
 
 
-def experiment_of(name: str, seed: int, steps: int) -> DenseExperiment:
+def experiment_of(name: str, seed: int, steps: int) -> Experiment:
     mesh, strategy = STRATEGIES[name]
     small: Any = llama.smoke()
     return dataclasses.replace(
@@ -87,7 +87,7 @@ def experiment_of(name: str, seed: int, steps: int) -> DenseExperiment:
         model=dataclasses.replace(small.model, dim=64, ffn_dim=128),
         optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=1e-3, warmup=0.05, final=0.1), weight_decay=0.1),
         data=TextData(length=LENGTH, batch_size=ROWS, seed=seed, split=TextSplit(train=0.97, validation=0.003)),
-        mesh=mesh,
+        placement=dataclasses.replace(small.placement, mesh=mesh),
         strategy=strategy,
         seed=seed,
         steps=steps,
@@ -96,9 +96,9 @@ def experiment_of(name: str, seed: int, steps: int) -> DenseExperiment:
     )
 
 
-def kibibytes(experiment: DenseExperiment) -> tuple[float, float, float]:
+def kibibytes(experiment: Experiment) -> tuple[float, float, float]:
     """Of parameters, of gradients, of the rest, in one step on a device."""
-    program = dense.build(experiment, experiment.data.schema(), make_mesh(experiment.mesh))
+    program = binding.bind(experiment, experiment.data.schema(), make_mesh(experiment.placement.mesh))
     compiled = program.train_step.lower(program.abstract_state(), program.abstract_batch()).compile()
     found = {"all-gather": 0, "all-to-all": 0, "reduce-scatter": 0, "all-reduce": 0}
     for collective in explain_sharding(compiled, program.mesh):
@@ -138,7 +138,7 @@ def main() -> None:
     print("\n".join(rows))
     if arguments.markdown:
         experiment = experiment_of(FLOAT32, 0, arguments.steps)
-        program = dense.build(experiment, experiment.data.schema(), make_mesh(experiment.mesh))
+        program = binding.bind(experiment, experiment.data.schema(), make_mesh(experiment.placement.mesh))
         count = sum(int(np.prod(p.shape)) for p in program.model.params.values())
         text = PAGE.format(
             steps=arguments.steps,

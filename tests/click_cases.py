@@ -12,7 +12,6 @@ from scalejax.data.jagged import KeyedJagged
 from scalejax.data.schema import Categorical, Schema
 from scalejax.inference.recommendation import click_model
 from scalejax.models.recsys import dcnv2, dlrm, logistic, wukong
-from scalejax.parallel.embedding.config import RowwiseAdagrad
 
 DIM = 16
 SCHEMA = Schema(
@@ -42,7 +41,7 @@ MODELS = {
 
 def model(name="dlrm", seed=0):
     """A model with weights that were drawn, scaled so that its scores are spread."""
-    task = MODELS[name].task(SCHEMA, RowwiseAdagrad())
+    task = MODELS[name].task(SCHEMA)
     rng = np.random.default_rng(seed)
     tables = {c.name: rng.normal(size=(c.rows, c.dim)).astype(np.float32) * 0.3 for c in task.tables()}
     for rows in tables.values():

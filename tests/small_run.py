@@ -7,14 +7,16 @@ import jax
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from changes import changed
 
 from scalejax import optim
 from scalejax.configs.recsys import wukong
 from scalejax.data import Categorical, ParquetData
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import program, snapshot
+from scalejax.train import binding
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
+from scalejax.train.run import Run
 
 ROWS = 640
 FEATURES = (Categorical(name="shop", rows=37), Categorical(name="hour", rows=11), Categorical(name="item", rows=1101))
@@ -68,23 +70,23 @@ def data(path: pathlib.Path, **changes: object) -> ParquetData:
 
 
 def experiment(path: pathlib.Path, **changes: object) -> Experiment:
-    """Twelve steps of a tiny Wukong; a window every 4, an evaluation and a checkpoint every 6.
+    """Twelve steps of a tiny Wukong; a window every 4, an evaluation and a checkpoint every 6; changes as `changed`.
 
     Learning rates are constant: runs of any number of steps share one compiled step.
     """
     constant = {
         "optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)),
-        "row_schedule": optim.Constant(),
+        "tables__schedule": optim.Constant(),
     }
-    return dataclasses.replace(wukong.smoke(), **{"data": data(path), **constant, **changes})
+    return changed(wukong.smoke(), **{"data": data(path), **constant, **changes})
 
 
 def restored(experiment: Experiment, folder: pathlib.Path, step: int | None = None, devices: int | None = None):
     """(name -> array, host state) of a checkpoint (None = the newest) that went through the first devices."""
     data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices]))
-    with Checkpointer(folder / "checkpoints", experiment.checkpoints, snapshot.identity(built, data)) as checkpoints:
-        tree, host = checkpoints.restore(step, snapshot.abstract_stored(built))
-    tree = snapshot.to_stored(built, snapshot.from_stored(built, tree))
+    run = Run(binding.bind(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices])), data)
+    with Checkpointer(folder / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
+        state, host = run.restore(checkpoints, step)
+    tree = run.to_stored(state)
     tree["key"] = jax.random.key_data(tree["key"])
     return jax.tree.map(np.asarray, tree), host

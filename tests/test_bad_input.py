@@ -206,7 +206,13 @@ def test_fewer_steps_than_were_trained(recipe, run):
 
 
 def test_what_is_not_finite_is_not_saved_however_seldom_the_log_is_written(recipe, run):
-    diverging = ["steps=40", "log_every=40", "eval_every=0", "checkpoints.every=2", "row_optimizer.learning_rate=1e38"]
+    diverging = [
+        "steps=40",
+        "log_every=40",
+        "evaluation.every=0",
+        "checkpoints.every=2",
+        "tables.optimizer.learning_rate=1e38",
+    ]
     settings = [word for one in diverging for word in ("--set", one)]
     result = invoke("train", recipe, "--workdir", run, *settings)
     assert_one_message(result.exit_code, result.stderr, "not finite in the steps up to 14", "Lower the learning rates")
@@ -223,16 +229,23 @@ def hot_rows(folder):
 
 @pytest.mark.slow
 def test_ids_that_an_exchange_has_no_room_for(tmp_path):
-    arguments = ["train", hot_rows(tmp_path), "--workdir", tmp_path / "run", "--set", "exchange.roomy_below_bytes=0"]
+    arguments = [
+        "train",
+        hot_rows(tmp_path),
+        "--workdir",
+        tmp_path / "run",
+        "--set",
+        "tables.exchange.roomy_below_bytes=0",
+    ]
     result = invoke(*arguments)
-    words = ["ids for one other device", "room for", "capacity_factor 2", "--set exchange.capacity_factor="]
+    words = ["ids for one other device", "room for", "capacity_factor 2", "--set tables.exchange.capacity_factor="]
     assert_one_message(result.exit_code, result.stderr, *words)
     assert not (tmp_path / "run" / "checkpoints").exists() or not os.listdir(tmp_path / "run" / "checkpoints")
 
 
 @pytest.mark.slow
 def test_ids_without_room_are_a_metric_where_that_is_chosen(tmp_path):
-    settings = ["exchange.roomy_below_bytes=0", "exchange.spill=count"]
+    settings = ["tables.exchange.roomy_below_bytes=0", "tables.exchange.spill=count"]
     arguments = [word for one in settings for word in ("--set", one)]
     result = invoke("train", hot_rows(tmp_path), "--workdir", tmp_path / "run", *arguments)
     assert result.exit_code == 0, result.stderr
@@ -255,7 +268,7 @@ import small_run
 
 def planned() -> Experiment:
     plan = ShardingPlan(tables=(TablePlan(table="item", kind="table_wise", ranks=(11,)),))
-    return small_run.experiment(pathlib.Path(__file__).with_name("rows.parquet"), sharding=plan)
+    return small_run.experiment(pathlib.Path(__file__).with_name("rows.parquet"), tables__sharding=plan)
 """
 
 
@@ -270,7 +283,9 @@ def test_a_plan_for_another_mesh(tmp_path, command):
 
 
 @pytest.mark.parametrize(
-    ("fraction", "field"), [("validation=0", "eval_split"), ("validation=0.2", "final_split")], ids=["eval", "final"]
+    ("fraction", "field"),
+    [("validation=0", "evaluation.split"), ("validation=0.2", "evaluation.final_split")],
+    ids=["eval", "final"],
 )
 def test_split_without_examples(recipe, tmp_path, fraction, field):
     result = invoke("train", recipe, "--workdir", tmp_path / "run", "--set", f"data.split.{fraction}")

@@ -20,11 +20,11 @@ ALLOWED = {
     "parallel": {"numerics", "kernels", "data"},
     "optim": set(),
     "nn": {"numerics", "kernels", "parallel"},
-    "models": {"numerics", "kernels", "parallel", "nn", "data"},
+    "models": {"numerics", "kernels", "parallel", "nn", "data", "train"},  # what a task is, and its metrics
     "train": {"numerics", "parallel", "data", "optim"},
     "inference": {"numerics", "kernels", "parallel", "nn", "models", "data", "train"},
     "surgery": {"numerics", "kernels", "parallel", "nn", "models", "data", "train", "inference"},
-    "plan": {"parallel", "data", "optim", "train"},
+    "plan": {"numerics", "parallel", "data", "optim", "train"},
     "configs": {"numerics", "parallel", "data", "optim", "nn", "models", "train"},
 }
 

@@ -112,7 +112,9 @@ def _figures(engine: Engine, prompt: list[int]) -> dict[str, float]:
         engine.generate([prompt], max_tokens=tokens)
         seconds[tokens] = time.perf_counter() - start
     each = (seconds[1 + TOKENS] - seconds[1]) / TOKENS
-    count = sum(p.nbytes for name, p in engine.params.items() if name != "embed/weight" or engine.config.tie_embeddings)
+    count = sum(
+        p.nbytes for name, p in engine.params.items() if name != "embed/weight" or "head/weight" not in engine.params
+    )
     rate = _copy_bytes_per_s()
     return {
         "ms_a_token": each * 1e3,

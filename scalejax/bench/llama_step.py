@@ -26,8 +26,9 @@ from scalejax.errors import UserError
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.train import dense
-from scalejax.train.experiment import DenseExperiment, Precision
+from scalejax.parallel.rules import LLM
+from scalejax.train import binding, convert
+from scalejax.train.experiment import Experiment, Gradients, Placement
 
 CASES = ("tiny", "small", "1b")
 PEERS = ("transformers", "transformers-compile")
@@ -130,26 +131,23 @@ class _Ours:
 
     def __init__(self, model: LlamaConfig, device: Any, rows: int, length: int) -> None:
         accelerated = device.platform != "cpu"
-        experiment = DenseExperiment(
+        experiment = Experiment(
             model=model,
             data=training_step.Given(batch_size=rows),
             steps=1_000_000,
             optimizer=optim.AdamW(learning_rate=optim.Constant(value=LEARNING_RATE), weight_decay=WEIGHT_DECAY),
-            clip=CLIP,
             strategy=Fsdp(param_dtype="bfloat16" if accelerated else None),
-            precision=Precision(),
+            gradients=Gradients(clip=CLIP),
+            placement=Placement(rules=LLM),
+            xla_flags=("cpu-plain-products",),
         )
         assert model.vocabulary is not None
         schema = TokenSchema(model.vocabulary, length)
         self._model, self._rows, self._length = model, rows, length
-        self._program = dense.build(experiment, schema, meshes.make_mesh(experiment.mesh, [device]))
+        self._program = binding.bind(experiment, schema, meshes.make_mesh(experiment.placement.mesh, [device]))
         self._state = self._program.init()
         self.batches = [_random(schema, rows, seed) for seed in range(4)]
-        sharding = self._program.batch_sharding()
-        placed = [
-            {name: jax.device_put(array, sharding) for name, array in dataclasses.asdict(batch).items()}
-            for batch in self.batches
-        ]
+        placed = [convert.to_device(batch, self._program) for batch in self.batches]
         self._turn = itertools.cycle(placed)
 
     def step(self) -> float:

@@ -41,8 +41,9 @@ from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.jagged import DedupGroup
-from scalejax.train import convert, program
-from scalejax.train.experiment import Experiment
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.train import binding, convert
+from scalejax.train.experiment import Experiment, Gradients, Tables
 
 _SETTINGS = ((1, 0.0), (4, 0.0), (4, 0.5), (4, 0.9), (16, 0.0), (16, 0.5), (16, 0.8), (16, 0.9))
 CASES = tuple(
@@ -98,7 +99,8 @@ def prepare(
             np.array_equal(back.values, again.features.values) and np.array_equal(back.lengths, again.features.lengths)
         ):
             raise OutputsDiffer(f"{group.where}: the deduplicated batch does not expand to the plain one")
-        if convert.to_device(batch, ours.program).features.inverse is None:
+        features = convert.to_device(batch, ours.program).features
+        if features is None or features.inverse is None:
             raise OutputsDiffer("a batch has more distinct rows than there is room for")
         one, other = ours.logits(batch), peer.logits(expand_batch(batch))
         if not np.array_equal(one, other):
@@ -151,10 +153,14 @@ class _Side:
             data=training_step.Given(batch_size=batch_size),
             steps=1_000_000,
             optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-3)),
-            row_optimizer=RowwiseAdagrad(learning_rate=0.002),
-            dedup=tuple(DedupGroup(features=names, rows_per_example=share) for names in groups),
+            strategy=Fsdp(sharding="NO_SHARD"),
+            tables=Tables(
+                optimizer=RowwiseAdagrad(learning_rate=0.002),
+                dedup=tuple(DedupGroup(features=names, rows_per_example=share) for names in groups),
+            ),
+            gradients=Gradients(microbatch="cache"),
         )
-        self.program = program.build(experiment, schema, meshes.make_mesh(experiment.mesh, jax.devices()[:1]))
+        self.program = binding.bind(experiment, schema, meshes.make_mesh(experiment.placement.mesh, jax.devices()[:1]))
         self._layout = RecordLayout(schema, groups)
         self._transforms = [(name, HashIds(rows=_TABLE_ROWS, seed=f)) for f, name in enumerate(log.names)]
 
@@ -198,7 +204,7 @@ class _Side:
 
     def logits(self, batch: AnyBatch) -> np.ndarray:
         device = convert.to_device(batch, self.program, "scoring")
-        logits, _ = self.program.eval_step(self.program.init(), device)
+        logits = self.program.eval_step(self.program.init(), device).outputs["logits"]
         return np.asarray(logits)
 
     def temporaries(self) -> int:

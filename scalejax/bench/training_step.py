@@ -20,9 +20,11 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.train import convert, program
-from scalejax.train.experiment import Experiment
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.train import binding, convert
+from scalejax.train.experiment import Experiment, Gradients, Tables
 from scalejax.train.protocols import ModelConfig
+from scalejax.train.step import Program
 
 _CONSTANT = optim.Constant(value=1e-3)
 ADAM = optim.Adam(learning_rate=_CONSTANT)
@@ -88,9 +90,15 @@ def contest(model: ModelConfig, schema: Schema, batches: Sequence[Batch], make_p
     if make_peer is not None:
         check_peer_device(device)
     experiment = Experiment(
-        model=model, data=Given(batch_size=len(batches[0])), steps=1_000_000, optimizer=ADAM, row_optimizer=ROWS
+        model=model,
+        data=Given(batch_size=len(batches[0])),
+        steps=1_000_000,
+        optimizer=ADAM,
+        strategy=Fsdp(sharding="NO_SHARD"),
+        tables=Tables(optimizer=ROWS),
+        gradients=Gradients(microbatch="cache"),
     )
-    built = program.build(experiment, schema, meshes.make_mesh(experiment.mesh, [device]))
+    built = binding.bind(experiment, schema, meshes.make_mesh(experiment.placement.mesh, [device]))
     ours = _Ours(built, batches)
     if make_peer is None:
         return Contest(
@@ -184,7 +192,7 @@ def check_equal(
 class _Ours:
     """Our side: a program, its state, and the batches on the device."""
 
-    def __init__(self, built: program.Program, batches: Sequence[Batch]) -> None:
+    def __init__(self, built: Program, batches: Sequence[Batch]) -> None:
         self._program = built
         self._state = built.init()
         self._batches = [convert.to_device(batch, built) for batch in batches]
@@ -196,13 +204,13 @@ class _Ours:
         jax.block_until_ready(self._state)
 
     def logits(self, index: int) -> np.ndarray:
-        return np.asarray(self._program.eval_step(self._state, self._batches[index])[0])[:, 0]
+        return np.asarray(self._program.eval_step(self._state, self._batches[index]).outputs["logits"])[:, 0]
 
     def parameters(self) -> dict[str, np.ndarray]:
         return {name: np.array(value) for name, value in self._state.params.items()}
 
     def tables(self) -> list[np.ndarray]:
         """Rows of the table of each one-hot feature, in the order of the schema."""
-        logical = self._program.collection.to_logical(self._state.tables)
+        logical = self._program.embeddings.to_logical(self._state.tables)
         table_of = {feature: table.name for table in self._program.task.tables() for feature in table.features}
         return [np.array(logical[table_of[name]]["rows"]) for name in self._program.task.schema.keys]

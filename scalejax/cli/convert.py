@@ -108,21 +108,12 @@ def _table(model: "LanguageModel") -> Any:
     from scalejax import units
     from scalejax.inference import model_folder
 
-    c = model.config
-    rope = (
-        "none"
-        if c.rope_scaling is None
-        else f"by {c.rope_scaling.factor:g} beyond {c.rope_scaling.original_positions:,}"
-    )
     kinds = {"huggingface": "of Hugging Face", "model": "model folder", "run": "run folder"}
     size = units.size(model_folder.parameter_bytes(model))
     rows = {
         "source": f"{model.path} ({kinds[model.kind]})",
-        "parameters": f"{c.parameters():,}, {model.dtype}, {size} in {len(model.shards)} file(s)",
-        "layers, width, MLP": f"{c.layers}, {c.dim:,}, {c.ffn_dim:,}",
-        "heads": f"{c.heads} of {c.width}, {c.kv_heads} of keys and values",
-        "vocabulary": f"{c.vocabulary:,}, head {'tied' if c.tie_embeddings else 'of its own'}",
-        "positions": f"up to {c.max_positions:,}, theta {c.rope_theta:g}, stretched: {rope}",
+        "parameters": f"{model.config.parameters():,}, {model.dtype}, {size} in {len(model.shards)} file(s)",
+        **model.architecture.describe(model.config),
         "special tokens": f"bos {model.tokens.bos}, eos {', '.join(map(str, model.tokens.eos)) or None}",
         "files that go along": ", ".join(file.name for file in model.files) or "none",
     }

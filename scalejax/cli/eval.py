@@ -11,14 +11,14 @@ from scalejax.cli import environment, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import AnyExperiment
+    from scalejax.train.experiment import Experiment
 
 
 def evaluate(
     run_folder: options.RunFolder,
     split: Annotated[
         str | None,
-        typer.Option("--split", metavar="NAME", help="Split to score. Default: the experiment's final_split."),
+        typer.Option("--split", metavar="NAME", help="Split to score. Default: evaluation.final_split of the run."),
     ] = None,
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", min=0, help="Checkpoint to score. Default: the newest.")
@@ -72,20 +72,21 @@ def evaluate(
     if mesh is not None:
         from scalejax.parallel.mesh import parse_mesh
 
-        experiment = dataclasses.replace(experiment, mesh=parse_mesh(mesh))
+        placement = dataclasses.replace(experiment.placement, mesh=parse_mesh(mesh))
+        experiment = dataclasses.replace(experiment, placement=placement)
     if batch_size is not None:
         from scalejax.configs import overrides
 
         experiment = overrides.apply(experiment, [f"data.batch_size={batch_size}"])
     from scalejax.train import console as closing
-    from scalejax.train import distributed, loop
+    from scalejax.train import distributed, loop, report
 
     distributed.initialize(coordinator, processes, process_id)
     console = output.console() if distributed.is_primary() else None
-    split = split or experiment.final_split
+    split = split or experiment.evaluation.final_split
     summary = loop.evaluate(experiment, workdir=run_folder, split=split, step=step, console=console)
     if console is not None:
-        console.print(closing.closing_table(summary))
+        console.print(closing.closing_table(summary, report.read_described(run_folder)))
 
 
 def _score_text(
@@ -152,7 +153,7 @@ def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
     return record
 
 
-def load_run(run_folder: pathlib.Path, recipe: str | None) -> "AnyExperiment":
+def load_run(run_folder: pathlib.Path, recipe: str | None) -> "Experiment":
     """The experiment of a run folder, by running its recipe again.
 
     Raises:

@@ -54,7 +54,7 @@ def export(
         choices.load(precision, model) if precision is not None else choices.uniform(model, tables=tables, dense=dense)  # pyright: ignore[reportArgumentType]
     )
     data = experiment.data.build()
-    some = click_model.labelled(data.eval_batches(experiment.eval_split), model.schema, most=examples)
+    some = click_model.labelled(data.eval_batches(experiment.evaluation.split), model.schema, most=examples)
     limits = precisions.calibrated(model, some.inputs) if "int8" in chosen.operators.values() else None
     lowered = lowering.lower(model, chosen, limits)
     exports.write(lowered, out)

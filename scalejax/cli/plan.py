@@ -27,7 +27,7 @@ def plan(
     Prints whether it fits, bytes per chip by kind, FLOPs, every collective with its bytes, and the predicted step. With
     --search, meshes and rematerialisation policies are judged by arithmetic, and the best few are compiled and ranked.
     """
-    named = [one for one in sets or [] if one.strip().startswith("mesh.")]
+    named = [one for one in sets or [] if one.strip().startswith("placement.mesh")]
     if search and (mesh is not None or named):
         given = f"--mesh {mesh}" if mesh is not None else f"--set {named[0]}"
         raise UserError(f"--search finds the mesh; got {given} too. Leave one of them out.")
@@ -40,16 +40,16 @@ def plan(
     import scalejax.plan
 
     if search:
-        from scalejax.train.experiment import DenseExperiment
+        from scalejax.plan.decoders import DecoderConfig
 
-        if not isinstance(experiment, DenseExperiment):
+        if not isinstance(experiment.model, DecoderConfig):
             raise UserError(
                 f"--search knows decoders, and {recipe} is none. `scalejax shard` plans where embedding tables live."
             )
         # Progress goes to standard error, so that the tables can be piped.
         result = scalejax.plan.search(experiment, topology, progress=lambda line: typer.echo(line, err=True))
     else:
-        result = scalejax.plan.plan(experiment, topology, experiment.mesh if named else mesh)
+        result = scalejax.plan.plan(experiment, topology, experiment.placement.mesh if named else mesh)
     result.render(output.console())
     if json is not None:
         output.write_json(json, result.to_json())

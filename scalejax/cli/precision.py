@@ -63,8 +63,8 @@ def find(
     from scalejax.inference.recommendation import study as studies
 
     data = experiment.data.build()
-    calibration = click_model.labelled(data.eval_batches(experiment.eval_split), model.schema, most=examples)
-    held_out = click_model.labelled(data.eval_batches(experiment.final_split), model.schema)
+    calibration = click_model.labelled(data.eval_batches(experiment.evaluation.split), model.schema, most=examples)
+    held_out = click_model.labelled(data.eval_batches(experiment.evaluation.final_split), model.schema)
     limits = calibrated(model, calibration.inputs)
     study = studies.study(model, limits, calibration, held_out, objective=objective, **given)  # pyright: ignore[reportArgumentType]
     console = output.console()
@@ -81,8 +81,8 @@ def find(
     served = click_model.Gap(quality["gap"], quality["gap_low"], quality["gap_high"])
     gaps = [f"{g.value:+.4%} (95 %: {g.low:+.4%} to {g.high:+.4%})" for g in (found.gap, served)]
     console.print(
-        f"NE gap {gaps[0]} on {len(calibration.labels):,} examples of {experiment.eval_split!r}, {gaps[1]} on "
-        f"{len(held_out.labels):,} of {experiment.final_split!r}: {verdict} {budget:g} %.",
+        f"NE gap {gaps[0]} on {len(calibration.labels):,} examples of {experiment.evaluation.split!r}, {gaps[1]} on "
+        f"{len(held_out.labels):,} of {experiment.evaluation.final_split!r}: {verdict} {budget:g} %.",
         soft_wrap=True,
     )
     if save is not None:

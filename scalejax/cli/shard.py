@@ -36,7 +36,7 @@ def shard(
     ] = None,
     save: Annotated[
         pathlib.Path | None,
-        typer.Option("--save", metavar="FILE.json", help="Write the plan, for --set sharding=FILE.json."),
+        typer.Option("--save", metavar="FILE.json", help="Write the plan, for --set tables.sharding=FILE.json."),
     ] = None,
     json: options.JsonFile = None,
 ) -> None:
@@ -49,7 +49,9 @@ def shard(
     from scalejax.errors import UserError
 
     if save is not None and save.suffix != ".json":
-        raise UserError(f"--save {save}: must end in .json, by which --set sharding=... knows it. Try {save}.json.")
+        raise UserError(
+            f"--save {save}: must end in .json, by which --set tables.sharding=... knows it. Try {save}.json."
+        )
     experiment = configs.load(recipe, sets or [])
     from scalejax.parallel.planner import Constants
     from scalejax.plan import sharding
@@ -71,11 +73,14 @@ def shard(
         print("Next: --save FILE.json keeps the plan.")
         return
     result.planned.plan.save(save)
-    from scalejax.parallel.mesh import AXES
+    from scalejax.parallel.mesh import AXES, MeshShape
 
-    again = [f"--set={text}" for text in sets or []] + [f"--set=sharding={save}"]
+    again = [f"--set={text}" for text in sets or []] + [f"--set=tables.sharding={save}"]
     planned = {axis: result.mesh.get(axis, 1) for axis in AXES}
+    given = experiment.placement.mesh
+    if given is None:
+        given, again = MeshShape(), [*again, "--set=placement.mesh=MeshShape"]
     again += [
-        f"--set=mesh.{axis}={size}" for axis, size in planned.items() if size > 1 or getattr(experiment.mesh, axis) != 1
+        f"--set=placement.mesh.{axis}={size}" for axis, size in planned.items() if size > 1 or getattr(given, axis) != 1
     ]
     print(f"Plan: {save}\nNext: {shlex.join(['scalejax', 'train', recipe, *again])}")

@@ -13,7 +13,7 @@ from scalejax.cli import environment, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import AnyExperiment
+    from scalejax.train.experiment import Experiment
 
 
 class Resume(enum.StrEnum):
@@ -58,7 +58,7 @@ def train(
     record = serialization.record(recipe, sets, experiment)
 
     from scalejax.train import console as closing
-    from scalejax.train import distributed, loop, run_folder
+    from scalejax.train import distributed, loop, report, run_folder
 
     distributed.initialize(coordinator, processes, process_id)
     _check_memory(experiment)
@@ -81,36 +81,36 @@ def train(
                 folder.rmdir()  # only if it is empty: a run that could not begin leaves nothing behind
         raise
     if console is not None:
-        console.print(closing.closing_table(summary))
+        console.print(closing.closing_table(summary, report.read_described(folder)))
         _print_next(folder, recipe, experiment)
 
 
-def _check_memory(experiment: "AnyExperiment") -> None:
+def _check_memory(experiment: "Experiment") -> None:
     """Refuses a language model that cannot fit, before anything is read or compiled."""
     from scalejax.parallel.mesh import make_mesh
     from scalejax.plan import estimate
-    from scalejax.train.experiment import DenseExperiment
+    from scalejax.plan.decoders import DecoderConfig
 
-    if isinstance(experiment, DenseExperiment):
-        estimate.check_fits(experiment, make_mesh(experiment.mesh))
+    if isinstance(experiment.model, DecoderConfig):
+        estimate.check_fits(experiment, make_mesh(experiment.placement.mesh))
 
 
 _PLANNED = "the same recipe on a TPU, compiled here"
 
 
-def _print_next(folder: pathlib.Path, recipe: str, experiment: "AnyExperiment") -> None:
-    from scalejax.train.experiment import DenseExperiment, GraphExperiment
+def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment") -> None:
+    from scalejax.plan.decoders import DecoderConfig
 
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
     speak = [shlex.join(["scalejax", "generate", str(folder), "--prompt", "def main("])]
     commands = {
-        **(dict.fromkeys(speak, "continue a text") if isinstance(experiment, DenseExperiment) else {}),
+        **(dict.fromkeys(speak, "continue a text") if isinstance(experiment.model, DecoderConfig) else {}),
         shlex.join(["scalejax", "eval", str(folder)]): "score the newest checkpoint again",
         shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
         **(
             {}
-            if isinstance(experiment, GraphExperiment)
+            if experiment.placement.mesh is None
             else {shlex.join(["scalejax", "plan", recipe, "--topology", "v5e:2x2"]): _PLANNED}
         ),
     }

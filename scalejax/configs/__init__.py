@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 from scalejax.configs import discovery
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import AnyExperiment
+    from scalejax.train.experiment import Experiment
 
 __all__ = ["load"]
 
 
-def load(recipe: str, sets: Sequence[str] = ()) -> "AnyExperiment":
+def load(recipe: str, sets: Sequence[str] = ()) -> "Experiment":
     """Builds the experiment of a recipe with its overrides applied.
 
     Args:

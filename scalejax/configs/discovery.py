@@ -1,4 +1,4 @@
-"""Finds recipes: top-level functions annotated `-> Experiment`, `-> DenseExperiment` or `-> GraphExperiment`.
+"""Finds recipes: top-level functions annotated `-> Experiment`.
 
 Files are *parsed* to list recipes and only the file of the one that is wanted is imported, so that listing needs no jax
 and a command on one recipe never waits for the imports of the others.
@@ -26,12 +26,11 @@ from typing import TYPE_CHECKING
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import AnyExperiment
+    from scalejax.train.experiment import Experiment
 
 _PACKAGE = "scalejax.configs"
 _FOLDER = pathlib.Path(__file__).parent
-_EXPERIMENTS = ("Experiment", "DenseExperiment", "GraphExperiment")
-_COLUMNS = ("model", "data", "mesh", "steps")
+_COLUMNS = ("model", "data", "steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class Recipe:
       function: Name of the function.
       first: Whether it is the first recipe of its file.
       summary: First line of its docstring, else of the file's.
-      written: Source text of the arguments `model`, `data`, `mesh` and `steps` where the recipe states them.
+      written: Source text of `model`, `data`, `steps` and the `mesh` of `placement` where the recipe states them.
     """
 
     name: str
@@ -65,7 +64,7 @@ class Recipe:
         """Hex digest of a user's file; None for a recipe of an installed module, which its version identifies."""
         return None if self.module else hashlib.sha256(self.path.read_bytes()).hexdigest()
 
-    def build(self) -> "AnyExperiment":
+    def build(self) -> "Experiment":
         """Imports the file and calls the function.
 
         Raises:
@@ -78,13 +77,12 @@ class Recipe:
                 experiment = getattr(_import_file(self.path), self.function)()
             except Exception as error:  # Any mistake in a user's file is the user's, whatever its type.
                 raise UserError(_describe_failure(self.path, error)) from error
-        from scalejax.train.experiment import AnyExperiment
+        from scalejax.train.experiment import Experiment
 
-        if not isinstance(experiment, AnyExperiment):
+        if type(experiment) is not Experiment:
             raise UserError(
-                f"Recipe {self.name!r}: must return a scalejax.train.experiment.Experiment, DenseExperiment or "
-                f"GraphExperiment; got {type(experiment).__name__}. Return Experiment(model=..., data=..., "
-                "steps=...)."
+                f"Recipe {self.name!r}: must return a scalejax.train.experiment.Experiment; got "
+                f"{type(experiment).__name__}. Return Experiment(model=..., data=..., steps=...)."
             )
         return experiment
 
@@ -209,11 +207,11 @@ def _is_recipe(node: ast.FunctionDef) -> bool:
     required = len(node.args.posonlyargs) + len(node.args.args) - len(node.args.defaults)
     required += sum(default is None for default in node.args.kw_defaults)
     returns = node.returns
-    if isinstance(returns, ast.Constant) and isinstance(returns.value, str):  # -> "Experiment"
+    if isinstance(returns, ast.Constant) and isinstance(returns.value, str):  # quoted
         name = returns.value.rpartition(".")[2]
     else:
         name = _last_name(returns)
-    return not node.name.startswith("_") and required == 0 and name in _EXPERIMENTS
+    return not node.name.startswith("_") and required == 0 and name == "Experiment"
 
 
 def _last_name(node: ast.AST | None) -> str:
@@ -245,6 +243,10 @@ def _arguments(node: ast.FunctionDef, functions: dict[str, ast.FunctionDef], see
             return {}
         callee = _last_name(value.func)
         stated = {k.arg: ast.unparse(meant(k.value)) for k in value.keywords if k.arg in _COLUMNS}
+        placed = [meant(k.value) for k in value.keywords if k.arg == "placement"]
+        for keyword in [k for place in placed if isinstance(place, ast.Call) for k in place.keywords]:
+            if keyword.arg == "mesh":
+                stated["mesh"] = ast.unparse(meant(keyword.value))
         if callee == "replace" and value.args:
             return from_value(value.args[0]) | stated
         if callee in functions and isinstance(value.func, ast.Name) and callee not in seen:

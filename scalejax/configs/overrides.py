@@ -7,7 +7,7 @@
     optimizer=AdamW                             another member of a union of dataclasses, with its defaults
     quantization=QuantizationRule               a tuple of dataclasses, with their defaults; several with commas
     optimizer.learning_rate.peak=1e-3           a field of whatever is there by then: sets apply in order
-    sharding=plan.json                          a file, where the type of the field has `load`
+    tables.sharding=plan.json                   a file, where the type of the field has `load`
     optimizer.learning_rate=1e-3                short for the only member that has a single field: Constant(value=1e-3)
 
 Fields annotated with a protocol (`model`, `data`) go by the type that the recipe put there.
@@ -27,7 +27,7 @@ from typing import Any, TypeGuard
 from scalejax.errors import UserError
 
 if typing.TYPE_CHECKING:
-    from scalejax.train.experiment import AnyExperiment
+    from scalejax.train.experiment import Experiment
 
 _EXAMPLES: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true"),
@@ -40,7 +40,7 @@ _INTEGER = re.compile(r"[+-]?\d+(_\d+)*")
 _SHOWN = 6  # nearest paths in a message
 
 
-def apply(experiment: "AnyExperiment", sets: Sequence[str]) -> "AnyExperiment":
+def apply(experiment: "Experiment", sets: Sequence[str]) -> "Experiment":
     """Applies `path=value` overrides in order and returns the new experiment.
 
     Raises:
@@ -85,7 +85,7 @@ def show(value: object) -> str:
 class _Change:
     """One `path=text` on its way down the tree; `root` is only there for messages."""
 
-    root: "AnyExperiment"
+    root: "Experiment"
     path: str
     text: str
 
@@ -193,7 +193,12 @@ class _Change:
                 f"{done} is of type {type(value).__name__}, which has no field {name!r}; put {choices} before it. "
                 f"Fields here: {self.fields(value, done)}."
             )
+        from scalejax.configs import earlier
+
+        moved = earlier.path(self.path)
         nearest = _nearest(self.path, [path for path, _ in flatten(self.root)])
+        if moved != self.path:
+            nearest = f" It is {moved} now."
         return self.error(
             f"{where} has no field {name!r}.{nearest} Fields here: {self.fields(value, done)}. "
             "`scalejax recipes NAME` shows every path with its value."

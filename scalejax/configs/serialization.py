@@ -3,9 +3,9 @@
 A dataclass is {"type": dotted name, "fields": {...}}, a tuple a list; None, booleans, integers, strings and finite
 floats are themselves (Python's shortest repr is exact). JSON has no word for inf and nan: these are {"type": "float",
 "fields": {"value": "inf"}}. Nothing is ever instantiated from a file: a command on a run folder re-runs the recipe that
-the folder names, with the recorded overrides, and compares the result with the recorded data. One thing is taken from
-the record: a sharding plan that came from a file (`--set sharding=plan.json`), since it is data and the file may have
-gone or be another by now.
+the folder names, with the recorded overrides, and compares the result with the recorded data (of earlier versions too,
+see `earlier`). One thing is taken from the record: a sharding plan that came from a file (`--set
+tables.sharding=plan.json`), since it is data and the file may have gone or be another by now.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import scalejax
 from scalejax import configs
-from scalejax.configs import discovery
+from scalejax.configs import discovery, earlier
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import AnyExperiment
+    from scalejax.train.experiment import Experiment
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 
 _SHOWN = 8  # differences spelt out in a message
-_PLAN = "sharding"
+_PLAN = "tables.sharding"
 
 
 def to_data(value: object) -> Json:
@@ -47,7 +47,7 @@ def same(a: object, b: object) -> bool:
     return not diff(a, b)
 
 
-def record(recipe: str, sets: Sequence[str], experiment: "AnyExperiment") -> dict[str, Any]:
+def record(recipe: str, sets: Sequence[str], experiment: "Experiment") -> dict[str, Any]:
     """What `experiment.json` of a run folder holds.
 
     Args:
@@ -67,10 +67,10 @@ def record(recipe: str, sets: Sequence[str], experiment: "AnyExperiment") -> dic
     }
 
 
-def reload(
-    recorded: Mapping[str, Any], *, recipe: str | None = None, where: pathlib.Path | str = ""
-) -> "AnyExperiment":
+def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pathlib.Path | str = "") -> "Experiment":
     """Re-runs the recipe of a run folder with its overrides, and checks that it still is the same experiment.
+
+    Fields that types have gained since the record count as their defaults, which must be what was before.
 
     Args:
       recorded: What `record` wrote.
@@ -81,6 +81,7 @@ def reload(
     Raises:
       UserError: the file is not given, not the same file, or the recipe now gives another experiment.
     """
+    written, recorded = recorded, earlier.as_now(recorded)
     named, sets, sha256 = recorded["recipe"], recorded["sets"], recorded["file_sha256"]
     if sha256 is None:
         if recipe is not None and discovery.find(recipe) != discovery.find(named):
@@ -91,7 +92,7 @@ def reload(
         )
     else:
         found, function = discovery.find(recipe), _function(named)
-        if found.sha256() != sha256:
+        if found.sha256() != sha256 and recorded is written:  # a file of before cannot be run as it was
             raise UserError(
                 f"--recipe {recipe}: this file is not the one that the run {where} was made with (SHA-256 "
                 f"{(found.sha256() or 'none: not a file')[:12]}, recorded {sha256[:12]}). Give the original file, or "
@@ -100,7 +101,7 @@ def reload(
         if function and found.function != function:
             raise UserError(f"--recipe {recipe}: the run {where} came from function {function!r} of this file.")
     experiment = _build(recipe or named, sets, recorded["experiment"], where)
-    differences = diff(recorded["experiment"], experiment)
+    differences = diff(_completed(recorded["experiment"], experiment), experiment)
     if differences:
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise UserError(
@@ -111,16 +112,33 @@ def reload(
     return experiment
 
 
-def _build(recipe: str, sets: Sequence[str], recorded: Any, where: pathlib.Path | str) -> "AnyExperiment":
+def _build(recipe: str, sets: Sequence[str], recorded: Any, where: pathlib.Path | str) -> "Experiment":
     parts = [[part.strip() for part in text.partition("=")] for text in sets]
     if not any(path == _PLAN and value.endswith(".json") for path, _, value in parts):
         return configs.load(recipe, sets)
     from scalejax.parallel.embedding.plan import ShardingPlan
 
-    others = [text for text, (path, *_) in zip(sets, parts, strict=True) if path.split(".")[0] != _PLAN]
-    found = _plain(recorded.get("fields", {}).get(_PLAN))
+    others = [text for text, (path, *_) in zip(sets, parts, strict=True) if not f"{path}.".startswith(f"{_PLAN}.")]
+    tables: Any = _plain(recorded.get("fields", {}).get("tables"))
+    found = None if tables is None else tables.get("sharding")
     plan = ShardingPlan.from_json(found, f"{_PLAN} in experiment.json of the run {where}")
-    return dataclasses.replace(configs.load(recipe, others), sharding=plan)
+    experiment = configs.load(recipe, others)
+    return dataclasses.replace(experiment, tables=dataclasses.replace(experiment.tables, sharding=plan))
+
+
+def _completed(recorded: Json, value: object) -> Json:
+    """The record of a value, with the fields that it lacks and that have a default."""
+    if isinstance(value, tuple) and isinstance(recorded, list):
+        return [_completed(one, item) for one, item in zip(recorded, value, strict=False)] + recorded[len(value) :]
+    data = _as_data(value) if dataclasses.is_dataclass(value) else None
+    if not isinstance(data, dict) or not isinstance(recorded, dict) or recorded["type"] != data["type"]:
+        return recorded
+    fields: Any = recorded["fields"]
+    fields = {name: _completed(one, getattr(value, name, None)) for name, one in fields.items()}
+    for field in dataclasses.fields(value):  # pyright: ignore[reportArgumentType]
+        if field.name not in fields and field.default is not dataclasses.MISSING:
+            fields[field.name] = _as_data(field.default)
+    return {**recorded, "fields": fields}
 
 
 def _plain(data: Json) -> Json:

@@ -348,7 +348,7 @@ def check_ids(
         raise UserError(
             f"{what} outside [0, {rows}); the column holds ids as large as 64-bit hashes, not numbers of rows. Map it "
             f"to [0, {rows}) when the file is prepared (data.coding has Hashed and Counted), or declare the "
-            "feature with rows=None and give its table an id map (Experiment.id_maps)."
+            "feature with rows=None and give its table an id map (Tables.id_maps)."
         )
     if ids[bad] < 0:
         raise UserError(f"{what} negative; ids lie in [0, {rows}). Give missing values an id of their own.")

@@ -47,7 +47,7 @@ class ParquetData:
         None. Sessions are then shuffled and not rows, a batch holds whole sessions but for the one that its end cuts
         (`runs.py`), and `Fractions` divides sessions.
       dedup: Groups of list columns whose lists are kept once per row of lists: batches are `DedupBatch`es, which
-        `Experiment.dedup` with the same groups looks up as they are. Lists that `cluster_by_session(groups=...)` left
+        `Tables.dedup` with the same groups looks up as they are. Lists that `cluster_by_session(groups=...)` left
         out are neither read nor expanded, and those that it wrote stay rows of their own, also where two are equal;
         other files are deduplicated row group by row group. The examples and their order are those of plain batches.
       transforms: (feature, transform) pairs, applied to ids as they are read: once per row of lists in `dedup`.

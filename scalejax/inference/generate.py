@@ -21,7 +21,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,7 +31,8 @@ from scalejax.inference import sampling as samplings
 from scalejax.inference.model_folder import LanguageModel
 from scalejax.inference.sampling import GREEDY, Sampling
 from scalejax.models.llm import loading
-from scalejax.models.llm.llama3 import Cache, Llama, LlamaConfig, huggingface
+from scalejax.models.llm.architecture import LanguageConfig, LanguageModule
+from scalejax.nn import counts
 from scalejax.nn.layers import Gather
 from scalejax.numerics.rules import QuantizationRule, assign
 from scalejax.numerics.weights import weights_of
@@ -52,7 +52,6 @@ _BLOCK = 32  # tokens that one call of the decoding program can generate
 
 Ended = Literal["stop", "length"]
 Weights = Literal["packed", "decoded"]
-_CACHE_AXES = (None, "batch", None, "kv_heads", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,13 +73,13 @@ class _State:
     """Between two steps.
 
     Attributes:
-      cache: What was read.
+      cache: What was read, see `LanguageModule.cache`.
       logits: Of each row's next token, wide[B, V].
       done: bool[B], rows that have met a stop token or are only there to fill up.
       broken: bool[B], rows whose token was chosen by logits that are not finite.
     """
 
-    cache: Cache
+    cache: Any
     logits: jax.Array
     done: jax.Array
     broken: jax.Array
@@ -100,7 +99,7 @@ class Engine:
       formats: {path of a module: the rule of its number formats}.
     """
 
-    config: LlamaConfig
+    config: LanguageConfig
     shape: ModelShape
     params: Params
     mesh: Mesh
@@ -222,10 +221,17 @@ class Engine:
 
     def _cache_bytes(self, rows: int, positions: int) -> int:
         cache = jax.eval_shape(lambda: self._model(self.shape.params).cache(rows, positions))
-        return sum(_device_bytes(leaf, self._cache_sharding(leaf.shape)) for leaf in (cache.keys, cache.values))
+        return sum(jax.tree.leaves(jax.tree.map(_device_bytes, cache, self._cache_shardings(cache))))
 
-    def _cache_sharding(self, shape: tuple[int, ...]) -> NamedSharding:
-        return NamedSharding(self.mesh, ACTIVATIONS.spec(_CACHE_AXES, shape, self.mesh))
+    def _cache_shardings(self, cache: Any) -> Any:
+        def sharding(array: Any, axes: Any) -> NamedSharding:
+            return NamedSharding(self.mesh, ACTIVATIONS.spec(axes, array.shape, self.mesh))
+
+        return jax.tree.map(sharding, cache, self._cache_axes)
+
+    @functools.cached_property
+    def _cache_axes(self) -> Any:
+        return self._model(self.shape.params).cache_axes()
 
     # The programs.
 
@@ -248,8 +254,8 @@ class Engine:
             return _State(model.cache(rows, positions), logits, filling, jnp.zeros(rows, bool))
 
         whole = NamedSharding(self.mesh, P())
-        keys = self._cache_sharding(jax.eval_shape(empty).cache.keys.shape)
-        return jax.jit(empty, out_shardings=_State(Cache(keys, keys, whole), whole, whole, whole))()  # pyright: ignore[reportArgumentType]
+        cache = self._cache_shardings(jax.eval_shape(empty).cache)
+        return jax.jit(empty, out_shardings=_State(cache, whole, whole, whole))()  # pyright: ignore[reportArgumentType]
 
     @functools.cached_property
     def _forward(self) -> Any:
@@ -266,7 +272,7 @@ class Engine:
             with self._on_mesh():
                 logits, cache = self._model(params).extend(tokens, counts, state.cache, gather=self._gather)
                 logits = jnp.where(counts[:, None] > 0, logits, state.logits)
-                return dataclasses.replace(state, cache=_laid_out(cache), logits=logits)
+                return dataclasses.replace(state, cache=self._laid_out(cache), logits=logits)
 
         return jax.jit(read, donate_argnums=3)
 
@@ -312,13 +318,16 @@ class Engine:
                     ones = jnp.ones_like(token)
                     model = self._model(params)
                     logits, cache = model.extend(token[:, None], ones, state.cache, gather=self._gather)
-                    return i + 1, _State(_laid_out(cache), logits, done, broken), out
+                    return i + 1, _State(self._laid_out(cache), logits, done, broken), out
 
             out = jnp.zeros((state.done.shape[0], _BLOCK), jnp.int32)
             _, state, out = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, out))
             return state, out
 
         return jax.jit(decode, static_argnums=6, donate_argnums=1)
+
+    def _laid_out(self, cache: Any) -> Any:
+        return jax.tree.map(nn.constrain, cache, self._cache_axes)
 
     def _allowed(self, logits: jax.Array) -> jax.Array:
         if self.choices is None:
@@ -330,7 +339,7 @@ class Engine:
     def _gather(self) -> Gather:
         return FormattedGather(packed_params.whole, self.formats) if self.formats else packed_params.whole
 
-    def _model(self, params: Any) -> Llama:
+    def _model(self, params: Any) -> LanguageModule:
         model: Any = self.shape.put_together(params)
         return model
 
@@ -373,9 +382,8 @@ def load(
             )
     param_dtype = jnp.dtype(model.dtype if param_dtype is None else param_dtype)
     compute_dtype = param_dtype if compute_dtype is None else jnp.dtype(compute_dtype)
-    abstract = nnx.eval_shape(
-        lambda: Llama(model.config, nnx.Rngs(0), param_dtype=param_dtype, compute_dtype=compute_dtype)
-    )
+    family = model.architecture
+    abstract = counts.abstract(family.build, model.config, param_dtype=param_dtype, compute_dtype=compute_dtype)
     shape = ModelShape.of(abstract)
     formats = assign(model.quantization, weights_of(shape.logical_axes))
     shardings = shape.shardings(mesh, rules)
@@ -388,10 +396,11 @@ def load(
     _check_memory(mesh, needed, "the parameters")
     params: Params = {}
     if packed:
-        params, targets = packed_params.load(model.source, targets, huggingface.sizes(model.config), loaded=loaded)
+        params, targets = packed_params.load(model.source, targets, loaded=loaded)
     params |= loading.load(model.source, targets, loaded=loaded)
-    entries = {entry.path: entry for entry in huggingface.entries(model.config)}
-    params = static_inputs.attach(params, entries, model.inputs, mesh)
+    if model.inputs:
+        entries = {entry.path: entry for entry in family.entries(model.config)}
+        params = static_inputs.attach(params, entries, model.inputs, mesh)
     return Engine(model.config, shape, params, mesh, choices, formats)
 
 
@@ -406,12 +415,6 @@ def _check_memory(mesh: Mesh, needed: int, what: str) -> None:
             f"{what} need {units.size(needed)} on each device, and it has {units.size(limit)}. Spread the model over "
             "more devices (--mesh tensor=N), choose a narrower --dtype, or generate fewer rows or tokens at a time."
         )
-
-
-def _laid_out(cache: Cache) -> Cache:
-    return dataclasses.replace(
-        cache, keys=nn.constrain(cache.keys, _CACHE_AXES), values=nn.constrain(cache.values, _CACHE_AXES)
-    )
 
 
 def _bucket(count: int, least: int) -> int:

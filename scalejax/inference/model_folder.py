@@ -11,14 +11,12 @@ dtype is asked for. A folder appears under its name when it is complete.
 Nothing is ever instantiated because a file names it: `type` says which of the known architectures it is.
 """
 
-import contextlib
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -27,13 +25,14 @@ import scalejax
 from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.tokenizer import TokenizerConfig
 from scalejax.errors import UserError
-from scalejax.models.llm import llama3, mapping, packed, safetensors
-from scalejax.models.llm.llama3 import LlamaConfig, huggingface
-from scalejax.models.llm.llama3.huggingface import SpecialTokens
+from scalejax.models.llm import architecture, mapping, packed, safetensors
+from scalejax.models.llm.architecture import Architecture, LanguageConfig
 from scalejax.models.llm.mapping import LAYER, Entry, Source, Stored, TensorSource
 from scalejax.models.llm.packed import InputScale
 from scalejax.models.llm.safetensors import Tensor, Written
+from scalejax.models.llm.special_tokens import SpecialTokens, read_special, write_generation_config
 from scalejax.numerics.rules import QuantizationRule
+from scalejax.train import disk
 
 FORMAT = 1
 """Raised when a scalejax of today could not read the folders of tomorrow."""
@@ -49,9 +48,6 @@ COPIED = (
 """Files that go with a model as they are."""
 
 Kind = Literal["model", "huggingface", "run"]
-
-_TYPE = "scalejax.models.llm.llama3.config.LlamaConfig"
-_SCALING = "scalejax.models.llm.llama3.rope.RopeScaling"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +73,7 @@ class LanguageModel:
 
     path: pathlib.Path
     kind: Kind
-    config: LlamaConfig
+    config: LanguageConfig
     tokens: SpecialTokens
     source: Source
     tokenizer: TokenizerConfig | None
@@ -90,12 +86,18 @@ class LanguageModel:
     remarks: tuple[str, ...] = ()
 
     @property
+    def architecture(self) -> Architecture:
+        """The family of its config."""
+        return architecture.of(self.config)
+
+    @property
     def dtype(self) -> np.dtype:
         """Dtype of most of its parameters."""
-        sizes = {e.path: math.prod(e.shape(huggingface.sizes(self.config))) for e in huggingface.entries(self.config)}
+        entries, sizes = architecture.own_table(self.config)
         counted: dict[np.dtype, int] = {}
-        for path, size in sizes.items():
-            counted[self.source.dtype(path)] = counted.get(self.source.dtype(path), 0) + size
+        for entry in entries:
+            dtype = self.source.dtype(entry.path)
+            counted[dtype] = counted.get(dtype, 0) + math.prod(entry.shape(sizes))
         return max(counted, key=lambda dtype: counted[dtype])
 
 
@@ -130,16 +132,17 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     remarks: tuple[str, ...] = ()
     if kind == "model":
         config, tokens = _read_model_json(content, str(folder / MODEL))
-        entries = huggingface.own_entries(config)
+        family = architecture.of(config)
+        entries, sizes = architecture.own_table(config)
     else:
-        config, tokens, unknown = huggingface.read_config(content, str(folder / CONFIG))
-        entries = huggingface.entries(config)
+        family = architecture.of_folder(content, str(folder / CONFIG))
+        config, tokens, unknown = family.read_config(content, str(folder / CONFIG))
+        entries, sizes = family.entries(config), family.sizes(config)
         if unknown:
             remarks = (f"{CONFIG} also says {', '.join(unknown)}; nothing is known of that, and it was left out",)
     tensors = safetensors.open_folder(folder)
     shards = tuple(sorted({tensor.file for tensor in tensors.values()}))
-    tensors, more = _without_copies(tensors, config)
-    sizes = huggingface.sizes(config)
+    tensors, more = _without_copies(tensors, family, config)
     stored: Mapping[str, Stored] = tensors
     inputs: Mapping[str, InputScale] = {}
     if kind == "huggingface" and content.get("quantization_config") is not None:
@@ -164,10 +167,11 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     )
 
 
-def weight_shapes(config: LlamaConfig, layers: int | None = None) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: LanguageConfig, layers: int | None = None) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a folder of Hugging Face, by name; those of all layers, or of the first few."""
-    sizes, found = huggingface.sizes(config), {}
-    for entry in huggingface.entries(config):
+    family = architecture.of(config)
+    sizes, found = family.sizes(config), {}
+    for entry in family.entries(config):
         for layer in range(config.layers if layers is None else layers) if entry.stacked else (None,):
             found[entry.name.replace(LAYER, str(layer))] = entry.tensor_shape(sizes)
     return found
@@ -196,8 +200,13 @@ def convert(
       UserError: the target is there, the disk is full, or a parameter cannot be read, is not finite, or is not any more
         in the dtype asked for.
     """
-    config, sizes = model.config, huggingface.sizes(model.config)
-    entries = huggingface.own_entries(config) if to == "model" else huggingface.entries(config)
+    config, family = model.config, model.architecture
+    if to == "model":
+        content = model_json(config, model.tokens)
+        entries, sizes = architecture.own_table(config)
+    else:
+        entries, sizes = family.entries(config), family.sizes(config)
+        content = family.write_config(config, model.tokens, str(model.dtype if dtype is None else dtype))
     named: dict[str, tuple[Entry, int | None]] = {}
     for entry in entries:
         for layer in range(config.layers) if entry.stacked else (None,):
@@ -212,45 +221,78 @@ def convert(
         return entry.to_tensor(array, sizes)
 
     plan = tuple(Written(name, dtype_of(e), e.tensor_shape(sizes)) for name, (e, _) in named.items())
-    with appearing(target) as folder:
+    with disk.appearing(target) as folder:
         safetensors.write_folder(folder, plan, produce, shard_bytes=shard_bytes, wrote=wrote)
         for file in model.files:
             shutil.copyfile(file, folder / file.name)
         for name, text in model.made.items():
             (folder / name).write_text(text, encoding="utf-8")
-        named_dtype = str(model.dtype if dtype is None else dtype)
-        if to == "model":
-            content = model_json(config, model.tokens)
-        else:
-            content = huggingface.write_config(config, model.tokens, named_dtype)
-            if not (folder / GENERATION).exists():
-                write_json(folder / GENERATION, huggingface.write_generation_config(model.tokens))
+        if to == "huggingface" and not (folder / GENERATION).exists():
+            write_json(folder / GENERATION, write_generation_config(model.tokens))
         write_json(folder / (MODEL if to == "model" else CONFIG), content)
 
 
-def model_json(config: LlamaConfig, tokens: SpecialTokens) -> dict[str, Any]:
-    """What model.json holds."""
-    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    if config.rope_scaling is not None:
-        fields["rope_scaling"] = {"type": _SCALING, "fields": dataclasses.asdict(config.rope_scaling)}
+def model_json(config: LanguageConfig, tokens: SpecialTokens) -> dict[str, Any]:
+    """What model.json holds.
+
+    Raises:
+      UserError: the config has parts that it cannot name.
+    """
     return {
         "format": FORMAT,
         "scalejax": scalejax.__version__,
-        "model": {"type": _TYPE, "fields": fields},
+        "model": {"type": _dotted(type(config)), "fields": _fields_as_data(config, architecture.of(config).parts)},
         "tokens": {"bos": tokens.bos, "eos": list(tokens.eos), "pad": tokens.pad},
     }
 
 
+def _fields_as_data(config: Any, parts: tuple[type, ...]) -> dict[str, Any]:
+    """Fields as JSON; parts that are the default are left out, as they were before there were others."""
+    made = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            if value == field.default:
+                continue
+            if type(value) not in parts:
+                raise UserError(
+                    f"model.{field.name} is {type(value).__name__}, which a model folder cannot name: it knows "
+                    f"{', '.join(part.__name__ for part in parts)}. Use the run folder as it is."
+                )
+            value = {"type": _dotted(type(value)), "fields": _fields_as_data(value, parts)}
+        made[field.name] = value
+    return made
+
+
+def _from_data(data: Any, known: Mapping[type, tuple[type, ...]], where: str, what: str) -> Any:
+    """One of the dataclasses that are known, each with those that it may hold; or a plain value."""
+    if isinstance(data, list):
+        return tuple(_from_data(item, known, where, what) for item in data)
+    if not isinstance(data, dict):
+        return data
+    for one, parts in known.items():
+        if data["type"] == _dotted(one):
+            held = dict.fromkeys(parts, parts)
+            return one(**{name: _from_data(value, held, where, name) for name, value in data["fields"].items()})
+    names = ", ".join(map(_dotted, known))
+    raise UserError(f"{where}: {what} {data['type']!r} is not known; {names} is.")
+
+
+def _dotted(part: type) -> str:
+    return f"{part.__module__}.{part.__qualname__}"
+
+
 def parameter_bytes(model: LanguageModel, dtype: np.dtype | None = None) -> int:
     """Bytes of all parameters, as stored or in another dtype."""
-    sizes, total = huggingface.sizes(model.config), 0
-    for entry in huggingface.entries(model.config):
+    total = 0
+    entries, sizes = architecture.own_table(model.config)
+    for entry in entries:
         width = (model.source.dtype(entry.path) if dtype is None else dtype).itemsize
         total += math.prod(entry.shape(sizes)) * width * (model.config.layers if entry.stacked else 1)
     return total
 
 
-def _read_model_json(content: dict[str, Any], where: str) -> tuple[LlamaConfig, SpecialTokens]:
+def _read_model_json(content: dict[str, Any], where: str) -> tuple[LanguageConfig, SpecialTokens]:
     version = content.get("format")
     if not isinstance(version, int) or version > FORMAT:
         raise UserError(
@@ -258,18 +300,10 @@ def _read_model_json(content: dict[str, Any], where: str) -> tuple[LlamaConfig, 
             "`pip install -U scalejax`."
         )
     try:
-        described = content["model"]
-        if described["type"] != _TYPE:
-            raise UserError(f"{where}: architecture {described['type']!r} is not known; {_TYPE} is.")
-        fields = dict(described["fields"])
-        scaling = fields.pop("rope_scaling")
-        if scaling is not None:
-            if scaling["type"] != _SCALING:
-                raise UserError(f"{where}: rope_scaling {scaling['type']!r} is not known; {_SCALING} is.")
-            scaling = llama3.RopeScaling(**scaling["fields"])
-        config = LlamaConfig(**fields, rope_scaling=scaling)
+        known = {entry.config: entry.parts for entry in architecture.known()}
+        config = _from_data(dict(content["model"]), known, where, "architecture")
         given = content["tokens"]
-        tokens = huggingface.read_special({f"{role}_token_id": given[role] for role in ("bos", "eos", "pad")}, where)
+        tokens = read_special({f"{role}_token_id": given[role] for role in ("bos", "eos", "pad")}, where)
         if config.vocabulary is None:
             raise ValueError("it has no vocabulary")
     except UserError:
@@ -290,34 +324,42 @@ def _kind(content: Mapping[str, Any], folder: pathlib.Path) -> str:
     )
 
 
-def _without_copies(tensors: dict[str, Tensor], config: LlamaConfig) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+def _without_copies(
+    tensors: dict[str, Tensor], family: Architecture, config: LanguageConfig
+) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Tensors without those that say again what others and the config say."""
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(huggingface.DERIVED)}
-    head, table = huggingface.TABLE[-1].name, huggingface.TABLE[0].name
-    if not (config.tie_embeddings and {head, table} <= kept.keys()):
-        return kept, ()
-    copy, original = kept.pop(head), kept[table]
-    if original.kind not in safetensors.DTYPES or len(original.shape) != 2:
-        return kept, ()  # which `mapping.check` refuses
-    if copy.shape != original.shape or copy.kind != original.kind:
-        raise UserError(f"{copy.file}: {head} differs from {table}, but config.json says that they are one (tied).")
-    rows = max(1, 2**25 // max(1, copy.shape[-1]))
-    for start in range(0, copy.shape[0], rows):
-        part = (slice(start, start + rows), slice(None))
-        if copy.read(part).tobytes() != original.read(part).tobytes():
+    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(family.derived)}
+    remarks = []
+    for name, other in family.copies(config).items():
+        if not {name, other} <= kept.keys():
+            continue
+        copy, original = kept.pop(name), kept[other]
+        if original.kind not in safetensors.DTYPES or len(original.shape) != 2:
+            continue  # which `mapping.check` refuses
+        if not _equal(copy, original):
             raise UserError(
-                f"{copy.file}: {head} differs from {table}, but config.json says that they are one (tied). Set "
+                f"{copy.file}: {name} differs from {other}, but config.json says that they are one (tied). Set "
                 "tie_word_embeddings to false there if both count."
             )
-    return kept, (f"{head} repeats {table}, to which it is tied, and was left out",)
+        remarks.append(f"{name} repeats {other}, to which it is tied, and was left out")
+    return kept, tuple(remarks)
 
 
-def _check_token_ids(folder: pathlib.Path, config: LlamaConfig, tokens: SpecialTokens) -> None:
+def _equal(copy: Tensor, original: Tensor) -> bool:
+    """Whether two matrices have the same bits, some rows at a time."""
+    if copy.shape != original.shape or copy.kind != original.kind:
+        return False
+    rows = max(1, 2**25 // max(1, copy.shape[-1]))
+    parts = [(slice(start, start + rows), slice(None)) for start in range(0, copy.shape[0], rows)]
+    return all(copy.read(part).tobytes() == original.read(part).tobytes() for part in parts)
+
+
+def _check_token_ids(folder: pathlib.Path, config: LanguageConfig, tokens: SpecialTokens) -> None:
     """Compares every id that files of the folder name with the vocabulary."""
     assert config.vocabulary is not None
     named = {folder: tokens}
     if (path := folder / GENERATION).is_file():
-        named[path] = huggingface.read_special(_read_json(path), str(path))
+        named[path] = read_special(_read_json(path), str(path))
     for where, found in named.items():
         for role, ids in {"bos": (found.bos,), "eos": found.eos, "pad": (found.pad,)}.items():
             for i in ids:
@@ -341,30 +383,6 @@ def _check_token_ids(folder: pathlib.Path, config: LlamaConfig, tokens: SpecialT
             f"{path}: has tokens up to {largest}, but the model's vocabulary ends at {config.vocabulary - 1}. Take the "
             "tokenizer that belongs to the model."
         )
-
-
-@contextlib.contextmanager
-def appearing(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder to write into, which becomes `target` when the block ends well and is gone when it does not."""
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is there already. Name a folder that is not, or an empty one.")
-    partial = target.parent / f".{target.name}.{os.getpid()}.partial"
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        partial.mkdir()
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error.strerror}). Choose a folder that can.") from error
-    try:
-        yield partial
-        if target.exists():
-            target.rmdir()
-        partial.rename(target)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{target}: cannot be written ({error.strerror}). Choose another folder or disk.") from error
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -102,7 +102,6 @@ class _Parts:
 def load(
     source: Source,
     targets: Mapping[str, jax.ShapeDtypeStruct],
-    sizes: Mapping[str, int],
     *,
     loaded: Callable[[int], None] = lambda _: None,
 ) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
@@ -111,7 +110,6 @@ def load(
     Args:
       source: Where parameters are.
       targets: Shape, dtype and sharding of each parameter, decoded.
-      sizes: Of the axes of the table of parameters.
       loaded: Told the bytes of every tensor that is loaded.
 
     Returns:
@@ -134,7 +132,7 @@ def load(
             axis=-1,
             length=tensors[0].shape[-1],
         )
-        own = tuple((axis, sizes[axis]) for dim in entry.theirs() for axis in dim)
+        own = tuple((axis, source.sizes[axis]) for dim in entry.theirs() for axis in dim)
         params[path] = PackedWeight(packed, entry, own, tensors[0].dtype, np.dtype(targets[path].dtype))
     return params, {path: target for path, target in targets.items() if path not in params}
 

@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 
 from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.mixture import MixtureData
@@ -15,19 +15,15 @@ from scalejax.data.staged import StagedData
 from scalejax.data.text import TextData
 from scalejax.data.tokenizer import Bytes, Characters, Tokenizer
 from scalejax.errors import UserError
-from scalejax.inference.averaging import AveragedSource
 from scalejax.inference.model_folder import COPIED, LanguageModel
-from scalejax.models.llm import mapping
-from scalejax.models.llm.llama3 import LlamaConfig, huggingface
-from scalejax.models.llm.llama3.huggingface import SpecialTokens
-from scalejax.models.llm.mapping import Entry, Index
-from scalejax.train import manifest as manifests
-from scalejax.train.array_store import ArrayStore
-from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.experiment import AnyExperiment, Checkpoints, GraphExperiment
-from scalejax.train.manifest import Manifest
+from scalejax.models.llm import architecture, mapping
+from scalejax.models.llm.architecture import LanguageConfig
+from scalejax.models.llm.mapping import Index
+from scalejax.models.llm.special_tokens import SpecialTokens
+from scalejax.train import trained
+from scalejax.train.array_store import AnyArray
+from scalejax.train.experiment import Experiment
 
-_PREFIX = "params."
 _UNDER_RULES = (
     "trained under rules for number formats, which go with the run; its parameters are the master parameters, and a "
     "folder written from them computes without these formats"
@@ -35,55 +31,36 @@ _UNDER_RULES = (
 
 
 @dataclasses.dataclass
-class CheckpointSource:
-    """Parameters of a checkpoint; one is held whole at a time.
+class ParamsSource:
+    """Implements `mapping.Source`: parameters of a run, of which one is held whole at a time.
 
     Attributes:
-      folder: The checkpoint's arrays.
-      entries: Which parameters there are.
-      manifest: What the checkpoint says of itself.
+      params: By path.
+      origin: What they come from, for messages.
     """
 
-    folder: pathlib.Path
-    entries: dict[str, Entry]
-    manifest: Manifest
+    params: Mapping[str, AnyArray]
+    origin: str
     _held: tuple[str, np.ndarray] | None = None
 
     def dtype(self, path: str) -> np.dtype:
         """Dtype as stored."""
-        return np.dtype(self.manifest.arrays[_PREFIX + path]["dtype"])
+        return self.params[path].dtype
 
     def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
         """See `mapping.Source`."""
         if self._held is None or self._held[0] != path:
             self._held = None  # before the next one comes
-            self._held = (path, self._read(path))
+            array = self.params[path][...]
+            mapping.check_finite(array, f"{self.origin}: {path}")
+            self._held = (path, array)
         array = self._held[1]
         part = array if layer is None else array[layer]
         return np.ascontiguousarray(part if index is None else part[index])
 
-    def _read(self, path: str) -> np.ndarray:
-        described = self.manifest.arrays[_PREFIX + path]
-        here = SingleDeviceSharding(_host())
-        target = jax.ShapeDtypeStruct(tuple(described["shape"]), np.dtype(described["dtype"]), sharding=here)
-        store = ArrayStore()
-        try:
-            array = np.asarray(store.read(self.folder, {_PREFIX + path: target})[_PREFIX + path])
-        finally:
-            store.close()
-        mapping.check_finite(array, f"{self.folder}: {path}")
-        return array
-
-
-def _host() -> Any:
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS may name an accelerator alone
-        return jax.local_devices()[0]
-
 
 def open_run(
-    run_folder: pathlib.Path, experiment: AnyExperiment, step: int | None = None, average: int = 1
+    run_folder: pathlib.Path, experiment: Experiment, step: int | None = None, average: int = 1
 ) -> LanguageModel:
     """Opens a checkpoint of a run, or the mean of several.
 
@@ -96,17 +73,17 @@ def open_run(
     Raises:
       UserError: it is no run of a language model, has no such checkpoint or too few of them, or a damaged one.
     """
-    model, data = experiment.model, _text_of(experiment.data)
-    if isinstance(experiment, GraphExperiment) or not isinstance(model, LlamaConfig) or data is None:
+    model: Any = experiment.model
+    data = _text_of(experiment.data)
+    if architecture.find(model) is None or data is None:
         raise UserError(
             f"RUN_FOLDER {run_folder} is a run of {type(model).__name__}, not of a language model. Give a run of "
-            "LlamaConfig."
+            f"{', '.join(entry.config.__name__ for entry in architecture.known())}."
         )
-    config = model.bound(experiment.data.schema())
+    config: LanguageConfig = model.bound(experiment.data.schema())
     tokenizer = data.tokenizer.build()
-    steps = _existing(run_folder / "checkpoints", step, average)
-    folders = tuple(run_folder / "checkpoints" / str(step) for step in steps)
-    sources = tuple(_source(folder, config) for folder in folders)
+    found = trained.open_run(run_folder, step, average)
+    params = trained.matched(found, _shapes(config), f"RUN_FOLDER {run_folder}")
     # Documents begin as the data says: that is part of what the model has learnt.
     begins = "bos" if data.marks in ("begin", "both") else "nothing"
     return LanguageModel(
@@ -114,15 +91,15 @@ def open_run(
         kind="run",
         config=config,
         tokens=SpecialTokens(bos=tokenizer.bos, eos=tuple(tokenizer.stop_ids), pad=tokenizer.pad),
-        source=sources[0] if average == 1 else AveragedSource(sources),
+        source=ParamsSource(params, found.origin),
         tokenizer=data.tokenizer,
         begins=begins,
         quantization=experiment.quantization,
         files=_tokenizer_files(data),
         made=_tokenizer_made(tokenizer, begins),
-        shards=folders,
+        shards=found.checkpoints,
         remarks=(
-            f"{'step' if average == 1 else 'mean of steps'} {', '.join(map(str, steps))} of the run",
+            f"{'step' if average == 1 else 'mean of steps'} {', '.join(f.name for f in found.checkpoints)} of the run",
             *([_UNDER_RULES] if experiment.quantization else []),
         ),
     )
@@ -137,35 +114,11 @@ def _text_of(data: Any) -> TextData | None:
     return data if isinstance(data, TextData) else None
 
 
-def _source(folder: pathlib.Path, config: LlamaConfig) -> CheckpointSource:
-    manifest = manifests.read(folder)
-    entries = {entry.path: entry for entry in huggingface.entries(config)}
-    sizes = huggingface.sizes(config)
-    for path, entry in entries.items():
-        wanted = [*([config.layers] if entry.stacked else []), *entry.shape(sizes)]
-        found = manifest.arrays.get(_PREFIX + path, {}).get("shape")
-        if found != wanted:
-            raise UserError(f"checkpoint {folder}: {path} has shape {found}; the run's recipe says {wanted}.")
-    manifests.check_files(folder, manifest.files)
-    return CheckpointSource(folder / "arrays", entries, manifest)
-
-
-def _existing(folder: pathlib.Path, step: int | None, average: int) -> list[int]:
-    """The last `average` checkpoints up to a step."""
-    if average < 1:
-        raise UserError(f"--average must be at least 1; got {average}.")
-    steps = Checkpointer(folder, Checkpoints(), {}).steps() if folder.is_dir() else []
-    if not steps:
-        raise UserError(f"{folder} holds no checkpoint. Train first, or give another run folder.")
-    if step is not None and step not in steps:
-        raise UserError(f"--step {step}: {folder} has {', '.join(map(str, steps))}. Name one of these.")
-    found = sorted(s for s in steps if step is None or s <= step)
-    if len(found) < average:
-        raise UserError(
-            f"--average {average}: {folder} has {len(found)} checkpoints up to there ({', '.join(map(str, found))}). "
-            "Average fewer, or keep more (--set checkpoints.keep_last=N when training)."
-        )
-    return found[-average:]
+def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Parameters of a model, by path."""
+    entries, sizes = architecture.own_table(config)
+    shapes = {e.path: ((config.layers,) if e.stacked else ()) + e.shape(sizes) for e in entries}
+    return {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
 
 
 def _tokenizer_files(data: TextData) -> tuple[pathlib.Path, ...]:

@@ -23,6 +23,7 @@ from scalejax.nn.linear import scaled_normal as scaled_normal
 from scalejax.nn.linear import wide as wide
 from scalejax.nn.mlp import Activation as Activation
 from scalejax.nn.mlp import Mlp as Mlp
+from scalejax.nn.norm import BatchNorm as BatchNorm
 from scalejax.nn.norm import LayerNorm as LayerNorm
 from scalejax.nn.norm import RMSNorm as RMSNorm
 from scalejax.nn.norm import rms_norm as rms_norm

@@ -31,7 +31,7 @@ class Gather(Protocol):
     policy to another, says so what of its own work is kept.
     """
 
-    def __call__(self, params: Arrays) -> Arrays: ...
+    def __call__(self, params: Arrays, /) -> Arrays: ...
 
 
 def whole(params: Arrays) -> Arrays:
@@ -97,8 +97,14 @@ def apply_layers(
     by_hand = mesh.axis_types[mesh.axis_names.index(pipeline.AXIS)] == AxisType.Manual
     step, params = _one_layer(layers, lambda layer, carry, _: ((body(layer, *carry), carry[1]), None), **options)
 
+    if _variables(layers):
+        raise UserError(
+            f"{type(layers).__name__} has variables that are no parameters, which a pipeline over stage={stages} does "
+            "not carry. Use a mesh with stage=1."
+        )
+
     def stacked(params: Any, carry: Any) -> Any:
-        return step(carry, (params, None))[0]
+        return step(carry, ((params, {}), None))[0]
 
     (rows,) = {leaf.shape[0] for leaf in jax.tree.leaves((x, beside))}
     local = rows if by_hand else rows // batch_shards(mesh)
@@ -142,26 +148,55 @@ def scan_layers(
       The last carry, and the ys stacked.
     """
     step, params = _one_layer(layers, body, prefix=prefix, remat=remat, gather=gather)
-    return jax.lax.scan(step, carry, (params, xs), unroll=unroll)
+    kept = _variables(layers)
+    carry, (ys, changed) = jax.lax.scan(
+        step, carry, ((params, {p: v[...] for p, v in kept.items()}), xs), unroll=unroll
+    )
+    for path, value in changed.items():
+        kept[path][...] = value
+    return carry, ys
+
+
+def _variables(layers: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable[Any]]:
+    """What of a module is no parameter, by path: running means, say."""
+    found = nnx.to_flat_state(nnx.state(layers))
+    return {path: variable for path, variable in found if not isinstance(variable, nnx.Param)}
 
 
 def _one_layer(
     layers: nnx.Module, body: Callable[[Any, Any, Any], tuple[Any, Any]], *, prefix: str, remat: Remat, gather: Gather
 ) -> tuple[Callable[[Any, Any], tuple[Any, Any]], dict[str, Any]]:
-    """The body of a scan, (carry, (parameters of a layer, x)) -> (carry, y), and the parameters of all layers."""
-    graph, state = nnx.split(layers)
-    variables = {f"{prefix}/{'/'.join(map(str, path))}": (path, v) for path, v in nnx.to_flat_state(state)}
-    # Before they are gathered, values may be other pytrees than single arrays.
-    params = {name: variable.get_value() for name, (_, variable) in variables.items()}
+    """The body of a scan, and the parameters of all layers.
+
+    It is (carry, ((parameters of a layer, its other variables), x)) -> (carry, (y, the next variables)).
+    """
+    values, put_together = split_params(layers, prefix)
+    others = {f"{prefix}/{'/'.join(map(str, path))}": path for path in _variables(layers)}
 
     def step(carry: Any, scanned: Any) -> tuple[Any, Any]:
-        params, x = scanned
-        params = gather(params)
-        flat = [(path, variable.replace(params[name])) for name, (path, variable) in variables.items()]
-        return body(nnx.merge(graph, nnx.from_flat_state(flat)), carry, x)
+        (params, variables), x = scanned
+        own = {name: variables[path] for name, path in others.items()}
+        layer = put_together({**gather(params), **own})
+        carry, y = body(layer, carry, x)
+        return carry, (y, {path: variable[...] for path, variable in _variables(layer).items()})
 
     policy = remat_policy(remat, gather)
     if policy is not None:
         # In a scan nothing can be merged with the forward pass, so no barrier against that is needed.
         step = jax.checkpoint(step, policy=policy, prevent_cse=False)
-    return step, params
+    return step, {name: value for name, value in values.items() if name not in others}
+
+
+def split_params(module: Any, prefix: str) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
+    """The parameters of a module by path under a prefix, and what puts it together with others in their place.
+
+    Before they are gathered, values may be other pytrees than single arrays.
+    """
+    graph, state = nnx.split(module)
+    variables = {f"{prefix}/{'/'.join(map(str, path))}": (path, v) for path, v in nnx.to_flat_state(state)}
+
+    def put_together(params: dict[str, Any]) -> Any:
+        flat = [(path, variable.replace(params[name])) for name, (path, variable) in variables.items()]
+        return nnx.merge(graph, nnx.from_flat_state(flat))
+
+    return {name: variable.get_value() for name, (_, variable) in variables.items()}, put_together

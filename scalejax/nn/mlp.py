@@ -77,13 +77,3 @@ class Mlp(nnx.Module):
             if i < hidden:
                 x = dropout(_ACTIVATIONS[self.activation](x), self.dropout_rate, keys[i])
         return _ACTIVATIONS[self.final_activation](x)
-
-
-def mlp_macs(sizes: Sequence[int]) -> int:
-    """Multiply-accumulates of one example in the matrices of an `Mlp`."""
-    return sum(a * b for a, b in itertools.pairwise(sizes))
-
-
-def mlp_parameters(sizes: Sequence[int]) -> int:
-    """Weights and biases of an `Mlp`."""
-    return mlp_macs(sizes) + sum(sizes[1:])

@@ -1,12 +1,14 @@
 """Normalisation."""
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from scalejax.nn.linear import DType, wide
+from scalejax.parallel.mesh import BATCH_AXES
 
 
 class LayerNorm(nnx.Module):
@@ -93,3 +95,57 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float, compute_dtype: DType) -
     wider = x.astype(wide(x.dtype, compute_dtype))
     normal = wider * jax.lax.rsqrt((wider * wider).mean(-1, keepdims=True) + eps)
     return normal.astype(compute_dtype) * scale.astype(compute_dtype).reshape(*(1,) * (x.ndim - 1), -1)
+
+
+class BatchNorm(nnx.Module):
+    """y = (x - m) / sqrt(v + eps) * scale + bias, mean m and variance v of each feature over the batch.
+
+    Ioffe and Szegedy, 2015. In training they are those of the *global* batch: the compiler sums over devices in the
+    implicit form of a step, and where data axes are manual, as in the explicit one, the means are taken over them here.
+    With microbatches they are those of a part. Running means, for evaluation, are variables of the model: `mean` and
+    `variance`, which a step hands on and checkpoints keep.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        momentum: float = 0.9,
+        eps: float = 1e-5,
+        param_dtype: DType = jnp.float32,
+        compute_dtype: DType = jnp.float32,
+    ):
+        """Starts with scale 1, bias 0, and running means of 0 and 1; they keep `momentum` of what they were."""
+        self.scale = nnx.Param(jnp.ones(features, param_dtype), logical_axes=("norm",))
+        self.bias = nnx.Param(jnp.zeros(features, param_dtype), logical_axes=("norm",))
+        self.mean = nnx.BatchStat(jnp.zeros(features, param_dtype), logical_axes=("norm",))
+        self.variance = nnx.BatchStat(jnp.ones(features, param_dtype), logical_axes=("norm",))
+        self.momentum, self.eps = momentum, eps
+        self.compute_dtype = jnp.dtype(compute_dtype)
+
+    def __call__(self, x: jax.Array, purpose: Literal["training", "evaluation"]) -> jax.Array:
+        """x: float[..., features]. Returns compute_dtype[..., features]; training changes the running means."""
+        wider = x.astype(wide(x.dtype, self.compute_dtype))
+        mean, variance = self.mean[...], self.variance[...]
+        if purpose == "training":
+            over = tuple(range(x.ndim - 1))
+            # Two passes over devices, not E[x^2] - E[x]^2, which cancels where the mean is far from 0.
+            mean = _over_data(wider.mean(over))
+            variance = _over_data(jnp.square(wider - _like(mean, x)).mean(over))
+            for running, now in ((self.mean, mean), (self.variance, variance)):
+                kept, now = running[...], jax.lax.stop_gradient(now)
+                running[...] = kept + (1 - self.momentum) * (now.astype(kept.dtype) - kept)
+        normal = (wider - _like(mean, x)) * jax.lax.rsqrt(_like(variance, x) + self.eps)
+        scale, bias = (_like(p[...].astype(normal.dtype), x) for p in (self.scale, self.bias))
+        return (normal * scale + bias).astype(self.compute_dtype)
+
+
+def _like(of_features: jax.Array, x: jax.Array) -> jax.Array:
+    return of_features.reshape(*(1,) * (x.ndim - 1), -1)
+
+
+def _over_data(mean: jax.Array) -> jax.Array:
+    """Means of equally many examples, averaged over the data axes that are manual here."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    axes = tuple(axis for axis in BATCH_AXES if axis in manual)
+    return jax.lax.pmean(mean, axes) if axes else mean

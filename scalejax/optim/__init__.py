@@ -1,5 +1,6 @@
 """Typed optimizer and schedule configs over optax."""
 
+from scalejax.optim.averages import Average as Average
 from scalejax.optim.optimizers import Adam as Adam
 from scalejax.optim.optimizers import AdamL2 as AdamL2
 from scalejax.optim.optimizers import AdamW as AdamW

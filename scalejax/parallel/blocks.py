@@ -20,7 +20,6 @@ naming the gathered value (`checkpoint_name`) makes jax keep the unnamed one ins
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, get_args
 
@@ -36,9 +35,6 @@ from scalejax.parallel.mesh import BATCH_AXES
 Arrays = dict[str, jax.Array]
 States = dict[str, Any]
 Gather = Callable[[Any], Arrays]
-Loss = Callable[[Any, Any, Any, Gather], tuple[jax.Array, jax.Array, Any]]
-"""(params, batch, key, gather) -> (sum, weight, aux). `params` are {path: array, or a `Bundle` in its place}; the loss
-passes each of them through `gather` once, by block, before it uses it. aux is a pytree of sums."""
 Accumulate = Literal["communicate", "local"]
 """Whether gradients of every part of a batch are reduced over devices ("communicate"), or their local sum, once."""
 
@@ -65,9 +61,16 @@ def check_dtypes(strategy: str, **dtypes: str | None) -> None:
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced", "decode_shards")
 """Names of the primitives that make parameters whole."""
 
+_MOVES = frozenset(
+    ("transpose", "reshape", "convert_element_type", "squeeze", "expand_dims", "broadcast_in_dim", "copy")
+)
+"""Names of primitives that give an array another form: cheap to do again, of activations, too."""
+
 
 class Exchange(Protocol):
     """How the parameters of a block travel; runs inside a shard_map over the data axes.
+
+    One that remembers nothing inherits `Stateless`.
 
     `shards` and gradients are {path: array} of one block. Arrays of a scanned block are those of one layer; where all
     layers are reduced at once (`accumulate="local"`) they are stacked along a first axis, and so is their state. The
@@ -99,6 +102,61 @@ class Exchange(Protocol):
           floating point can change; others (a random key, a mask) stay as they are.
         """
         ...
+
+    def init(self, shards: Arrays) -> States:
+        """What a device remembers before the first step.
+
+        Args:
+          shards: {path: zeros of the shape that this device holds}, of the trained parameters.
+
+        Returns:
+          {path: pytree of arrays} for the paths that have a state.
+        """
+        ...
+
+    def after_update(self, shards: Arrays, state: States) -> States:
+        """What a device remembers after the optimizer has run: once a step, whatever the number of parts.
+
+        Args:
+          shards: What this device holds of the new master parameters.
+          state: As `reduce` returned it.
+        """
+        ...
+
+    def resized(self, path: str, state: Any, devices: int) -> Any:
+        """The state of a parameter on another number of devices.
+
+        Args:
+          path: Of the parameter.
+          state: Pytree of NumPy arrays [devices before, ...].
+          devices: How many there are now.
+
+        Returns:
+          Pytree of arrays [devices, ...].
+
+        Raises:
+          UserError: this scheme has no rule for that.
+        """
+        ...
+
+
+class Stateless:
+    """The part of an `Exchange` that remembers nothing between steps."""
+
+    def init(self, shards: Arrays) -> States:
+        del shards
+        return {}
+
+    def after_update(self, shards: Arrays, state: States) -> States:
+        del shards
+        return state
+
+    def resized(self, path: str, state: Any, devices: int) -> Any:
+        del state
+        raise UserError(
+            f"{type(self).__name__}: the state of {path!r} has no rule for another number of devices, {devices}. Go on "
+            "with as many as before."
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -132,23 +190,30 @@ class Fetch:
       after_forward: Whether gathered copies are dropped after the forward pass of their layer and fetched again for
         its backward pass, or kept.
       primitives: Names of the primitives whose results are the gathered copies.
+      frozen: Paths of parameters that are not trained: gathered, and nothing of them is reduced.
       order: Paths in the order in which a loss, as it was traced, fetched them.
     """
 
     exchange: Exchange
     after_forward: Literal["drop", "keep"] = "drop"
     primitives: tuple[str, ...] = GATHERS
+    frozen: frozenset[str] = frozenset()
     order: list[str] = dataclasses.field(default_factory=list, init=False, repr=False)
 
     def __call__(self, params: Mapping[str, Any]) -> Arrays:
         self.order.extend(path for path in params if path not in self.order)
-        bundles = {path: p if isinstance(p, Bundle) else Bundle(p) for path, p in params.items()}
-        return _fetch(
-            self.exchange,
-            {path: b.shard for path, b in bundles.items()},
-            {path: b.state for path, b in bundles.items() if b.state is not None},
-            {path: b.sink for path, b in bundles.items() if b.sink is not None},
-        )
+        whole: Arrays = {}
+        if frozen := {path: p for path, p in params.items() if path in self.frozen}:
+            whole = jax.lax.stop_gradient(self.exchange.gather(frozen, {})[0])
+        bundles = {path: p if isinstance(p, Bundle) else Bundle(p) for path, p in params.items() if path not in frozen}
+        if bundles:
+            whole |= _fetch(
+                self.exchange,
+                {path: b.shard for path, b in bundles.items()},
+                {path: b.state for path, b in bundles.items() if b.state is not None},
+                {path: b.sink for path, b in bundles.items() if b.sink is not None},
+            )
+        return {path: whole[path] for path in params}
 
     def remat(self, policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
         """A rematerialisation policy like `policy`, but for gathered parameters.
@@ -163,6 +228,9 @@ class Fetch:
         def adapted(primitive: Any, *args: Any, **kwargs: Any) -> Any:
             if primitive.name in self.primitives:
                 return gathered
+            if not gathered and primitive.name in _MOVES:
+                # What is kept of a turned or cast parameter would be as large as the parameter that is dropped.
+                return False
             return True if policy is None else policy(primitive, *args, **kwargs)
 
         return adapted
@@ -205,7 +273,8 @@ def _floating(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
-def _changed(state: States, new: States) -> States:
+def changed_states(state: States, new: States) -> States:
+    """The next state: arrays that are not of floating point stay."""
     return jax.tree.map(lambda old, new: new if _floating(old) else old, state, new)
 
 
@@ -221,7 +290,8 @@ class Layout:
     Attributes:
       ndim: Dimensions of the master parameter, the layer axis of a scanned block included.
       sharded: ((dimension of the master parameter, mesh axes), ...), data axes alone.
-      apart: Axes that the loss itself runs over and along which devices hold different parts of it for good.
+      apart: Axes along which devices hold different parts of it, or different parameters, for good: the loss itself
+        runs over them.
     """
 
     ndim: int
@@ -234,7 +304,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Plain:
+class Plain(Stateless):
     """The exchange without any compression: all_gather forward, reduce-scatter backward, all-reduce of what is whole.
 
     Attributes:
@@ -294,7 +364,11 @@ def data_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def layouts(
-    specs: Mapping[str, P], ndims: Mapping[str, int], mesh: Mesh, handled: tuple[str, ...] = ()
+    specs: Mapping[str, P],
+    ndims: Mapping[str, int],
+    mesh: Mesh,
+    handled: tuple[str, ...] = (),
+    apart: Mapping[str, tuple[str, ...]] | None = None,
 ) -> dict[str, Layout]:
     """Where parameters lie on the data axes.
 
@@ -303,6 +377,7 @@ def layouts(
       ndims: Dimensions of each.
       mesh: The devices.
       handled: Axes that the loss itself runs over.
+      apart: Path -> data axes along which devices hold different parameters.
 
     Raises:
       UserError: a dimension is sharded over another axis first and over a data axis second.
@@ -310,9 +385,12 @@ def layouts(
     over = data_axes(mesh)
     found = {}
     for path, spec in specs.items():
-        sharded, apart = [], []
+        sharded, kept = [], []
+        alone = (apart or {}).get(path, ())
         for dim, entry in enumerate(spec):
             axes = tuple(a for a in axes_of(entry) if mesh.shape[a] > 1)
+            kept += [axis for axis in axes if axis in handled or axis in alone]
+            axes = tuple(axis for axis in axes if axis not in alone)
             mine = tuple(axis for axis in axes if axis in over)
             if mine and axes[: len(mine)] != mine:
                 raise UserError(
@@ -321,151 +399,8 @@ def layouts(
                 )
             if mine:
                 sharded.append((dim, mine))
-            apart += [axis for axis in axes if axis in handled]
-        found[path] = Layout(ndim=ndims[path], sharded=tuple(sharded), apart=tuple(apart))
+        found[path] = Layout(ndim=ndims[path], sharded=tuple(sharded), apart=tuple(kept))
     return found
-
-
-def exchanged_gradients(
-    loss: Loss,
-    make_exchange: Callable[[Mapping[str, Layout], tuple[str, ...]], Exchange],
-    *,
-    mesh: Mesh,
-    specs: Mapping[str, P],
-    parts: int = 1,
-    accumulate: Accumulate = "communicate",
-    after_forward: Literal["drop", "keep"] = "drop",
-    handled: tuple[str, ...] = (),
-) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays, States]]:
-    """Gradients of a loss whose parameters travel by an exchange.
-
-    The step is a shard_map over the data axes, axes of size 1 and those that are `handled`; the others stay automatic,
-    so that the compiler places what tensor parallelism needs.
-
-    Args:
-      loss: See `Loss`.
-      make_exchange: (layout of each parameter, axes to sum over) -> the exchange.
-      mesh: The devices.
-      specs: Sharding of the master parameters, by path. No state or gradient of a scanned block may be sharded along
-        its layers over a data axis.
-      parts: Passes over equal cuts of each device's examples.
-      accumulate: Whether gradients are reduced in every pass or once. "local" holds a whole gradient on each device.
-      after_forward: What becomes of gathered parameters, see `Fetch`.
-      handled: Further axes that are manual because the loss has collectives of its own over them: `stage`, for a
-        pipeline. Its sum, weight and aux are then added up over them too, so that they must be zero where a device does
-        not count (`pipeline.on_last_stage`).
-
-    Returns:
-      A function (params, state, batch, key, scale) -> (sum, weight, aux, gradients, next state). Arrays of the batch
-      are [B, ...], sharded over `BATCH_AXES`; arrays of the state, {path: pytree}, are
-      [devices, shape on one device], the first axis sharded over `BATCH_AXES` and `handled`. sum, weight and aux are
-      summed over devices and parts. Gradients are those of `scale` times the sum, laid out as the master parameters.
-      Each device and part gets a key of its own.
-    """
-    over = data_axes(mesh)
-    handled = tuple(axis for axis in handled if mesh.shape[axis] > 1)
-    manual = {axis for axis in mesh.axis_names if axis in over + handled or mesh.shape[axis] == 1}
-    # A shard_map inside adds what is automatic, and XLA of jax 0.12 dies where that does not come last in the mesh.
-    automatic = [axis for axis in mesh.axis_names if axis not in manual]
-    if automatic:
-        after = mesh.axis_names[mesh.axis_names.index(automatic[0]) :]
-        manual -= {axis for axis in after if mesh.shape[axis] == 1}
-    rows, each = P(BATCH_AXES), P((*BATCH_AXES, *handled))
-
-    def run(
-        params: Arrays, state: States, batch: Any, key: Any = None, scale: Any = 1.0
-    ) -> tuple[jax.Array, jax.Array, Any, Arrays, States]:
-        where = layouts(specs, {path: p.ndim for path, p in params.items()}, mesh, handled)
-        exchange = make_exchange(where, over + handled)
-        inside = {
-            path: P(*(tuple(a for a in axes_of(entry) if a in manual) or None for entry in specs[path]))
-            for path in params
-        }
-
-        def local(params: Arrays, state: States, batch: Any, key: Any, scale: Any) -> Any:
-            state = jax.tree.map(lambda x: x[0], state)
-            if key is not None and over:
-                key = jax.random.fold_in(key, jax.lax.axis_index(over))
-            fetch = Fetch(exchange, after_forward)
-            one = functools.partial(_part, loss, fetch, where, accumulate, over, scale)
-            total, weight, aux, gradients, state = _sum_over_parts(one, params, state, batch, key, parts)
-            if accumulate == "local":
-                fetched = {path: gradients[path] for path in (*fetch.order, *gradients)}
-                gradients, changed = exchange.reduce(fetched, state, None)
-                gradients = {path: g.astype(params[path].dtype) for path, g in gradients.items()}
-                state = _changed(state, changed)
-            if over + handled:
-                total, weight, aux = jax.lax.psum((total, weight, aux), over + handled)
-            return total, weight, aux, gradients, jax.tree.map(lambda x: x[None], state)
-
-        return jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(inside, each, rows, P(), P()),
-            out_specs=(P(), P(), P(), inside, each),
-            axis_names=manual,
-            check_vma=False,  # what a gather returns is equal everywhere and its derivative is written out
-        )(params, state, batch, key, jnp.asarray(scale))
-
-    return run
-
-
-def _part(
-    loss: Loss,
-    fetch: Fetch,
-    where: Mapping[str, Layout],
-    accumulate: Accumulate,
-    axes: tuple[str, ...],
-    scale: jax.Array,
-    params: Arrays,
-    state: States,
-    batch: Any,
-    key: Any,
-) -> tuple[jax.Array, jax.Array, Any, Arrays, States]:
-    """Loss and gradients of one part: of the shards, or of the whole parameters if they are not to be reduced yet."""
-    sizes = {axis: jax.lax.axis_size(axis) for axis in axes}
-
-    def sink(path: str) -> jax.Array:
-        shape = list(params[path].shape)
-        for dim, over in where[path].sharded:
-            shape[dim] *= math.prod(sizes[axis] for axis in over)
-        return jnp.zeros(shape, params[path].dtype)
-
-    def value(moving: dict[str, Any]) -> tuple[jax.Array, Any]:
-        if accumulate == "local":
-            given = {path: Bundle(params[path], state.get(path), moving[path]) for path in params}
-        else:
-            given = {path: Bundle(*moving[path]) if path in state else moving[path][0] for path in params}
-        total, weight, aux = loss(given, batch, key, fetch)
-        return total, (weight, aux)
-
-    if accumulate == "local":
-        total, pull, (weight, aux) = jax.vjp(value, {path: sink(path) for path in params}, has_aux=True)
-        return total, weight, aux, pull(scale.astype(total.dtype))[0], state
-    moving = {path: (p, state.get(path)) for path, p in params.items()}
-    total, pull, (weight, aux) = jax.vjp(value, moving, has_aux=True)
-    (pulled,) = pull(scale.astype(total.dtype))
-    changed = _changed(state, {path: pulled[path][1] for path in state})
-    return total, weight, aux, {path: g for path, (g, _) in pulled.items()}, changed
-
-
-def _sum_over_parts(one: Callable[..., Any], params: Arrays, state: States, batch: Any, key: Any, parts: int) -> Any:
-    """Adds up what `one` returns for each of `parts` equal cuts of the batch; the state goes from cut to cut."""
-    if parts == 1:
-        return one(params, state, batch, key)
-    batch = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), batch)
-    keys = None if key is None else jax.random.split(key, parts)
-
-    def step(carry: Any, part: Any) -> tuple[Any, None]:
-        sums, state = carry
-        *new, state = one(params, state, *part)
-        return (jax.tree.map(jnp.add, sums, tuple(new)), state), None
-
-    first = jax.tree.map(lambda x: x[0], (batch, keys))
-    shapes = jax.eval_shape(one, params, state, *first)[:-1]
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), tuple(shapes))
-    (sums, state), _ = jax.lax.scan(step, (zeros, state), (batch, keys))
-    return *sums, state
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

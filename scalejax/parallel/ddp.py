@@ -29,6 +29,7 @@ from scalejax.parallel.blocks import (
     DTypeName,
     Exchange,
     Layout,
+    Stateless,
     States,
     axes_of,
     check_dtypes,
@@ -87,10 +88,18 @@ class Ddp:
         del mesh
         return ()
 
+    def check_specs(self, specs: Mapping[str, P], mesh: Mesh) -> None:
+        """Refuses parameters that are not whole.
+
+        Raises:
+          UserError: names one, and the strategy that shards.
+        """
+        check_specs(specs, mesh)
+
     def exchange(self, layouts: Mapping[str, Layout], axes: tuple[str, ...]) -> Exchange:
         """How parameters travel: they do not, and gradients go in buckets."""
-        del layouts
         return Bucketed(
+            layouts=layouts,
             axes=axes,
             bucket_bytes=self.bucket_bytes,
             param_dtype=self.param_dtype,
@@ -99,13 +108,15 @@ class Ddp:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Bucketed:
+class Bucketed(Stateless):
     """The exchange of `Ddp`; see there.
 
     Attributes:
+      layouts: Path -> where it lies; parameters that are summed over different axes share no bucket.
       axes: The data axes of the mesh.
     """
 
+    layouts: Mapping[str, Layout]
     axes: tuple[str, ...]
     bucket_bytes: int
     param_dtype: Any = None
@@ -119,14 +130,17 @@ class Bucketed:
         del kept
         if self.reduce_dtype is not None:
             gradients = {path: g.astype(self.reduce_dtype) for path, g in gradients.items()}
-        if not self.axes:
-            return gradients, state
-        reduced = {}
-        for bucket in buckets(gradients, self.bucket_bytes):
-            flat = jnp.concatenate([gradients[path].ravel() for path in bucket])
-            total = jax.lax.psum(summable(flat), self.axes).astype(flat.dtype)
-            parts = jnp.split(total, np.cumsum([gradients[path].size for path in bucket])[:-1].tolist())
-            reduced |= {path: part.reshape(gradients[path].shape) for path, part in zip(bucket, parts, strict=True)}
+        summed: dict[tuple[str, ...], Arrays] = {}
+        for path, gradient in gradients.items():
+            over = tuple(axis for axis in self.axes if axis not in self.layouts[path].apart)
+            summed.setdefault(over, {})[path] = gradient
+        reduced = summed.pop((), {})
+        for over, group in summed.items():
+            for bucket in buckets(group, self.bucket_bytes):
+                flat = jnp.concatenate([group[path].ravel() for path in bucket])
+                total = jax.lax.psum(summable(flat), over).astype(flat.dtype)
+                parts = jnp.split(total, np.cumsum([group[path].size for path in bucket])[:-1].tolist())
+                reduced |= {path: part.reshape(group[path].shape) for path, part in zip(bucket, parts, strict=True)}
         return reduced, state
 
 

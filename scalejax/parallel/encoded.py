@@ -30,7 +30,7 @@ from scalejax.parallel.wire_formats import WireFormat
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Encoded:
+class Encoded(blocks.Stateless):
     """The exchange; see above.
 
     Attributes:

@@ -14,7 +14,6 @@ Two forms, see `Fsdp.form`: the compiler places the collectives, or `parallel.bl
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -26,10 +25,11 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel import blocks, ddp, encoded
-from scalejax.parallel import mesh as meshes
-from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Loss
+from scalejax.parallel import blocks, encoded
+from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Gather
 from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.gradients import Given, Keys, Loss
+from scalejax.parallel.gradients import gradients as every_gradient
 from scalejax.parallel.mesh import BATCH_AXES
 from scalejax.parallel.rules import LogicalAxes, Placement, Rules
 from scalejax.parallel.wire_formats import WireFormat, check_formats
@@ -147,6 +147,15 @@ class Fsdp:
             return plain
         return encoded.Encoded(plain=plain, gather_format=self.gather_format, reduce_format=self.reduce_format)
 
+    def check_specs(self, specs: Mapping[str, P], mesh: Mesh) -> None:
+        """Refuses shardings of parameters that are not this strategy's.
+
+        Raises:
+          UserError: names a parameter.
+        """
+        _check_specs(self, mesh, specs)
+        _check_blocks(self, mesh, specs)
+
     @property
     def formats(self) -> dict[str, str]:
         """The fields that name a block format, with their names."""
@@ -212,7 +221,7 @@ def place(
 
 
 def gradients(
-    loss: Loss,
+    loss: Callable[[Any, Any, Any, Gather], tuple[jax.Array, jax.Array, Any]],
     strategy: Strategy,
     *,
     mesh: Mesh,
@@ -220,149 +229,45 @@ def gradients(
     parts: int = 1,
     handled: tuple[str, ...] = (),
 ) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
-    """Gradients of a loss under a strategy; to be called under jit.
+    """Gradients of a loss of parameters alone under a strategy; to be called under jit.
+
+    `parallel.gradients` is the whole of it: inputs, frozen parameters, variables, exchanges with memory.
 
     Args:
-      loss: (params, batch, key, gather) -> (sum, weight, aux): see `blocks.Loss`.
+      loss: (params, batch, key, gather) -> (sum, weight, sums). `params` are {path: array, or a `Bundle` in its place};
+        the loss passes each of them through `gather` once, by block, before it uses it.
       strategy: The strategy.
       mesh: The devices.
       specs: Path -> sharding of the master parameter, see `place`.
       parts: Passes over equal cuts of the batch, their gradients added up.
-      handled: In the explicit form, axes over which the loss has collectives of its own (`stage`), see
-        `blocks.exchanged_gradients`.
+      handled: See `parallel.gradients.gradients`.
 
     Returns:
-      A function (params, batch, key=None, scale=1.0) -> (sum, weight, aux, gradients). params are {path: array} in the
-      shardings `specs`; arrays of the batch are [B, ...], sharded over the batch axes. sum, weight and aux are sums
-      over the global batch; gradients are those of scale times the sum, in dtype and sharding of the parameters.
+      A function (params, batch, key=None, scale=1.0) -> (sum, weight, sums, gradients). params are {path: array} in the
+      shardings `specs`; arrays of the batch are [B, ...], sharded over the batch axes. sum, weight and sums are over
+      the global batch; gradients are those of scale times the sum, in dtype and sharding of the parameters.
 
     Raises:
       UserError: the parameters are not sharded as the strategy says, or, on call, the batch does not divide.
     """
-    if parts < 1:
-        raise UserError(f"gradients: parts must be at least 1; got {parts}.")
-    if isinstance(strategy, Ddp):
-        ddp.check_specs(specs, mesh)
-    else:
-        _check_specs(strategy, mesh, specs)
-        _check_blocks(strategy, mesh, specs)
-    if strategy.form == "explicit":
-        _check_stages(mesh, specs, handled)
-    elif handled:
-        raise UserError(
-            f"gradients: handled={handled} needs form='explicit'; in the implicit form a loss that uses "
-            "`pipeline.pipelined` needs nothing."
-        )
-    if isinstance(strategy, Ddp) or strategy.form == "explicit":
-        run = _explicit_gradients(loss, strategy, mesh, specs, parts, handled)
-    else:
-        run = _implicit_gradients(loss, strategy, mesh, specs, parts)
 
-    def checked(
+    def of_given(given: Given) -> tuple[Loss, Arrays]:
+        total, weight, sums = loss(given.params, given.batch, given.keys and given.keys.examples, given.gather)
+        return Loss(total, weight, sums), {}
+
+    run = every_gradient(of_given, strategy, mesh=mesh, specs=specs, parts=parts, handled=handled)
+
+    def of_params(
         params: Arrays, batch: Any, key: Any = None, scale: Any = 1.0
     ) -> tuple[jax.Array, jax.Array, Any, Arrays]:
-        check_cut(batch, mesh, parts)
-        total, weight, aux, grads = run(params, batch, key, scale)
+        keys = None if key is None else Keys(key, key)
+        found = run(params, batch, keys=keys, scale=scale)
+        sums: Any = found.sums
         if strategy.output_dtype is not None:
-            aux = jax.tree.map(lambda x: _cast_floating(x, strategy.output_dtype), aux)
-        return total, weight, aux, grads
+            sums = jax.tree.map(lambda x: _cast_floating(x, strategy.output_dtype), sums)
+        return found.sum, found.weight, sums, found.params
 
-    return checked
-
-
-def _explicit_gradients(
-    loss: Loss, strategy: Strategy, mesh: Mesh, specs: Mapping[str, P], parts: int, handled: tuple[str, ...]
-) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
-    """One exchange a block."""
-    run = blocks.exchanged_gradients(
-        loss,
-        strategy.exchange,
-        mesh=mesh,
-        specs=specs,
-        parts=parts,
-        accumulate=strategy.accumulate,
-        after_forward=strategy.after_forward,
-        handled=handled,
-    )
-    return lambda params, batch, key, scale: run(params, {}, batch, key, scale)[:4]
-
-
-def _implicit_gradients(
-    loss: Loss, strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P], parts: int
-) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
-    """Shardings and constraints: parameters of a block are asked for whole, their gradients in shards."""
-
-    def run(params: Arrays, batch: Any, key: Any, scale: Any) -> tuple[jax.Array, jax.Array, Any, Arrays]:
-        ndims = {path: p.ndim for path, p in params.items()}
-        constrained = functools.partial(_Constrained, mesh=mesh, specs=specs, ndims=ndims)
-        # Where nothing is sharded there is nothing to drop, and no rematerialisation is to be asked for.
-        primitives = ("sharding_constraint",) if strategy.axes(mesh) else ()
-        moving = blocks.Fetch(constrained(param_dtype=strategy.param_dtype), "drop", primitives)
-        # Of all layers at once, before the loss; its blocks then find whole parameters, and only cut their gradients.
-        whole = blocks.Fetch(constrained(moves=False), "keep", ())
-
-        def one(params: Arrays, batch: Any, key: Any) -> tuple[jax.Array, jax.Array, Any, Arrays]:
-            def value(params: Arrays) -> tuple[jax.Array, Any]:
-                if strategy.after_forward == "keep":
-                    total, weight, aux = loss(moving(params), batch, key, whole)
-                else:
-                    total, weight, aux = loss(params, batch, key, moving)
-                return total, (weight, aux)
-
-            total, pull, (weight, aux) = jax.vjp(value, params, has_aux=True)
-            (grads,) = pull(jnp.asarray(scale).astype(total.dtype))
-            grads = {
-                path: jax.lax.with_sharding_constraint(g, NamedSharding(mesh, specs[path])) for path, g in grads.items()
-            }
-            return total, weight, aux, grads
-
-        if parts == 1:
-            return one(params, batch, key)
-        batch = jax.tree.map(lambda x: meshes.cut(x, mesh, parts), batch)
-        keys = None if key is None else jax.random.split(key, parts)
-
-        def step(sums: Any, part: Any) -> tuple[Any, None]:
-            return jax.tree.map(jnp.add, sums, one(params, *part)), None
-
-        first = jax.tree.map(lambda x: x[0], (batch, keys))
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, params, *first))
-        sums, _ = jax.lax.scan(step, zeros, (batch, keys))
-        return sums
-
-    return run
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class _Constrained:
-    """The exchange of the implicit form: it only says what should lie where."""
-
-    mesh: Mesh
-    specs: Mapping[str, P]
-    ndims: Mapping[str, int]
-    param_dtype: Any = None
-    moves: bool = True
-
-    def gather(self, shards: Arrays, state: blocks.States) -> tuple[Arrays, Any]:
-        del state
-        if not self.moves:
-            return shards, None
-        whole = {}
-        for path, x in shards.items():
-            if self.param_dtype is not None:
-                x = self._constrain(path, x.astype(self.param_dtype), ())  # cast, then moved
-            whole[path] = self._constrain(path, x, BATCH_AXES)
-        return whole, None
-
-    def reduce(self, gradients: Arrays, state: blocks.States, kept: Any) -> tuple[Arrays, blocks.States]:
-        del kept
-        return {path: self._constrain(path, g, ()) for path, g in gradients.items()}, state
-
-    def _constrain(self, path: str, x: jax.Array, without: tuple[str, ...]) -> jax.Array:
-        entries = list(self.specs[path])[self.ndims[path] - x.ndim :]
-        around = jax.sharding.get_abstract_mesh()
-        without += tuple(around.manual_axes)  # a pipeline may surround this
-        spec = P(*(tuple(a for a in blocks.axes_of(entry) if a not in without) or None for entry in entries))
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec) if around.empty else spec)
+    return of_params
 
 
 def sharded_init(init: Callable[..., Arrays], *, mesh: Mesh, specs: Mapping[str, P]) -> Any:
@@ -395,23 +300,6 @@ def check_random() -> None:
         )
 
 
-def check_cut(batch: Any, mesh: Mesh, parts: int) -> None:
-    """Refuses a batch that does not divide into parts of equal size on every device.
-
-    Raises:
-      UserError: names the sizes.
-    """
-    shards = meshes.batch_shards(mesh)
-    for size in {x.shape[0] for x in jax.tree.leaves(batch)}:
-        if size % (shards * parts):
-            stated = ", ".join(f"{a}={mesh.shape[a]}" for a in BATCH_AXES if mesh.shape.get(a, 1) > 1) or "one device"
-            below, above = size // (shards * parts) * shards * parts, -(-size // (shards * parts)) * shards * parts
-            raise UserError(
-                f"gradients: a batch of {size} does not divide into {parts} parts on {shards} devices ({stated}). "
-                f"The nearest sizes that do: {f'{below} or {above}' if below else above}; or change parts or the mesh."
-            )
-
-
 def _check_specs(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:
     allowed = strategy.axes(mesh)
     for path, spec in specs.items():
@@ -441,17 +329,6 @@ def _check_blocks(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:
             raise UserError(
                 f"Fsdp: {path!r} is cut along dimensions {' and '.join(cut)}, and parameters that travel in {format} "
                 f"along one. Take the specs of `fsdp.place`, or leave {field} out."
-            )
-
-
-def _check_stages(mesh: Mesh, specs: Mapping[str, P], handled: tuple[str, ...]) -> None:
-    """A loss that knows nothing of stages would run through the layers of its own stage alone."""
-    for path, spec in specs.items():
-        if "stage" not in handled and mesh.shape["stage"] > 1 and any("stage" in blocks.axes_of(e) for e in spec):
-            raise UserError(
-                f"gradients: {path!r} is sharded over stage={mesh.shape['stage']}, which the explicit form runs only "
-                "for a loss that is a pipeline (`pipeline.run_stages`): pass handled=('stage',). Otherwise use "
-                "form='implicit', or a mesh with stage=1."
             )
 
 

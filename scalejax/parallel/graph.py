@@ -103,13 +103,13 @@ def shard_graph(
     return sharded if mesh is None else put(sharded, everywhere(mesh))
 
 
-def shard_draws(draws: Sequence[Csr], devices: int, *, mesh: Mesh) -> ShardedGraph:
+def shard_draws(draws: Sequence[Csr], devices: int, *, mesh: Mesh | None = None) -> ShardedGraph:
     """`shard_graph` of several graphs of one shape, whose blocks one program reads: edges drawn again and again.
 
     Args:
       draws: CSRs with edges.
       devices: Blocks, one on each device of the mesh.
-      mesh: Where they go.
+      mesh: Where they go; None = they stay NumPy arrays.
 
     Returns:
       Blocks in whose arrays a second axis counts draws, with the halo of the draw that needs most.
@@ -122,7 +122,7 @@ def shard_draws(draws: Sequence[Csr], devices: int, *, mesh: Mesh) -> ShardedGra
     flat = stack_plans([plan for plans, _ in planned for plan in plans])
     by_device = jax.tree.map(lambda a: a.reshape(len(draws), devices, *a.shape[1:]).swapaxes(0, 1), flat)
     sharded = ShardedGraph(by_device, np.stack([send for _, send in planned], axis=1), csrs[0].shape)
-    return put(sharded, everywhere(mesh))
+    return sharded if mesh is None else put(sharded, everywhere(mesh))
 
 
 def pad_nodes(nodes: Any, devices: int) -> Any:

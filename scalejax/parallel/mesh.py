@@ -60,7 +60,7 @@ class MeshShape:
             raise UserError(
                 f"MeshShape: axis sizes must multiply to the {devices} devices at hand; got {stated}. "
                 "Change the number of devices, or the sizes: fsdp=-1 takes whatever is left (train: "
-                "--set mesh.fsdp=-1, eval: --mesh fsdp=-1)."
+                "--set placement.mesh.fsdp=-1, eval: --mesh fsdp=-1)."
             )
         return tuple(sizes)
 
@@ -86,13 +86,23 @@ def parse_mesh(text: str) -> MeshShape:
     return MeshShape(**{"fsdp": 1, **sizes})
 
 
-def make_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh:
-    """Builds a mesh of all devices, every axis of type Auto.
+def make_mesh(shape: MeshShape | None, devices: Sequence[Any] | None = None) -> Mesh:
+    """Builds a mesh of all devices, every axis of type Auto; of the first device alone where the shape is None.
 
     Devices of one process stay contiguous along the flattened mesh where the topology allows it, which is what lets
     each process read one contiguous slice of every global batch.
+
+    Raises:
+      UserError: the sizes do not multiply to the devices, or there is no shape and there are several processes.
     """
+    if shape is None and jax.process_count() > 1:
+        raise UserError(
+            f"{jax.process_count()} processes train over all of their devices, and placement.mesh is none: one device. "
+            "Set --set placement.mesh=MeshShape, or leave --processes out."
+        )
     devices = list(jax.devices() if devices is None else devices)
+    if shape is None:
+        shape, devices = MeshShape(), devices[:1]
     return jax.make_mesh(shape.resolve(len(devices)), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
@@ -212,7 +222,7 @@ def check_batch(batch_size: int, mesh: Mesh, over: Literal["batch axes", "all ax
             raise UserError(
                 f"batch_size {batch_size} does not divide over {what}: {sizes} make {count} shards. The nearest sizes "
                 f"that do: {nearest}; set it with --set data.batch_size=N (eval: --batch-size N), or change the mesh "
-                "with --set mesh.AXIS=N (eval and plan: --mesh AXIS=N,...)."
+                "with --set placement.mesh.AXIS=N (eval and plan: --mesh AXIS=N,...)."
             )
 
 

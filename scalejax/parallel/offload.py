@@ -73,7 +73,7 @@ def check(devices: Any = None) -> None:
     if problem:
         raise UserError(
             f"offload: jaxlib {jaxlib.version.__version__} on {device.device_kind} {problem}, so nothing may be "
-            "offloaded. Use offload='none', or another jaxlib."
+            "offloaded. Use offload='none' (--set placement.offload=none), or another jaxlib."
         )
 
 

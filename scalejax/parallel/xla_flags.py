@@ -8,7 +8,7 @@ order of sums.
     options = xla_flags.compiler_options(("tpu-async-collectives", "tpu-data-parallel-overlap"), "tpu")
     step = jax.jit(step, compiler_options=options)
 
-A recipe names them: `DenseExperiment(xla_flags=("gpu-latency-hiding",))`.
+A recipe names them: `Experiment(xla_flags=("gpu-latency-hiding",))`.
 """
 
 import dataclasses

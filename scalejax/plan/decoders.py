@@ -13,10 +13,10 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
 from scalejax.plan.step_model import REMATS, Training
-from scalejax.plan.transformer import Decoder
+from scalejax.plan.transformer import Decoder, Pairs
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import DenseExperiment
+    from scalejax.train.experiment import Experiment
 
 
 @runtime_checkable
@@ -58,33 +58,47 @@ class DecoderConfig(Protocol):
     @property
     def loss_positions(self) -> int: ...
 
+    def parameters(self) -> int: ...
 
-def decoder_of(experiment: "DenseExperiment") -> Decoder:
+    def flops_per_token(self, length: int, attention: Pairs = "causal") -> int: ...
+
+
+def decoder_of(experiment: "Experiment") -> Decoder:
     """The dimensions of the model of an experiment.
 
     Raises:
-      UserError: its model is no decoder.
+      UserError: they do not describe it, see `find_decoder`.
     """
+    found = find_decoder(experiment)
+    if found is None:
+        raise UserError(
+            "The model must be a decoder such as LlamaConfig, made of its own parts, to be planned by arithmetic; got "
+            f"{type(experiment.model).__name__}. `scalejax plan` without --search compiles any model."
+        )
+    return found
+
+
+def find_decoder(experiment: "Experiment") -> Decoder | None:
+    """The dimensions of the model of an experiment; None = it is no decoder, or has parts that they do not describe."""
     model: Any = experiment.model
     if not isinstance(model, DecoderConfig):
-        raise UserError(
-            f"The model must be a decoder such as LlamaConfig to be planned by arithmetic; got {type(model).__name__}. "
-            "`scalejax plan` without --search compiles any model."
-        )
-    vocabulary = model.vocabulary or experiment.data.schema().vocabulary
-    return Decoder(
-        layers=model.layers,
-        dim=model.dim,
-        hidden=model.ffn_dim,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        head_dim=model.width,
-        vocabulary=vocabulary,
-        tied=model.tie_embeddings,
+        return None
+    bound: Any = dataclasses.replace(model, vocabulary=model.vocabulary or experiment.data.schema().vocabulary)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    decoder = Decoder(
+        layers=bound.layers,
+        dim=bound.dim,
+        hidden=bound.ffn_dim,
+        heads=bound.heads,
+        kv_heads=bound.kv_heads,
+        head_dim=bound.width,
+        vocabulary=bound.vocabulary,
+        tied=bound.tie_embeddings,
     )
+    counted = bound.parameters(), bound.flops_per_token(1, "full")
+    return decoder if counted == (decoder.parameters, decoder.model_flops_per_token(1, attention="full")) else None
 
 
-def training_of(experiment: "DenseExperiment", mesh: MeshShape, devices: int, *, compute_dtype: Any) -> Training:
+def training_of(experiment: "Experiment", mesh: MeshShape, devices: int, *, compute_dtype: Any) -> Training:
     """How an experiment is trained on a mesh.
 
     Args:
@@ -106,7 +120,7 @@ def training_of(experiment: "DenseExperiment", mesh: MeshShape, devices: int, *,
         remat=REMATS[model.remat],
         sharded_over=() if isinstance(strategy, Ddp) else strategy.axes(_abstract_mesh(sizes)),
         reshard="after_forward" if isinstance(strategy, Ddp) or strategy.after_forward == "drop" else "keep",
-        parts=meshes.fewest_parts(batch // rows, experiment.microbatch or batch // rows),
+        parts=meshes.fewest_parts(batch // rows, min(batch // rows, most_rows(experiment))),
         accumulate=strategy.accumulate,
         compute_bytes=compute.itemsize,
         gather_bytes=moved.itemsize,
@@ -114,18 +128,24 @@ def training_of(experiment: "DenseExperiment", mesh: MeshShape, devices: int, *,
         parameter_bytes=master.itemsize,
         gradient_bytes=master.itemsize,
         optimizer_bytes=_optimizer_bytes(experiment, master),
-        optimizer_rests="device" if experiment.offload == "none" else "host",
+        optimizer_rests="device" if experiment.placement.offload == "none" else "host",
         loss_positions=model.loss_positions,
     )
 
 
-def with_model(experiment: "DenseExperiment", **fields: Any) -> "DenseExperiment":
+def most_rows(experiment: "Experiment") -> int:
+    """Most examples that a device puts through the model at once; those of a whole batch where none is said."""
+    most = experiment.gradients.microbatch
+    return most if isinstance(most, int) else experiment.data.batch_size
+
+
+def with_model(experiment: "Experiment", **fields: Any) -> "Experiment":
     """The experiment with other fields of its model, such as `layers` and `remat`."""
     model: Any = experiment.model
     return dataclasses.replace(experiment, model=dataclasses.replace(model, **fields))
 
 
-def _optimizer_bytes(experiment: "DenseExperiment", master: Any) -> int:
+def _optimizer_bytes(experiment: "Experiment", master: Any) -> int:
     """Of the state of one parameter; what does not grow with the parameters (step counters) is left out."""
     count = 4096
     state = jax.eval_shape(

@@ -20,18 +20,17 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
 from scalejax.plan import decoders, step_model
-from scalejax.plan.decoders import DecoderConfig
 from scalejax.plan.step_model import Training
 from scalejax.units import size
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import DenseExperiment
+    from scalejax.train.experiment import Experiment
 
 _AT_REST = ("parameters", "optimizer state", "gradients")
 _NEEDED = (*_AT_REST, "activations")
 
 
-def needed_bytes(experiment: "DenseExperiment", mesh: Mesh) -> dict[str, int]:
+def needed_bytes(experiment: "Experiment", mesh: Mesh) -> dict[str, int]:
     """Bytes that one device cannot do without, by kind, largest first.
 
     Raises:
@@ -40,12 +39,12 @@ def needed_bytes(experiment: "DenseExperiment", mesh: Mesh) -> dict[str, int]:
     return _needed(experiment, _shape_of(mesh), mesh)
 
 
-def check_fits(experiment: "DenseExperiment", mesh: Mesh, *, memory_bytes: int | None = None) -> None:
+def check_fits(experiment: "Experiment", mesh: Mesh, *, memory_bytes: int | None = None) -> None:
     """Refuses a run whose memory cannot suffice.
 
     Args:
-      experiment: A run. Models that are no decoders (`decoders.DecoderConfig`) are let through: what they keep is not
-        known before their step is compiled.
+      experiment: A run. Models that are no decoders (`decoders.find_decoder`) are let through, and runs that train a
+        part of one: what they keep is not known before their step is compiled.
       mesh: The devices.
       memory_bytes: Of a device; None = what the devices of this process say. Where they say nothing, nothing is
         refused.
@@ -53,11 +52,9 @@ def check_fits(experiment: "DenseExperiment", mesh: Mesh, *, memory_bytes: int |
     Raises:
       UserError: names the largest kinds and the nearest change that would do.
     """
-    if not isinstance(experiment.model, DecoderConfig):
-        return
     if memory_bytes is None:
         memory_bytes = meshes.device_memory_bytes(mesh)
-    if memory_bytes is None:
+    if memory_bytes is None or experiment.trainable != ".*" or decoders.find_decoder(experiment) is None:
         return
     shape = _shape_of(mesh)
     kinds = _needed(experiment, shape, mesh)
@@ -75,7 +72,7 @@ def _shape_of(mesh: Mesh) -> MeshShape:
     return MeshShape(**{axis: mesh.shape.get(axis, 1) for axis in AXES})
 
 
-def _needed(experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh) -> dict[str, int]:
+def _needed(experiment: "Experiment", shape: MeshShape, mesh: Mesh) -> dict[str, int]:
     found = step_model.memory_of_device(decoders.decoder_of(experiment), _training(experiment, shape, mesh), mesh.size)
     return {kind: found[kind] for kind in found if kind in _NEEDED}
 
@@ -85,14 +82,14 @@ def _host_is_apart(mesh: Mesh) -> bool:
     return mesh.devices.flat[0].platform != "cpu"
 
 
-def _training(experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh) -> Training:
+def _training(experiment: "Experiment", shape: MeshShape, mesh: Mesh) -> Training:
     from scalejax.train.precision import compute_dtype
 
     dtype = compute_dtype(experiment.precision, mesh)
     return decoders.training_of(experiment, shape, mesh.size, compute_dtype=dtype)
 
 
-def _remedy(experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh, memory_bytes: int) -> str:
+def _remedy(experiment: "Experiment", shape: MeshShape, mesh: Mesh, memory_bytes: int) -> str:
     """The first change that makes it fit, or how many devices would."""
     for text, changed, other in _changes(experiment, shape, mesh):
         total = sum(_needed(changed, other, mesh).values())
@@ -107,9 +104,7 @@ def _remedy(experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh, memory_
     )
 
 
-def _changes(
-    experiment: "DenseExperiment", shape: MeshShape, mesh: Mesh
-) -> Iterator[tuple[str, "DenseExperiment", MeshShape]]:
+def _changes(experiment: "Experiment", shape: MeshShape, mesh: Mesh) -> Iterator[tuple[str, "Experiment", MeshShape]]:
     """Changes that save memory, those that cost least time first; each comes on top of the ones before it."""
     model: Any = experiment.model
     strategy, sharded = experiment.strategy, ""
@@ -131,11 +126,20 @@ def _changes(
             continue
         other = MeshShape(**{**sizes, "fsdp": sizes["fsdp"] // factor, "context": sizes["context"] * factor})
         rows = experiment.data.batch_size // math.prod(getattr(other, axis) for axis in BATCH_AXES)
-        meshed = "" if factor == 1 else f"--set mesh.fsdp={other.fsdp} --set mesh.context={other.context} "
-        for n in range(min(rows, experiment.microbatch or rows) - (factor == 1), 0, -1):
+        meshed = (
+            ""
+            if factor == 1
+            else f"--set placement.mesh.fsdp={other.fsdp} --set placement.mesh.context={other.context} "
+        )
+        for n in range(min(rows, decoders.most_rows(experiment)) - (factor == 1), 0, -1):
             if rows % n == 0:
-                changed = dataclasses.replace(experiment, microbatch=n)
-                yield f"{sharded}{meshed}--set microbatch={n}{full}", changed, other
-    if experiment.offload == "none" and _host_is_apart(mesh):
-        changed = dataclasses.replace(experiment, microbatch=1, offload="optimizer")
-        yield f"{sharded}--set offload=optimizer --set microbatch=1{full}", changed, shape
+                yield f"{sharded}{meshed}--set gradients.microbatch={n}{full}", _in_parts(experiment, n), other
+    if experiment.placement.offload == "none" and _host_is_apart(mesh):
+        placement = dataclasses.replace(experiment.placement, offload="optimizer")
+        changed = dataclasses.replace(_in_parts(experiment, 1), placement=placement)
+        yield f"{sharded}--set placement.offload=optimizer --set gradients.microbatch=1{full}", changed, shape
+
+
+def _in_parts(experiment: "Experiment", microbatch: int) -> "Experiment":
+    gradients = dataclasses.replace(experiment.gradients, microbatch=microbatch)
+    return dataclasses.replace(experiment, gradients=gradients)

@@ -13,7 +13,7 @@ from scalejax.parallel.offload import HOST
 # First field of `train.state.TrainState` -> kind. Tables are told apart by their leaves.
 _FIELDS = {"params": "parameters", "optimizer": "optimizer state", "metrics": "metrics"}
 KINDS = (
-    "parameters", "optimizer state", "tables", "table optimizer state", "batch", "metrics", "other state",
+    "parameters", "optimizer state", "tables", "table optimizer state", "constants", "batch", "metrics", "other state",
     "layout padding", "outputs", "temporaries", "code",
 )  # fmt: skip
 """Everything that `MemoryPlan.bytes_per_chip` may name, in the order in which it is shown."""
@@ -49,7 +49,7 @@ def arguments_by_kind(state: Any, batch: Any) -> dict[str, int]:
 
     Args:
       state: Pytree of `jax.ShapeDtypeStruct` with shardings, fields as in `train.state.TrainState`.
-      batch: The same for one batch.
+      batch: The same for one batch; what is under `constants`, as in `train.task.Placed`, is the same in every step.
     """
     found: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -57,7 +57,14 @@ def arguments_by_kind(state: Any, batch: Any) -> dict[str, int]:
             continue
         kind = _kind([_name(part) for part in path])
         found[kind] = found.get(kind, 0) + bytes_per_device(leaf)
-    found["batch"] = sum(bytes_per_device(leaf) for leaf in jax.tree.leaves(batch))
+    found["batch"] = 0
+    counted = set()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if id(leaf) in counted:
+            continue  # one array in two places, such as a graph that is both trained on and scored
+        counted.add(id(leaf))
+        kind = "constants" if path and _name(path[0]) == "constants" else "batch"
+        found[kind] = found.get(kind, 0) + bytes_per_device(leaf)
     return found
 
 

@@ -21,7 +21,7 @@ from scalejax.parallel.mesh import AXES, MeshShape
 from scalejax.plan import collectives, decoders, memory, published_runs, step_model, topology
 from scalejax.plan.collectives import Collective
 from scalejax.plan.roofline import Roofline
-from scalejax.plan.run import PlanResult, plan_dense
+from scalejax.plan.run import PlanResult, plan_on
 from scalejax.plan.step_model import REMATS, Remat, StepEstimate, Training
 from scalejax.plan.topology import Topology
 from scalejax.plan.transformer import Decoder
@@ -30,7 +30,7 @@ from scalejax.units import size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scalejax.train.experiment import DenseExperiment
+    from scalejax.train.experiment import Experiment
 
 MOST_COMPILES = 5
 _SLACK = 1.1
@@ -121,7 +121,7 @@ class SearchResult:
 
 
 def search(
-    experiment: "DenseExperiment",
+    experiment: "Experiment",
     topology_name: str,
     *,
     compiles: int = MOST_COMPILES,
@@ -166,7 +166,7 @@ def search(
         raise UserError(
             f"search: nothing fits on {machine.name}; the nearest: {stated(near.mesh)}, remat {near.remat}: "
             f"{near.reason}. Take more chips or a smaller batch, or put fewer rows through a device at once (--set "
-            "microbatch=1)."
+            "gradients.microbatch=1)."
         )
     found = []
     for candidate in candidates[:compiles]:
@@ -317,14 +317,12 @@ def stated(mesh: MeshShape) -> str:
 
 
 def _compile(
-    experiment: "DenseExperiment", candidate: Candidate, machine: Topology, depths: tuple[int, int] | None
+    experiment: "Experiment", candidate: Candidate, machine: Topology, depths: tuple[int, int] | None
 ) -> PlanResult:
     chosen = decoders.with_model(experiment, remat=candidate.remat)
     if depths is None:
-        return plan_dense(chosen, machine, candidate.mesh)
-    first, second = (
-        plan_dense(decoders.with_model(chosen, layers=layers), machine, candidate.mesh) for layers in depths
-    )
+        return plan_on(chosen, machine, candidate.mesh)
+    first, second = (plan_on(decoders.with_model(chosen, layers=layers), machine, candidate.mesh) for layers in depths)
     return extrapolate(first, second, depths, candidate.estimate.decoder.layers)
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scalejax.numerics.flops import MatmulFlops
 from scalejax.plan.collectives import Collective, Groups
-from scalejax.plan.flops import MatmulFlops
 from scalejax.plan.topology import Layout, Topology
 from scalejax.plan.traffic import Traffic
 

@@ -3,11 +3,11 @@
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from scalejax.errors import UserError
-from scalejax.plan import collectives, flops, hlo, memory, roofline, topology, traffic
+from scalejax.numerics import flops
+from scalejax.plan import collectives, hlo, memory, roofline, topology, traffic
 from scalejax.plan.collectives import Collective
 from scalejax.plan.memory import MemoryPlan
 from scalejax.plan.roofline import Roofline
@@ -19,12 +19,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from scalejax.parallel.mesh import MeshShape
-    from scalejax.parallel.rules import Placement
-    from scalejax.train.experiment import AnyExperiment, DenseExperiment, Experiment
+    from scalejax.train.experiment import Experiment
 
 
 class StepProgram(Protocol):
-    """What a plan needs of `train.program.Program`."""
+    """What a plan needs of `train.step.Program`."""
 
     @property
     def mesh(self) -> "Mesh": ...
@@ -115,11 +114,11 @@ class PlanResult:
         render.render(self, console)
 
 
-def plan(experiment: "AnyExperiment", topology_name: str, mesh: "str | MeshShape | None" = None) -> PlanResult:
+def plan(experiment: "Experiment", topology_name: str, mesh: "str | MeshShape | None" = None) -> PlanResult:
     """Compiles the train step of an experiment for a topology that need not be here.
 
     Args:
-      experiment: The run; its own `mesh` is not used, since it is meant for the machine at hand.
+      experiment: The run; its own `placement.mesh` is not used, since it is meant for the machine at hand.
       topology_name: Such as "v5p:2x2x1"; see `scalejax.plan.topology`.
       mesh: Devices per axis, as "fsdp=8,tensor=2" or as the mesh of a recipe. None = a slice's devices on `fsdp`,
         slices on `replica`.
@@ -128,70 +127,37 @@ def plan(experiment: "AnyExperiment", topology_name: str, mesh: "str | MeshShape
       UserError: the topology or the mesh is wrong, libtpu is missing, or the batch does not divide over the mesh.
     """
     from scalejax.parallel import mesh as meshes
-    from scalejax.train.experiment import DenseExperiment, GraphExperiment
 
-    if isinstance(experiment, GraphExperiment):
-        raise UserError(
-            f"a run of {type(experiment.model).__name__} is cut by the rows of its graph, which plans know nothing of. "
-            "Give a recipe of another kind."
-        )
     machine = topology.parse(topology_name)
-    shape = meshes.parse_mesh(mesh) if isinstance(mesh, str) else mesh
-    device_mesh, warnings = topology.make_mesh(machine, shape)
-    if isinstance(experiment, DenseExperiment):
-        return _plan_dense(experiment, machine, device_mesh, warnings)
-    return _plan_with_tables(experiment, machine, device_mesh, warnings)
+    return plan_on(experiment, machine, meshes.parse_mesh(mesh) if isinstance(mesh, str) else mesh)
 
 
-def plan_dense(experiment: "DenseExperiment", machine: Topology, mesh: "MeshShape") -> PlanResult:
-    """Compiles the train step of an experiment without tables on a mesh; see `plan`.
+def plan_on(experiment: "Experiment", machine: Topology, mesh: "MeshShape | None") -> PlanResult:
+    """Compiles the train step of an experiment on a mesh of a topology; see `plan`.
 
     Raises:
       UserError: as `plan`.
     """
-    device_mesh, warnings = topology.make_mesh(machine, mesh)
-    return _plan_dense(experiment, machine, device_mesh, warnings)
-
-
-def _plan_dense(
-    experiment: "DenseExperiment", machine: Topology, device_mesh: "Mesh", warnings: Sequence[str]
-) -> PlanResult:
-    from scalejax.train import dense
-
-    program = dense.build(experiment, experiment.data.schema(), device_mesh)
-    return _plan_bound(program, program.placements, machine, warnings)
-
-
-def _plan_with_tables(
-    experiment: "Experiment", machine: Topology, device_mesh: "Mesh", warnings: Sequence[str]
-) -> PlanResult:
     from scalejax.parallel.embedding.memory import describe_largest
-    from scalejax.train import program as programs
+    from scalejax.train import binding
 
-    program = programs.build(experiment, experiment.data.schema(), device_mesh)
-    placements = experiment.rules.describe(
-        {name: (program.model.logical_axes[name], p.shape) for name, p in program.model.params.items()}, device_mesh
+    device_mesh, warnings = topology.make_mesh(machine, mesh)
+    schema = experiment.data.schema()
+    data = experiment.data.build() if binding.bound_task(experiment, schema).planned_from == "data" else None
+    program = binding.bind(experiment, schema, device_mesh, data, abstract=True)
+    shapes = {name: x.shape for name, x in program.abstract_batch().fields.items() if hasattr(x, "shape")}
+    result = plan_program(
+        program,
+        machine,
+        model_flops=int(program.task.work(shapes).flops) or None,
+        unsharded=tuple((p.name, p.shape, p.reason) for p in program.placements if p.reason),
+        warnings=tuple(warnings),
     )
-    result = _plan_bound(program, placements, machine, warnings)
-    if result.memory.fits or not program.collection.stacks:
+    if result.memory.fits or program.collection is None or not program.collection.stacks:
         return result
     largest = describe_largest(program.collection.stacks, device_mesh.size)
     note = f"{largest}. `scalejax shard` plans tables by memory and time."
     return dataclasses.replace(result, warnings=(*result.warnings, note))
-
-
-def _plan_bound(
-    program: Any, placements: "Sequence[Placement]", machine: Topology, warnings: Sequence[str]
-) -> PlanResult:
-    """The plan of a program that an experiment was bound to."""
-    experiment = program.experiment
-    return plan_program(
-        program,
-        machine,
-        model_flops=program.task.flops_per_example() * experiment.data.batch_size,
-        unsharded=tuple((p.name, p.shape, p.reason) for p in placements if p.reason),
-        warnings=tuple(warnings),
-    )
 
 
 def plan_program(

@@ -2,7 +2,7 @@
 
     found = shard(experiment, "h100:2x8", sample_batches=4)
     found.planned.report.render(console)
-    found.planned.plan.save("plan.json")        # --set sharding=plan.json, or ShardingPlan.load in a recipe
+    found.planned.plan.save("plan.json")        # --set tables.sharding=plan.json, or ShardingPlan.load in a recipe
 
 Ids per example come from the schema (`length`, or the room of a jagged feature), and how often they repeat from
 Zipf's law; with sample batches both are counted in the first batches of the data. Nothing is compiled.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from scalejax.parallel.mesh import MeshShape
-    from scalejax.train.experiment import AnyExperiment, Experiment
+    from scalejax.train.experiment import Experiment
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class ShardResult:
 
 
 def shard(
-    experiment: "AnyExperiment",
+    experiment: "Experiment",
     machine_name: str,
     *,
     mesh: str | None = None,
@@ -90,7 +90,7 @@ def shard(
     """Plans where the tables of an experiment live.
 
     Args:
-      experiment: The run; its `sharding` is only compared with.
+      experiment: The run; its `tables.sharding` is only compared with.
       machine_name: A TPU topology as `scalejax plan` takes it, or GPU:HOSTSxGPUS; see `planner_machines`.
       mesh: Devices per axis, such as "replica=2,fsdp=8". None = a slice, or a host of GPUs, on `fsdp`, and slices or
         hosts on `replica`.
@@ -109,10 +109,11 @@ def shard(
         raise UserError(f"--table-memory must be a share above 0 and at most 1; got {table_memory}. Try 0.8.")
     topology = planner_machines.topology(machine_name)
     from scalejax.parallel import mesh as meshes
-    from scalejax.train import program as programs
-    from scalejax.train.experiment import Experiment
+    from scalejax.train import binding
 
-    if not isinstance(experiment, Experiment):
+    schema = experiment.data.schema()
+    tables = binding.tables_of(experiment, binding.bound_task(experiment, schema))
+    if not tables:
         raise UserError("This recipe has no embedding tables to place. `scalejax plan` says how its model fits.")
     shape = _default_mesh(machine_name, topology) if mesh is None else meshes.parse_mesh(mesh)
     sizes = dict(zip(meshes.AXES, shape.resolve(topology.devices), strict=True))
@@ -123,15 +124,13 @@ def shard(
     )
     if constants is not None:
         topology = topology.with_constants(constants)
-    schema = experiment.data.schema()
-    tables = programs.tables_of(experiment, programs.bound_task(experiment, schema))
     statistics, source = _statistics(experiment, schema, tables, sample_batches, zipf)
-    given = {"exchange": experiment.exchange, "accumulate": experiment.accumulate}
+    given = {"exchange": experiment.tables.exchange, "accumulate": experiment.tables.accumulate}
     batch_size = experiment.data.batch_size
     planned = planner.AnalyticPlanner(**given).plan(tables, statistics, topology, batch_size, constraints)
     own, refused = None, ""
     try:
-        own = planner.evaluate(experiment.sharding, tables, statistics, topology, batch_size, **given)
+        own = planner.evaluate(experiment.tables.sharding, tables, statistics, topology, batch_size, **given)
     except UserError as error:
         refused = str(error)
     return ShardResult(

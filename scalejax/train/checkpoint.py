@@ -25,7 +25,7 @@ import threading
 import time
 import types
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,8 +45,6 @@ _REMOVING = "removing-"
 _ARRAYS = "arrays"
 _TABLES = "tables"
 
-_BETTER_HIGH = frozenset({"auc", "accuracy"})
-
 
 class Checkpointer:
     """The checkpoints of one run. Every process of the run makes one and calls the same methods in the same order.
@@ -54,7 +52,15 @@ class Checkpointer:
     Making one touches no file. Only `save` writes, so another process may `restore` from a run in progress.
     """
 
-    def __init__(self, folder: pathlib.Path, policy: Checkpoints, identity: dict[str, str]) -> None:
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        policy: Checkpoints,
+        identity: dict[str, str],
+        *,
+        full_every: int | None = None,
+        better: Literal["low", "high"] = "low",
+    ) -> None:
         """Describes the checkpoints of a run.
 
         Args:
@@ -62,6 +68,8 @@ class Checkpointer:
           policy: Which checkpoints to keep.
           identity: What a checkpoint must agree with to be restored: name -> short text or digest, for instance
             {"model": ..., "optimizer": ..., "data": ...}.
+          full_every: Steps between full checkpoints, where the others may hold touched rows alone; see `base_updates`.
+          better: Which values of the metric of the policy are better.
         Raises:
           UserError: The policy keeps fewer than one last checkpoint or a negative number of best ones.
         """
@@ -71,6 +79,8 @@ class Checkpointer:
             raise UserError(f"checkpoints.keep_best must be 0 or more; got {policy.keep_best}.")
         self.folder = folder.absolute()
         self._policy = policy
+        self._full_every = full_every
+        self._better: Literal["low", "high"] = better
         self._identity = dict(identity)
         self._store: ArrayStore | None = None
         self._finisher: threading.Thread | None = None
@@ -95,7 +105,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending; as process 0 sees them, on every process."""
-        return distributed.on_primary(lambda: _listed(self.folder))
+        return distributed.on_primary(lambda: listed(self.folder))
 
     def latest(self) -> int | None:
         """The newest step with a complete checkpoint; None if there is none."""
@@ -104,11 +114,11 @@ class Checkpointer:
     def base_updates(self, step: int) -> int | None:
         """Updates of the tables at the checkpoint that a delta at this step would be made from.
 
-        None where a full checkpoint is due: the policy says so, or the newest one, with a count of updates, was neither
-        saved nor restored by this object.
+        None where a full checkpoint is due: `full_every` says so, or the newest one, with a count of updates, was
+        neither saved nor restored by this object.
         """
         self.wait()
-        every = self._policy.full_every
+        every = self._full_every
         if every is None or self._base is None or step % every == 0:
             return None
         return self._base[1] if self._base[0] == self.latest() else None
@@ -167,8 +177,8 @@ class Checkpointer:
           step: Optimizer step; must be greater than the latest saved.
           tree: Pytree of jax.Array in any sharding; what is stored is the global array.
           host: JSON values to store beside the arrays.
-          metrics: The evaluation at this step, holding `policy.best_metric`; None where there was none, and then the
-            checkpoint can only be kept as one of the last.
+          metrics: The evaluation at this step, holding `policy.best_metric`, or with that first where the policy names
+            none; None where there was none, and then the checkpoint can only be kept as one of the last.
           updates: Of the tables, where their rows are tracked; `save_delta` can then build on this checkpoint.
         Raises:
           UserError: The disk refused this save or the one before. Earlier checkpoints are intact.
@@ -191,8 +201,8 @@ class Checkpointer:
         rows: Iterable[Rows],
     ) -> None:
         self.wait()
-        if metrics is not None and self._policy.best_metric not in metrics:
-            raise ValueError(f"save: metrics must hold {self._policy.best_metric!r}; got {sorted(metrics)}.")
+        if metrics is not None and (best := self._policy.best_metric) is not None and best not in metrics:
+            raise ValueError(f"save: metrics must hold {best!r}; got {sorted(metrics)}.")
         if self._newest_saved is None:
             self._prepare()
         if self._newest_saved is not None and step <= self._newest_saved:
@@ -263,9 +273,28 @@ class Checkpointer:
           UserError: There is no such checkpoint; it is of another model, other data or a newer scalejax; or a file
             is missing or damaged, in which case the message names the newest intact one.
         """
+        return self._restore(step, abstract_tree, self._identity, "refused")
+
+    def read(self, step: int | None, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
+        """As `restore`, of some of the arrays that a checkpoint holds: what a model computes with, but no optimizer.
+
+        Of the identity only data and id maps must be equal, so that run folders of earlier versions can be read.
+        """
+        identity = {name: text for name, text in self._identity.items() if name in ("data", "id_maps")}
+        return self._restore(step, abstract_tree, identity, "ignored")
+
+    def shapes(self, step: int | None) -> dict[str, tuple[int, ...]]:
+        """Shapes of the arrays of a checkpoint, by name; step None = the newest."""
+        step = self._existing(step)
+        manifest = distributed.together(lambda: manifests.read(self.folder / str(step)))
+        return {name: tuple(described["shape"]) for name, described in manifest.arrays.items()}
+
+    def _restore(
+        self, step: int | None, abstract_tree: Any, identity: dict[str, str], others: Literal["refused", "ignored"]
+    ) -> tuple[Any, dict[str, Any]]:
         self.wait()
         step = self._existing(step)
-        links = distributed.together(lambda: self._checked_chain(step, abstract_tree))
+        links = distributed.together(lambda: self._checked_chain(step, abstract_tree, identity, others))
         for link in links:
             distributed.together(lambda link=link: self._check_files(step, link))
         manifest = links[-1]
@@ -277,7 +306,7 @@ class Checkpointer:
         for link in links[1:]:
             self._apply_rows(link, arrays)
         if (delta := chain.delta_of(manifest)) is not None:
-            whole = {name: targets[name] for name in delta.whole}
+            whole = {name: targets[name] for name in delta.whole if name in targets}
             arrays |= self._arrays_store().read(self.folder / str(step) / _ARRAYS, whole)
         self._base = None if manifest.updates is None else (step, manifest.updates)
         leaves = [arrays[name] for name in targets]
@@ -313,7 +342,7 @@ class Checkpointer:
                 for path in self.folder.iterdir():
                     if path.name.startswith((_SAVING, _REMOVING)):
                         shutil.rmtree(path)
-            return max(_listed(self.folder), default=None)
+            return max(listed(self.folder), default=None)
 
         self._newest_saved = distributed.on_primary(clear)
         distributed.together(self._check_shared)
@@ -369,12 +398,7 @@ class Checkpointer:
         if (delta := chain.delta_of(manifest)) is not None:
             digest = self._digest_of_base(manifest.step, delta.base_step)
             manifest = dataclasses.replace(manifest, delta=dataclasses.replace(delta, base_digest=digest).to_dict())
-        manifests.write(saving, dataclasses.replace(manifest, files=manifests.digests(saving)))
-        for folder in saving.rglob("*"):
-            if folder.is_dir():
-                disk.sync(folder)
-        os.rename(saving, self.folder / str(manifest.step))
-        disk.sync(self.folder)
+        commit(saving, manifest)
 
     def _digest_of_base(self, step: int, base_step: int) -> str:
         base = self.folder / str(base_step)
@@ -399,14 +423,15 @@ class Checkpointer:
         """
         found: dict[int, Manifest] = {}
         unread: dict[int, Exception] = {}
-        for step in _listed(self.folder):
+        for step in listed(self.folder):
             try:
                 found[step] = manifests.read(self.folder / str(step))
             except (UserError, OSError) as error:
                 unread[step] = error  # whoever restores it will be told
         bases = {step: delta.base_step for step, read in found.items() if (delta := chain.delta_of(read)) is not None}
-        scores = {step: self._score(read) for step, read in found.items()} | dict.fromkeys(unread)
-        kept = retained(scores, self._policy)
+        best = self._policy.best_metric or next((name for read in found.values() for name in read.metrics or ()), "")
+        scores = {step: (read.metrics or {}).get(best) for step, read in found.items()} | dict.fromkeys(unread)
+        kept = retained(scores, self._policy, self._better)
         kept |= {step for step, error in unread.items() if not isinstance(error, Damaged)}
         kept = chain.with_bases(kept, {step: bases.get(step) for step in scores})
         newest_unread = max(unread.keys() & kept, default=-1)
@@ -415,9 +440,6 @@ class Checkpointer:
             doomed = self.folder / f"{_REMOVING}{step}"
             os.rename(self.folder / str(step), doomed)
             shutil.rmtree(doomed)
-
-    def _score(self, manifest: Manifest) -> float | None:
-        return None if manifest.metrics is None else manifest.metrics.get(self._policy.best_metric)
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -432,7 +454,9 @@ class Checkpointer:
             )
         return step
 
-    def _checked_chain(self, step: int, abstract_tree: Any) -> list[Manifest]:
+    def _checked_chain(
+        self, step: int, abstract_tree: Any, identity: dict[str, str], others: Literal["refused", "ignored"]
+    ) -> list[Manifest]:
         try:
             links = chain.chain_to(self.folder, step)
         except Damaged as damage:
@@ -441,12 +465,15 @@ class Checkpointer:
         differences = [
             f"{name} is {manifests.excerpt(manifest.identity.get(name), wanted)} in the checkpoint and "
             f"{manifests.excerpt(wanted, manifest.identity.get(name))} here"
-            for name, wanted in sorted(self._identity.items())
+            for name, wanted in sorted(identity.items())
             if manifest.identity.get(name) != wanted
         ]
         fresh = _untracked_marks(manifest, manifests.named_leaves(abstract_tree))
         here = {name: manifests.describe(leaf) for name, leaf in fresh.items()}
-        differences += manifests.describe_mismatch(abstract_tree, manifest.arrays | here)
+        held = manifest.arrays | here
+        if others == "ignored":
+            held = {name: held[name] for name in manifests.named_leaves(abstract_tree) if name in held}
+        differences += manifests.describe_mismatch(abstract_tree, held)
         if differences:
             shown = differences[:8] + ([f"and {len(differences) - 8} more"] if len(differences) > 8 else [])
             raise UserError(
@@ -465,15 +492,15 @@ class Checkpointer:
             raise self._damaged(step, damage) from damage
 
     def _damaged(self, step: int, damage: Damaged) -> UserError:
-        listed = _listed(self.folder)
-        for earlier in reversed([other for other in listed if other < step]):
+        steps = listed(self.folder)
+        for earlier in reversed([other for other in steps if other < step]):
             try:
                 for manifest in chain.chain_to(self.folder, earlier):
                     manifests.check_files(self.folder / str(manifest.step), manifest.files)
             except UserError:
                 continue
             # All of them: those in between are damaged too, or need what is.
-            above = [str(self.folder / str(other)) for other in listed if other > earlier]
+            above = [str(self.folder / str(other)) for other in steps if other > earlier]
             folders = ("the folder " if len(above) == 1 else "the folders ") + ", ".join(above)
             advice = (
                 f"The newest intact checkpoint before it is step {earlier}. To go on from there, move {folders} away "
@@ -486,6 +513,21 @@ class Checkpointer:
 
     def _cannot_save(self, step: int) -> str:
         return f"cannot save checkpoint {self.folder / str(step)} (earlier checkpoints are intact)"
+
+
+def commit(saving: pathlib.Path, manifest: Manifest) -> None:
+    """Makes a checkpoint appear under its step when its last byte, digests included, is on disk.
+
+    Args:
+      saving: Folder that holds all but its manifest, beside the other checkpoints.
+      manifest: What it is; the digests of its files are filled in.
+    """
+    manifests.write(saving, dataclasses.replace(manifest, files=manifests.digests(saving)))
+    for folder in saving.rglob("*"):
+        if folder.is_dir():
+            disk.sync(folder)
+    os.rename(saving, saving.with_name(str(manifest.step)))
+    disk.sync(saving.parent)
 
 
 def _untracked_marks(manifest: Manifest, targets: dict[str, Any]) -> dict[str, Any]:
@@ -504,7 +546,7 @@ def _zeros(leaf: Any) -> jax.Array:
     return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
 
-def retained(scores: dict[int, float | None], policy: Checkpoints) -> set[int]:
+def retained(scores: dict[int, float | None], policy: Checkpoints, better: Literal["low", "high"] = "low") -> set[int]:
     """The steps to keep: the last ones and the best ones.
 
     Args:
@@ -513,7 +555,7 @@ def retained(scores: dict[int, float | None], policy: Checkpoints) -> set[int]:
       policy: How many of each.
     """
     last = sorted(scores)[-policy.keep_last :]
-    sign = -1.0 if policy.best_metric in _BETTER_HIGH else 1.0
+    sign = -1.0 if better == "high" else 1.0
     scored = [(sign * score, step) for step, score in scores.items() if score is not None and not math.isnan(score)]
     return set(last) | {step for _, step in sorted(scored)[: policy.keep_best]}
 
@@ -532,7 +574,8 @@ def _remove_for_good(folder: pathlib.Path, tries: int = 25, pause_s: float = 0.1
         time.sleep(pause_s)
 
 
-def _listed(folder: pathlib.Path) -> list[int]:
+def listed(folder: pathlib.Path) -> list[int]:
+    """Steps with a complete checkpoint in a folder, ascending; none if there is no such folder."""
     try:
         with disk.explained(f"cannot list checkpoints in {folder}"):
             return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())

@@ -15,6 +15,7 @@ from scalejax.train import summary as summaries
 from scalejax.train.report import Run, flatten, read_run
 
 _TITLES = {"logloss": "LogLoss", "ne": "NE", "auc": "AUC"}
+"""Of what `bootstrap.compare` compares."""
 
 
 def write_comparison(folders: Sequence[pathlib.Path], target: pathlib.Path | None = None) -> pathlib.Path:
@@ -62,12 +63,12 @@ def _names(runs: Sequence[Run]) -> list[str]:
 
 
 def _results(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    titles = dict.fromkeys(_kind(s) for run in runs for s in summaries.quality(run.summary))
+    titles = dict.fromkeys(_kind(s) for run in runs for s in summaries.quality(run.summary, run.described))
     for title in titles:
         head: list[page.Cell] = ["run", "recipe"]
         rows: list[list[page.Cell]] = []
         for run, name in zip(runs, names, strict=True):
-            section = next((s for s in summaries.quality(run.summary) if _kind(s) == title), None)
+            section = next((s for s in summaries.quality(run.summary, run.described) if _kind(s) == title), None)
             if section is None:
                 rows.append([name, run.name])
                 continue
@@ -138,21 +139,21 @@ def _judged(
 
 
 def _curves(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
-    tasks = dict.fromkeys(task for run in runs for task in run.tasks)
-    for task in tasks:
-        for metric, title in _TITLES.items():
-            evaluated: dict[str, list[tuple[float, float]]] = {}
-            for run, name in zip(runs, names, strict=True):
-                splits = [r["split"] for r in run.evaluations if r.get(metric + task) is not None]
-                repeated = max(dict.fromkeys(splits), key=splits.count, default=None)  # the split scored at intervals
-                points = [(r["step"], r.get(metric + task)) for r in run.evaluations if r["split"] == repeated]
-                if len(usable := figures.finite(points)) > 1:
-                    evaluated[name] = usable
-            if evaluated:
-                label = f"{title}, {task[1:]}" if task else title
-                yield page.picture(
-                    figures.overlay(label, evaluated), label, f"{label} of the evaluations at intervals."
-                )
+    described = {value.name: value for run in runs for value in run.described.values}
+    for value in described.values():
+        if value.shown != "table and curve":
+            continue
+        evaluated: dict[str, list[tuple[float, float]]] = {}
+        for run, name in zip(runs, names, strict=True):
+            splits = [r["split"] for r in run.evaluations if r.get(value.name) is not None]
+            repeated = max(dict.fromkeys(splits), key=splits.count, default=None)  # the split scored at intervals
+            points = [(r["step"], r.get(value.name)) for r in run.evaluations if r["split"] == repeated]
+            if len(usable := figures.finite(points)) > 1:
+                evaluated[name] = usable
+        if evaluated:
+            task = value.name.partition("/")[2]
+            label = f"{value.title}, {task}" if task else value.title
+            yield page.picture(figures.overlay(label, evaluated), label, f"{label} of the evaluations at intervals.")
 
 
 def _configuration(runs: Sequence[Run], names: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Spinner
 from rich.table import Table
 
 from scalejax.train import summary as summaries
+from scalejax.train.metrics.protocol import Described
 
 
 def progress_columns() -> tuple[ProgressColumn, ...]:
@@ -33,11 +34,12 @@ def progress_fields(rate: str = "", **metrics: float) -> dict[str, str]:
     return {"rate": rate, "quality": "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())}
 
 
-def closing_table(summary: Mapping[str, Any]) -> Table:
+def closing_table(summary: Mapping[str, Any], described: Described | None = None) -> Table:
     """The table that ends a run: every scored split beside the base rate, then speed and memory.
 
     Args:
       summary: The content of `summary.json` (see `scalejax.train.summary`).
+      described: What the run measures; None = what the keys of the summary show.
     """
     table = Table(
         title=str(summary.get("recipe", "")) or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
@@ -46,7 +48,7 @@ def closing_table(summary: Mapping[str, Any]) -> Table:
     table.add_column("value", justify="right", style="bold")
     table.add_column("95 % interval", justify="right", style="dim")
     table.add_column("base rate", justify="right", style="dim")
-    for section in summaries.quality(summary):
+    for section in summaries.quality(summary, described):
         table.add_section()
         table.add_row(f"[bold]{section.title}", "", "", "")
         for row in section.rows:

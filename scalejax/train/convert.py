@@ -1,62 +1,101 @@
-"""Host batches to device batches: checked, packed into static shapes, and placed."""
+"""Host batches to device batches: checked, arranged, packed into static shapes, and placed."""
 
 import functools
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from scalejax.data.dedup import AnyBatch, DedupKeyedJagged, deduplicate, expand
+from scalejax.errors import UserError
+from scalejax.parallel import context
+from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import jagged
+from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.host_plan import Room
-from scalejax.parallel.embedding.jagged import DeviceBatch
 from scalejax.train.prefetch import Prefetch
-from scalejax.train.program import Program
+from scalejax.train.step import Program, is_field
+from scalejax.train.task import Field, Placed
 
 
 def to_device(
-    batch: AnyBatch,
+    batch: Any,
     program: Program,
     purpose: Literal["training", "scoring"] = "training",
     room: Room | None = None,
-) -> DeviceBatch:
+) -> Placed:
     """Places this process's slice of a global batch on its devices.
 
     Args:
       batch: The slice: global batch size / number of processes examples.
-      program: Gives mesh and layout.
+      program: Gives mesh, fields and layout.
       purpose: For training the host sorts ids by row where that pays.
       room: For what it sorts; one for all batches of a run, None = for whatever ids there may be.
 
     Raises:
-      UserError: an id out of range, or more ids than a capacity has room for.
+      UserError: a field is missing or is not as the task says, an id is out of range, or there are more ids than a
+        capacity has room for.
     """
-    mesh = program.mesh
-    processes = len({device.process_index for device in mesh.devices.flat})
-    shards = mesh.size // processes
-    packed, layout = _packed(batch, program, shards)
-    if purpose == "training":
-        packed = program.collection.with_plans(packed, layout, room)
-    rows = program.batch_sharding()
-    size = len(batch) * processes
-
-    def place(array: np.ndarray) -> jax.Array:
-        return jax.make_array_from_process_local_data(rows, array, (size, *array.shape[1:]))
-
-    return DeviceBatch(
-        features=jagged.to_device(packed, layout, mesh),
-        dense=place(batch.dense),
-        labels=place(batch.labels),
-        weights=place(batch.weights),
-    )
+    processes = len({device.process_index for device in program.mesh.devices.flat})
+    features = None
+    if program.collection is not None:
+        packed, layout = _packed(batch, program, program.collection, program.mesh.size // processes)
+        if purpose == "training":
+            packed = program.collection.with_plans(packed, layout, room)
+        features = jagged.to_device(packed, layout, program.mesh)
+    return Placed(place_fields(program, batch, processes), features, program.constants)
 
 
-def _packed(batch: AnyBatch, program: Program, shards: int) -> tuple[jagged.Packed, tuple[jagged.FeatureLayout, ...]]:
-    collection, groups = program.collection, program.experiment.dedup
+def place_fields(program: Program, batch: Any, processes: int) -> dict[str, Any]:
+    """The fields of a host batch on the devices, see `task.Field`."""
+    host = program.task.host_fields(batch)
+    there = {name: field for name, field in program.fields.items() if host[name] is not None}
+    arrays, shardings = {}, {}
+    for name, field in there.items():
+        one = functools.partial(_arranged, name, program=program)
+        arrays[name] = jax.tree.map(one, field, host[name], is_leaf=is_field)
+        shardings[name] = program.field_shardings[name]
+    if processes == 1:
+        placed = jax.device_put(arrays, shardings)  # one call: each costs as much as a small batch
+    else:
+        place = functools.partial(_of_process, processes=processes)
+        placed = jax.tree.map(place, there, arrays, shardings, is_leaf=is_field)
+    return {name: placed.get(name) for name in program.fields}
+
+
+def _arranged(name: str, field: Field, array: Any, *, program: Program) -> np.ndarray:
+    """A host array that is as the field says, in the order in which it is cut."""
+    array = np.asarray(array)
+    field.check(name, array)
+    if field.arrange == "zigzag":
+        # All fields are arranged alike, so that each token keeps its target, weight, segment and position, and a loss
+        # that is a sum over tokens stays what it was. What fills rows up to a length that divides is padding as the
+        # data has it: zeros, of weight 0 and in a segment of its own.
+        array = context.zigzag(array, program.mesh.shape["context"])
+    return array
+
+
+def _of_process(field: Field, array: np.ndarray, sharding: NamedSharding, *, processes: int) -> jax.Array:
+    """The global array of which this process has a slice, or all of it."""
+    if field.scope == "step":
+        return meshes.put(array, sharding)
+    shape = (array.shape[0] * processes, *array.shape[1:])
+    return jax.make_array_from_process_local_data(sharding, array, shape)
+
+
+def _packed(
+    batch: AnyBatch, program: Program, collection: EmbeddingCollection, shards: int
+) -> tuple[jagged.Packed, tuple[jagged.FeatureLayout, ...]]:
+    features, groups = getattr(batch, "features", None), program.experiment.tables.dedup
+    if features is None:
+        raise UserError(
+            f"The batch, a {type(batch).__name__}, has no `features`, whose ids the tables of "
+            f"{type(program.experiment.model).__name__} look up. Use data with categorical features."
+        )
     if groups:
         wanted = tuple(group.features for group in groups)
-        features = batch.features
         if not isinstance(features, DedupKeyedJagged):
             features = deduplicate(features, wanted)
         packed = collection.pack_deduplicated(features, shards, program.layout, groups)
@@ -68,12 +107,12 @@ def _packed(batch: AnyBatch, program: Program, shards: int) -> tuple[jagged.Pack
 
 
 def prefetch(
-    batches: Iterator[AnyBatch],
+    batches: Iterator[Any],
     program: Program,
     *,
     depth: int = 2,
     purpose: Literal["training", "scoring"] = "training",
 ) -> Prefetch:
-    """(Batch, its device form) pairs that a thread prepares ahead; a context manager."""
+    """(Host batch, its device form) pairs that a thread prepares ahead; a context manager."""
     place = functools.partial(to_device, program=program, purpose=purpose, room=Room())
     return Prefetch(batches, place, depth=depth)

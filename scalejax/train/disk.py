@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pathlib
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,30 @@ def write_atomically(path: pathlib.Path, content: str | bytes) -> None:
                 raise UserError(f"cannot write {path}: its folder does not exist. Make it, or name another.") from error
             raise
         sync(path.parent)
+
+
+@contextlib.contextmanager
+def appearing(target: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A folder to write into, which becomes `target` when the block ends well and is gone when it does not."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{target} is there already. Name a folder that is not, or an empty one.")
+    partial = target.parent / f".{target.name}.{os.getpid()}.partial"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    except OSError as error:
+        raise UserError(f"{target}: cannot be written ({error.strerror}). Choose a folder that can.") from error
+    try:
+        yield partial
+        if target.exists():
+            target.rmdir()
+        partial.rename(target)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{target}: cannot be written ({error.strerror}). Choose another folder or disk.") from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
 
 
 def append(file: io.FileIO, data: bytes, path: pathlib.Path) -> None:

@@ -17,6 +17,7 @@ import dataclasses
 import io
 import json
 import pathlib
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from scalejax.errors import UserError
 from scalejax.train import bootstrap, disk, exact
 
 FOLDER = "evaluation"
+PICTURES = "pictures"
 FORMAT = 1
 MOST_EXAMPLES = 1_000_000
 """Above this `<split>.npz` is not written: 12 bytes an example and task and more would add up."""
@@ -53,7 +55,8 @@ def evaluate(
       intervals: "bootstrap" adds 95 % intervals of logloss, ne and auc, as "ne_low" and "ne_high".
       resamples: Of the bootstrap; seeded, so that equal scores give equal intervals.
     Returns:
-      "examples", then for each task logloss, ne, auc, gauc (with groups), calibration, base_rate and the intervals.
+      "examples", then for each task logloss, logloss_base (that of the base rate), ne, auc, gauc (with groups),
+      calibration, base_rate and the intervals.
     Raises:
       ValueError: shapes that do not fit, or predictions outside [0, 1].
     """
@@ -73,6 +76,7 @@ def evaluate(
 def _metrics(p: np.ndarray, y: np.ndarray, w: np.ndarray, groups: ArrayLike | None) -> dict[str, float]:
     values = {
         "logloss": exact.logloss(y, p, w),
+        "logloss_base": exact.base_logloss(y, w),
         "ne": exact.normalized_entropy(y, p, w),
         "auc": exact.auc(y, p, w),
     }
@@ -143,6 +147,55 @@ def read_diagrams(folder: pathlib.Path) -> list[dict[str, Any]]:
         if not known:
             raise UserError(f"{path} has format {content['format']}, this version reads {FORMAT}. Remove it.")
         found.append(content)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picture:
+    """A picture of a scored split that a metric made.
+
+    Attributes:
+      split: What was scored.
+      name: Of letters, digits, - and _; one picture of a split has it.
+      caption: A sentence below it.
+      svg: The picture.
+    """
+
+    split: str
+    name: str
+    caption: str
+    svg: str
+
+
+def save_picture(folder: pathlib.Path, picture: Picture) -> None:
+    """Writes a picture into a run folder, `evaluation/pictures/<split>-<name>.json`, where reports find it.
+
+    Raises:
+      ValueError: its name cannot be part of a file name.
+      UserError: the disk refuses.
+    """
+    if not re.fullmatch(r"[\w-]+", picture.name):
+        raise ValueError(f"save_picture: name must be of letters, digits, - and _; got {picture.name!r}.")
+    target = folder / FOLDER / PICTURES
+    with disk.explained(f"cannot write {target}"):
+        target.mkdir(parents=True, exist_ok=True)
+    content = {"format": FORMAT, **dataclasses.asdict(picture)}
+    disk.write_atomically(target / f"{picture.split}-{picture.name}.json", json.dumps(content) + "\n")
+
+
+def read_pictures(folder: pathlib.Path) -> list[Picture]:
+    """The pictures of a run folder, by name.
+
+    Raises:
+      UserError: a file is damaged.
+    """
+    found = []
+    for path in sorted((folder / FOLDER / PICTURES).glob("*.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            found.append(Picture(**{name: str(content[name]) for name in ("split", "name", "caption", "svg")}))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is damaged ({error}). Remove it; the next evaluation writes it anew.") from error
     return found
 
 

@@ -57,7 +57,12 @@ def logloss(labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None
 def base_logloss(labels: ArrayLike, weights: ArrayLike | None = None) -> float:
     """LogLoss of predicting the base rate of these examples: the denominator of normalized entropy."""
     y, _, w = _columns(labels, labels, weights)
-    c = _ratio(w @ y, w.sum())
+    return entropy(_ratio(w @ y, w.sum()))
+
+
+def entropy(rate: float) -> float:
+    """-c ln c - (1 - c) ln(1 - c), the LogLoss of predicting the base rate c; NaN where c is not between 0 and 1."""
+    c = rate
     return float(-c * np.log(c) - (1 - c) * np.log1p(-c)) if 0 < c < 1 else float("nan")
 
 

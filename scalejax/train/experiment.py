@@ -1,26 +1,25 @@
-"""`Experiment`: everything that defines a run, as a tree of frozen dataclasses of plain values."""
+"""`Experiment`: everything that defines a run, as a tree of frozen dataclasses of plain values.
+
+No default depends on the model: what all recipes of a family share stands in `configs/<family>/_common.py`.
+"""
 
 import dataclasses
 import typing
 from typing import Literal
 
 from scalejax import optim
-from scalejax.data.graphs import NodeData
 from scalejax.errors import UserError
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import xla_flags
-from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
 from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
-from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.fsdp import Fsdp, Strategy
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.offload import Offload
-from scalejax.parallel.rules import LLM, REPLICATED, Rules
-from scalejax.train.protocols import DataConfig, DenseModelConfig, GraphModelConfig, ModelConfig
-
-Strategy = Fsdp | Ddp
+from scalejax.parallel.rules import REPLICATED, Rules
+from scalejax.train.protocols import DataConfig, ModelConfig
 
 ComputeDtype = Literal["platform", "float32", "bfloat16", "float16", "float64"]
 
@@ -32,13 +31,136 @@ class Precision:
     Attributes:
       params: Master weights, gradients and optimizer state ("float64" needs jax_enable_x64; parity tests use it).
       compute: Matrix products and activations; "platform" is bfloat16 on accelerators and float32 on CPU. Losses,
-        norms, softmax and reductions stay in float32 or wider. "float16" needs `DenseExperiment.loss_scaling`.
-      tables: Rows of the embedding tables at rest; None = what the model's tables say.
+        norms, softmax and reductions stay in float32 or wider. "float16" needs `Gradients.loss_scaling`.
     """
 
     params: Literal["float32", "float64"] = "float32"
     compute: ComputeDtype = "platform"
-    tables: Literal["float32", "bfloat16", "float64"] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tables:
+    """How embedding tables are stored, looked up and updated; of no meaning for models without tables.
+
+    Attributes:
+      optimizer: Optimizer of the tables, learning rate included.
+      schedule: Factor on the learning rate of the tables, by step.
+      sharding: Where the rows of each table live; `scalejax shard` plans it, `ShardingPlan.load` reads a plan.
+      exchange: How ids and rows travel between devices.
+      accumulate: How the gradients of a row add up: "ordered" (by example) or "exact" (in fixed point: the same to the
+        bit in any order of the batch), see `EmbeddingCollection`.
+      id_maps: Features whose ids are any 64-bit integers, and the maps that give them rows of a table of fixed size.
+      dedup: Features that are looked up once per distinct row of a device's examples.
+      pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids runs beside this step; the results
+        are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them: the gradient
+        is taken at rows that are one update old, another algorithm (except right after a checkpoint, where the
+        pipeline is drained).
+      dtype: Rows at rest; None = what the model's tables say.
+      full_every: Steps between full checkpoints, a multiple of `checkpoints.every`; those in between hold of the tables
+        only the rows that were updated since the checkpoint before, and need it to be restored (it is kept as long as
+        they are). None = all are full.
+    """
+
+    optimizer: RowOptimizer = RowwiseAdagrad()
+    schedule: optim.Schedule = optim.Constant()
+    sharding: ShardingPlan = ShardingPlan()
+    exchange: Exchange = Exchange(roomy_below_bytes=32 * 2**20)
+    accumulate: Literal["ordered", "exact"] = "ordered"
+    id_maps: tuple[MappedFeatures, ...] = ()
+    dedup: tuple[DedupGroup, ...] = ()
+    pipeline: Literal["none", "ids", "stale"] = "none"
+    dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    full_every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.accumulate not in ("ordered", "exact"):
+            raise ValueError(f"Tables: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
+        if self.pipeline not in ("none", "ids", "stale"):
+            raise ValueError(f"Tables: pipeline must be 'none', 'ids' or 'stale'; got {self.pipeline!r}.")
+        if self.pipeline == "stale" and self.id_maps:
+            raise UserError(
+                "Tables: pipeline='stale' fetches rows before the update of the step before, which may be that of an "
+                "id whose row an id map has just given to another. Set tables.pipeline='ids', which is exact, or "
+                "'none'."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gradients:
+    """What happens to gradients between the loss and the optimizer.
+
+    Attributes:
+      clip: Gradients of the dense part are scaled down to this global norm where theirs is larger; None = never.
+      microbatch: Most examples that a device puts through the model at once; gradients add up over the parts and one
+        update follows. None = all. "cache": on CPU so many that temporaries of a model with tables stay in the caches,
+        at most 1,024; elsewhere all.
+      loss_scaling: How the factor on the loss moves, without which gradients in float16 underflow; a step whose
+        gradients overflow is skipped on all devices. None = losses are not scaled.
+    """
+
+    clip: float | None = None
+    microbatch: int | Literal["cache"] | None = None
+    loss_scaling: LossScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ValueError(f"Gradients: clip must be above 0, or None; got {self.clip}.")
+        if isinstance(self.microbatch, str) and self.microbatch != "cache":
+            raise ValueError(f"Gradients: microbatch must be a number, 'cache' or None; got {self.microbatch!r}.")
+        if isinstance(self.microbatch, int) and self.microbatch < 1:
+            raise ValueError(f"Gradients: microbatch must be at least 1, 'cache' or None; got {self.microbatch}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the state of a run lies.
+
+    Attributes:
+      mesh: Devices per mesh axis; None = the first device alone.
+      rules: Logical axis of a parameter -> mesh axes.
+      offload: What rests in host memory between steps, see `parallel.offload`.
+    """
+
+    mesh: MeshShape | None = MeshShape()
+    rules: Rules = REPLICATED
+    offload: Offload = "none"
+
+    def __post_init__(self) -> None:
+        if self.offload not in typing.get_args(Offload):
+            choices = ", ".join(map(repr, typing.get_args(Offload)))
+            raise ValueError(f"Placement: offload must be one of {choices}; got {self.offload!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """When and on what a run is scored.
+
+    Attributes:
+      every: Steps between evaluations on `split`; 0 = only at the end.
+      split: Split scored at intervals.
+      final_split: Split scored at the end.
+      final: "end": the final split is scored at the end alone. "best": also wherever `split` scores better than
+        before, and the summary says what it had there.
+      validation: "split" scores held-out examples only; "progressive" also scores each day of the training stream
+        before it is trained (needs data in time order).
+      average: Name of the running averages that are scored in place of the parameters; None = the parameters.
+    """
+
+    every: int = 0
+    split: str = "validation"
+    final_split: str = "test"
+    final: Literal["end", "best"] = "end"
+    validation: Literal["split", "progressive"] = "split"
+    average: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ValueError(f"Evaluation: every must be at least 1, or 0 for only the end; got {self.every}.")
+        for field, choices in (("final", ("end", "best")), ("validation", ("split", "progressive"))):
+            if getattr(self, field) not in choices:
+                raise ValueError(
+                    f"Evaluation: {field} must be {' or '.join(map(repr, choices))}; got {getattr(self, field)!r}."
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,27 +171,18 @@ class Checkpoints:
       every: Steps between checkpoints; the last step is always saved. 0 = only the last.
       keep_last: Newest checkpoints kept.
       keep_best: Also kept: the best by `best_metric`.
-      full_every: Steps between full checkpoints, a multiple of `every`; those in between hold of the tables only the
-        rows that were updated since the checkpoint before, and need it to be restored (it is kept as long as they
-        are). None = all are full.
-      best_metric: Field of the evaluation record; "logloss", "ne" and "loss" are better low, "auc" and "accuracy"
-        better high.
+      best_metric: A value of the evaluation record, such as "logloss", "auc", "loss" or "accuracy"; None = the first
+        that the model's metrics give.
     """
 
     every: int = 1000
     keep_last: int = 2
     keep_best: int = 1
-    best_metric: Literal["logloss", "ne", "auc", "loss", "accuracy"] = "logloss"
-    full_every: int | None = None
+    best_metric: str | None = None
 
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(f"Checkpoints: every must be at least 1, or 0 for only the last step; got {self.every}.")
-        if self.full_every is not None and (self.every == 0 or self.full_every < 1 or self.full_every % self.every):
-            raise ValueError(
-                f"Checkpoints: full_every must be a multiple of every, {self.every}, or None for only full ones; got "
-                f"{self.full_every}."
-            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,217 +193,58 @@ class Experiment:
       model: Architecture.
       data: Where examples come from; holds the global batch size.
       steps: Optimizer steps, fewer than 2**31: they are counted in 32 bits.
-      optimizer: Optimizer of the dense part.
-      row_optimizer: Optimizer of the embedding tables, learning rate included.
-      row_schedule: Factor on the learning rate of the tables, by step.
-      mesh: Devices per mesh axis.
-      rules: Logical axis of a parameter -> mesh axes.
-      exchange: How ids and rows travel between devices.
-      sharding: Where the rows of each table live; `scalejax shard` plans it, `ShardingPlan.load` reads a plan.
-      accumulate: How the gradients of a row add up: "ordered" (by example) or "exact" (in fixed point: the same to the
-        bit in any order of the batch), see `EmbeddingCollection`.
-      id_maps: Features whose ids are any 64-bit integers, and the maps that give them rows of a table of fixed size.
-      dedup: Features that are looked up once per distinct row of a device's examples.
-      pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids runs beside this step; the results
-        are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them: the gradient
-        is taken at rows that are one update old, another algorithm (except right after a checkpoint, where the
-        pipeline is drained).
+      optimizer: Optimizer of the parameters; embedding tables have their own, `tables.optimizer`.
+      init: Run folder whose newest checkpoint the parameters begin with, and its tables if the model has some; None =
+        they are drawn. Optimizer, steps and the position in the data begin anew.
+      trainable: Regular expression of paths ("head/.*"): parameters that it does not name whole are frozen, and have no
+        gradient and no optimizer state.
+      averages: Running averages of the trained parameters, kept beside them.
+      strategy: How parameters, gradients and optimizer state are divided over `replica` and `fsdp`, and how gradients
+        are reduced.
+      tables: Embedding tables.
+      gradients: What happens to gradients before the optimizer.
+      placement: Devices, and what lies where on them.
       precision: Dtypes.
-      quantization: Number formats of modules and tables by path ("bottom/layers/0", "tables/NAME"); the first rule that
+      quantization: Number formats of modules and tables by path ("layers/mlp/gate", "tables/NAME"); the first rule that
         matches holds, and so exceptions come first. Parameters, their gradients and the optimizer stay in
         `precision.params`.
-      microbatch: Most examples that a device puts through the dense part at once; gradients add up over the parts and
-        one update follows. None = 1,024 on CPU, where temporaries then stay in the caches, and everything elsewhere.
+      evaluation: When and on what the run is scored.
+      checkpoints: When to save and what to keep.
+      xla_flags: Names of sets of compiler options, see `parallel.xla_flags.SETS`; those of other platforms are ignored.
       seed: Seeds parameters and dropout, in [0, 2**32) (the order of the data has its own seed).
       log_every: Steps between lines of metrics; these are the windows of windowed metrics.
-      eval_every: Steps between evaluations on the validation split; 0 = only at the end.
-      eval_split: Split scored at intervals.
-      final_split: Split scored at the end.
-      validation: "split" scores held-out examples only; "progressive" also scores each day of the training stream
-        before it is trained (needs data in time order).
-      checkpoints: When to save and what to keep.
     """
 
     model: ModelConfig
     data: DataConfig
     steps: int
-    optimizer: optim.Optimizer = optim.Adam()
-    row_optimizer: RowOptimizer = RowwiseAdagrad()
-    row_schedule: optim.Schedule = optim.Constant()
-    mesh: MeshShape = MeshShape()
-    rules: Rules = REPLICATED
-    exchange: Exchange = Exchange(roomy_below_bytes=32 * 2**20)
-    sharding: ShardingPlan = ShardingPlan()
-    accumulate: Literal["ordered", "exact"] = "ordered"
-    id_maps: tuple[MappedFeatures, ...] = ()
-    dedup: tuple[DedupGroup, ...] = ()
-    pipeline: Literal["none", "ids", "stale"] = "none"
+    optimizer: optim.Optimizer = optim.AdamW()
+    init: str | None = None
+    trainable: str = ".*"
+    averages: tuple[optim.Average, ...] = ()
+    strategy: Strategy = Fsdp()
+    tables: Tables = Tables()
+    gradients: Gradients = Gradients()
+    placement: Placement = Placement()
     precision: Precision = Precision()
     quantization: tuple[QuantizationRule, ...] = ()
-    microbatch: int | None = None
+    evaluation: Evaluation = Evaluation()
+    checkpoints: Checkpoints = Checkpoints()
+    xla_flags: tuple[str, ...] = ()
     seed: int = 0
     log_every: int = 100
-    eval_every: int = 0
-    eval_split: str = "validation"
-    final_split: str = "test"
-    validation: Literal["split", "progressive"] = "split"
-    checkpoints: Checkpoints = Checkpoints()
 
     def __post_init__(self) -> None:
-        _check_common("Experiment", self)
-        if self.precision.compute == "float16":
-            raise UserError(
-                "Experiment: precision.compute='float16' needs a scaled loss, which runs with embedding tables do not "
-                "have. Use 'bfloat16', whose range is that of float32."
+        if not 1 <= self.steps < 2**31:
+            raise ValueError(f"Experiment: steps must be at least 1 and less than 2**31; got {self.steps}.")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"Experiment: seed must be at least 0 and less than 2**32; got {self.seed}.")
+        if self.log_every < 1:
+            raise ValueError(f"Experiment: log_every must be at least 1; got {self.log_every}.")
+        every, full = self.checkpoints.every, self.tables.full_every
+        if full is not None and (every == 0 or full < 1 or full % every):
+            raise ValueError(
+                f"Experiment: tables.full_every must be a multiple of checkpoints.every, {every}, or None for only "
+                f"full checkpoints; got {full}."
             )
-        if self.accumulate not in ("ordered", "exact"):
-            raise ValueError(f"Experiment: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
-        if self.pipeline not in ("none", "ids", "stale"):
-            raise ValueError(f"Experiment: pipeline must be 'none', 'ids' or 'stale'; got {self.pipeline!r}.")
-        if self.pipeline == "stale" and self.id_maps:
-            raise UserError(
-                "Experiment: pipeline='stale' fetches rows before the update of the step before, which may be that of "
-                "an id whose row an id map has just given to another. Set pipeline='ids', which is exact, or 'none'."
-            )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseExperiment:
-    """One run of a model without embedding tables, such as a language model.
-
-    Attributes:
-      model: Architecture.
-      data: Where examples come from; holds the global batch size.
-      steps: Optimizer steps, fewer than 2**31.
-      optimizer: Optimizer.
-      clip: Gradients are scaled down to this global norm where theirs is larger; None = never.
-      loss_scaling: How the factor on the loss moves, without which gradients in float16 underflow; a step whose
-        gradients overflow is skipped on all devices. None = losses are not scaled.
-      strategy: How parameters, gradients and optimizer state are divided over `replica` and `fsdp`, and how gradients
-        are reduced.
-      offload: What rests in host memory between steps, see `parallel.offload`.
-      xla_flags: Names of sets of compiler options, see `parallel.xla_flags.SETS`; those of other platforms are ignored,
-        as the default is where there is no CPU.
-      mesh: Devices per mesh axis.
-      rules: Logical axis of a parameter -> mesh axes.
-      precision: Dtypes (`tables` is not used).
-      quantization: Number formats of modules by path ("layers/mlp/gate"); the first rule that matches holds, and so
-        exceptions come first. Parameters, their gradients and the optimizer stay in `precision.params`.
-      microbatch: Most examples that a device puts through the model at once; gradients add up over the parts and one
-        update follows. None = all.
-      seed: Seeds parameters and dropout, in [0, 2**32) (the order of the data has its own seed).
-      log_every: Steps between lines of metrics; these are the windows of windowed metrics.
-      eval_every: Steps between evaluations on `eval_split`; 0 = only at the end.
-      eval_split: Split scored at intervals.
-      final_split: Split scored at the end.
-      checkpoints: When to save and what to keep.
-    """
-
-    model: DenseModelConfig
-    data: DataConfig
-    steps: int
-    optimizer: optim.Optimizer = optim.AdamW()
-    clip: float | None = 1.0
-    loss_scaling: LossScaling | None = None
-    strategy: Strategy = Fsdp()
-    offload: Offload = "none"
-    xla_flags: tuple[str, ...] = ("cpu-plain-products",)
-    mesh: MeshShape = MeshShape()
-    rules: Rules = LLM
-    precision: Precision = Precision()
-    quantization: tuple[QuantizationRule, ...] = ()
-    microbatch: int | None = None
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 0
-    eval_split: str = "validation"
-    final_split: str = "validation"
-    checkpoints: Checkpoints = Checkpoints(best_metric="loss")
-
-    def __post_init__(self) -> None:
-        _check_common("DenseExperiment", self)
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"DenseExperiment: clip must be above 0, or None; got {self.clip}.")
-        if self.offload not in typing.get_args(Offload):
-            choices = ", ".join(map(repr, typing.get_args(Offload)))
-            raise ValueError(f"DenseExperiment: offload must be one of {choices}; got {self.offload!r}.")
         xla_flags.check(self.xla_flags)
-        if self.precision.tables is not None:
-            raise ValueError("DenseExperiment: precision.tables must be None: there are no embedding tables.")
-        if self.checkpoints.full_every is not None:
-            raise ValueError("DenseExperiment: checkpoints.full_every must be None: only embedding tables have deltas.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GraphExperiment:
-    """One run of a model that classifies the nodes of one graph.
-
-    A step is a pass over the whole graph, or over a mini-batch with sampled neighbours where the data have fan-outs.
-
-    Attributes:
-      model: Architecture.
-      data: The graph; how it is normalised and sampled.
-      steps: Optimizer steps, fewer than 2**31; without fan-outs these are epochs.
-      optimizer: Optimizer.
-      mesh: Devices over which nodes are cut, in blocks of rows that fetch what they read of others; all axes count
-        alike. None = one device.
-      precision: Dtypes (`tables` is not used).
-      seed: Seeds parameters and dropout, in [0, 2**32).
-      log_every: Steps between lines of metrics; these are the windows of windowed metrics.
-      eval_every: Steps between evaluations on `eval_split`; 0 = only at the end.
-      eval_split: Split scored at intervals; its best step is reported.
-      final_split: Split scored beside it, and at the end.
-      checkpoints: When to save and what to keep.
-    """
-
-    model: GraphModelConfig
-    data: NodeData
-    steps: int
-    optimizer: optim.Optimizer = optim.AdamL2()
-    mesh: MeshShape | None = None
-    precision: Precision = Precision()
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 1
-    eval_split: str = "validation"
-    final_split: str = "test"
-    checkpoints: Checkpoints = Checkpoints(every=0, best_metric="accuracy")
-
-    def __post_init__(self) -> None:
-        _check_common("GraphExperiment", self)
-        if self.precision.tables is not None:
-            raise ValueError("GraphExperiment: precision.tables must be None: there are no embedding tables.")
-        if self.precision.compute == "float16":
-            raise UserError(
-                "GraphExperiment: precision.compute='float16' needs a scaled loss, which runs on graphs do not have. "
-                "Use 'bfloat16', whose range is that of float32."
-            )
-        if self.checkpoints.full_every is not None:
-            raise ValueError("GraphExperiment: checkpoints.full_every must be None: only embedding tables have deltas.")
-        if self.checkpoints.best_metric not in ("loss", "accuracy", "auc"):
-            raise UserError(
-                "GraphExperiment: checkpoints.best_metric must be 'loss', 'accuracy' or, where labels are tasks, "
-                f"'auc'; got {self.checkpoints.best_metric!r}."
-            )
-
-
-AnyExperiment = Experiment | DenseExperiment | GraphExperiment
-
-
-def _check_common(name: str, experiment: AnyExperiment) -> None:
-    """What every kind of run has.
-
-    Raises:
-      ValueError: a field is out of its range.
-    """
-    e = experiment
-    if not 1 <= e.steps < 2**31:
-        raise ValueError(f"{name}: steps must be at least 1 and less than 2**31; got {e.steps}.")
-    if not isinstance(e, GraphExperiment) and e.microbatch is not None and e.microbatch < 1:
-        raise ValueError(f"{name}: microbatch must be at least 1, or None; got {e.microbatch}.")
-    if not 0 <= e.seed < 2**32:
-        raise ValueError(f"{name}: seed must be at least 0 and less than 2**32; got {e.seed}.")
-    if e.log_every < 1:
-        raise ValueError(f"{name}: log_every must be at least 1; got {e.log_every}.")
-    if e.eval_every < 0:
-        raise ValueError(f"{name}: eval_every must be at least 1, or 0 for only the end; got {e.eval_every}.")

@@ -4,11 +4,11 @@ Nothing in the loop waits for the step it has just dispatched. The order within 
 makes a killed run go on to the same bits: score the days that the next batch begins, step, write the window, write the
 evaluation, then save. Whatever checkpoint survives, every line up to its step is in `metrics.jsonl`.
 
-What is particular to a kind of model is a `runs.Run`: `click_run` for models with embedding tables, `dense_run` for
-those without, `graph_run` for those of the nodes of a graph.
+What a step computes is `step.Program`, and what is written between steps `run.Run`; neither knows a model.
 """
 
 import contextlib
+import dataclasses
 import datetime
 import inspect
 import pathlib
@@ -24,20 +24,17 @@ from scalejax.parallel.mesh import make_mesh
 from scalejax.train import console as consoles
 from scalejax.train import distributed, report, run_folder
 from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.click_run import ClickRun
-from scalejax.train.dense_run import DenseRun
 from scalejax.train.events import EventWriter
-from scalejax.train.experiment import AnyExperiment, DenseExperiment, GraphExperiment
-from scalejax.train.graph_run import GraphRun
+from scalejax.train.experiment import Experiment
 from scalejax.train.protocols import DataSet
 from scalejax.train.records import Records
+from scalejax.train.run import HostState, Run
 from scalejax.train.run_folder import Resume, RunFolder
-from scalejax.train.runs import Run
 from scalejax.train.timing import StepTimer
 
 
 def train(
-    experiment: AnyExperiment,
+    experiment: Experiment,
     *,
     workdir: pathlib.Path | None = None,
     resume: Resume = "auto",
@@ -62,18 +59,21 @@ def train(
       UserError: bad input, named with what to do.
     """
     data = _build_data(experiment, console)
-    _check_splits(data, eval_split=experiment.eval_split, final_split=experiment.final_split)
-    run = _run(experiment, data, None)
+    evaluation = experiment.evaluation
+    _check_splits(data, {"evaluation.split": evaluation.split, "evaluation.final_split": evaluation.final_split})
+    run = Run.bind(experiment, data, make_mesh(experiment.placement.mesh))
     timer = StepTimer(in_flight=run.in_flight - 1)
     with (
         RunFolder(run_folder.choose(workdir, recipe, resume)) as folder,
-        Checkpointer(folder.checkpoints, experiment.checkpoints, run.identity()) as checkpoints,
+        _checkpointer(folder.checkpoints, experiment, run) as checkpoints,
     ):
         start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.steps)
         with timer.phase("compile"):
             state, host = run.begin() if start is None else run.restore(checkpoints, start)
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
         folder.begin(record or {"recipe": recipe, "experiment": repr(experiment)}, environment, start)
+        if distributed.is_primary():
+            folder.write_measures(run.described.to_dict())
         with EventWriter(folder.path, process_index=jax.process_index(), step=start or 0) as events:
             records = Records(checkpoints, events, timer)
             run.attach(records)
@@ -87,7 +87,7 @@ def train(
 
 
 def evaluate(
-    experiment: AnyExperiment,
+    experiment: Experiment,
     *,
     workdir: pathlib.Path,
     split: str = "test",
@@ -97,7 +97,7 @@ def evaluate(
     """Scores a checkpoint of a run folder on a split; writes nothing.
 
     A checkpoint holds tables without their sharding plan. So where the mesh is not the one that the plan was made for,
-    tables are dealt out row by row instead, and the console says so.
+    tables are sharded by rows instead, and the console says so.
 
     Args:
       experiment: The run's experiment; mesh and batch size may differ from those it was trained with.
@@ -110,38 +110,33 @@ def evaluate(
       UserError: no such checkpoint, another model or other data, a damaged file.
     """
     data = _build_data(experiment, console)
-    _check_splits(data, split=split)
-    run = _run(experiment, data, console, purpose="scoring")
-    with Checkpointer(pathlib.Path(workdir) / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
-        state, host = run.restore(checkpoints, step)
+    _check_splits(data, {"split": split})
+    run = Run.bind_to_score(experiment, data, make_mesh(experiment.placement.mesh), console)
+    with _checkpointer(pathlib.Path(workdir) / "checkpoints", experiment, run) as checkpoints:
+        state, examples = run.restore_to_score(checkpoints, step)
     found = int(state.step)
     if console is not None:
         console.print(f"Scoring {data.num_examples(split):,} examples of split {split!r} at step {found}")
-    return {"recipe": str(workdir), "steps": found, "examples": host.examples} | run.score(state, split)
+    return {"recipe": str(workdir), "steps": found, "examples": examples} | run.score(state, split)
 
 
-def _run(experiment: AnyExperiment, data: Any, console: Console | None, purpose: str = "training") -> Run:
-    if isinstance(experiment, GraphExperiment):
-        return GraphRun.bind(experiment, data)
-    mesh = make_mesh(experiment.mesh)
-    if isinstance(experiment, DenseExperiment):
-        return DenseRun.bind(experiment, data, mesh)
-    if purpose == "scoring":
-        return ClickRun.bind_to_score(experiment, data, mesh, console)
-    return ClickRun.bind(experiment, data, mesh)
+def _checkpointer(folder: pathlib.Path, experiment: Experiment, run: Run) -> Checkpointer:
+    policy = dataclasses.replace(experiment.checkpoints, best_metric=run.best.name)
+    better = "high" if run.best.better == "high" else "low"
+    return Checkpointer(folder, policy, run.identity(), full_every=experiment.tables.full_every, better=better)
 
 
 def _steps(
     run: Run,
-    experiment: AnyExperiment,
+    experiment: Experiment,
     records: Records,
     state: Any,
-    host: Any,
+    host: HostState,
     start: int,
     console: Console | None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, HostState]:
     """Runs the steps after `start`."""
-    timer, every = records.timer, experiment.checkpoints.every
+    timer, every, scoring = records.timer, experiment.checkpoints.every, experiment.evaluation.every
     with (
         _progress(console, experiment.steps, start) as show,
         run.feed(host, experiment.steps - start) as feed,
@@ -161,9 +156,9 @@ def _steps(
                 state, host, fields = run.log(state, host, step)
                 show(step, fields)
             scored = None
-            if last or (experiment.eval_every and step % experiment.eval_every == 0):
+            if last or (scoring and step % scoring == 0):
                 with timer.phase("evaluation"):
-                    scored = run.evaluate(state, step, experiment.eval_split)
+                    host, scored = run.evaluate(state, host, step)
             if last or (every and step % every == 0):
                 with timer.phase("checkpoint"):
                     run.save(state, host, step, scored)
@@ -171,7 +166,7 @@ def _steps(
     return state, host
 
 
-def _build_data(experiment: AnyExperiment, console: Console | None) -> Any:
+def _build_data(experiment: Experiment, console: Console | None) -> Any:
     """Opens the data; shows how far it is where that takes long and the data say so (a `progress` of `build`)."""
     build = experiment.data.build
     if console is None or "progress" not in inspect.signature(build).parameters:
@@ -182,7 +177,7 @@ def _build_data(experiment: AnyExperiment, console: Console | None) -> Any:
         return build(progress=lambda done, total: progress.update(task, completed=done, total=total))  # pyright: ignore[reportCallIssue]
 
 
-def _check_splits(data: DataSet, **splits: str) -> None:
+def _check_splits(data: DataSet, splits: dict[str, str]) -> None:
     """Before anything is trained for scores that cannot be had."""
     for field, split in splits.items():
         if data.num_examples(split) == 0:

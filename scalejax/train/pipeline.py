@@ -11,33 +11,41 @@ from typing import Any
 
 import jax
 
-from scalejax.parallel.embedding.jagged import DeviceBatch
-from scalejax.train.program import Ahead, Program
 from scalejax.train.state import TrainState
+from scalejax.train.step import Ahead, Program
+from scalejax.train.task import Placed
 
 
 class Pipeline:
-    """The steps of one run, in order."""
+    """The steps of one run, in order.
 
-    def __init__(self, program: Program, batches: Iterator[tuple[Any, DeviceBatch]], steps: int) -> None:
+    Attributes:
+      amounts: What is counted of the batch that was taken last besides its examples, by name: see
+        `timing.StepTimer.step_done`.
+    """
+
+    def __init__(self, program: Program, batches: Iterator[tuple[Any, Placed]], steps: int) -> None:
         self._program, self._batches, self._left = program, batches, steps
         self._ahead: Ahead | None = None
-        self._batch: DeviceBatch | None = None
-        self._coming: DeviceBatch | None = None
+        self._batch: Placed | None = None
+        self._coming: Placed | None = None
+        self._pipelined = program.collection is not None and program.experiment.tables.pipeline != "none"
+        self.amounts: dict[str, float] = {}
 
     def take(self) -> int:
         """Waits for the batches of the next step; returns the examples of one."""
         self._left -= 1
         self._take()
-        return self._program.experiment.data.batch_size
-
-    @property
-    def amounts(self) -> dict[str, float]:
-        """Nothing but examples."""
-        return {}
+        assert self._batch is not None
+        shapes = {name: x.shape for name, x in self._batch.fields.items() if isinstance(x, jax.Array)}
+        work = self._program.task.work(shapes)
+        unit = self._program.task.unit
+        self.amounts = {} if unit == "examples" else {unit: work.count}
+        self.amounts |= {"flops": work.flops} if work.flops else {}
+        return self._program.rows(self._batch)
 
     def _take(self) -> None:
-        if self._program.experiment.pipeline == "none":
+        if not self._pipelined:
             _, self._batch = next(self._batches)
             return
         if self._coming is None:
@@ -49,7 +57,7 @@ class Pipeline:
     def step(self, state: TrainState) -> tuple[TrainState, jax.Array]:
         """Dispatches the step on what `take` took; the state is donated."""
         assert self._batch is not None
-        if self._program.experiment.pipeline == "none":
+        if not self._pipelined:
             return self._program.train_step(state, self._batch)
         ahead = self._ahead or self._program.look_ahead(state, self._batch)
         state, loss, self._ahead = self._program.pipelined_step(state, self._batch, ahead, self._coming)
@@ -57,5 +65,5 @@ class Pipeline:
 
     def drain(self) -> None:
         """Forgets what was fetched ahead: the next step goes on as a run would that begins here."""
-        if self._program.experiment.pipeline == "stale":
+        if self._program.experiment.tables.pipeline == "stale":
             self._ahead = None

@@ -1,27 +1,31 @@
 """The dtypes of a run on the machine at hand."""
 
-import dataclasses
-
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
 from scalejax.errors import UserError
-from scalejax.train.experiment import Precision
-from scalejax.train.protocols import DenseTask, GraphTask, Task
+from scalejax.train.experiment import Experiment, Precision
+from scalejax.train.task import Task
 
 
-def check_precision(precision: Precision) -> None:
+def check_precision(experiment: Experiment) -> None:
     """Refuses float64 where jax would quietly compute in float32.
 
     Raises:
       UserError: names the field.
     """
-    for field in dataclasses.fields(precision):
-        if getattr(precision, field.name) == "float64" and jnp.result_type(float) != jnp.float64:
+    precision = experiment.precision
+    dtypes = {
+        "precision.params": precision.params,
+        "precision.compute": precision.compute,
+        "tables.dtype": experiment.tables.dtype,
+    }
+    for field, dtype in dtypes.items():
+        if dtype == "float64" and jnp.result_type(float) != jnp.float64:
             raise UserError(
-                f"precision.{field.name} is float64, but this jax has 64-bit types switched off and would use float32. "
-                f"Set JAX_ENABLE_X64=1 in the environment, or choose another type with --set precision.{field.name}=..."
+                f"{field} is float64, but this jax has 64-bit types switched off and would use float32. Set "
+                f"JAX_ENABLE_X64=1 in the environment, or choose another type with --set {field}=..."
             )
 
 
@@ -34,6 +38,6 @@ def compute_dtype(precision: Precision, mesh: Mesh) -> jnp.dtype:
     return jnp.dtype(compute)
 
 
-def init_model(task: Task | DenseTask | GraphTask, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:
+def init_model(task: Task, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:
     """The model of a task in the dtypes of its run."""
     return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=compute_dtype(precision, mesh))

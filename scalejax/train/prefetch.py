@@ -1,5 +1,6 @@
 """A thread that prepares batches ahead of the step that takes them."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -29,11 +30,9 @@ class Prefetch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         while self._thread.is_alive():  # a blocked put must find room to see the stop
-            try:
-                self._ready.get(timeout=0.05)
-            except queue.Empty:
-                continue
-        self._thread.join()
+            with contextlib.suppress(queue.Empty):
+                self._ready.get_nowait()
+            self._thread.join(0.05)  # not a wait for a batch: a thread that is about to end brings none
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
         return self

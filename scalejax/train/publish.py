@@ -13,23 +13,18 @@ Row states of optimizers are left out. Every file is compared with its digest be
 
 import dataclasses
 import pathlib
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
-import orbax.checkpoint as ocp
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding import id_map
-from scalejax.parallel.embedding.collection import MAPS
 from scalejax.parallel.embedding.config import IdMapConfig
-from scalejax.train import chain, rows_file
-from scalejax.train import manifest as manifests
-from scalejax.train.manifest import Manifest
+from scalejax.train import chain, trained
+from scalejax.train.array_store import AnyArray
+from scalejax.train.trained import Checkpoint, Trained
 
-_ARRAYS = "arrays"
-_TABLES, _PARAMS = "tables.", "params."
-_MAPS = f"{_TABLES}{MAPS}."
-_PARTS = ("_body", "_tail")
 _CHECKED = 4096
 """Ways of a map whose ids are looked at to see whether a config is that of the map."""
 
@@ -63,13 +58,7 @@ def load(folder: pathlib.Path, step: int) -> Served:
     Raises:
       UserError: It, or one that it needs, is missing, damaged or another than the one it was built on.
     """
-    first, *others = chain.chain_to(folder, step)
-    path = folder / str(first.step)
-    manifests.check_files(path, first.files)
-    served = Served(first.step, manifests.stored_digest(path), *_arrays(path, list(first.arrays)))
-    for manifest in others:
-        served = apply(served, folder / str(manifest.step))
-    return served
+    return _in_memory(trained.open_checkpoints(folder, step))
 
 
 def apply(served: Served, folder: pathlib.Path) -> Served:
@@ -83,30 +72,30 @@ def apply(served: Served, folder: pathlib.Path) -> Served:
       UserError: It is a full checkpoint, is of other tables, builds on another checkpoint than the copy's, or is
         damaged. The copy is as it was.
     """
-    manifest = manifests.read(folder)
-    delta = chain.delta_of(manifest)
+    link = Checkpoint.read(folder)
+    delta = chain.delta_of(link.manifest)
     if delta is None:
         raise UserError(f"apply: {folder} is a full checkpoint. Read it with load.")
-    if manifest.step <= served.step:
-        raise UserError(f"apply: {folder} is step {manifest.step}, and the copy is at step {served.step} already.")
+    if link.manifest.step <= served.step:
+        raise UserError(f"apply: {folder} is step {link.manifest.step}, and the copy is at step {served.step} already.")
     if delta.base_step != served.step:
         raise UserError(
             f"apply: {folder} goes with step {delta.base_step}, but the copy is at step {served.step}. Apply the "
             "checkpoints in between first, in the order of their steps, or load a full one."
         )
-    _check_tables(served, manifest, folder)
+    _check_tables(served, link)
     if delta.base_digest != served.digest:
         raise UserError(
             f"apply: {folder} was made from another checkpoint of step {served.step} than the copy: they are of "
             "different runs. Load a full checkpoint of the same run."
         )
-    manifests.check_files(folder, manifest.files)
-    tables, params, maps = _arrays(folder, list(delta.whole))
-    for rows in rows_file.read(folder):
+    link.check()
+    arrived = _in_memory(trained.put_together([link]))
+    for rows in link.rows():
         if "rows" in rows.leaves:
             columns, values = rows.leaves["rows"]
             served.tables[rows.table][rows.numbers, slice(*columns) if columns else slice(None)] = values
-    return Served(manifest.step, manifests.stored_digest(folder), served.tables | tables, params, maps)
+    return dataclasses.replace(arrived, tables=served.tables | arrived.tables)
 
 
 def rows_of(served: Served, table: str, ids: np.ndarray, config: IdMapConfig) -> np.ndarray:
@@ -148,19 +137,18 @@ def _bucket_of(config: IdMapConfig, hi: np.ndarray, lo: np.ndarray) -> np.ndarra
     return np.asarray(id_map.bucket_of(config, cast(Any, hi), cast(Any, lo)), np.int64)
 
 
-def _check_tables(served: Served, manifest: Manifest, folder: pathlib.Path) -> None:
+def _check_tables(served: Served, link: Checkpoint) -> None:
     theirs: dict[str, tuple[int, str]] = {}
-    for name, described in manifest.arrays.items():
-        table = _table_of(name)
-        if table is not None:
-            rows, _ = theirs.get(table, (0, ""))
-            theirs[table] = (rows + described["shape"][0], f"{described['dtype']} x {described['shape'][1]}")
+    for table, parts in trained.parts_of_tables(link.manifest.arrays).items():
+        described = [link.manifest.arrays[part] for part in parts]
+        rows = sum(one["shape"][0] for one in described)
+        theirs[table] = (rows, f"{described[0]['dtype']} x {described[0]['shape'][1]}")
     ours = {name: (array.shape[0], f"{array.dtype} x {array.shape[1]}") for name, array in served.tables.items()}
     for name in sorted(theirs.keys() | ours.keys()):
         if theirs.get(name) != ours.get(name):
             raise UserError(
-                f"apply: table {name!r} is {_said(theirs.get(name))} in {folder} and {_said(ours.get(name))} in the "
-                "copy: they are of different models. Load a full checkpoint of the same run."
+                f"apply: table {name!r} is {_said(theirs.get(name))} in {link.folder} and {_said(ours.get(name))} in "
+                "the copy: they are of different models. Load a full checkpoint of the same run."
             )
 
 
@@ -168,39 +156,10 @@ def _said(shape: tuple[int, str] | None) -> str:
     return "absent" if shape is None else f"{shape[0]} rows of {shape[1]}"
 
 
-def _table_of(name: str) -> str | None:
-    """The table of which an array of a checkpoint holds rows; None of any other."""
-    for part in _PARTS:
-        end = f".rows{part}"
-        if name.startswith(_TABLES) and name.endswith(end):
-            return name[len(_TABLES) : -len(end)]
-    return None
+def _in_memory(model: Trained) -> Served:
+    maps = {table: _read(leaves) for table, leaves in model.maps.items()}
+    return Served(model.step, model.digest, _read(model.tables), _read(model.params), maps)
 
 
-def _arrays(
-    folder: pathlib.Path, names: list[str]
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, dict[str, np.ndarray]]]:
-    """(tables, parameters, id maps) among the arrays of a checkpoint, one array at a time."""
-    params = {name[len(_PARAMS) :]: _read(folder, name) for name in names if name.startswith(_PARAMS)}
-    tables: dict[str, np.ndarray] = {}
-    for table in dict.fromkeys(table for name in names if (table := _table_of(name)) is not None):
-        parts = [f"{_TABLES}{table}.rows{part}" for part in _PARTS]
-        tables[table] = np.concatenate([_read(folder, name) for name in parts if name in names])
-    maps: dict[str, dict[str, np.ndarray]] = {}
-    for name in names:
-        table, _, leaf = name.removeprefix(_MAPS).rpartition(".")
-        if name.startswith(_MAPS) and leaf != "counts":
-            maps.setdefault(table, {})[leaf] = _read(folder, name)
-    return tables, params, maps
-
-
-def _read(folder: pathlib.Path, name: str) -> np.ndarray:
-    path = (folder / _ARRAYS).absolute()  # orbax takes no other
-    with ocp.PyTreeCheckpointer() as reader:
-        found: Any = reader.restore(
-            path,
-            ocp.args.PyTreeRestore(
-                item={name: 0}, restore_args={name: ocp.RestoreArgs(restore_type=np.ndarray)}, partial_restore=True
-            ),
-        )
-    return found[name]
+def _read(arrays: Mapping[str, AnyArray]) -> dict[str, np.ndarray]:
+    return {name: array[...] for name, array in arrays.items()}

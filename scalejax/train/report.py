@@ -14,19 +14,12 @@ from typing import Any
 from scalejax.errors import UserError
 from scalejax.train import console, disk, evaluation, figures, page, run_folder
 from scalejax.train import summary as summaries
+from scalejax.train.metrics.protocol import Described, Value
 
-_METRICS = (
-    ("loss", "Loss", "nats a target, lower is better"),
-    ("accuracy", "Accuracy", "share of nodes whose class is right"),
-    ("grad_norm", "Gradient norm", "mean over the window of the global norm before clipping"),
-    ("logloss", "LogLoss", "nats per example, lower is better"),
-    ("ne", "Normalized entropy", "LogLoss over that of the base rate of the same examples; below 1 is better"),
-    (
-        "auc",
-        "AUC",
-        "windows by histogram with its error bound as a band, evaluations exact; of nodes a mean over tasks",
-    ),
+_STEPS = (
+    Value(name="grad_norm", title="Gradient norm", unit="mean over the window of the global norm before clipping"),
 )
+"""Curves that every run has."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +32,8 @@ class Run:
       windows, evaluations: Records of `metrics.jsonl` by kind, in order.
       timing: Records of `timing.jsonl`.
       diagrams: Content of `evaluation/*.json`.
+      pictures: Content of `evaluation/pictures/*.json`.
+      described: What the run measures.
     """
 
     path: pathlib.Path
@@ -49,20 +44,13 @@ class Run:
     evaluations: Sequence[Mapping[str, Any]]
     timing: Sequence[Mapping[str, Any]]
     diagrams: Sequence[Mapping[str, Any]]
+    pictures: Sequence[evaluation.Picture]
+    described: Described
 
     @property
     def name(self) -> str:
         """The recipe, or the folder's name where none is recorded."""
         return str(self.summary.get("recipe") or self.experiment.get("recipe") or self.path.name)
-
-    @property
-    def tasks(self) -> list[str]:
-        """Endings of metric names: [""] for one task, ["/click", "/buy"] for two."""
-        records = [*self.windows, *self.evaluations]
-        found = dict.fromkeys(
-            key[len("logloss") :] for r in records for key in r if key == "logloss" or key.startswith("logloss/")
-        )
-        return list(found) or [""]
 
 
 def read_run(folder: pathlib.Path) -> Run:
@@ -78,16 +66,33 @@ def read_run(folder: pathlib.Path) -> Run:
             "that `scalejax train` printed."
         )
     lines = run_folder.read_lines(folder / "metrics.jsonl")
+    summary = _read_object(folder / "summary.json")
     return Run(
         path=folder,
-        summary=_read_object(folder / "summary.json"),
+        summary=summary,
         experiment=_read_object(folder / "experiment.json"),
         environment=_read_object(folder / "environment.json"),
         windows=[r for r in lines if r.get("kind") == "window"],
         evaluations=[r for r in lines if r.get("kind") == "evaluation"],
         timing=run_folder.read_lines(folder / "timing.jsonl"),
         diagrams=evaluation.read_diagrams(folder),
+        pictures=evaluation.read_pictures(folder),
+        described=read_described(folder) or summaries.known(lines),
     )
+
+
+def read_described(folder: pathlib.Path) -> Described | None:
+    """What a run measures, as its folder says; None where an earlier version wrote the folder.
+
+    Raises:
+      UserError: the file is damaged.
+    """
+    path = folder / run_folder.MEASURES
+    content = _read_object(path)
+    try:
+        return Described.from_dict(content) if content else None
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error}). Bring it back from a copy, or remove it.") from error
 
 
 def write_report(folder: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.Path:
@@ -118,7 +123,7 @@ def render(run: Run) -> str:
             page.section("Results", page.grid(_results(run))),
             page.section("Curves", page.grid(_curves(run))),
             page.section("Progressive validation", page.grid(_progressive(run))),
-            page.section("Predictions", page.grid(_diagrams(run))),
+            page.section("Predictions", page.grid([*_diagrams(run), *_pictures(run)])),
             page.section("Time", page.grid(_time(run))),
             page.section("Configuration", *_configuration(run)),
             f"<footer>scalejax {page.text(str(run.environment.get('scalejax', '')))} · "
@@ -142,12 +147,13 @@ def _facts(run: Run) -> list[tuple[str, str]]:
 
 
 def _tiles(run: Run) -> str:
-    sections = summaries.quality(run.summary)
+    sections = summaries.quality(run.summary, run.described)
     items = []
     if sections:
         split = sections[0].title.split(":")[0]
+        titles = [v.title for v in run.described.values if v.better != "neither"]
         for row in sections[0].rows:
-            if row.name in ("LogLoss", "NE", "AUC", "loss", "perplexity", "accuracy"):
+            if row.name in titles[:3]:
                 items.append((f"{split} {row.name}", row.value, f"base rate {row.base}" if row.base else ""))
     rate, tokens = run.summary.get("samples_per_s"), run.summary.get("tokens_per_s")
     if tokens is not None:
@@ -165,7 +171,7 @@ def _tiles(run: Run) -> str:
 
 
 def _results(run: Run) -> Iterator[str]:
-    for section in summaries.quality(run.summary):
+    for section in summaries.quality(run.summary, run.described):
         rows = [[row.name, (row.value, "n"), (row.interval, "n dim"), (row.base, "n dim")] for row in section.rows]
         head = ["", ("value", "n"), ("95 % interval", "n"), ("base rate", "n")]
         yield page.card(section.title, page.table(head, rows))
@@ -177,37 +183,41 @@ def _results(run: Run) -> Iterator[str]:
 def _curves(run: Run) -> Iterator[str]:
     named = [r for r in run.evaluations if not _is_progressive(r)]
     splits = list(dict.fromkeys(r["split"] for r in named))
-    for task in run.tasks:
-        label = f", {task[1:]}" if task else ""
-        for metric, title, caption in _METRICS:
-            windowed = "auc_hist" if metric == "auc" else metric
-            windows = figures.finite([(r["step"], r.get(windowed + task)) for r in run.windows])
-            evaluated = {
-                split: figures.finite([(r["step"], r.get(metric + task)) for r in named if r["split"] == split])
-                for split in splits
-            }
-            evaluated = {split: points for split, points in evaluated.items() if points}
-            if not windows and not evaluated:
-                continue
-            band = [r.get("auc_error_bound" + task) or 0 for r in run.windows if r.get("auc_hist" + task) is not None]
-            svg = figures.curve(
-                title + label,
-                windows,
-                evaluated,
-                band=band if metric == "auc" and len(band) == len(windows) else (),
-                base={"ne": ("base rate", 1.0), "auc": ("base rate", 0.5)}.get(metric) or _base_loss(named, task),
-            )
-            yield page.picture(svg, f"{title}{label} over the steps", f"{title}{label}: {caption}.")
+    for value in (*run.described.values, *_STEPS):
+        if value.shown != "table and curve":
+            continue
+        title = _titled(value)
+        windowed = [(r["step"], r.get(value.window or value.name)) for r in run.windows]
+        windows = figures.finite(windowed)
+        evaluated = {
+            split: figures.finite([(r["step"], r.get(value.name)) for r in named if r["split"] == split])
+            for split in splits
+        }
+        evaluated = {split: points for split, points in evaluated.items() if points}
+        if not windows and not evaluated:
+            continue
+        bound, window = value.bound or "", value.window or ""
+        band = [r.get(bound) or 0 for r in run.windows if r.get(window) is not None]
+        base = ("base rate", value.base) if value.base is not None else _base(named, value)
+        svg = figures.curve(title, windows, evaluated, band=band if len(band) == len(windows) else (), base=base)
+        caption = f"{title}: {value.unit}." if value.unit else f"{title}."
+        yield page.picture(svg, f"{title} over the steps", caption)
     rates = figures.finite([(r["step"], r.get("learning_rate")) for r in run.windows])
     if rates:
-        yield page.picture(figures.learning_rate(rates), "learning rate", "Learning rate of the dense optimizer.")
+        yield page.picture(figures.learning_rate(rates), "learning rate", "Learning rate of the optimizer.")
 
 
-def _base_loss(evaluations: Sequence[Mapping[str, Any]], task: str) -> tuple[str, float] | None:
+def _titled(value: Value) -> str:
+    title, task = value.title[:1].upper() + value.title[1:], value.name.partition("/")[2]
+    return f"{title}, {task}" if task else title
+
+
+def _base(evaluations: Sequence[Mapping[str, Any]], value: Value) -> tuple[str, float] | None:
+    name, slash, task = value.name.partition("/")
     for record in reversed(evaluations):
-        loss = summaries.base_logloss(record.get("base_rate" + task))
-        if loss is not None:
-            return f"base rate, {record['split']}", loss
+        found = record.get(f"{name}_base{slash}{task}")
+        if found is not None:
+            return f"base rate, {record['split']}", found
     return None
 
 
@@ -218,14 +228,19 @@ def _is_progressive(record: Mapping[str, Any]) -> bool:
 
 def _progressive(run: Run) -> Iterator[str]:
     slices = [r for r in run.evaluations if _is_progressive(r)]
-    for task in run.tasks if slices else []:
-        for metric, title, base in (("ne", "Normalized entropy", 1.0), ("auc_hist", "AUC", None)):
-            present = [r for r in slices if r.get(metric + task) is not None]
-            if not present:
-                continue
-            label = f"{title}, {task[1:]}" if task else title
-            svg = figures.by_day(label, [r["split"] for r in present], [r[metric + task] for r in present], base)
-            yield page.picture(svg, f"{label} by day", f"{label} of each slice, scored before it was trained on.")
+    for value in run.described.values if slices else ():
+        key = value.window or value.name
+        present = [r for r in slices if r.get(key) is not None]
+        if not present or value.shown != "table and curve":
+            continue
+        title = _titled(value)
+        svg = figures.by_day(title, [r["split"] for r in present], [r[key] for r in present], value.base)
+        yield page.picture(svg, f"{title} by day", f"{title} of each slice, scored before it was trained on.")
+
+
+def _pictures(run: Run) -> Iterator[str]:
+    for picture in run.pictures:
+        yield page.picture(picture.svg, picture.name, f"{picture.caption} ({picture.split})")
 
 
 def _diagrams(run: Run) -> Iterator[str]:

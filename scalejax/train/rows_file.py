@@ -65,20 +65,29 @@ def write(folder: pathlib.Path, process: int, blocks: Iterable[Rows]) -> dict[st
 
 def read(folder: pathlib.Path) -> Iterator[Rows]:
     """The rows of all processes, in one order, block by block. Check the digests of the files first."""
-    for path in sorted((folder / FOLDER).glob("*.json")):
-        with disk.explained(f"cannot read {path.with_suffix('.bin')}"), open(path.with_suffix(".bin"), "rb") as file:
-            for block in disk.read_json(path)["blocks"]:
-                yield Rows(
-                    block["table"],
-                    _read(file, block["numbers"], "int64", [block["rows"]]),
-                    {
-                        leaf["name"]: (
-                            None if leaf["columns"] is None else (leaf["columns"][0], leaf["columns"][1]),
-                            _read(file, leaf["offset"], leaf["dtype"], leaf["shape"]),
-                        )
-                        for leaf in block["leaves"]
-                    },
+    return (read_block(path, block) for path, block in blocks(folder))
+
+
+def blocks(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
+    """File and description of each block of a checkpoint, of which `read_block` takes one."""
+    indices = sorted((folder / FOLDER).glob("*.json"))
+    return [(path.with_suffix(".bin"), block) for path in indices for block in disk.read_json(path)["blocks"]]
+
+
+def read_block(path: pathlib.Path, block: dict[str, Any]) -> Rows:
+    """The rows of one block."""
+    with disk.explained(f"cannot read {path}"), open(path, "rb") as file:
+        return Rows(
+            block["table"],
+            _read(file, block["numbers"], "int64", [block["rows"]]),
+            {
+                leaf["name"]: (
+                    None if leaf["columns"] is None else (leaf["columns"][0], leaf["columns"][1]),
+                    _read(file, leaf["offset"], leaf["dtype"], leaf["shape"]),
                 )
+                for leaf in block["leaves"]
+            },
+        )
 
 
 def _append(file: BinaryIO, array: np.ndarray) -> int:

@@ -4,6 +4,7 @@
     environment.json    versions, devices, flags, commit          timing.jsonl    seconds, by step
     summary.json        the closing table as one flat object      report.html     all of it to look at
     checkpoints/        see `checkpoint`                          tensorboard/    events
+    measures.json       what is measured: titles, units       evaluation/     what was scored, and pictures of it
     run.lock            held by the process that writes
 
 Which folder: `--workdir DIR` names it, and a run found there goes on by default (`--resume auto`). Without it every
@@ -35,6 +36,8 @@ from scalejax.errors import UserError
 from scalejax.train import disk, distributed
 
 Resume = Literal["auto", "never", "must"]
+
+MEASURES = "measures.json"
 
 _LOCK_PATIENCE_S = 2.0
 """The kernel frees the lock of a killed process when its memory is gone, which takes a moment."""
@@ -103,6 +106,12 @@ class RunFolder:
         """
 
         def decide() -> int | None:
+            recorded = self.path / "experiment.json"
+            if recorded.exists() and is_earlier(disk.read_json(recorded)):
+                raise UserError(
+                    f"{self.path} holds a run of an earlier scalejax, whose experiments had other fields: it can be "
+                    "read (eval, generate, convert, export), but not trained further. Train in another --workdir."
+                )
             if resume == "must" and latest is None:
                 raise UserError(
                     f"--resume must: {self.path} holds no checkpoint to go on from. Give the folder of a run that has "
@@ -161,6 +170,15 @@ class RunFolder:
         if self._lock is not None:
             disk.write_json(self.path / "summary.json", summary)
 
+    def write_measures(self, described: dict[str, Any]) -> None:
+        """Writes measures.json: names, titles, units and directions of what the run measures.
+
+        Raises:
+          UserError: The disk refuses.
+        """
+        if self._lock is not None:
+            disk.write_json(self.path / MEASURES, described)
+
     def _make_and_lock(self) -> None:
         if distributed.is_primary():
             with disk.explained(f"cannot write to run folder {self.path}"):
@@ -185,6 +203,13 @@ class RunFolder:
         disk.write_json(self.path / f"experiment-until-{step}.json", before)
         disk.write_json(path, experiment)
         return changes
+
+
+def is_earlier(record: Any) -> bool:
+    """Whether an experiment.json is of before there was one kind of experiment, see `configs.earlier`."""
+    experiment = record.get("experiment") if isinstance(record, dict) else None
+    fields = experiment.get("fields") if isinstance(experiment, dict) else None
+    return isinstance(fields, dict) and "mesh" in fields
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:

@@ -1,53 +1,50 @@
-"""Scores of a whole split, gathered to the host on every process."""
+"""Scores of a whole split: sums of metrics, and what metrics collect of every example, on every process."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 
-from scalejax.data.dedup import AnyBatch
 from scalejax.errors import UserError
-from scalejax.train import evaluation, exact
+from scalejax.parallel.gradients import ROWS
 from scalejax.train.convert import prefetch
-from scalejax.train.program import Program
+from scalejax.train.metrics import sums as metric_sums
+from scalejax.train.metrics.protocol import Metric
 from scalejax.train.state import TrainState
+from scalejax.train.step import Program, Scored
+from scalejax.train.task import Field
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Examples of weight > 0 in file order; N of them, T tasks.
+    """Of one split under one state.
 
     Attributes:
-      logits: float32[N, T].
-      labels: float32[N, T].
-      weights: float32[N].
-      groups: int64[N], or None where the data has no groups.
+      metrics: The metrics by name.
+      sums: Their sums over the split, on the host.
+      collected: {name: [N, ...]} of the examples that count, in the order of the file.
       spilled_ids: Ids that found no room in an exchange and were embedded as zeros, in the whole pass; None unless
         there may be any (`Exchange(spill="count")`).
     """
 
-    logits: np.ndarray
-    labels: np.ndarray
-    weights: np.ndarray
-    groups: np.ndarray | None
+    metrics: Mapping[str, Metric]
+    sums: Mapping[str, Any]
+    collected: Mapping[str, np.ndarray]
     spilled_ids: int | None = None
 
-    @property
-    def probabilities(self) -> np.ndarray:
-        """float64[N, T], sigmoid of the logits."""
-        return exact.sigmoid(self.logits)
-
-    def measure(self, names: Sequence[str], *, intervals: Literal["none", "bootstrap"] = "none") -> dict[str, float]:
-        """All metrics; keys end in "/name" where there are several tasks (see `evaluation.evaluate`).
+    def measure(self, *, intervals: Literal["none", "bootstrap"] = "none") -> dict[str, float]:
+        """All values of all metrics, exact ones in place of those of sums.
 
         "spilled_ids" is among them where ids may find no room: what was scored then is not quite the model.
         """
-        values = evaluation.evaluate(
-            self.probabilities, self.labels, self.weights, groups=self.groups, names=names, intervals=intervals
-        )
+        values: dict[str, float] = {}
+        for name, metric in self.metrics.items():
+            exact = metric.exact(self.collected, intervals=intervals) if metric.collects else {}
+            values |= exact or metric.compute(self.sums[name])
         return values | self.counted()
 
     def counted(self) -> dict[str, float]:
@@ -55,51 +52,90 @@ class Scores:
         return {} if self.spilled_ids is None else {"spilled_ids": self.spilled_ids}
 
 
-def score(program: Program, state: TrainState, batches: Iterator[AnyBatch]) -> Scores:
+def score(program: Program, state: TrainState, batches: Iterator[Any], *, of: str = "these examples") -> Scores:
     """Runs the model over one pass of batches; every process passes its slices and gets all scores.
 
+    Args:
+      program: The run.
+      state: Whose parameters and tables are scored.
+      batches: Host batches.
+      of: What is scored, for messages.
+
     Raises:
-      UserError: a score is not finite, an id is out of range, or an exchange had no room for one; with
+      UserError: a loss is not finite, an id is out of range, or an exchange had no room for one; with
         `Exchange(spill="count")` the latter are in the result instead.
     """
-    logits: list[jax.Array] = []
-    faults: list[jax.Array] = []
-    slices: list[AnyBatch] = []
+    found: list[Scored] = []
+    slices: list[Any] = []
+    numbered = program.task.draws == "evaluation too"
+    seen = 0
     with prefetch(batches, program, purpose="scoring") as prefetched:
         for host, device in prefetched:
-            out, met = program.eval_step(state, device)
-            out.copy_to_host_async()
+            rows = program.rows(device)
+            numbers = _numbers(program, seen, rows) if numbered else None
+            scored = program.eval_step(state, device, numbers)
+            for output in scored.outputs.values():
+                output.copy_to_host_async()
             # Without a bound a long split would queue on the device; virtual devices must not queue at all.
-            if len(logits) >= program.in_flight:
-                logits[-program.in_flight].block_until_ready()
-            logits.append(out)
-            faults.append(met)
+            if len(found) >= program.in_flight:
+                found[-program.in_flight].loss.block_until_ready()
+            found.append(scored)
             slices.append(host)
-    counts = np.sum([np.asarray(met) for met in faults], axis=0)
-    program.collection.check_faults(counts)
-    spilled = int(counts[1]) if program.collection.exchange.spill == "count" else None
-    all_logits = np.concatenate([np.asarray(part) for part in logits])
-    if not np.isfinite(all_logits).all():
+            seen += rows
+    spilled = None
+    if program.collection is not None:
+        faults = np.sum([np.asarray(scored.faults) for scored in found], axis=0)
+        program.collection.check_faults(faults)
+        spilled = int(faults[1]) if program.collection.exchange.spill == "count" else None
+    losses, parts = metric_sums.to_host(([scored.loss for scored in found], [scored.metrics for scored in found]))
+    if not np.isfinite(losses).all():
         raise UserError(
-            f"The scores of {int((~np.isfinite(all_logits)).any(1).sum())} examples are not finite at step "
-            f"{int(state.step)}: these parameters are of no use. Take an earlier checkpoint (--step), or train again "
-            "with lower learning rates."
+            f"The loss of {of} is not finite at step {int(state.step)}: these parameters are of no use. Take an "
+            "earlier checkpoint (--step), or train again with lower learning rates."
         )
-    labels = _gather(np.stack([b.labels for b in slices]))
-    weights = _gather(np.stack([b.weights for b in slices]))
-    kept = weights > 0
-    groups = None
-    if all(b.groups is not None for b in slices):
-        groups = _gather(np.stack([np.asarray(b.groups) for b in slices]))[kept]
-    return Scores(all_logits[kept], labels[kept], weights[kept], groups, spilled)
+    sums: dict[str, Any] = {}
+    for of_batch in parts:
+        for name, part in of_batch.items():
+            sums[name] = metric_sums.merge(sums[name], part) if name in sums else part
+    return Scores(program.metrics, sums, _collected(program, found, slices), spilled)
+
+
+def _numbers(program: Program, first: int, rows: int) -> jax.Array:
+    """uint32[B]: which example of the split each of a batch is."""
+    local = rows // jax.process_count()
+    own = np.arange(local, dtype=np.uint32) + np.uint32(first + jax.process_index() * local)
+    return jax.make_array_from_process_local_data(NamedSharding(program.mesh, ROWS), own, (rows,))
+
+
+def _collected(program: Program, found: list[Scored], slices: list[Any]) -> dict[str, np.ndarray]:
+    collected, fields = {}, program.fields
+    for name in sorted(program.collected):
+        if name in found[0].outputs:
+            collected[name] = np.concatenate([np.asarray(scored.outputs[name]) for scored in found])
+            continue
+        parts = [host.get(name) if isinstance(host, Mapping) else getattr(host, name, None) for host in slices]
+        if any(part is None for part in parts):
+            continue
+        field = fields.get(name)
+        if isinstance(field, Field) and field.scope == "step":  # every process has all of it
+            collected[name] = np.concatenate([np.asarray(part) for part in parts])
+        else:
+            collected[name] = _gather(np.stack([np.asarray(part) for part in parts]))
+    weights = collected.get("weights")
+    if weights is None:
+        return collected
+    counts = (weights > 0).reshape(len(weights), -1).any(axis=1)
+    return {name: array[counts] for name, array in collected.items()}
 
 
 def _gather(local: np.ndarray) -> np.ndarray:
     """[batches, examples of this process, ...] -> [all examples, ...] in the order of the global batches."""
     if jax.process_count() == 1:
         return local.reshape(-1, *local.shape[2:])
-    # As 32-bit words: jax would cut int64 to int32.
-    words = np.ascontiguousarray(local).view(np.uint32).reshape(*local.shape[:2], -1)
-    whole = multihost_utils.process_allgather(words)  # processes, batches, examples, words
-    whole = np.asarray(whole).transpose(1, 0, 2, 3).reshape(-1, words.shape[-1])
-    return np.ascontiguousarray(whole).view(local.dtype).reshape(-1, *local.shape[2:])
+    # 64 bits as words of 32: jax would cut them.
+    wide = local.dtype.itemsize == 8
+    sent = np.ascontiguousarray(local).view(np.uint32).reshape(*local.shape, 2) if wide else local
+    whole = np.asarray(multihost_utils.process_allgather(sent))  # processes, batches, examples, ...
+    whole = np.ascontiguousarray(whole.swapaxes(0, 1))
+    whole = whole.view(local.dtype)[..., 0] if wide else whole
+    return whole.reshape(-1, *local.shape[2:])

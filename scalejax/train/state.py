@@ -3,6 +3,8 @@
 import dataclasses
 import hashlib
 import math
+import re
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -11,11 +13,13 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from scalejax.errors import UserError
 from scalejax.parallel.gradient_scaling import LossScale
+from scalejax.parallel.gradients import ROWS
 from scalejax.parallel.rules import Rules
 
 Params = dict[str, jax.Array]
-"""Dense parameters by path, "layers/0/fm/weight": the names that checkpoints and tables show."""
+"""Parameters by path, "layers/0/fm/weight": the names that checkpoints and tables show."""
 
 
 @jax.tree_util.register_dataclass
@@ -24,67 +28,94 @@ class TrainState:
     """State of a run between two steps.
 
     Attributes:
-      step: int32[], optimizer steps done.
-      params: Dense parameters by path.
-      optimizer: optax state over `params`.
-      tables: Embedding rows and row states, as the collection's sharded view.
+      step: int32[], optimizer steps done, skipped ones included.
+      params: Parameters by path, trained and frozen.
+      variables: State of the model that is no parameter, by path.
+      optimizer: optax state over the trained parameters.
+      averages: Name -> running averages of the trained parameters, by path.
+      tables: Embedding rows and row states, as the collection's sharded view; {} where there are none.
+      exchange: What the exchange of gradients remembers, {path: pytree of arrays [devices, ...]}.
+      loss_scale: Factor on the loss and its history; None where losses are not scaled.
       metrics: Sums since the last line of metrics, a pytree of arrays.
       key: PRNG key of the run; a step uses fold_in(key, step).
-      loss_scale: Factor on the loss and its history; None where losses are not scaled.
     """
 
     step: jax.Array
     params: Params
+    variables: Params
     optimizer: optax.OptState
+    averages: dict[str, Params]
     tables: Any
+    exchange: Any
+    loss_scale: LossScale | None
     metrics: Any
     key: jax.Array
-    loss_scale: LossScale | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The dense part without its arrays: how to take a model apart into named arrays and put it together.
+    """A model without its arrays: how to take it apart into named arrays and put it together.
 
     Attributes:
       params: Abstract parameters by path.
-      logical_axes: Logical axis names per parameter, as the model declares them.
+      variables: Abstract variables that are no parameters, by path.
+      logical_axes: Logical axis names of each of both, as the model declares them.
       graph: Static structure of the module.
       names: Paths in the order of `graph`'s leaves.
+      statistics: Paths of the variables that are running means of batches (`nnx.BatchStat`).
     """
 
     params: dict[str, jax.ShapeDtypeStruct]
+    variables: dict[str, jax.ShapeDtypeStruct]
     logical_axes: dict[str, tuple[str | None, ...]]
     graph: nnx.GraphDef[Any]
     names: tuple[str, ...]
     treedef: Any
+    statistics: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: nnx.Module) -> "ModelShape":
         """Reads the structure of a (possibly abstract) model.
 
         Raises:
-          ValueError: the model holds state that is not `nnx.Param` (it would be lost between steps).
+          ValueError: the model holds a random state, which would be the same in every part of a step.
         """
         graph, state = nnx.split(model)
         params: dict[str, jax.ShapeDtypeStruct] = {}
+        variables: dict[str, jax.ShapeDtypeStruct] = {}
         axes: dict[str, tuple[str | None, ...]] = {}
+        names, statistics = [], []
         for path, variable in nnx.to_flat_state(state):
             name = "/".join(str(part) for part in path)
-            if not isinstance(variable, nnx.Param):
-                raise ValueError(f"{type(model).__name__}: all state must be nnx.Param; {name} is {type(variable)}.")
+            if isinstance(variable, nnx.RngState):
+                raise ValueError(
+                    f"{type(model).__name__}: {name} is a random state. Draw with the keys that `loss` is given."
+                )
             value = variable.get_value()
-            params[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
+            kind = params if isinstance(variable, nnx.Param) else variables
+            kind[name] = jax.ShapeDtypeStruct(value.shape, value.dtype)
             axes[name] = tuple(variable.get_metadata().get("logical_axes", (None,) * len(value.shape)))
-        return cls(params, axes, graph, tuple(params), jax.tree.structure(state))
+            names.append(name)
+            if isinstance(variable, nnx.BatchStat):
+                statistics.append(name)
+        return cls(params, variables, axes, graph, tuple(names), jax.tree.structure(state), tuple(statistics))
 
     def take_apart(self, model: nnx.Module) -> Params:
         """Parameters of a model by path."""
-        return dict(zip(self.names, jax.tree.leaves(nnx.state(model)), strict=True))
+        return self._leaves(model, self.params)
 
-    def put_together(self, params: Params) -> nnx.Module:
-        """A model with these parameters."""
-        state = jax.tree.unflatten(self.treedef, [params[name] for name in self.names])
+    def variables_of(self, model: nnx.Module) -> Params:
+        """Variables of a model that are no parameters, by path."""
+        return self._leaves(model, self.variables) if self.variables else {}
+
+    def _leaves(self, model: nnx.Module, wanted: Collection[str]) -> Params:
+        leaves = zip(self.names, jax.tree.leaves(nnx.state(model)), strict=True)
+        return {name: leaf for name, leaf in leaves if name in wanted}
+
+    def put_together(self, params: Mapping[str, Any], variables: Mapping[str, Any] | None = None) -> nnx.Module:
+        """A model with these parameters, and variables if it has any."""
+        values = {**params, **(variables or {})}
+        state = jax.tree.unflatten(self.treedef, [values[name] for name in self.names])
         return nnx.merge(self.graph, state)
 
     @property
@@ -92,44 +123,71 @@ class ModelShape:
         """Parameters."""
         return sum(math.prod(value.shape) for value in self.params.values())
 
-    def digest(self) -> str:
-        """Short digest of names, shapes and dtypes of the parameters."""
-        shapes = {name: (value.shape, str(value.dtype)) for name, value in self.params.items()}
-        return hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
-
     def shardings(self, mesh: Mesh, rules: Rules) -> dict[str, NamedSharding]:
-        """Sharding per parameter under a rules table."""
+        """Sharding of each parameter under a rules table alone, as for inference."""
         return {
             name: NamedSharding(mesh, rules.spec(self.logical_axes[name], value.shape, mesh))
             for name, value in self.params.items()
         }
 
+    @property
+    def variable_specs(self) -> dict[str, P]:
+        """Sharding of each variable: rows of the batch where its first logical axis says so, else whole."""
+        return {name: ROWS if self.logical_axes[name][:1] == ("batch",) else P() for name in self.variables}
+
+    def digest(self) -> str:
+        """Short digest of names, shapes and dtypes of the parameters."""
+        shapes = {name: (value.shape, str(value.dtype)) for name, value in self.params.items()}
+        return hashlib.sha256(repr(sorted(shapes.items())).encode()).hexdigest()[:16]
+
+    def trained(self, pattern: str) -> frozenset[str]:
+        """Paths of the parameters that a regular expression names whole.
+
+        Raises:
+          UserError: it is no regular expression, or names none.
+        """
+        try:
+            found = frozenset(name for name in self.params if re.fullmatch(pattern, name))
+        except re.error as error:
+            raise UserError(f"trainable must be a regular expression of paths; got {pattern!r} ({error}).") from error
+        if not found:
+            shown = ", ".join(list(self.params)[:3])
+            raise UserError(
+                f"trainable={pattern!r} names none of the {len(self.params)} parameters ({shown}, ...). It is a "
+                "regular expression of whole paths, such as 'head/.*'."
+            )
+        return found
+
 
 def optimizer_step(
     transformation: optax.GradientTransformation, grads: Params, state: TrainState
 ) -> tuple[Params, optax.OptState]:
-    """Parameters and optimizer state after an update."""
-    updates, optimizer = transformation.update(grads, state.optimizer, state.params)
-    params: Any = optax.apply_updates(state.params, updates)  # pyright: ignore[reportArgumentType]
-    return params, optimizer
+    """All parameters and the optimizer state after an update of those that have gradients."""
+    trained = {name: state.params[name] for name in grads}
+    updates, optimizer = transformation.update(grads, state.optimizer, trained)
+    changed: Any = optax.apply_updates(trained, updates)  # pyright: ignore[reportArgumentType]
+    return {name: changed.get(name, p) for name, p in state.params.items()}, optimizer
 
 
 def to_stored(state: TrainState) -> dict[str, Any]:
-    """The state as named arrays that know no mesh, without tables."""
+    """The state as named arrays that know no mesh, without tables; what is empty is left out."""
+    optional = {"variables": state.variables, "averages": state.averages, "exchange": state.exchange}
     return {
         "step": state.step,
         "params": state.params,
         "optimizer": state.optimizer,
         "metrics": state.metrics,
         "key": state.key,
+        **{name: value for name, value in optional.items() if value},
         **({} if state.loss_scale is None else {"loss_scale": state.loss_scale}),
     }
 
 
 def from_stored(stored: dict[str, Any], abstract: TrainState, tables: Any) -> TrainState:
     """The state of stored arrays; `abstract` knows the structure of the optimizer's, and tables are as given."""
+    empty = {"variables": {}, "averages": {}, "exchange": {}, "loss_scale": None}
     optimizer = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), jax.tree.leaves(stored["optimizer"]))
-    return TrainState(**{**stored, "optimizer": optimizer, "tables": tables})
+    return TrainState(**{**empty, **stored, "optimizer": optimizer, "tables": tables})
 
 
 def with_sharding(leaf: Any, sharding: NamedSharding) -> Any:

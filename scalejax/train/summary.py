@@ -6,25 +6,28 @@
     weight                                            sum of weights; of a language model the targets it learnt from
     samples_per_s, step_p50_s, step_p95_s, data_wait_share, compile_s, wall_s, ...      see `timing.StepTimer.summary`
     peak_rss_bytes, peak_device_bytes                 see `timing.peak_memory`
-    tokens_per_s, tokens_per_s_per_device, tflops_per_s_per_device, mfu     of a language model, see `dense_run`
+    tokens_per_s, tokens_per_s_per_device, tflops_per_s_per_device, mfu     of a language model, see `run`
     <split>_<metric>                                  quality; split is train, val, test or progressive
-    <split>_<metric>_low, <split>_<metric>_high       95 % bootstrap interval of logloss, ne and auc
+    <split>_<metric>_low, <split>_<metric>_high       95 % bootstrap interval
+    <split>_<metric>_base                             what a trivial model has, where that depends on the data
+    best_step, best_<split>_<metric>, <split>_<metric>_at_best      with `evaluation.final="best"`
 
-Metrics of a model without tables are loss (mean, in nats), perplexity (e to its power) and weight (over how much).
-Those of the nodes of a graph are loss, accuracy and weight (how many nodes); `best_step` is that of the highest
-accuracy on the split scored at intervals, `best_<split>_accuracy` that accuracy and `test_accuracy_at_best` what the
-final split had there. Where labels are those of binary tasks, it is auc (mean over tasks) in place of accuracy, and
-weight is how many labels are known. `nodes`, `edges` and `flops_per_step` describe the graph.
-Those of a click model are those of `evaluation.evaluate`: examples, logloss, ne, auc, gauc, calibration, base_rate;
-progressive validation has auc_hist and auc_error_bound instead of auc. With several tasks the key ends in "/task":
-"test_auc_low/click". With `Exchange(spill="count")` there is also spilled_ids: those that the pass embedded as zeros,
-for all tasks together. An undefined value is null. All fields are optional for a reader.
+Which metrics there are the metrics of the run say (`measures.json` keeps it): those of a click model are logloss, ne,
+auc, gauc, calibration and base_rate, with auc_hist and auc_error_bound in place of auc in progressive validation; with
+several tasks the key ends in "/task": "test_auc_low/click". With `Exchange(spill="count")` there is also spilled_ids:
+those that the pass embedded as zeros, for all tasks together. An undefined value is null. All fields are optional for a
+reader.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from scalejax.train.metrics.classification import Accuracy, MeanAuc
+from scalejax.train.metrics.click import ClickQuality
+from scalejax.train.metrics.loss import MeanLoss
+from scalejax.train.metrics.protocol import Described, Metric, Value
 
 _PREFIXES = {"validation": "val"}
 _SPLITS = {"test": "test", "val": "validation", "progressive": "progressive", "train": "train"}
@@ -58,74 +61,80 @@ class Section:
     rows: tuple[Row, ...]
 
 
-def quality(summary: Mapping[str, Any]) -> list[Section]:
-    """What the summary says of each scored split (test first) and task."""
+def quality(summary: Mapping[str, Any], described: Described | None = None) -> list[Section]:
+    """What the summary says of each scored split (test first) and task.
+
+    Args:
+      summary: The content of `summary.json`.
+      described: What the run measures; None = what its keys show, as for run folders without `measures.json`.
+    """
+    described = described or known([summary], prefixes=tuple(f"{start}_" for start in _SPLITS))
     sections = []
     for start, split in _SPLITS.items():
-        first = f"{start}_logloss"
-        tasks = [key[len(first) :] for key in summary if key == first or key.startswith(first + "/")]
-        sections += [_section(summary, start, split, task) for task in tasks]
-        if f"{start}_loss" in summary:
-            sections.append(_loss_section(summary, start, split))
+        for ending in endings(described):
+            values = [value for value in described.values if _ending(value) == ending]
+            rows = [row for value in values if (row := _row(summary, start, value)) is not None]
+            if not rows:
+                continue
+            if (at_best := _row_at_best(summary, start, values)) is not None:
+                rows.append(at_best)
+            spilled = summary.get(f"{start}_spilled_ids")
+            if spilled is not None:
+                rows.append(Row("ids without room", f"{spilled:,}", "", ""))
+            sections.append(Section(_title(summary, start, split, ending, described), tuple(rows)))
     return sections
 
 
-def _loss_section(summary: Mapping[str, Any], start: str, split: str) -> Section:
-    loss = summary[f"{start}_loss"]
-    for metric, name, base, of in (("accuracy", "accuracy", "", "nodes"), ("auc", "AUC", number(0.5), "labels")):
-        if f"{start}_{metric}" in summary:
-            found = [Row("loss", number(loss), "", ""), Row(name, number(summary[f"{start}_{metric}"]), "", base)]
-            if (best := summary.get(f"{start}_{metric}_at_best")) is not None:
-                found.append(Row(f"{name} at step {summary.get('best_step')}, the best", number(best), "", base))
-            return Section(f"{split}: {_whole(summary.get(f'{start}_weight'))} {of}", tuple(found))
-    rows = (
-        Row("loss", number(loss), "", ""),
-        Row("perplexity", number(summary.get(f"{start}_perplexity")), "", ""),
-        Row("bits a target", number(None if loss is None else loss / math.log(2)), "", ""),
-    )
-    return Section(f"{split}: {_whole(summary.get(f'{start}_weight'))} targets", rows)
+def known(records: Sequence[Mapping[str, Any]], prefixes: tuple[str, ...] = ("",)) -> Described:
+    """What the keys of records say was measured, by the metrics that this package has."""
+    keys = {key[len(p) :] for record in records for key in record for p in prefixes if key.startswith(p)}
+    tasks = tuple(dict.fromkeys(key.partition("/")[2] for key in sorted(keys) if key.startswith("logloss/")))
+    metrics: tuple[Metric, ...] = (ClickQuality(tasks=tasks or ("label",)),)
+    if not any(key.partition("/")[0] == "logloss" for key in keys):
+        metrics = (Accuracy(), MeanAuc(), MeanLoss(of="nats" if "perplexity" in keys else "a loss"))
+    return Described.of(metrics)
 
 
-def _section(summary: Mapping[str, Any], start: str, split: str, task: str) -> Section:
-    def get(metric: str) -> float | None:
-        return summary.get(f"{start}_{metric}{task}")
-
-    rate = get("base_rate")
-    rows = [
-        Row("LogLoss", number(get("logloss")), _interval(get, "logloss"), number(base_logloss(rate))),
-        Row("NE", number(get("ne")), _interval(get, "ne"), number(1.0)),
-    ]
-    if get("auc_hist") is not None:
-        bound = get("auc_error_bound")
-        sure = "" if bound is None else f"± {bound:.4f} by binning"
-        rows.append(Row("AUC", number(get("auc_hist")), sure, number(0.5)))
-    else:
-        rows.append(Row("AUC", number(get("auc")), _interval(get, "auc"), number(0.5)))
-    if get("gauc") is not None:
-        rows.append(Row("GAUC", number(get("gauc")), _interval(get, "gauc"), number(0.5)))
-    rows.append(Row("calibration", number(get("calibration")), "", number(1.0)))
-    spilled = summary.get(f"{start}_spilled_ids")
-    if spilled is not None:
-        rows.append(Row("ids without room", f"{spilled:,}", "", ""))
-    examples = summary.get(f"{start}_examples")
-    title = split + (f", {task[1:]}" if task else "")
-    if examples is not None:
-        title += f": {examples:,} examples"
-    if rate is not None:
-        title += f", {rate:.2%} positive"
-    return Section(title, tuple(rows))
+def endings(described: Described) -> list[str]:
+    """Of the names of values: [""] for one task, ["/click", "/buy"] for two."""
+    return list(dict.fromkeys(map(_ending, described.values)))
 
 
-def base_logloss(rate: float | None) -> float | None:
-    """LogLoss of predicting the base rate; None where it is missing, 0 or 1."""
-    if rate is None or not 0 < rate < 1:
+def _ending(value: Value) -> str:
+    _, slash, task = value.name.partition("/")
+    return slash + task
+
+
+def _row(summary: Mapping[str, Any], start: str, value: Value) -> Row | None:
+    if value.shown == "records":
         return None
-    return -rate * math.log(rate) - (1 - rate) * math.log1p(-rate)
+    key, interval = f"{start}_{value.name}", ""
+    if key not in summary and value.window is not None and f"{start}_{value.window}" in summary:
+        key = f"{start}_{value.window}"
+        bound = summary.get(f"{start}_{value.bound}")
+        interval = "" if bound is None else f"± {bound:.4f} by binning"
+    if key not in summary:
+        return None
+    name, _, task = value.name.partition("/")
+    end = f"/{task}" if task else ""
+    low, high = summary.get(f"{start}_{name}_low{end}"), summary.get(f"{start}_{name}_high{end}")
+    if low is not None and high is not None:
+        interval = f"{low:.4f} to {high:.4f}"
+    base = value.base if value.base is not None else summary.get(f"{start}_{name}_base{end}")
+    return Row(value.title, number(summary[key]), interval, "" if base is None else number(base))
 
 
-def _interval(get: Any, metric: str) -> str:
-    low, high = get(f"{metric}_low"), get(f"{metric}_high")
-    return "" if low is None or high is None else f"{low:.4f} to {high:.4f}"
+def _row_at_best(summary: Mapping[str, Any], start: str, values: Sequence[Value]) -> Row | None:
+    for value in values:
+        if (best := summary.get(f"{start}_{value.name}_at_best")) is not None:
+            return Row(f"{value.title} at step {summary.get('best_step')}, the best", number(best), "", "")
+    return None
+
+
+def _title(summary: Mapping[str, Any], start: str, split: str, ending: str, described: Described) -> str:
+    title = split + (f", {ending[1:]}" if ending else "")
+    count = summary.get(f"{start}_{described.counts[0]}")
+    return title if count is None else f"{title}: {_whole(count)} {described.counts[1]}"
 
 
 def speed(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -41,7 +41,7 @@ def compiled():
     placed = shape.shardings(mesh, LLM)
     params = {name: leaf(p.shape, p.dtype, placed[name]) for name, p in shape.params.items()}
     cache = jax.eval_shape(lambda: shape.put_together(shape.params).cache(1, POSITIONS))
-    spread = on._cache_sharding(cache.keys.shape)
+    spread = on._cache_shardings(cache).keys
     keys = leaf(cache.keys.shape, cache.keys.dtype, spread)
     state = generate._State(
         dataclasses.replace(cache, keys=keys, values=keys, lengths=leaf((1,), jnp.int32)),

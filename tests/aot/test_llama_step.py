@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from changes import changed
 
 from scalejax.configs.llm import llama
 from scalejax.data.text import TextData
@@ -12,7 +13,7 @@ from scalejax.parallel import xla_flags
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import memory, plan_program, topology
-from scalejax.train import dense
+from scalejax.train import binding
 
 pytestmark = pytest.mark.aot
 
@@ -23,7 +24,7 @@ MODEL = LlamaConfig(
 
 def built(name: str, attention: Any, strategy: Fsdp, shape: MeshShape, model: LlamaConfig = MODEL, **changes: Any):
     data = TextData(length=2048, batch_size=16, vocabulary=32_000)
-    experiment = dataclasses.replace(
+    experiment = changed(
         llama.tiny(),
         model=dataclasses.replace(model, attention=attention),
         data=data,
@@ -32,7 +33,7 @@ def built(name: str, attention: Any, strategy: Fsdp, shape: MeshShape, model: Ll
     )
     machine = topology.parse(name)
     mesh, _ = topology.make_mesh(machine, shape)
-    return dense.build(experiment, data.schema(), mesh), machine
+    return binding.bind(experiment, data.schema(), mesh), machine
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_compiles_with_kernels_on_fsdp_and_tensor(name, attention, form):
 @pytest.mark.slow
 def test_state_on_the_host_and_options_by_name_reach_the_compiler():
     options = ("tpu-async-collectives", "gpu-latency-hiding")
-    changes = {"offload": "optimizer and parameters", "xla_flags": options}
+    changes = {"placement__offload": "optimizer and parameters", "xla_flags": options}
     small = dataclasses.replace(MODEL, dim=128, ffn_dim=256, heads=4, kv_heads=2)
     program, _ = built("v5e:2x4", "reference", Fsdp(param_dtype="bfloat16"), MeshShape(fsdp=8), small, **changes)
     assert program.compiler_options == dict(xla_flags.SETS["tpu-async-collectives"].options)

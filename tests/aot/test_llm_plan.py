@@ -8,9 +8,10 @@ from plan.test_mesh_search import Rows
 from scalejax.models.llm import llama3
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
+from scalejax.parallel.rules import LLM
 from scalejax.plan import decoders, mesh_search, search, step_model, topology
-from scalejax.plan.run import plan_dense
-from scalejax.train.experiment import DenseExperiment
+from scalejax.plan.run import plan_on
+from scalejax.train.experiment import Experiment, Gradients, Placement
 
 pytestmark = pytest.mark.aot
 
@@ -32,12 +33,19 @@ MACHINE = topology.parse("v6e:2x2")
 def _experiment(**fields):
     model = dataclasses.replace(SMALL, **fields)
     data = Rows(batch_size=8, length=256, vocabulary=1024)
-    return DenseExperiment(model=model, data=data, steps=10, strategy=Fsdp(param_dtype="bfloat16"))
+    return Experiment(
+        model=model,
+        data=data,
+        steps=10,
+        strategy=Fsdp(param_dtype="bfloat16"),
+        gradients=Gradients(clip=1.0),
+        placement=Placement(rules=LLM),
+    )
 
 
 @pytest.fixture(scope="module")
 def plans():
-    return {n: plan_dense(_experiment(layers=n), MACHINE, MeshShape(fsdp=4)) for n in (4, 5, 8)}
+    return {n: plan_on(_experiment(layers=n), MACHINE, MeshShape(fsdp=4)) for n in (4, 5, 8)}
 
 
 def test_two_depths_of_a_scan_lie_on_a_line_with_the_whole(plans):

@@ -58,12 +58,12 @@ def test_eval_runs_the_recorded_recipe_again(invoke, example, loop, tmp_path):
     result = invoke("eval", str(tmp_path), "--recipe", example, "--step", "2", "--mesh", "tensor=2")
     assert "0.7600" in result.stdout
     experiment, named = loop.calls[1]
-    assert (experiment.steps, experiment.mesh.fsdp, experiment.mesh.tensor) == (3, 1, 2)
+    assert (experiment.steps, experiment.placement.mesh.fsdp, experiment.placement.mesh.tensor) == (3, 1, 2)
     assert (named["workdir"], named["split"], named["step"]) == (tmp_path, "test", 2)
     assert experiment.data.batch_size == 8
     invoke("eval", str(tmp_path), "--recipe", example, "--batch-size", "24")
     experiment, _ = loop.calls[2]
-    assert (experiment.data.batch_size, experiment.mesh.fsdp) == (24, 2)
+    assert (experiment.data.batch_size, experiment.placement.mesh.fsdp) == (24, 2)
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,9 @@ def test_every_start_without_workdir_gets_a_folder_of_its_own(invoke, example, l
 def test_recipes_lists_and_shows(invoke, example):
     assert "recipe" in invoke("recipes").stdout
     shown = invoke("recipes", example, "--set", "model.mlp.hidden=5,4").stdout
-    assert "model.mlp.hidden                  = 5,4" in shown
-    assert "mesh.fsdp                         = 2" in shown
+    settings = {path.strip(): value for path, _, value in (line.partition(" = ") for line in shown.splitlines())}
+    assert settings["model.mlp.hidden"] == "5,4"
+    assert settings["placement.mesh.fsdp"] == "2"
 
 
 def test_recipes_as_json_names_them_all(invoke):
@@ -120,7 +121,7 @@ def test_plan_passes_its_arguments_and_writes_json(invoke, example, monkeypatch,
     assert calls == [(2, "v5p:2x2x1", "fsdp=4")]
     assert "it fits" in result.stdout
     assert json.loads(out.read_text()) == {"fits": True}
-    invoke("plan", example, "--topology", "v5p:2x2x1", "--set", "mesh.tensor=2")
+    invoke("plan", example, "--topology", "v5p:2x2x1", "--set", "placement.mesh.tensor=2")
     assert calls[-1][2] == MeshShape(fsdp=2, tensor=2)  # what was said about the mesh is not dropped
     invoke("plan", example, "--topology", "v5p:2x2x1", "--set", "steps=2")
     assert calls[-1][2] is None

@@ -13,7 +13,7 @@ import pytest
         ("graphsage", ["data.fanouts=[3]"], "one number for each of the 2 layers"),
         ("gcn", ["data.path=bad.npz"], "features must be finite; those of node 2 are not"),
         ("gcn", ["data.path=."], "holds 2 files, and a graph is one"),
-        ("gcn", ["data.path=tasks.npz"], "Set checkpoints.best_metric=auc"),
+        ("gcn", ["data.path=tasks.npz", "checkpoints.best_metric=accuracy"], "Set --set checkpoints.best_metric=auc"),
     ],
 )
 def test_a_run_that_cannot_begin(invoke, tmp_path, monkeypatch, recipe, sets, words):

@@ -46,11 +46,12 @@ def test_broken_recipe_file(invoke, tmp_path, text, words):
 def test_a_search_with_what_it_should_find_or_cannot(invoke, example):
     _one_message(invoke("plan", "llama", "--topology", "v6e:4x4", "--search", "--mesh", "fsdp=16"), "finds the mesh")
     _one_message(
-        invoke("plan", "llama", "--topology", "v6e:4x4", "--search", "--set", "mesh.fsdp=2"), "got --set mesh.fsdp=2"
+        invoke("plan", "llama", "--topology", "v6e:4x4", "--search", "--set", "placement.mesh.fsdp=2"),
+        "got --set placement.mesh.fsdp=2",
     )
     _one_message(
-        invoke("plan", example, "--topology", "v6e:4x4", "--mesh", "fsdp=16", "--set", "mesh.tensor=2"),
-        "the mesh is given twice: --mesh fsdp=16 and --set mesh.tensor=2",
+        invoke("plan", example, "--topology", "v6e:4x4", "--mesh", "fsdp=16", "--set", "placement.mesh.tensor=2"),
+        "the mesh is given twice: --mesh fsdp=16 and --set placement.mesh.tensor=2",
     )
     searched = invoke("plan", example, "--topology", "v6e:4x4", "--search")
     _one_message(searched, "`scalejax shard` plans where embedding tables live")

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import small_run
+from changes import changed
 
 from scalejax.data.dedup import expand_batch
 from scalejax.inference.recommendation import reload
@@ -98,7 +99,6 @@ def test_mistakes_are_one_message(invoke, run, tmp_path, monkeypatch, arguments,
 
 
 def test_runs_of_language_models_and_id_maps_are_refused(run, tmp_path):
-    import dataclasses
 
     from scalejax import configs
     from scalejax.errors import UserError
@@ -110,6 +110,6 @@ def test_runs_of_language_models_and_id_maps_are_refused(run, tmp_path):
     experiment = small_run.experiment(run[0].parent / "rows.parquet")
     maps = (MappedFeatures(features=("shop",), id_map=IdMapConfig(rows=17)),)
     with pytest.raises(UserError, match="features shop have id maps"):
-        click_model.load(tmp_path, dataclasses.replace(experiment, id_maps=maps))
+        click_model.load(tmp_path, changed(experiment, tables__id_maps=maps))
     with pytest.raises(UserError, match="holds no checkpoint"):
         click_model.load(tmp_path, experiment)

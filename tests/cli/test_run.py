@@ -29,7 +29,7 @@ def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--set", "mesh.fsdp=3"], "axis sizes must multiply to the 8 devices at hand; got fsdp=3"),
+        (["--set", "placement.mesh.fsdp=3"], "axis sizes must multiply to the 8 devices at hand; got fsdp=3"),
         (["--set", "data.batch_size=12"], "12"),
         (["--set", "data.path=nowhere.parquet"], "nowhere.parquet"),
         (["--resume", "must"], "--resume must"),

@@ -12,7 +12,7 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.plan import ShardingPlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.planner import Constants
-from scalejax.train import program as programs
+from scalejax.train import binding
 
 
 def test_a_saved_plan_is_read_again_for_the_mesh_that_it_was_made_for(invoke, tmp_path):
@@ -21,26 +21,37 @@ def test_a_saved_plan_is_read_again_for_the_mesh_that_it_was_made_for(invoke, tm
     asked = ("--topology", "h100:1x8", "--batches", "2", "--save", str(plan), "--json", str(figures))
     planning = invoke("shard", recipe, *asked)
     assert planning.exit_code == 0, planning.stderr
-    for words in ("Tables", "item", "the recipe's own plan: busiest device", f"--set=sharding={plan}", "mesh.fsdp=8"):
+    for words in (
+        "Tables",
+        "item",
+        "the recipe's own plan: busiest device",
+        f"--set=tables.sharding={plan}",
+        "placement.mesh.fsdp=8",
+    ):
         assert words in planning.stdout
     assert json.loads(figures.read_text())["planned"]["fits"]
     kept = plan.read_bytes()
     invoke("shard", recipe, *asked)
     assert plan.read_bytes() == kept
-    experiment = configs.load(recipe, [f"sharding={plan}"])
-    built = programs.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+    experiment = configs.load(recipe, [f"tables.sharding={plan}"])
+    built = binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
     assert built.collection.plan == ShardingPlan.load(plan)
     # On another number of devices the plan is refused, not bent.
     with pytest.raises(UserError, match="was made for 8 devices, but 1 hold one copy"):
-        programs.build(experiment, experiment.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
+        binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
 
 
 @pytest.mark.parametrize(
     ("sets", "mesh", "sizes"),
     [
-        (("mesh.replica=2",), "fsdp=8", (1, 8, 1, 1, 1, 1)),
-        (("mesh.replica=4", "mesh.fsdp=1", "mesh.tensor=2"), "replica=2,fsdp=4", (2, 4, 1, 1, 1, 1)),
+        (("placement.mesh.replica=2",), "fsdp=8", (1, 8, 1, 1, 1, 1)),
+        (
+            ("placement.mesh.replica=4", "placement.mesh.fsdp=1", "placement.mesh.tensor=2"),
+            "replica=2,fsdp=4",
+            (2, 4, 1, 1, 1, 1),
+        ),
         ((), "tensor=8", (1, 1, 1, 1, 8, 1)),
+        (("placement.mesh=none",), "replica=2,fsdp=4", (2, 4, 1, 1, 1, 1)),
     ],
 )
 def test_the_next_command_trains_on_the_mesh_that_was_planned_for(invoke, tmp_path, sets, mesh, sizes):
@@ -52,7 +63,7 @@ def test_the_next_command_trains_on_the_mesh_that_was_planned_for(invoke, tmp_pa
     command = shlex.split(planning.stdout.partition("Next: ")[2])
     assert command[:3] == ["scalejax", "train", recipe]
     again = [word.removeprefix("--set=") for word in command[3:]]
-    assert configs.load(recipe, again).mesh.resolve(8) == sizes
+    assert configs.load(recipe, again).placement.mesh.resolve(8) == sizes
 
 
 @pytest.mark.slow
@@ -60,7 +71,7 @@ def test_training_goes_by_a_saved_plan_and_records_it(invoke, tmp_path):
     recipe = small_run.write_recipe(tmp_path)
     plan, run = tmp_path / "plan.json", tmp_path / "run"
     invoke("shard", recipe, "--topology", "h100:1x8", "--save", str(plan))
-    done = invoke("train", recipe, "--set", f"sharding={plan}", "--set", "steps=2", "--workdir", str(run))
+    done = invoke("train", recipe, "--set", f"tables.sharding={plan}", "--set", "steps=2", "--workdir", str(run))
     assert done.exit_code == 0, done.stderr
     recorded = json.loads((run / "experiment.json").read_text())["experiment"]["fields"]["sharding"]["fields"]
     names = [entry.table for entry in ShardingPlan.load(plan).tables]

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from scalejax import optim
 from scalejax.parallel.mesh import MeshShape
-from scalejax.train.experiment import Experiment
+from scalejax.train.experiment import Experiment, Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Model:
         if self.layers < 1:
             raise ValueError(f"layers must be at least 1; got {self.layers}")
 
-    def task(self, schema: Any, row_optimizer: Any) -> Any:
+    def task(self, schema: Any) -> Any:
         raise NotImplementedError
 
 
@@ -57,7 +57,9 @@ def first() -> Experiment:
 
     More lines that a table does not show.
     """
-    return Experiment(model=Model(), data=Data(), steps=10, mesh=MeshShape(fsdp=2))
+    return Experiment(
+        model=Model(), data=Data(), steps=10, optimizer=optim.Adam(), placement=Placement(mesh=MeshShape(fsdp=2))
+    )
 
 
 def second() -> "Experiment":

@@ -26,7 +26,7 @@ def package(tmp_path, monkeypatch):
         + HEADER
         + "def flights() -> Experiment:\n    return Experiment(model=A(x=1), steps=1)\n"
         'def big_one() -> Experiment:\n    """Larger."""\n'
-        "    mesh = MeshShape(fsdp=8)\n    return replace(flights(), steps=2, mesh=mesh)\n"
+        "    mesh = MeshShape(fsdp=8)\n    return replace(flights(), steps=2, placement=Placement(mesh=mesh))\n"
     )
     (folder / "llm" / "tiny.py").write_text(HEADER + "def smoke() -> Experiment: ...\n")
     monkeypatch.setattr(discovery, "_FOLDER", folder)

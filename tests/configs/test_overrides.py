@@ -56,10 +56,10 @@ def _changed(experiment, *sets):
         ("model.bias=false", "model.bias", False),
         ("data.path=a=b.parquet", "data.path", "a=b.parquet"),
         ("data.path=7", "data.path", "7"),
-        ("eval_split='none'", "eval_split", "none"),
+        ("evaluation.split='none'", "evaluation.split", "none"),
         ("optimizer.learning_rate=0.5", "optimizer.learning_rate.value", 0.5),
-        ("mesh.tensor=4", "mesh.tensor", 4),
-        ('rules.axes=[["vocab", ["tensor"]]]', "rules.axes", (("vocab", ("tensor",)),)),
+        ("placement.mesh.tensor=4", "placement.mesh.tensor", 4),
+        ('placement.rules.axes=[["vocab", ["tensor"]]]', "placement.rules.axes", (("vocab", ("tensor",)),)),
     ],
 )
 def test_sets_one_field_by_its_type(experiment, text, path, value):
@@ -79,9 +79,9 @@ def test_none_clears_an_optional_field(experiment):
 
 
 def test_a_type_name_chooses_a_member_of_a_union_with_its_defaults(experiment):
-    got = overrides.apply(experiment, ["optimizer=AdamW", "row_optimizer=Adagrad"])
+    got = overrides.apply(experiment, ["optimizer=AdamW", "tables.optimizer=Adagrad"])
     assert got.optimizer == optim.AdamW()
-    assert type(got.row_optimizer).__name__ == "Adagrad"
+    assert type(got.tables.optimizer).__name__ == "Adagrad"
 
 
 def test_type_names_make_a_tuple_of_dataclasses(experiment):
@@ -105,19 +105,21 @@ def test_type_names_make_a_tuple_of_dataclasses(experiment):
     with pytest.raises(UserError, match="nearest are bdr_mx6"):
         overrides.apply(two, ["quantization.0.act_qtype=mx6"])
     with pytest.raises(UserError, match="cannot become a MappedFeatures by name"):
-        overrides.apply(experiment, ["id_maps=MappedFeatures"])
+        overrides.apply(experiment, ["tables.id_maps=MappedFeatures"])
 
 
 def test_a_file_is_read_where_the_type_of_the_field_can(experiment, tmp_path):
     plan = ShardingPlan(tables=(TablePlan(table="a", kind="table_wise", ranks=(1,)),), devices=2)
     plan.save(tmp_path / "plan.json")
-    assert overrides.apply(experiment, [f"sharding={tmp_path / 'plan.json'}"]).sharding == plan
-    changed = overrides.apply(experiment, [f"sharding={tmp_path / 'plan.json'}", "sharding.tables.0.ranks=0"])
-    assert changed.sharding.tables[0].ranks == (0,)
-    with pytest.raises(UserError, match=r"--set sharding=none\.json: .*cannot read none\.json"):
-        overrides.apply(experiment, ["sharding=none.json"])
+    assert overrides.apply(experiment, [f"tables.sharding={tmp_path / 'plan.json'}"]).tables.sharding == plan
+    changed = overrides.apply(
+        experiment, [f"tables.sharding={tmp_path / 'plan.json'}", "tables.sharding.tables.0.ranks=0"]
+    )
+    assert changed.tables.sharding.tables[0].ranks == (0,)
+    with pytest.raises(UserError, match=r"--set tables.sharding=none\.json: .*cannot read none\.json"):
+        overrides.apply(experiment, ["tables.sharding=none.json"])
     with pytest.raises(UserError, match="exchange must be the type name Exchange"):
-        overrides.apply(experiment, ["exchange=plan.json"])
+        overrides.apply(experiment, ["tables.exchange=plan.json"])
 
 
 def test_sets_apply_in_order(experiment):

@@ -7,12 +7,12 @@ import pathlib
 import jax
 import numpy as np
 import pytest
+from changes import changed
 
 from scalejax import configs
 from scalejax.data.dedup import DedupBatch
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import convert, scoring
-from scalejax.train import program as programs
+from scalejax.train import binding, convert, scoring
 from scalejax.train.experiment import Experiment
 from scalejax.train.state import TrainState
 
@@ -28,13 +28,13 @@ def smoke(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
 def trained(experiment: Experiment, steps: int, devices: int = 1) -> tuple[TrainState, list[bool]]:
     """The state after some steps, and which of the batches went deduplicated."""
     data = experiment.data.build()
-    program = programs.build(experiment, data.schema, make_mesh(experiment.mesh, jax.devices()[:devices]))
+    program = binding.bind(experiment, data.schema, make_mesh(experiment.placement.mesh, jax.devices()[:devices]))
     state, went = program.init(), []
     for host in itertools.islice(data.train_batches(start_example=0), steps):
         batch = convert.to_device(host, program)
         went.append(batch.features.inverse is not None)
         state, _ = program.train_step(state, batch)
-    program.collection.check_faults(program.collection.faults(state.tables))
+    program.embeddings.check_faults(np.asarray(program.faults(state)))
     return state, went
 
 
@@ -44,25 +44,25 @@ def equal(one: TrainState, other: TrainState) -> None:
 
 
 def plainly(experiment: Experiment) -> Experiment:
-    return dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, lists="plain"), dedup=())
+    return changed(experiment, data=dataclasses.replace(experiment.data, lists="plain"), tables__dedup=())
 
 
 @pytest.mark.slow
 def test_training_equals_training_without_deduplication_to_the_bit(smoke: Experiment) -> None:
-    assert smoke.accumulate == "exact"
+    assert smoke.tables.accumulate == "exact"
     dedup, went = trained(smoke, steps=6)
     plain, _ = trained(plainly(smoke), steps=6)
     assert all(went)
     equal(dedup, plain)
-    before = programs.build(smoke, smoke.data.schema(), make_mesh(smoke.mesh, jax.devices()[:1])).init()
+    before = binding.bind(smoke, smoke.data.schema(), make_mesh(smoke.placement.mesh, jax.devices()[:1])).init()
     moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != np.asarray(b)).any()), dedup.params, before.params)
     assert all(jax.tree.leaves(moved))
 
 
 @pytest.mark.slow
 def test_batches_without_room_go_the_plain_way_and_nothing_changes(smoke: Experiment) -> None:
-    tight = tuple(dataclasses.replace(group, rows_per_example=0.01) for group in smoke.dedup)
-    dedup, went = trained(dataclasses.replace(smoke, dedup=tight), steps=3)
+    tight = tuple(dataclasses.replace(group, rows_per_example=0.01) for group in smoke.tables.dedup)
+    dedup, went = trained(changed(smoke, tables__dedup=tight), steps=3)
     plain, _ = trained(plainly(smoke), steps=3)
     assert not any(went)
     equal(dedup, plain)
@@ -79,7 +79,7 @@ def test_the_log_is_made_once_and_deduplicated_as_the_dials_say(smoke: Experimen
     assert again.fingerprint() == data.fingerprint()
     batch = next(data.train_batches(start_example=0))
     assert isinstance(batch, DedupBatch)
-    assert batch.features.groups == tuple(group.features for group in smoke.dedup)
+    assert batch.features.groups == tuple(group.features for group in smoke.tables.dedup)
     assert min(batch.features.factors) > 4
 
 
@@ -92,9 +92,9 @@ def test_shuffled_sessions_train_as_well_as_shuffled_rows(tmp_path: pathlib.Path
             data = dataclasses.replace(recipe.data, shuffle=shuffle, seed=seed, folder=str(tmp_path / "logs"))
             experiment = dataclasses.replace(recipe, data=data, seed=seed)
             state, _ = trained(experiment, steps=recipe.steps)
-            program = programs.build(experiment, data.schema(), make_mesh(recipe.mesh, jax.devices()[:1]))
+            program = binding.bind(experiment, data.schema(), make_mesh(recipe.placement.mesh, jax.devices()[:1]))
             scores = scoring.score(program, state, data.build().eval_batches("test"))
-            aucs.append(scores.measure(["label"])["auc"])
+            aucs.append(scores.measure()["auc"])
     # Over seeds each has a standard deviation of 0.004 (benchmarks/results/recd.md).
     assert np.mean(found["sessions"]) == pytest.approx(np.mean(found["rows"]), abs=0.01)
     assert min(found["sessions"]) > 0.75

@@ -11,8 +11,7 @@ from scalejax.configs import discovery
 from scalejax.data import stages
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import dense, loop
-from scalejax.train import program as programs
+from scalejax.train import binding, loop
 
 RECIPES = {recipe.name: recipe for recipe in discovery.listing()}
 LANGUAGE = [name for name, recipe in RECIPES.items() if recipe.path.parent.name == "llm"]
@@ -27,14 +26,14 @@ def test_builds_without_reading_anything(name: str, monkeypatch: pytest.MonkeyPa
     assert experiment.steps > 0
     assert RECIPES[name].summary
     assert not list(tmp_path.iterdir())
-    if experiment.eval_every:
-        assert experiment.eval_every <= experiment.steps
+    if experiment.evaluation.every:
+        assert experiment.evaluation.every <= experiment.steps
 
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if "movielens" not in n and n not in (*LANGUAGE, *GRAPHS)])
 def test_model_fits_the_columns_of_its_data(name: str) -> None:
     experiment = configs.load(name)
-    program = programs.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+    program = binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
     assert sum(p.size for p in program.model.params.values()) == program.task.dense_parameters()
 
 
@@ -43,7 +42,7 @@ def test_language_model_has_the_parameters_that_it_says(name: str) -> None:
     experiment = configs.load(name)
     schema = experiment.data.schema()
     # Rows of eight devices, whatever the machine.
-    program = dense.build(experiment, schema, make_mesh(MeshShape(fsdp=8)))
+    program = binding.bind(experiment, schema, make_mesh(MeshShape(fsdp=8)))
     config = experiment.model.bound(schema)
     assert sum(math.prod(p.shape) for p in program.model.params.values()) == config.parameters()
 

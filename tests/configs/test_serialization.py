@@ -110,6 +110,17 @@ def test_a_recipe_that_has_changed_since_is_refused():
         serialization.reload(recorded, recipe=RECIPE)
 
 
+def test_a_field_that_the_record_lacks_counts_as_its_default():
+    recorded = _recorded("llama-smoke")
+    for name in ("mlp", "norm", "self_attention", "unroll"):
+        del recorded["experiment"]["fields"]["model"]["fields"][name]
+    assert serialization.reload(recorded) == configs.load("llama-smoke")
+    recorded = _recorded("llama")
+    del recorded["experiment"]["fields"]["model"]["fields"]["unroll"]
+    with pytest.raises(UserError, match=r"no longer gives the experiment .*model\.unroll: 1 -> 4"):
+        serialization.reload(recorded)
+
+
 def test_an_importable_recipe_is_run_again_by_itself(tmp_path, monkeypatch):
     shutil.copy(EXAMPLES, tmp_path / "recipes_of_a_module.py")
     monkeypatch.syspath_prepend(tmp_path)
@@ -126,12 +137,14 @@ def test_a_plan_of_a_file_is_taken_from_the_record(tmp_path):
         devices=2,
     )
     plan.save(tmp_path / "plan.json")
-    sets = ("steps=7", f"sharding={tmp_path / 'plan.json'}", "sharding.replicas=copy", "seed=3")
+    sets = ("steps=7", f"tables.sharding={tmp_path / 'plan.json'}", "tables.sharding.replicas=copy", "seed=3")
     recorded = _recorded(RECIPE, *sets)
     (tmp_path / "plan.json").unlink()
     found = serialization.reload(recorded, recipe=RECIPE)
-    assert found.sharding == dataclasses.replace(plan, replicas="copy")
+    assert found.tables.sharding == dataclasses.replace(plan, replicas="copy")
     assert (found.steps, found.seed) == (7, 3)
-    recorded["experiment"]["fields"]["sharding"]["fields"]["tables"] = "b"
-    with pytest.raises(UserError, match=r"tables in sharding in experiment\.json of the run here must be a list"):
+    recorded["experiment"]["fields"]["tables"]["fields"]["sharding"]["fields"]["tables"] = "b"
+    with pytest.raises(
+        UserError, match=r"tables in tables\.sharding in experiment\.json of the run here must be a list"
+    ):
         serialization.reload(recorded, recipe=RECIPE, where="here")

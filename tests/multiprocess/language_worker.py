@@ -19,9 +19,9 @@ from jax.experimental import multihost_utils
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import dense, distributed
-from scalejax.train.dense_run import DenseRun
+from scalejax.train import binding, distributed
 from scalejax.train.experiment import Precision
+from scalejax.train.run import Run
 
 STEPS = 10
 STRATEGIES = {
@@ -48,10 +48,10 @@ def main() -> int:
             strategy=strategy,
             precision=Precision(params="float64"),
             steps=STEPS,
-            microbatch=None if name == "implicit" else 1 if jax.device_count() > 1 else 4,
+            gradients__microbatch=None if name == "implicit" else 1 if jax.device_count() > 1 else 4,
         )
         data = experiment.data.build()
-        run = DenseRun(dense.build(experiment, data.schema, make_mesh(MeshShape())), data)
+        run = Run(binding.bind(experiment, data.schema, make_mesh(MeshShape())), data)
         state, host = run.begin()
         losses = []
         with run.feed(host, STEPS) as feed:

@@ -7,9 +7,10 @@ import small_run
 from launch import run_workers
 
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import chain, program, snapshot
+from scalejax.train import chain
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
+from scalejax.train.run import Run
 
 pytestmark = pytest.mark.multiprocess
 
@@ -19,26 +20,26 @@ def test_a_chain_by_two_processes_is_their_full_checkpoint(tmp_path):
     command = ["-m", "scalejax", "train"]
     every = ("--set", "steps=6", "--set", "checkpoints.every=2", "--set")
     for name, full in (("deltas", 8), ("full", 2)):
-        args = [recipe, "--workdir", str(tmp_path / name), *every, f"checkpoints.full_every={full}"]
+        args = [recipe, "--workdir", str(tmp_path / name), *every, f"tables.full_every={full}"]
         run_workers(command, 2, 4, args, timeout_s=300)
     assert len(chain.chain_to(tmp_path / "deltas" / "checkpoints", 6)) == 3
     written = sorted(path.name for path in (tmp_path / "deltas" / "checkpoints" / "6" / "rows").glob("*.bin"))
     assert written == ["00000.bin", "00001.bin"]
 
-    experiment = small_run.experiment(tmp_path / "rows.parquet", checkpoints=Checkpoints(every=2, full_every=2))
+    experiment = small_run.experiment(tmp_path / "rows.parquet", checkpoints=Checkpoints(every=2), tables__full_every=2)
     data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
+    run = Run.bind(experiment, data, make_mesh(MeshShape(), jax.devices()[:1]))
     trees = []
     for name in ("deltas", "full"):
         folder = tmp_path / name / "checkpoints"
-        with Checkpointer(folder, experiment.checkpoints, snapshot.identity(built, data)) as checkpoints:
-            tree, host = checkpoints.restore(6, snapshot.abstract_stored(built))
+        with Checkpointer(folder, experiment.checkpoints, run.identity()) as checkpoints:
+            tree, host = checkpoints.restore(6, run.abstract_stored())
         tree["key"] = jax.random.key_data(tree["key"])
         trees.append((jax.tree.map(np.asarray, tree), host))
     assert trees[0][1] == trees[1][1]
     jax.tree.map(np.testing.assert_array_equal, trees[0][0], trees[1][0])
     assert (trees[0][0]["tables"]["item"]["updated_body"] > 2).any()
     # And two processes go on from what two wrote.
-    args = [recipe, "--workdir", str(tmp_path / "deltas"), *every, "checkpoints.full_every=8", "--set", "steps=8"]
+    args = [recipe, "--workdir", str(tmp_path / "deltas"), *every, "tables.full_every=8", "--set", "steps=8"]
     run_workers(command, 2, 4, args, timeout_s=300)
     assert [path.name for path in (tmp_path / "deltas" / "checkpoints").iterdir() if path.name == "8"]

@@ -24,7 +24,9 @@ def test_two_processes_record_what_one_does(recipe, tmp_path):
     steps = ["--set", "steps=8", "--set", "checkpoints.every=4", *RUNS[recipe]]
     one, two = tmp_path / "one", tmp_path / "two"
     run_workers(TRAIN, 1, 1, [recipe, "--workdir", str(one), *steps], timeout_s=300)
-    said = run_workers(TRAIN, 2, 2, [recipe, "--workdir", str(two), "--set", "mesh=MeshShape", *steps], timeout_s=300)
+    said = run_workers(
+        TRAIN, 2, 2, [recipe, "--workdir", str(two), "--set", "placement.mesh=MeshShape", *steps], timeout_s=300
+    )
     assert f"Run folder: {two}" in said[0]
     assert said[1] == ""
     records = [read_lines(folder / "metrics.jsonl") for folder in (one, two)]
@@ -46,5 +48,5 @@ def test_processes_without_a_mesh_are_refused_by_each(tmp_path):
     finished = finish(start_workers(TRAIN, 2, 1, ["gcn-smoke", "--workdir", str(tmp_path / "run")]), 300)
     for one in finished:
         assert one.returncode == 2, one.stderr
-        assert "2 processes train one graph over all of their devices. Set mesh=MeshShape" in one.stderr
+        assert "2 processes train over all of their devices, and placement.mesh is none" in one.stderr
         assert "Traceback" not in one.stderr

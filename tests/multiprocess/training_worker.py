@@ -17,8 +17,9 @@ import small_run
 from jax.experimental import multihost_utils
 
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import convert, distributed, program, snapshot
+from scalejax.train import convert, distributed
 from scalejax.train.experiment import Precision
+from scalejax.train.run import Run
 
 STEPS = 50
 
@@ -32,17 +33,18 @@ def main() -> int:
     parser.add_argument("--process-id", type=int)
     arguments = parser.parse_args()
     distributed.initialize(arguments.coordinator, arguments.processes, arguments.process_id)
-    precision = Precision(params="float64", compute="float64", tables="float64")
-    experiment = small_run.experiment(arguments.rows, precision=precision, steps=STEPS)
+    precision = Precision(params="float64", compute="float64")
+    experiment = small_run.experiment(arguments.rows, precision=precision, tables__dtype="float64", steps=STEPS)
     data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(MeshShape()))
+    run = Run.bind(experiment, data, make_mesh(MeshShape()))
+    built = run.program
     state = built.init()
     batches = data.train_batches(start_example=0, process_index=jax.process_index(), process_count=jax.process_count())
     losses = []
     for _ in range(STEPS):
         state, loss = built.train_step(state, convert.to_device(next(batches), built))
         losses.append(float(loss))
-    stored = snapshot.to_stored(built, state)
+    stored = run.to_stored(state)
     whole = multihost_utils.process_allgather({"params": stored["params"], "tables": stored["tables"]}, tiled=True)
     if distributed.is_primary():
         arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(whole)}

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel import blocks, fsdp
+from scalejax.parallel import blocks, fsdp, gradients
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.mesh import BATCH_AXES, MeshShape
 from scalejax.plan import stablehlo
@@ -27,7 +27,7 @@ def mesh():
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rounding:
+class Rounding(blocks.Stateless):
     """A toy compressed exchange: each device rounds its gradient to multiples of STEP and remembers what it dropped."""
 
     inner: blocks.Plain
@@ -43,16 +43,43 @@ class Rounding:
             path: {"residual": w - sent[path], "rounds": state[path]["rounds"] + 1} for path, w in wanted.items()
         }
 
+    def init(self, shards):
+        zeros = {path: jnp.zeros(residual_stack.axes()[path][1]) for path in shards}
+        return {path: {"residual": z, "rounds": jnp.zeros(z.shape[:1], jnp.int32)} for path, z in zeros.items()}
+
+    def after_update(self, shards, state):
+        return {path: {**s, "rounds": s["rounds"] + 1} for path, s in state.items()}
+
+
+class Rounded(fsdp.Fsdp):
+    """HYBRID_SHARD with that exchange."""
+
+    def exchange(self, layouts, axes):
+        return Rounding(super().exchange(layouts, axes))
+
+
+def of_parameters(loss):
+    """A loss of parameters and a batch as `gradients` wants it."""
+
+    def of_given(given):
+        total, weight, sums = loss(given.params, given.batch, None, given.gather)
+        return gradients.Loss(total, weight, sums), {}
+
+    return of_given
+
 
 def rounded_gradients(mesh, loss, parts=1, accumulate="communicate"):
-    strategy = fsdp.Fsdp(sharding="HYBRID_SHARD", form="explicit")
+    strategy = Rounded(sharding="HYBRID_SHARD", form="explicit", accumulate=accumulate)
     specs = {p.name: p.spec for p in fsdp.place(residual_stack.axes(), strategy, mesh=mesh)}
     assert specs["layers/mlp/up"] == P(None, None, "fsdp")
 
-    def make(layouts, axes):
-        return Rounding(blocks.Plain(layouts=layouts, axes=axes))
+    found = gradients.gradients(of_parameters(loss), strategy, mesh=mesh, specs=specs, parts=parts)
 
-    run = jax.jit(blocks.exchanged_gradients(loss, make, mesh=mesh, specs=specs, parts=parts, accumulate=accumulate))
+    def run(params, state, batch):
+        new = found(params, batch, exchange=state)
+        return new.params, new.exchange
+
+    run = jax.jit(run)
     params = {path: jax.device_put(p, NamedSharding(mesh, specs[path])) for path, p in residual_stack.params().items()}
     return run, params
 
@@ -101,7 +128,7 @@ def test_state_of_an_exchange_updates_through_a_scanned_rematerialised_body(mesh
     expected = literal(batches, residuals)
     state = first_state()
     for batch, total in zip(batches, expected, strict=True):
-        *_, grads, state = run(params, state, jax.device_put(batch, meshes.batch_sharding(mesh)))
+        grads, state = run(params, state, jax.device_put(batch, meshes.batch_sharding(mesh)))
         # Rounded to multiples of 0.25, which float64 adds without error.
         np.testing.assert_array_equal(grads["layers/mlp/up"], total)
     for path, residual in residuals.items():
@@ -117,7 +144,7 @@ def test_state_goes_from_part_to_part_of_a_batch(mesh):
     cuts = [np.arange(len(batch["tokens"])).reshape(DEVICES, 2, share // 2)[:, part].ravel() for part in (0, 1)]
     residuals = {path: s["residual"].copy() for path, s in first_state().items()}
     expected = sum(literal([{name: x[rows] for name, x in batch.items()} for rows in cuts], residuals))
-    *_, grads, state = run(params, first_state(), jax.device_put(batch, meshes.batch_sharding(mesh)))
+    grads, state = run(params, first_state(), jax.device_put(batch, meshes.batch_sharding(mesh)))
     np.testing.assert_array_equal(grads["layers/mlp/up"], expected)
     np.testing.assert_allclose(state["head/weight"]["residual"], residuals["head/weight"], rtol=0, atol=1e-12)
 
@@ -127,25 +154,23 @@ def test_state_updates_once_where_gradients_are_reduced_once(mesh):
     batch = residual_stack.batch()
     residuals = {path: s["residual"].copy() for path, s in first_state().items()}
     (expected,) = literal([batch], residuals)  # a sum over parts is a sum over rows
-    *_, grads, state = run(params, first_state(), jax.device_put(batch, meshes.batch_sharding(mesh)))
+    grads, state = run(params, first_state(), jax.device_put(batch, meshes.batch_sharding(mesh)))
     np.testing.assert_array_equal(grads["layers/mlp/up"], expected)
     np.testing.assert_allclose(state["layers/mlp/down"]["residual"], residuals["layers/mlp/down"], rtol=0, atol=1e-12)
 
 
 def gathers_of(mesh, after_forward, loss, policy_of=None):
     """(executions, bytes) of the all-gathers of one layer's matrices in a step, as it is stated."""
-    strategy = fsdp.Fsdp(sharding="FULL_SHARD", form="explicit")
+    sharding = {"drop": "FULL_SHARD", "keep": "SHARD_GRAD_OP"}[after_forward]
+    strategy = fsdp.Fsdp(sharding=sharding, form="explicit")
     specs = {p.name: p.spec for p in fsdp.place(residual_stack.axes(), strategy, mesh=mesh)}
-    run = blocks.exchanged_gradients(
-        loss, lambda layouts, axes: blocks.Plain(layouts=layouts, axes=axes), mesh=mesh, specs=specs,
-        after_forward=after_forward,
-    )  # fmt: skip
+    run = gradients.gradients(of_parameters(loss), strategy, mesh=mesh, specs=specs)
     params = {
         path: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=NamedSharding(mesh, specs[path]))
         for path, p in residual_stack.params().items()
     }
     batch = jax.eval_shape(residual_stack.batch)
-    found = stablehlo.stated_collectives(jax.jit(run).lower(params, {}, batch), mesh)
+    found = stablehlo.stated_collectives(jax.jit(run).lower(params, batch), mesh)
     matrix = residual_stack.E * residual_stack.F * 8
     return sum(c.count for c in found if c.kind == "all-gather" and c.bytes == c.count * matrix)
 

@@ -267,7 +267,7 @@ def test_replicas_stay_equal_unless_each_divides_by_its_own_count(mesh, divisor)
 
     class WrongDdp(Ddp):
         def exchange(self, layouts, axes):
-            return OwnCount(axes=axes, bucket_bytes=self.bucket_bytes)
+            return OwnCount(layouts=layouts, axes=axes, bucket_bytes=self.bucket_bytes)
 
     strategy = Ddp() if divisor == "global" else WrongDdp()
     gradients = fsdp.gradients(residual_stack.loss, strategy, mesh=mesh, specs=SPECS)

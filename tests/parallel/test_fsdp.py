@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 import residual_stack
+from covering import covering
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -110,17 +111,6 @@ PRODUCT = [
     for case in itertools.product((*STRATEGIES, "DDP"), MODES, MESHES, (1, 2), OPTIMIZERS)
     if case[:2] != ("DDP", ("implicit", "communicate"))  # buckets are stated
 ]
-
-
-def covering(cases):
-    """A subset in which every pair of values of two columns still occurs, chosen greedily."""
-    pairs = [{(i, j, a[i], a[j]) for i, j in itertools.combinations(range(len(a)), 2)} for a in cases]
-    missing, chosen = set().union(*pairs), []
-    while missing:
-        best = max(range(len(cases)), key=lambda k: len(pairs[k] & missing))
-        chosen.append(cases[best])
-        missing -= pairs[best]
-    return chosen
 
 
 @pytest.mark.usefixtures("x64")

@@ -51,7 +51,7 @@ def test_a_batch_that_does_not_divide_names_axes_and_sizes():
     ) as error:
         meshes.check_batch(12, mesh)
     assert "--set data.batch_size=N (eval: --batch-size N)" in str(error.value)
-    assert "--set mesh.AXIS=N (eval and plan: --mesh AXIS=N,...)" in str(error.value)
+    assert "--set placement.mesh.AXIS=N (eval and plan: --mesh AXIS=N,...)" in str(error.value)
     with pytest.raises(UserError, match="at least 1"):
         meshes.check_batch(0, mesh)
 

@@ -5,6 +5,7 @@ import re
 
 import jax
 import pytest
+from changes import changed
 from plan.test_mesh_search import Rows
 
 from scalejax import optim
@@ -14,9 +15,10 @@ from scalejax.models.llm import llama3
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.parallel.rules import LLM
 from scalejax.plan import check_fits, estimate, memory
-from scalejax.train import dense
-from scalejax.train.experiment import DenseExperiment
+from scalejax.train import binding
+from scalejax.train.experiment import Experiment, Gradients, Placement
 
 SMALL = llama3.LlamaConfig(
     layers=4, dim=64, ffn_dim=128, heads=8, kv_heads=4, vocabulary=256, max_positions=512, remat="none"
@@ -24,8 +26,14 @@ SMALL = llama3.LlamaConfig(
 
 
 def _experiment(**fields):
-    given = {"model": SMALL, "data": Rows(batch_size=32, length=512), "steps": 10, **fields}
-    return DenseExperiment(**given)
+    given = Experiment(
+        model=SMALL,
+        data=Rows(batch_size=32, length=512),
+        steps=10,
+        gradients=Gradients(clip=1.0),
+        placement=Placement(rules=LLM),
+    )
+    return changed(given, **fields)
 
 
 @pytest.mark.parametrize("strategy", [Fsdp(), Fsdp(sharding="NO_SHARD"), Fsdp(sharding="HYBRID_SHARD"), Ddp()])
@@ -33,9 +41,9 @@ def _experiment(**fields):
 def test_state_at_rest_is_what_a_run_keeps(strategy, where):
     tensor = 1 if isinstance(strategy, Ddp) else 2
     mesh = make_mesh(MeshShape(replica=2, fsdp=4 // tensor, tensor=tensor))
-    experiment = _experiment(strategy=strategy, offload=where)
+    experiment = _experiment(strategy=strategy, placement__offload=where)
     found = estimate.needed_bytes(experiment, mesh)
-    program = dense.build(experiment, experiment.data.schema(), mesh)
+    program = binding.bind(experiment, experiment.data.schema(), mesh)
     kept = memory.arguments_by_kind(program.abstract_state(), program.abstract_batch())
     assert found["parameters"] == pytest.approx(kept["parameters"], rel=0.01)
     away = where == "optimizer"
@@ -70,7 +78,7 @@ def test_remedies_are_named_in_the_order_of_what_they_cost():
     assert "with --set model.remat=dots." in _refused(_experiment(), 0.9)[0]
     assert "with --set model.remat=full." in _refused(_experiment(), 0.3)[0]
     full = _experiment(model=dataclasses.replace(SMALL, remat="full"))
-    assert "with --set microbatch=2." in _refused(full, 0.9)[0]
+    assert "with --set gradients.microbatch=2." in _refused(full, 0.9)[0]
     state = {"model": dataclasses.replace(SMALL, remat="full"), "data": Rows(batch_size=8, length=64)}
     assert "with --set strategy=Fsdp." in _refused(_experiment(**state, strategy=Ddp()), 0.9)[0]
     text, _ = _refused(_experiment(**state, strategy=Fsdp(sharding="NO_SHARD")), 0.9)
@@ -93,10 +101,10 @@ def test_what_a_message_names_does_as_it_is_written(monkeypatch, strategy, share
         check_fits(experiment, mesh, memory_bytes=room)
     sets = _sets(str(error.value))
     assert sets
-    sizes = [text for text in sets if text.startswith("mesh.")]
-    changed = overrides.apply(experiment, [text for text in sets if text not in sizes])
-    mesh = make_mesh(overrides.apply(experiment, sizes).mesh) if sizes else mesh
-    check_fits(changed, mesh, memory_bytes=room)
+    sizes = [text for text in sets if text.startswith("placement.mesh.")]
+    other = overrides.apply(experiment, [text for text in sets if text not in sizes])
+    mesh = make_mesh(overrides.apply(experiment, sizes).placement.mesh) if sizes else mesh
+    check_fits(other, mesh, memory_bytes=room)
 
 
 def test_state_goes_to_the_host_where_nothing_else_suffices(monkeypatch):
@@ -108,9 +116,9 @@ def test_state_goes_to_the_host_where_nothing_else_suffices(monkeypatch):
     with pytest.raises(UserError, match="alone fill 2 such devices"):
         check_fits(experiment, alone, memory_bytes=room)  # here the host's memory is that of the device
     monkeypatch.setattr(estimate, "_host_is_apart", lambda mesh: True)
-    with pytest.raises(UserError, match=r"with --set offload=optimizer --set microbatch=1\."):
+    with pytest.raises(UserError, match=r"with --set placement.offload=optimizer --set gradients.microbatch=1\."):
         check_fits(experiment, alone, memory_bytes=room)
-    check_fits(dataclasses.replace(experiment, offload="optimizer"), alone, memory_bytes=room)
+    check_fits(changed(experiment, placement__offload="optimizer"), alone, memory_bytes=room)
 
 
 def test_a_named_remedy_does():
@@ -137,6 +145,13 @@ def test_a_model_that_is_no_decoder_is_let_through_and_cannot_be_estimated():
     check_fits(odd, mesh, memory_bytes=1)
     with pytest.raises(UserError, match="must be a decoder"):
         estimate.needed_bytes(odd, mesh)
+
+
+def test_runs_that_train_a_part_of_a_decoder_are_let_through():
+    mesh = make_mesh(MeshShape())
+    with pytest.raises(UserError, match="Memory cannot suffice"):
+        check_fits(_experiment(), mesh, memory_bytes=1)
+    check_fits(_experiment(trainable="head/.*"), mesh, memory_bytes=1)
 
 
 def test_eight_devices_share_the_state():

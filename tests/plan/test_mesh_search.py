@@ -5,19 +5,21 @@ import io
 import json
 
 import pytest
+from changes import changed
 from rich.console import Console
 
 from scalejax.data.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import PlanResult, decoders, mesh_search, search, step_model, topology
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.parallel.rules import LLM
+from scalejax.plan import PlanResult, check_fits, decoders, mesh_search, search, step_model, topology
 from scalejax.plan import published_runs as runs
 from scalejax.plan.collectives import Collective
 from scalejax.plan.memory import MemoryPlan
 from scalejax.plan.roofline import Roofline
-from scalejax.train.experiment import DenseExperiment
+from scalejax.train.experiment import Experiment, Gradients, Placement
 
 V6E = topology.parse("v6e:4x4")
 
@@ -38,7 +40,14 @@ class Rows:
 
 
 def _experiment(size="3.1-8b", *, batch=16, length=8192, **fields):
-    return DenseExperiment(model=llama3.SIZES[size], data=Rows(batch_size=batch, length=length), steps=10, **fields)
+    given = Experiment(
+        model=llama3.SIZES[size],
+        data=Rows(batch_size=batch, length=length),
+        steps=10,
+        gradients=Gradients(clip=1.0),
+        placement=Placement(rules=LLM),
+    )
+    return changed(given, **fields)
 
 
 def _prune(experiment, machine=V6E, **given):
@@ -168,13 +177,13 @@ def compiled(monkeypatch):
     """A search whose compiler answers at once: time and memory by the estimate, backwards in rank."""
     asked = []
 
-    def plan_dense(experiment, machine, mesh):
+    def plan_on(experiment, machine, mesh):
         asked.append((experiment.model.layers, mesh_search.stated(mesh), experiment.model.remat))
         slow = 100.0 / len(asked)
         base = _result(experiment.model.layers)
         return dataclasses.replace(base, roofline=dataclasses.replace(base.roofline, ici_s=slow))
 
-    monkeypatch.setattr(mesh_search, "plan_dense", plan_dense)
+    monkeypatch.setattr(mesh_search, "plan_on", plan_on)
     return asked
 
 
@@ -234,15 +243,25 @@ def test_block_formats_on_the_wire_are_refused():
         search(_experiment(strategy=strategy), "v6e:4x4", compiles=0)
 
 
-def test_a_model_that_is_no_decoder_is_refused():
-    odd = dataclasses.replace(_experiment(), model=object())
+@dataclasses.dataclass(frozen=True)
+class _NarrowMlp(llama3.GatedMlp):
+    """Which the dimensions of a config do not describe."""
+
+    def build(self, config, rngs, **dtypes):
+        return super().build(dataclasses.replace(config, ffn_dim=8), rngs, **dtypes)
+
+
+@pytest.mark.parametrize("model", [object(), dataclasses.replace(llama3.SIZES["3.1-8b"], mlp=_NarrowMlp())])
+def test_a_model_that_is_no_decoder_is_refused_and_its_memory_not_estimated(model):
+    odd = dataclasses.replace(_experiment(), model=model)
+    check_fits(odd, make_mesh(MeshShape()), memory_bytes=1)
     with pytest.raises(UserError, match="must be a decoder"):
         search(odd, "v6e:4x4")
 
 
 def test_an_experiment_is_read_into_the_terms_of_the_model():
     strategy = Fsdp(form="explicit", param_dtype="bfloat16", reduce_dtype="float32")
-    experiment = _experiment(batch=64, microbatch=2, strategy=strategy)
+    experiment = _experiment(batch=64, gradients__microbatch=2, strategy=strategy)
     found = decoders.training_of(experiment, MeshShape(fsdp=16), 16, compute_dtype="bfloat16")
     assert (found.batch, found.sequence, found.parts) == (64, 8192, 2)
     assert (found.gather_bytes, found.reduce_bytes, found.optimizer_bytes) == (2, 4, 8)
@@ -253,7 +272,7 @@ def test_an_experiment_is_read_into_the_terms_of_the_model():
     found = decoders.training_of(local, MeshShape(fsdp=16), 16, compute_dtype="bfloat16")
     assert (found.accumulate, found.gather_bytes, found.reduce_bytes) == ("local", 2, 4)  # added up in float32
     away = decoders.training_of(
-        dataclasses.replace(experiment, offload="optimizer"), MeshShape(fsdp=16), 16, compute_dtype="bfloat16"
+        changed(experiment, placement__offload="optimizer"), MeshShape(fsdp=16), 16, compute_dtype="bfloat16"
     )
     assert away.optimizer_rests == "host"
     assert step_model.memory_of_device(decoders.decoder_of(experiment), away, 16)["optimizer state"] == 0

@@ -5,7 +5,8 @@ import types
 import numpy as np
 import pytest
 
-from scalejax.plan import collectives, flops, roofline, topology, traffic
+from scalejax.numerics import flops
+from scalejax.plan import collectives, roofline, topology, traffic
 from scalejax.plan.collectives import Collective
 
 

@@ -7,6 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 import small_run
+from changes import changed
 
 from scalejax.configs.recsys import dcnv2
 from scalejax.data.schema import Categorical, Schema
@@ -16,7 +17,7 @@ from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.planner import Zipf
 from scalejax.plan.sharding import shard, statistics_of_schema
-from scalejax.train import program as programs
+from scalejax.train import binding
 
 MACHINE = "h100:2x4"
 
@@ -34,7 +35,7 @@ def test_a_plan_is_for_the_tables_and_the_mesh_of_the_experiment(small):
     assert found.mesh == {"replica": 2, "fsdp": 4}
     assert found.planned.report.topology.group_size == 4
     on = make_mesh(MeshShape(replica=2))
-    built = programs.build(dataclasses.replace(small, sharding=found.planned.plan), small.data.schema(), on)
+    built = binding.bind(changed(small, tables__sharding=found.planned.plan), small.data.schema(), on)
     assert built.collection.plan == found.planned.plan
 
 
@@ -72,10 +73,10 @@ def test_ids_of_any_64_bits_are_counted(small):
     path = small_run.write(pathlib.Path(small.data.path).with_name("hashed.parquet"), {"item": hashes})
     features = (*small_run.FEATURES[:2], Categorical(name="item", rows=None))
     id_map = IdMapConfig(rows=1 + 64 * 2, ways=2)
-    mapped = dataclasses.replace(
+    mapped = changed(
         small,
         data=small_run.data(path, categorical=features),
-        id_maps=(MappedFeatures(features=("item",), id_map=id_map),),
+        tables__id_maps=(MappedFeatures(features=("item",), id_map=id_map),),
     )
     found = shard(mapped, MACHINE, sample_batches=3)
     assert "counted in the first 3 batches" in found.statistics
@@ -86,8 +87,8 @@ def test_the_recipes_own_plan_is_priced_beside_it_or_its_fault_is_named(small):
     found = shard(small, MACHINE)
     assert found.recipe is not None
     assert found.planned.report.max_s <= found.recipe.max_s  # row-wise all over is among what the planner tries
-    other = dataclasses.replace(
-        small, sharding=ShardingPlan(tables=(TablePlan(table="item", kind="table_wise", ranks=(9,)),))
+    other = changed(
+        small, tables__sharding=ShardingPlan(tables=(TablePlan(table="item", kind="table_wise", ranks=(9,)),))
     )
     found = shard(other, MACHINE)
     assert found.recipe is None

@@ -10,11 +10,13 @@ from flax import nnx
 from scalejax.data.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
+from scalejax.numerics import flops
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import flops, step_model, topology
 from scalejax.plan import published_runs as runs
+from scalejax.plan import step_model, topology
 from scalejax.plan.step_model import REMATS, Training
 from scalejax.plan.transformer import Decoder
+from scalejax.train.task import Batch, whole
 
 V6E = topology.parse("v6e:16x16")
 
@@ -84,7 +86,7 @@ def _loss(config, batch, sequence):
     graph, state = nnx.split(model)
 
     def loss(state, arrays):
-        return task.loss(nnx.merge(graph, state), arrays)[0]
+        return task.loss(nnx.merge(graph, state), Batch(arrays), keys=None, gather=whole).sum
 
     return loss, (state, arrays)
 

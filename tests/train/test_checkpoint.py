@@ -87,8 +87,8 @@ def make(tmp_path):
     """Makes checkpointers of one folder and closes them."""
     made = []
 
-    def one(identity=IDENTITY, **policy) -> Checkpointer:
-        made.append(Checkpointer(tmp_path / "checkpoints", Checkpoints(**policy), identity))
+    def one(identity=IDENTITY, better="low", **policy) -> Checkpointer:
+        made.append(Checkpointer(tmp_path / "checkpoints", Checkpoints(**policy), identity, better=better))
         return made[-1]
 
     yield one
@@ -133,7 +133,7 @@ def test_host_values_are_copied_when_save_returns(make):
 
 
 def test_keeps_the_last_and_the_best(make):
-    checkpointer = make(keep_last=2, keep_best=1, best_metric="auc")
+    checkpointer = make(keep_last=2, keep_best=1, best_metric="auc", better="high")
     aucs = {1: 0.6, 2: None, 3: 0.9, 4: 0.7, 5: None, 6: 0.8, 7: None}
     for step, auc in aucs.items():
         checkpointer.save(step, small(step), {}, None if auc is None else {"auc": auc, "logloss": 0.1})
@@ -144,15 +144,23 @@ def test_keeps_the_last_and_the_best(make):
     assert sorted(path.name for path in checkpointer.folder.iterdir()) == ["3", "6", "7"]
 
 
+def test_without_a_named_metric_the_first_one_counts(make):
+    checkpointer = make(keep_last=1, keep_best=1, better="high")
+    for step, accuracy in {1: 0.6, 2: 0.9, 3: 0.7}.items():
+        checkpointer.save(step, small(step), {}, {"accuracy": accuracy})
+    checkpointer.wait()
+    assert checkpointer.steps() == [2, 3]
+
+
 @given(
     st.dictionaries(st.integers(0, 50), st.none() | st.sampled_from([0.1, 0.2, 0.3, float("nan"), float("inf")])),
     st.integers(1, 4),
     st.integers(0, 3),
-    st.sampled_from(["logloss", "auc"]),
+    st.sampled_from(["low", "high"]),
 )
 @settings(max_examples=200, deadline=None)
-def test_retention_equals_its_definition(scores, keep_last, keep_best, metric):
-    kept = retained(scores, Checkpoints(keep_last=keep_last, keep_best=keep_best, best_metric=metric))
+def test_retention_equals_its_definition(scores, keep_last, keep_best, direction):
+    kept = retained(scores, Checkpoints(keep_last=keep_last, keep_best=keep_best), direction)
     for step, score in scores.items():
         newer = sum(other > step for other in scores)
         if score is None or score != score:
@@ -160,7 +168,7 @@ def test_retention_equals_its_definition(scores, keep_last, keep_best, metric):
         else:
             rivals = [(s, o) for o, s in scores.items() if s is not None and s == s and o != step]
             better = sum(
-                (s < score if metric == "logloss" else s > score) or (s == score and o < step) for s, o in rivals
+                (s < score if direction == "low" else s > score) or (s == score and o < step) for s, o in rivals
             )
             is_best = better < keep_best
         assert (step in kept) == (newer < keep_last or is_best)
@@ -194,7 +202,7 @@ def test_refuses_a_step_that_is_not_newer(make):
     ],
 )
 def test_refuses_what_it_could_not_restore(make, tree, host, metrics, match):
-    checkpointer = make()
+    checkpointer = make(best_metric="logloss")
     with pytest.raises((ValueError, TypeError), match=match):
         checkpointer.save(1, tree, host, metrics)
     assert checkpointer.steps() == []

@@ -22,8 +22,7 @@ from scalejax.train import manifest as manifests
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
 
-EVERY = Checkpoints(every=2, full_every=8, keep_last=20, keep_best=0)
-FULL = Checkpoints(every=2, full_every=2, keep_last=20, keep_best=0)
+EVERY = Checkpoints(every=2, keep_last=20, keep_best=0)
 MIXED = ShardingPlan(
     tables=(
         TablePlan(table="shop", kind="column_wise", columns=2),
@@ -34,7 +33,9 @@ MIXED = ShardingPlan(
 
 
 def experiment(rows, **changes):
-    return small_run.experiment(rows, **{"checkpoints": EVERY, "steps": 6, "eval_every": 0, "log_every": 2, **changes})
+    """Full checkpoints are those of every eighth step."""
+    given = {"checkpoints": EVERY, "tables__full_every": 8, "steps": 6, "evaluation__every": 0, "log_every": 2}
+    return small_run.experiment(rows, **given | changes)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def runs(rows, tmp_path_factory):
     """The same run of six steps with deltas at 4 and 6 (2 begins the chain), and with full checkpoints only."""
     folder = tmp_path_factory.mktemp("runs")
     loop.train(experiment(rows), workdir=folder / "deltas")
-    loop.train(experiment(rows, checkpoints=FULL), workdir=folder / "full")
+    loop.train(experiment(rows, tables__full_every=2), workdir=folder / "full")
     return folder / "deltas", folder / "full"
 
 
@@ -68,7 +69,7 @@ def test_a_chain_is_the_full_checkpoint_to_the_bit_on_any_mesh(runs, rows):
     kinds = [manifests.read(deltas / "checkpoints" / str(step)).delta is None for step in (2, 4, 6)]
     assert kinds == [True, False, False]
     expected = small_run.restored(experiment(rows), full, 6, 8)
-    sliced = experiment(rows, sharding=dataclasses.replace(MIXED, tables=MIXED.tables[1:]))
+    sliced = experiment(rows, tables__sharding=dataclasses.replace(MIXED, tables=MIXED.tables[1:]))
     for what, devices in ((experiment(rows), 8), (sliced, 4), (experiment(rows, data=small(rows, 63)), 3)):
         tree, host = small_run.restored(what, deltas, 6, devices)
         assert_equal(tree, expected[0])
@@ -84,13 +85,11 @@ def small(rows, batch_size):
 
 @pytest.mark.slow
 def test_a_chain_from_column_slices_and_copies_restores_elsewhere(rows, tmp_path):
-    changes = {"sharding": MIXED, "row_optimizer": Adam(learning_rate=0.01), "steps": 8}
-    loop.train(
-        experiment(rows, **changes, checkpoints=dataclasses.replace(EVERY, full_every=10)), workdir=tmp_path / "a"
-    )
-    loop.train(experiment(rows, **changes, checkpoints=FULL), workdir=tmp_path / "b")
+    changes = {"tables__sharding": MIXED, "tables__optimizer": Adam(learning_rate=0.01), "steps": 8}
+    loop.train(experiment(rows, **changes, tables__full_every=10), workdir=tmp_path / "a")
+    loop.train(experiment(rows, **changes, tables__full_every=2), workdir=tmp_path / "b")
     assert len(chain.chain_to(tmp_path / "a" / "checkpoints", 8)) == 4
-    plain = experiment(rows, row_optimizer=Adam(learning_rate=0.01))
+    plain = experiment(rows, tables__optimizer=Adam(learning_rate=0.01))
     assert_equal(small_run.restored(plain, tmp_path / "a", 8, 1), small_run.restored(plain, tmp_path / "b", 8, 1))
 
 
@@ -120,8 +119,8 @@ def test_what_is_written_grows_with_touched_rows_and_not_with_tables(runs):
 
 @pytest.mark.slow
 def test_a_base_is_kept_as_long_as_it_is_needed(rows, tmp_path):
-    policy = Checkpoints(every=1, full_every=4, keep_last=1, keep_best=0)
-    loop.train(experiment(rows, steps=7, checkpoints=policy), workdir=tmp_path)
+    policy = Checkpoints(every=1, keep_last=1, keep_best=0)
+    loop.train(experiment(rows, steps=7, checkpoints=policy, tables__full_every=4), workdir=tmp_path)
     assert sorted(int(path.name) for path in (tmp_path / "checkpoints").iterdir()) == [4, 5, 6, 7]
 
 
@@ -159,22 +158,27 @@ def test_a_half_written_one_is_not_listed(run, rows):
     assert_equal(small_run.restored(experiment(rows), run, None)[0], small_run.restored(experiment(rows), run, 4)[0])
 
 
-def test_full_checkpoints_come_at_multiples():
-    with pytest.raises(ValueError, match="full_every must be a multiple of every, 4"):
-        Checkpoints(every=4, full_every=6)
+def test_full_checkpoints_come_at_multiples(rows):
+    with pytest.raises(ValueError, match=r"tables.full_every must be a multiple of checkpoints.every, 4.*got 6"):
+        experiment(rows, checkpoints=Checkpoints(every=4), tables__full_every=6)
 
 
 def test_a_delta_needs_a_base(tmp_path):
-    with Checkpointer(tmp_path, EVERY, {}) as checkpoints, pytest.raises(ValueError, match="a full checkpoint is due"):
+    with checkpointer(tmp_path, 8) as checkpoints, pytest.raises(ValueError, match="a full checkpoint is due"):
         checkpoints.save_delta(3, {}, [], {}, abstract_tree={}, updates=3)
 
 
 LEAF = {"x": jax.ShapeDtypeStruct((2,), np.float32, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))}
 
 
+def checkpointer(folder, full_every=10, **policy):
+    kept = Checkpoints(**{"every": 1, "keep_best": 0, **policy})
+    return Checkpointer(folder, kept, {}, full_every=full_every)
+
+
 def save_chain(folder, steps, *, before=lambda step: None, **policy):
     """Saves a leaf of two numbers, its step, at these steps; full where it is due."""
-    with Checkpointer(folder, Checkpoints(**{"every": 1, "full_every": 10, "keep_best": 0, **policy}), {}) as made:
+    with checkpointer(folder, **policy) as made:
         for step in steps:
             before(step)
             tree = {"x": jax.numpy.full(2, step, np.float32)}
@@ -187,7 +191,7 @@ def save_chain(folder, steps, *, before=lambda step: None, **policy):
 
 
 def restore_leaf(folder, step):
-    with Checkpointer(folder, Checkpoints(every=1, full_every=10), {}) as made:
+    with checkpointer(folder) as made:
         return float(made.restore(step, LEAF)[0]["x"][0])
 
 
@@ -296,8 +300,8 @@ def test_tracking_may_begin_in_a_run_that_has_checkpoints(tmp_path):
     state = with_update(with_update(plain.init(jax.random.key(0)), 1), 2)
     with Checkpointer(tmp_path, Checkpoints(every=1), {}) as made:
         made.save(2, {"tables": plain.to_stored(state)}, {})
-    policy, abstract = Checkpoints(every=1, full_every=10), {"tables": tracked.abstract_stored()}
-    with Checkpointer(tmp_path, policy, {}) as made:
+    abstract = {"tables": tracked.abstract_stored()}
+    with checkpointer(tmp_path) as made:
         tree, _ = made.restore(None, abstract)
         found, expected = tree["tables"]["t"], plain.to_stored(state)["t"]
         assert set(found) == {*expected, "updated_tail"}
@@ -318,7 +322,7 @@ def test_a_tracked_checkpoint_that_lacks_its_marks_is_refused(tmp_path):
     with Checkpointer(tmp_path, Checkpoints(every=1), {}) as made:
         made.save(2, {"tables": plain.to_stored(plain.init(jax.random.key(0)))}, {}, updates=2)
     with (
-        Checkpointer(tmp_path, EVERY, {}) as made,
+        checkpointer(tmp_path, 8) as made,
         pytest.raises(UserError, match=r"tables\.t\.updated_tail .* not in the checkpoint"),
     ):
         made.restore(2, {"tables": tracked.abstract_stored()})
@@ -399,4 +403,4 @@ def test_rows_of_bfloat16_come_back(tmp_path):
 
 def test_row_wise_adagrad_is_what_these_runs_use(rows):
     """The bytes of a row above count on it."""
-    assert isinstance(experiment(rows).row_optimizer, RowwiseAdagrad)
+    assert isinstance(experiment(rows).tables.optimizer, RowwiseAdagrad)

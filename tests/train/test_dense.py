@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import types
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +15,14 @@ from scalejax.data import Stage, StagedData
 from scalejax.errors import UserError
 from scalejax.parallel import ddp
 from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import dense, dense_metrics, loop
+from scalejax.train import binding, convert, loop
 from scalejax.train import summary as summaries
 from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.dense_run import DenseRun
 from scalejax.train.experiment import Checkpoints, Precision
+from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
-from scalejax.train.timing import StepTimer
 
 
 @pytest.fixture(scope="module")
@@ -41,23 +40,23 @@ def whole(texts, tmp_path_factory):
 def program_of(experiment, devices=1):
     data = experiment.data.build()
     mesh = make_mesh(MeshShape(fsdp=devices), jax.devices()[:devices])
-    return dense.build(experiment, data.schema, mesh), data
+    return binding.bind(experiment, data.schema, mesh), data
 
 
-def batch_of(experiment, data, program):
-    return DenseRun(program, data)._place(next(data.train_batches(start_example=0)))
+def batch_of(data, program):
+    return convert.to_device(next(data.train_batches(start_example=0)), program)
 
 
 def test_a_step_is_the_optimizer_on_the_gradient_of_the_mean_over_all_targets(texts, x64):
-    experiment = small.experiment(texts, clip=None, precision=Precision(params="float64"))
+    experiment = small.experiment(texts, gradients__clip=None, precision=Precision(params="float64"))
     program, data = program_of(experiment)
-    state, batch = program.init(), batch_of(experiment, data, program_of(experiment)[0])
+    state, batch = program.init(), batch_of(data, program)
 
     def mean(params):
-        model = program.model.put_together(params)
-        logits = model(batch["tokens"], batch["positions"], batch["segment_ids"])
-        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), batch["targets"][..., None], axis=-1)[..., 0]
-        return (nats * batch["weights"]).sum() / batch["weights"].sum()
+        model, fields = program.model.put_together(params), batch.fields
+        logits = model(fields["tokens"], fields["positions"], fields["segment_ids"])
+        nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), fields["targets"][..., None], axis=-1)[..., 0]
+        return (nats * fields["weights"]).sum() / fields["weights"].sum()
 
     want, grads = jax.jit(jax.value_and_grad(mean))(state.params)
     updates, _ = jax.jit(program.transformation.update)(grads, state.optimizer, state.params)
@@ -66,7 +65,7 @@ def test_a_step_is_the_optimizer_on_the_gradient_of_the_mean_over_all_targets(te
     np.testing.assert_allclose(loss, want, rtol=1e-12)
     for name, value in after.params.items():
         np.testing.assert_allclose(value, updated[name], rtol=1e-9, atol=1e-12, err_msg=name)
-    np.testing.assert_allclose(after.metrics.grad_norm.value, optax.tree.norm(grads), rtol=1e-10)
+    np.testing.assert_allclose(after.metrics["steps"].grad_norm.value, optax.tree.norm(grads), rtol=1e-10)
 
 
 def test_the_gradient_is_scaled_down_to_the_norm_that_it_may_have(texts, x64):
@@ -74,12 +73,12 @@ def test_the_gradient_is_scaled_down_to_the_norm_that_it_may_have(texts, x64):
     changes = {"optimizer": sgd, "precision": Precision(params="float64")}
     moved = []
     for clip in (None, 0.1):
-        program, data = program_of(small.experiment(texts, clip=clip, **changes))
+        program, data = program_of(small.experiment(texts, gradients__clip=clip, **changes))
         state = program.init()
         before = jax.tree.map(np.asarray, state.params)
-        after, _ = program.train_step(state, batch_of(program.experiment, data, program))
+        after, _ = program.train_step(state, batch_of(data, program))
         moved.append({name: np.asarray(value) - before[name] for name, value in after.params.items()})
-        assert int(after.metrics.clipped) == (clip is not None)
+        assert int(after.metrics["steps"].clipped) == (clip is not None)
     norm = np.sqrt(sum((step**2).sum() for step in moved[0].values()))
     assert norm > 0.1
     for name, step in moved[1].items():
@@ -93,12 +92,12 @@ def test_the_gradient_is_scaled_down_to_the_norm_that_it_may_have(texts, x64):
 def test_devices_and_parts_change_nothing_but_the_order_of_sums(texts, x64, devices, microbatch):
     found = []
     for n, most in ((1, None), (devices, microbatch)):
-        experiment = small.experiment(texts, microbatch=most, precision=Precision(params="float64"))
+        experiment = small.experiment(texts, gradients__microbatch=most, precision=Precision(params="float64"))
         program, data = program_of(experiment, n)
         state, losses = program.init(), []
         batches = data.train_batches(start_example=0)
         for _ in range(3):
-            state, loss = program.train_step(state, DenseRun(program, data)._place(next(batches)))
+            state, loss = program.train_step(state, convert.to_device(next(batches), program))
             losses.append(float(loss))
         found.append((losses, jax.tree.map(np.asarray, state.params)))
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-12)
@@ -147,10 +146,12 @@ def test_a_validation_loss_is_the_mean_over_the_targets_of_the_split(whole, text
     folder, summary = whole
     experiment = small.experiment(texts)
     program, data = program_of(experiment)
-    run = DenseRun(program, data)
+    run = Run(program, data)
     with Checkpointer(folder / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
         state, host = run.restore(checkpoints, None)
     assert host.examples == 12 * 8
+    assert host.best.step == 12
+    assert host.best.value == summary["val_loss"]
     total = weight = 0.0
     model = program.model.put_together(state.params)
     for batch in data.eval_batches("validation"):
@@ -169,7 +170,7 @@ def test_a_run_in_parts_equals_one_in_one_piece_to_the_bit(whole, texts, tmp_pat
     states = []
     for folder in (whole[0], tmp_path):
         program, data = program_of(experiment)
-        run = DenseRun(program, data)
+        run = Run(program, data)
         with Checkpointer(folder / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
             states.append(run.restore(checkpoints, 12)[0])
     for a, b in zip(jax.tree.leaves(states[0]), jax.tree.leaves(states[1]), strict=True):
@@ -200,7 +201,7 @@ def test_batches_and_rows_grow_during_a_run_and_a_part_of_it_goes_on_to_the_same
     timing = [line for line in read_lines(tmp_path / "whole" / "timing.jsonl") if "tokens_per_s" in line]
     lengths = [line["tokens_per_s"] / line["samples_per_s"] for line in timing]
     assert lengths == pytest.approx([16, 24, 32])
-    task = dense.build(experiment, data.schema(), make_mesh(MeshShape(fsdp=1), jax.devices()[:1])).task
+    task = binding.bind(experiment, data.schema(), make_mesh(MeshShape(fsdp=1), jax.devices()[:1])).task
     flops = [task.flops_per_example(16), (task.flops_per_example(16) + task.flops_per_example(32)) / 2]
     found = [line["tflops_per_s_per_device"] * 1e12 * len(jax.devices()) / line["samples_per_s"] for line in timing]
     assert found[:2] == pytest.approx(flops)
@@ -208,7 +209,7 @@ def test_batches_and_rows_grow_during_a_run_and_a_part_of_it_goes_on_to_the_same
 
 def test_mfu_is_a_share_of_the_peak_that_is_named(texts, monkeypatch):
     program, data = program_of(small.experiment(texts), 8)
-    run = DenseRun(program, data)
+    run = Run(program, data)
     timing = {"tokens_per_s": 4096.0, "flops_per_s": 8 * 91.8e12}
     assert "mfu" not in run._speed(timing)  # of a CPU no peak is known
     for chip in (chips.V6E, dataclasses.replace(chips.V6E, bf16_flops_per_s=2 * 918e12, devices_per_chip=2)):
@@ -225,42 +226,51 @@ def test_a_checkpoint_goes_on_upon_another_mesh(whole, texts):
     found = []
     for devices in (1, 8):
         program, data = program_of(experiment, devices)
-        run = DenseRun(program, data)
+        run = Run(program, data)
         with Checkpointer(whole[0] / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
             state, _ = run.restore(checkpoints, 8)
-        found.append(float(program.train_step(state, batch_of(experiment, data, program))[1]))
+        found.append(float(program.train_step(state, batch_of(data, program))[1]))
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(texts, tmp_path):
-    wild = optim.Sgd(learning_rate=optim.Constant(value=1e30))
-    with pytest.raises(UserError, match="was not finite in the steps up to 4"):
-        loop.train(small.experiment(texts, optimizer=wild, clip=None), workdir=tmp_path)
+@pytest.mark.parametrize(
+    ("rate", "field"), [(optim.Constant(value=1e30), "value"), (optim.WarmupCosine(peak=1e30), "peak")]
+)
+def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(texts, tmp_path, rate, field):
+    wild = optim.Sgd(learning_rate=rate)
+    message = (
+        rf"was not finite in the steps up to 4.* Lower the learning rate, --set optimizer.learning_rate.{field}=[.]"
+    )
+    with pytest.raises(UserError, match=message):
+        loop.train(small.experiment(texts, optimizer=wild, gradients__clip=None), workdir=tmp_path)
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
-def test_batches_without_a_target_are_named_as_what_they_are():
-    rates = (optim.WarmupCosine(), optim.Constant())
-    for weight, rate, message in (
-        (0.0, rates[0], "Nothing counts in the batches up to step 4"),
-        (3.0, rates[0], "Lower the learning rate, --set optimizer.learning_rate.peak="),
-        (3.0, rates[1], "Lower the learning rate, --set optimizer.learning_rate.value="),
-    ):
-        sums = dense_metrics.update(dense_metrics.zeros(), *map(jnp.float32, (0.0, weight, np.nan)), clip=None)
-        with pytest.raises(UserError, match=message):
-            dense_metrics.check_finite(types.SimpleNamespace(metrics=sums), 4, rate, StepTimer())  # pyright: ignore[reportArgumentType]
+def test_batches_without_a_target_are_named_as_what_they_are(texts, tmp_path, monkeypatch):
+    placed = convert.place_fields
+
+    def nothing_counts(program, batch, processes):
+        fields = placed(program, batch, processes)
+        return {**fields, "weights": jnp.zeros_like(fields["weights"])}
+
+    monkeypatch.setattr(convert, "place_fields", nothing_counts)
+    for scaling in (None, LossScaling()):  # gradients that are no numbers for want of a weight are no overflow
+        with pytest.raises(UserError, match="Nothing counts in the batches up to step 4"):
+            experiment = small.experiment(texts, gradients__loss_scaling=scaling)
+            loop.train(experiment, workdir=tmp_path / str(scaling is None))
+        assert not list(tmp_path.glob("*/checkpoints/[0-9]*"))
 
 
 def test_mistakes_are_named(texts):
     experiment = small.experiment(texts)
     longer = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, length=128))
     with pytest.raises(UserError, match=r"data.length is 128 positions, but the model is meant for at most 64"):
-        dense.build(longer, longer.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
+        binding.bind(longer, longer.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
     fewer = dataclasses.replace(experiment, model=dataclasses.replace(small.MODEL, vocabulary=100))
     with pytest.raises(UserError, match=r"model.vocabulary is 100, but the tokenizer of the data has"):
-        dense.build(fewer, fewer.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
+        binding.bind(fewer, fewer.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
     with pytest.raises(UserError, match="batch_size 8 does not divide over the batch axes"):
-        dense.build(experiment, experiment.data.schema(), make_mesh(MeshShape(fsdp=3), jax.devices()[:3]))
+        binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape(fsdp=3), jax.devices()[:3]))
     for sizes, message in (
         (
             {"tensor": 8},
@@ -273,21 +283,21 @@ def test_mistakes_are_named(texts):
     ):
         mesh = make_mesh(MeshShape(**{"fsdp": 1, **sizes}), jax.devices()[:8])
         with pytest.raises(UserError, match=message):
-            dense.build(experiment, experiment.data.schema(), mesh)
+            binding.bind(experiment, experiment.data.schema(), mesh)
     for changes, sizes, message in (
         ({"attention": "cudnn"}, {}, "attention=cudnn is for a GPU, and this is compiled for a CPU.*attention=none"),
         ({"attention": "reference", "context_method": "ring"}, {"context": 2}, '"reference" .* model.attention=xla'),
     ):
         named = dataclasses.replace(experiment, model=dataclasses.replace(small.MODEL, **changes))
         mesh = make_mesh(MeshShape(**{"fsdp": 1, **sizes}), jax.devices()[: sizes.get("context", 1)])
-        program = dense.build(named, named.data.schema(), mesh)
+        program = binding.bind(named, named.data.schema(), mesh)
         with pytest.raises(UserError, match=message):
             program.train_step.trace(program.abstract_state(), program.abstract_batch())
-    scored = dataclasses.replace(experiment, checkpoints=Checkpoints())
+    scored = dataclasses.replace(experiment, checkpoints=Checkpoints(best_metric="logloss"))
     with pytest.raises(UserError, match=r"best_metric is 'logloss', but .* --set checkpoints.best_metric=loss"):
-        dense.build(scored, experiment.data.schema(), make_mesh(MeshShape(fsdp=8)))
+        binding.bind(scored, experiment.data.schema(), make_mesh(MeshShape(fsdp=8)))
     buckets = dataclasses.replace(experiment, strategy=Ddp())
     with pytest.raises(UserError, match=r"Ddp: .* is sharded over tensor.* .--set strategy=Fsdp"):
-        dense.build(buckets, experiment.data.schema(), make_mesh(MeshShape(fsdp=4, tensor=2)))
+        binding.bind(buckets, experiment.data.schema(), make_mesh(MeshShape(fsdp=4, tensor=2)))
     with pytest.raises(ValueError, match="clip must be above 0"):
-        small.experiment(texts, clip=0.0)
+        small.experiment(texts, gradients__clip=0.0)

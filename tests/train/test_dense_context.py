@@ -12,9 +12,10 @@ from scalejax.parallel import context
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan import collectives, hlo
-from scalejax.train import dense
-from scalejax.train.dense_run import DenseRun
+from scalejax.train import binding, convert
 from scalejax.train.experiment import Precision
+from scalejax.train.metrics import sums
+from scalejax.train.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +29,19 @@ def bind(texts, shape, *, length=32, **changes):
     experiment = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, length=length))
     data = experiment.data.build()
     devices = jax.devices()[: math.prod(dataclasses.astuple(shape))]
-    return DenseRun(dense.build(experiment, data.schema, make_mesh(shape, devices)), data)
+    return Run(binding.bind(experiment, data.schema, make_mesh(shape, devices)), data)
 
 
 def three_steps(run):
     state, losses = run.program.init(), []
     batches = run.data.train_batches(start_example=0)
     for _ in range(3):
-        state, loss = run.program.train_step(state, run._place(next(batches)))
+        state, loss = run.program.train_step(state, convert.to_device(next(batches), run.program))
         losses.append(float(loss))
-    total, weight = run.program.eval_step(state, run._place(next(batches)))
-    return losses, float(total / weight), jax.tree.map(np.asarray, state.params)
+    scored = run.program.eval_step(state, convert.to_device(next(batches), run.program))
+    (metric,) = run.program.metrics.values()
+    evaluated = metric.compute(sums.to_host(scored.metrics)["0"])["loss"]
+    return losses, evaluated, jax.tree.map(np.asarray, state.params)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def test_cut_sequences_change_nothing_but_the_order_of_sums(
     texts, x64, one_device, shape, form, method, length, microbatch
 ):
     model = dataclasses.replace(small.MODEL, context_method=method)
-    run = bind(texts, shape, length=length, model=model, strategy=Fsdp(form=form), microbatch=microbatch)
+    run = bind(texts, shape, length=length, model=model, strategy=Fsdp(form=form), gradients__microbatch=microbatch)
     losses, evaluated, params = three_steps(run)
     want_losses, want_evaluated, want_params = one_device[length]
     np.testing.assert_allclose(losses, want_losses, rtol=1e-12)
@@ -82,11 +85,11 @@ def test_cut_sequences_change_nothing_but_the_order_of_sums(
 def test_a_batch_is_laid_out_for_balance_and_abstract_batches_say_so(texts, x64):
     run = bind(texts, FOUR, length=30)
     host = next(run.data.train_batches(start_example=0))
-    placed = run._place(host)
+    placed = convert.to_device(host, run.program).fields
     for name, field in host.arrays().items():
         assert placed[name].sharding.spec == jax.sharding.PartitionSpec(("replica", "fsdp", "expert"), "context")
         np.testing.assert_array_equal(context.unzigzag(np.asarray(placed[name]), 4, 30), field, err_msg=name)
-        abstract = run.program.abstract_batch()[name]
+        abstract = run.program.abstract_batch().fields[name]
         assert (abstract.shape, abstract.dtype, abstract.sharding) == (
             placed[name].shape, placed[name].dtype, placed[name].sharding,
         )  # fmt: skip

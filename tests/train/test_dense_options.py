@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import small_language_run as small
 
+from scalejax import configs
+from scalejax.configs import overrides
 from scalejax.errors import UserError
 from scalejax.parallel import offload, xla_flags
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import dense, loop
+from scalejax.train import binding, convert, loop, scoring
 from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.dense_run import DenseRun
-from scalejax.train.experiment import Experiment, Precision
+from scalejax.train.experiment import Gradients, Precision
 from scalejax.train.run_folder import environment_record, read_lines
 
 EIGHT = MeshShape(replica=2, fsdp=4)
@@ -29,20 +30,12 @@ def texts(tmp_path_factory):
 
 
 def bind(texts, shape=EIGHT, **changes):
-    experiment = small.experiment(texts, **changes)
-    devices = jax.devices()[: 8 if shape == EIGHT else 1]
-    return DenseRun.bind(experiment, experiment.data.build(), make_mesh(shape, devices))
+    return small.bind(texts, shape, **changes)
 
 
-def steps(run, state, host, count=3):
-    """State and losses after some steps."""
-    losses = []
-    with run.feed(host, count) as feed:
-        for _ in range(count):
-            feed.take()
-            state, loss = feed.step(state)
-            losses.append(float(loss))
-    return state, losses
+def validation_loss(run, state):
+    batches = run.program.task.eval_batches(run.data, run.mesh, "validation")
+    return scoring.score(run.program, state, batches).measure()["loss"]
 
 
 def kinds(tree):
@@ -69,9 +62,9 @@ def assert_same_bits(a, b):
 def test_state_in_host_memory_trains_as_state_on_devices_does(texts, x64, strategy, where):
     found = {}
     for at in ("none", where):
-        run = bind(texts, strategy=strategy, offload=at, precision=Precision(params="float64"))
-        state, losses = steps(run, *run.begin())
-        found[at] = (jax.tree.map(np.asarray, (state.params, state.optimizer)), losses, run._loss(state, "validation"))
+        run = bind(texts, strategy=strategy, placement__offload=at, precision=Precision(params="float64"))
+        state, losses = small.steps(run, *run.begin(), 3)
+        found[at] = (jax.tree.map(np.asarray, (state.params, state.optimizer)), losses, validation_loss(run, state))
         assert kinds(state.params) == {"pinned_host" if at == BOTH else "device"}
         assert kinds(state.optimizer) == {"device" if at == "none" else "pinned_host"}
     np.testing.assert_allclose(found[where][1], found["none"][1], rtol=1e-12)
@@ -84,7 +77,7 @@ def test_devices_that_get_offloading_wrong_are_refused_before_anything_runs(text
     monkeypatch.setattr(offload, "_problem", lambda device: "gives other gradients with offloaded parameters")
     assert bind(texts).in_flight  # no offload, no test of it
     with pytest.raises(UserError, match=r"gives other gradients .* Use offload='none'"):
-        bind(texts, offload="optimizer")
+        bind(texts, placement__offload="optimizer")
 
 
 @pytest.mark.slow
@@ -92,14 +85,15 @@ def test_devices_that_get_offloading_wrong_are_refused_before_anything_runs(text
     "strategy", [Fsdp(), pytest.param(Ddp(accumulate="local"), marks=pytest.mark.slow)], ids=["full", "ddp"]
 )
 def test_a_factor_on_the_loss_changes_no_gradient(texts, x64, strategy):
-    # Powers of two, and 256 tokens a step: exact.
+    # The weight of a batch is divided by before the gradient is taken and not after.
     found = []
     for scaling in (None, LossScaling(initial=2.0**20)):
         wide = Precision(params="float64")
-        run = bind(texts, strategy=strategy, loss_scaling=scaling, microbatch=1, clip=0.3, precision=wide)
-        state, losses = steps(run, *run.begin())
-        found.append((losses, jax.tree.map(np.asarray, state.params), float(state.metrics.grad_norm.value)))
-    assert found[1][0] == found[0][0]
+        gradients = Gradients(clip=0.3, microbatch=1, loss_scaling=scaling)
+        run = bind(texts, strategy=strategy, gradients=gradients, precision=wide)
+        state, losses = small.steps(run, *run.begin(), 3)
+        found.append((losses, jax.tree.map(np.asarray, state.params), float(state.metrics["steps"].grad_norm.value)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-12)
     assert found[1][2] == pytest.approx(found[0][2], rel=1e-12)
     for name, value in found[1][1].items():
         np.testing.assert_allclose(value, found[0][1][name], rtol=1e-9, atol=1e-12, err_msg=name)
@@ -108,7 +102,7 @@ def test_a_factor_on_the_loss_changes_no_gradient(texts, x64, strategy):
 HALF = {
     "precision": Precision(compute="float16"),
     "strategy": Fsdp(form="explicit", param_dtype="float16"),
-    "loss_scaling": LossScaling(initial=2.0**22, interval=4),
+    "gradients__loss_scaling": LossScaling(initial=2.0**22, interval=4),
 }
 
 
@@ -117,7 +111,7 @@ def test_steps_that_overflow_are_skipped_and_the_run_goes_on(texts):
     state, host = run.begin()
     first, seen = jax.tree.map(np.asarray, (state.params, state.optimizer)), []
     for number in range(12):
-        state, _ = steps(run, state, host.after(number * 8), 1)
+        state, _ = small.steps(run, state, host.after(number * 8), 1)
         scale = state.loss_scale
         seen.append((float(scale.scale), int(scale.skipped)))
         assert int(state.step) == number + 1
@@ -129,17 +123,17 @@ def test_steps_that_overflow_are_skipped_and_the_run_goes_on(texts):
     skipped = seen[-1][1]
     assert 1 <= seen[0][1] <= skipped < 12
     assert seen[0][0] == 2.0**21
-    sums = state.metrics
+    sums = state.metrics["steps"]
     assert (int(sums.skipped), int(sums.nonfinite), int(sums.steps)) == (skipped, 0, 12)
     assert np.isfinite([float(sums.grad_norm.value), float(sums.grad_norm_max)]).all()
 
 
 @pytest.mark.slow
 def test_half_precision_learns_what_float32_does(texts):
-    losses, scaling = {}, dataclasses.replace(HALF["loss_scaling"], initial=2.0**12)
-    for name, changes in (("half", {**HALF, "loss_scaling": scaling}), ("float32", {})):
+    losses, scaling = {}, dataclasses.replace(HALF["gradients__loss_scaling"], initial=2.0**12)
+    for name, changes in (("half", {**HALF, "gradients__loss_scaling": scaling}), ("float32", {})):
         run = bind(texts, **changes)
-        state, losses[name] = steps(run, *run.begin(), 12)
+        state, losses[name] = small.steps(run, *run.begin(), 12)
         assert state.loss_scale is None or int(state.loss_scale.skipped) == 0
     np.testing.assert_allclose(losses["half"], losses["float32"], rtol=0.01)
     assert losses["half"][-1] < 0.95 * losses["half"][0]
@@ -147,14 +141,14 @@ def test_half_precision_learns_what_float32_does(texts):
 
 @pytest.mark.slow
 def test_a_run_in_parts_with_a_scaled_loss_and_state_on_the_host_equals_one_in_one_piece_to_the_bit(texts, tmp_path):
-    experiment = small.experiment(texts, **HALF, offload=BOTH)
+    experiment = small.experiment(texts, **HALF, placement__offload=BOTH)
     whole = loop.train(experiment, workdir=tmp_path / "whole")
     loop.train(dataclasses.replace(experiment, steps=4), workdir=tmp_path / "parts")
     parts = loop.train(experiment, workdir=tmp_path / "parts", resume="must")
     assert parts["val_loss"] == whole["val_loss"]
     states = []
     for name, where in (("whole", BOTH), ("parts", BOTH), ("parts", "none")):  # a checkpoint knows no host
-        run = bind(texts, **HALF, offload=where)
+        run = bind(texts, **HALF, placement__offload=where)
         with Checkpointer(tmp_path / name / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
             states.append(run.restore(checkpoints, 12)[0])
         assert kinds(states[-1].params) == kinds(states[-1].optimizer) == {"pinned_host" if where == BOTH else "device"}
@@ -170,7 +164,7 @@ def test_a_run_in_parts_with_a_scaled_loss_and_state_on_the_host_equals_one_in_o
 def test_an_overflow_at_the_least_factor_ends_the_run(texts, tmp_path):
     stuck = LossScaling(initial=2.0**40, smallest=2.0**40)
     with pytest.raises(UserError, match="gradient of 4 steps was not finite in the steps up to 4"):
-        loop.train(small.experiment(texts, **{**HALF, "loss_scaling": stuck}), workdir=tmp_path)
+        loop.train(small.experiment(texts, **{**HALF, "gradients__loss_scaling": stuck}), workdir=tmp_path)
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
@@ -184,7 +178,7 @@ def test_an_overflow_at_the_least_factor_ends_the_run(texts, tmp_path):
 def test_dtypes_that_would_do_nothing_are_refused(texts, strategy, message):
     experiment = small.experiment(texts, strategy=strategy)
     with pytest.raises(UserError, match=message):
-        dense.build(experiment, experiment.data.schema(), make_mesh(EIGHT))
+        binding.bind(experiment, experiment.data.schema(), make_mesh(EIGHT))
 
 
 @pytest.mark.parametrize(
@@ -197,18 +191,37 @@ def test_dtypes_that_would_do_nothing_are_refused(texts, strategy, message):
 )
 def test_half_precision_without_a_scaled_loss_is_refused(texts, changes, field):
     experiment = small.experiment(texts, **changes)
-    with pytest.raises(UserError, match=rf"{field} is float16, .* Set --set loss_scaling=LossScaling"):
-        dense.build(experiment, experiment.data.schema(), make_mesh(EIGHT))
+    with pytest.raises(UserError, match=rf"{field} is float16, .* Set --set gradients.loss_scaling=LossScaling"):
+        binding.bind(experiment, experiment.data.schema(), make_mesh(EIGHT))
 
 
-def test_runs_with_tables_refuse_half_precision():
-    with pytest.raises(UserError, match="float16' needs a scaled loss, which runs with embedding tables do not have"):
-        Experiment(model=None, data=None, steps=1, precision=Precision(compute="float16"))
+def test_models_with_tables_too_need_a_scaled_loss_for_half_precision():
+    sets = ["precision.compute=float16"]
+    experiment = configs.load("dlrm-smoke", sets)
+    with pytest.raises(UserError, match=r"precision.compute is float16, .* Set --set gradients.loss_scaling="):
+        binding.bind(experiment, experiment.data.schema(), make_mesh(EIGHT))
+    scaled = configs.load("dlrm-smoke", [*sets, "gradients.loss_scaling=LossScaling"])
+    assert binding.bind(scaled, scaled.data.schema(), make_mesh(EIGHT)).abstract_state().loss_scale is not None
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("tables.dtype=bfloat16", "tables.dtype is 'bfloat16', but LlamaConfig has no embedding tables"),
+        ("tables.full_every=4", "tables.full_every is 4, but LlamaConfig has no embedding tables"),
+        ("gradients.microbatch=cache", "gradients.microbatch is 'cache', but LlamaConfig has no embedding tables"),
+        ("evaluation.validation=progressive", "evaluation.validation is 'progressive', but no metric of LlamaConfig"),
+    ],
+)
+def test_what_means_nothing_without_tables_is_refused(texts, setting, message):
+    experiment = overrides.apply(small.experiment(texts), [setting])
+    with pytest.raises(UserError, match=f"^{message}"):
+        binding.bind(experiment, experiment.data.schema(), make_mesh(EIGHT))
 
 
 def test_a_checkpoint_of_a_scaled_loss_is_told_from_one_without(texts):
-    found = [bind(texts, MeshShape(fsdp=1), loss_scaling=scaling).identity() for scaling in (None, LossScaling())]
-    assert [of["optimizer"] for of in found] == ["AdamW", "AdamW of a scaled loss"]
+    runs = [bind(texts, MeshShape(fsdp=1), gradients__loss_scaling=scaling) for scaling in (None, LossScaling())]
+    assert [run.identity()["optimizer"] for run in runs] == ["AdamW", "AdamW of a scaled loss"]
 
 
 def test_named_options_reach_the_compiler_of_their_platform_alone(texts, monkeypatch):
@@ -219,9 +232,11 @@ def test_named_options_reach_the_compiler_of_their_platform_alone(texts, monkeyp
         program = run.program
         assert program.compiler_options == reach
         assert environment_record({}, run.compiler_options)["compiler_options"] == (reach or {})
-    for step in (program.train_step, program.eval_step):
-        with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-            step.lower(program.abstract_state(), program.abstract_batch()).compile()
+    state, batch = program.abstract_state(), program.abstract_batch()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        program.train_step.lower(state, batch).compile()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        program.eval_step(program.init(), convert.to_device(next(run.data.train_batches(start_example=0)), program))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +244,10 @@ def test_named_options_reach_the_compiler_of_their_platform_alone(texts, monkeyp
     [
         ({"xla_flags": ("gpu-latency-hidng",)}, "there is no set 'gpu-latency-hidng'. Did you mean"),
         ({"xla_flags": ("gpu-large-messages", "gpu-separate-all-reduces")}, "disagree about"),
-        ({"offload": "activations"}, "offload must be one of 'none', 'optimizer', 'optimizer and parameters'"),
+        (
+            {"placement__offload": "activations"},
+            "offload must be one of 'none', 'optimizer', 'optimizer and parameters'",
+        ),
     ],
 )
 def test_names_that_mean_nothing_are_refused_on_any_machine(texts, changes, message):

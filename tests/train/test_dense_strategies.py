@@ -16,9 +16,9 @@ from scalejax import optim
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import dense
-from scalejax.train.dense_run import DenseRun
+from scalejax.train import binding
 from scalejax.train.experiment import Precision
+from scalejax.train.run import Run
 
 SHARDINGS = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 STRATEGIES = {
@@ -32,11 +32,11 @@ OPTIMIZERS = {
     # With a parameter that is used at both ends of the model, and of a pipeline.
     "momentum, tied head": {
         "optimizer": optim.Sgd(learning_rate=optim.Constant(value=0.1), momentum=0.9),
-        "clip": None,
+        "gradients__clip": None,
         "model": dataclasses.replace(small.MODEL, tie_embeddings=True),
     },
-    "adamw": {"optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)), "clip": None},
-    "clipped": {"optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)), "clip": 0.3},
+    "adamw": {"optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)), "gradients__clip": None},
+    "clipped": {"optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2)), "gradients__clip": 0.3},
 }
 PARTS = {"whole": None, "in parts": 1}
 DATA = {"replica": MeshShape(replica=2, fsdp=4), "fsdp": MeshShape(fsdp=8)}
@@ -58,7 +58,7 @@ def trained(texts, shape, devices, steps=STEPS, params="float64", **changes):
     experiment = small.experiment(texts, precision=Precision(params=params), **changes)
     experiment = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, batch_size=16))
     data = experiment.data.build()
-    run = DenseRun(dense.build(experiment, data.schema, make_mesh(shape, jax.devices()[:devices])), data)
+    run = Run(binding.bind(experiment, data.schema, make_mesh(shape, jax.devices()[:devices])), data)
     state, host = run.begin()
     losses = []
     with run.feed(host, steps) as feed:
@@ -77,7 +77,7 @@ def on_one_device(texts):
 def check(texts, on_one_device, strategy, shape, optimizer, parts):
     with jax.enable_x64(True):
         losses, params = on_one_device(optimizer)
-        changes = {"strategy": STRATEGIES[strategy], "microbatch": PARTS[parts], **OPTIMIZERS[optimizer]}
+        changes = {"strategy": STRATEGIES[strategy], "gradients__microbatch": PARTS[parts], **OPTIMIZERS[optimizer]}
         got_losses, got = trained(texts, shape, 8, **changes)
     np.testing.assert_allclose(got_losses, losses, rtol=1e-12)
     for name, value in params.items():

@@ -10,8 +10,8 @@ import small_language_run as small
 from scalejax import configs
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import dense
-from scalejax.train.dense_run import DenseRun
+from scalejax.train import binding
+from scalejax.train.run import Run
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def trained(texts, shape, steps=10, **formats):
     experiment = small.experiment(texts, strategy=Fsdp(form="explicit", **formats))
     experiment = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, batch_size=16))
     data = experiment.data.build()
-    run = DenseRun(dense.build(experiment, data.schema, make_mesh(shape)), data)
+    run = Run(binding.bind(experiment, data.schema, make_mesh(shape)), data)
     state, host = run.begin()
     losses = []
     with run.feed(host, steps) as feed:
@@ -53,4 +53,4 @@ def test_a_recipe_names_formats_on_the_command_line():
     sets = ["strategy.form=explicit", "strategy.gather_format=mxfp8_e4m3", "strategy.reduce_format=bdr_mx9"]
     strategy = configs.load("llama-smoke", sets).strategy
     assert strategy == Fsdp(form="explicit", gather_format="mxfp8_e4m3", reduce_format="bdr_mx9")
-    assert configs.load("wukong-smoke", ["exchange.forward=bdr_mx6"]).exchange.forward == "bdr_mx6"
+    assert configs.load("wukong-smoke", ["tables.exchange.forward=bdr_mx6"]).tables.exchange.forward == "bdr_mx6"

@@ -21,6 +21,7 @@ def test_gathers_every_metric_of_one_task():
     assert got == {
         "examples": 200,
         "logloss": exact.logloss(y[:, 0], p[:, 0], w),
+        "logloss_base": exact.base_logloss(y[:, 0], w),
         "ne": exact.normalized_entropy(y[:, 0], p[:, 0], w),
         "auc": exact.auc(y[:, 0], p[:, 0], w),
         "gauc": exact.grouped_auc(y[:, 0], p[:, 0], groups, w).value,

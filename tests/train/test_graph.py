@@ -9,50 +9,31 @@ from typing import Any
 
 import numpy as np
 import pytest
+from changes import changed
+from small_graph_run import CLASSES, bind, gcn, scores_of, write_graph
 
 from scalejax import optim
 from scalejax.data import graphs
 from scalejax.errors import UserError
 from scalejax.models.graph import GcnConfig, GraphSageConfig, Sampling
+from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
-from scalejax.train import graph as programs
-from scalejax.train import loop
-from scalejax.train.experiment import Checkpoints, GraphExperiment, Precision
-
-CLASSES = 3
+from scalejax.train import loop, scoring
+from scalejax.train.convert import to_device
+from scalejax.train.experiment import Checkpoints, Experiment, Precision
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """90 nodes, most edges inside of three classes, features that say little."""
-    rng = np.random.default_rng(0)
-    labels = np.repeat(np.arange(CLASSES), 30).astype(np.int32)
-    inside = rng.integers(0, 30, (2, 400)) + 30 * rng.integers(0, CLASSES, 400)
-    across = rng.integers(0, 90, (2, 60))
-    edges = np.concatenate([inside, across], axis=1)
-    adjacency = graphs.Adjacency.from_edges(edges[0], edges[1], shape=(90, 90)).with_reverse()
-    features = rng.normal(size=(90, 8)) + 0.7 * np.eye(8)[labels]
-    order = rng.permutation(90)
-    splits = {"train": order[:30], "validation": order[30:60], "test": order[60:]}
-    file = tmp_path_factory.mktemp("graph") / "graph.npz"
-    graphs.write_npz(file, graphs.NodeGraph(adjacency, features.astype(np.float32), labels, splits))
-    return str(file)
+    return write_graph(tmp_path_factory.mktemp("graph") / "graph.npz")
 
 
-def _experiment(path: str, **changes: Any) -> GraphExperiment:
-    data = graphs.NodeData(path=path, features="as-is")
-    optimizer = optim.AdamL2(learning_rate=optim.Constant(value=0.02), only="layers/0/")
-    run = GraphExperiment(
-        model=GcnConfig(hidden=8), data=data, steps=24, optimizer=optimizer, log_every=4, eval_every=2
-    )
-    return dataclasses.replace(run, **changes)
-
-
-def _sampled(path: str, **changes: Any) -> GraphExperiment:
+def _sampled(path: str, **changes: Any) -> Experiment:
     data = graphs.NodeData(
         path=path, features="as-is", self_loops="keep", normalization="none", fanouts=(3, 2), batch_size=12
     )
-    return _experiment(path, data=data, model=GraphSageConfig(hidden=8), optimizer=optim.Adam(), **changes)
+    return gcn(path, data=data, model=GraphSageConfig(hidden=8), optimizer=optim.Adam(), **changes)
 
 
 def _lines(folder: pathlib.Path) -> list[dict[str, Any]]:
@@ -65,7 +46,7 @@ EVERY = Checkpoints(every=12, keep_last=3, best_metric="accuracy")
 @pytest.fixture(scope="module")
 def whole(path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run from beginning to end, which several tests look at."""
-    return loop.train(_experiment(path, checkpoints=EVERY), workdir=tmp_path_factory.mktemp("whole"), recipe="gcn")
+    return loop.train(gcn(path, checkpoints=EVERY), workdir=tmp_path_factory.mktemp("whole"), recipe="gcn")
 
 
 def test_a_gcn_learns_what_features_alone_do_not_say(whole: dict[str, Any]) -> None:
@@ -82,6 +63,31 @@ def test_a_gcn_learns_what_features_alone_do_not_say(whole: dict[str, Any]) -> N
     assert "accuracy" in (folder / "report.html").read_text()
 
 
+def test_the_final_split_is_scored_where_validation_is_better_than_before(
+    whole: dict[str, Any], path: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scored: list[tuple[int, str]] = []
+    plain = scoring.score
+
+    def counted(program: Any, state: Any, batches: Any, *, of: str) -> scoring.Scores:
+        scored.append((int(state.step), of))
+        return plain(program, state, batches, of=of)
+
+    monkeypatch.setattr(scoring, "score", counted)
+    # Its last step is the best one of the run that `whole` is: no schedule depends on how many there are.
+    closing = loop.train(gcn(path, steps=whole["best_step"]), workdir=tmp_path)
+    assert closing["test_accuracy"] == whole["test_accuracy_at_best"] == closing["test_accuracy_at_best"]
+    records = [r for r in _lines(tmp_path) if r["kind"] == "evaluation"]
+    best, better = -1.0, []
+    for step, value in ((r["step"], r["accuracy"]) for r in records if r["split"] == "validation"):
+        if value > best:
+            best = value
+            better.append(step)
+    assert [step for step, of in scored if of == "split 'test'"] == better  # and the end is one of them
+    assert [r["step"] for r in records if r["split"] == "test"] == [closing["steps"]]
+    assert len(scored) == len(set(scored))  # nothing is scored twice
+
+
 def _same_end(parts: dict[str, Any], whole: dict[str, Any]) -> None:
     for name in ("test_loss", "val_loss", "test_accuracy", "best_step", "test_accuracy_at_best", "examples"):
         assert parts[name] == whole[name], name
@@ -94,7 +100,7 @@ def test_a_run_in_two_parts_ends_at_the_same_numbers(whole: dict[str, Any], path
     # As if the run had stopped after its first checkpoint.
     shutil.copytree(whole["run_folder"], tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts" / "checkpoints" / "24")
-    parts = loop.train(_experiment(path, checkpoints=EVERY), workdir=tmp_path / "parts", recipe="gcn", resume="must")
+    parts = loop.train(gcn(path, checkpoints=EVERY), workdir=tmp_path / "parts", recipe="gcn", resume="must")
     _same_end(parts, whole)
 
 
@@ -108,16 +114,16 @@ def test_mini_batches_in_two_parts_end_at_the_same_numbers(path: str, tmp_path: 
 
 
 def test_training_is_that_of_the_equations_in_numpy(path: str) -> None:
-    experiment = _experiment(path, model=GcnConfig(hidden=8, dropout=0.0))
+    experiment = gcn(path, model=GcnConfig(hidden=8, dropout=0.0))
     nodes = experiment.data.build()
-    program = programs.build(experiment, nodes)
+    program = bind(experiment, nodes)
     state = program.init()
     names = ("layers/0/kernel", "layers/0/bias", "layers/1/kernel", "layers/1/bias")
     params = [np.asarray(state.params[name], np.float64) for name in names]
     losses, wanted = [], []
-    batch = program.place_batch(nodes.whole("train"))
+    batch = to_device(nodes.whole("train"), program)
     for _ in range(6):
-        state, loss = program.train_step(state, program.placed, batch)
+        state, loss = program.train_step(state, batch)
         losses.append(float(loss))
     graph, train = nodes.graph, nodes.graph.splits["train"]
     a, edges, labels = np.zeros((90, 90)), graph.adjacency, np.asarray(graph.labels)[train]
@@ -151,35 +157,35 @@ def test_training_is_that_of_the_equations_in_numpy(path: str) -> None:
 def test_mini_batches_learn(path: str) -> None:
     experiment = _sampled(path)
     data = experiment.data.build()
-    program = programs.build(experiment, data)
+    program = bind(experiment, data)
     state, losses = program.init(), []
     for batch in itertools.islice(data.train_batches(), 24):
-        state, loss = program.train_step(state, program.placed, program.place_batch(batch))
+        state, loss = program.train_step(state, to_device(batch, program))
         losses.append(float(loss))
     assert np.mean(losses[-6:]) < np.mean(losses[:6])
 
 
 def test_eight_devices_train_as_one(whole: dict[str, Any], path: str) -> None:
     # Dropout is drawn for the whole graph, whatever device a node is on.
-    experiment = _experiment(path, mesh=MeshShape(fsdp=8), steps=4)
+    experiment = gcn(path, placement__mesh=MeshShape(fsdp=8), steps=4)
     data = experiment.data.build()
     losses = []
-    for run in (experiment, _experiment(path, steps=4)):
-        program = programs.build(run, data)
-        state, batch = program.init(), program.place_batch(data.whole("train"))
+    for run in (experiment, gcn(path, steps=4)):
+        program = bind(run, data)
+        state, batch = program.init(), to_device(data.whole("train"), program)
         for _ in range(4):
-            state, loss = program.train_step(state, program.placed, batch)
+            state, loss = program.train_step(state, batch)
             losses.append(float(loss))
     np.testing.assert_allclose(losses[:4], losses[4:], rtol=1e-5)
 
 
-def _first_losses(experiment: GraphExperiment) -> list[float]:
+def _first_losses(experiment: Experiment) -> list[float]:
     """Of three steps."""
     nodes = experiment.data.build()
-    program = programs.build(experiment, nodes)
+    program = bind(experiment, nodes)
     state, losses = program.init(), []
     for batch in itertools.islice(nodes.train_batches(parts=program.mesh.size), 3):
-        state, loss = program.train_step(state, program.placed, program.place_batch(batch))
+        state, loss = program.train_step(state, to_device(batch, program))
         losses.append(float(loss))
     return losses
 
@@ -197,21 +203,21 @@ def test_mini_batches_over_eight_devices_are_those_of_one(model: Any, path: str)
     data = graphs.NodeData(path=path, features="as-is", normalization=normalization, fanouts=(3, 2), batch_size=16)
     data = dataclasses.replace(data, fanouts=data.fanouts[: model.layers])
     one, eight = (
-        _first_losses(_experiment(path, data=data, model=model, mesh=mesh))
+        _first_losses(gcn(path, data=data, model=model, placement__mesh=mesh))
         for mesh in (None, MeshShape(fsdp=4, tensor=2))
     )
     np.testing.assert_allclose(eight, one, rtol=1e-5)
 
 
 def test_mini_batches_must_divide_over_the_devices(path: str) -> None:
-    experiment = _sampled(path, mesh=MeshShape(fsdp=8))  # 12 nodes
+    experiment = _sampled(path, placement__mesh=MeshShape(fsdp=8))  # 12 nodes
     with pytest.raises(UserError, match=r"batch_size 12 does not divide.*8 or 16"):
-        programs.build(experiment, experiment.data.build())
+        bind(experiment, experiment.data.build())
 
 
 @pytest.mark.slow
 def test_a_run_scored_only_at_its_end_is_best_there(path: str, tmp_path: pathlib.Path) -> None:
-    closing = loop.train(_experiment(path, steps=3, eval_every=0), workdir=tmp_path)
+    closing = loop.train(gcn(path, steps=3, evaluation__every=0), workdir=tmp_path)
     assert closing["best_step"] == 3
     assert closing["best_val_accuracy"] == closing["val_accuracy"]
     assert closing["test_accuracy_at_best"] == closing["test_accuracy"]
@@ -220,28 +226,27 @@ def test_a_run_scored_only_at_its_end_is_best_there(path: str, tmp_path: pathlib
 @pytest.mark.slow
 def test_mini_batches_over_devices_in_two_parts_end_at_the_same_numbers(path: str, tmp_path: pathlib.Path) -> None:
     every = Checkpoints(every=4, best_metric="accuracy")
-    data = dataclasses.replace(_sampled(path).data, batch_size=16)
-    run = dataclasses.replace(_sampled(path, steps=8, checkpoints=every, mesh=MeshShape()), data=data)
+    run = changed(_sampled(path, steps=8, checkpoints=every), data__batch_size=16, placement__mesh=MeshShape())
     whole = loop.train(run, workdir=tmp_path / "whole")
     loop.train(dataclasses.replace(run, steps=4), workdir=tmp_path / "parts")
     _same_end(loop.train(run, workdir=tmp_path / "parts", resume="must"), whole)
 
 
 def test_a_checkpoint_scores_as_its_run_did(whole: dict[str, Any], path: str) -> None:
-    again = loop.evaluate(_experiment(path), workdir=pathlib.Path(whole["run_folder"]), split="test")
+    again = loop.evaluate(gcn(path), workdir=pathlib.Path(whole["run_folder"]), split="test")
     assert again["test_loss"] == whole["test_loss"]
     assert again["test_accuracy"] == whole["test_accuracy"]
 
 
 def test_scoring_may_read_fewer_edges_than_training(path: str) -> None:
     model = GcnConfig(hidden=8, eval_sampling=Sampling(width=2))
-    data = _experiment(path).data.build()
-    exact, fewer = (programs.build(_experiment(path, model=m), data) for m in (GcnConfig(hidden=8), model))
+    data = gcn(path).data.build()
+    exact, fewer = (bind(gcn(path, model=m), data) for m in (GcnConfig(hidden=8), model))
     state = exact.init()
     batch = data.whole("test")
-    scores = [p.evaluate(state, data, ["test"])["test"]["loss"] for p in (exact, fewer)]
+    scores = [scores_of(p, state, data, "test")["loss"] for p in (exact, fewer)]
     assert scores[0] != scores[1]
-    first, second = (p.train_step(p.init(), p.placed, p.place_batch(batch))[1] for p in (exact, fewer))
+    first, second = (p.train_step(p.init(), to_device(batch, p))[1] for p in (exact, fewer))
     assert first == second
 
 
@@ -261,14 +266,14 @@ OF_TASKS = Checkpoints(every=12, keep_last=3, best_metric="auc")
 
 
 def test_tasks_are_learnt_and_scored_by_their_mean_auc(tasks_path: str) -> None:
-    experiment = _experiment(tasks_path, model=GcnConfig(layers=1, dropout=0.0), checkpoints=OF_TASKS)
+    experiment = gcn(tasks_path, model=GcnConfig(layers=1, dropout=0.0), checkpoints=OF_TASKS)
     data = experiment.data.build()
-    program = programs.build(experiment, data)
-    state, batch, losses = program.init(), program.place_batch(data.whole("train")), []
+    program = bind(experiment, data)
+    state, batch, losses = program.init(), to_device(data.whole("train"), program), []
     for _ in range(24):
-        state, loss = program.train_step(state, program.placed, batch)
+        state, loss = program.train_step(state, batch)
         losses.append(float(loss))
-    found = program.evaluate(state, data, ["train", "test"])
+    found = {split: scores_of(program, state, data, split) for split in ("train", "test")}
     # The score in NumPy, of all pairs of a positive and a negative.
     edges, x = data.graph.adjacency, np.asarray(data.graph.features, np.float64)
     a = np.zeros((90, 90))
@@ -289,7 +294,7 @@ def test_tasks_are_learnt_and_scored_by_their_mean_auc(tasks_path: str) -> None:
 
 @pytest.mark.slow
 def test_a_run_of_tasks_in_two_parts_ends_at_the_same_numbers(tasks_path: str, tmp_path: pathlib.Path) -> None:
-    run = _experiment(tasks_path, checkpoints=OF_TASKS)
+    run = gcn(tasks_path, checkpoints=OF_TASKS)
     whole = loop.train(run, workdir=tmp_path / "whole")
     assert whole["test_auc"] > 0.8
     assert whole["best_val_auc"] >= whole["val_auc"]
@@ -309,25 +314,24 @@ def test_a_run_of_tasks_in_two_parts_ends_at_the_same_numbers(tasks_path: str, t
 def test_mini_batches_of_tasks_over_eight_devices_are_those_of_one(tasks_path: str) -> None:
     data = graphs.NodeData(path=tasks_path, features="as-is", normalization="none", fanouts=(3, 2), batch_size=16)
     options = {"data": data, "model": GraphSageConfig(hidden=8, dropout=0.0), "checkpoints": OF_TASKS}
-    one, eight = (_first_losses(_experiment(tasks_path, mesh=mesh, **options)) for mesh in (None, MeshShape()))
+    one, eight = (_first_losses(gcn(tasks_path, placement__mesh=mesh, **options)) for mesh in (None, MeshShape()))
     np.testing.assert_allclose(eight, one, rtol=1e-5)
 
 
 def test_a_metric_that_labels_do_not_have_is_refused(path: str, tasks_path: str, tmp_path: pathlib.Path) -> None:
-    classes, tasks = _experiment(path).data.build(), _experiment(tasks_path).data.build()
-    with pytest.raises(
-        UserError, match=r"'loss' or 'accuracy' where labels are classes; got 'auc'.*best_metric=accuracy"
-    ):
-        programs.build(_experiment(path, checkpoints=OF_TASKS), classes)
-    with pytest.raises(UserError, match=r"'loss' or 'auc' where labels are binary tasks; got 'accuracy'"):
-        programs.build(_experiment(tasks_path), tasks)
+    classes, tasks = gcn(path).data.build(), gcn(tasks_path).data.build()
+    message = r"checkpoints\.best_metric is 'auc', but this model is scored by accuracy, loss\..*best_metric=accuracy"
+    with pytest.raises(UserError, match=message):
+        bind(gcn(path, checkpoints=OF_TASKS), classes)
+    with pytest.raises(UserError, match=r"is 'accuracy', but this model is scored by auc, loss\..*best_metric=auc"):
+        bind(gcn(tasks_path, checkpoints=EVERY), tasks)
     graph = tasks.graph
     one_sided = np.where(np.asarray(graph.labels) == 0, -1, 1)
     one_sided[:, 0] = 1
     one_sided[graph.splits["train"][0]] = 0
-    with pytest.raises(UserError, match="eval_split: split 'validation' has no task with a positive and a negative"):
-        programs.build(
-            _experiment(tasks_path, checkpoints=OF_TASKS),
+    with pytest.raises(UserError, match=r"evaluation\.split: split 'validation' has no task with a positive and"):
+        bind(
+            gcn(tasks_path, checkpoints=OF_TASKS),
             graphs.NodeDataSet(dataclasses.replace(graph, labels=one_sided.astype(np.int32))),
         )
 
@@ -336,24 +340,41 @@ def test_another_graph_does_not_resume(whole: dict[str, Any], path: str, tmp_pat
     shutil.copytree(whole["run_folder"], tmp_path / "run")
     other = graphs.NodeData(path=path, features="as-is", normalization="right")
     with pytest.raises(UserError, match="data"):
-        loop.train(_experiment(path, steps=48, data=other), workdir=tmp_path / "run", resume="must")
+        loop.train(gcn(path, steps=48, data=other), workdir=tmp_path / "run", resume="must")
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checkpoints": Checkpoints(best_metric="ne")}, "must be 'loss', 'accuracy' or.*got 'ne'"),
-        ({"precision": Precision(compute="float16")}, "needs a scaled loss"),
-        ({"precision": Precision(tables="bfloat16")}, "tables must be None"),
+        (
+            {"checkpoints": Checkpoints(best_metric="ne")},
+            "best_metric is 'ne', but this model is scored by accuracy, loss",
+        ),
+        (
+            {"precision": Precision(compute="float16")},
+            r"precision\.compute is float16.*gradients\.loss_scaling=LossScaling",
+        ),
+        ({"tables__dtype": "bfloat16"}, r"tables\.dtype is 'bfloat16', but GcnConfig has no embedding tables"),
+        ({"tables__pipeline": "ids"}, r"tables\.pipeline is 'ids', but GcnConfig has no embedding tables"),
+        (
+            {"strategy": Fsdp(form="explicit")},
+            r"strategy=Fsdp in its explicit form.*Use strategy=Fsdp\(form='implicit'\)",
+        ),
+        ({"strategy": Ddp()}, "strategy=Ddp in its explicit form cuts examples.*GcnConfig reads a graph"),
+        ({"gradients__microbatch": 8}, r"gradients\.microbatch=8 cuts batches into parts.*set data\.fanouts"),
+        (
+            {"gradients__microbatch": "cache"},
+            r"gradients\.microbatch is 'cache', but GcnConfig has no embedding tables",
+        ),
         ({"steps": 0}, "steps must be at least 1"),
     ],
 )
-def test_says_what_is_wrong_with_a_run(changes: dict[str, Any], message: str) -> None:
+def test_says_what_is_wrong_with_a_run(path: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((UserError, ValueError), match=message):
-        _experiment("graph.npz", **changes)
+        bind(gcn(path, **changes), gcn(path).data.build())
 
 
 def test_optimizer_names_a_layer_that_is_there(path: str) -> None:
     wrong = optim.AdamL2(only="layer/0/")
     with pytest.raises(UserError, match=r"no parameter begins with 'layer/0/'; there are layers/0/bias"):
-        programs.build(_experiment(path, optimizer=wrong), _experiment(path).data.build()).abstract_state()
+        bind(gcn(path, optimizer=wrong), gcn(path).data.build()).abstract_state()

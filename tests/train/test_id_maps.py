@@ -15,7 +15,7 @@ from scalejax.parallel.embedding import id_map
 from scalejax.parallel.embedding.collection import MAPS
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop, program, publish
+from scalejax.train import binding, loop, publish
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
 
@@ -36,7 +36,7 @@ def rows(tmp_path_factory):
 
 
 def experiment(rows, **changes):
-    more = {"id_maps": (MappedFeatures(features=("item",), id_map=MAP),), **changes}
+    more = {"tables__id_maps": (MappedFeatures(features=("item",), id_map=MAP),), **changes}
     return small_run.experiment(rows, data=small_run.data(rows, categorical=HASHED), **more)
 
 
@@ -53,7 +53,7 @@ def trained(rows, tmp_path_factory):
     """A run without interruption, scored every four steps, nothing ahead; step 6 saved in full and 12 on top of it."""
     folder = tmp_path_factory.mktemp("trained") / "run"
     return folder, loop.train(
-        experiment(rows, eval_every=4, checkpoints=Checkpoints(every=6, full_every=18)), workdir=folder
+        experiment(rows, evaluation__every=4, checkpoints=Checkpoints(every=6), tables__full_every=18), workdir=folder
     )
 
 
@@ -76,7 +76,9 @@ def test_counters_of_the_maps_stand_in_the_metrics(trained):
 @pytest.mark.compiled_as_users_do
 def test_a_pipelined_run_that_was_stopped_equals_one_that_was_not_and_scoring_changes_nothing(trained, rows, tmp_path):
     """It goes on from a checkpoint of touched rows: evicted ones count among them."""
-    ahead = experiment(rows, pipeline="ids", eval_every=0, checkpoints=Checkpoints(every=3, full_every=12))
+    ahead = experiment(
+        rows, tables__pipeline="ids", evaluation__every=0, checkpoints=Checkpoints(every=3), tables__full_every=12
+    )
     loop.train(dataclasses.replace(ahead, steps=6), workdir=tmp_path)
     loop.train(ahead, workdir=tmp_path)
     by_step = {r["step"]: r for r in windows(tmp_path)}
@@ -91,7 +93,7 @@ def test_a_pipelined_run_that_was_stopped_equals_one_that_was_not_and_scoring_ch
 
 def test_a_checkpoint_of_eight_devices_is_the_same_on_one_and_scores_there(trained, rows):
     folder, _ = trained
-    whole = experiment(rows, checkpoints=Checkpoints(every=6, full_every=6))
+    whole = experiment(rows, checkpoints=Checkpoints(every=6), tables__full_every=6)
     jax.tree.map(np.testing.assert_array_equal, stored(whole, folder, devices=1), stored(whole, folder))
     again = loop.evaluate(whole, workdir=folder, split="test")
     assert again["test_logloss"] == trained[1]["test_logloss"]
@@ -104,7 +106,9 @@ def served(trained):
 
 @pytest.mark.slow
 def test_a_served_copy_finds_rows_as_evaluation_does(served, trained, rows):
-    expected = stored(experiment(rows, checkpoints=Checkpoints(every=6, full_every=18)), trained[0])["tables"][MAPS]
+    expected = stored(experiment(rows, checkpoints=Checkpoints(every=6), tables__full_every=18), trained[0])["tables"][
+        MAPS
+    ]
     assert set(served.maps) == set(expected) == {"item"}
     for name, array in served.maps["item"].items():
         np.testing.assert_array_equal(array, expected["item"][name])
@@ -130,7 +134,7 @@ def test_rows_are_found_with_the_config_of_the_run_only(served):
 
 def test_a_checkpoint_of_another_map_is_refused(trained, rows):
     other = dataclasses.replace(MAP, policy="lfu")
-    whole = experiment(rows, id_maps=(MappedFeatures(features=("item",), id_map=other),))
+    whole = experiment(rows, tables__id_maps=(MappedFeatures(features=("item",), id_map=other),))
     with pytest.raises(UserError, match=r"id_maps is .*lru.* in the checkpoint and .*lfu.* here"):
         loop.evaluate(whole, workdir=trained[0])
 
@@ -149,18 +153,18 @@ SCHEMA = Schema(categorical=HASHED, dense=("price", "age"))
 def test_maps_that_do_not_fit_the_features_are_refused(rows, maps, message):
     entries = tuple(MappedFeatures(features=names, id_map=MAP) for names in maps)
     with pytest.raises(UserError, match=message):
-        program.build(experiment(rows, id_maps=entries), SCHEMA, make_mesh(MeshShape(), jax.devices()[:1]))
+        binding.bind(experiment(rows, tables__id_maps=entries), SCHEMA, make_mesh(MeshShape(), jax.devices()[:1]))
 
 
 def test_rows_are_not_fetched_before_the_map_has_placed_them(rows):
-    with pytest.raises(UserError, match=r"pipeline='stale'.*Set pipeline='ids', which is exact, or 'none'"):
-        experiment(rows, pipeline="stale")
+    with pytest.raises(UserError, match=r"pipeline='stale'.*Set tables.pipeline='ids', which is exact, or 'none'"):
+        experiment(rows, tables__pipeline="stale")
 
 
 def test_a_feature_of_numbered_rows_may_have_a_map_too(rows):
     """A schema that knows its rows, too many for a table."""
     entries = (MappedFeatures(features=("shop", "item", "hour"), id_map=MAP),)
-    built = program.build(experiment(rows, id_maps=entries), SCHEMA, make_mesh(MeshShape(), jax.devices()[:1]))
+    built = binding.bind(experiment(rows, tables__id_maps=entries), SCHEMA, make_mesh(MeshShape(), jax.devices()[:1]))
     assert [(table.name, table.rows) for table in built.collection.mapped_tables] == [
         (name, MAP.rows) for name in ("shop", "hour", "item")
     ]

@@ -19,14 +19,14 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import convert, loop, program
+from scalejax.train import binding, convert, loop
 from scalejax.train import summary as summaries
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
 
 FROZEN = {
     "optimizer": optim.Adam(learning_rate=optim.Constant(value=0.0)),
-    "row_optimizer": RowwiseAdagrad(learning_rate=0.0),
+    "tables__optimizer": RowwiseAdagrad(learning_rate=0.0),
 }
 """Nothing is learned."""
 
@@ -120,11 +120,11 @@ def test_report_is_one_file_with_its_pictures(trained):
     ],
 )
 def test_a_plan_for_another_mesh_is_left_out_of_scoring_and_refused_in_training(trained, run, rows, plan, why):
-    planned, shown = small_run.experiment(rows, sharding=plan), io.StringIO()
+    planned, shown = small_run.experiment(rows, tables__sharding=plan), io.StringIO()
     summary = loop.evaluate(planned, workdir=run, console=Console(file=shown, width=60))
     assert summary["test_logloss"] == trained[1]["test_logloss"]
     (line,) = [line for line in shown.getvalue().splitlines() if "plan" in line]
-    assert line.startswith("Scoring without the run's sharding plan, with every table dealt out row by row: ")
+    assert line.startswith("Scoring without the run's sharding plan, with every table sharded by rows: ")
     assert why in line
     with pytest.raises(UserError, match=re.escape(why)):
         loop.train(dataclasses.replace(planned, steps=18), workdir=run)
@@ -151,7 +151,7 @@ def test_best_and_last_checkpoints_are_kept(rows, tmp_path):
     experiment = small_run.experiment(
         rows,
         steps=8,
-        eval_every=2,
+        evaluation__every=2,
         checkpoints=Checkpoints(every=1, keep_last=2, keep_best=1),
     )
     loop.train(experiment, workdir=tmp_path)
@@ -164,7 +164,7 @@ def test_best_and_last_checkpoints_are_kept(rows, tmp_path):
 def test_a_longer_run_goes_on_where_the_shorter_one_ended(rows, tmp_path):
     # A constant learning rate: a schedule would depend on the number of steps.
     whole = small_run.experiment(
-        rows, row_schedule=optim.Constant(), optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-2))
+        rows, tables__schedule=optim.Constant(), optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-2))
     )
     loop.train(whole, workdir=tmp_path / "whole")
     loop.train(dataclasses.replace(whole, steps=8), workdir=tmp_path / "parts")
@@ -197,7 +197,12 @@ def test_resume_never_refuses_a_folder_with_a_run_and_must_one_without(run, rows
 def by_day(rows, **changes):
     """An experiment on the first epoch in time order, scored by day before it is trained."""
     return small_run.experiment(
-        rows, data=small_run.data(rows, order="time"), steps=8, validation="progressive", log_every=8, **changes
+        rows,
+        data=small_run.data(rows, order="time"),
+        steps=8,
+        evaluation__validation="progressive",
+        log_every=8,
+        **changes,
     )
 
 
@@ -231,7 +236,7 @@ def test_days_are_scored_at_the_step_that_begins_them(rows, tmp_path):
 
 @pytest.mark.slow
 def test_progressive_validation_survives_an_interruption(rows, tmp_path):
-    experiment = by_day(rows, checkpoints=Checkpoints(every=3), eval_every=0)
+    experiment = by_day(rows, checkpoints=Checkpoints(every=3), evaluation__every=0)
     whole = loop.train(experiment, workdir=tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "cut")
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "8")
@@ -241,7 +246,7 @@ def test_progressive_validation_survives_an_interruption(rows, tmp_path):
 
 
 def test_progressive_validation_needs_data_in_time_order(rows, tmp_path):
-    experiment = small_run.experiment(rows, data=small_run.data(rows, time=None), validation="progressive")
+    experiment = small_run.experiment(rows, data=small_run.data(rows, time=None), evaluation__validation="progressive")
     with pytest.raises(UserError, match="progressive validation needs"):
         loop.train(experiment, workdir=tmp_path)
 
@@ -252,7 +257,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_earlier_checkpoints(r
         steps=20,
         log_every=2,
         optimizer=optim.AdamW(learning_rate=optim.Constant(value=1e38)),
-        row_optimizer=RowwiseAdagrad(learning_rate=1e38),
+        tables__optimizer=RowwiseAdagrad(learning_rate=1e38),
         checkpoints=Checkpoints(every=1),
     )
     with pytest.raises(UserError, match=r"not finite in the steps up to 1\d.*Lower the learning rates"):
@@ -305,7 +310,7 @@ def test_a_batch_that_cannot_be_read_ends_the_run_where_it_is_needed(rows, tmp_p
 def test_prefetch_raises_at_the_batch_and_ends_when_left_early(rows):
     experiment = small_run.experiment(rows)
     data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
+    built = binding.bind(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
     with convert.prefetch(Failing(data, 3).train_batches(start_example=0), built) as prefetched:
         assert sum(1 for _ in zip(range(3), prefetched, strict=False)) == 3
         with pytest.raises(UserError, match="batch 3 cannot be read"):

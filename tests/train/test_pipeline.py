@@ -7,11 +7,11 @@ import jax
 import numpy as np
 import pytest
 import small_run
+from changes import changed
 
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop
-from scalejax.train import program as programs
+from scalejax.train import binding, loop
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
 
@@ -25,7 +25,7 @@ def experiment(rows, **changes):
     plan = ShardingPlan(
         tables=(TablePlan(table="shop", kind="table_wise"), TablePlan(table="hour", kind="data_parallel"))
     )
-    return dataclasses.replace(small_run.experiment(rows), sharding=plan, **changes)
+    return small_run.experiment(rows, tables__sharding=plan, **changes)
 
 
 def records(folder):
@@ -35,7 +35,7 @@ def records(folder):
 @pytest.fixture(scope="module")
 def plain(rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
-    loop.train(experiment(rows, pipeline="none", log_every=1), workdir=folder)
+    loop.train(experiment(rows, tables__pipeline="none", log_every=1), workdir=folder)
     return folder
 
 
@@ -46,13 +46,13 @@ def stale(rows, tmp_path_factory):
     return folder
 
 
-STALE = {"pipeline": "stale", "log_every": 1, "checkpoints": Checkpoints(every=3)}
+STALE = {"tables__pipeline": "stale", "log_every": 1, "checkpoints": Checkpoints(every=3)}
 
 
 @pytest.fixture(scope="module")
 def ahead(rows, tmp_path_factory):
     folder = tmp_path_factory.mktemp("ahead")
-    loop.train(experiment(rows, pipeline="ids", log_every=1), workdir=folder)
+    loop.train(experiment(rows, tables__pipeline="ids", log_every=1), workdir=folder)
     return folder
 
 
@@ -107,10 +107,10 @@ def instructions(text):
 
 
 def test_the_compiled_exchange_of_the_next_ids_waits_for_nothing_of_the_step(rows):
-    whole = experiment(rows, pipeline="ids", mesh=MeshShape(fsdp=-1))
-    whole = dataclasses.replace(whole, sharding=ShardingPlan())
+    whole = experiment(rows, tables__pipeline="ids", placement__mesh=MeshShape(fsdp=-1))
+    whole = changed(whole, tables__sharding=ShardingPlan())
     data = whole.data.build()
-    program = programs.build(whole, data.schema, make_mesh(whole.mesh))
+    program = binding.bind(whole, data.schema, make_mesh(whole.placement.mesh))
     state, batch = program.abstract_state(), program.abstract_batch()
     ahead = jax.eval_shape(program.look_ahead, state, batch)
     compiled = program.pipelined_step.lower(state, batch, ahead, batch).compile()
@@ -139,4 +139,4 @@ def test_the_compiled_exchange_of_the_next_ids_waits_for_nothing_of_the_step(row
 
 def test_other_pipelines_are_refused(rows):
     with pytest.raises(ValueError, match="pipeline must be 'none', 'ids' or 'stale'; got 'fast'"):
-        experiment(rows, pipeline="fast")
+        experiment(rows, tables__pipeline="fast")

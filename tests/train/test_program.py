@@ -6,15 +6,17 @@ import jax
 import numpy as np
 import pytest
 import small_run
+from changes import changed
 
 from scalejax.errors import UserError
-from scalejax.parallel import rules
+from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import convert, program, snapshot
+from scalejax.train import binding, convert
 from scalejax.train.experiment import Checkpoints, Precision
+from scalejax.train.run import Run
 
 STEPS = 12
-FLOAT64 = Precision(params="float64", compute="float64", tables="float64")
+FLOAT64 = {"precision": Precision(params="float64", compute="float64"), "tables__dtype": "float64"}
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +32,14 @@ def experiment(rows):
 def _run(experiment, devices, steps=STEPS):
     """Losses and the mesh-free state after some steps on the first `devices` devices."""
     data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(experiment.mesh, jax.devices()[:devices]))
+    built = binding.bind(experiment, data.schema, make_mesh(experiment.placement.mesh, jax.devices()[:devices]))
     state = built.init()
     batches = data.train_batches(start_example=0)
     losses = []
     for _ in range(steps):
         state, loss = built.train_step(state, convert.to_device(next(batches), built))
         losses.append(float(loss))
-    stored = jax.tree.map(np.asarray, {k: v for k, v in snapshot.to_stored(built, state).items() if k != "key"})
+    stored = jax.tree.map(np.asarray, {k: v for k, v in Run(built, data).to_stored(state).items() if k != "key"})
     return np.array(losses), stored
 
 
@@ -45,11 +47,9 @@ def _run(experiment, devices, steps=STEPS):
     "mesh", [MeshShape(fsdp=4, tensor=2), pytest.param(MeshShape(), marks=pytest.mark.slow)], ids=str
 )
 def test_eight_devices_equal_one_in_float64(experiment, x64, mesh):
-    experiment = dataclasses.replace(
-        experiment, precision=Precision(params="float64", compute="float64", tables="float64")
-    )
+    experiment = changed(experiment, **FLOAT64)
     losses, state = _run(experiment, 1)
-    other_losses, other = _run(dataclasses.replace(experiment, mesh=mesh, rules=rules.FSDP), 8)
+    other_losses, other = _run(changed(experiment, placement__mesh=mesh, strategy=Fsdp()), 8)
     # Sums over examples are split over devices: float64 rounding, 1e-16 a sum, grown over the steps.
     np.testing.assert_allclose(other_losses, losses, rtol=1e-12)
     for part in ("params", "tables"):
@@ -72,17 +72,17 @@ def test_equal_seeds_give_equal_bits(experiment):
 
 
 def test_initial_state_is_the_same_on_every_mesh(experiment):
-    schema = experiment.data.build().schema
+    data = experiment.data.build()
     states = []
     for devices in (1, 8):
-        built = program.build(experiment, schema, make_mesh(MeshShape(), jax.devices()[:devices]))
-        states.append(jax.tree.map(np.asarray, snapshot.to_stored(built, built.init()) | {"key": 0}))
+        built = binding.bind(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices]))
+        states.append(jax.tree.map(np.asarray, Run(built, data).to_stored(built.init()) | {"key": 0}))
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
 def test_state_is_donated_and_the_step_compiles_once(experiment):
     data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
+    built = binding.bind(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
     batches = data.train_batches(start_example=0)
     state = built.init()
     for _ in range(3):
@@ -94,7 +94,7 @@ def test_state_is_donated_and_the_step_compiles_once(experiment):
 
 def test_abstract_state_and_batch_describe_the_real_ones(experiment):
     data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(MeshShape()))
+    built = binding.bind(experiment, data.schema, make_mesh(MeshShape()))
     batch = convert.to_device(next(data.train_batches(start_example=0)), built)
 
     def same(abstract, real):
@@ -108,25 +108,25 @@ def test_abstract_state_and_batch_describe_the_real_ones(experiment):
 def test_batch_that_does_not_divide_names_the_axis(experiment, rows):
     experiment = dataclasses.replace(experiment, data=small_run.data(rows, batch_size=60))
     with pytest.raises(UserError, match=r"(?s)60.*fsdp"):
-        program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+        binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
 
 
-@pytest.mark.parametrize("field", ["params", "compute", "tables"])
+@pytest.mark.parametrize("field", ["precision.params", "precision.compute", "tables.dtype"])
 def test_float64_needs_64_bit_types(experiment, field):
-    experiment = dataclasses.replace(experiment, precision=Precision(**{field: "float64"}))
-    with pytest.raises(UserError, match=rf"precision\.{field} is float64.*JAX_ENABLE_X64=1"):
-        program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+    experiment = changed(experiment, **{field.replace(".", "__"): "float64"})
+    with pytest.raises(UserError, match=rf"^{field} is float64.*JAX_ENABLE_X64=1.*--set {field}="):
+        binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
 
 
 def test_a_score_that_there_is_not_keeps_no_checkpoints(experiment):
     experiment = dataclasses.replace(experiment, checkpoints=Checkpoints(best_metric="loss"))
     with pytest.raises(UserError, match=r"best_metric is 'loss', but .* --set checkpoints\.best_metric=logloss"):
-        program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+        binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
 
 
 def test_fsdp_shards_what_divides(experiment):
-    experiment = dataclasses.replace(experiment, rules=rules.FSDP)
-    built = program.build(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+    experiment = changed(experiment, strategy=Fsdp())
+    built = binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
     state = built.abstract_state()
     sharded = [name for name, p in state.params.items() if not p.sharding.is_fully_replicated]
     assert sharded
@@ -138,9 +138,9 @@ def test_fsdp_shards_what_divides(experiment):
 @pytest.mark.parametrize("devices", [1, 8])
 def test_microbatches_add_up_to_the_whole_batch(experiment, x64, devices):
     model = dataclasses.replace(experiment.model, dropout=0.0)
-    whole = dataclasses.replace(experiment, precision=FLOAT64, model=model, microbatch=64)
+    whole = changed(experiment, **FLOAT64, model=model, gradients__microbatch=64)
     losses, state = _run(whole, devices, steps=5)
-    parts, other = _run(dataclasses.replace(whole, microbatch=2), devices, steps=5)
+    parts, other = _run(changed(whole, gradients__microbatch=2), devices, steps=5)
     np.testing.assert_allclose(parts, losses, rtol=1e-12)  # float64 sums in another order
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other["params"], state["params"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), other["tables"], state["tables"])

@@ -13,13 +13,14 @@ import small_run
 
 from scalejax.configs.recsys import dlrm
 from scalejax.errors import UserError
+from scalejax.numerics import formats
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import convert, dense, loop, program
-from scalejax.train.dense_run import DenseRun
+from scalejax.train import binding, convert, loop
+from scalejax.train.metrics import sums
 from scalejax.train.run_folder import read_lines
 
 MX9 = QuantizationRule(weight_qtype="bdr_mx9", act_qtype="bdr_mx9", bwd_qtype="bdr_mx9", tail="pad")
@@ -39,15 +40,24 @@ def language(texts, *rules, mesh=None, devices=1, **changes):
     """A bound run, its state and its first batch."""
     experiment = small_language_run.experiment(texts, quantization=rules, **changes)
     data = experiment.data.build()
-    built = dense.build(experiment, data.schema, make_mesh(mesh or MeshShape(), jax.devices()[:devices]))
-    batch = DenseRun(built, data)._place(next(data.train_batches(start_example=0)))
-    return built, built.init(), batch
+    built = binding.bind(experiment, data.schema, make_mesh(mesh or MeshShape(), jax.devices()[:devices]))
+    return built, built.init(), convert.to_device(next(data.train_batches(start_example=0)), built)
+
+
+def mean_loss(built, state, batch):
+    """Of an evaluation."""
+    (found,) = built.metrics.values()
+    return found.compute(sums.to_host(built.eval_step(state, batch).metrics)["0"])["loss"]
+
+
+def logits(built, state, batch):
+    return np.asarray(built.eval_step(state, batch).outputs["logits"])
 
 
 def clicks(rows, *rules, devices=1, **changes):
     experiment = small_run.experiment(rows, quantization=rules, **changes)
     data = experiment.data.build()
-    built = program.build(experiment, data.schema, make_mesh(experiment.mesh, jax.devices()[:devices]))
+    built = binding.bind(experiment, data.schema, make_mesh(experiment.placement.mesh, jax.devices()[:devices]))
     return built, built.init(), convert.to_device(next(data.train_batches(start_example=0)), built)
 
 
@@ -74,12 +84,12 @@ def test_weights_of_a_llama_are_those_cast_by_hand(texts):
     plain = language(texts)[0]
     by_hand = {path: cast_by_hand(path, value, "bdr_mx4") for path, value in state.params.items()}
     assert sum(not np.array_equal(by_hand[path], value) for path, value in state.params.items()) == 9
-    want = plain.eval_step(dataclasses.replace(state, params=by_hand), batch)
-    np.testing.assert_allclose(built.eval_step(state, batch)[0], want[0], rtol=1e-5)
-    unformatted = plain.eval_step(state, batch)[0]
-    assert abs(float(want[0] - unformatted)) > 1e-4 * float(unformatted)
+    want = mean_loss(plain, dataclasses.replace(state, params=by_hand), batch)
+    np.testing.assert_allclose(mean_loss(built, state, batch), want, rtol=1e-5)
+    unformatted = mean_loss(plain, state, batch)
+    assert abs(want - unformatted) > 1e-4 * unformatted
     loss = built.train_step(state, batch)[1]
-    np.testing.assert_allclose(loss, want[0] / want[1], rtol=1e-5)
+    np.testing.assert_allclose(loss, want, rtol=1e-5)
 
 
 def test_the_first_rule_that_matches_makes_exceptions(texts):
@@ -89,8 +99,8 @@ def test_the_first_rule_that_matches_makes_exceptions(texts):
         path: value if path in ("head/weight", "embed/weight") else cast_by_hand(path, value, "bdr_mx4")
         for path, value in state.params.items()
     }
-    want = language(texts)[0].eval_step(dataclasses.replace(state, params=by_hand), batch)
-    np.testing.assert_allclose(built.eval_step(state, batch)[0], want[0], rtol=1e-5)
+    want = mean_loss(language(texts)[0], dataclasses.replace(state, params=by_hand), batch)
+    np.testing.assert_allclose(mean_loss(built, state, batch), want, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -106,7 +116,7 @@ def test_a_quantized_checkpoint_has_the_weights_that_training_with_rules_took(te
 
     def losses(program, weights):
         params = {path: jnp.asarray(value) for path, value in llama_cases.parameters(config, weights).items()}
-        return float(program.eval_step(dataclasses.replace(state, params=params), batch)[0])
+        return mean_loss(program, dataclasses.replace(state, params=params), batch)
 
     aware, packed = losses(built, weights), losses(plain, quantized_cases.read_weights(tmp_path / "packed"))
     np.testing.assert_allclose(packed, aware, rtol=1e-5)
@@ -165,10 +175,9 @@ def test_weights_of_click_models_are_those_cast_by_hand(rows, model):
         return cast(value, "bdr_mx4", axis=0 if path.endswith(("/kernel", "/y")) else 1, tail="pad")
 
     changed = {path: by_hand(path, value) for path, value in state.params.items()}
-    want, _ = plain.eval_step(dataclasses.replace(state, params=changed), batch)
-    got, _ = built.eval_step(state, batch)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-    assert np.abs(want - plain.eval_step(state, batch)[0]).max() > 1e-3
+    want = logits(plain, dataclasses.replace(state, params=changed), batch)
+    np.testing.assert_allclose(logits(built, state, batch), want, rtol=1e-4, atol=1e-5)
+    assert np.abs(want - logits(plain, state, batch)).max() > 1e-3
 
 
 @pytest.mark.slow
@@ -182,12 +191,12 @@ def test_tables_are_read_in_their_format_and_rest_as_they_are(rows, devices):
     np.testing.assert_array_equal(built.collection.to_logical(state.tables)["shop"]["rows"], tables["shop"]["rows"])
 
     dim = tables["item"]["rows"].shape[1]
-    row = dataclasses.replace(program.rules.formats.find("int8"), k1=dim, k2=dim)
+    row = dataclasses.replace(formats.find("int8"), k1=dim, k2=dim)
     changed = {name: dict(leaves) for name, leaves in tables.items()}
     changed["shop"]["rows"] = cast(jnp.asarray(tables["shop"]["rows"]), "bdr_mx6", axis=1, tail="pad")
     changed["item"]["rows"] = cast(jnp.asarray(tables["item"]["rows"]), row, axis=1)
-    want, _ = plain.eval_step(dataclasses.replace(started, tables=plain.collection.from_logical(changed)), batch)
-    np.testing.assert_allclose(built.eval_step(state, batch)[0], want, rtol=0, atol=1e-6)
+    want = logits(plain, dataclasses.replace(started, tables=plain.collection.from_logical(changed)), batch)
+    np.testing.assert_allclose(logits(built, state, batch), want, rtol=0, atol=1e-6)
 
 
 def trained(built, state, batch, steps=3):

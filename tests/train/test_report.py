@@ -1,6 +1,7 @@
 """The report of a run folder, and of several, from files alone."""
 
 import base64
+import dataclasses
 import html.parser
 import io
 import json
@@ -14,6 +15,7 @@ import rich.console
 from scalejax.errors import UserError
 from scalejax.train import comparison, console, evaluation, exact, report, summary
 from scalejax.train.events import EventWriter
+from scalejax.train.metrics.protocol import Described, Value
 
 
 def make_run(folder, *, tasks=("late",), seed=0, steps=500, noise=0.6, progressive=False, examples=1000):
@@ -116,10 +118,46 @@ def check_page(path):
 
 def test_a_finished_run_has_everything(tmp_path):
     text, pictures = check_page(report.write_report(make_run(tmp_path / "run", progressive=True)))
-    assert len(pictures) == 4 + 2 + 2 + 2  # curves, progressive, predictions, time
+    assert len(pictures) == 4 + 3 + 2 + 2  # curves, progressive, predictions, time
     for part in ("wukong", "1 x cpu", "fsdp=8", "test AUC", "base rate 0.5000", "151,234", "812 MB", "model.layers"):
         assert part in text
     assert "validation" in pictures[0]
+
+
+def test_pictures_of_metrics_are_shown_with_their_captions(tmp_path):
+    folder = make_run(tmp_path / "run")
+    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><circle r="4"/></svg>'
+    picture = evaluation.Picture(split="test", name="overlays", caption="Truth and prediction.", svg=svg)
+    evaluation.save_picture(folder, picture)
+    assert evaluation.read_pictures(folder) == [picture]
+    text, pictures = check_page(report.write_report(folder))
+    assert "Truth and prediction. (test)" in text
+    assert svg in pictures
+    with pytest.raises(ValueError, match="letters, digits"):
+        evaluation.save_picture(folder, dataclasses.replace(picture, name="../x"))
+    (folder / "evaluation" / "pictures" / "test-overlays.json").write_text("{")
+    with pytest.raises(UserError, match=r"test-overlays\.json is damaged"):
+        report.write_report(folder)
+
+
+def test_what_a_run_measures_comes_from_its_folder(tmp_path):
+    dice = Value(name="dice", title="Dice", unit="mean over cases, higher is better", better="high")
+    described = Described(values=(dice,), counts=("cases", "volumes"))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "measures.json").write_text(json.dumps(described.to_dict()))
+    (folder / "summary.json").write_text(json.dumps({"recipe": "mine", "test_dice": 0.81, "test_cases": 12}))
+    with EventWriter(folder) as events:
+        events.window(1, {"dice": 0.2})
+        events.evaluation(1, "test", {"dice": 0.81})
+    text, pictures = check_page(report.write_report(folder))
+    assert "test: 12 volumes" in text
+    assert "0.8100" in text
+    assert "Dice: mean over cases, higher is better." in text
+    assert len(pictures) == 1
+    (folder / "measures.json").write_text("{}3")
+    with pytest.raises(UserError, match=r"measures\.json is damaged"):
+        report.write_report(folder)
 
 
 def test_equal_folders_give_equal_reports(tmp_path):

@@ -15,7 +15,7 @@ import pytest
 import small_run
 
 STEPS = 40
-SETS = (f"steps={STEPS}", "log_every=5", "eval_every=20", "checkpoints.every=4", "data.batch_size=64")
+SETS = (f"steps={STEPS}", "log_every=5", "evaluation.every=20", "checkpoints.every=4", "data.batch_size=64")
 
 
 @pytest.fixture(scope="module")

@@ -11,18 +11,17 @@ from scalejax.errors import UserError
 from scalejax.models.recsys.logistic import LogisticConfig
 from scalejax.parallel.embedding.plan import Exchange
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import program as programs
-from scalejax.train import scoring
+from scalejax.train import binding, scoring
 from scalejax.train import summary as summaries
 
 
 def test_scores_that_are_not_finite_are_refused(tmp_path):
     experiment = small_run.experiment(small_run.write(tmp_path / "rows.parquet"))
     data = experiment.data.build()
-    program = programs.build(experiment, data.schema, make_mesh(experiment.mesh))
+    program = binding.bind(experiment, data.schema, make_mesh(experiment.placement.mesh))
     state = program.init()
     batches = data.eval_batches("validation", process_index=0, process_count=1)
-    assert scoring.score(program, state, batches).logits.shape == (data.num_examples("validation"), 1)
+    assert scoring.score(program, state, batches).collected["logits"].shape == (data.num_examples("validation"), 1)
     state = dataclasses.replace(state, params=jax.tree.map(lambda p: p * float("nan"), state.params))
     batches = data.eval_batches("validation", process_index=0, process_count=1)
     with pytest.raises(UserError, match=r"not finite at step 0.*earlier checkpoint \(--step\)"):
@@ -36,9 +35,9 @@ def test_ids_without_room_are_counted_or_refused(tmp_path, spill):
     rows = small_run.write(
         tmp_path / "rows.parquet", {name: np.full(small_run.ROWS, row, np.int32) for name, row in hot.items()}
     )
-    experiment = small_run.experiment(rows, model=LogisticConfig(), exchange=Exchange(spill=spill))
+    experiment = small_run.experiment(rows, model=LogisticConfig(), tables__exchange=Exchange(spill=spill))
     data = experiment.data.build()
-    program = programs.build(experiment, data.schema, make_mesh(experiment.mesh))
+    program = binding.bind(experiment, data.schema, make_mesh(experiment.placement.mesh))
     state = program.init()
     batches = data.eval_batches("validation", process_index=0, process_count=1)
     if spill == "fail":
@@ -48,6 +47,6 @@ def test_ids_without_room_are_counted_or_refused(tmp_path, spill):
     scores = scoring.score(program, state, batches)
     # A batch: 8 devices send 8 examples x 3 ids to one that has room for 8 + 3 x 2 of each.
     assert scores.spilled_ids == 8 * (24 - 14) * -(-data.num_examples("validation") // 64)
-    summary = summaries.of_evaluation("validation", scores.measure(("label",)))
+    summary = summaries.of_evaluation("validation", scores.measure())
     assert summary["val_spilled_ids"] == scores.spilled_ids
     assert [row.value for row in summaries.quality(summary)[0].rows if row.name == "ids without room"] == ["80"]

@@ -8,19 +8,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from changes import changed
 from flax import nnx
 
 from scalejax import optim
 from scalejax.data import FlightsData
-from scalejax.data.batch import Batch
+from scalejax.data.batch import Batch as HostBatch
 from scalejax.data.jagged import KeyedJagged
 from scalejax.data.schema import Categorical, Schema
 from scalejax.models.recsys.task import bce_with_logits
-from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowOptimizer, RowwiseAdagrad, TableConfig
+from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.jagged import DedupGroup
+from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import convert, program
-from scalejax.train.experiment import Experiment
+from scalejax.train import binding, convert
+from scalejax.train.experiment import Experiment, Gradients, Placement, Tables
+from scalejax.train.metrics.click import ClickQuality
+from scalejax.train.task import Batch, Field, Loss, TaskBase
 
 SIZE, DIM = 32, 8
 SCHEMA = Schema(
@@ -49,15 +53,17 @@ class Attention(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionTask:
+class AttentionTask(TaskBase):
     """Attention bound to a schema."""
 
     schema: Schema
-    row_optimizer: RowOptimizer
+
+    def fields(self) -> dict[str, Field]:
+        return {"labels": Field(shape=(1,), dtype="float32"), "weights": Field(shape=(), dtype="float32")}
 
     def tables(self) -> tuple[TableConfig, ...]:
         rows = {feature.name: feature.rows or 0 for feature in self.schema.categorical}
-        common: dict[str, Any] = {"dim": DIM, "pooling": "none", "optimizer": self.row_optimizer}
+        common: dict[str, Any] = {"dim": DIM, "pooling": "none"}
         return (
             TableConfig(name="clicks", rows=rows["clicks"], features=("clicks",), **common),
             TableConfig(name="views", rows=rows["views"], features=("views", "last"), **common),
@@ -66,21 +72,21 @@ class AttentionTask:
     def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module:
         return Attention(rngs)
 
-    def loss(self, model: Any, embedded: Any, batch: Any, *, key: Any = None) -> Any:
-        logits = model(embedded, batch.lengths)
-        losses = bce_with_logits(logits, batch.labels)[:, 0] * batch.weights
-        return losses.sum(), batch.weights.sum(), {"logits": logits}
+    def loss(self, model: Any, batch: Batch, *, keys: Any, gather: Any) -> Loss:
+        logits = model(batch.embedded, batch.lengths)
+        losses = bce_with_logits(logits, batch["labels"])[:, 0] * batch["weights"]
+        return Loss(losses.sum(), batch["weights"].sum(), outputs={"logits": logits})
 
-    def flops_per_example(self) -> int:
-        return 1
+    def metrics(self) -> tuple[ClickQuality, ...]:
+        return (ClickQuality(tasks=("label",)),)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionModel:
     """Its config."""
 
-    def task(self, schema: Schema, row_optimizer: RowOptimizer) -> AttentionTask:
-        return AttentionTask(schema=schema, row_optimizer=row_optimizer)
+    def task(self, schema: Schema) -> AttentionTask:
+        return AttentionTask(schema=schema)
 
 
 def batches(count, schema=SCHEMA):
@@ -93,7 +99,7 @@ def batches(count, schema=SCHEMA):
         features = KeyedJagged(schema.keys, np.concatenate(ids), lengths)
         half = features.take(np.repeat(np.arange(SIZE // 2), 2))  # every list twice
         labels = rng.integers(0, 2, (SIZE, 1)).astype(np.float32)
-        yield Batch(half, np.zeros((SIZE, 0), np.float32), labels, np.ones(SIZE, np.float32))
+        yield HostBatch(half, np.zeros((SIZE, 0), np.float32), labels, np.ones(SIZE, np.float32))
 
 
 ALL = MeshShape()
@@ -106,11 +112,12 @@ def build(devices, schema=SCHEMA, mesh=ALL, **changes):
         data=FlightsData(batch_size=SIZE),
         steps=4,
         optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-2)),
-        row_optimizer=RowwiseAdagrad(learning_rate=0.1),
-        mesh=mesh,
-        **changes,
+        strategy=Fsdp(sharding="NO_SHARD"),
+        tables=Tables(optimizer=RowwiseAdagrad(learning_rate=0.1)),
+        gradients=Gradients(microbatch="cache"),
+        placement=Placement(mesh=mesh),
     )
-    return program.build(experiment, schema, make_mesh(mesh, jax.devices()[:devices]))
+    return binding.bind(changed(experiment, **changes), schema, make_mesh(mesh, jax.devices()[:devices]))
 
 
 def literally(built, state, batch):
@@ -133,19 +140,19 @@ def literally(built, state, batch):
     [(4, MeshShape(fsdp=2, tensor=2), 8), pytest.param(1, ALL, 8, marks=pytest.mark.slow)],
 )
 def test_attention_over_positions_is_attention_over_the_lists(devices, mesh, microbatch):
-    built = build(devices, mesh=mesh, microbatch=microbatch)
-    assert built.parts > 1
+    built = build(devices, mesh=mesh, gradients__microbatch=microbatch)
+    assert built.parts(SIZE) > 1
     state, moved = built.init(), []
     for batch in batches(2):
         logits = literally(built, state, batch)
         losses = np.log1p(np.exp(logits)) - batch.labels[:, 0] * logits
-        scored, faults = built.eval_step(state, convert.to_device(batch, built, "scoring"))
+        scored = built.eval_step(state, convert.to_device(batch, built, "scoring"))
         # float32 sums of a dozen numbers of size 0.2
-        np.testing.assert_allclose(scored[:, 0], logits, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(scored.outputs["logits"][:, 0], logits, rtol=1e-5, atol=1e-6)
         state, loss = built.train_step(state, convert.to_device(batch, built))
         moved.append(abs(literally(built, state, batch) - logits).max())
         np.testing.assert_allclose(loss, losses.mean(), rtol=1e-5)
-        assert not np.asarray(faults).any()
+        assert not np.asarray(scored.faults).any()
     assert min(moved) > 0.1  # rows learn
     assert not np.asarray(built.faults(state)).any()
 
@@ -181,7 +188,7 @@ def held(built, state):
 
 @pytest.mark.slow
 def test_lists_whose_ids_travel_a_step_ahead_change_no_bit():
-    built = build(1, mesh=ALL, microbatch=8)
+    built = build(1, mesh=ALL, gradients__microbatch=8)
     host = [convert.to_device(batch, built) for batch in batches(3)]
     (losses, state), (other, after) = stepwise(built, host), pipelined(built, host)
     assert losses == other
@@ -195,7 +202,7 @@ def test_ids_a_step_ahead_id_maps_and_deduplicated_lists_change_no_bit(devices):
     groups = (DedupGroup(features=("clicks", "views"), rows_per_example=0.75),)
     host, states = [*batches(3, HASHED)], {}
     for name, dedup in (("plain", ()), ("deduplicated", groups)):
-        built = build(devices, HASHED, id_maps=maps, dedup=dedup, accumulate="exact")
+        built = build(devices, HASHED, tables__id_maps=maps, tables__dedup=dedup, tables__accumulate="exact")
         on_device = [convert.to_device(batch, built) for batch in host]
         assert (on_device[0].features.inverse is not None) == bool(dedup)
         losses, state = (pipelined if dedup else stepwise)(built, on_device)

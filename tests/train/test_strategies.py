@@ -13,10 +13,10 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan import stablehlo
-from scalejax.train import dense, loop
+from scalejax.train import binding, convert, loop
 from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.dense_run import DenseRun
 from scalejax.train.experiment import Precision
+from scalejax.train.run import Run
 
 ONE = MeshShape(fsdp=1)
 EIGHT = MeshShape(fsdp=8)
@@ -34,7 +34,7 @@ def run_of(texts, mesh, strategy, **changes):
     data = experiment.data.build()
     sizes = mesh.resolve(8) if mesh.fsdp == -1 else None
     devices = jax.devices()[: int(np.prod(sizes or [getattr(mesh, a) for a in ("replica", "fsdp", "tensor")]))]
-    return DenseRun(dense.build(experiment, data.schema, make_mesh(mesh, devices)), data)
+    return Run(binding.bind(experiment, data.schema, make_mesh(mesh, devices)), data)
 
 
 @pytest.mark.slow
@@ -45,7 +45,7 @@ def test_one_run_in_float32_is_judged_by_its_loss(texts):
         state, found = run.program.init(), []
         batches = run.data.train_batches(start_example=0)
         for _ in range(50):
-            state, loss = run.program.train_step(state, run._place(next(batches)))
+            state, loss = run.program.train_step(state, convert.to_device(next(batches), run.program))
             found.append(float(loss))
         losses.append(found)
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
@@ -66,7 +66,7 @@ def test_a_checkpoint_of_one_strategy_loads_under_every_other(texts, tmp_path):
         with Checkpointer(tmp_path / "checkpoints", run.program.experiment.checkpoints, run.identity()) as checkpoints:
             states[name], _ = run.restore(checkpoints, 4)
         for path, p in states[name].params.items():
-            assert p.sharding.is_equivalent_to(run.program.shardings[path], p.ndim)
+            assert p.sharding.is_equivalent_to(NamedSharding(run.mesh, run.program.specs[path]), p.ndim)
     for state in states.values():
         for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(states["one device"]), strict=True):
             if not jax.numpy.issubdtype(a.dtype, jax.dtypes.prng_key):
@@ -84,7 +84,7 @@ def test_bytes_of_a_step_equal_the_formulas(texts, sharding):
         if c.bytes > 4 * c.count:
             found[c.kind, c.axis] = found.get((c.kind, c.axis), 0) + c.bytes
     sizes = {path: 4 * int(np.prod(p.shape)) for path, p in program.model.params.items()}
-    cut = {path for path, s in program.shardings.items() if any(s.spec)}
+    cut = {path for path, spec in program.specs.items() if any(spec)}
     inside = sum(size for path, size in sizes.items() if path.startswith("layers/") and path in cut)
     outside = sum(size for path, size in sizes.items() if not path.startswith("layers/") and path in cut)
     left = sum(size for path, size in sizes.items() if path not in cut)

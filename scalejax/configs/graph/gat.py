@@ -6,14 +6,15 @@ scalejax train gat
 import dataclasses
 
 from scalejax import optim
+from scalejax.configs.graph import _common
 from scalejax.data.graphs import NodeData
 from scalejax.models.graph import GatConfig
-from scalejax.train.experiment import GraphExperiment
+from scalejax.train.experiment import Experiment
 
 
-def cora() -> GraphExperiment:
+def cora() -> Experiment:
     """The two-layer GAT of the paper, 8 heads of width 8, on the bundled Cora."""
-    return GraphExperiment(
+    return _common.experiment(
         model=GatConfig(),
         data=NodeData(normalization="none"),
         steps=200,
@@ -21,6 +22,8 @@ def cora() -> GraphExperiment:
     )
 
 
-def smoke() -> GraphExperiment:
+def smoke() -> Experiment:
     """A few epochs of a narrow GAT."""
-    return dataclasses.replace(cora(), model=GatConfig(hidden=2, heads=2), steps=12, log_every=4, eval_every=4)
+    return dataclasses.replace(
+        cora(), model=GatConfig(hidden=2, heads=2), steps=12, log_every=4, evaluation=_common.scored(every=4)
+    )

@@ -6,6 +6,7 @@ scalejax train llama
 import dataclasses
 
 from scalejax import optim
+from scalejax.configs.llm import _common
 from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.staged import StagedData
 from scalejax.data.stages import Stage
@@ -13,31 +14,31 @@ from scalejax.data.text import TextData, TextSplit
 from scalejax.data.tokenizer import CharacterTokenizer
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.train.experiment import Checkpoints, DenseExperiment
+from scalejax.train.experiment import Experiment
 
 _TINY = LlamaConfig(
     layers=4, dim=128, ffn_dim=384, heads=4, kv_heads=2, vocabulary=None, max_positions=1024, remat="none", unroll=4
 )
 
 
-def tiny() -> DenseExperiment:
+def tiny() -> Experiment:
     """A Llama of 0.8 M parameters on the sources of Python's standard library, byte by byte."""
-    return DenseExperiment(
+    return _common.experiment(
         model=_TINY,
         data=TextData(length=256, batch_size=16, split=TextSplit(train=0.97, validation=0.015)),
         steps=400,
         optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=3e-3, warmup=0.05, final=0.1), weight_decay=0.1),
         log_every=50,
-        checkpoints=Checkpoints(every=200, best_metric="loss"),
+        save_every=200,
     )
 
 
-def shakespeare() -> DenseExperiment:
+def shakespeare() -> Experiment:
     """A Llama of 0.74 M parameters on the characters of tiny Shakespeare; validation loss 1.74 in 1,000 steps.
 
     Set data.path and data.tokenizer.path to the text (input.txt of the repository karpathy/char-rnn, also gzipped).
     """
-    return DenseExperiment(
+    return _common.experiment(
         model=LlamaConfig(
             layers=4,
             dim=128,
@@ -67,26 +68,26 @@ def shakespeare() -> DenseExperiment:
         ),
         log_every=50,
         eval_every=100,
-        checkpoints=Checkpoints(every=0, best_metric="loss"),
+        save_every=0,
     )
 
 
-def pretrain_1b() -> DenseExperiment:
+def pretrain_1b() -> Experiment:
     """The 1B shape of Llama 3.2 on text of yours: set data.path and data.tokenizer.path. For accelerators."""
     return _pretrain("3.2-1b", peak=3e-4, rows=256, steps=100_000)
 
 
-def pretrain_8b() -> DenseExperiment:
+def pretrain_8b() -> Experiment:
     """Llama 3 8B, 4 M tokens a step at first: set data.path and data.tokenizer.path. For accelerators."""
     return _pretrain("3.1-8b", peak=3e-4, rows=512, steps=1_200_000)
 
 
-def pretrain_70b() -> DenseExperiment:
+def pretrain_70b() -> Experiment:
     """Llama 3 70B: set data.path and data.tokenizer.path. For accelerators."""
     return _pretrain("3.1-70b", peak=1.5e-4, rows=1024, steps=1_200_000)
 
 
-def pretrain_405b() -> DenseExperiment:
+def pretrain_405b() -> Experiment:
     """Llama 3 405B, 4 to 16 M tokens a step: set path and tokenizer.path of data.stages.N.data. For accelerators.
 
     Rows of 4,096 tokens for the first 252 M tokens, then of 8,192; 16 M tokens a step after 2.87 T.
@@ -101,7 +102,7 @@ def pretrain_405b() -> DenseExperiment:
     return dataclasses.replace(whole, data=StagedData(stages=stages))
 
 
-def smoke() -> DenseExperiment:
+def smoke() -> Experiment:
     """A few steps of a tiny Llama."""
     return dataclasses.replace(
         tiny(),
@@ -112,12 +113,12 @@ def smoke() -> DenseExperiment:
     )
 
 
-def _pretrain(size: str, *, peak: float, rows: int, steps: int) -> DenseExperiment:
+def _pretrain(size: str, *, peak: float, rows: int, steps: int) -> Experiment:
     """The recipe of section 3.4 of the paper: rows of 8,192 tokens, AdamW with warm-up over 8,000 steps and a cosine.
 
     The paper does not print betas, weight decay and clipping; 0.9, 0.95, 0.1 and 1 are what is usual.
     """
-    return DenseExperiment(
+    return _common.experiment(
         model=SIZES[size],
         data=_rows(size, rows),
         steps=steps,
@@ -127,11 +128,8 @@ def _pretrain(size: str, *, peak: float, rows: int, steps: int) -> DenseExperime
             b2=0.95,
             weight_decay=0.1,
         ),
-        clip=1.0,
         strategy=Fsdp(sharding="FULL_SHARD", param_dtype="bfloat16"),
-        log_every=10,
         eval_every=1000,
-        checkpoints=Checkpoints(every=1000, best_metric="loss"),
     )
 
 

@@ -10,9 +10,10 @@ import dataclasses
 from typing import Literal
 
 from scalejax import optim
+from scalejax.configs.recsys import _common
 from scalejax.data import FlightsData
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.train.experiment import Checkpoints, Experiment
+from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Tables
 from scalejax.train.protocols import ModelConfig
 
 SCHEDULE_WARMUP = 0.05
@@ -20,16 +21,18 @@ SCHEDULE_WARMUP = 0.05
 
 def experiment(model: ModelConfig, data: FlightsData | None = None, l2: float = 1e-4) -> Experiment:
     """Two epochs of `model` on the random split."""
-    return Experiment(
+    return _common.experiment(
         model=model,
         data=data or FlightsData(number_bins=64),
         steps=512,
         optimizer=optim.AdamW(learning_rate=optim.WarmupCosine(peak=4e-3, warmup=SCHEDULE_WARMUP)),
-        row_optimizer=RowwiseAdagrad(learning_rate=0.3, weight_decay=l2),
-        row_schedule=optim.WarmupCosine(peak=1.0, warmup=SCHEDULE_WARMUP),
+        tables=Tables(
+            optimizer=RowwiseAdagrad(learning_rate=0.3, weight_decay=l2),
+            schedule=optim.WarmupCosine(peak=1.0, warmup=SCHEDULE_WARMUP),
+        ),
         log_every=32,
         eval_every=256,
-        checkpoints=Checkpoints(every=256),
+        save_every=256,
     )
 
 
@@ -46,5 +49,9 @@ def by_time(model: ModelConfig, order: Literal["shuffled", "time"] = "shuffled",
 def smoke(model: ModelConfig) -> Experiment:
     """A few steps."""
     return dataclasses.replace(
-        experiment(model, FlightsData()), steps=12, log_every=4, eval_every=6, checkpoints=Checkpoints(every=6)
+        experiment(model, FlightsData()),
+        steps=12,
+        log_every=4,
+        evaluation=Evaluation(every=6),
+        checkpoints=Checkpoints(every=6),
     )

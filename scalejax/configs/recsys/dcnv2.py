@@ -4,11 +4,11 @@ scalejax train dcnv2
 """
 
 from scalejax import optim
-from scalejax.configs.recsys import _flights, _movielens
+from scalejax.configs.recsys import _common, _flights, _movielens
 from scalejax.data import CriteoMultiHotData
 from scalejax.models.recsys import dcnv2
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.train.experiment import Experiment
+from scalejax.train.experiment import Experiment, Tables
 
 _MODEL = dcnv2.DcnV2Config(dim=32, cross_layers=3, bottom_hidden=(64,), deep_hidden=(256, 128))
 
@@ -41,16 +41,14 @@ def criteo() -> Experiment:
 
     Its mark is AUC 0.80275 on the validation split; 104.5 GiB of tables.
     """
-    return Experiment(
+    return _common.experiment(
         model=dcnv2.DcnV2Config(
             cross_layers=3, cross_rank=512, bottom_hidden=(512, 256), deep_hidden=(1024, 1024, 512, 256)
         ),
         data=CriteoMultiHotData(path="criteo-multi-hot", batch_size=65_536),
         steps=64_000,
         optimizer=optim.Adam(learning_rate=optim.WarmupLinear(peak=1e-3, warmup=0.05)),
-        row_optimizer=RowwiseAdagrad(learning_rate=0.005),
-        pipeline="ids",
-        log_every=100,
+        tables=Tables(optimizer=RowwiseAdagrad(learning_rate=0.005), pipeline="ids"),
         eval_every=3_200,
     )
 

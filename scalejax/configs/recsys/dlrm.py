@@ -4,11 +4,11 @@ scalejax train dlrm
 """
 
 from scalejax import optim
-from scalejax.configs.recsys import _flights, _movielens
+from scalejax.configs.recsys import _common, _flights, _movielens
 from scalejax.data import CriteoTerabyteData
 from scalejax.models.recsys import dlrm
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.train.experiment import Experiment
+from scalejax.train.experiment import Experiment, Tables
 
 _MODEL = dlrm.DlrmConfig(dim=32, bottom_hidden=(64,), top_hidden=(512, 256))
 
@@ -38,14 +38,12 @@ def movielens() -> Experiment:
 
 def criteo() -> Experiment:
     """DLRM on the Criteo 1TB days, MLPerf's table sizes, for accelerators: set data.path. Not trained here."""
-    return Experiment(
+    return _common.experiment(
         model=dlrm.DlrmConfig(bottom_hidden=(512, 256), top_hidden=(1024, 1024, 512, 256)),
         data=CriteoTerabyteData(path="criteo-terabyte", batch_size=16_384),
         steps=256_000,
         optimizer=optim.Adam(learning_rate=optim.WarmupLinear(peak=1e-3, warmup=0.05)),
-        row_optimizer=RowwiseAdagrad(learning_rate=0.006),
-        pipeline="ids",
-        log_every=100,
+        tables=Tables(optimizer=RowwiseAdagrad(learning_rate=0.006), pipeline="ids"),
         eval_every=12_800,
     )
 

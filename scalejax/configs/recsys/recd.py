@@ -1,19 +1,20 @@
 """Deduplicated training on a log of sessions (RecD, arXiv 2211.05239).
 
 scalejax train recd-sessions
-scalejax train recd-sessions --set data.lists=plain --set dedup=()     without deduplication: the same to the bit
+scalejax train recd-sessions --set data.lists=plain --set tables.dedup=()     without deduplication: the same to the bit
 """
 
 import dataclasses
 import math
 
 from scalejax import optim
+from scalejax.configs.recsys import _common
 from scalejax.data import SessionData, SessionLog
 from scalejax.data.splits import ByTime
 from scalejax.models.recsys import dlrm
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.jagged import DedupGroup
-from scalejax.train.experiment import Checkpoints, Experiment
+from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Tables
 
 _LOG = SessionLog(
     sessions=8_000,
@@ -41,11 +42,12 @@ def sessions() -> Experiment:
 def sessions_time() -> Experiment:
     """The same divided by time, so that shuffling rows instead (data.shuffle=rows) trains and scores the same rows."""
     split = ByTime(column="timestamp", validation_from=103 * _SECOND, test_from=116 * _SECOND)
+    whole = sessions()
     return dataclasses.replace(
-        sessions(),
+        whole,
         data=dataclasses.replace(_DATA, split=split),
-        accumulate="ordered",
-        eval_every=0,
+        tables=dataclasses.replace(whole.tables, accumulate="ordered"),
+        evaluation=Evaluation(),
     )
 
 
@@ -54,23 +56,27 @@ def smoke() -> Experiment:
     log = dataclasses.replace(_LOG, sessions=300, user_groups=(2, 1), user_ids=4.0, item_features=1, concurrent=50)
     data = SessionData(log=log, rows=10_000, capacity=4.0, batch_size=256)
     small = _experiment(data, dlrm.DlrmConfig(dim=8, bottom_hidden=(16,), top_hidden=(16,)))
-    return dataclasses.replace(small, steps=12, log_every=4, eval_every=6, checkpoints=Checkpoints(every=6))
+    return dataclasses.replace(
+        small, steps=12, log_every=4, evaluation=Evaluation(every=6), checkpoints=Checkpoints(every=6)
+    )
 
 
 def _experiment(data: SessionData, model: dlrm.DlrmConfig) -> Experiment:
     share = _share_of_distinct_rows(data.log, data.batch_size)
-    return Experiment(
+    return _common.experiment(
         model=model,
         data=data,
         steps=100,
         optimizer=optim.Adam(learning_rate=optim.WarmupCosine(peak=2e-3, warmup=0.05)),
-        row_optimizer=RowwiseAdagrad(learning_rate=0.02),
-        row_schedule=optim.WarmupCosine(peak=1.0, warmup=0.05),
-        accumulate="exact",
-        dedup=tuple(DedupGroup(features=group, rows_per_example=share) for group in data.log.groups),
+        tables=Tables(
+            optimizer=RowwiseAdagrad(learning_rate=0.02),
+            schedule=optim.WarmupCosine(peak=1.0, warmup=0.05),
+            accumulate="exact",
+            dedup=tuple(DedupGroup(features=group, rows_per_example=share) for group in data.log.groups),
+        ),
         log_every=20,
         eval_every=50,
-        checkpoints=Checkpoints(every=0),
+        save_every=0,
     )
 
 

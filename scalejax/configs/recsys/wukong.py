@@ -7,11 +7,11 @@ scalejax train wukong --set model.layers=4 --set steps=1000
 import dataclasses
 
 from scalejax import optim
-from scalejax.configs.recsys import _flights, _movielens
+from scalejax.configs.recsys import _common, _flights, _movielens
 from scalejax.data import CriteoData
 from scalejax.models.recsys import wukong
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.train.experiment import Experiment
+from scalejax.train.experiment import Evaluation, Experiment, Tables
 
 
 def flights() -> Experiment:
@@ -42,7 +42,7 @@ def flights_time() -> Experiment:
 def flights_progressive() -> Experiment:
     """Wukong M on the flights day by day: each day is scored before it is trained; one pass."""
     return dataclasses.replace(
-        _flights.by_time(wukong.SIZES["M"], order="time"), steps=265, validation="progressive", eval_every=0
+        _flights.by_time(wukong.SIZES["M"], order="time"), steps=265, evaluation=Evaluation(validation="progressive")
     )
 
 
@@ -58,14 +58,12 @@ def movielens() -> Experiment:
 
 def criteo() -> Experiment:
     """Wukong near the paper's Criteo size on Criteo's logs, for accelerators: set data.path. Not trained here."""
-    return Experiment(
+    return _common.experiment(
         model=wukong.WukongConfig(),
         data=CriteoData(path="criteo/day_0", batch_size=16_384),
         steps=12_000,
         optimizer=optim.Adam(learning_rate=optim.WarmupLinear(peak=1e-3, warmup=0.05)),
-        row_optimizer=RowwiseAdagrad(learning_rate=0.04),
-        row_schedule=optim.WarmupLinear(peak=1.0, warmup=0.05),
-        log_every=100,
+        tables=Tables(optimizer=RowwiseAdagrad(learning_rate=0.04), schedule=optim.WarmupLinear(peak=1.0, warmup=0.05)),
         eval_every=2_000,
     )
 

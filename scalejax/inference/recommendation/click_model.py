@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from scalejax.data.batch import Batch
 from scalejax.data.dedup import AnyBatch, expand_batch
@@ -21,13 +20,12 @@ from scalejax.errors import UserError
 from scalejax.kernels import block_quant
 from scalejax.kernels import embedding_bag as bags
 from scalejax.kernels.block_quant import LaneRows, PackedRows
+from scalejax.nn import counts
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.train import exact, publish
-from scalejax.train import program as programs
-from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.experiment import AnyExperiment, Checkpoints, Experiment
-from scalejax.train.protocols import Task
+from scalejax.train import binding, exact, trained
+from scalejax.train.experiment import Experiment
 from scalejax.train.state import ModelShape
+from scalejax.train.task import Task
 
 Table = jax.Array | PackedRows
 AnyTable = Table | LaneRows
@@ -93,7 +91,7 @@ class ClickModel:
         return jax.jit(score)
 
 
-def load(run_folder: pathlib.Path, experiment: AnyExperiment, step: int | None = None) -> ClickModel:
+def load(run_folder: pathlib.Path, experiment: Experiment, step: int | None = None) -> ClickModel:
     """Reads a checkpoint of a run.
 
     Args:
@@ -105,26 +103,21 @@ def load(run_folder: pathlib.Path, experiment: AnyExperiment, step: int | None =
       UserError: it is no run of a click model, has an id map or unpooled tables, has no such checkpoint, or a damaged
         one.
     """
-    if not isinstance(experiment, Experiment):
+    task = binding.bound_task(experiment, experiment.data.schema())
+    if not task.tables():
         raise UserError(
             f"RUN_FOLDER {run_folder} is a run of {type(experiment.model).__name__}, which has no embedding tables. "
             "Give a run of a click model, such as one of `scalejax train dlrm`."
         )
-    if experiment.id_maps:
-        names = ", ".join(name for entry in experiment.id_maps for name in entry.features)
+    if experiment.tables.id_maps:
+        names = ", ".join(name for entry in experiment.tables.id_maps for name in entry.features)
         raise UserError(
             f"RUN_FOLDER {run_folder}: features {names} have id maps, which this does not serve. Look their rows up "
             "with scalejax.train.publish.rows_of, or train with ids that are rows."
         )
-    folder = run_folder / "checkpoints"
-    steps = Checkpointer(folder, Checkpoints(), {}).steps() if folder.is_dir() else []
-    if not steps:
-        raise UserError(f"{folder} holds no checkpoint. Train first, or give another run folder.")
-    if step is not None and step not in steps:
-        raise UserError(f"--step {step}: {folder} has {', '.join(map(str, steps))}. Name one of these.")
-    task = programs.bound_task(experiment, experiment.data.schema())
-    served = publish.load(folder, max(steps) if step is None else step)
-    return bind(task, served.tables, served.params, served.step)
+    model = trained.open_run(run_folder, step)
+    tables, params = ({name: array[...] for name, array in arrays.items()} for arrays in (model.tables, model.params))
+    return bind(task, tables, params, model.step)
 
 
 def bind(task: Task, tables: dict[str, np.ndarray], params: dict[str, np.ndarray], step: int = 0) -> ClickModel:
@@ -137,8 +130,7 @@ def bind(task: Task, tables: dict[str, np.ndarray], params: dict[str, np.ndarray
     for config in configs:
         if config.pooling == "none":
             raise UserError(f"Table {config.name!r} is looked up unpooled, which this does not serve.")
-    abstract = nnx.eval_shape(lambda: task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.float32))
-    shape = ModelShape.of(abstract)
+    shape = ModelShape.of(counts.abstract(task.init))
     wanted = {f"table {c.name}": (c.rows, c.dim) for c in configs}
     wanted |= {f"parameter {name}": tuple(value.shape) for name, value in shape.params.items()}
     found = {f"table {name}": array.shape for name, array in tables.items()}

@@ -23,6 +23,7 @@ from scalejax.kernels import sampled_spmm as ops
 from scalejax.kernels.sampled_spmm import PRIMES, Csr, Ell, SparsePlan, sampling
 from scalejax.kernels.sampled_spmm.plan import plan_on_host, stack_plans
 from scalejax.parallel.graph import ShardedGraph, fetch_rows, own_block, shard_draws, shard_graph, sharded_spmm
+from scalejax.parallel.mesh import everywhere, put
 
 Graph = SparsePlan | ShardedGraph | Ell
 
@@ -113,18 +114,23 @@ def graph_of(adjacency: Adjacency, drawn: Sampling | None, mesh: Mesh | None = N
       mesh: Its devices get a block each, in the order of the mesh; None = one device.
     """
     if mesh is not None:
-        return shard_graph(_csr(adjacency) if drawn is None else _drawn(adjacency, drawn), mesh.size, mesh=mesh)
+        return put(blocks_of(adjacency, drawn, mesh.size), everywhere(mesh))
     return of_host(adjacency) if drawn is None else presampled(adjacency, drawn)
 
 
-def draws_of(adjacency: Adjacency, drawn: Sampling, mesh: Mesh | None = None) -> Draws:
-    """All draws of a sampling, planned once; arguments as of `graph_of`."""
+def blocks_of(adjacency: Adjacency, drawn: Sampling | None, devices: int) -> ShardedGraph:
+    """All edges, or those that are drawn, cut into blocks of rows: NumPy arrays."""
+    return shard_graph(_csr(adjacency) if drawn is None else _drawn(adjacency, drawn), devices)
+
+
+def draws_of(adjacency: Adjacency, drawn: Sampling, devices: int = 1) -> Draws:
+    """All draws of a sampling, planned once, in blocks where there are several devices: NumPy arrays."""
     if not adjacency.num_edges:
         raise UserError("draws_of: the graph must have edges to draw from; got none.")
     draws = [_drawn(adjacency, drawn, number).to_csr() for number in range(drawn.draws)]
-    if mesh is not None:
-        return Draws(shard_draws(draws, mesh.size, mesh=mesh), drawn.draws)
-    return Draws(jax.tree.map(jnp.asarray, stack_plans([plan_on_host(draw) for draw in draws])), drawn.draws)
+    if devices > 1:
+        return Draws(shard_draws(draws, devices), drawn.draws)
+    return Draws(stack_plans([plan_on_host(draw) for draw in draws]), drawn.draws)
 
 
 def num_rows(graph: Graph) -> int:

@@ -76,10 +76,6 @@ class GatConfig:
         ]
         return Network(layers, jax.nn.elu)
 
-    def products(self, schema: GraphSchema) -> int:
-        """Multiply-accumulates of the matrices, a node."""
-        return sum(inputs * heads * outputs for inputs, heads, outputs in self.shapes(schema))
-
     def shapes(self, schema: GraphSchema) -> list[tuple[int, int, int]]:
         """(inputs, heads, width of a head) of each layer."""
         inner = self.heads * self.hidden

@@ -62,11 +62,6 @@ class GcnConfig:
         sizes = itertools.pairwise(widths(schema, self.layers, self.hidden))
         return Network([GcnLayer(a, b, rngs, dropout=self.dropout, **dtypes) for a, b in sizes], jax.nn.relu)
 
-    def products(self, schema: GraphSchema) -> int:
-        """Multiply-accumulates of the matrices, a node."""
-        sizes = widths(schema, self.layers, self.hidden)
-        return sum(a * b for a, b in itertools.pairwise(sizes))
-
 
 class GcnLayer(nnx.Module):
     """y = A dropout(x) W + b."""

@@ -62,11 +62,6 @@ class GraphSageConfig:
         sizes = itertools.pairwise(widths(schema, self.layers, self.hidden))
         return Network([SageLayer(a, b, rngs, dropout=self.dropout, **dtypes) for a, b in sizes], jax.nn.relu)
 
-    def products(self, schema: GraphSchema) -> int:
-        """Multiply-accumulates of the matrices, a node."""
-        sizes = widths(schema, self.layers, self.hidden)
-        return sum(2 * a * b for a, b in itertools.pairwise(sizes))
-
 
 class SageLayer(nnx.Module):
     """y = x W_self + mean(x) W_neighbors + b, of x after dropout."""

@@ -23,8 +23,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.schema import Schema
 from scalejax.models.recsys.task import CtrTask, pooled_table
-from scalejax.nn.mlp import mlp_macs, mlp_parameters
-from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
+from scalejax.parallel.embedding.config import TableConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,16 +54,13 @@ class DcnV2Config:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"DcnV2Config: dropout must lie in [0, 1); got {self.dropout}.")
 
-    def task(self, schema: Schema, row_optimizer: RowOptimizer) -> CtrTask:
+    def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set."""
-        return CtrTask(model=self, schema=schema, row_optimizer=row_optimizer)
+        return CtrTask(model=self, schema=schema)
 
-    def tables(self, schema: Schema, row_optimizer: RowOptimizer) -> tuple[TableConfig, ...]:
+    def tables(self, schema: Schema) -> tuple[TableConfig, ...]:
         return tuple(
-            pooled_table(
-                f, self.dim, row_optimizer=row_optimizer, pooling=self.pooling, init_scale=self.embedding_scale
-            )
-            for f in schema.categorical
+            pooled_table(f, self.dim, pooling=self.pooling, init_scale=self.embedding_scale) for f in schema.categorical
         )
 
     def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> "DcnV2":
@@ -78,18 +74,6 @@ class DcnV2Config:
         """Sizes of the MLPs: "bottom" (if there are dense features) and "deep"."""
         bottom = {"bottom": (len(schema.dense), *self.bottom_hidden, self.dim)} if schema.dense else {}
         return {**bottom, "deep": (self.width(schema), *self.deep_hidden, len(schema.labels))}
-
-    def macs_per_example(self, schema: Schema) -> int:
-        """Multiply-accumulates of one example's forward pass."""
-        width = self.width(schema)
-        cross = width * width if self.cross_rank is None else 2 * width * self.cross_rank
-        return sum(map(mlp_macs, self.mlp_sizes(schema).values())) + self.cross_layers * cross
-
-    def dense_parameters(self, schema: Schema) -> int:
-        """Parameters outside the embedding tables."""
-        width = self.width(schema)
-        cross = width + (width * width if self.cross_rank is None else 2 * width * self.cross_rank)
-        return sum(map(mlp_parameters, self.mlp_sizes(schema).values())) + self.cross_layers * cross
 
 
 class Cross(nnx.Module):

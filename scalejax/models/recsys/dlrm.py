@@ -26,8 +26,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.schema import Schema
 from scalejax.models.recsys.task import CtrTask, pooled_table
-from scalejax.nn.mlp import mlp_macs, mlp_parameters
-from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
+from scalejax.parallel.embedding.config import TableConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,16 +53,13 @@ class DlrmConfig:
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"DlrmConfig: dropout must lie in [0, 1); got {self.dropout}.")
 
-    def task(self, schema: Schema, row_optimizer: RowOptimizer) -> CtrTask:
+    def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set."""
-        return CtrTask(model=self, schema=schema, row_optimizer=row_optimizer)
+        return CtrTask(model=self, schema=schema)
 
-    def tables(self, schema: Schema, row_optimizer: RowOptimizer) -> tuple[TableConfig, ...]:
+    def tables(self, schema: Schema) -> tuple[TableConfig, ...]:
         return tuple(
-            pooled_table(
-                f, self.dim, row_optimizer=row_optimizer, pooling=self.pooling, init_scale=self.embedding_scale
-            )
-            for f in schema.categorical
+            pooled_table(f, self.dim, pooling=self.pooling, init_scale=self.embedding_scale) for f in schema.categorical
         )
 
     def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> "Dlrm":
@@ -79,14 +75,6 @@ class DlrmConfig:
         bottom = {"bottom": (len(schema.dense), *self.bottom_hidden, self.dim)} if schema.dense else {}
         top_in = n * (n - 1) // 2 + (self.dim if schema.dense else 0)
         return {**bottom, "top": (top_in, *self.top_hidden, len(schema.labels))}
-
-    def macs_per_example(self, schema: Schema) -> int:
-        """Multiply-accumulates of one example's forward pass; the products are computed as the full n x n matrix."""
-        return sum(map(mlp_macs, self.mlp_sizes(schema).values())) + self.input_vectors(schema) ** 2 * self.dim
-
-    def dense_parameters(self, schema: Schema) -> int:
-        """Parameters outside the embedding tables."""
-        return sum(map(mlp_parameters, self.mlp_sizes(schema).values()))
 
 
 class Dlrm(nnx.Module):

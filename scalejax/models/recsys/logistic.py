@@ -17,7 +17,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.schema import Schema
 from scalejax.models.recsys.task import CtrTask, pooled_table
-from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
+from scalejax.parallel.embedding.config import TableConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,28 +30,17 @@ class LogisticConfig:
 
     pooling: Literal["sum", "mean"] = "sum"
 
-    def task(self, schema: Schema, row_optimizer: RowOptimizer) -> CtrTask:
+    def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set."""
-        return CtrTask(model=self, schema=schema, row_optimizer=row_optimizer)
+        return CtrTask(model=self, schema=schema)
 
-    def tables(self, schema: Schema, row_optimizer: RowOptimizer) -> tuple[TableConfig, ...]:
+    def tables(self, schema: Schema) -> tuple[TableConfig, ...]:
         tasks = len(schema.labels)
-        return tuple(
-            pooled_table(f, tasks, row_optimizer=row_optimizer, pooling=self.pooling, init_scale=0.0)
-            for f in schema.categorical
-        )
+        return tuple(pooled_table(f, tasks, pooling=self.pooling, init_scale=0.0) for f in schema.categorical)
 
     def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> "Logistic":
         del rngs  # nothing is drawn
         return Logistic(schema, param_dtype=param_dtype, compute_dtype=compute_dtype)
-
-    def macs_per_example(self, schema: Schema) -> int:
-        """Multiply-accumulates of one example's forward pass."""
-        return len(schema.dense) * len(schema.labels)
-
-    def dense_parameters(self, schema: Schema) -> int:
-        """Parameters outside the embedding tables."""
-        return (len(schema.dense) + 1) * len(schema.labels)
 
 
 class Logistic(nnx.Module):

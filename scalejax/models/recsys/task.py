@@ -2,7 +2,8 @@
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 import jax
@@ -11,8 +12,10 @@ from flax import nnx
 
 from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
-from scalejax.parallel.embedding.jagged import DeviceBatch
+from scalejax.nn import counts
+from scalejax.parallel.embedding.config import TableConfig
+from scalejax.train.metrics.click import ClickQuality
+from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
 
 
 class ClickModel(Protocol):
@@ -22,67 +25,92 @@ class ClickModel(Protocol):
     wider.
     """
 
-    def tables(self, schema: Schema, row_optimizer: RowOptimizer) -> tuple[TableConfig, ...]: ...
+    def tables(self, schema: Schema) -> tuple[TableConfig, ...]: ...
 
     def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module: ...
 
-    def macs_per_example(self, schema: Schema) -> int:
-        """Multiply-accumulates of one example's forward pass in the dense part."""
-        ...
-
-    def dense_parameters(self, schema: Schema) -> int:
-        """Parameters outside the embedding tables."""
-        ...
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CtrTask:
-    """A click model bound to a schema; implements `train.protocols.Task`.
+class CtrTask(TaskBase):
+    """A click model bound to a schema; a `train.task.Task`.
 
     Attributes:
       model: Architecture.
       schema: Columns; one task for each of `schema.labels`.
-      row_optimizer: Optimizer of every table.
     """
 
     model: ClickModel
     schema: Schema
-    row_optimizer: RowOptimizer
+
+    def fields(self) -> dict[str, Field]:
+        """Numbers, labels and weights of the examples; ids are features of the tables."""
+        return {
+            "dense": Field(shape=(len(self.schema.dense),), dtype="float32"),
+            "labels": Field(shape=(len(self.schema.labels),), dtype="float32"),
+            "weights": Field(shape=(), dtype="float32"),
+        }
 
     def tables(self) -> tuple[TableConfig, ...]:
         """The embedding tables that the model looks up."""
-        return self.model.tables(self.schema, self.row_optimizer)
+        return self.model.tables(self.schema)
 
     def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module:
         """Builds the dense part."""
         return self.model.build(self.schema, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
 
-    def loss(
-        self, model: nnx.Module, embedded: dict[str, jax.Array], batch: DeviceBatch, *, key: jax.Array | None = None
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss(self, model: Any, batch: Batch, *, keys: Keys | None, gather: Gather) -> Loss:
         """Binary cross-entropy; with several tasks, the mean over the tasks of each example.
 
         Args:
-          model: What `init` returned.
-          embedded: float[B, dim] per feature.
-          batch: Numbers, labels and weights; its ids are not read.
-          key: Drives dropout; None = evaluation.
+          model: What `init` returned, its parameters whole.
+          batch: Numbers, labels and weights, and float[B, dim] of each feature.
+          keys: Drive dropout; None = evaluation.
+          gather: Not used: the step fetches parameters.
         Returns:
-          sum_b w_b mean_t bce_bt and sum_b w_b, both float32 (float64 where the model computes in float64), and
-          {"logits": float32[B, T]}.
+          sum_b w_b mean_t bce_bt and sum_b w_b, both float32 (float64 where the model computes in float64), and the
+          output "logits", float32[B, T].
         """
-        logits = model(embedded, batch.dense, key=key)  # pyright: ignore[reportCallIssue]  # B T
-        per_example = bce_with_logits(logits, batch.labels.astype(logits.dtype)).mean(-1)  # B T -> B
-        weights = batch.weights.astype(logits.dtype)
-        return (per_example * weights).sum(), weights.sum(), {"logits": logits.astype(jnp.float32)}
+        del gather
+        logits = model(batch.embedded, batch["dense"], key=None if keys is None else keys.examples)  # B T
+        per_example = bce_with_logits(logits, batch["labels"].astype(logits.dtype)).mean(-1)  # B T -> B
+        weights = batch["weights"].astype(logits.dtype)
+        return Loss((per_example * weights).sum(), weights.sum(), outputs={"logits": logits.astype(jnp.float32)})
+
+    def metrics(self) -> tuple[ClickQuality, ...]:
+        """Quality of the predicted probabilities of each task."""
+        return (ClickQuality(tasks=self.schema.labels),)
+
+    def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
+        """Of the dense part."""
+        rows = shapes["labels"][0]
+        return Work(flops=rows * self.flops_per_example(), count=rows)
+
+    def describe(self, data: Any) -> dict[str, Any]:
+        """FLOPs of an example."""
+        del data
+        return {"flops_per_example": self.flops_per_example()}
 
     def flops_per_example(self) -> int:
         """FLOPs of forward and backward of the dense part, 6 a multiply-accumulate."""
-        return 6 * self.model.macs_per_example(self.schema)
+        return self._flops
 
     def dense_parameters(self) -> int:
-        """Parameters outside the embedding tables, by plain arithmetic."""
-        return self.model.dense_parameters(self.schema)
+        """Parameters outside the embedding tables."""
+        return counts.parameters(self._abstract)
+
+    @functools.cached_property
+    def _abstract(self) -> nnx.Module:
+        return counts.abstract(self.model.build, self.schema)
+
+    @functools.cached_property
+    def _flops(self) -> int:
+        embedded = {
+            name: jax.ShapeDtypeStruct((1, table.dim), jnp.float32)
+            for table in self.tables()
+            for name in table.features
+        }
+        dense = jax.ShapeDtypeStruct((1, len(self.schema.dense)), jnp.float32)
+        return 6 * counts.macs(self._abstract, embedded, dense)
 
 
 def bce_with_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -95,7 +123,6 @@ def pooled_table(
     feature: Categorical,
     dim: int,
     *,
-    row_optimizer: RowOptimizer,
     pooling: Literal["sum", "mean"] = "sum",
     init_scale: float | None = None,
 ) -> TableConfig:
@@ -107,7 +134,7 @@ def pooled_table(
     if feature.rows is None:
         raise UserError(
             f"Feature {feature.name!r} has ids of any 64 bits (rows=None); a table needs a number of rows. Give the "
-            "experiment an id map for it (Experiment.id_maps)."
+            "experiment an id map for it (Tables.id_maps)."
         )
     return TableConfig(
         name=feature.name,
@@ -115,7 +142,6 @@ def pooled_table(
         dim=dim,
         features=(feature.name,),
         pooling=pooling,
-        optimizer=row_optimizer,
         init_scale=init_scale,
     )
 

@@ -36,8 +36,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.schema import Schema
 from scalejax.models.recsys.task import CtrTask, check_features, pooled_table
-from scalejax.nn.mlp import mlp_macs, mlp_parameters
-from scalejax.parallel.embedding.config import RowOptimizer, TableConfig
+from scalejax.parallel.embedding.config import TableConfig
 
 FmKind = Literal["lowrank", "plain", "attentive"]
 Normalization = Literal["layer", "none"]
@@ -135,7 +134,7 @@ class WukongConfig:
                 f"WukongConfig: a feature is important or in one narrow group; {', '.join(twice)} appear twice."
             )
 
-    def task(self, schema: Schema, row_optimizer: RowOptimizer) -> CtrTask:
+    def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set.
 
         Raises:
@@ -143,9 +142,9 @@ class WukongConfig:
         """
         check_features("WukongConfig.important", [i.feature for i in self.important], schema)
         check_features("WukongConfig.narrow", [f for group in self.narrow for f in group.features], schema)
-        return CtrTask(model=self, schema=schema, row_optimizer=row_optimizer)
+        return CtrTask(model=self, schema=schema)
 
-    def tables(self, schema: Schema, row_optimizer: RowOptimizer) -> tuple[TableConfig, ...]:
+    def tables(self, schema: Schema) -> tuple[TableConfig, ...]:
         """One table per feature: as many times d wide as it has vectors, narrower in a narrow group."""
         narrow = {f: group.dim for group in self.narrow for f in group.features}
         wide = {f: vectors * self.dim for f, vectors in self.wide_features(schema)}
@@ -153,7 +152,6 @@ class WukongConfig:
             pooled_table(
                 feature,
                 narrow[feature.name] if feature.name in narrow else wide[feature.name],
-                row_optimizer=row_optimizer,
                 pooling=self.pooling,
                 init_scale=self.embedding_scale,
             )
@@ -198,31 +196,6 @@ class WukongConfig:
     def layer_inputs(self, schema: Schema) -> tuple[int, ...]:
         """n_i of each layer: n_0 first, n_F + n_L after it (the pyramid)."""
         return (self.input_vectors(schema), *(self.layers - 1) * (self.fm_outputs + self.lcb_outputs,))
-
-    def macs_per_example(self, schema: Schema) -> int:
-        """Multiply-accumulates of one example's forward pass in the dense part."""
-        total = sum(mlp_macs(s) for s in self.mlps_before_stack(schema).values()) + mlp_macs(self.head_sizes(schema))
-        out = self.fm_outputs + self.lcb_outputs
-        for n in self.layer_inputs(schema):
-            total += n * n * self.dim if self.fm == "plain" else 2 * n * self.rank * self.dim
-            if self.fm == "attentive":
-                total += self.attention_rows * n * self.dim + mlp_macs(self.attention_sizes(n))
-            total += mlp_macs(self.fmb_sizes(n)) + self.lcb_outputs * n * self.dim
-            total += 0 if n == out else out * n * self.dim
-        return total
-
-    def dense_parameters(self, schema: Schema) -> int:
-        """Parameters outside the embedding tables."""
-        total = sum(mlp_parameters(s) for s in self.mlps_before_stack(schema).values())
-        total += mlp_parameters(self.head_sizes(schema))
-        out = self.fm_outputs + self.lcb_outputs
-        for n in self.layer_inputs(schema):
-            total += n * self.rank if self.fm == "lowrank" else 0
-            if self.fm == "attentive":
-                total += self.attention_rows * n + mlp_parameters(self.attention_sizes(n))
-            total += mlp_parameters(self.fmb_sizes(n)) + self.lcb_outputs * n + (0 if n == out else out * n)
-            total += 2 * (self.fmb_sizes(n)[0] + self.dim) if self.normalization == "layer" else 0
-        return total
 
 
 _FLIGHTS = WukongConfig(

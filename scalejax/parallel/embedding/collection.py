@@ -216,8 +216,8 @@ class EmbeddingCollection:
                     raise UserError(
                         f"EmbeddingCollection: feature {name!r} has ids of any 64 bits (rows=None), but table "
                         f"{table.name!r} has no id map. Give it one: TableConfig(id_map=IdMapConfig(...)), or "
-                        f"Experiment(id_maps=(MappedFeatures(features=({name!r},), id_map=IdMapConfig(...)),)); or "
-                        "give the feature a number of rows."
+                        f"Tables(id_maps=(MappedFeatures(features=({name!r},), id_map=IdMapConfig(...)),)) in an "
+                        "experiment; or give the feature a number of rows."
                     )
                 if table.id_map is None and feature.rows is not None and feature.rows > table.rows:
                     raise ValueError(
@@ -627,6 +627,7 @@ class EmbeddingCollection:
         routing: Routing,
         grads: dict[str, jax.Array],
         learning_rate_scale: jax.typing.ArrayLike = 1.0,
+        when: jax.Array | None = None,
     ) -> State:
         """One optimizer step on the rows that were looked up; everything else keeps its bits.
 
@@ -636,6 +637,8 @@ class EmbeddingCollection:
           grads: Gradients of the loss, shaped like what the lookup returned. Those of positions without a row are not
             read.
           learning_rate_scale: Factor on the learning rate of every table.
+          when: bool[], whether the step is taken; where not, no row is written and nothing is counted but faults. None
+            = it is.
 
         Raises:
           ValueError: `grads` has other features than were looked up, or other shapes.
@@ -647,8 +650,8 @@ class EmbeddingCollection:
 
         def local(stacks: Any, routes: Any, plans: Any, features: KeyedJagged, grads: Any, rest: Any) -> Any:
             shard = _shard(features)
-            scale, updates = rest
-            inputs = StepInputs(scale, updates, runtime_zero(shard.lengths[0]), self.accumulate, self.exchange)
+            scale, updates, when = rest
+            inputs = StepInputs(scale, updates, runtime_zero(shard.lengths[0]), self.accumulate, self.exchange, when)
             grads = _by_distinct_row(grads, features)
             new = {}
             for stack in self.stacks:
@@ -685,10 +688,11 @@ class EmbeddingCollection:
             routing.plans,
             features,
             grads,
-            (jnp.asarray(learning_rate_scale), state["updates"]),
+            (jnp.asarray(learning_rate_scale), state["updates"], when),
         )
         faults = state["faults"] + routing.faults
-        return {**state, "stacks": stacks, "updates": state["updates"] + 1, "faults": faults}
+        taken = 1 if when is None else when.astype(jnp.int32)
+        return {**state, "stacks": stacks, "updates": state["updates"] + taken, "faults": faults}
 
     def _check_grads(self, features: KeyedJagged, grads: dict[str, jax.Array]) -> None:
         looked_up = {feature.name: feature for feature in features.layout}
@@ -741,13 +745,13 @@ class EmbeddingCollection:
         """
         bad, lost = (int(c) for c in counts)
         if bad or (lost and self.exchange.spill == "fail"):
-            rooms = "make every batch with it, and see --set exchange.capacity_factor."
+            rooms = "make every batch with it, and see --set tables.exchange.capacity_factor."
             if self.mapped_tables:
                 rooms = (
                     "make every batch with it. Only the devices know the rows of table "
                     f"{self.mapped_tables[0].name!r}, which has an id map: give its rows more room with --set "
-                    "exchange.capacity_factor=4 or exchange.roomy_below_bytes; ids without a row of their own all go "
-                    "to the device of row 0."
+                    "tables.exchange.capacity_factor=4 or tables.exchange.roomy_below_bytes; ids without a row of "
+                    "their own all go to the device of row 0."
                 )
             raise UserError(
                 f"Embedding lookups met {bad} ids out of range and {lost} ids for which an exchange, or a max_length, "

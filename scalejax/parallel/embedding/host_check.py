@@ -128,5 +128,5 @@ def _check_load(stack: Stack, found: tuple[Lookup, ...], loads: dict[Lookup, np.
         f"One device has {most} ids for one other device, but its exchange has room for {capacity} (capacity_factor "
         f"{exchange.capacity_factor:g}); feature {worst.feature.name!r} has the most of them, "
         f"{int(loads[worst][shard, owner])}. Its ids are unevenly spread: use "
-        f"--set exchange.capacity_factor={factor:g} or more."
+        f"--set tables.exchange.capacity_factor={factor:g} or more."
     )

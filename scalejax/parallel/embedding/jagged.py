@@ -108,27 +108,6 @@ class KeyedJagged:
     high: jax.Array | None = None
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DeviceBatch:
-    """One global batch on the devices.
-
-    Attributes:
-      features: Ids.
-      dense: float32[B, D], sharded over the batch axes.
-      labels: float32[B, T], sharded over the batch axes.
-      weights: float32[B], sharded over the batch axes; 0 marks padding.
-      lengths: Per feature that is looked up unpooled int32[B], how many of its positions hold rows, sharded over the
-        batch axes. The step fills it in for the model; empty until then.
-    """
-
-    features: KeyedJagged
-    dense: jax.Array
-    labels: jax.Array
-    weights: jax.Array
-    lengths: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-
-
 @dataclasses.dataclass(frozen=True)
 class Packed:
     """The device form of the examples of one process, as NumPy; fields as in `KeyedJagged`."""

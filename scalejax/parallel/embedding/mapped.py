@@ -134,8 +134,8 @@ def check_room(
                 raise UserError(
                     f"One device has {most} distinct ids of table {request.table.name!r} for one other device, but the "
                     f"exchange with its id map has room for {room} (capacity_factor {exchange.capacity_factor:g}). Use "
-                    f"--set exchange.capacity_factor={np.ceil(10 * (most - SLACK) * devices / request.slots) / 10:g} "
-                    "or more."
+                    "--set tables.exchange.capacity_factor="
+                    f"{np.ceil(10 * (most - SLACK) * devices / request.slots) / 10:g} or more."
                 )
 
 

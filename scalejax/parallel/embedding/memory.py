@@ -82,8 +82,8 @@ def _what_helps(tables: Sequence[TableConfig], room: int, devices: int, copies: 
         alone = "" if copies == 1 else " and replicas='shard'"
         more = f"Rows that are dealt out evenly need at least {least} such devices{alone}"
     return (
-        f"{more}; otherwise set fewer rows, a narrower dtype (--set precision.tables=bfloat16) or an optimizer with "
-        "less state."
+        f"{more}; otherwise set fewer rows, a narrower dtype (--set tables.dtype=bfloat16) or an optimizer with less "
+        "state."
     )
 
 

@@ -78,7 +78,7 @@ class Exchange:
         if not self.capacity_factor >= 1.0:
             raise UserError(
                 f"Exchange: capacity_factor must be at least 1, what evenly spread ids need; got "
-                f"{self.capacity_factor}. Set it with --set exchange.capacity_factor=2."
+                f"{self.capacity_factor}. Set it with --set tables.exchange.capacity_factor=2."
             )
         for name in ("forward", "backward"):
             if getattr(self, name) not in get_args(Wire):

@@ -47,6 +47,7 @@ class StepInputs:
       zero: From `rounding.runtime_zero`.
       accumulate: How gradients of a row add up.
       exchange: What gradients travel as.
+      when: bool[], whether the step is taken: where not, no row is written. None = it is.
     """
 
     scale: jax.Array
@@ -54,6 +55,7 @@ class StepInputs:
     zero: jax.Array
     accumulate: Accumulate
     exchange: Exchange
+    when: jax.Array | None = None
 
     @property
     def summation(self) -> Literal["fixed"] | None:
@@ -202,7 +204,7 @@ def update_dense(
     dense = jnp.zeros((stack.local_rows, stack.dim), slots.dtype).at[way.arrived].add(slots, mode="drop")
     seen = jnp.zeros(stack.local_rows, jnp.int32).at[way.arrived].add(1, mode="drop")
     dense, seen = lax.psum((dense, seen), axes)
-    touched = seen > 0
+    touched = seen > 0 if inputs.when is None else (seen > 0) & inputs.when
     rows = lax.iota(jnp.int32, stack.local_rows)
     arrays = tuple(leaves[name].astype(stack.wide_dtype) for name in stack.leaves)
     after = inputs.of(stack)(arrays, dense)
@@ -224,6 +226,10 @@ def _write(
     device: jax.Array | int,
 ) -> Leaves:
     step = inputs.of(stack)
+    if inputs.when is not None:
+        # Rows beyond the last are not written. To choose between new and old tables would copy them.
+        beyond = stack.local_rows + lax.iota(plan.rows.dtype, plan.rows.shape[0])
+        plan = ops.RowPlan(plan.order, plan.slots, jnp.where(inputs.when, plan.rows, beyond))
 
     def apply(arrays: tuple[jax.Array, ...], grads: jax.Array) -> tuple[jax.Array, ...]:
         rows, *states = step(arrays, grads, means)

@@ -1,8 +1,9 @@
-"""What the matrices of a Llama multiply in calibration text, and error diffusion with it, layer by layer.
+"""What the matrices of a language model multiply in calibration text, and error diffusion with it, layer by layer.
 
 One layer is in memory at a time, with the activations of all tokens before it. Inside a layer matrices that share an
 input are rounded together, in the order in which tokens pass them, and whatever comes later sees what the rounded ones
-make of its input: so errors of earlier matrices are part of what later ones make up for.
+make of its input: so errors of earlier matrices are part of what later ones make up for. Which matrices these are, the
+model says (`LanguageModule.stages`); others are cast directly.
 """
 
 import dataclasses
@@ -13,14 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
-from scalejax import nn
 from scalejax.errors import UserError
 from scalejax.inference.model_folder import LanguageModel
-from scalejax.models.llm.llama3 import huggingface, rope
-from scalejax.models.llm.llama3.model import Block
+from scalejax.models.llm import architecture
 from scalejax.models.llm.packed_layouts import Layout
+from scalejax.nn import counts
 from scalejax.numerics.quantize import dequantize
 from scalejax.surgery.quantize import diffusion
 from scalejax.surgery.quantize.calibration import Calibration
@@ -28,13 +27,7 @@ from scalejax.surgery.quantize.checkpoint import Result, cast, read_weight
 from scalejax.surgery.quantize.plan import Weight
 from scalejax.train.state import ModelShape
 
-STAGES = (
-    ("attention/query", "attention/key", "attention/value"),
-    ("attention/out",),
-    ("mlp/gate", "mlp/up"),
-    ("mlp/down",),
-)
-"""Matrices of a layer in the order in which tokens pass them; those of a stage share their input."""
+EMBEDDING, FINAL_NORM = "embed", "final_norm"
 
 _BATCH_TOKENS = 4096
 
@@ -73,10 +66,7 @@ class ErrorDiffusion:
             if weight.module != "head":
                 return Result(cast(exact, weight, layout, self.calibration))
             self._advance(self.model.config.layers, layout)
-            scale, eps = self._vector("final_norm/scale", layout), self.model.config.norm_eps
-            hessian = _covariance(
-                lambda x: nn.rms_norm(jnp.asarray(x), jnp.asarray(scale), eps, jnp.float32), self._walk.streams
-            )
+            hessian = _covariance(self._walk.normed(self._outside(FINAL_NORM, layout)), self._walk.streams)
             return self._round(weight, exact, hessian, diffusion.factor(hessian, self.damping), layout)
         if weight.layer >= self._walk.done:
             self._advance(weight.layer + 1, layout)
@@ -84,21 +74,21 @@ class ErrorDiffusion:
 
     def _advance(self, layers: int, layout: Layout) -> None:
         """Takes the tokens through the layers before `layers`."""
-        self._walk.advance(
-            layers, lambda: self._vector("embed/weight", layout), lambda number: self._layer(number, layout)
-        )
+        self._walk.advance(layers, lambda: self._outside(EMBEDDING, layout), lambda number: self._layer(number, layout))
 
-    def _vector(self, path: str, layout: Layout) -> np.ndarray:
-        """A parameter outside the layers as the quantized model has it."""
-        (weight,) = (weight for weight in self.plan if weight.entry.path == path)
-        exact = read_weight(self.model, weight)
-        if weight.format is not None:
-            exact = np.asarray(dequantize(cast(jnp.asarray(exact), weight, layout, self.calibration)))
-        return exact.reshape(weight.shape)
+    def _outside(self, module: str, layout: Layout) -> dict[str, np.ndarray]:
+        """Parameters of a module outside the layers as the quantized model has them, by path in it."""
+        made = {}
+        for path, weight in outside(self.plan, module).items():
+            exact = read_weight(self.model, weight)
+            if weight.format is not None:
+                exact = np.asarray(dequantize(cast(jnp.asarray(exact), weight, layout, self.calibration)))
+            made[path] = exact.reshape(weight.shape)
+        return made
 
     def _layer(self, number: int, layout: Layout) -> dict[str, np.ndarray]:
         """Quantizes a layer; its parameters then."""
-        sizes = huggingface.sizes(self.model.config)
+        sizes = self.model.architecture.sizes(self.model.config)
         own = {w.entry.path.removeprefix("layers/"): w for w in self.plan if w.layer == number}
         exact = {path: read_weight(self.model, weight) for path, weight in own.items()}
         params = dict(exact)
@@ -110,11 +100,11 @@ class ErrorDiffusion:
         def ours() -> dict[str, np.ndarray]:
             return {path: w.entry.from_tensor(params[path].reshape(w.shape), sizes) for path, w in own.items()}
 
-        staged = {path for stage in STAGES for path in stage}
+        staged = {path for stage in self._walk.stages for path in stage}
         for path, weight in own.items():
             if weight.format is not None and path not in staged:
                 replace(path, Result(cast(jnp.asarray(exact[path]), weight, layout, self.calibration)))
-        for stage, paths in enumerate(STAGES):
+        for stage, paths in enumerate(self._walk.stages):
             wanted = [path for path in paths if own[path].format is not None]
             if wanted:
                 hessian = _covariance(functools.partial(self._walk.run, ours(), stage), self._walk.streams)
@@ -156,25 +146,35 @@ class Walk:
     done: int = 0
 
     def advance(
-        self, layers: int, embedding: Callable[[], np.ndarray], layer: Callable[[int], dict[str, np.ndarray]]
+        self, layers: int, embedding: Callable[[], dict[str, np.ndarray]], layer: Callable[[int], dict[str, np.ndarray]]
     ) -> None:
         """Passes the layers before `layers`.
 
         Args:
           layers: A count.
-          embedding: Makes the table, float32[V, E].
+          embedding: Makes the table, {"weight": float32[V, E]}.
           layer: Makes the parameters with which a layer is passed; asked while `streams` stand before it.
         """
         if not self.streams:
-            self.streams = embedded(embedding(), self.tokens)
+            self.streams = embedded(embedding()["weight"], self.tokens)
         while self.done < layers:
             params = layer(self.done)
-            self.streams = [np.asarray(self.run(params, len(STAGES), x)) for x in self.streams]
+            self.streams = [np.asarray(self.run(params, None, x)) for x in self.streams]
             self.done += 1
 
-    def run(self, params: dict[str, np.ndarray], stage: int, x: np.ndarray) -> jax.Array:
-        """See `run_stage`."""
-        return run_stage(self._shape, params, x, stage)
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """See `LanguageModule`."""
+        return self._shape.model.stages
+
+    def run(self, params: dict[str, np.ndarray], stage: int | None, x: np.ndarray) -> jax.Array:
+        """See `run_layer`."""
+        return run_layer(self._shape, params, x, stage)
+
+    def normed(self, params: dict[str, np.ndarray]) -> Callable[[np.ndarray], jax.Array]:
+        """What the head multiplies, as a function of what comes behind the layers; of the last norm's parameters."""
+        norm: Any = self._shape.norm.put_together({path: jnp.asarray(value) for path, value in params.items()})
+        return lambda x: norm(jnp.asarray(x))
 
     @functools.cached_property
     def _shape(self) -> "LayerShape":
@@ -187,47 +187,32 @@ def embedded(table: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
     return [np.asarray(table[tokens[i : i + step]]) for i in range(0, len(tokens), step)]
 
 
+def outside(plan: Sequence[Weight], module: str) -> dict[str, Weight]:
+    """Weights of a module outside the layers, by path in it."""
+    prefix = f"{module}/"
+    return {w.entry.path.removeprefix(prefix): w for w in plan if w.entry.path.startswith(prefix)}
+
+
 class LayerShape:
-    """A layer without its arrays; equal to itself alone, so that programs are made once for a model."""
+    """A model of one layer without its arrays; equal to itself alone, so that programs are made once for a model."""
 
     def __init__(self, config: Any) -> None:
-        dtypes: Any = {"param_dtype": jnp.float32, "compute_dtype": jnp.float32}
-        self.config = config
-        self.block = ModelShape.of(
-            nnx.eval_shape(lambda: Block(dataclasses.replace(config, layers=1), nnx.Rngs(0), **dtypes))
-        )
+        one = dataclasses.replace(config, layers=1)
+        self.model = counts.abstract(architecture.of(one).build, one)
+        self.layer, self.norm = ModelShape.of(self.model.layers), ModelShape.of(self.model.final_norm)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def run_stage(shape: LayerShape, params: dict[str, jax.Array], x: jax.Array, stage: int) -> jax.Array:
-    """float32[B, S, E] before a layer -> the input of a stage, float32[B, S, ...], or what comes behind the layer.
+def run_layer(shape: LayerShape, params: dict[str, jax.Array], x: jax.Array, stage: int | None) -> jax.Array:
+    """float32[B, S, E] before a layer -> what comes behind it, or the input of a stage, see `LanguageModule`.
 
     Args:
       shape: Of the layer.
       params: Its parameters, by path without "layers/".
       x: What comes before it.
-      stage: A number of `STAGES`, or their count.
+      stage: Which; None = behind the layer.
     """
-    c, block = shape.config, shape.block.put_together(params)
-    assert isinstance(block, Block)
-    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
-    turns = rope.angles(positions, rope.frequencies(c.width, c.rope_theta, c.rope_scaling))
-    normed = block.attention_norm(x)
-    if stage == 0:
-        return normed
-    q, k, v = block.attention.project(normed, turns)
-    ones = jnp.ones_like(positions)
-    mixed = nn.attend(q, k, v, positions=positions, segment_ids=ones, implementation=c.attention)
-    if stage == 1:
-        return mixed.reshape(*mixed.shape[:2], -1)
-    x = x + block.attention.combine(mixed)
-    normed = block.mlp_norm(x)
-    if stage == 2:
-        return normed
-    hidden = jax.nn.silu(nn.project(normed, block.mlp.gate[...])) * nn.project(normed, block.mlp.up[...])
-    if stage == 3:
-        return hidden
-    return x + nn.project(hidden, block.mlp.down[...])
+    return shape.model.run_layer(shape.layer.put_together(params), x, stage)
 
 
 def _covariance(inputs: Any, streams: Sequence[np.ndarray]) -> np.ndarray:

@@ -14,14 +14,15 @@ import numpy as np
 from scalejax.inference import model_folder
 from scalejax.inference.model_folder import LanguageModel
 from scalejax.models.llm import mapping, safetensors
-from scalejax.models.llm.llama3 import huggingface
 from scalejax.models.llm.packed_layouts import Layout, Role
 from scalejax.models.llm.safetensors import Written
+from scalejax.models.llm.special_tokens import write_generation_config
 from scalejax.numerics import packing, static
 from scalejax.numerics.quantize import Quantized, dequantize, poisoned_blocks
 from scalejax.surgery.quantize import calibration as calibrations
 from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.plan import Weight
+from scalejax.train import disk
 
 _CHUNK = 2**22
 _INPUT: Literal["input"] = "input"
@@ -117,7 +118,7 @@ def read_weight(model: LanguageModel, weight: Weight) -> np.ndarray:
     Raises:
       UserError: it cannot be read, or holds NaN or infinities.
     """
-    sizes = huggingface.sizes(model.config)
+    sizes = model.architecture.sizes(model.config)
     stored = weight.entry.to_tensor(model.source.read(weight.entry.path, weight.layer), sizes)
     exact = mapping.cast(stored, np.dtype(np.float32), weight.name)
     return exact.reshape(-1, exact.shape[-1])
@@ -150,7 +151,7 @@ def write(
     Raises:
       UserError: the target is there, the disk is full, or a parameter cannot be read or is not finite.
     """
-    sizes = huggingface.sizes(model.config)
+    sizes = model.architecture.sizes(model.config)
     written: list[Written] = []
     owners: dict[str, tuple[Weight, _Kept | None]] = {}
     parts: dict[_Kept | None, Written]
@@ -180,20 +181,20 @@ def write(
             held.update(arrays)
         return held.pop(role)
 
-    with model_folder.appearing(target) as folder:
+    with disk.appearing(target) as folder:
         safetensors.write_folder(folder, tuple(written), produce, shard_bytes=shard_bytes, wrote=wrote)
         for file in model.files:
             shutil.copyfile(file, folder / file.name)
         for name, text in model.made.items():
             (folder / name).write_text(text, encoding="utf-8")
-        content = huggingface.write_config(model.config, model.tokens, str(model.dtype))
+        content = model.architecture.write_config(model.config, model.tokens, str(model.dtype))
         named = {w.name: (w.format, w.shape) for w in plan if w.format is not None}
         matrices = [w.name for w in plan if w.format is None and len(w.shape) == 2 and w.module != "embed"]
         inputs: dict[str, static.Format] = {w.name: w.inputs for w in plan if w.inputs is not None}
         content["quantization_config"] = layout.write_config(named, matrices, inputs)
         model_folder.write_json(folder / model_folder.CONFIG, content)
         if not (folder / model_folder.GENERATION).exists():
-            model_folder.write_json(folder / model_folder.GENERATION, huggingface.write_generation_config(model.tokens))
+            model_folder.write_json(folder / model_folder.GENERATION, write_generation_config(model.tokens))
     return tuple(rows)
 
 

@@ -1,7 +1,7 @@
-"""Static scales of activations: what the matrices of a Llama multiply in calibration text, one scale for each matrix.
+"""Static scales of activations: what the matrices of a language model multiply in calibration text.
 
-Text passes the layers with the weights as they have been quantized, and activations as they are. Scales are chosen as
-those of weights are (`calibration`), from the magnitudes of all tokens together:
+Each matrix has one scale. Text passes the layers with the weights as they have been quantized, and activations as they
+are. Scales are chosen as those of weights are (`calibration`), from the magnitudes of all tokens together:
 
 max         of the largest
 percentile  of the smallest that at least p % do not exceed, to 2^-10 of it; or the largest where that is zero
@@ -16,15 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax import nn
 from scalejax.errors import UserError
 from scalejax.inference.model_folder import LanguageModel
-from scalejax.models.llm.llama3 import huggingface
 from scalejax.models.llm.packed_layouts import Layout
 from scalejax.numerics import static
 from scalejax.numerics.quantize import dequantize
 from scalejax.surgery.quantize import calibration as calibrations
-from scalejax.surgery.quantize.activations import STAGES, Walk
+from scalejax.surgery.quantize.activations import EMBEDDING, FINAL_NORM, Walk, outside
 from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.checkpoint import Quantizer, Result, read_weight
 from scalejax.surgery.quantize.plan import Weight
@@ -65,11 +63,7 @@ class WithInputs:
             if weight.inputs is None:
                 return result
             self._advance(self.model.config.layers, layout)
-            scale, eps = self._outside("final_norm/scale", layout), self.model.config.norm_eps
-
-            def normed(x: np.ndarray) -> jax.Array:
-                return nn.rms_norm(jnp.asarray(x), jnp.asarray(scale), eps, jnp.float32)
-
+            normed = self._walk.normed(self._outside(FINAL_NORM, layout))
             found = find_scale(normed, self._walk.streams, weight.inputs, self.calibration)
             return dataclasses.replace(result, input_scale=found)
         self._advance(weight.layer + 1, layout)
@@ -77,30 +71,38 @@ class WithInputs:
 
     def _advance(self, layers: int, layout: Layout) -> None:
         """Takes the tokens through the layers before `layers`."""
-        self._walk.advance(
-            layers, lambda: self._outside("embed/weight", layout), lambda number: self._layer(number, layout)
-        )
+        self._walk.advance(layers, lambda: self._outside(EMBEDDING, layout), lambda number: self._layer(number, layout))
 
-    def _outside(self, path: str, layout: Layout) -> np.ndarray:
-        """A parameter outside the layers as the quantized model has it."""
-        (weight,) = (weight for weight in self.plan if weight.entry.path == path)
-        if weight.format is None:
-            return read_weight(self.model, weight).reshape(weight.shape)
-        return np.asarray(dequantize(self.weights.quantize(weight, layout).quantized)).reshape(weight.shape)
+    def _outside(self, module: str, layout: Layout) -> dict[str, np.ndarray]:
+        """Parameters of a module outside the layers as the quantized model has them, by path in it."""
+        made = {}
+        for path, weight in outside(self.plan, module).items():
+            if weight.format is None:
+                value = read_weight(self.model, weight)
+            else:
+                value = np.asarray(dequantize(self.weights.quantize(weight, layout).quantized))
+            made[path] = value.reshape(weight.shape)
+        return made
 
     def _layer(self, number: int, layout: Layout) -> dict[str, np.ndarray]:
         """Quantizes a layer and finds the scales of its inputs; its parameters then."""
-        sizes = huggingface.sizes(self.model.config)
+        sizes = self.model.architecture.sizes(self.model.config)
         params: dict[str, np.ndarray] = {}
+        staged = {path for stage in self._walk.stages for path in stage}
         own = {w.entry.path.removeprefix("layers/"): w for w in self.plan if w.layer == number}
         for path, weight in own.items():
+            if weight.inputs is not None and path not in staged:
+                raise UserError(
+                    f"--activations: the model does not say what {weight.name} multiplies (`stages` of its part). "
+                    f"Leave it as it is: --rule {weight.module}=none."
+                )
             if weight.format is None:
                 value = read_weight(self.model, weight)
             else:
                 self._results[weight.name] = result = self.weights.quantize(weight, layout)
                 value = np.asarray(dequantize(result.quantized))
             params[path] = weight.entry.from_tensor(value.reshape(weight.shape), sizes)
-        for stage, paths in enumerate(STAGES):
+        for stage, paths in enumerate(self._walk.stages):
             wanted = [own[path] for path in paths if own[path].inputs is not None]
             scales: dict[static.Format, np.float32] = {}
             for weight in wanted:

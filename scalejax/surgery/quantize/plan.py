@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from scalejax.errors import UserError
 from scalejax.inference.model_folder import LanguageModel
 from scalejax.models.llm import packed_layouts
-from scalejax.models.llm.llama3 import huggingface
 from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.models.llm.packed_layouts import Layout
 from scalejax.numerics import formats, rules, static
@@ -125,7 +124,7 @@ def make(
 
 def _weights(model: LanguageModel) -> Iterator[tuple[str, str, Entry, int | None, tuple[int, ...]]]:
     """(name, module, entry, layer, shape): the embedding, layer after layer, what comes behind."""
-    sizes, entries = huggingface.sizes(model.config), huggingface.entries(model.config)
+    sizes, entries = model.architecture.sizes(model.config), model.architecture.entries(model.config)
     inside = [entry for entry in entries if entry.stacked]
     before = [entry for entry in entries if not entry.stacked and entry.path.startswith("embed")]
     after = [entry for entry in entries if not entry.stacked and entry not in before]

@@ -26,7 +26,6 @@ from scalejax.models.graph import (
 )
 from scalejax.models.graph.task import cross_entropy
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
-from scalejax.train.graph import one_device
 
 NODES, FEATURES, CLASSES = 24, 6, 3
 CONFIGS = {"gcn": GcnConfig(hidden=5), "sage": GraphSageConfig(hidden=5), "gat": GatConfig(hidden=4, heads=2)}
@@ -232,12 +231,12 @@ def test_compute_dtype_is_that_of_the_logits() -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_products_count_the_matrices(name: str) -> None:
+def test_a_step_costs_each_matrix_once_a_node(name: str) -> None:
     schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=name == "gcn")
     model = CONFIGS[name].build(schema, nnx.Rngs(0))
     flat = {"/".join(map(str, k)): v[...] for k, v in nnx.to_flat_state(nnx.state(model))}
-    matrices = [v for k, v in flat.items() if k.endswith(("kernel", "own", "neighbors"))]
-    assert CONFIGS[name].products(schema) == sum(v.size for v in matrices)
+    matrices = [v for k, v in flat.items() if not k.endswith("bias")]
+    assert CONFIGS[name].task(schema).flops_per_step(10) == 60 * sum(v.size for v in matrices)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +292,7 @@ def test_edges_are_not_drawn_twice() -> None:
     schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=True)
     graph = graphs.NodeGraph(_adjacency("gcn"), np.ones((NODES, FEATURES), np.float32))
     drawn = NodeTask(config=dataclasses.replace(GcnConfig(), train_sampling=Sampling(width=2)), schema=schema)
-    mesh = one_device()
+    mesh = make_mesh(None)
     with pytest.raises(UserError, match="both draw the edges"):
         drawn.place(graph, (2, 2), mesh)
     with pytest.raises(UserError, match="one number for each of the 2 layers"):
@@ -306,7 +305,7 @@ def test_epochs_read_the_draws_in_turn(strategy: Any) -> None:
     schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=True)
     drawn = Sampling(width=3, strategy=strategy, prime=None, seed=4, draws=3)
     config = GcnConfig(train_sampling=drawn, eval_sampling=drawn)
-    placed = NodeTask(config=config, schema=schema).place(graphs.NodeGraph(a, x), (), one_device())
+    placed = NodeTask(config=config, schema=schema).place(graphs.NodeGraph(a, x), (), make_mesh(None))
     product = jax.jit(lambda epoch: spmm(placed.train.of_epoch(epoch), x))  # type: ignore[union-attr]
     wanted = [spmm(presampled(a, dataclasses.replace(drawn, seed=seed, draws=1)), x) for seed in (4, 5, 6)]
     assert not np.allclose(wanted[0], wanted[1])
@@ -325,7 +324,7 @@ def test_training_and_scoring_may_read_different_edges() -> None:
     schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=True)
     graph = graphs.NodeGraph(_adjacency("gcn"), np.ones((NODES, FEATURES), np.float32))
     config = GcnConfig(train_sampling=Sampling(width=2), eval_sampling=None)
-    placed = NodeTask(config=config, schema=schema).place(graph, (), one_device())
+    placed = NodeTask(config=config, schema=schema).place(graph, (), make_mesh(None))
     assert isinstance(placed.train, SparsePlan)
     assert isinstance(placed.score, SparsePlan)
     assert placed.train.nnz == np.minimum(graph.adjacency.degrees, 2).sum()

@@ -16,6 +16,7 @@ from scalejax.data.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
 from scalejax.models.llm.llama3 import rope
+from scalejax.train.task import Batch, whole
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 
@@ -219,11 +220,13 @@ def test_the_loss_is_the_cross_entropy_of_the_next_token(x64):
     targets = np.where(weights > 0, np.roll(ids, -1, axis=1), 0).astype(np.int32)
     batch = {"tokens": ids, "targets": targets, "weights": weights, "segment_ids": segments, "positions": at}
     llama = model(config, **F64)
-    total, weight, aux = jax.jit(task.loss)(llama, {name: jnp.asarray(x) for name, x in batch.items()})
+    batch = Batch({name: jnp.asarray(x) for name, x in batch.items()})
+    loss = jax.jit(lambda m, batch: task.loss(m, batch, keys=None, gather=whole))(llama, batch)
     log = np.asarray(jax.jit(lambda m: jax.nn.log_softmax(m(ids, at, segments)))(llama))
     want = -sum(log[0, s, targets[0, s]] for s in range(16) if weights[0, s])
-    assert (weight, aux) == (13, {})  # three documents of 16 tokens have no next token at their ends
-    np.testing.assert_allclose(total, want, rtol=1e-12)
+    # Three documents of 16 tokens have no next token at their ends.
+    assert (loss.weight, task.weight(batch), loss.outputs) == (13, 13, {})
+    np.testing.assert_allclose(loss.sum, want, rtol=1e-12)
 
 
 def test_flops_count_six_a_multiply_accumulate():

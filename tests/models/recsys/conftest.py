@@ -10,8 +10,7 @@ import pytest
 from flax import nnx
 
 from scalejax.data.schema import Categorical, Schema
-from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.parallel.embedding.jagged import DeviceBatch, KeyedJagged
+from scalejax.train.task import Batch
 
 
 @pytest.fixture
@@ -34,26 +33,18 @@ def criteo():
 
 
 @pytest.fixture
-def optimizer():
-    return RowwiseAdagrad()
-
-
-@pytest.fixture
 def examples():
-    """Function (task, batch size, dtype) -> (embedded, DeviceBatch) with normal values."""
+    """Function (task, batch size, dtype) -> Batch with normal values."""
 
     def make(task, size=6, dtype=np.float64, seed=0):
         rng = np.random.default_rng(seed)
         embedded = {t.features[0]: jnp.asarray(rng.normal(size=(size, t.dim)), dtype) for t in task.tables()}
-        batch = DeviceBatch(
-            features=KeyedJagged(
-                values=jnp.zeros((1, 0), jnp.int32), lengths=jnp.zeros((1, 0), jnp.int32), weights=None, layout=()
-            ),
-            dense=jnp.asarray(rng.normal(size=(size, len(task.schema.dense))), jnp.float32),
-            labels=jnp.asarray(rng.integers(0, 2, size=(size, len(task.schema.labels))), jnp.float32),
-            weights=jnp.asarray(rng.uniform(0.5, 2.0, size=size), jnp.float32),
-        )
-        return embedded, batch
+        fields = {
+            "dense": jnp.asarray(rng.normal(size=(size, len(task.schema.dense))), jnp.float32),
+            "labels": jnp.asarray(rng.integers(0, 2, size=(size, len(task.schema.labels))), jnp.float32),
+            "weights": jnp.asarray(rng.uniform(0.5, 2.0, size=size), jnp.float32),
+        }
+        return Batch(fields, embedded)
 
     return make
 

@@ -56,31 +56,33 @@ def oracle_logistic(p, schema, embedded, dense):
     ids=["dlrm", "dcnv2", "dcnv2_low_rank", "logistic"],
 )
 def test_forward_matches_a_literal_numpy_form(
-    config, oracle, columns, schema, optimizer, examples, randomised, numpy_parameters, x64
+    config, oracle, columns, schema, examples, randomised, numpy_parameters, x64
 ):
     schema = dataclasses.replace(schema, dense=schema.dense if columns == "dense" else ())
-    task = config.task(schema, optimizer)
+    task = config.task(schema)
     model = randomised(task.init(nnx.Rngs(0), **F64))
-    embedded, batch = examples(task, size=3)
+    batch = examples(task, size=3)
+    embedded = batch.embedded
     graph, state = nnx.split(model)
-    logits = jax.jit(lambda s, e, d: nnx.merge(graph, s)(e, d))(state, embedded, batch.dense)
+    logits = jax.jit(lambda s, e, d: nnx.merge(graph, s)(e, d))(state, embedded, batch["dense"])
     for b in range(3):
         one = {f: np.asarray(v[b]) for f, v in embedded.items()}
-        want = oracle(numpy_parameters(model), schema, one, np.asarray(batch.dense[b], float))
+        want = oracle(numpy_parameters(model), schema, one, np.asarray(batch["dense"][b], float))
         np.testing.assert_allclose(logits[b], want, rtol=1e-10, atol=1e-12)  # float64 round-off
 
 
-def test_logistic_tables_hold_one_zero_per_task(schema, optimizer):
-    tables = LogisticConfig().task(schema, optimizer).tables()
+def test_logistic_tables_hold_one_zero_per_task(schema):
+    tables = LogisticConfig().task(schema).tables()
     assert {(t.dim, t.init_scale) for t in tables} == {(2, 0.0)}
 
 
 @pytest.mark.slow
-def test_dropout_acts_only_with_a_key(schema, optimizer, examples):
+def test_dropout_acts_only_with_a_key(schema, examples):
     for config in (DlrmConfig(dim=4, top_hidden=(9,), dropout=0.5), DcnV2Config(dim=4, deep_hidden=(9,), dropout=0.5)):
-        task = config.task(schema, optimizer)
+        task = config.task(schema)
         model = task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.float32)
-        embedded, batch = examples(task, dtype=np.float32)
-        plain = model(embedded, batch.dense)
-        assert np.array_equal(plain, model(embedded, batch.dense))
-        assert not np.array_equal(plain, model(embedded, batch.dense, key=jax.random.key(0)))
+        batch = examples(task, dtype=np.float32)
+        embedded = batch.embedded
+        plain = model(embedded, batch["dense"])
+        assert np.array_equal(plain, model(embedded, batch["dense"]))
+        assert not np.array_equal(plain, model(embedded, batch["dense"], key=jax.random.key(0)))

@@ -14,6 +14,7 @@ from scalejax.data.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.models.recsys import wukong
 from scalejax.models.recsys.wukong import Important, NarrowGroup, WukongConfig
+from scalejax.train.task import Keys, whole
 
 TINY = WukongConfig(
     dim=4,
@@ -101,15 +102,14 @@ def forward(model):
 
 @pytest.mark.parametrize("config", [TINY, FULL], ids=["plain_inputs", "important_and_narrow"])
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
-def test_forward_matches_a_literal_numpy_form(
-    config, fm, schema, optimizer, examples, randomised, numpy_parameters, x64
-):
+def test_forward_matches_a_literal_numpy_form(config, fm, schema, examples, randomised, numpy_parameters, x64):
     config = dataclasses.replace(config, fm=fm)
-    task = config.task(schema, optimizer)
+    task = config.task(schema)
     model = randomised(task.init(nnx.Rngs(0), **F64))
-    embedded, batch = examples(task)
-    logits = forward(model)(embedded, batch.dense)
-    p, embedded, dense = numpy_parameters(model), jax.tree.map(np.asarray, embedded), np.asarray(batch.dense, float)
+    batch = examples(task)
+    embedded = batch.embedded
+    logits = forward(model)(embedded, batch["dense"])
+    p, embedded, dense = numpy_parameters(model), jax.tree.map(np.asarray, embedded), np.asarray(batch["dense"], float)
     for b in range(len(dense)):
         want = oracle_wukong(p, config, schema, {f: v[b] for f, v in embedded.items()}, dense[b])
         # float64 round-off of some 10^3 sums
@@ -128,12 +128,13 @@ def test_layer_matches_a_literal_numpy_form(n, fm, randomised, numpy_parameters,
         np.testing.assert_allclose(got[:, b], oracle_layer(numpy_parameters(layer), config, x[:, b]), rtol=1e-10)
 
 
-def test_works_without_dense_features_and_with_one_task(optimizer, examples, numpy_parameters, x64):
+def test_works_without_dense_features_and_with_one_task(examples, numpy_parameters, x64):
     schema = Schema(categorical=tuple(Categorical(name=f"c{i}", rows=9) for i in range(5)))
-    task = TINY.task(schema, optimizer)
+    task = TINY.task(schema)
     model = task.init(nnx.Rngs(0), **F64)
-    embedded, batch = examples(task, size=1)
-    got = forward(model)(embedded, batch.dense)
+    batch = examples(task, size=1)
+    embedded = batch.embedded
+    got = forward(model)(embedded, batch["dense"])
     one = {f: np.asarray(v[0]) for f, v in embedded.items()}
     want = oracle_wukong(numpy_parameters(model), TINY, schema, one, np.zeros(0))
     assert got.shape == (1, 1)
@@ -292,17 +293,17 @@ def test_two_layers_learn_a_product_of_four_features_and_one_layer_cannot():
 
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
 @pytest.mark.parametrize("config", [TINY, FULL, dataclasses.replace(TINY, normalization="none", head_hidden=())])
-def test_parameter_and_flop_formulas_equal_the_real_model(
-    config, fm, schema, optimizer, examples, dot_flops, strict_promotion
-):
-    task = dataclasses.replace(config, fm=fm).task(schema, optimizer)
+def test_parameter_and_flop_counts_equal_the_real_model(config, fm, schema, examples, dot_flops, strict_promotion):
+    task = dataclasses.replace(config, fm=fm).task(schema)
     model = task.init(nnx.Rngs(0), **F32)
     graph, state = nnx.split(model)
     assert sum(p.size for p in jax.tree.leaves(state)) == task.dense_parameters()
-    embedded, batch = examples(task, size=4, dtype=np.float32)
+    batch = examples(task, size=4, dtype=np.float32)
+    embedded = batch.embedded
 
     def loss(state, embedded):
-        return task.loss(nnx.merge(graph, state), embedded, batch)[0]
+        now = dataclasses.replace(batch, embedded=embedded)
+        return task.loss(nnx.merge(graph, state), now, keys=None, gather=whole).sum
 
     forward_flops = dot_flops(jax.make_jaxpr(loss)(state, embedded))
     both = dot_flops(jax.make_jaxpr(jax.value_and_grad(loss, argnums=(0, 1)))(state, embedded))
@@ -311,15 +312,15 @@ def test_parameter_and_flop_formulas_equal_the_real_model(
     assert both == 4 * (task.flops_per_example() - 2 * 3 * config.bottom_hidden[0])
 
 
-def test_tables_are_as_wide_as_the_role_of_their_feature_asks(schema, optimizer):
-    dims = {t.name: t.dim for t in FULL.task(schema, optimizer).tables()}
+def test_tables_are_as_wide_as_the_role_of_their_feature_asks(schema):
+    dims = {t.name: t.dim for t in FULL.task(schema).tables()}
     assert dims == {"c0": 2, "c1": 12, "c2": 8, "c3": 2, "c4": 8}
     assert FULL.input_vectors(schema) == 2 + (3 + 2 + 2) + 2
 
 
 @pytest.mark.parametrize("size", sorted(wukong.SIZES))
-def test_named_sizes_build(size, schema, optimizer):
-    task = wukong.SIZES[size].task(schema, optimizer)
+def test_named_sizes_build(size, schema):
+    task = wukong.SIZES[size].task(schema)
     model = nnx.eval_shape(lambda: task.init(nnx.Rngs(0), **F32))
     assert sum(p.size for p in jax.tree.leaves(nnx.state(model))) == task.dense_parameters()
 
@@ -327,22 +328,24 @@ def test_named_sizes_build(size, schema, optimizer):
 # Numbers: dropout, dtypes, gradients.
 
 
-def test_dropout_is_off_without_a_key_and_random_with_one(schema, optimizer, examples):
-    task = dataclasses.replace(TINY, dropout=0.5, embedding_dropout=0.1).task(schema, optimizer)
+def test_dropout_is_off_without_a_key_and_random_with_one(schema, examples):
+    task = dataclasses.replace(TINY, dropout=0.5, embedding_dropout=0.1).task(schema)
     call = forward(task.init(nnx.Rngs(0), **F32))
-    embedded, batch = examples(task, dtype=np.float32)
-    a, b = (call(embedded, batch.dense, key=jax.random.key(i)) for i in (0, 1))
-    assert np.array_equal(call(embedded, batch.dense), call(embedded, batch.dense))
+    batch = examples(task, dtype=np.float32)
+    embedded = batch.embedded
+    a, b = (call(embedded, batch["dense"], key=jax.random.key(i)) for i in (0, 1))
+    assert np.array_equal(call(embedded, batch["dense"]), call(embedded, batch["dense"]))
     assert not np.array_equal(a, b)
-    assert np.array_equal(a, call(embedded, batch.dense, key=jax.random.key(0)))
+    assert np.array_equal(a, call(embedded, batch["dense"], key=jax.random.key(0)))
 
 
 @pytest.mark.parametrize("fm", [pytest.param("lowrank", marks=pytest.mark.slow), "attentive"])
 def test_bfloat16_compute_is_close_to_float32_with_float32_logits_and_finite_gradients(
-    fm, schema, optimizer, examples, strict_promotion
+    fm, schema, examples, strict_promotion
 ):
-    task = dataclasses.replace(FULL, fm=fm, dropout=0.1).task(schema, optimizer)
-    embedded, batch = examples(task, dtype=np.float32)
+    task = dataclasses.replace(FULL, fm=fm, dropout=0.1).task(schema)
+    batch = examples(task, dtype=np.float32)
+    embedded = batch.embedded
     losses = {}
     for dtype in (jnp.float32, jnp.bfloat16):
         graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=dtype))
@@ -350,8 +353,9 @@ def test_bfloat16_compute_is_close_to_float32_with_float32_logits_and_finite_gra
         @jax.jit
         def step(state, embedded, key, graph=graph):
             def loss(state, embedded):
-                total, weight, aux = task.loss(nnx.merge(graph, state), embedded, batch, key=key)
-                return total / weight, aux
+                now = dataclasses.replace(batch, embedded=embedded)
+                found = task.loss(nnx.merge(graph, state), now, keys=Keys(key, key), gather=whole)
+                return found.sum / found.weight, found.outputs
 
             return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(state, embedded)
 
@@ -363,7 +367,7 @@ def test_bfloat16_compute_is_close_to_float32_with_float32_logits_and_finite_gra
     assert losses[jnp.bfloat16] == pytest.approx(losses[jnp.float32], rel=0.03)
 
 
-def test_every_parameter_names_one_logical_axis_per_dimension(schema, optimizer):
+def test_every_parameter_names_one_logical_axis_per_dimension(schema):
     for fm in ("lowrank", "attentive"):
         model = dataclasses.replace(FULL, fm=fm).build(schema, nnx.Rngs(0), **F32)
         for path, param in nnx.iter_graph(model):
@@ -374,10 +378,10 @@ def test_every_parameter_names_one_logical_axis_per_dimension(schema, optimizer)
 # Mistakes.
 
 
-def test_names_a_feature_that_the_data_lacks(schema, optimizer):
+def test_names_a_feature_that_the_data_lacks(schema):
     config = dataclasses.replace(TINY, important=(Important(feature="c9"),))
     with pytest.raises(UserError, match=r"WukongConfig.important: 'c9' is not one of the 5 .* nearest are c"):
-        config.task(schema, optimizer)
+        config.task(schema)
 
 
 @pytest.mark.parametrize(

@@ -122,5 +122,5 @@ def test_exact_sums_are_refused_where_an_exchange_has_no_room_for_all_examples()
     groups = (DedupGroup(features=("a",), rows_per_example=0.5),)
     on = collection(8, accumulate="exact", exchange=Exchange(capacity_factor=1.0))
     layout = on.layout(schema(8.0), 64, groups)
-    with pytest.raises(UserError, match=r"64 ids for one other device.*--set exchange.capacity_factor="):
+    with pytest.raises(UserError, match=r"64 ids for one other device.*--set tables.exchange.capacity_factor="):
         on.pack_deduplicated(deduplicate(host, (("a",),)), 8, layout, groups)

@@ -88,7 +88,7 @@ def test_tables_beyond_the_memory_of_the_machine_are_refused_before_they_are_mad
     said = str(refusal.value)
     assert f"{size(memory.device_bytes(each.stacks, each.mesh.size) - room)} too much" in said
     assert "The largest tables, on the device that has most of each: everyone 8 TiB, narrow" in said
-    assert "precision.tables=bfloat16" in said
+    assert "tables.dtype=bfloat16" in said
 
 
 def test_the_number_of_devices_that_it_names_is_enough_and_one_less_is_not():

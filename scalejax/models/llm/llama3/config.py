@@ -7,6 +7,14 @@ from typing import TYPE_CHECKING, Literal, get_args
 from scalejax.data.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.kernels.flash_attention.api import Implementation
+from scalejax.models.llm.llama3.parts import (
+    AttentionPart,
+    GatedMlp,
+    GroupedQueryAttention,
+    MlpPart,
+    NormPart,
+    RmsNorm,
+)
 from scalejax.models.llm.llama3.rope import RopeScaling
 from scalejax.nn.layers import Remat
 from scalejax.parallel.context import METHODS, Method
@@ -42,6 +50,9 @@ class LlamaConfig:
       context_method: How keys and values reach the queries of other devices where the mesh cuts sequences (`context`):
         "all_gather" or "ring", see `parallel.context`.
       loss_positions: Positions of a row (of those that a device has) whose logits exist at one time.
+      mlp: What a block is made of, see `parts`: its MLP,
+      norm: its norms, and that after the last block,
+      self_attention: and its attention.
     """
 
     layers: int
@@ -63,6 +74,9 @@ class LlamaConfig:
     stage_parts: int | None = None
     context_method: Method = "all_gather"
     loss_positions: int = 512
+    mlp: MlpPart = GatedMlp()
+    norm: NormPart = RmsNorm()
+    self_attention: AttentionPart = GroupedQueryAttention()
 
     def __post_init__(self) -> None:
         for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions", "unroll"):
@@ -83,6 +97,10 @@ class LlamaConfig:
             if getattr(self, field) not in known:
                 names = ", ".join(map(str, known))
                 raise ValueError(f"LlamaConfig: {field} must be one of {names}; got {getattr(self, field)!r}.")
+        for field in ("mlp", "norm", "self_attention"):
+            part = getattr(self, field)
+            if isinstance(part, type) or not (dataclasses.is_dataclass(part) and hasattr(part, "build")):
+                raise ValueError(f"LlamaConfig: {field} must be a part (see llama3.parts); got {part!r}.")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"LlamaConfig: kv_heads must divide heads; got {self.kv_heads} and {self.heads}. Each key and value "
@@ -135,12 +153,9 @@ class LlamaConfig:
         Raises:
           ValueError: the vocabulary is not known.
         """
-        if self.vocabulary is None:
-            raise ValueError("LlamaConfig: parameters() needs a vocabulary; bind the config to a schema first.")
-        e, d = self.dim, self.width
-        attention = 2 * e * self.heads * d + 2 * e * self.kv_heads * d
-        layer = attention + 3 * e * self.ffn_dim + 2 * e
-        return self.layers * layer + e + self.vocabulary * e * (1 if self.tie_embeddings else 2)
+        from scalejax.models.llm.llama3 import model  # which needs this file
+
+        return model.count_parameters(self)
 
     def flops_per_token(self, length: int, attention: Literal["causal", "full"] = "causal") -> int:
         """FLOPs of forward and backward a token: 6 a multiply-accumulate of the matrices that tokens pass through.
@@ -151,13 +166,10 @@ class LlamaConfig:
           length: S, positions of a row, all of one document.
           attention: "causal" counts the pairs that the mask keeps, as if they were half of S * S; "full" all of them.
         """
-        assert self.vocabulary is not None
-        e, d = self.dim, self.width
-        matrices = 2 * e * self.heads * d + 2 * e * self.kv_heads * d + 3 * e * self.ffn_dim
-        pairs = 2 * self.heads * d * length  # scores and values
-        if attention == "causal":
-            pairs //= 2
-        return 6 * (self.layers * (matrices + pairs) + e * self.vocabulary)
+        from scalejax.models.llm.llama3 import model  # which needs this file
+
+        matrices, pairs = model.count_macs(self)
+        return 6 * (matrices + pairs * length // (2 if attention == "causal" else 1))
 
 
 _LLAMA31 = RopeScaling()

@@ -15,8 +15,7 @@ from scalejax.errors import UserError
 from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.rope import RopeScaling
 from scalejax.models.llm.mapping import Entry
-
-ARCHITECTURE = "LlamaForCausalLM"
+from scalejax.models.llm.special_tokens import SpecialTokens, read_special
 
 TABLE = (
     Entry("embed/weight", "model.embed_tokens.weight", "V E -> V E"),
@@ -39,16 +38,24 @@ DERIVED = (".rotary_emb.inv_freq",)
 
 
 def entries(config: LlamaConfig) -> tuple[Entry, ...]:
-    """The lines of the table that a config has."""
+    """The lines of the table that a config has.
+
+    Raises:
+      UserError: it has parts that Llamas of Hugging Face do not have.
+    """
+    for field in dataclasses.fields(config):
+        part = getattr(config, field.name)
+        if field.name in ("mlp", "norm", "self_attention") and part != field.default:
+            raise UserError(
+                f"model.{field.name} is {type(part).__name__}, which no Llama of Hugging Face has; theirs is "
+                f"{type(field.default).__name__}. Use the run folder as it is."
+            )
     return tuple(entry for entry in TABLE if not (config.tie_embeddings and entry.path == "head/weight"))
 
 
-def own_entries(config: LlamaConfig) -> tuple[Entry, ...]:
-    """The same parameters under our own paths, "layers/3/attention/query", and in our layout."""
-    return tuple(
-        Entry(entry.path, entry.path.replace("layers/", "layers/{layer}/"), " -> ".join([" ".join(entry.ours())] * 2))
-        for entry in entries(config)
-    )
+def copies(config: LlamaConfig) -> dict[str, str]:
+    """{name of a tensor that a checkpoint may repeat: name of the one that it equals}: the head of a tied model."""
+    return {TABLE[-1].name: TABLE[0].name} if config.tie_embeddings else {}
 
 
 def sizes(config: LlamaConfig) -> dict[str, int]:
@@ -62,21 +69,6 @@ def sizes(config: LlamaConfig) -> dict[str, int]:
         "K": config.kv_heads,
         "D": config.width,
     }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpecialTokens:
-    """Ids that config.json names; None where it does not.
-
-    Attributes:
-      bos: Begins a text.
-      eos: End a text, any of them.
-      pad: Fills up.
-    """
-
-    bos: int | None = None
-    eos: tuple[int, ...] = ()
-    pad: int | None = None
 
 
 _FIXED = {
@@ -117,17 +109,8 @@ def read_config(content: Mapping[str, Any], where: str) -> tuple[LlamaConfig, Sp
       The architecture, its special tokens, and the keys that were not looked at because nothing is known of them.
 
     Raises:
-      UserError: it is another architecture, has parts or a kind of rotary positions that are not known here, or lacks
-        a size.
+      UserError: it has parts or a kind of rotary positions that are not known here, or lacks a size.
     """
-    architectures = content.get("architectures")
-    kind = content.get("model_type")
-    if architectures not in ([ARCHITECTURE], None) or kind != "llama":
-        named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else repr(architectures)
-        raise UserError(
-            f"{where}: architecture {named or 'none named'} of model_type {kind!r} is not known; {ARCHITECTURE} of "
-            "model_type 'llama' is. Give the folder of a Llama."
-        )
     for key, (wanted, what) in _FIXED.items():
         if content.get(key, wanted) not in (wanted, None):
             raise UserError(f"{where}: {key} is {content[key]!r}: {what} is not known here; {wanted!r} is.")
@@ -169,7 +152,6 @@ def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict
       tokens: Special tokens.
       dtype: Of the weights, as NumPy names it.
     """
-    eos = list(tokens.eos)
     rope: dict[str, Any] = {"rope_type": "default"}
     if (s := config.rope_scaling) is not None:
         rope = {
@@ -179,13 +161,11 @@ def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict
             "high_freq_factor": s.high_frequency_factor,
             "original_max_position_embeddings": s.original_positions,
         }
-    return {
-        "architectures": [ARCHITECTURE],
+    made = {
+        "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
-        "bos_token_id": tokens.bos,
         "dtype": dtype,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
         "head_dim": config.width,
         "hidden_act": "silu",
         "hidden_size": config.dim,
@@ -197,7 +177,6 @@ def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict
         "num_attention_heads": config.heads,
         "num_hidden_layers": config.layers,
         "num_key_value_heads": config.kv_heads,
-        "pad_token_id": tokens.pad,
         "pretraining_tp": 1,
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
@@ -207,18 +186,9 @@ def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict
         "torch_dtype": dtype,
         "use_cache": True,
         "vocab_size": config.vocabulary,
+        **tokens.named(),
     }
-
-
-def write_generation_config(tokens: SpecialTokens) -> dict[str, Any]:
-    """The generation_config.json of a model that came without."""
-    eos = list(tokens.eos)
-    named = {
-        "bos_token_id": tokens.bos,
-        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
-        "pad_token_id": tokens.pad,
-    }
-    return {"_from_model_config": True} | {name: value for name, value in named.items() if value is not None}
+    return dict(sorted(made.items()))
 
 
 _LLAMA3 = {
@@ -275,24 +245,6 @@ def _one_rope(outer: Mapping[str, Any], content: Any, where: str) -> tuple[float
         raise
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-
-
-def read_special(content: Mapping[str, Any], where: str) -> SpecialTokens:
-    """The special tokens that a config.json or generation_config.json names.
-
-    Raises:
-      UserError: one is no id.
-    """
-
-    def ids(key: str) -> tuple[int, ...]:
-        value = content.get(key)
-        several = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in several):
-            raise UserError(f"{where}: {key} must be a token id or a list of them; got {value!r}.")
-        return tuple(several)
-
-    bos, pad = ids("bos_token_id"), ids("pad_token_id")
-    return SpecialTokens(bos=bos[0] if bos else None, eos=ids("eos_token_id"), pad=pad[0] if pad else None)
 
 
 def _flag(content: Mapping[str, Any], key: str, where: str) -> bool:

@@ -12,6 +12,7 @@ L layers.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,134 +20,54 @@ import jax.numpy as jnp
 from flax import nnx
 
 from scalejax import nn
-from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.models.llm.llama3 import rope
 from scalejax.models.llm.llama3.config import LlamaConfig
-from scalejax.nn.layers import Gather, apply_layers, scan_layers, whole
+from scalejax.models.llm.llama3.parts import Turns
+from scalejax.nn import counts
+from scalejax.nn.layers import Gather, apply_layers, scan_layers, split_params, whole
 from scalejax.nn.linear import DType
 from scalejax.numerics import weights
-from scalejax.parallel.context import Method
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """Keys and values of what a model has read.
-
-    Attributes:
-      keys: compute_dtype[L, B, T, K, D], rotated.
-      values: compute_dtype[L, B, T, K, D].
-      lengths: int32[B], tokens of each row so far; what lies beyond is not looked at.
-    """
-
-    keys: jax.Array
-    values: jax.Array
-    lengths: jax.Array
-
-
-class Attention(nnx.Module):
-    """Grouped-query attention of all layers; used one layer at a time."""
-
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType):
-        c, d = config, config.width
-        normal = _Normal(rngs, c, param_dtype)
-        self.query = normal((c.dim, c.heads, d), ("embed", "heads", "head"))
-        self.key = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
-        self.value = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
-        self.out = normal((c.heads, d, c.dim), ("heads", "head", "embed"), shrink=(2 * config.layers) ** -0.5)
-        self.implementation: Implementation | None = c.attention
-        self.context_method: Method = c.context_method
-        self.compute_dtype = jnp.dtype(compute_dtype)
-
-    def project(self, x: jax.Array, turns: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, S, E] -> queries [B, S, H, D], keys and values [B, S, K, D], the first two rotated."""
-        q, k, v = (
-            nn.constrain(nn.project(x, p[...].astype(self.compute_dtype)), ("batch", "sequence", heads, None))
-            for p, heads in ((self.query, "heads"), (self.key, "kv_heads"), (self.value, "kv_heads"))
-        )
-        return rope.rotate(q, *turns), rope.rotate(k, *turns), v
-
-    def __call__(
-        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array, positions: jax.Array
-    ) -> jax.Array:
-        """x [B, S, E], turns [B, S, D / 2] each, segment_ids and positions int32[B, S] -> [B, S, E]."""
-        q, k, v = self.project(x, turns)
-        mixed = nn.attend(
-            q,
-            k,
-            v,
-            positions=positions,
-            segment_ids=segment_ids,
-            implementation=self.implementation,
-            context_method=self.context_method,
-        )
-        return self.combine(mixed)
-
-    def extend(
-        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], cache: Cache, layer: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        """Attends to what this layer has in the cache, after writing the keys and values of x behind it."""
-        q, k, v = self.project(x, turns)
-
-        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-        places = (layer, rows, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :])
-        keys, values = (
-            old.at[places].set(new.astype(old.dtype), unique_indices=True, mode="promise_in_bounds")
-            for old, new in ((cache.keys, k), (cache.values, v))
-        )
-        cache = Cache(keys, values, cache.lengths)
-        mixed = nn.attend(q, keys[layer], values[layer], query_offset=cache.lengths, implementation=self.implementation)
-        return self.combine(mixed), cache
-
-    def combine(self, mixed: jax.Array) -> jax.Array:
-        """[B, S, H, D] -> [B, S, E]."""
-        return nn.project(mixed, self.out[...].astype(self.compute_dtype), contract=2)
-
-
-class GatedMlp(nnx.Module):
-    """W_down(silu(W_gate x) * (W_up x)) of all layers; used one layer at a time."""
-
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType):
-        normal = _Normal(rngs, config, param_dtype)
-        self.gate = normal((config.dim, config.ffn_dim), ("embed", "hidden"))
-        self.up = normal((config.dim, config.ffn_dim), ("embed", "hidden"))
-        self.down = normal((config.ffn_dim, config.dim), ("hidden", "embed"), shrink=(2 * config.layers) ** -0.5)
-        self.compute_dtype = jnp.dtype(compute_dtype)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, S, E] -> [B, S, E]."""
-        gate, up, down = (p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down))
-        hidden = jax.nn.silu(nn.project(x, gate)) * nn.project(x, up)
-        return nn.project(nn.constrain(hidden, ("batch", "sequence", "hidden")), down)
 
 
 class Block(nnx.Module):
-    """Attention, then the gated MLP, each after a norm and added to its input; all layers, used one at a time."""
+    """Attention, then the MLP, each after a norm and added to its input; all layers, used one at a time."""
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, **dtypes: DType):
-        def norm() -> nn.RMSNorm:
-            shape = (config.layers, config.dim)
-            return nn.RMSNorm(shape, eps=config.norm_eps, logical_axes=("layers", "norm"), **dtypes)
+        self.attention_norm = config.norm.build(config, rngs, layers=config.layers, **dtypes)
+        self.attention = config.self_attention.build(config, rngs, **dtypes)
+        self.mlp_norm = config.norm.build(config, rngs, layers=config.layers, **dtypes)
+        self.mlp = config.mlp.build(config, rngs, **dtypes)
 
-        self.attention_norm = norm()
-        self.attention = Attention(config, rngs, **dtypes)
-        self.mlp_norm = norm()
-        self.mlp = GatedMlp(config, rngs, **dtypes)
-
-    def __call__(
-        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], segment_ids: jax.Array, positions: jax.Array
-    ) -> jax.Array:
+    def __call__(self, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
         h = nn.constrain(x + self.attention(self.attention_norm(x), turns, segment_ids, positions), _STREAM)
         return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM)
 
-    def extend(
-        self, x: jax.Array, turns: tuple[jax.Array, jax.Array], cache: Cache, layer: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        """The same with a cache, see `Attention.extend`."""
+    def extend(self, x: jax.Array, turns: Turns, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
+        """The same with a cache, see `parts.AttentionModule`."""
         mixed, cache = self.attention.extend(self.attention_norm(x), turns, cache, layer)
         h = nn.constrain(x + mixed, _STREAM)
         return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM), cache
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """Matrices by path, in the order in which tokens pass them; those of a stage share their input."""
+        parts = {"attention": self.attention, "mlp": self.mlp}
+        return tuple(
+            tuple(f"{name}/{matrix}" for matrix in stage)
+            for name, part in parts.items()
+            for stage in getattr(part, "stages", ())
+        )
+
+    def inputs(self, stage: int, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """What the matrices of a stage multiply, x [B, S, E] -> [B, S, ...]."""
+        attention: Any = self.attention
+        mlp: Any = self.mlp
+        normed, first = self.attention_norm(x), len(getattr(attention, "stages", ()))
+        if stage < first:
+            return attention.inputs(stage, normed, turns, segment_ids, positions)
+        h = x + attention(normed, turns, segment_ids, positions)
+        return mlp.inputs(stage - first, self.mlp_norm(h))
 
 
 class Llama(nnx.Module):
@@ -167,7 +88,7 @@ class Llama(nnx.Module):
         std = config.init_scale
         self.embed = _Matrix(rngs, (config.vocabulary, config.dim), ("vocabulary", "embed"), std, param_dtype)
         self.layers = Block(config, rngs, **dtypes)
-        self.final_norm = nn.RMSNorm((config.dim,), eps=config.norm_eps, **dtypes)
+        self.final_norm = config.norm.build(config, rngs, layers=None, **dtypes)
         self.head = (
             None
             if config.tie_embeddings
@@ -218,18 +139,34 @@ class Llama(nnx.Module):
         x, head = self.hidden(tokens, positions, segment_ids, gather=gather)
         return self._logits(x, head)
 
-    def cache(self, rows: int, positions: int) -> Cache:
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """Matrices of a layer by path, in the order in which tokens pass them; those of a stage share their input."""
+        return self.layers.stages
+
+    def run_layer(self, layer: Block, x: jax.Array, stage: int | None = None) -> jax.Array:
+        """What comes behind a layer, or what the matrices of a stage of it multiply.
+
+        Args:
+          layer: `layers` with the parameters of one.
+          x: float[B, S, E] before the layer; each row is a document.
+          stage: A number of `stages`; None = behind the layer.
+        """
+        positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
+        beside = (self._turns(positions), jnp.ones_like(positions), positions)
+        return layer(x, *beside) if stage is None else layer.inputs(stage, x, *beside)
+
+    def cache(self, rows: int, positions: int) -> Any:
         """An empty cache for `rows` sequences of at most `positions` tokens."""
-        c = self.config
-        shape = (c.layers, rows, positions, c.kv_heads, c.width)
-        # Two arrays: a cache is donated.
-        return Cache(
-            jnp.zeros(shape, self.compute_dtype), jnp.zeros(shape, self.compute_dtype), jnp.zeros(rows, jnp.int32)
-        )
+        return self.layers.attention.cache(rows, positions)
+
+    def cache_axes(self) -> Any:
+        """Names of the axes of a cache's arrays, see `parallel.activations`."""
+        return self.layers.attention.cache_axes()
 
     def extend(
-        self, tokens: jax.Array, counts: jax.Array, cache: Cache, *, gather: Gather = whole
-    ) -> tuple[jax.Array, Cache]:
+        self, tokens: jax.Array, counts: jax.Array, cache: Any, *, gather: Gather = whole
+    ) -> tuple[jax.Array, Any]:
         """Reads the next tokens of every row.
 
         Args:
@@ -247,7 +184,7 @@ class Llama(nnx.Module):
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
 
         # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
-        def body(block: Any, carry: tuple[jax.Array, Cache], layer: jax.Array) -> Any:
+        def body(block: Any, carry: tuple[jax.Array, Any], layer: jax.Array) -> Any:
             return block.extend(carry[0], turns, carry[1], layer), None
 
         numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
@@ -258,14 +195,13 @@ class Llama(nnx.Module):
 
     def _finish(self, x: jax.Array, table: jax.Array, gather: Gather) -> tuple[jax.Array, jax.Array]:
         """The residual stream after the last norm, and the matrix of the head, which may be the turned `table`."""
-        last = {"final_norm/scale": self.final_norm.scale[...]}
+        last, put_together = split_params(self.final_norm, "final_norm")
         if self.head is not None:
             last["head/weight"] = self.head.weight[...]
         last = gather(last)
-        x = nn.rms_norm(x, last["final_norm/scale"], self.config.norm_eps, self.compute_dtype)
-        return x, table.T if self.head is None else last["head/weight"]
+        return put_together(last)(x), table.T if self.head is None else last["head/weight"]
 
-    def _turns(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _turns(self, positions: jax.Array) -> Turns:
         c = self.config
         return rope.angles(positions, rope.frequencies(c.width, c.rope_theta, c.rope_scaling))
 
@@ -282,15 +218,23 @@ class _Matrix(nnx.Module):
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), shape, dtype), logical_axes=axes)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Normal:
-    """Makes the stacked weights of all layers."""
+@functools.lru_cache(maxsize=64)
+def count_parameters(config: LlamaConfig) -> int:
+    """Of the model of a config."""
+    return counts.parameters(counts.abstract(Llama, config))
 
-    rngs: nnx.Rngs
-    config: LlamaConfig
-    dtype: DType
 
-    def __call__(self, shape: tuple[int, ...], axes: tuple[str, ...], *, shrink: float = 1.0) -> nnx.Param[Any]:
-        layers = self.config.layers
-        weight = self.config.init_scale * shrink * jax.random.normal(self.rngs.params(), (layers, *shape), self.dtype)
-        return nnx.Param(weight, logical_axes=("layers", *axes))
+@functools.lru_cache(maxsize=64)
+def count_macs(config: LlamaConfig) -> tuple[int, int]:
+    """Multiply-accumulates of a token's forward pass: (matrices, attention to one position).
+
+    They are what rows of two lengths cost whose tokens attend to all positions, so that a row of S costs
+    S * matrices + S * S * attention.
+    """
+    model, length = counts.abstract(Llama, dataclasses.replace(config, attention="reference")), 64
+    row, two = (
+        counts.macs(model, *3 * (jax.ShapeDtypeStruct((1, positions), jnp.int32),))
+        for positions in (length, 2 * length)
+    )
+    pairs = (two - 2 * row) // (2 * length**2)
+    return row // length - pairs * length, pairs

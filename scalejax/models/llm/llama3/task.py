@@ -1,21 +1,22 @@
 """What training minimises: the cross-entropy of the next token."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
-import jax
 from flax import nnx
 
 from scalejax import nn
 from scalejax.data.tokens import TokenSchema
 from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.model import Llama
-from scalejax.nn.layers import Gather, whole
+from scalejax.train.metrics.loss import MeanLoss
+from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaTask:
-    """Next-token prediction with a Llama; implements `train.protocols.DenseTask`.
+class LlamaTask(TaskBase):
+    """Next-token prediction with a Llama; a `train.task.Task`.
 
     Attributes:
       config: Architecture, with a vocabulary.
@@ -24,29 +25,49 @@ class LlamaTask:
 
     config: LlamaConfig
     schema: TokenSchema
+    fetches: Literal["whole", "blocks"] = "blocks"
+    unit: str = "tokens"
+
+    def fields(self) -> dict[str, Field]:
+        """Rows of tokens, see `data.tokens.TokenBatch`."""
+        row = Field(shape=(self.schema.length,), dtype="int32", axes=("sequence",), arrange="zigzag")
+        weights = dataclasses.replace(row, dtype="float32")
+        return {"tokens": row, "targets": row, "weights": weights, "segment_ids": row, "positions": row}
 
     def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Llama:
         """Builds the model."""
         return Llama(self.config, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
 
-    def loss(
-        self, model: Llama, batch: dict[str, jax.Array], *, key: jax.Array | None = None, gather: Gather = whole
-    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
+    def loss(self, model: Llama, batch: Batch, *, keys: Keys | None, gather: Gather) -> Loss:
         """Sum of the cross-entropies of the targets that count, and their number.
 
         Args:
           model: What `init` returned.
           batch: "tokens", "targets", "segment_ids", "positions" int32[B, S] and "weights" float32[B, S].
-          key: Not used: nothing is random.
+          keys: Not used: nothing is random.
           gather: Fetches parameters, see `nn.layers`.
         Returns:
-          sum_bs w_bs CE_bs and sum_bs w_bs, float32 (float64 where the model computes in float64), and nothing else.
+          sum_bs w_bs CE_bs and sum_bs w_bs, float32 (float64 where the model computes in float64).
         """
-        del key
+        del keys
         x, head = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"], gather=gather)
         weights = batch["weights"].astype(nn.wide(x.dtype))
         loss = nn.linear_cross_entropy(x, head, batch["targets"], weights, positions=self.config.loss_positions)
-        return loss, weights.sum(), {}
+        return Loss(loss, weights.sum())
+
+    def metrics(self) -> tuple[MeanLoss, ...]:
+        """The mean loss of a target and its perplexity."""
+        return (MeanLoss(unit="targets", of="nats"),)
+
+    def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
+        """Of rows, each by its own length, attention by its causal half."""
+        rows, tokens = shapes["tokens"]
+        return Work(flops=rows * self.flops_per_example(tokens), count=rows * tokens)
+
+    def describe(self, data: Any) -> dict[str, Any]:
+        """FLOPs and tokens of the longest row."""
+        del data
+        return {"flops_per_example": self.flops_per_example(), "tokens_per_example": self.tokens_per_example()}
 
     def tokens_per_example(self) -> int:
         """Positions of the longest row."""

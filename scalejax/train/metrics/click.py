@@ -11,22 +11,26 @@ N = sum w, P = sum w y, c = P / N (the base rate *of the same examples*).
 Sums are merged by adding, never by averaging metrics. What is undefined (no positives, no negatives, no examples) is
 NaN, never a stand-in value. A loss that is not finite stays in its sum, so that the metric shows it, and is counted.
 
-On the devices each sum is an unevaluated pair of float32 (float64 under `jax_enable_x64`): value plus the rounding
-error of every addition so far (two-sum), so that a window of any length loses nothing to accumulation. The sum over one
-batch is an ordinary reduction, about 1e-7 relative. On the host everything is float64.
-
 The bins of the histogram are uniform in a transform of the logit that is a chain of single, correctly rounded, monotone
 operations: rounding can merge neighbours but never swap them, hence the bound holds to the last bit on CPU.
 """
 
 import dataclasses
-import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+import pathlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from scalejax.train import evaluation, exact
+from scalejax.train.metrics.protocol import Collected, MetricBase, Value
+from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
+
+if TYPE_CHECKING:
+    from scalejax.parallel.gradients import Loss
+    from scalejax.train.task import Batch
 
 BINS = 4096
 """Default bins of the histogram of scores: the bound is about 3e-4 on click logs and 64 kB a task on the device."""
@@ -37,17 +41,8 @@ _SOFTNESS = 4.0
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Pair:
-    """An unevaluated sum `value + error`, both of one floating dtype and any shape."""
-
-    value: jax.Array
-    error: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class MetricSums:
-    """Sums over examples on the devices; replicated.
+class ClickSums:
+    """Sums over examples: pairs on the devices, replicated; float64 arrays on the host.
 
     Attributes:
       examples: int32[]. Examples of weight > 0 (at most 2**31 - 1 before the sums are taken to the host).
@@ -68,7 +63,98 @@ class MetricSums:
     histogram: Pair
 
 
-def zeros(tasks: int, *, bins: int = BINS) -> MetricSums:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClickQuality(MetricBase):
+    """Quality of predicted probabilities, by sums in training windows and exactly in evaluations.
+
+    The loss gives "logits", float[B, T]; the batch has "labels", float[B, T], and "weights", float[B]; host batches may
+    have "groups", integers[B], for AUC inside groups.
+
+    Attributes:
+      tasks: Names of the tasks; with two or more every value is called "ne/NAME".
+    """
+
+    tasks: tuple[str, ...]
+
+    @property
+    def counts(self) -> tuple[str, str]:
+        return ("examples", "examples")
+
+    @property
+    def collects(self) -> tuple[str, ...]:
+        return ("logits", "labels", "weights", "groups")
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Of the names of values: ("",) for one task."""
+        return tuple(f"/{name}" for name in self.tasks) if len(self.tasks) > 1 else ("",)
+
+    @property
+    def lifetime(self) -> tuple[str, ...]:
+        return tuple(name + end for end in self.endings for name in ("logloss", "ne", "calibration"))
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        found = []
+        for end in self.endings:
+            found += [
+                Value(
+                    name=f"logloss{end}",
+                    title="LogLoss",
+                    unit="nats per example, lower is better",
+                    better="low",
+                ),
+                Value(
+                    name=f"ne{end}",
+                    title="NE",
+                    unit="LogLoss over that of the base rate of the same examples; below 1 is better",
+                    better="low",
+                    base=1.0,
+                ),
+                Value(
+                    name=f"auc{end}",
+                    title="AUC",
+                    unit="windows by histogram with its error bound as a band, evaluations exact",
+                    better="high",
+                    base=0.5,
+                    window=f"auc_hist{end}",
+                    bound=f"auc_error_bound{end}",
+                ),
+                Value(name=f"gauc{end}", title="GAUC", better="high", base=0.5, shown="table"),
+                Value(name=f"calibration{end}", title="calibration", base=1.0, shown="table"),
+                Value(name=f"base_rate{end}", title="share of positives", shown="table"),
+            ]
+        return tuple(found)
+
+    def zeros(self) -> ClickSums:
+        return zeros(len(self.tasks))
+
+    def update(self, sums: ClickSums, loss: "Loss", batch: "Batch") -> ClickSums:
+        return update(sums, loss.outputs["logits"], batch["labels"], batch["weights"])
+
+    def compute(self, sums: Any) -> dict[str, float]:
+        return compute(sums, self.tasks)
+
+    def exact(self, collected: Collected, *, intervals: Literal["none", "bootstrap"]) -> dict[str, float]:
+        return evaluation.evaluate(
+            exact.sigmoid(collected["logits"]),
+            collected["labels"],
+            collected["weights"],
+            groups=collected.get("groups"),
+            names=self.tasks,
+            intervals=intervals,
+        )
+
+    def of_collected(self, collected: Collected) -> ClickSums:
+        return of_scores(collected["logits"], collected["labels"], collected["weights"])
+
+    def keep(self, folder: pathlib.Path, split: str, collected: Collected) -> None:
+        predictions = exact.sigmoid(collected["logits"])
+        labels, weights = collected["labels"], collected["weights"]
+        evaluation.save_diagrams(folder, split, predictions, labels, weights, names=self.tasks)
+
+
+def zeros(tasks: int, *, bins: int = BINS) -> ClickSums:
     """Sums of no examples for `tasks` tasks.
 
     Raises:
@@ -76,9 +162,8 @@ def zeros(tasks: int, *, bins: int = BINS) -> MetricSums:
     """
     if bins < 2 or bins % 2:
         raise ValueError(f"metrics.zeros: bins must be an even number of at least 2; got {bins}.")
-    dtype = jax.dtypes.canonicalize_dtype(jnp.float64)
-    pair = functools.partial(pair_zeros, dtype)
-    return MetricSums(
+    pair = pair_zeros
+    return ClickSums(
         examples=jnp.zeros((), jnp.int32),
         nonfinite=jnp.zeros((tasks,), jnp.int32),
         weight=pair(tasks),
@@ -89,7 +174,7 @@ def zeros(tasks: int, *, bins: int = BINS) -> MetricSums:
     )
 
 
-def update(sums: MetricSums, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> MetricSums:
+def update(sums: ClickSums, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> ClickSums:
     """Adds a batch; jit-able, one pass, no host sync.
 
     Args:
@@ -121,7 +206,7 @@ def update(sums: MetricSums, logits: jax.Array, labels: jax.Array, weights: jax.
     def total(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(counts, w * x, 0), axis=0)  # B T -> T
 
-    return MetricSums(
+    return ClickSums(
         examples=sums.examples + jnp.sum(counts, dtype=jnp.int32),
         nonfinite=sums.nonfinite + jnp.sum(counts & ~jnp.isfinite(loss), axis=0, dtype=jnp.int32),
         weight=add(sums.weight, total(ones)),
@@ -130,36 +215,6 @@ def update(sums: MetricSums, logits: jax.Array, labels: jax.Array, weights: jax.
         prediction=add(sums.prediction, total(jax.nn.sigmoid(logits))),
         histogram=add(sums.histogram, _histogram(logits, labels, jnp.where(scored, w, 0), bins)),
     )
-
-
-def merge(a: MetricSums, b: MetricSums) -> MetricSums:
-    """Sums of the examples of both."""
-
-    def pair(x: Pair, y: Pair) -> Pair:
-        total = add(x, y.value)
-        return Pair(total.value, total.error + y.error)
-
-    return MetricSums(
-        examples=a.examples + b.examples,
-        nonfinite=a.nonfinite + b.nonfinite,
-        weight=pair(a.weight, b.weight),
-        positive=pair(a.positive, b.positive),
-        cross_entropy=pair(a.cross_entropy, b.cross_entropy),
-        prediction=pair(a.prediction, b.prediction),
-        histogram=pair(a.histogram, b.histogram),
-    )
-
-
-def pair_zeros(dtype: Any, *shape: int) -> Pair:
-    """A sum of nothing, in two buffers: sums are donated."""
-    return Pair(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
-
-
-def add(total: Pair, x: jax.Array) -> Pair:
-    """total + x, elementwise, by two-sum (Knuth, The Art of Computer Programming 2, 4.2.2): the error is exact."""
-    s = total.value + x
-    back = s - total.value
-    return Pair(s, total.error + ((total.value - (s - back)) + (x - back)))
 
 
 def _histogram(logits: jax.Array, labels: jax.Array, w: jax.Array, bins: int) -> jax.Array:
@@ -196,58 +251,7 @@ def _one_hot_product(bins: int):
     return histogram
 
 
-@dataclasses.dataclass(frozen=True)
-class HostSums:
-    """The same sums as float64 NumPy arrays (pairs evaluated); `+` merges.
-
-    Attributes:
-      examples: Examples of weight > 0.
-      nonfinite: int64[T].
-      weight, positive, cross_entropy, prediction: float64[T].
-      histogram: float64[T, 2, bins].
-    """
-
-    examples: int
-    nonfinite: np.ndarray
-    weight: np.ndarray
-    positive: np.ndarray
-    cross_entropy: np.ndarray
-    prediction: np.ndarray
-    histogram: np.ndarray
-
-    def __add__(self, other: "HostSums") -> "HostSums":
-        if self.histogram.shape != other.histogram.shape:
-            raise ValueError(
-                f"HostSums: both sides must have the same tasks and bins; got histograms of shape "
-                f"{self.histogram.shape} and {other.histogram.shape}."
-            )
-        return HostSums(*(getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers; `json` writes floats by their shortest exact form, so `from_dict` is lossless."""
-        return {f.name: np.asarray(getattr(self, f.name)).tolist() for f in dataclasses.fields(self)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "HostSums":
-        """The inverse of `to_dict`."""
-        arrays = {name: np.asarray(values[name], np.float64) for name in _FLOAT_SUMS}
-        return cls(examples=int(values["examples"]), nonfinite=np.asarray(values["nonfinite"], np.int64), **arrays)
-
-
-_FLOAT_SUMS = ("weight", "positive", "cross_entropy", "prediction", "histogram")
-
-
-def to_host(sums: MetricSums) -> HostSums:
-    """Waits for the sums and evaluates them in float64."""
-    host: MetricSums = jax.device_get(sums)
-    floats = {}
-    for name in _FLOAT_SUMS:
-        pair = getattr(host, name)
-        floats[name] = np.asarray(pair.value, np.float64) + np.asarray(pair.error, np.float64)
-    return HostSums(examples=int(host.examples), nonfinite=np.asarray(host.nonfinite, np.int64), **floats)
-
-
-def of_scores(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, bins: int = BINS) -> HostSums:
+def of_scores(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, bins: int = BINS) -> ClickSums:
     """The sums of examples that were scored already, in float64; they add to those of the devices.
 
     Args:
@@ -267,8 +271,8 @@ def of_scores(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, bi
     sides = (np.where(scored, w * (1 - y), 0), np.where(scored, w * y, 0))
     histogram = [[np.bincount(index[:, t], side[:, t], bins) for side in sides] for t in range(l.shape[1])]
     prediction = np.where(counts, 0.5 * (1 + np.tanh(l / 2)), 0)
-    return HostSums(
-        examples=int(counts.sum()),
+    sums: dict[str, Any] = dict(
+        examples=counts.sum(),
         nonfinite=np.sum(counts & ~np.isfinite(loss), axis=0),
         weight=np.sum(w * np.ones_like(y), axis=0),
         positive=np.sum(w * y, axis=0),
@@ -276,64 +280,39 @@ def of_scores(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, bi
         prediction=np.sum(w * prediction, axis=0),
         histogram=np.array(histogram, np.float64),
     )
+    return ClickSums(**sums)
 
 
-@dataclasses.dataclass(frozen=True)
-class Lifetime:
-    """Everything seen since the first step: the float64 sum of all windows, saved with every checkpoint.
-
-    Attributes:
-      sums: None before the first window.
-      windows: Number of windows added.
-    """
-
-    sums: HostSums | None = None
-    windows: int = 0
-
-    def add(self, window: HostSums) -> "Lifetime":
-        """With one more window; the order of additions is the order of calls, so a resumed run adds the same bits."""
-        return Lifetime(window if self.sums is None else self.sums + window, self.windows + 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able and exact."""
-        return {"windows": self.windows, "sums": None if self.sums is None else self.sums.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "Lifetime":
-        """The inverse of `to_dict`."""
-        sums = values["sums"]
-        return cls(None if sums is None else HostSums.from_dict(sums), int(values["windows"]))
-
-
-def compute(sums: HostSums | MetricSums, names: Sequence[str] = ()) -> dict[str, float]:
+def compute(sums: Any, names: Sequence[str] = ()) -> dict[str, float]:
     """Metrics of the examples in the sums.
 
     Args:
-      sums: On the host, or on the devices (then this waits for them).
+      sums: On the host, see `sums.to_host`.
       names: Names of the tasks; needed for two or more, whose metrics are called "logloss/name". With one task the
         plain name is used.
     Returns:
-      "examples", then for each task: logloss, ne, calibration, base_rate, auc_hist, auc_error_bound, nonfinite.
+      "examples", then for each task: logloss, logloss_base (that of the base rate), ne, calibration, base_rate,
+      auc_hist, auc_error_bound, nonfinite.
     Raises:
       ValueError: the number of names is not the number of tasks.
     """
-    host = to_host(sums) if isinstance(sums, MetricSums) else sums
-    tasks = host.weight.shape[0]
+    tasks = sums.weight.shape[0]
     if tasks > 1 and len(names) != tasks:
         raise ValueError(f"metrics.compute: names must name each of the {tasks} tasks; got {list(names)}.")
-    result: dict[str, float] = {"examples": host.examples}
+    result: dict[str, float] = {"examples": int(sums.examples)}
     for t in range(tasks):
         suffix = f"/{names[t]}" if tasks > 1 else ""
-        values = _task_metrics(host, t)
+        values = _task_metrics(sums, t)
         result |= {name + suffix: value for name, value in values.items()}
     return result
 
 
-def _task_metrics(sums: HostSums, task: int) -> dict[str, float]:
-    n, p = sums.weight[task], sums.positive[task]
+def _task_metrics(sums: Any, task: int) -> dict[str, float]:
+    n, p = float(sums.weight[task]), float(sums.positive[task])
     auc, bound = histogram_auc(sums.histogram[task, 0], sums.histogram[task, 1])
     return {
         "logloss": ratio(sums.cross_entropy[task], n),
+        "logloss_base": exact.entropy(ratio(p, n)),
         "ne": ratio(sums.cross_entropy[task], base_entropy(n, p)),
         "calibration": ratio(sums.prediction[task], p),
         "base_rate": ratio(p, n),
@@ -366,8 +345,3 @@ def histogram_auc(negative: np.ndarray, positive: np.ndarray) -> tuple[float, fl
     below = np.cumsum(negative) - negative
     tied = positive @ negative / 2
     return float((positive @ below + tied) / pairs), float(tied / pairs)
-
-
-def ratio(numerator: float, denominator: float) -> float:
-    """The quotient, NaN where the denominator is 0."""
-    return float(numerator / denominator) if denominator else float("nan")

@@ -1,0 +1,101 @@
+"""Data sets of named arrays in memory: images and their labels, pairs, anything that fits.
+
+    data = ArrayDataSet({"train": {"images": x, "labels": y}, "test": {...}}, batch_size=64, seed=0)
+
+Batches are {name: array} of that many rows, with "weights", float32[B], added where there are none: 0 marks the rows
+that fill up the last batch of a split that is scored.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from scalejax.data.permutation import Permutation
+from scalejax.data.reading import check_sizes, check_start, share
+from scalejax.errors import UserError
+
+Arrays = dict[str, np.ndarray]
+WEIGHTS = "weights"
+
+
+class ArrayDataSet:
+    """Examples of every split, addressed by global example number; the training stream is `train` without end.
+
+    Example i of the stream is example i % n of epoch i // n, in the order of that epoch's seeded permutation.
+
+    Args:
+      splits: Split -> name -> array [n, ...].
+      batch_size: Global.
+      seed: Of the order.
+      schema: What a model must know of the data; None = {name: (shape of an example, dtype)} of the training split.
+
+    Raises:
+      UserError: arrays of a split differ in length, or splits in their names, or there is no training split.
+    """
+
+    def __init__(
+        self, splits: Mapping[str, Mapping[str, np.ndarray]], *, batch_size: int, seed: int = 0, schema: Any = None
+    ) -> None:
+        check_sizes(batch_size, 1)
+        if not splits.get("train"):
+            raise UserError(f"ArrayDataSet: splits must have 'train'; got {', '.join(splits) or 'none'}.")
+        names = set(splits["train"])
+        for split, arrays in splits.items():
+            lengths = {name: len(array) for name, array in arrays.items()}
+            if set(arrays) != names or len(set(lengths.values())) > 1:
+                raise UserError(
+                    f"ArrayDataSet: every split must have the arrays {', '.join(sorted(names))}, equally long; split "
+                    f"{split!r} has {lengths}."
+                )
+        self._splits = {split: _weighted(arrays) for split, arrays in splits.items()}
+        self._seed, self.batch_size = seed, batch_size
+        train = self._splits["train"]
+        self.schema = schema or {name: (array.shape[1:], array.dtype) for name, array in train.items()}
+
+    def num_examples(self, split: str) -> int:
+        """Examples of a split; 0 where there is none of that name."""
+        return len(self._splits[split][WEIGHTS]) if split in self._splits else 0
+
+    def fingerprint(self) -> str:
+        """Hex digest of all arrays and of the order."""
+        digest = hashlib.sha256(repr(self._seed).encode())
+        for split, arrays in sorted(self._splits.items()):
+            for name, array in sorted(arrays.items()):
+                digest.update(repr((split, name, array.shape, str(array.dtype))).encode())
+                digest.update(np.ascontiguousarray(array).data)
+        return digest.hexdigest()
+
+    def train_batches(self, *, start_example: int, process_index: int = 0, process_count: int = 1) -> Iterator[Arrays]:
+        """This process's contiguous slice of each global batch from a position of the stream, without end."""
+        check_start(start_example)
+        count, arrays = self.num_examples("train"), self._splits["train"]
+        own, epoch, order = share(self.batch_size, process_index, process_count), -1, np.zeros(0, np.int64)
+        while True:
+            positions = start_example + process_index * own + np.arange(own)
+            rows = np.empty(own, np.int64)
+            for number in np.unique(positions // count):
+                if number != epoch:
+                    epoch, order = int(number), Permutation(count, self._seed, int(number))(np.arange(count))
+                here = positions // count == number
+                rows[here] = order[positions[here] % count]
+            yield {name: array[rows] for name, array in arrays.items()}
+            start_example += self.batch_size
+
+    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Arrays]:
+        """One pass over a split in its order, the last batch filled up with examples of weight 0."""
+        arrays, count = self._splits[split], self.num_examples(split)
+        own = share(self.batch_size, process_index, process_count)
+        for start in range(0, count, self.batch_size):
+            rows = start + process_index * own + np.arange(own)
+            batch = {name: array[np.minimum(rows, count - 1)] for name, array in arrays.items()}
+            inside = (rows < count).reshape(-1, *(1,) * (batch[WEIGHTS].ndim - 1))
+            yield batch | {WEIGHTS: np.where(inside, batch[WEIGHTS], np.zeros_like(batch[WEIGHTS]))}
+
+
+def _weighted(arrays: Mapping[str, np.ndarray]) -> Arrays:
+    if WEIGHTS in arrays:
+        return dict(arrays)
+    (length,) = {len(array) for array in arrays.values()}
+    return {**arrays, WEIGHTS: np.ones(length, np.float32)}

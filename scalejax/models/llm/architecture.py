@@ -1,0 +1,192 @@
+"""What inference and surgery know of a family of language models: one entry for each.
+
+An entry says for the configs of a family how the model is built, how its parameters lie in a checkpoint of Hugging
+Face, and what config.json says. `of(config)` and `of_folder(content, where)` find it; `register` adds one.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, Self
+
+import jax
+from flax import nnx
+
+from scalejax.data.tokens import TokenSchema
+from scalejax.errors import UserError
+from scalejax.models.llm.mapping import LAYER, Entry
+from scalejax.models.llm.special_tokens import SpecialTokens
+from scalejax.nn import counts
+from scalejax.nn.layers import Gather, whole
+
+
+class LanguageConfig(Protocol):
+    """Config of a language model: a frozen dataclass of plain values and parts."""
+
+    @property
+    def layers(self) -> int: ...
+
+    @property
+    def vocabulary(self) -> int | None: ...
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence that the model is meant for."""
+        ...
+
+    def parameters(self) -> int:
+        """Exact number of parameters."""
+        ...
+
+    def bound(self, schema: TokenSchema) -> Self:
+        """This config with the vocabulary of the data, if it has none of its own."""
+        ...
+
+
+class LanguageModule(Protocol):
+    """A model that reads whole rows, or goes on with what it keeps of them in a cache.
+
+    Its modules are `embed` and `head` (a parameter "weight" each; a tied model has no head), `final_norm`, and
+    `layers`, whose parameters have a leading axis of layers.
+    """
+
+    compute_dtype: Any
+    layers: Any
+    final_norm: Any
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
+    ) -> jax.Array:
+        """Logits of all positions, wide[B, S, V]."""
+        ...
+
+    def cache(self, rows: int, positions: int) -> Any:
+        """An empty cache: a pytree of arrays."""
+        ...
+
+    def cache_axes(self) -> Any:
+        """Names of the axes of the cache's arrays, see `parallel.activations`, in a pytree like it."""
+        ...
+
+    def extend(
+        self, tokens: jax.Array, counts: jax.Array, cache: Any, *, gather: Gather = whole
+    ) -> tuple[jax.Array, Any]:
+        """Reads the next tokens of every row: logits after the last of them, wide[B, V], and the cache."""
+        ...
+
+    @property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """Matrices of a layer by path, in the order in which tokens pass them; those of a stage share their input."""
+        ...
+
+    def run_layer(self, layer: Any, x: jax.Array, stage: int | None = None) -> jax.Array:
+        """What comes behind a layer, or what the matrices of a stage of it multiply; no parameter of `self` is read.
+
+        Args:
+          layer: `layers` with the parameters of one.
+          x: float[B, S, E] before the layer; each row is a document.
+          stage: A number of `stages`; None = behind the layer.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """A family of language models.
+
+    Attributes:
+      config: Class of its configs.
+      parts: Dataclasses that a config may hold and that a model folder may name.
+      build: (config, rngs, param_dtype=..., compute_dtype=...) -> the model.
+      name: In config.json of Hugging Face, as "architectures" has it.
+      model_type: In the same file.
+      entries: The tensors of a checkpoint of Hugging Face.
+      sizes: Sizes of the axes of `entries`.
+      derived: Ends of names of what checkpoints hold besides, and config.json says.
+      copies: {name of a tensor that a checkpoint may repeat: name of the one that it equals}.
+      read_config: (content of config.json, its name) -> config, special tokens, and keys of which nothing is known.
+      write_config: (config, special tokens, dtype of the weights) -> content of config.json.
+      describe: Lines of a table for a user.
+    """
+
+    config: type
+    parts: tuple[type, ...]
+    build: Callable[..., LanguageModule]
+    name: str
+    model_type: str
+    entries: Callable[[Any], tuple[Entry, ...]]
+    sizes: Callable[[Any], dict[str, int]]
+    derived: tuple[str, ...]
+    copies: Callable[[Any], dict[str, str]]
+    read_config: Callable[[Mapping[str, Any], str], tuple[Any, SpecialTokens, tuple[str, ...]]]
+    write_config: Callable[[Any, SpecialTokens, str], dict[str, Any]]
+    describe: Callable[[Any], dict[str, str]]
+
+
+_REGISTERED: list[Architecture] = []
+
+
+def register(entry: Architecture) -> None:
+    """Adds a family."""
+    _REGISTERED.append(entry)
+
+
+def known() -> tuple[Architecture, ...]:
+    """All families."""
+    from scalejax.models.llm.llama3.architecture import LLAMA  # which needs this file
+
+    return LLAMA, *_REGISTERED
+
+
+def find(config: object) -> Architecture | None:
+    """The family of a config, if it is that of a language model."""
+    return next((entry for entry in known() if type(config) is entry.config), None)
+
+
+def of(config: object) -> Architecture:
+    """The family of a config.
+
+    Raises:
+      UserError: there is none.
+    """
+    found = find(config)
+    if found is None:
+        names = ", ".join(entry.config.__name__ for entry in known())
+        raise UserError(f"{type(config).__name__} is no config of a language model that is known; {names} is.")
+    return found
+
+
+def of_folder(content: Mapping[str, Any], where: str) -> Architecture:
+    """The family that a config.json of Hugging Face names.
+
+    Args:
+      content: The file.
+      where: Its name, for messages.
+
+    Raises:
+      UserError: none is known by that name.
+    """
+    named, kind = content.get("architectures"), content.get("model_type")
+    for entry in known():
+        if kind == entry.model_type and named in ([entry.name], None):
+            return entry
+    shown = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
+    others = ", ".join(f"{entry.name} of model_type {entry.model_type!r}" for entry in known())
+    raise UserError(
+        f"{where}: architecture {shown or 'none named'} of model_type {kind!r} is not known; {others} is. Give the "
+        "folder of one that is."
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def own_table(config: Any) -> tuple[tuple[Entry, ...], dict[str, int]]:
+    """(entries, sizes) of the parameters under our own paths, "layers/3/attention/query", and in our layout."""
+    entries, sizes = [], {}
+    for path, variable in nnx.to_flat_state(nnx.state(counts.abstract(of(config).build, config))):
+        name, shape = "/".join(map(str, path)), variable.get_value().shape
+        stacked = name.startswith("layers/")
+        own = {f"{name}.{i}": size for i, size in enumerate(shape[1:] if stacked else shape)}
+        stored = name.replace("layers/", f"layers/{LAYER}/", 1) if stacked else name
+        entries.append(Entry(name, stored, " -> ".join([" ".join(own)] * 2)))
+        sizes |= own
+    return tuple(entries), sizes

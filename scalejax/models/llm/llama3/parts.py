@@ -1,0 +1,275 @@
+"""The parts of a decoder block, as configs: attention, MLP and norm.
+
+    LlamaConfig(..., self_attention=GroupedQueryAttention(), mlp=GatedMlp(), norm=RmsNorm())
+
+A part is a frozen dataclass whose `build` makes the module of all layers: any that has the method of one of the
+protocols below. It takes sizes from the config of the model, and has fields for what is its own. Every parameter of the
+module has a leading axis of layers, named "layers" (`StackedNormal` makes such weights); the module is called with
+those of one layer.
+
+A module with `stages` and `inputs` can be quantized with the activations of a text: `stages` are tuples of its
+matrices, in the order in which tokens pass them, of which those of a tuple share their input; `inputs(stage, ...)`
+computes it.
+
+Axes: B rows, S positions, T keys, E model, H query heads, K key and value heads, D head, F gated MLP, L layers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scalejax import nn
+from scalejax.models.llm.llama3 import rope
+from scalejax.nn.linear import DType
+
+if TYPE_CHECKING:
+    from scalejax.models.llm.llama3.config import LlamaConfig
+
+Turns = tuple[jax.Array, jax.Array]
+"""Cosines and sines of rotary angles, float32[B, S, D / 2] each."""
+
+
+class MlpPart(Protocol):
+    """Works on each position by itself."""
+
+    def build(
+        self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType
+    ) -> Callable[[jax.Array], jax.Array]:
+        """A module of all layers; with the parameters of one, compute_dtype[B, S, E] -> [B, S, E]."""
+        ...
+
+
+class NormPart(Protocol):
+    """Normalises the last axis."""
+
+    def build(
+        self, config: "LlamaConfig", rngs: nnx.Rngs, *, layers: int | None, param_dtype: DType, compute_dtype: DType
+    ) -> Callable[[jax.Array], jax.Array]:
+        """A module of `layers` layers, or of none that are stacked (None): [B, S, E] -> compute_dtype[B, S, E]."""
+        ...
+
+
+class AttentionPart(Protocol):
+    """Mixes positions."""
+
+    def build(
+        self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType
+    ) -> "AttentionModule":
+        """A module of all layers."""
+        ...
+
+
+class AttentionModule(Protocol):
+    """Attention with the parameters of one layer, and the cache of all."""
+
+    def __call__(self, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """x compute_dtype[B, S, E], segment_ids and positions int32[B, S] -> [B, S, E]."""
+        ...
+
+    def cache(self, rows: int, positions: int) -> Any:
+        """An empty one for `rows` sequences of at most `positions` tokens; it has `lengths`, int32[B]."""
+        ...
+
+    def cache_axes(self) -> Any:
+        """Names of the axes of its arrays, see `parallel.activations`."""
+        ...
+
+    def extend(self, x: jax.Array, turns: Turns, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
+        """Attends to what this layer has in the cache, after writing what it keeps of x behind it."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class StackedNormal:
+    """Makes weights of all layers, normal with the standard deviation `init_scale` of the config.
+
+    Attributes:
+      config: Of the model.
+      rngs: Source of the "params" key.
+      dtype: Of the weights.
+    """
+
+    config: "LlamaConfig"
+    rngs: nnx.Rngs
+    dtype: DType
+
+    def __call__(self, shape: tuple[int, ...], axes: tuple[str, ...], *, shrink: float = 1.0) -> nnx.Param[Any]:
+        """A weight of this shape in each layer, times `shrink`."""
+        layers = self.config.layers
+        weight = self.config.init_scale * shrink * jax.random.normal(self.rngs.params(), (layers, *shape), self.dtype)
+        return nnx.Param(weight, logical_axes=("layers", *axes))
+
+    def to_stream(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Any]:
+        """The same for a matrix that writes to the residual stream: smaller by 1 / sqrt(2 L)."""
+        return self(shape, axes, shrink=(2 * self.config.layers) ** -0.5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RmsNorm:
+    """RMSNorm with the `norm_eps` of the config."""
+
+    def build(
+        self, config: "LlamaConfig", rngs: nnx.Rngs, *, layers: int | None, param_dtype: DType, compute_dtype: DType
+    ) -> nn.RMSNorm:
+        """See `NormPart`."""
+        del rngs  # nothing is drawn
+        stack = () if layers is None else (layers,)
+        return nn.RMSNorm(
+            (*stack, config.dim),
+            eps=config.norm_eps,
+            param_dtype=param_dtype,
+            compute_dtype=compute_dtype,
+            logical_axes=("norm",) if layers is None else ("layers", "norm"),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedMlp:
+    """W_down(silu(W_gate x) * (W_up x)), `ffn_dim` of the config wide."""
+
+    def build(
+        self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType
+    ) -> "GatedMlpLayers":
+        """See `MlpPart`."""
+        return GatedMlpLayers(config, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+
+
+class GatedMlpLayers(nnx.Module):
+    """The gated MLP of all layers; used one layer at a time."""
+
+    stages = (("gate", "up"), ("down",))
+
+    def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType):
+        normal = StackedNormal(config, rngs, param_dtype)
+        self.gate = normal((config.dim, config.ffn_dim), ("embed", "hidden"))
+        self.up = normal((config.dim, config.ffn_dim), ("embed", "hidden"))
+        self.down = normal.to_stream((config.ffn_dim, config.dim), ("hidden", "embed"))
+        self.compute_dtype = jnp.dtype(compute_dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [B, S, E] -> [B, S, E]."""
+        gate, up, down = (p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down))
+        return nn.project(nn.constrain(_gated(x, gate, up), ("batch", "sequence", "hidden")), down)
+
+    def inputs(self, stage: int, x: jax.Array) -> jax.Array:
+        """What the matrices of a stage multiply."""
+        gate, up = (p[...].astype(self.compute_dtype) for p in (self.gate, self.up))
+        return _gated(x, gate, up) if stage else x
+
+
+def _gated(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax.nn.silu(nn.project(x, gate)) * nn.project(x, up)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of what a model has read.
+
+    Attributes:
+      keys: compute_dtype[L, B, T, K, D], rotated.
+      values: compute_dtype[L, B, T, K, D].
+      lengths: int32[B], tokens of each row so far; what lies beyond is not looked at.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    lengths: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupedQueryAttention:
+    """Causal attention of `heads` heads, of which groups share each of `kv_heads` keys and values."""
+
+    def build(
+        self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType
+    ) -> "AttentionLayers":
+        """See `AttentionPart`."""
+        return AttentionLayers(config, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+
+
+class AttentionLayers(nnx.Module):
+    """Grouped-query attention of all layers; used one layer at a time."""
+
+    stages = (("query", "key", "value"), ("out",))
+
+    def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType):
+        c, d = config, config.width
+        normal = StackedNormal(c, rngs, param_dtype)
+        self.query = normal((c.dim, c.heads, d), ("embed", "heads", "head"))
+        self.key = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
+        self.value = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
+        self.out = normal.to_stream((c.heads, d, c.dim), ("heads", "head", "embed"))
+        self.config = config
+        self.compute_dtype = jnp.dtype(compute_dtype)
+
+    def project(self, x: jax.Array, turns: Turns) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """x [B, S, E] -> queries [B, S, H, D], keys and values [B, S, K, D], the first two rotated."""
+        q, k, v = (
+            nn.constrain(nn.project(x, p[...].astype(self.compute_dtype)), ("batch", "sequence", heads, None))
+            for p, heads in ((self.query, "heads"), (self.key, "kv_heads"), (self.value, "kv_heads"))
+        )
+        return rope.rotate(q, *turns), rope.rotate(k, *turns), v
+
+    def mix(self, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """x [B, S, E] -> mixed values [B, S, H, D]."""
+        q, k, v = self.project(x, turns)
+        return nn.attend(
+            q,
+            k,
+            v,
+            positions=positions,
+            segment_ids=segment_ids,
+            implementation=self.config.attention,
+            context_method=self.config.context_method,
+        )
+
+    def combine(self, mixed: jax.Array) -> jax.Array:
+        """[B, S, H, D] -> [B, S, E]."""
+        return nn.project(mixed, self.out[...].astype(self.compute_dtype), contract=2)
+
+    def __call__(self, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """See `AttentionModule`."""
+        return self.combine(self.mix(x, turns, segment_ids, positions))
+
+    def inputs(self, stage: int, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        """What the matrices of a stage multiply."""
+        if stage == 0:
+            return x
+        mixed = self.mix(x, turns, segment_ids, positions)
+        return mixed.reshape(*mixed.shape[:2], -1)
+
+    def cache(self, rows: int, positions: int) -> Cache:
+        """See `AttentionModule`."""
+        c = self.config
+        shape = (c.layers, rows, positions, c.kv_heads, c.width)
+        # Two arrays: a cache is donated.
+        return Cache(
+            jnp.zeros(shape, self.compute_dtype), jnp.zeros(shape, self.compute_dtype), jnp.zeros(rows, jnp.int32)
+        )
+
+    def cache_axes(self) -> Any:
+        """See `AttentionModule`."""
+        axes: Any = (None, "batch", None, "kv_heads", None)
+        lengths: Any = (None,)
+        return Cache(axes, axes, lengths)
+
+    def extend(self, x: jax.Array, turns: Turns, cache: Cache, layer: jax.Array) -> tuple[jax.Array, Cache]:
+        """See `AttentionModule`."""
+        q, k, v = self.project(x, turns)
+
+        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+        places = (layer, rows, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :])
+        keys, values = (
+            old.at[places].set(new.astype(old.dtype), unique_indices=True, mode="promise_in_bounds")
+            for old, new in ((cache.keys, k), (cache.values, v))
+        )
+        cache = Cache(keys, values, cache.lengths)
+        mixed = nn.attend(
+            q, keys[layer], values[layer], query_offset=cache.lengths, implementation=self.config.attention
+        )
+        return self.combine(mixed), cache

@@ -1,0 +1,36 @@
+"""Parameters and multiply-accumulates of a model, counted from its shapes: no array is made."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from scalejax.nn.linear import DType
+from scalejax.numerics import flops
+
+_NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+def abstract(build: Any, *args: Any, param_dtype: DType = jnp.float32, compute_dtype: DType = jnp.float32) -> Any:
+    """The model that build(*args, rngs, param_dtype=..., compute_dtype=...) makes, without its arrays."""
+    return nnx.eval_shape(lambda: build(*args, nnx.Rngs(0), param_dtype=param_dtype, compute_dtype=compute_dtype))
+
+
+def parameters(model: nnx.Module, *, axes: int = 0) -> int:
+    """Parameters of a model, abstract or not; of those with at least so many axes."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    return sum(math.prod(shape) for shape in shapes if len(shape) >= axes)
+
+
+def macs(model: nnx.Module, *inputs: Any) -> int:
+    """Multiply-accumulates of the matrix products of model(*inputs).
+
+    Args:
+      model: Abstract or not.
+      inputs: Pytrees of arrays or of `jax.ShapeDtypeStruct`.
+    """
+    graph, state = nnx.split(model)
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        return flops.count(jax.make_jaxpr(lambda state, *x: nnx.merge(graph, state)(*x))(state, *inputs)).total // 2

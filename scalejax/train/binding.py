@@ -1,0 +1,262 @@
+"""Binds an experiment to its data and its devices: every mistake that can be found before anything is allocated."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from scalejax.data.schema import Schema
+from scalejax.errors import UserError
+from scalejax.numerics import rules
+from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding.collection import EmbeddingCollection
+from scalejax.parallel.embedding.config import TableConfig
+from scalejax.train.experiment import Experiment, Tables
+from scalejax.train.metrics.protocol import Metric, Value, names_of
+from scalejax.train.precision import check_precision, init_model
+from scalejax.train.state import ModelShape
+from scalejax.train.step import Program
+from scalejax.train.task import Task
+
+
+def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, abstract: bool = False) -> Program:
+    """Binds an experiment to a schema and a mesh; allocates nothing but the constants of the task.
+
+    Args:
+      experiment: The run.
+      schema: Of its data.
+      mesh: The devices.
+      data: The data, where the task has constants; None = they are not needed, as for a plan from the schema.
+      abstract: The program is only compiled, perhaps for devices that are not here: constants are shapes.
+
+    Raises:
+      UserError: names the fields that do not fit: batch and mesh, model and data, strategy and mesh, dtypes, rules,
+        scores; or a field that means nothing for this model.
+    """
+    check_precision(experiment)
+    _check_dtypes(experiment)
+    task = bound_task(experiment, schema)
+    tables = tables_of(experiment, task)
+    if not tables:
+        _check_without_tables(experiment, task)
+    best_value(experiment, task.metrics())
+    _check_validation(experiment, task)
+    _check_averages(experiment)
+    task.check(experiment, mesh, data)
+    collection = None
+    if tables:
+        collection = EmbeddingCollection(
+            tables=tables,
+            mesh=mesh,
+            plan=experiment.tables.sharding,
+            exchange=experiment.tables.exchange,
+            accumulate=experiment.tables.accumulate,
+        )
+    model = nnx.eval_shape(lambda: init_model(task, nnx.Rngs(0), experiment.precision, mesh))
+    size, dedup = experiment.data.batch_size, experiment.tables.dedup
+    constants, example = None, None
+    if data is not None:
+        constants = (task.abstract_constants if abstract else task.constants)(data, mesh)
+        example = next(task.train_batches(data, mesh, 0)) if abstract else None
+    program = Program(
+        experiment=experiment,
+        task=task,
+        mesh=mesh,
+        model=ModelShape.of(model),
+        collection=collection,
+        layout=() if collection is None else collection.layout(task.schema, size, dedup),
+        plain_layout=() if collection is None else collection.layout(task.schema, size),
+        constants=constants,
+        example=example,
+    )
+    _check_divides(program)
+    if program.model.statistics and experiment.gradients.microbatch is not None:
+        warnings.warn(
+            f"{', '.join(program.model.statistics[:3])}: with gradients.microbatch the means of a BatchNorm are those "
+            "of a part and not of the global batch.",
+            stacklevel=2,
+        )
+    _ = program.formats  # which refuses rules without a module
+    program.gradients(1)  # what it refuses is refused now
+    return program
+
+
+def bound_task(experiment: Experiment, schema: Any) -> Task:
+    """The model of a run, bound to the schema of its data.
+
+    Raises:
+      UserError: model and data do not fit, or a feature needs an id map, has two, or does not exist.
+    """
+    if isinstance(schema, Schema):
+        schema = with_rows(schema, experiment)
+    return experiment.model.task(schema)
+
+
+def tables_of(experiment: Experiment, task: Task) -> tuple[TableConfig, ...]:
+    """The embedding tables of a run: with their optimizer, id maps, dtypes and formats, and tracked if need be."""
+    settings = experiment.tables
+    tables = _with_maps(task.tables(), experiment)
+    found = []
+    for table in tables:
+        rule = rules.find(experiment.quantization, f"tables/{table.name}")
+        reads = rule if rule is not None and rule.weight_qtype is not None else table.reads
+        found.append(
+            dataclasses.replace(
+                table,
+                optimizer=settings.optimizer,
+                dtype=settings.dtype or table.dtype,
+                reads=reads,
+                track="updates" if settings.full_every is not None else table.track,
+            )
+        )
+    return tuple(found)
+
+
+def with_rows(schema: Schema, experiment: Experiment) -> Schema:
+    """The schema that the model sees: features with an id map have as many rows as that.
+
+    Raises:
+      UserError: a feature of any 64-bit ids has no map, or a map names a feature that does not exist or has one.
+    """
+    rows: dict[str, int] = {}
+    for entry in experiment.tables.id_maps:
+        for name in entry.features:
+            if name not in schema.keys:
+                raise UserError(f"tables.id_maps: there is no feature {name!r}; the data has {', '.join(schema.keys)}.")
+            if name in rows:
+                raise UserError(f"tables.id_maps: feature {name!r} is named twice; give it one map.")
+            rows[name] = entry.id_map.rows
+    for feature in schema.categorical:
+        if feature.rows is None and feature.name not in rows:
+            raise UserError(
+                f"Feature {feature.name!r} has ids of any 64 bits (rows=None) and no id map. Give the experiment one, "
+                f"tables=Tables(id_maps=(MappedFeatures(features=({feature.name!r},), "
+                "id_map=IdMapConfig(rows=...)),)), or the feature a number of rows."
+            )
+    features = [
+        dataclasses.replace(feature, rows=rows.get(feature.name, feature.rows)) for feature in schema.categorical
+    ]
+    return dataclasses.replace(schema, categorical=tuple(features))
+
+
+def best_value(experiment: Experiment, metrics: tuple[Metric, ...]) -> Value:
+    """The value by which checkpoints are kept.
+
+    Raises:
+      UserError: there is none of that name; lists those that there are.
+    """
+    names, wanted = names_of(metrics), experiment.checkpoints.best_metric
+    if wanted is None:
+        return next(iter(names.values()))
+    for name, value in names.items():
+        if name == wanted or name.startswith(f"{wanted}/"):  # of the first of several tasks
+            return value
+    raise UserError(
+        f"checkpoints.best_metric is {wanted!r}, but this model is scored by {', '.join(names)}. Set "
+        f"--set checkpoints.best_metric={next(iter(names))}."
+    )
+
+
+def _with_maps(tables: tuple[TableConfig, ...], experiment: Experiment) -> tuple[TableConfig, ...]:
+    entries = {name: entry for entry in experiment.tables.id_maps for name in entry.features}
+    new = []
+    for table in tables:
+        found = [entries.get(name) for name in table.features]
+        if any(entry is not found[0] for entry in found):
+            raise UserError(
+                f"tables.id_maps: the features {', '.join(table.features)} share table {table.name!r}, and so one map: "
+                "name all of them in one entry."
+            )
+        new.append(table if found[0] is None else dataclasses.replace(table, id_map=found[0].id_map))
+    return tuple(new)
+
+
+def _check_without_tables(experiment: Experiment, task: Task) -> None:
+    """Refuses what means nothing for a model without embedding tables."""
+    for field in dataclasses.fields(Tables):
+        value = getattr(experiment.tables, field.name)
+        if value != field.default:
+            raise UserError(
+                f"tables.{field.name} is {value!r}, but {type(experiment.model).__name__} has no embedding tables. "
+                "Leave it out."
+            )
+    if experiment.gradients.microbatch == "cache":
+        raise UserError(
+            f"gradients.microbatch is 'cache', but {type(experiment.model).__name__} has no embedding tables. Give a "
+            "number of examples, or None."
+        )
+
+
+def _check_validation(experiment: Experiment, task: Task) -> None:
+    if experiment.evaluation.validation == "progressive" and not any(metric.lifetime for metric in task.metrics()):
+        raise UserError(
+            "evaluation.validation is 'progressive', but no metric of "
+            f"{type(experiment.model).__name__} adds up over days. Set --set evaluation.validation=split."
+        )
+
+
+def _check_averages(experiment: Experiment) -> None:
+    names = [average.name for average in experiment.averages]
+    if len(set(names)) != len(names):
+        raise UserError(f"averages: names must differ; got {', '.join(names)}.")
+    scored = experiment.evaluation.average
+    if scored is not None and scored not in names:
+        known = ", ".join(names) or "none"
+        raise UserError(
+            f"evaluation.average is {scored!r}, but the averages of the run are: {known}. Name one of them, add "
+            f"averages=(Average(name={scored!r}),), or leave it None."
+        )
+
+
+def _check_dtypes(experiment: Experiment) -> None:
+    """Refuses dtypes that would not do what they say, without a word."""
+    strategy = experiment.strategy
+    dtypes = {
+        "precision.compute": experiment.precision.compute,
+        "strategy.param_dtype": strategy.param_dtype,
+        "strategy.reduce_dtype": strategy.reduce_dtype,
+    }
+    if strategy.output_dtype is not None:
+        raise UserError(
+            f"strategy.output_dtype is {strategy.output_dtype}, but a run uses nothing that a loss returns beside its "
+            "sum and weight. Leave it None; `fsdp.gradients` takes it in programs of your own."
+        )
+    for field, dtype in dtypes.items():
+        if dtype == "float64" and jnp.result_type(float) != jnp.float64:
+            raise UserError(
+                f"{field} is float64, but this jax has 64-bit types switched off and would use float32. Set "
+                f"JAX_ENABLE_X64=1 in the environment, or choose another type with --set {field}=..."
+            )
+        if dtype == "float16" and experiment.gradients.loss_scaling is None:
+            raise UserError(
+                f"{field} is float16, in which small gradients underflow to zero unless the loss is scaled. Set "
+                f"--set gradients.loss_scaling=LossScaling, or --set {field}=bfloat16, whose range is that of float32."
+            )
+
+
+_MAY_BE_WHOLE = ("vocabulary", "kv_heads")
+"""Logical axes that every device may hold whole: used as they are, or repeated for each query head."""
+
+
+def _check_divides(program: Program) -> None:
+    """Refuses dimensions that do not divide over an axis that the rules give them, besides those of data.
+
+    They would stay whole, and the devices of that axis would all compute the same.
+    """
+    table, mesh = program.experiment.placement.rules, program.mesh
+    for path, p in program.model.params.items():
+        for logical, size in zip(program.model.logical_axes[path], p.shape, strict=True):
+            for axis in table.mesh_axes(logical):
+                count = mesh.shape[axis]
+                if axis in meshes.BATCH_AXES or logical in _MAY_BE_WHOLE or size == 1 or size % count == 0:
+                    continue
+                fitting = [n for n in range(1, size + 1) if size % n == 0 and mesh.size % n == 0]
+                below, above = size // count * count, -(-size // count) * count
+                raise UserError(
+                    f"The mesh has {axis}={count}, which does not divide {logical}={size} of {path!r}. Take "
+                    f"{axis}={' or '.join(map(str, fitting))} (--set placement.mesh.{axis}=N), or a model with "
+                    f"{logical}={f'{below} or {above}' if below else above}."
+                )

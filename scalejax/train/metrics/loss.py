@@ -1,0 +1,68 @@
+"""The mean of the loss, by its sums."""
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import numpy as np
+
+from scalejax.train.metrics.protocol import MetricBase, Value
+from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
+
+if TYPE_CHECKING:
+    from scalejax.parallel.gradients import Loss
+    from scalejax.train.task import Batch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossSums:
+    """Sum of losses and of weights: pairs on the devices, float64[] on the host."""
+
+    loss: Pair
+    weight: Pair
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MeanLoss(MetricBase):
+    """loss = sum of losses / sum of weights.
+
+    Attributes:
+      unit: What the weights count: "targets" of a language model, "nodes", "images".
+      of: "nats": the loss is a negative log-likelihood a target, and e to its power, the perplexity, is given too.
+    """
+
+    unit: str = "examples"
+    of: Literal["a loss", "nats"] = "a loss"
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        loss = Value(name="loss", title="loss", unit=f"mean over {self.unit}, lower is better", better="low")
+        if self.of == "a loss":
+            return (loss,)
+        loss = dataclasses.replace(loss, unit="nats a target, lower is better")
+        return (
+            loss,
+            Value(name="perplexity", title="perplexity", better="low", shown="table"),
+            Value(name="bits", title="bits a target", better="low", shown="table"),
+        )
+
+    @property
+    def counts(self) -> tuple[str, str]:
+        return ("weight", self.unit)
+
+    def zeros(self) -> LossSums:
+        return LossSums(pair_zeros(), pair_zeros())
+
+    def update(self, sums: LossSums, loss: "Loss", batch: "Batch") -> LossSums:
+        del batch
+        return LossSums(add(sums.loss, loss.sum), add(sums.weight, loss.weight))
+
+    def compute(self, sums: Any) -> dict[str, float]:
+        mean = ratio(sums.loss, sums.weight)
+        found = {"loss": mean, "weight": float(sums.weight)}
+        if self.of == "nats":
+            with np.errstate(over="ignore"):
+                found |= {"perplexity": float(np.exp(mean)), "bits": mean / math.log(2)}
+        return found

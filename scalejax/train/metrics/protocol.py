@@ -1,0 +1,155 @@
+"""What a metric is: sums on the devices, exact values on the host where sums do not do, and how its values are shown.
+
+    sums = metric.update(metric.zeros(), loss, batch)       in the compiled step, window by window
+    values = metric.compute(to_host(sums))                  {"accuracy": 0.81}
+    values |= metric.exact(collected)                       in evaluations, of outputs gathered on the host
+
+Names, titles, directions and pictures come from the metric alone; windows, evaluations, the best checkpoint, the
+summary, the progress line, TensorBoard and the report ask it.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from scalejax.parallel.gradients import Loss
+    from scalejax.train.task import Batch
+
+Collected = Mapping[str, np.ndarray]
+"""Outputs and fields of all examples that count, {name: [N, ...]}, in the order of the file."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Value:
+    """One number that a metric gives, and how it is shown.
+
+    Attributes:
+      name: Key in records: "ne", or "ne/click" where there are several tasks.
+      title: In tables and above curves.
+      unit: What it is a number of, under a curve.
+      better: Which direction is better; "neither" for counts and rates, by which no checkpoint is kept.
+      base: What a trivial model has; None = nothing is known, or `NAME_base` in the record says it.
+      window: Key of the same thing in records of training windows, where it is another ("auc_hist" of "auc").
+      bound: Key of the largest error of what windows have, drawn as a band.
+      shown: "table and curve", "table" alone, or only in "records".
+    """
+
+    name: str
+    title: str
+    unit: str = ""
+    better: Literal["low", "high", "neither"] = "neither"
+    base: float | None = None
+    window: str | None = None
+    bound: str | None = None
+    shown: Literal["table and curve", "table", "records"] = "table and curve"
+
+
+class Metric(Protocol):
+    """A metric; `MetricBase` has what most share."""
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """What it gives; the first is what it is for."""
+        ...
+
+    @property
+    def counts(self) -> tuple[str, str]:
+        """(key of a record, unit): how much its values are of, ("weight", "targets")."""
+        ...
+
+    @property
+    def collects(self) -> tuple[str, ...]:
+        """Outputs of the loss, or fields of host batches, that `exact` and `keep` want of every example."""
+        ...
+
+    @property
+    def lifetime(self) -> tuple[str, ...]:
+        """Names of values that windows also give for the whole run so far, as "lifetime_NAME"."""
+        ...
+
+    def zeros(self) -> Any:
+        """Sums of no examples, a pytree of `sums.Pair`s and integer arrays."""
+        ...
+
+    def update(self, sums: Any, loss: "Loss", batch: "Batch") -> Any:
+        """Adds a batch, inside a compiled step. `loss` is that of the global batch."""
+        ...
+
+    def compute(self, sums: Any) -> dict[str, float]:
+        """Values of sums on the host (`sums.to_host`)."""
+        ...
+
+    def exact(self, collected: Collected, *, intervals: Literal["none", "bootstrap"]) -> dict[str, float]:
+        """Values of collected outputs, with 95 % intervals as NAME_low and NAME_high if asked; {} where sums do."""
+        ...
+
+    def of_collected(self, collected: Collected) -> Any:
+        """The sums on the host of collected outputs, for `lifetime` values of examples that were scored."""
+        ...
+
+    def keep(self, folder: pathlib.Path, split: str, collected: Collected) -> None:
+        """Writes into the run folder what reports draw of a scored split, see `train.reports.pictures`."""
+        ...
+
+
+class MetricBase:
+    """The parts of a `Metric` that most share."""
+
+    @property
+    def counts(self) -> tuple[str, str]:
+        return ("weight", "examples")
+
+    @property
+    def collects(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def lifetime(self) -> tuple[str, ...]:
+        return ()
+
+    def exact(self, collected: Collected, *, intervals: Literal["none", "bootstrap"]) -> dict[str, float]:
+        del collected, intervals
+        return {}
+
+    def of_collected(self, collected: Collected) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} has no sums of collected outputs.")
+
+    def keep(self, folder: pathlib.Path, split: str, collected: Collected) -> None:
+        del folder, split, collected
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Described:
+    """What a run measures, as `measures.json` in its folder keeps it for reports.
+
+    Attributes:
+      values: All values of all metrics.
+      counts: Of the first metric, see `Metric.counts`.
+    """
+
+    values: tuple[Value, ...]
+    counts: tuple[str, str]
+
+    @classmethod
+    def of(cls, metrics: tuple[Metric, ...]) -> "Described":
+        """What some metrics say of themselves."""
+        return cls(values=tuple(value for metric in metrics for value in metric.values), counts=metrics[0].counts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {"values": [dataclasses.asdict(value) for value in self.values], "counts": list(self.counts)}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Described":
+        """The inverse of `to_dict`."""
+        first, second = content["counts"]
+        return cls(values=tuple(Value(**value) for value in content["values"]), counts=(first, second))
+
+
+def names_of(metrics: tuple[Metric, ...]) -> dict[str, Value]:
+    """Every value that checkpoints may be kept by, by name, in order."""
+    return {value.name: value for metric in metrics for value in metric.values if value.better != "neither"}

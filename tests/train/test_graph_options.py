@@ -1,0 +1,161 @@
+"""What runs over a graph share with all others: strategies, clipping, scaled losses, averages, frozen parameters."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from changes import changed
+from small_graph_run import bind, gcn, scores_of, write_graph
+
+from scalejax import optim
+from scalejax.models.graph import GraphSageConfig
+from scalejax.parallel import rules
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.gradient_scaling import LossScaling
+from scalejax.parallel.mesh import MeshShape
+from scalejax.train.convert import to_device
+from scalejax.train.experiment import Experiment, Precision
+from scalejax.train.state import TrainState
+from scalejax.train.step import Program
+
+STEPS = 4
+WIDE = Precision(params="float64", compute="float64")
+ADAM = optim.Adam(learning_rate=optim.Constant(value=0.02))
+SGD = optim.Sgd(learning_rate=optim.Constant(value=0.5))
+OVER_ALL = MeshShape(replica=2, fsdp=2, expert=2)
+HYBRID = MeshShape(replica=2, fsdp=4)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_graph(tmp_path_factory.mktemp("graph") / "graph.npz")
+
+
+def _trained(experiment: Experiment) -> tuple[Program, TrainState, list[float]]:
+    data = experiment.data.build()
+    program = bind(experiment, data)
+    batches = program.task.train_batches(data, program.mesh, 0)
+    state, losses = program.init(), []
+    for _ in range(STEPS):
+        state, loss = program.train_step(state, to_device(next(batches), program))
+        losses.append(float(loss))
+    return program, state, losses
+
+
+def _same(one: tuple[Any, TrainState, list[float]], other: tuple[Any, TrainState, list[float]]) -> None:
+    np.testing.assert_allclose(one[2], other[2], rtol=1e-12)
+    states = [(state.params, state.optimizer, state.averages) for _, state, _ in (one, other)]
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-9, atol=1e-9)
+
+
+# Mesh, pieces that the parameters are cut into, and the rest.
+CASES: dict[str, tuple[MeshShape, int, dict[str, Any]]] = {
+    "full": (MeshShape(), 8, {}),
+    "full over three axes": (OVER_ALL, 8, {}),
+    "hybrid": (HYBRID, 4, {"strategy": Fsdp(sharding="HYBRID_SHARD")}),
+    "hybrid, kept": (HYBRID, 4, {"strategy": Fsdp(sharding="HYBRID_SHARD_ZERO2")}),
+    "whole": (MeshShape(), 1, {"strategy": Fsdp(sharding="NO_SHARD")}),
+    "by rules, beside tensor": (MeshShape(fsdp=4, tensor=2), 4, {"placement__rules": rules.FSDP}),
+    "clipped": (MeshShape(), 8, {"gradients__clip": 0.01, "optimizer": SGD}),
+    "scaled": (MeshShape(), 8, {"gradients__loss_scaling": LossScaling(initial=1024.0, interval=2)}),
+    "averages": (HYBRID, 4, {"averages": (optim.Average(decay=0.5),), "strategy": Fsdp(sharding="HYBRID_SHARD")}),
+    "frozen": (MeshShape(), 8, {"trainable": "layers/1/.*"}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_eight_devices_are_one(name: str, path: str, x64: None) -> None:
+    shape, pieces, changes = CASES[name]
+    experiment = gcn(path, **{"precision": WIDE, "optimizer": ADAM, **changes})
+    one, eight = (_trained(changed(experiment, placement__mesh=mesh)) for mesh in (None, shape))
+    _same(eight, one)
+    kernel = eight[1].params["layers/0/kernel"]
+    assert len(kernel.addressable_shards) == 8
+    assert kernel.size // kernel.addressable_shards[0].data.size == pieces
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_mini_batches_on_eight_devices_are_those_on_one(sharding: Any, path: str, x64: None) -> None:
+    changes: dict[str, Any] = {"normalization": "none", "fanouts": (3, 2), "batch_size": 16}
+    experiment = gcn(path, precision=WIDE, optimizer=ADAM, strategy=Fsdp(sharding=sharding), gradients__clip=0.1)
+    experiment = changed(experiment, data=changed(experiment.data, **changes))
+    experiment = changed(experiment, model=GraphSageConfig(hidden=8, dropout=0.0))
+    one, eight = (_trained(changed(experiment, placement__mesh=mesh)) for mesh in (None, HYBRID))
+    _same(eight, one)
+
+
+def test_a_clipped_step_is_as_long_as_it_says(path: str, x64: None) -> None:
+    experiment = gcn(path, precision=WIDE, optimizer=SGD, gradients__clip=0.01)
+    data = experiment.data.build()
+    program = bind(experiment, data)
+    state = program.init()
+    before = {name: np.asarray(p) for name, p in state.params.items()}
+    state, _ = program.train_step(state, to_device(data.whole("train"), program))
+    moved = np.sqrt(sum(((np.asarray(state.params[name]) - p) ** 2).sum() for name, p in before.items()))
+    assert moved == pytest.approx(0.5 * 0.01, rel=1e-9)
+    _, sums = program.take_metrics(state)
+    assert int(sums["steps"].clipped) == 1
+
+
+def test_a_scaled_loss_that_never_overflows_changes_nothing(path: str, x64: None) -> None:
+    plain = gcn(path, precision=WIDE, optimizer=ADAM)
+    scaled = gcn(path, precision=WIDE, optimizer=ADAM, gradients__loss_scaling=LossScaling(initial=2.0**20, interval=2))
+    _same(_trained(scaled), _trained(plain))
+
+
+@pytest.mark.parametrize("mesh", [None, pytest.param(MeshShape(), marks=pytest.mark.slow)])
+def test_float16_learns_under_a_scaled_loss_and_skips_what_overflows(mesh: MeshShape | None, path: str) -> None:
+    scaling = LossScaling(initial=2.0**40, interval=100)
+    half = gcn(
+        path, placement__mesh=mesh, optimizer=ADAM, precision__compute="float16", gradients__loss_scaling=scaling
+    )
+    data = half.data.build()
+    program = bind(half, data)
+    batch = to_device(data.whole("train"), program)
+    state: Any = program.init()
+    first = {name: np.asarray(p) for name, p in state.params.items()}
+    losses: list[float] = []
+    skipped = 0
+    for _ in range(40):
+        state, loss = program.train_step(state, batch)
+        losses.append(float(loss))
+        skipped = int(state.loss_scale.skipped)
+        if skipped == len(losses):
+            for name, p in first.items():
+                np.testing.assert_array_equal(np.asarray(state.params[name]), p)
+    assert 10 < skipped < 36  # 2**40 is far above, what float16 can hold of these gradients far below
+    assert float(state.loss_scale.scale) == 2.0 ** (40 - skipped)
+    assert np.isfinite(losses).all()
+    assert scores_of(program, state, data, "train")["loss"] < losses[0]
+
+
+def test_averages_are_those_of_the_parameters_and_may_be_scored(path: str, x64: None) -> None:
+    changes: dict[str, Any] = {"precision": WIDE, "optimizer": ADAM, "averages": (optim.Average(decay=0.5),)}
+    experiment = gcn(path, **changes, evaluation__average="ema")
+    data = experiment.data.build()
+    program, plain = bind(experiment, data), bind(gcn(path, **changes), data)
+    state, batch = program.init(), to_device(data.whole("train"), program)
+    wanted = {name: np.asarray(p) for name, p in state.params.items()}
+    for _ in range(3):
+        state, _ = program.train_step(state, batch)
+        wanted = {name: 0.5 * a + 0.5 * np.asarray(state.params[name]) for name, a in wanted.items()}
+    for name, average in wanted.items():
+        np.testing.assert_allclose(state.averages["ema"][name], average, rtol=1e-12, atol=1e-14)
+    averaged = scores_of(program, state, data, "test")["loss"]
+    assert averaged != scores_of(plain, state, data, "test")["loss"]
+    state = dataclasses.replace(state, params=state.averages["ema"])
+    assert averaged == scores_of(plain, state, data, "test")["loss"]
+
+
+def test_frozen_parameters_stay_and_have_no_optimizer_state(path: str) -> None:
+    experiment = gcn(path, optimizer=ADAM, trainable="layers/1/.*")
+    fresh = bind(experiment).init()
+    _, state, _ = _trained(experiment)
+    for name, p in fresh.params.items():
+        assert np.array_equal(np.asarray(state.params[name]), np.asarray(p)) == name.startswith("layers/0/")
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state.optimizer)}
+    assert shapes == {(), (8, 3), (3,)}

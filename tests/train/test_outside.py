@@ -1,0 +1,162 @@
+"""A classifier of images from a user's file: no edit in the package, and everything that other models have."""
+
+import importlib.util
+import json
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+from changes import changed
+
+from scalejax.data.arrays import ArrayDataSet
+from scalejax.errors import UserError
+from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import binding, convert, loop
+from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.experiment import Precision
+from scalejax.train.run import Run
+from scalejax.train.run_folder import read_lines
+
+FILE = pathlib.Path(__file__).parent.parent / "outside" / "shapes.py"
+
+
+@pytest.fixture(scope="module")
+def user():
+    spec = importlib.util.spec_from_file_location("shapes_of_a_user", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def trained(user, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("shapes")
+    return folder, loop.train(user.shapes(), workdir=folder)
+
+
+def stored(experiment, folder, devices=None):
+    data = experiment.data.build()
+    run = Run.bind(experiment, data, make_mesh(MeshShape(), jax.devices()[:devices]))
+    with Checkpointer(folder / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
+        tree, host = checkpoints.restore(None, run.abstract_stored())
+    tree["key"] = jax.random.key_data(tree["key"])
+    return jax.tree.map(np.asarray, tree), host
+
+
+def test_it_learns_and_its_own_metric_and_picture_are_in_the_run(trained):
+    folder, summary = trained
+    assert summary["test_accuracy"] > 0.8
+    assert 0 <= summary["test_confused"] < 0.5
+    assert summary["images_per_s"] > 0
+    lines = read_lines(folder / "metrics.jsonl")
+    assert {"accuracy", "loss", "grad_norm"} <= set(lines[0])
+    measures = json.loads((folder / "measures.json").read_text())
+    assert [value["name"] for value in measures["values"]] == ["accuracy", "loss", "confused"]
+    report = (folder / "report.html").read_text()
+    assert "How many shapes are right." in report
+    assert "squares taken for crosses" in report
+    assert "perplexity" not in report
+
+
+def test_it_goes_on_to_the_same_bits_with_its_running_means(user, trained, tmp_path):
+    experiment = user.shapes()
+    loop.train(changed(experiment, steps=30), workdir=tmp_path)
+    loop.train(experiment, workdir=tmp_path, resume="must")
+    one, two = stored(experiment, trained[0]), stored(experiment, tmp_path)
+    jax.tree.map(np.testing.assert_array_equal, one[0], two[0])
+    assert one[1] == two[1]
+    assert np.abs(one[0]["variables"]["norm/mean"]).max() > 0.01
+    again = loop.evaluate(experiment, workdir=tmp_path, split="test")
+    assert again["test_accuracy"] == trained[1]["test_accuracy"]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("strategy", "mesh"),
+    [
+        (Fsdp(), MeshShape()),
+        (Fsdp(form="explicit"), MeshShape()),
+        (Ddp(), MeshShape()),
+        (Fsdp(sharding="HYBRID_SHARD", form="explicit"), MeshShape(replica=2, fsdp=4)),
+    ],
+    ids=["implicit", "explicit", "ddp", "hybrid"],
+)
+def test_means_of_eight_devices_are_those_of_the_global_batch(user, strategy, mesh):
+    found = []
+    for devices, own, how in ((1, MeshShape(), Fsdp()), (8, mesh, strategy)):
+        experiment = changed(user.shapes(), precision=Precision(params="float64"), strategy=how)
+        data = experiment.data.build()
+        built = binding.bind(experiment, data.schema, make_mesh(own, jax.devices()[:devices]))
+        state, losses, batches = built.init(), [], data.train_batches(start_example=0)
+        for _ in range(4):
+            state, loss = built.train_step(state, convert.to_device(next(batches), built))
+            losses.append(float(loss))
+        found.append((losses, jax.tree.map(np.asarray, {**state.params, **state.variables})))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-12)
+    for name, value in found[0][1].items():
+        np.testing.assert_allclose(found[1][1][name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_means_of_parts_are_warned_of(user):
+    experiment = changed(user.shapes(), gradients__microbatch=4)
+    with pytest.warns(UserWarning, match=r"norm/mean.*those of a part"):
+        binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+
+
+def test_parameters_begin_with_those_of_another_run(user, trained, tmp_path):
+    experiment = changed(user.shapes(), init=str(trained[0]), steps=1, placement__mesh=MeshShape(fsdp=8))
+    data = experiment.data.build()
+    run = Run.bind(experiment, data, make_mesh(MeshShape()))
+    state, host = run.begin()
+    there = stored(user.shapes(), trained[0])[0]
+    for name, value in state.params.items():
+        np.testing.assert_array_equal(np.asarray(value), there["params"][name])
+    np.testing.assert_array_equal(np.asarray(state.variables["norm/mean"]), there["variables"]["norm/mean"])
+    assert host.examples == 0
+    wider = changed(experiment, model=user.NetConfig(width=4))
+    run = Run.bind(wider, data, make_mesh(MeshShape()))
+    with pytest.raises(UserError, match=r"init=.*does not fit the model: of other shapes: .*filters is \[3, 3, 1, 8\]"):
+        run.begin()
+    with pytest.raises(UserError, match="nowhere"):
+        Run.bind(changed(experiment, init=str(tmp_path / "nowhere")), data, make_mesh(MeshShape())).begin()
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (
+            {"labels": np.zeros(8, np.int32), "weights": np.ones(8, np.float32)},
+            "has no field 'images'.*labels, weights",
+        ),
+        ({"images": np.zeros((8, 8), np.float32)}, r"'images' must have the shape \(8, 8\) of an example; .* \(8,\)"),
+        ({"images": np.zeros((8, 8, 8))}, "'images' must be of float32; the data has float64"),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(user, batch, message):
+    experiment = user.shapes()
+    built = binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+    rest = {"labels": np.zeros(8, np.int32), "weights": np.ones(8, np.float32)} if "images" in batch else {}
+    with pytest.raises(UserError, match=message):
+        convert.to_device({**rest, **batch}, built)
+
+
+def test_arrays_are_shuffled_by_epoch_and_cut_over_processes():
+    arrays = {"x": np.arange(10)}
+    data = ArrayDataSet({"train": arrays, "test": arrays}, batch_size=4, seed=3)
+    stream = data.train_batches(start_example=0)
+    seen = np.concatenate([next(stream)["x"] for _ in range(5)])
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert list(seen[:10]) != list(seen[10:])
+    later = next(data.train_batches(start_example=8))["x"]
+    np.testing.assert_array_equal(later, seen[8:12])
+    halves = [next(data.train_batches(start_example=8, process_index=p, process_count=2))["x"] for p in (0, 1)]
+    np.testing.assert_array_equal(np.concatenate(halves), later)
+    last = list(data.eval_batches("test"))[-1]
+    np.testing.assert_array_equal(last["weights"], [1, 1, 0, 0])
+    with pytest.raises(UserError, match="must have 'train'"):
+        ArrayDataSet({"test": arrays}, batch_size=2)
