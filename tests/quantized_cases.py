@@ -5,8 +5,8 @@ import json
 import numpy as np
 from llama_cases import tensors, tokens, write_checkpoint
 
-from scalejax.inference import model_folder, run_model
-from scalejax.models.llm import safetensors
+from scalejax.inference import run_model
+from scalejax.models.llm import model_folder, safetensors
 from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.models.llm.packed_layouts import find_layout
 from scalejax.surgery.quantize import checkpoint, plan

@@ -10,7 +10,7 @@ from scalejax.cli import environment, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.inference.model_folder import LanguageModel
+    from scalejax.models.llm.model_folder import LanguageModel
 
 _DTYPES = ("float32", "bfloat16", "float16")
 Step = Annotated[
@@ -54,7 +54,7 @@ def convert(
 
     from jax.numpy import dtype as as_dtype
 
-    from scalejax.inference import model_folder
+    from scalejax.models.llm import model_folder
 
     wanted = None if dtype is None else as_dtype(dtype)
     to = "model" if model.kind == "huggingface" else "huggingface"
@@ -88,7 +88,7 @@ def open_model(folder: pathlib.Path, *, recipe: str | None, step: int | None, av
     Raises:
       UserError: it is none, or `recipe`, `step` or `average` are given for one that is no run.
     """
-    from scalejax.inference import model_folder
+    from scalejax.models.llm import model_folder
 
     if model_folder.kind_of(folder) != "run":
         several = None if average == 1 else average
@@ -106,7 +106,7 @@ def _table(model: "LanguageModel") -> Any:
     from rich import box, markup, table
 
     from scalejax import units
-    from scalejax.inference import model_folder
+    from scalejax.models.llm import model_folder
 
     kinds = {"huggingface": "of Hugging Face", "model": "model folder", "run": "run folder"}
     size = units.size(model_folder.parameter_bytes(model))

@@ -15,8 +15,8 @@ from scalejax.cli.convert import Step, check_dtype, open_model
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.inference.model_folder import LanguageModel
     from scalejax.inference.text import Completion, Writer
+    from scalejax.models.llm.model_folder import LanguageModel
 
 
 def generate(
@@ -113,7 +113,8 @@ def _load(model: "LanguageModel", mesh: Any, dtype: str | None, weights: str) ->
     import jax.numpy as jnp
     import rich.console
 
-    from scalejax.inference import model_folder, text
+    from scalejax.inference import text
+    from scalejax.models.llm import model_folder
 
     total = model_folder.parameter_bytes(model, jnp.dtype(model.dtype if dtype is None else dtype))
     with output.transfer(rich.console.Console(stderr=True)) as progress:  # standard output is for the text

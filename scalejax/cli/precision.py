@@ -100,7 +100,9 @@ def open_run(run_folder: pathlib.Path, recipe: str | None, step: int | None) -> 
     """
     experiment: Any = runs.load_run(run_folder, recipe)
     from scalejax.inference.recommendation import click_model
+    from scalejax.train import phases
 
+    experiment = phases.experiment_at(experiment, run_folder, step)
     return experiment, click_model.load(run_folder, experiment, step)
 
 

@@ -12,7 +12,7 @@ from scalejax.cli.convert import Step, open_model
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.inference.model_folder import LanguageModel
+    from scalejax.models.llm.model_folder import LanguageModel
     from scalejax.models.llm.packed_layouts import Layout
     from scalejax.surgery.quantize.checkpoint import Quantizer, Row
     from scalejax.surgery.quantize.plan import Weight

@@ -150,6 +150,8 @@ class _Change:
             arguments = typing.get_args(member)
             if typing.get_origin(member) is tuple and arguments[1:] == (Ellipsis,):
                 types = {m.__name__: m for m in _members(arguments[0]) if _is_config_type(m)}
+                if types and words == [""]:
+                    return ()
                 if types and all(word in types for word in words):
                     return tuple(self.default(types[word], f"{path}.{i}") for i, word in enumerate(words))
         return None

@@ -1,11 +1,12 @@
 """Experiments as JSON data: written for people and for comparison, never turned back into objects.
 
-A dataclass is {"type": dotted name, "fields": {...}}, a tuple a list; None, booleans, integers, strings and finite
-floats are themselves (Python's shortest repr is exact). JSON has no word for inf and nan: these are {"type": "float",
-"fields": {"value": "inf"}}. Nothing is ever instantiated from a file: a command on a run folder re-runs the recipe that
-the folder names, with the recorded overrides, and compares the result with the recorded data (of earlier versions too,
-see `earlier`). One thing is taken from the record: a sharding plan that came from a file (`--set
-tables.sharding=plan.json`), since it is data and the file may have gone or be another by now.
+A dataclass is {"type": dotted name, "fields": {...}}, a tuple a list, a mapping {"type": "dict", "fields": {...}}.
+None, booleans, integers, strings and finite floats are themselves (Python's shortest repr is exact). JSON has no word
+for inf and nan: these are {"type": "float", "fields": {"value": "inf"}}. Nothing is ever instantiated from a file: a
+command on a run folder re-runs the recipe that the folder names, with the recorded overrides, and compares the result
+with the recorded data (of earlier versions too, see `earlier`). One thing is taken from the record: a sharding plan
+that came from a file (`--set tables.sharding=plan.json`), since it is data and the file may have gone or be another by
+now.
 """
 
 import dataclasses
@@ -162,17 +163,19 @@ def _to_data(value: object, path: str) -> Json:
         return value if math.isfinite(value) else {"type": "float", "fields": {"value": repr(value)}}
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return [_to_data(item, f"{path}.{i}") for i, item in enumerate(value)]
+    if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {"type": "dict", "fields": {name: _to_data(item, f"{path}.{name}") for name, item in value.items()}}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: _to_data(getattr(value, f.name), f"{path}.{f.name}") for f in dataclasses.fields(value)}
         return {"type": f"{type(value).__module__}.{type(value).__qualname__}", "fields": fields}
     raise ValueError(
-        f"to_data: {path} must be a plain value (None, bool, int, float, str, tuple or a dataclass of these); "
+        f"to_data: {path} must be a plain value (None, bool, int, float, str, tuple, mapping or a dataclass of these); "
         f"got {type(value).__name__}."
     )
 
 
 def _as_data(value: object) -> Json:
-    return value if isinstance(value, dict) else to_data(value)  # pyright: ignore[reportReturnType]
+    return value if isinstance(value, dict) and "type" in value else to_data(value)  # pyright: ignore[reportReturnType]
 
 
 def _diff(a: Json, b: Json, path: str) -> Iterator[str]:

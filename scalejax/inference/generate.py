@@ -28,10 +28,10 @@ from scalejax import nn, units
 from scalejax.errors import UserError
 from scalejax.inference import packed_params, static_inputs
 from scalejax.inference import sampling as samplings
-from scalejax.inference.model_folder import LanguageModel
 from scalejax.inference.sampling import GREEDY, Sampling
 from scalejax.models.llm import loading
 from scalejax.models.llm.architecture import LanguageConfig, LanguageModule
+from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather
 from scalejax.numerics.rules import QuantizationRule, assign

@@ -15,12 +15,12 @@ from scalejax.data.staged import StagedData
 from scalejax.data.text import TextData
 from scalejax.data.tokenizer import Bytes, Characters, Tokenizer
 from scalejax.errors import UserError
-from scalejax.inference.model_folder import COPIED, LanguageModel
 from scalejax.models.llm import architecture, mapping
 from scalejax.models.llm.architecture import LanguageConfig
 from scalejax.models.llm.mapping import Index
+from scalejax.models.llm.model_folder import COPIED, LanguageModel
 from scalejax.models.llm.special_tokens import SpecialTokens
-from scalejax.train import trained
+from scalejax.train import phases, trained
 from scalejax.train.array_store import AnyArray
 from scalejax.train.experiment import Experiment
 
@@ -73,6 +73,7 @@ def open_run(
     Raises:
       UserError: it is no run of a language model, has no such checkpoint or too few of them, or a damaged one.
     """
+    experiment = phases.experiment_at(experiment, run_folder, step)
     model: Any = experiment.model
     data = _text_of(experiment.data)
     if architecture.find(model) is None or data is None:

@@ -11,8 +11,8 @@ from scalejax.data.tokenizer import TextStream, Tokenizer, check_vocabulary
 from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.inference.generate import Continuation, Ended, Engine
-from scalejax.inference.model_folder import LanguageModel
 from scalejax.inference.sampling import GREEDY, Sampling
+from scalejax.models.llm.model_folder import LanguageModel
 
 _CONTEXT = 8  # tokens of a prompt on which the text of the next may depend
 

@@ -7,7 +7,7 @@ import numpy as np
 from scalejax.data import text_sources
 from scalejax.data.tokenizer import check_vocabulary
 from scalejax.errors import UserError
-from scalejax.inference.model_folder import LanguageModel
+from scalejax.models.llm.model_folder import LanguageModel
 
 LENGTH = 512
 """Positions of a row, at most."""

@@ -42,6 +42,11 @@ class LazyArray:
     dtype: np.dtype
     read: Callable[[Any], np.ndarray]
 
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
     def __getitem__(self, index: Any, /) -> np.ndarray:
         return self.read(index)
 

@@ -3,6 +3,7 @@
     checkpoints/1000/manifest.json     what this is, of which run, and the SHA-256 of every other file
     checkpoints/1000/arrays/           the arrays, in orbax's format
     checkpoints/1000/rows/             in checkpoints of touched rows (`save_delta`): those rows, see `rows_file`
+    checkpoints/frozen-1000/           arrays that do not change, stored once for the checkpoints that name it
     checkpoints/saving-2000/           being written, or left behind by a process that was killed
 
 A checkpoint appears by one rename after its last byte, digests included, is on disk; only then are older ones
@@ -42,6 +43,7 @@ from scalejax.train.manifest import Damaged, Manifest
 
 _SAVING = "saving-"
 _REMOVING = "removing-"
+_FROZEN = "frozen-"
 _ARRAYS = "arrays"
 _TABLES = "tables"
 
@@ -60,6 +62,7 @@ class Checkpointer:
         *,
         full_every: int | None = None,
         better: Literal["low", "high"] = "low",
+        frozen: frozenset[str] = frozenset(),
     ) -> None:
         """Describes the checkpoints of a run.
 
@@ -70,6 +73,7 @@ class Checkpointer:
             {"model": ..., "optimizer": ..., "data": ...}.
           full_every: Steps between full checkpoints, where the others may hold touched rows alone; see `base_updates`.
           better: Which values of the metric of the policy are better.
+          frozen: Names of leaves that no step changes: they are stored once.
         Raises:
           UserError: The policy keeps fewer than one last checkpoint or a negative number of best ones.
         """
@@ -78,15 +82,29 @@ class Checkpointer:
         if policy.keep_best < 0:
             raise UserError(f"checkpoints.keep_best must be 0 or more; got {policy.keep_best}.")
         self.folder = folder.absolute()
-        self._policy = policy
         self._full_every = full_every
-        self._better: Literal["low", "high"] = better
-        self._identity = dict(identity)
         self._store: ArrayStore | None = None
         self._finisher: threading.Thread | None = None
         self._error: BaseException | None = None
         self._newest_saved: int | None = None
         self._base: tuple[int, int] | None = None  # step and updates of the checkpoint that the state comes from
+        self.become(policy, identity, better=better, frozen=frozen)
+
+    def become(
+        self,
+        policy: Checkpoints,
+        identity: dict[str, str],
+        *,
+        better: Literal["low", "high"] = "low",
+        frozen: frozenset[str] = frozenset(),
+    ) -> None:
+        """From here on the checkpoints are those of another phase, see `__init__`; the next one is a full one."""
+        self.wait()
+        self._policy = policy
+        self._better: Literal["low", "high"] = better
+        self._identity = dict(identity)
+        self._frozen, self._frozen_at = frozen, None
+        self._base = None
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -156,7 +174,7 @@ class Checkpointer:
         if since is None or self._base is None:
             raise ValueError(f"save_delta: at step {step} a full checkpoint is due; see base_updates.")
         whole = manifests.named_leaves(tree)
-        delta = chain.Delta(self._base[0], "", since, tuple(whole))
+        delta = chain.Delta(self._base[0], "", since, tuple(name for name in whole if name not in self._frozen))
         described = manifests.named_leaves(abstract_tree)
         self._save(step, whole, described, host, metrics, updates=updates, delta=delta, rows=rows)
 
@@ -210,6 +228,8 @@ class Checkpointer:
         for name, leaf in arrays.items():
             if not isinstance(leaf, jax.Array):
                 raise ValueError(f"save: {name} must be a jax.Array; got {type(leaf).__name__}.")
+        self._keep_frozen(step, arrays)
+        arrays = {name: leaf for name, leaf in arrays.items() if name not in self._frozen}
         manifest = Manifest(
             step=step,
             identity=self._identity,
@@ -219,6 +239,7 @@ class Checkpointer:
             files={},
             updates=updates,
             delta=None if delta is None else delta.to_dict(),
+            frozen=None if self._frozen_at is None else self._frozen_at.to_dict(),
         )
         distributed.together(lambda: self._begin_arrays(step, arrays))
         if delta is not None:
@@ -276,12 +297,8 @@ class Checkpointer:
         return self._restore(step, abstract_tree, self._identity, "refused")
 
     def read(self, step: int | None, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
-        """As `restore`, of some of the arrays that a checkpoint holds: what a model computes with, but no optimizer.
-
-        Of the identity only data and id maps must be equal, so that run folders of earlier versions can be read.
-        """
-        identity = {name: text for name, text in self._identity.items() if name in ("data", "id_maps")}
-        return self._restore(step, abstract_tree, identity, "ignored")
+        """As `restore`, of some of the arrays that a checkpoint holds."""
+        return self._restore(step, abstract_tree, self._identity, "ignored")
 
     def shapes(self, step: int | None) -> dict[str, tuple[int, ...]]:
         """Shapes of the arrays of a checkpoint, by name; step None = the newest."""
@@ -300,9 +317,14 @@ class Checkpointer:
         manifest = links[-1]
         targets = manifests.named_leaves(abstract_tree)
         fresh = _untracked_marks(manifest, targets)
-        stored = {name: leaf for name, leaf in targets.items() if name not in fresh}
+        frozen = manifests.Frozen.of(manifest)
+        shared = {name: leaf for name, leaf in targets.items() if frozen is not None and name in frozen.names}
+        stored = {name: leaf for name, leaf in targets.items() if name not in fresh and name not in shared}
         arrays = self._arrays_store().read(self.folder / str(links[0].step) / _ARRAYS, stored)
         arrays |= {name: _zeros(leaf) for name, leaf in fresh.items()}
+        if frozen is not None:
+            arrays |= self._arrays_store().read(self.folder / frozen.folder / _ARRAYS, shared)
+            self._frozen_at = frozen if set(frozen.names) == self._frozen else None
         for link in links[1:]:
             self._apply_rows(link, arrays)
         if (delta := chain.delta_of(manifest)) is not None:
@@ -354,7 +376,26 @@ class Checkpointer:
                 "--workdir on a file system that all processes share."
             )
 
-    def _begin_arrays(self, step: int, arrays: dict[str, jax.Array]) -> None:
+    def _keep_frozen(self, step: int, arrays: dict[str, jax.Array]) -> None:
+        """Stores what does not change, unless the checkpoint that the state comes from had done so."""
+        if self._frozen_at is not None or not self._frozen:
+            return
+        name, own = f"{_FROZEN}{step}", {name: arrays[name] for name in sorted(self._frozen)}
+        described = {name: manifests.describe(leaf) for name, leaf in own.items()}
+        manifest = Manifest(step=step, identity=self._identity, metrics=None, host={}, arrays=described, files={})
+        distributed.together(lambda: self._begin_arrays(name, own))
+
+        def finish() -> str:
+            with disk.explained(self._cannot_save(step)):
+                shutil.rmtree(self.folder / name, ignore_errors=True)  # of a process killed before its checkpoint
+                commit(self.folder / f"{_SAVING}{name}", manifest, name)
+                return manifests.stored_digest(self.folder / name)
+
+        distributed.together(self._arrays_store().wait)
+        digest = distributed.on_primary(finish)
+        self._frozen_at = manifests.Frozen(name, digest, tuple(own))
+
+    def _begin_arrays(self, step: int | str, arrays: dict[str, jax.Array]) -> None:
         try:
             self._arrays_store().write(self.folder / f"{_SAVING}{step}" / _ARRAYS, arrays)
         except Exception as error:
@@ -385,7 +426,7 @@ class Checkpointer:
             self._error = disk.explain(error, self._cannot_save(manifest.step)) or error
             self._abandon(manifest.step)
 
-    def _abandon(self, step: int) -> None:
+    def _abandon(self, step: int | str) -> None:
         """After a failure. A full disk should not stay full of a checkpoint that will never be."""
         if self._store is not None:
             self._store.discard()
@@ -440,6 +481,11 @@ class Checkpointer:
             doomed = self.folder / f"{_REMOVING}{step}"
             os.rename(self.folder / str(step), doomed)
             shutil.rmtree(doomed)
+        if not unread:
+            named = {read.frozen["folder"] for read in map(found.get, kept) if read is not None and read.frozen}
+            for path in self.folder.glob(f"{_FROZEN}*"):
+                if path.name not in named:
+                    shutil.rmtree(path)
 
     def _existing(self, step: int | None) -> int:
         steps = self.steps()
@@ -484,10 +530,8 @@ class Checkpointer:
         return links
 
     def _check_files(self, step: int, manifest: Manifest) -> None:
-        # Every process reads a part; together they have read all.
-        names = sorted(manifest.files)[jax.process_index() :: jax.process_count()]
         try:
-            manifests.check_files(self.folder / str(manifest.step), {name: manifest.files[name] for name in names})
+            check_files(self.folder, manifest, (jax.process_index(), jax.process_count()))
         except Damaged as damage:
             raise self._damaged(step, damage) from damage
 
@@ -496,7 +540,7 @@ class Checkpointer:
         for earlier in reversed([other for other in steps if other < step]):
             try:
                 for manifest in chain.chain_to(self.folder, earlier):
-                    manifests.check_files(self.folder / str(manifest.step), manifest.files)
+                    check_files(self.folder, manifest)
             except UserError:
                 continue
             # All of them: those in between are damaged too, or need what is.
@@ -511,23 +555,42 @@ class Checkpointer:
             advice = "No earlier checkpoint is intact. Bring the file back from a copy, or begin a new run"
         return UserError(f"checkpoint of step {step}: {damage}. {advice}.")
 
-    def _cannot_save(self, step: int) -> str:
+    def _cannot_save(self, step: int | str) -> str:
         return f"cannot save checkpoint {self.folder / str(step)} (earlier checkpoints are intact)"
 
 
-def commit(saving: pathlib.Path, manifest: Manifest) -> None:
+def commit(saving: pathlib.Path, manifest: Manifest, name: str | None = None) -> None:
     """Makes a checkpoint appear under its step when its last byte, digests included, is on disk.
 
     Args:
       saving: Folder that holds all but its manifest, beside the other checkpoints.
       manifest: What it is; the digests of its files are filled in.
+      name: Of the folder that appears; None = the step.
     """
     manifests.write(saving, dataclasses.replace(manifest, files=manifests.digests(saving)))
     for folder in saving.rglob("*"):
         if folder.is_dir():
             disk.sync(folder)
-    os.rename(saving, saving.with_name(str(manifest.step)))
+    os.rename(saving, saving.with_name(name or str(manifest.step)))
     disk.sync(saving.parent)
+
+
+def check_files(folder: pathlib.Path, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> None:
+    """Compares the files of a checkpoint, those of its frozen arrays among them, with their digests.
+
+    Args:
+      folder: Of all checkpoints.
+      manifest: Of the checkpoint.
+      part: (i, n): of every n files only the i-th, so that n processes together read all.
+
+    Raises:
+      Damaged: One is missing, cut short or altered.
+    """
+    folders = {folder / str(manifest.step): manifest.files}
+    if (frozen := manifests.Frozen.of(manifest)) is not None:
+        folders[folder / frozen.folder] = frozen.read(folder).files
+    for path, files in folders.items():
+        manifests.check_files(path, {name: files[name] for name in sorted(files)[part[0] :: part[1]]})
 
 
 def _untracked_marks(manifest: Manifest, targets: dict[str, Any]) -> dict[str, Any]:

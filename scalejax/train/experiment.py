@@ -4,8 +4,10 @@ No default depends on the model: what all recipes of a family share stands in `c
 """
 
 import dataclasses
+import re
 import typing
-from typing import Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from scalejax import optim
 from scalejax.errors import UserError
@@ -20,6 +22,9 @@ from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.offload import Offload
 from scalejax.parallel.rules import REPLICATED, Rules
 from scalejax.train.protocols import DataConfig, ModelConfig
+
+if TYPE_CHECKING:
+    from scalejax.train.trained import Trained
 
 ComputeDtype = Literal["platform", "float32", "bfloat16", "float16", "float64"]
 
@@ -185,6 +190,71 @@ class Checkpoints:
             raise ValueError(f"Checkpoints: every must be at least 1, or 0 for only the last step; got {self.every}.")
 
 
+@runtime_checkable
+class Surgery(Protocol):
+    """Makes another model of a trained one; a frozen dataclass of plain values."""
+
+    def operate(self, trained: "Trained", fresh: "Trained") -> "Trained":
+        """The model to go on with.
+
+        Args:
+          trained: What there is. Arrays are read when they are indexed.
+          fresh: The model to be, as it is drawn at the beginning of a run.
+
+        Returns:
+          Parameters, variables and tables with the paths and shapes of `fresh`; best lazy ones (`LazyArray`).
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Init:
+    """What the parameters of a run begin with.
+
+    Attributes:
+      path: Run folder, or a folder of another form that the model can read (of language models those of `scalejax
+        convert` and of Hugging Face).
+      step: Which checkpoint of a run; None = the newest.
+      average: Take the mean of the parameters of this checkpoint and the average - 1 before it.
+      digest: Beginning of the SHA-256 in the manifest of the checkpoint; another checkpoint is refused. None = any.
+      surgery: What makes the model of this run of that one; None = they are the same.
+    """
+
+    path: str
+    step: int | None = None
+    average: int = 1
+    digest: str | None = None
+    surgery: Surgery | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Phase:
+    """A stretch of a run that follows what comes before, in the same run folder.
+
+    Steps, examples and random numbers go on. The optimizer goes on too, and its schedule, which is then as long as all
+    phases that share it, unless the phase changes the optimizer, the trained parameters or, by a surgery, the model:
+    then both begin anew. Tables keep the state of their optimizer unless a surgery or another optimizer changes them.
+    A phase with other data begins with their first example.
+
+    Attributes:
+      name: Of letters, digits, - and _, unlike those of the other phases.
+      steps: How many.
+      changes: Path of a field of the experiment -> its value from here on, in later phases too.
+      surgery: What makes the model of this phase of that of the phase before; None = it is the same.
+    """
+
+    name: str
+    steps: int
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    surgery: Surgery | None = None
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", self.name):
+            raise UserError(f"Phase: name must be of letters, digits, - and _; got {self.name!r}.")
+        if self.steps < 1:
+            raise UserError(f"Phase {self.name!r}: steps must be at least 1; got {self.steps}.")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
     """One run.
@@ -192,10 +262,10 @@ class Experiment:
     Attributes:
       model: Architecture.
       data: Where examples come from; holds the global batch size.
-      steps: Optimizer steps, fewer than 2**31: they are counted in 32 bits.
+      steps: Optimizer steps, those of `phases` not counted; fewer than 2**31 in all, as they are counted in 32 bits.
       optimizer: Optimizer of the parameters; embedding tables have their own, `tables.optimizer`.
-      init: Run folder whose newest checkpoint the parameters begin with, and its tables if the model has some; None =
-        they are drawn. Optimizer, steps and the position in the data begin anew.
+      init: What the parameters begin with, and the tables if the model has some: a run folder, whose newest checkpoint
+        is taken, or an `Init`; None = they are drawn. Optimizer, steps and the position in the data begin anew.
       trainable: Regular expression of paths ("head/.*"): parameters that it does not name whole are frozen, and have no
         gradient and no optimizer state.
       averages: Running averages of the trained parameters, kept beside them.
@@ -213,13 +283,14 @@ class Experiment:
       xla_flags: Names of sets of compiler options, see `parallel.xla_flags.SETS`; those of other platforms are ignored.
       seed: Seeds parameters and dropout, in [0, 2**32) (the order of the data has its own seed).
       log_every: Steps between lines of metrics; these are the windows of windowed metrics.
+      phases: What follows after `steps`, with other fields or another model.
     """
 
     model: ModelConfig
     data: DataConfig
     steps: int
     optimizer: optim.Optimizer = optim.AdamW()
-    init: str | None = None
+    init: str | Init | None = None
     trainable: str = ".*"
     averages: tuple[optim.Average, ...] = ()
     strategy: Strategy = Fsdp()
@@ -233,10 +304,11 @@ class Experiment:
     xla_flags: tuple[str, ...] = ()
     seed: int = 0
     log_every: int = 100
+    phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:
-        if not 1 <= self.steps < 2**31:
-            raise ValueError(f"Experiment: steps must be at least 1 and less than 2**31; got {self.steps}.")
+        if not 1 <= self.steps <= self.total_steps < 2**31:
+            raise ValueError(f"Experiment: steps must be at least 1 and less than 2**31; got {self.total_steps}.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"Experiment: seed must be at least 0 and less than 2**32; got {self.seed}.")
         if self.log_every < 1:
@@ -248,3 +320,8 @@ class Experiment:
                 f"full checkpoints; got {full}."
             )
         xla_flags.check(self.xla_flags)
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the run, those of its phases included."""
+        return self.steps + sum(phase.steps for phase in self.phases)

@@ -64,6 +64,7 @@ def curve(
     *,
     band: Sequence[float] = (),
     base: tuple[str, float] | None = None,
+    phases: Mapping[str, float] | None = None,
 ) -> str:
     """One metric over the steps.
 
@@ -73,6 +74,7 @@ def curve(
       evaluations: Split -> (step, value) of each pass over it.
       band: Half-width around each window's value (the error bound of a histogram), or nothing.
       base: Name and height of a line to compare with; drawn where it falls inside the frame.
+      phases: Name -> step at which a phase of the run begins.
     """
     with matplotlib.rc_context(_STYLE):
         figure, axes = _new(title)
@@ -89,6 +91,17 @@ def curve(
         _frame(axes, [*windows, *(p for points in evaluations.values() for p in points)])
         if base is not None and axes.get_ylim()[0] <= base[1] <= axes.get_ylim()[1]:
             axes.axhline(base[1], color=_INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.6, label=base[0])
+        for name, step in (phases or {}).items():
+            axes.axvline(step, color=_INK, linewidth=0.7, alpha=0.5)
+            axes.annotate(
+                name,
+                (step, 0),
+                xycoords=("data", "axes fraction"),
+                xytext=(3, 4),
+                fontsize=7.5,
+                textcoords="offset points",
+                alpha=0.75,
+            )
         axes.set_xlabel("step")
         axes.legend(loc="best")
         return _svg(figure)

@@ -22,10 +22,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
 from scalejax.train import console as consoles
-from scalejax.train import distributed, report, run_folder
+from scalejax.train import distributed, phases, report, run_folder
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.events import EventWriter
 from scalejax.train.experiment import Experiment
+from scalejax.train.metrics.protocol import Described, Metric
 from scalejax.train.protocols import DataSet
 from scalejax.train.records import Records
 from scalejax.train.run import HostState, Run
@@ -58,32 +59,78 @@ def train(
     Raises:
       UserError: bad input, named with what to do.
     """
-    data = _build_data(experiment, console)
-    evaluation = experiment.evaluation
-    _check_splits(data, {"evaluation.split": evaluation.split, "evaluation.final_split": evaluation.final_split})
-    run = Run.bind(experiment, data, make_mesh(experiment.placement.mesh))
-    timer = StepTimer(in_flight=run.in_flight - 1)
+    runs = _bind(experiment, console)
+    timer = StepTimer(in_flight=runs[0].in_flight - 1)
     with (
         RunFolder(run_folder.choose(workdir, recipe, resume)) as folder,
-        _checkpointer(folder.checkpoints, experiment, run) as checkpoints,
+        _checkpointer(folder.checkpoints, runs[0]) as checkpoints,
     ):
-        start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.steps)
+        start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.total_steps)
+        run, *later = [run for run in runs[:-1] if (start or 0) < run.stage.stop] + runs[-1:]
         with timer.phase("compile"):
-            state, host = run.begin() if start is None else run.restore(checkpoints, start)
+            state, host = _state_of(run, runs, checkpoints, start)
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
         folder.begin(record or {"recipe": recipe, "experiment": repr(experiment)}, environment, start)
         if distributed.is_primary():
-            folder.write_measures(run.described.to_dict())
-        with EventWriter(folder.path, process_index=jax.process_index(), step=start or 0) as events:
+            folder.write_measures(_described(runs).to_dict())
+        with (
+            EventWriter(folder.path, process_index=jax.process_index(), step=start or 0) as events,
+            _progress(console, experiment.total_steps, start or 0) as show,
+        ):
             records = Records(checkpoints, events, timer)
             run.attach(records)
-            state, host = _steps(run, experiment, records, state, host, start or 0, console)
+            state, host = _steps(run, records, state, host, start or 0, show)
+            for run in later:
+                del state
+                with timer.phase("compile"):
+                    state, host = _state_of(run, runs, checkpoints, run.stage.start)
+                run.attach(records)
+                state, host = _steps(run, records, state, host, run.stage.start, show)
             closing = run.close(state, host)
             closing |= _what_ran(run, recipe, environment)
             if distributed.is_primary():
                 folder.write_summary(closing)
                 report.write_report(folder.path)
     return closing | {"run_folder": str(folder.path)}
+
+
+def _bind(experiment: Experiment, console: Console | None) -> list[Run]:
+    """Every phase of a run, bound before the first begins, so that a mistake in the last costs no training."""
+    runs: list[Run] = []
+    for stage in phases.stages(experiment):
+        own = stage.experiment
+        built = [run.data for run in runs if run.experiment.data == own.data]
+        data = built[0] if built else _build_data(own, console)
+        wanted = {"evaluation.split": own.evaluation.split, "evaluation.final_split": own.evaluation.final_split}
+        _check_splits(data, wanted)
+        run = Run.bind(own, data, make_mesh(own.placement.mesh), stage)
+        if runs:
+            run.kept(runs[-1])
+        runs.append(run)
+    return runs
+
+
+def _state_of(run: Run, runs: list[Run], checkpoints: Checkpointer, start: int | None) -> tuple[Any, HostState]:
+    """The state with which a phase begins or goes on, and what the host knows; `start` is that of a checkpoint."""
+    number = runs.index(run)
+    if start is None:
+        state = run.begin()
+    elif number and start == run.stage.start:
+        _become(checkpoints, runs[number - 1])
+        state = run.follow(runs[number - 1], checkpoints)
+    else:
+        _become(checkpoints, run)
+        return run.restore(checkpoints, start)
+    _become(checkpoints, run)
+    return state
+
+
+def _described(runs: list[Run]) -> Described:
+    """What a run measures in all of its phases."""
+    found: list[Metric] = []
+    for metric in (metric for run in runs for metric in run.program.metrics.values()):
+        found += [] if metric in found else [metric]
+    return Described.of(tuple(found))
 
 
 def evaluate(
@@ -109,39 +156,35 @@ def evaluate(
     Raises:
       UserError: no such checkpoint, another model or other data, a damaged file.
     """
+    workdir = pathlib.Path(workdir)
+    experiment = phases.experiment_at(experiment, workdir, step)
     data = _build_data(experiment, console)
     _check_splits(data, {"split": split})
     run = Run.bind_to_score(experiment, data, make_mesh(experiment.placement.mesh), console)
-    with _checkpointer(pathlib.Path(workdir) / "checkpoints", experiment, run) as checkpoints:
-        state, examples = run.restore_to_score(checkpoints, step)
+    state, examples = run.open_to_score(workdir, step)
     found = int(state.step)
     if console is not None:
         console.print(f"Scoring {data.num_examples(split):,} examples of split {split!r} at step {found}")
     return {"recipe": str(workdir), "steps": found, "examples": examples} | run.score(state, split)
 
 
-def _checkpointer(folder: pathlib.Path, experiment: Experiment, run: Run) -> Checkpointer:
-    policy = dataclasses.replace(experiment.checkpoints, best_metric=run.best.name)
+def _checkpointer(folder: pathlib.Path, run: Run) -> Checkpointer:
+    return Checkpointer(folder, run.experiment.checkpoints, run.identity(), full_every=run.experiment.tables.full_every)
+
+
+def _become(checkpoints: Checkpointer, run: Run) -> None:
+    """From here on the checkpoints are those of this phase."""
+    policy = dataclasses.replace(run.experiment.checkpoints, best_metric=run.best.name)
     better = "high" if run.best.better == "high" else "low"
-    return Checkpointer(folder, policy, run.identity(), full_every=experiment.tables.full_every, better=better)
+    checkpoints.become(policy, run.identity(), better=better, frozen=run.frozen)
 
 
-def _steps(
-    run: Run,
-    experiment: Experiment,
-    records: Records,
-    state: Any,
-    host: HostState,
-    start: int,
-    console: Console | None,
-) -> tuple[Any, HostState]:
-    """Runs the steps after `start`."""
+def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, show: Any) -> tuple[Any, HostState]:
+    """Runs the steps of a phase after `start`."""
+    experiment, stop = run.experiment, run.stage.stop
     timer, every, scoring = records.timer, experiment.checkpoints.every, experiment.evaluation.every
-    with (
-        _progress(console, experiment.steps, start) as show,
-        run.feed(host, experiment.steps - start) as feed,
-    ):
-        for step in range(start + 1, experiment.steps + 1):
+    with run.feed(host, stop - start) as feed:
+        for step in range(start + 1, stop + 1):
             host = run.before_step(state, host, step)
             with timer.phase("data_wait"):
                 examples = feed.take()
@@ -151,10 +194,10 @@ def _steps(
                     loss.block_until_ready()
             timer.step_done(examples=examples, output=loss, amounts=feed.amounts)
             host = host.after(examples)
-            last = step == experiment.steps
+            last = step == stop
             if last or step % experiment.log_every == 0:
                 state, host, fields = run.log(state, host, step)
-                show(step, fields)
+                show(step, fields, run.stage.name)
             scored = None
             if last or (scoring and step % scoring == 0):
                 with timer.phase("evaluation"):
@@ -204,11 +247,11 @@ def _what_ran(run: Run, recipe: str, environment: dict[str, Any]) -> dict[str, A
 
 @contextlib.contextmanager
 def _progress(console: Console | None, steps: int, start: int) -> Iterator[Any]:
-    """A function (step, fields) that moves the progress line."""
+    """A function (step, fields, name of the phase) that moves the progress line."""
     if console is None:
-        yield lambda step, fields: None
+        yield lambda step, fields, phase: None
         return
     with Progress(*consoles.progress_columns(), console=console) as progress:
         fields: dict[str, Any] = consoles.progress_fields()
         task = progress.add_task("train", total=steps, completed=start, **fields)
-        yield lambda step, fields: progress.update(task, completed=step, **fields)
+        yield lambda step, fields, phase: progress.update(task, completed=step, description=phase or "train", **fields)

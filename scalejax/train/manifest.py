@@ -13,10 +13,13 @@ import jax
 from scalejax.errors import UserError
 from scalejax.train import disk
 
-FORMAT_VERSION = 2
-"""Raised when a reader of today could not read the checkpoints of tomorrow. 1: full ones; 2: of touched rows."""
+FORMAT_VERSION = 3
+"""Raised when a reader of today could not read the checkpoints of tomorrow.
 
-_FULL_VERSION = 1
+1: full ones; 2: of touched rows; 3: with frozen arrays, which are stored once for several checkpoints.
+"""
+
+_FULL_VERSION, _DELTA_VERSION = 1, 2
 
 FILE = "manifest.json"
 
@@ -35,6 +38,50 @@ class Manifest:
     """Of the tables, where rows know which update last touched them."""
     delta: dict[str, Any] | None = None
     """See `chain.Delta`; None for a full checkpoint, which needs no other."""
+    frozen: dict[str, Any] | None = None
+    """{"folder", "digest", "names"}: where the arrays are that do not change, beside the checkpoint; see `Frozen`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Arrays that several checkpoints share, as they do not change: parameters that are not trained.
+
+    Attributes:
+      folder: Name of their folder, which has a manifest of its own, beside those of the checkpoints.
+      digest: Of that manifest.
+      names: Of the arrays.
+    """
+
+    folder: str
+    digest: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Frozen | None":
+        """What a checkpoint says of its frozen arrays; None = it has none."""
+        said = manifest.frozen
+        return None if said is None else cls(said["folder"], said["digest"], tuple(said["names"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values."""
+        return dataclasses.asdict(self) | {"names": list(self.names)}
+
+    def read(self, checkpoints: pathlib.Path) -> Manifest:
+        """The manifest of the folder.
+
+        Args:
+          checkpoints: Folder of all checkpoints.
+
+        Raises:
+          Damaged: it is missing, or not the one that was meant.
+        """
+        path = checkpoints / self.folder
+        if not path.is_dir():
+            raise Damaged(f"folder {path}, which holds the frozen parameters, is missing")
+        found = read(path)
+        if stored_digest(path) != self.digest:
+            raise Damaged(f"folder {path} does not hold the frozen parameters that it held")
+        return found
 
 
 class Damaged(UserError):
@@ -43,7 +90,7 @@ class Damaged(UserError):
 
 def write(folder: pathlib.Path, manifest: Manifest) -> None:
     """Writes `manifest.json` atomically, with a digest of itself."""
-    version = FORMAT_VERSION if manifest.delta is not None else _FULL_VERSION
+    version = FORMAT_VERSION if manifest.frozen else _FULL_VERSION if manifest.delta is None else _DELTA_VERSION
     content = {"format_version": version, **dataclasses.asdict(manifest)}
     disk.write_atomically(
         folder / FILE, json.dumps({"sha256": _content_digest(content), "content": content}, indent=1) + "\n"

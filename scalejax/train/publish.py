@@ -95,7 +95,8 @@ def apply(served: Served, folder: pathlib.Path) -> Served:
         if "rows" in rows.leaves:
             columns, values = rows.leaves["rows"]
             served.tables[rows.table][rows.numbers, slice(*columns) if columns else slice(None)] = values
-    return dataclasses.replace(arrived, tables=served.tables | arrived.tables)
+    # Parameters that are not trained do not come again.
+    return dataclasses.replace(arrived, tables=served.tables | arrived.tables, params=served.params | arrived.params)
 
 
 def rows_of(served: Served, table: str, ids: np.ndarray, config: IdMapConfig) -> np.ndarray:

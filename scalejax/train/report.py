@@ -199,12 +199,24 @@ def _curves(run: Run) -> Iterator[str]:
         bound, window = value.bound or "", value.window or ""
         band = [r.get(bound) or 0 for r in run.windows if r.get(window) is not None]
         base = ("base rate", value.base) if value.base is not None else _base(named, value)
-        svg = figures.curve(title, windows, evaluated, band=band if len(band) == len(windows) else (), base=base)
+        band = band if len(band) == len(windows) else []
+        svg = figures.curve(title, windows, evaluated, band=band, base=base, phases=_phases(run))
         caption = f"{title}: {value.unit}." if value.unit else f"{title}."
         yield page.picture(svg, f"{title} over the steps", caption)
     rates = figures.finite([(r["step"], r.get("learning_rate")) for r in run.windows])
     if rates:
         yield page.picture(figures.learning_rate(rates), "learning rate", "Learning rate of the optimizer.")
+
+
+def _phases(run: Run) -> dict[str, int]:
+    """Where each phase begins, as the record of the experiment has it."""
+    recorded = run.experiment.get("experiment")
+    fields = recorded.get("fields", {}) if isinstance(recorded, Mapping) else {}
+    found, start = {}, fields.get("steps", 0)
+    for phase in fields.get("phases", ()):
+        found[phase["fields"]["name"]] = start
+        start += phase["fields"]["steps"]
+    return found
 
 
 def _titled(value: Value) -> str:

@@ -11,22 +11,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
 from scalejax import chips, optim
 from scalejax.errors import UserError
 from scalejax.parallel import offload
+from scalejax.parallel.embedding import stored
+from scalejax.parallel.embedding.collection import COUNTS, MAPS
 from scalejax.parallel.embedding.plan import PlanRefused, ShardingPlan
 from scalejax.parallel.embedding.tracking import touched_rows
-from scalejax.train import binding, distributed, scoring, summary, trained
+from scalejax.train import binding, distributed, phases, scoring, summary, trained
 from scalejax.train import console as consoles
+from scalejax.train import manifest as manifests
 from scalejax.train import state as states
+from scalejax.train.array_store import AnyArray, LazyArray
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.convert import prefetch
-from scalejax.train.experiment import Experiment
+from scalejax.train.experiment import Experiment, Init, Surgery
 from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics import sums as metric_sums
-from scalejax.train.metrics.protocol import Described
+from scalejax.train.phases import Stage
 from scalejax.train.pipeline import Pipeline
 from scalejax.train.protocols import DataSet
 from scalejax.train.records import Records
@@ -34,6 +39,7 @@ from scalejax.train.scoring import Scores
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
 from scalejax.train.timing import peak_memory
+from scalejax.train.trained import Trained
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +62,8 @@ class HostState:
     """What a run knows on the host between two steps.
 
     Attributes:
-      examples: Global example counter: the position in the training stream.
+      examples: Global example counter.
+      data_from: Its value when the training stream of these data began.
       weight: Sum of the weights of all examples so far; of a language model the targets that it has learnt from.
       lifetime: Sums of the metrics that have values for the whole run, over all windows so far.
       progressive: The same over all days scored so far, before they were trained.
@@ -64,10 +71,16 @@ class HostState:
     """
 
     examples: int = 0
+    data_from: int = 0
     weight: float = 0.0
     lifetime: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     progressive: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     best: Best = Best()
+
+    @property
+    def position(self) -> int:
+        """In the training stream."""
+        return self.examples - self.data_from
 
     def after(self, examples: int) -> "HostState":
         """One step later."""
@@ -77,6 +90,7 @@ class HostState:
         """As JSON values, exactly."""
         return {
             "examples": self.examples,
+            "data_from": self.data_from,
             "weight": self.weight,
             "lifetime": {name: metric_sums.to_json(sums) for name, sums in self.lifetime.items()},
             "progressive": {name: metric_sums.to_json(sums) for name, sums in self.progressive.items()},
@@ -90,13 +104,26 @@ class HostState:
             {name: metric_sums.from_json(sums, like[name]) for name, sums in values[key].items()}
             for key in ("lifetime", "progressive")
         )
-        best = Best(**values["best"])
-        return cls(int(values["examples"]), float(values["weight"]), lifetime, progressive, best)
+        best, data_from = Best(**values["best"]), int(values.get("data_from", 0))
+        return cls(int(values["examples"]), data_from, float(values["weight"]), lifetime, progressive, best)
 
 
-def _reader(array: Any, dtype: Any) -> Callable[[Any], np.ndarray]:
-    """What reads the part of an array that a device keeps."""
-    return lambda index: np.asarray(array[index]).astype(dtype)
+def _placed(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Arrays on the devices, in the dtypes and shardings of `like`; of each a device's part is read at a time."""
+
+    def read(array: Any, dtype: Any) -> Callable[[Any], np.ndarray]:
+        return lambda index: np.asarray(array[index]).astype(dtype)
+
+    return {
+        path: jax.make_array_from_callback(x.shape, x.sharding, read(arrays[path], x.dtype)) for path, x in like.items()
+    }
+
+
+def _nothing(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros, or any key."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    make = (lambda: jax.random.key(0)) if is_key else (lambda: jnp.zeros(leaf.shape, leaf.dtype))
+    return jax.jit(make, out_shardings=leaf.sharding)()
 
 
 class Run:
@@ -105,23 +132,27 @@ class Run:
     `log`, `evaluate`, `before_step` and `close` write their records where `attach` said, and book the time there.
     """
 
-    def __init__(self, program: Program, data: DataSet) -> None:
+    def __init__(self, program: Program, data: DataSet, stage: Stage | None = None) -> None:
         self.program, self.data, self.experiment = program, data, program.experiment
+        self.stage = phases.stages(self.experiment)[0] if stage is None else stage
         self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
         self.best = binding.best_value(self.experiment, tuple(program.metrics.values()))
         self._records: Records | None = None
         self._last: tuple[weakref.ref[TrainState], dict[str, Scores]] | None = None
 
     @classmethod
-    def bind(cls, experiment: Experiment, data: DataSet, mesh: Mesh) -> "Run":
-        """Binds an experiment to its data and a mesh.
+    def bind(cls, experiment: Experiment, data: DataSet, mesh: Mesh, stage: Stage | None = None) -> "Run":
+        """Binds an experiment, or a phase of it, to its data and a mesh.
 
         Raises:
           UserError: as `binding.bind`, or state must not rest in the host memory of these devices.
         """
+        stage = phases.stages(experiment)[0] if stage is None else stage
+        experiment = stage.experiment
         if experiment.placement.offload != "none":
             offload.check(mesh.devices)
-        return cls(binding.bind(experiment, data.schema, mesh, data), data)
+        program = binding.bind(experiment, data.schema, mesh, data)
+        return cls(dataclasses.replace(program, schedules_from=stage.optimizer_from), data, stage)
 
     @classmethod
     def bind_to_score(cls, experiment: Experiment, data: DataSet, mesh: Mesh, console: Console | None) -> "Run":
@@ -178,7 +209,14 @@ class Run:
             identity["id_maps"] = repr(e.tables.id_maps)
         if jax.tree.leaves(self.program.abstract_state().exchange):
             identity["exchange"] = type(e.strategy).__name__
+        if self.stage.name:
+            identity["phase"] = self.stage.name
         return identity
+
+    @property
+    def frozen(self) -> frozenset[str]:
+        """Names, in a checkpoint, of what no step of this run changes."""
+        return frozenset(f"params.{path}" for path in self.program.model.params if path not in self.program.trained)
 
     # State.
 
@@ -186,44 +224,173 @@ class Run:
         """A fresh state, and what the host knows.
 
         Raises:
-          UserError: the run that the parameters are to begin with does not fit.
+          UserError: the model that the parameters are to begin with cannot be read, or does not fit.
         """
+        state, init = self.program.init(), self.experiment.init
+        if init is not None:
+            init = Init(path=init) if isinstance(init, str) else init
+            state = self._with_model(state, self._opened(init), init.surgery, f"init={init.path}")
+        return state, HostState()
+
+    def follow(self, before: "Run", checkpoints: Checkpointer) -> tuple[TrainState, HostState]:
+        """State and what the host knows at the beginning of this phase, of what the phase before saved last.
+
+        Raises:
+          UserError: the model of the phase before does not fit this one.
+        """
+        stage, kept = self.stage, self.kept(before)
         state = self.program.init()
-        return state if self.experiment.init is None else self._begun_with(state, self.experiment.init), HostState()
+        if stage.surgery is not None:
+            checkpoints.wait()
+            source = trained.open_run(checkpoints.folder.parent, stage.start)
+            state = self._with_model(state, source, stage.surgery, f"phases: {stage.name!r}")
+        stored = self.to_stored(state)
+        structure, leaves = jax.tree.structure(stored), manifests.named_leaves(stored)
+        del state, stored
+        for name in kept:  # let go before its successor is read
+            leaves[name] = None
+        arrays, saved = checkpoints.read(stage.start, kept)
+        leaves |= arrays
+        for average in self.experiment.averages:
+            for path in self.program.trained:
+                if (name := f"averages.{average.name}.{path}") not in kept:
+                    leaves[name] = jnp.copy(leaves[f"params.{path}"])
+        return self.from_stored(jax.tree.unflatten(structure, leaves.values())), self._host_after(before, saved)
 
-    def _begun_with(self, state: TrainState, init: str) -> TrainState:
-        """The state with parameters, variables and rows of tables of another run, one array at a time."""
-        where, model = f"init={init}", self.program.model
-        source = trained.open_run(pathlib.Path(init))
-        params = trained.matched(source, model.params, where)
+    def kept(self, before: "Run") -> dict[str, Any]:
+        """What of the stored state is that of the phase before, by name, as shapes, dtypes and shardings here.
 
-        def placed(arrays: Mapping[str, Any], like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-            return {
-                path: jax.make_array_from_callback(x.shape, x.sharding, _reader(arrays[path], x.dtype))
-                for path, x in like.items()
-            }
+        Raises:
+          UserError: this phase has another model and no surgery that makes it.
+        """
+        stage, now = self.stage, manifests.named_leaves(self.abstract_stored())
+        earlier = {name: manifests.describe(x) for name, x in manifests.named_leaves(before.abstract_stored()).items()}
+        same_rows = type(self.experiment.tables.optimizer) is type(before.experiment.tables.optimizer)
+        same_exchange = stage.keeps_optimizer and self.experiment.strategy == before.experiment.strategy
 
-        state = dataclasses.replace(state, params=placed(params, state.params))
-        if set(model.variables) <= set(source.variables):
-            state = dataclasses.replace(state, variables=placed(source.variables, state.variables))
-        averages = {
-            a.name: {path: state.params[path] for path in self.program.trained} for a in self.experiment.averages
-        }
-        state = dataclasses.replace(state, averages=jax.tree.map(jnp.copy, averages))
-        collection = self.program.collection
+        def stays(name: str) -> bool:
+            part, _, rest = name.partition(".")
+            if part in ("step", "key"):
+                return True
+            if part in ("optimizer", "loss_scale"):
+                return stage.keeps_optimizer
+            if part == "exchange":
+                return same_exchange and earlier.get(name) == manifests.describe(now[name])
+            if part == "metrics" or stage.surgery is not None:
+                return False
+            if part == "averages":
+                return name in earlier
+            state_of_rows = part == "tables" and not rest.startswith((MAPS, COUNTS)) and ".rows_" not in rest
+            return same_rows or not state_of_rows
+
+        kept = {name: leaf for name, leaf in now.items() if stays(name)}
+        differences = manifests.describe_mismatch(kept, {name: earlier[name] for name in kept if name in earlier})
+        if differences:
+            raise UserError(
+                f"phases: {stage.name!r} has no surgery, and so it must have the model of the phase before, which it "
+                f"has not: {'; '.join(differences[:3])}. Give it a surgery that makes the one of the other."
+            )
+        return kept
+
+    def _host_after(self, before: "Run", saved: Mapping[str, Any]) -> HostState:
+        """What the host knows, of what it knew at the end of the phase before."""
+        host = HostState.from_dict(saved, before.zero_sums())
+        if tuple(self.program.metrics.values()) != tuple(before.program.metrics.values()):
+            host = dataclasses.replace(host, lifetime={}, progressive={})
+        if self.best != before.best or self.experiment.evaluation != before.experiment.evaluation:
+            host = dataclasses.replace(host, best=Best())
+        if self.data.fingerprint() != before.data.fingerprint():
+            host = dataclasses.replace(host, data_from=host.examples)
+        return host
+
+    def zero_sums(self) -> dict[str, Any]:
+        """Host sums of the metrics that have values for the whole run."""
+        metrics = self.program.metrics.items()
+        return {name: metric_sums.to_host(metric.zeros()) for name, metric in metrics if metric.lifetime}
+
+    def _opened(self, init: Init) -> Trained:
+        path = pathlib.Path(init.path)
+        if not trained.is_run(path):
+            if (init.step, init.average, init.digest) != (None, 1, None):
+                raise UserError(
+                    f"init={path} is no run folder, and so step, average and digest mean nothing. Leave them out."
+                )
+            return self.program.task.open_folder(path)
+        found = trained.open_run(path, init.step, init.average)
+        if init.digest is not None and not (init.digest and found.digest.startswith(init.digest)):
+            raise UserError(
+                f"init={path}: {found.origin} has the digest {found.digest[:12]}..., and init.digest is "
+                f"{init.digest!r}. Give the run that was meant, or its digest."
+            )
+        return found
+
+    def _with_model(self, state: TrainState, source: Trained, surgery: Surgery | None, where: str) -> TrainState:
+        """The state with parameters, variables and rows of tables of another model, one array at a time."""
+        model, collection = self.program.model, self.program.collection
+        if surgery is not None:
+            source = surgery.operate(source, self._as_trained(state))
+        # Rows of the batch begin anew: they belong to examples.
+        variables = {path: v for path, v in state.variables.items() if model.variable_specs[path] == P()}
+        arrays = trained.matched(source, model.params | {path: model.variables[path] for path in variables}, where)
+        state = dataclasses.replace(
+            state,
+            params=_placed(arrays, state.params),
+            variables=state.variables | _placed(arrays, variables),
+        )
+        own = {path: state.params[path] for path in self.program.trained}
+        state = dataclasses.replace(
+            state, averages={a.name: jax.tree.map(jnp.copy, own) for a in self.experiment.averages}
+        )
         if collection is None:
             return state
-        logical = collection.to_logical(state.tables)
-        for name, leaves in logical.items():
-            rows = source.tables.get(name)
-            if rows is None or tuple(rows.shape) != leaves["rows"].shape:
+        return dataclasses.replace(state, tables=self._tables_of(source, collection.to_stored(state.tables), where))
+
+    def _tables_of(self, source: Trained, rest: dict[str, Any], where: str) -> Any:
+        """Tables with the rows and id maps of another model, and all else of the stored tree `rest`."""
+        collection = self.program.collection
+        assert collection is not None
+        tree = {name: dict(leaves) for name, leaves in rest.items()}
+        for table in collection.tables:
+            rows, wanted = source.tables.get(table.name), (table.rows, table.dim)
+            if rows is None or tuple(rows.shape) != wanted:
                 has = "no such table" if rows is None else f"{list(rows.shape)}"
                 raise UserError(
-                    f"{where}: table {name!r} is {list(leaves['rows'].shape)} in the model, and {source.origin} has "
-                    f"{has}. Give a run of the same model and data."
+                    f"{where}: table {table.name!r} is {list(wanted)} in the model, and {source.origin} has {has}. "
+                    "Give a run of the same model and data."
                 )
-            leaves["rows"] = placed({"rows": rows}, {"rows": leaves["rows"]})["rows"]
-        return dataclasses.replace(state, tables=collection.from_logical(logical))
+            start, leaves = 0, tree[table.name]
+            for part, count in stored.parts(table.rows).items():
+                own = trained.rows_of(rows, start, start + count)
+                leaves |= _placed({f"rows_{part}": own}, {f"rows_{part}": leaves[f"rows_{part}"]})
+                start += count
+        for table in collection.mapped_tables:
+            if table.name not in source.maps:
+                raise UserError(
+                    f"{where}: table {table.name!r} has an id map, and {source.origin} has none for it, so that "
+                    "nobody knows whose its rows are. Give a run with the same tables.id_maps."
+                )
+            maps = tree[MAPS][table.name]
+            like = {leaf: x for leaf, x in maps.items() if leaf != "counts"}
+            tree[MAPS][table.name] = maps | _placed(source.maps[table.name], like)
+        return collection.from_stored(tree)
+
+    def _as_trained(self, state: TrainState) -> Trained:
+        """A state as an opened model; parts of arrays are copied to the host when they are indexed."""
+
+        def lazy(arrays: Mapping[str, jax.Array]) -> dict[str, AnyArray]:
+            return {
+                path: LazyArray(x.shape, x.dtype, lambda index, x=x: np.asarray(x[index])) for path, x in arrays.items()
+            }
+
+        collection = self.program.collection
+        logical = {} if collection is None else collection.to_logical(state.tables)
+        return Trained(
+            params=lazy(state.params),
+            variables=lazy(state.variables),
+            tables=lazy({name: leaves["rows"] for name, leaves in logical.items()}),
+            step=0,
+            origin="the model as it is drawn",
+        )
 
     def restore(self, checkpoints: Checkpointer, step: int | None) -> tuple[TrainState, HostState]:
         """Both of a checkpoint, the newest for None."""
@@ -234,32 +401,46 @@ class Run:
         stored, host = checkpoints.restore(step, abstract | resized)
         if resized:
             stored["exchange"] = self._resize(stored["exchange"])
-        like = {
-            name: metric_sums.to_host(metric.zeros())
-            for name, metric in self.program.metrics.items()
-            if metric.lifetime
-        }
-        return self.from_stored(stored), HostState.from_dict(host, like)
+        return self.from_stored(stored), HostState.from_dict(host, self.zero_sums())
 
-    def restore_to_score(self, checkpoints: Checkpointer, step: int | None) -> tuple[TrainState, int]:
-        """A state of which only what the model computes with is that of a checkpoint; and how many examples it saw."""
-        if self.program.collection is not None:
-            self.program.collection.check_fits()
-        abstract = self.abstract_stored()
-        wanted = {
-            name: abstract[name] for name in ("step", "params", "variables", "averages", "tables") if name in abstract
-        }
-        stored, host = checkpoints.read(step, wanted)
-        rest = self.program.abstract_state()
+    def open_to_score(self, folder: pathlib.Path, step: int | None) -> tuple[TrainState, int]:
+        """A state of which only what the model computes with is that of a run; and how many examples it saw.
+
+        Args:
+          folder: Of the run.
+          step: Of the checkpoint; None = the newest.
+
+        Raises:
+          UserError: no such checkpoint, another model or other data, a damaged file.
+        """
+        found, program = trained.open_run(folder, step), self.program
+        data = self.identity()["data"]
+        if found.identity.get("data", data) != data:
+            raise UserError(
+                f"{found.origin} is of other data: data is {manifests.excerpt(found.identity['data'], data)} in the "
+                f"checkpoint and {manifests.excerpt(data, found.identity['data'])} here. Use the recipe, the --set values and the "
+                "data that the run began with (experiment.json in its folder)."
+            )
+        state, model = program.abstract_state(), program.model
+        # Rows of a batch of another size mean nothing here.
+        of_batch = {path: x for path, x in model.variables.items() if model.variable_specs[path] != P()}
+        of_batch = {path: x for path, x in of_batch.items() if found.variables[path].shape != x.shape}
+        zeros = {path: np.zeros(x.shape, x.dtype) for path, x in of_batch.items()}
+        shapes = {path: x for path, x in (model.params | model.variables).items() if path not in zeros}
+        arrays = trained.matched(found, shapes, f"RUN_FOLDER {folder}") | zeros
+        averages = {name: _placed(found.averages[name], like) for name, like in state.averages.items()}
         state = dataclasses.replace(
-            rest,
-            step=stored["step"],
-            params=stored["params"],
-            variables=stored.get("variables", {}),
-            averages=stored.get("averages", {}),
-            tables={} if self.program.collection is None else self.program.collection.from_stored(stored["tables"]),
+            state,
+            step=np.array(found.step, np.int32),
+            params=_placed(arrays, state.params),
+            variables=_placed(arrays, state.variables),
+            averages=averages,
         )
-        return state, int(host["examples"])
+        if program.collection is not None:
+            program.collection.check_fits()
+            rest = jax.tree.map(_nothing, program.collection.abstract_stored())  # what only an update reads
+            state = dataclasses.replace(state, tables=self._tables_of(found, rest, f"RUN_FOLDER {folder}"))
+        return state, found.examples
 
     def abstract_stored(self) -> dict[str, Any]:
         """What a checkpoint holds, as shapes, dtypes and the shardings of this mesh."""
@@ -310,7 +491,7 @@ class Run:
     @contextlib.contextmanager
     def feed(self, host: HostState, steps: int) -> Iterator[Pipeline]:
         """The batches of the next `steps` steps."""
-        batches = self.program.task.train_batches(self.data, self.mesh, host.examples)
+        batches = self.program.task.train_batches(self.data, self.mesh, host.position)
         with prefetch(batches, self.program) as prefetched:
             yield Pipeline(self.program, prefetched, steps)
 
@@ -319,7 +500,7 @@ class Run:
         if self.experiment.evaluation.validation != "progressive":
             return host
         for name, first, stop in self.data.days():
-            if host.examples <= first < host.examples + self.experiment.data.batch_size:
+            if host.position <= first < host.position + self.experiment.data.batch_size:
                 with self.records.timer.phase("evaluation"):
                     batches = self.data.range_batches(
                         first, stop, process_index=jax.process_index(), process_count=jax.process_count()
@@ -353,7 +534,7 @@ class Run:
             if metric.lifetime:
                 so_far = metric.compute(host.lifetime[name])
                 lifetime |= {f"lifetime_{key}": so_far[key] for key in metric.lifetime}
-        taken = step
+        taken = step - self.program.schedules_from
         if state.loss_scale is not None:
             taken -= int(state.loss_scale.skipped)  # schedules go by the steps that were taken
             values |= {"skipped": int(steps.skipped), "loss_scale": float(state.loss_scale.scale)}
@@ -416,7 +597,7 @@ class Run:
         """Scores the final split, with intervals, and adds up the run; returns what the summary says of it."""
         e, timer = self.experiment, self.records.timer
         split = e.evaluation.final_split
-        closing: dict[str, Any] = {"steps": e.steps, "examples": host.examples, "weight": host.weight}
+        closing: dict[str, Any] = {"steps": self.stage.stop, "examples": host.examples, "weight": host.weight}
         with timer.phase("evaluation"):
             scores = self._scores(state, split)
             values = scores.measure(intervals="bootstrap")
@@ -424,7 +605,7 @@ class Run:
             # Before anything else is written: if the disk is full, the checkpoint is what the user must hear of.
             self.records.checkpoints.wait()
         with timer.phase("evaluation"):
-            self.records.events.evaluation(e.steps, split, values)
+            self.records.events.evaluation(self.stage.stop, split, values)
             if distributed.is_primary():
                 for metric in self.program.metrics.values():
                     metric.keep(self.records.checkpoints.folder.parent, split, scores.collected)
@@ -449,11 +630,6 @@ class Run:
         """Scores a split once more; writes nothing."""
         scores = self._scores(state, split)
         return summary.of_evaluation(split, scores.measure(intervals="bootstrap"))
-
-    @property
-    def described(self) -> Described:
-        """What the run measures."""
-        return Described.of(tuple(self.program.metrics.values()))
 
     def _scores(self, state: TrainState, split: str) -> Scores:
         """Of a split; what one state had is found once."""

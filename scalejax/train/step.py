@@ -94,6 +94,7 @@ class Program:
       plain_layout: The same without deduplication.
       constants: What the model reads in every step; shapes in a program that is only compiled.
       example: A host batch with the sizes of fields that the task does not state; None = it states them all.
+      schedules_from: Step at which the schedules of the optimizers begin, see `phases`.
     """
 
     experiment: Experiment
@@ -105,6 +106,7 @@ class Program:
     plain_layout: tuple[FeatureLayout, ...] = ()
     constants: Any = None
     example: Any = None
+    schedules_from: int = 0
 
     # What the run is made of.
 
@@ -116,7 +118,8 @@ class Program:
     @functools.cached_property
     def row_schedule(self) -> optax.Schedule:
         """Factor on the learning rate of the tables, by step."""
-        return self.experiment.tables.schedule.build(self.experiment.steps)
+        schedule = self.experiment.tables.schedule.build(self.experiment.steps)
+        return lambda step: schedule(step - self.schedules_from)
 
     @functools.cached_property
     def metrics(self) -> dict[str, Metric]:

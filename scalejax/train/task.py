@@ -31,6 +31,7 @@ kind of model:
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
 
@@ -49,6 +50,7 @@ from scalejax.parallel.embedding.jagged import KeyedJagged
 from scalejax.parallel.gradients import Keys, Loss
 from scalejax.parallel.mesh import AXES, BATCH_AXES, check_batch
 from scalejax.train.metrics.protocol import Metric
+from scalejax.train.trained import Trained
 
 __all__ = ["Batch", "Field", "Gather", "Keys", "Loss", "Task", "TaskBase", "Work", "whole"]
 
@@ -230,6 +232,14 @@ class Task(Protocol):
         """
         ...
 
+    def open_folder(self, path: pathlib.Path) -> Trained:
+        """A model in a folder that is no run, in a form that this family of models knows.
+
+        Raises:
+          UserError: it is in no such form.
+        """
+        ...
+
     def constants(self, data: Any, mesh: Mesh) -> Any:
         """What the model reads in every step, a pytree of arrays on the devices of the mesh; made once."""
         ...
@@ -298,6 +308,14 @@ class TaskBase:
         del data
         for size in getattr(experiment.data, "batch_sizes", (experiment.data.batch_size,)):
             check_batch(size, mesh, over="all axes" if self.tables() else "batch axes")
+
+    def open_folder(self, path: pathlib.Path) -> Trained:
+        if not path.is_dir():
+            raise UserError(f"init={path} does not exist. Give a folder that `scalejax train` wrote.")
+        raise UserError(
+            f"init={path} is no run folder, and {type(self).__name__} knows no other. Give a folder that `scalejax "
+            "train` wrote."
+        )
 
     def constants(self, data: Any, mesh: Mesh) -> Any:
         del data, mesh

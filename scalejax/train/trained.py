@@ -7,8 +7,7 @@
     write_run(pathlib.Path("runs/pruned"), dataclasses.replace(model, params=pruned))
 
 What a model is good for stays outside: no mesh, no task and no experiment object is needed here, shapes and dtypes come
-from the manifest. Only a run that goes on, or is scored on its own mesh, reads its whole state by
-`checkpoint.Checkpointer.restore`.
+from the manifest. Only a run that goes on reads its whole state by `checkpoint.Checkpointer.restore`.
 """
 
 import dataclasses
@@ -85,14 +84,18 @@ def open_run(path: pathlib.Path, step: int | None = None, average: int = 1) -> T
     """
     if not path.is_dir():
         raise UserError(f"RUN_FOLDER {path} does not exist. Give a folder that `scalejax train` wrote.")
-    has_record = (path / _RECORD).is_file()
-    if not has_record and not (path / _CHECKPOINTS).is_dir():
+    if not is_run(path):
         raise UserError(
             f"RUN_FOLDER {path} is no run folder: it holds no checkpoints and no {_RECORD}. Give a folder that "
             "`scalejax train` wrote."
         )
     found = open_checkpoints(path / _CHECKPOINTS, step, average)
-    return dataclasses.replace(found, record=disk.read_json(path / _RECORD)) if has_record else found
+    return dataclasses.replace(found, record=disk.read_json(path / _RECORD)) if (path / _RECORD).is_file() else found
+
+
+def is_run(path: pathlib.Path) -> bool:
+    """Whether this is a run folder."""
+    return (path / _RECORD).is_file() or (path / _CHECKPOINTS).is_dir()
 
 
 def open_checkpoints(folder: pathlib.Path, step: int | None = None, average: int = 1) -> Trained:
@@ -102,16 +105,19 @@ def open_checkpoints(folder: pathlib.Path, step: int | None = None, average: int
         links = [Checkpoint.read(folder / str(manifest.step)) for manifest in chain.chain_to(folder, steps[-1])]
         opened = {link.manifest.step: link for link in links}
         opened |= {number: Checkpoint.read(folder / str(number)) for number in steps if number not in opened}
+        part = (jax.process_index(), jax.process_count())
         for one in opened.values():
-            one.check()
+            distributed.together(lambda one=one: checkpoint.check_files(folder, one.manifest, part))
     except Damaged as damage:
         raise UserError(
             f"checkpoint {folder / str(steps[-1])}: {damage}. Bring the file back from a copy, or take another step: "
             f"there are {', '.join(map(str, checkpoint.listed(folder)))}."
         ) from damage
-    found, averaged = put_together(links), [opened[number] for number in steps]
+    averaged = [opened[number] for number in steps]
+    found = put_together(links, averaged[-1].frozen())
     origin = f"{'step' if average == 1 else 'the mean of steps'} {', '.join(map(str, steps))} in {folder}"
-    params = found.params if average == 1 else _means([put_together([one]).params for one in averaged], origin)
+    each = averaged if average > 1 else []
+    params = _means([put_together([one], one.frozen()).params for one in each], origin) if each else found.params
     return dataclasses.replace(found, params=params, checkpoints=tuple(one.folder for one in averaged), origin=origin)
 
 
@@ -148,7 +154,7 @@ def write_run(path: pathlib.Path, trained: Trained) -> None:
 
 
 def matched(trained: Trained, shapes: Mapping[str, jax.ShapeDtypeStruct], where: str) -> dict[str, AnyArray]:
-    """Parameters for a model, in the order in which it names them.
+    """Parameters for a model, in the order in which it names them, and those variables that it asks for.
 
     Args:
       trained: Where they come from.
@@ -158,7 +164,7 @@ def matched(trained: Trained, shapes: Mapping[str, jax.ShapeDtypeStruct], where:
     Raises:
       UserError: parameters are missing, are there beside those of the model, or have other shapes.
     """
-    params = trained.params
+    params = {**trained.params, **{path: x for path, x in trained.variables.items() if path in shapes}}
     shaped = [
         f"{path} is {list(params[path].shape)} there and {list(wanted.shape)} in the model"
         for path, wanted in shapes.items()
@@ -209,28 +215,37 @@ class Checkpoint:
     def _blocks(self) -> list[tuple[pathlib.Path, dict[str, Any]]]:
         return rows_file.blocks(self.folder)  # of a full checkpoint there are none
 
+    def frozen(self) -> "Checkpoint | None":
+        """The arrays that several checkpoints share, this one among them; None = it has all of its own."""
+        said = manifests.Frozen.of(self.manifest)
+        if said is None:
+            return None
+        return Checkpoint(self.folder.parent / said.folder, said.read(self.folder.parent), said.digest)
+
     def whole(self) -> dict[str, LazyArray]:
         """Name -> array that is here in full."""
-        delta = chain.delta_of(self.manifest)
+        delta, frozen = chain.delta_of(self.manifest), manifests.Frozen.of(self.manifest)
         known = self.manifest.arrays
+        elsewhere = set() if frozen is None else set(frozen.names)
         return {
             name: array_store.stored(
                 self.folder / _ARRAYS, name, tuple(known[name]["shape"]), jnp.dtype(known[name]["dtype"])
             )
             for name in (known if delta is None else delta.whole)
-            if name.startswith((_PARAMS, _VARIABLES, _AVERAGES, _TABLES))
+            if name.startswith((_PARAMS, _VARIABLES, _AVERAGES, _TABLES)) and name not in elsewhere
         }
 
 
-def put_together(links: Sequence[Checkpoint]) -> Trained:
+def put_together(links: Sequence[Checkpoint], frozen: Checkpoint | None = None) -> Trained:
     """The model of a checkpoint and those that it builds on, whose files have been checked.
 
     Args:
       links: In the order of their steps. Where the first builds on one that is not here, tables of which it has only
         some rows are left out.
+      frozen: The arrays that it shares with others; None = they are left out.
     """
     newest = links[-1]
-    arrays, base = newest.whole(), links[0].whole()
+    arrays, base = newest.whole() | ({} if frozen is None else frozen.whole()), links[0].whole()
     averages: dict[str, dict[str, AnyArray]] = {}
     maps: dict[str, dict[str, AnyArray]] = {}
     for name, array in arrays.items():
@@ -307,7 +322,8 @@ def _mean(arrays: Sequence[AnyArray]) -> LazyArray:
     return LazyArray(arrays[0].shape, arrays[0].dtype, read)
 
 
-def _range(array: AnyArray, start: int, stop: int) -> LazyArray:
+def rows_of(array: AnyArray, start: int, stop: int) -> LazyArray:
+    """Some consecutive rows of an array."""
     return LazyArray((stop - start, *array.shape[1:]), array.dtype, lambda index: array[start:stop][index])
 
 
@@ -346,7 +362,7 @@ def _by_name(trained: Trained) -> dict[str, AnyArray]:
     for name, table in trained.tables.items():
         start = 0
         for part, rows in stored.parts(table.shape[0]).items():
-            arrays[f"{_TABLES}{name}.rows_{part}"] = _range(table, start, start + rows)
+            arrays[f"{_TABLES}{name}.rows_{part}"] = rows_of(table, start, start + rows)
             start += rows
     for name, leaves in trained.maps.items():
         arrays |= {f"{_MAPS}{name}.{leaf}": array for leaf, array in leaves.items()}

@@ -68,9 +68,9 @@ def test_types_and_signs_count(a, b):
     assert not serialization.same(Held(a), Held(b))
 
 
-@pytest.mark.parametrize("value", [[1], {1: 2}, {"a": 1}, object(), len, b"x"])
+@pytest.mark.parametrize("value", [[1], {1: 2}, {"a": len}, object(), len, b"x"])
 def test_refuses_live_objects(value):
-    with pytest.raises(ValueError, match=r"experiment\.value must be a plain value"):
+    with pytest.raises(ValueError, match=r"experiment\.value(\.a)? must be a plain value"):
         serialization.to_data(Held(value))
 
 

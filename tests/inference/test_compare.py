@@ -6,7 +6,8 @@ import pytest
 from llama_cases import GQA, tensors, tokens, write_checkpoint
 
 from scalejax.errors import UserError
-from scalejax.inference import compare, generate, model_folder
+from scalejax.inference import compare, generate
+from scalejax.models.llm import model_folder
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 ROWS = tokens(GQA, 5, 12)

@@ -10,9 +10,9 @@ from flax import nnx
 from llama_cases import CASES, F32, GQA, model, tensors, tokens, write_checkpoint
 
 from scalejax.errors import UserError
-from scalejax.inference import generate, model_folder
+from scalejax.inference import generate
 from scalejax.inference.sampling import GREEDY, Sampling
-from scalejax.models.llm import llama3
+from scalejax.models.llm import llama3, model_folder
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.mesh import MeshShape, make_mesh

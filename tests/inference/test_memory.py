@@ -20,7 +20,8 @@ SHARD = 40 * 10**6
 _CHILD = """
 import pathlib, sys
 import jax
-from scalejax.inference import generate, model_folder
+from scalejax.inference import generate
+from scalejax.models.llm import model_folder
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 def status(name):

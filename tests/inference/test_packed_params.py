@@ -7,8 +7,9 @@ import pytest
 from llama_cases import tokens
 from quantized_cases import MATRICES, SMALL, quantize, write_model
 
-from scalejax.inference import generate, model_folder
+from scalejax.inference import generate
 from scalejax.inference.packed_params import PackedWeight
+from scalejax.models.llm import model_folder
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 ROWS = tokens(SMALL, 2, 24)

@@ -23,7 +23,8 @@ from quantized_cases import (
 
 from scalejax import nn
 from scalejax.errors import UnsupportedError, UserError
-from scalejax.inference import generate, model_folder
+from scalejax.inference import generate
+from scalejax.models.llm import model_folder
 from scalejax.numerics.weights import StaticWeight
 from scalejax.parallel.mesh import MeshShape, make_mesh
 

@@ -10,9 +10,10 @@ from llama_cases import GQA, tensors, write_checkpoint
 from scalejax.data.huggingface_tokenizer import HuggingFace
 from scalejax.data.tokenizer import ByteTokenizer
 from scalejax.errors import UserError
-from scalejax.inference import model_folder, text
+from scalejax.inference import text
 from scalejax.inference.generate import Continuation
 from scalejax.inference.sampling import Sampling
+from scalejax.models.llm import model_folder
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 BYTES = dataclasses.replace(GQA, vocabulary=320, layers=1)

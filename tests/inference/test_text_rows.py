@@ -7,7 +7,8 @@ import pytest
 from quantized_cases import write_model
 
 from scalejax.errors import UserError
-from scalejax.inference import model_folder, text_rows
+from scalejax.inference import text_rows
+from scalejax.models.llm import model_folder
 
 
 @pytest.fixture(scope="module")

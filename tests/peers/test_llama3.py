@@ -15,8 +15,8 @@ import torch
 import transformers
 from llama_cases import CASES, GQA, model, scenarios, tensors, tokens
 
-from scalejax.inference import generate, model_folder
-from scalejax.models.llm import safetensors
+from scalejax.inference import generate
+from scalejax.models.llm import model_folder, safetensors
 from scalejax.models.llm.llama3 import rope
 from scalejax.parallel.mesh import MeshShape, make_mesh
 

@@ -110,7 +110,7 @@ def test_transformers_runs_what_compressed_tensors_describe(theirs, tmp_path, fo
     given = [("layers/./mlp/down", "none")]
     quantize(theirs, tmp_path / "out", format, given=given, layout="compressed-tensors")
     quantize(theirs, tmp_path / "own", format, given=given)
-    from scalejax.inference import model_folder
+    from scalejax.models.llm import model_folder
 
     model_folder.convert(model_folder.open_folder(tmp_path / "own"), tmp_path / "ours", to="model")
     model_folder.convert(model_folder.open_folder(tmp_path / "ours"), tmp_path / "plain", to="huggingface")
@@ -134,7 +134,7 @@ def test_compressed_tensors_quantizes_activations_alike(theirs, tmp_path, inputs
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
     from compressed_tensors.quantization.lifecycle import forward, initialize_module_for_quantization
 
-    from scalejax.inference import model_folder
+    from scalejax.models.llm import model_folder
     from scalejax.numerics import static
 
     quantize_with_inputs(theirs, tmp_path / "out", format, inputs, layout="compressed-tensors")
@@ -172,7 +172,8 @@ def test_transformers_gives_the_logits_of_static_scales(theirs, tmp_path, inputs
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     import jax
 
-    from scalejax.inference import generate, model_folder
+    from scalejax.inference import generate
+    from scalejax.models.llm import model_folder
     from scalejax.parallel.mesh import MeshShape, make_mesh
 
     quantize_with_inputs(theirs, tmp_path / "out", format, inputs, layout="compressed-tensors")

@@ -271,10 +271,10 @@ def test_the_excerpt_of_a_long_identity_shows_the_difference():
 def test_a_newer_format_is_refused_by_its_number(make, monkeypatch):
     checkpointer = make()
     with monkeypatch.context() as future:
-        future.setattr(manifests, "_FULL_VERSION", 3)
+        future.setattr(manifests, "_FULL_VERSION", 4)
         checkpointer.save(1, small(1), {})
         checkpointer.wait()
-    with pytest.raises(UserError, match=r"has format 3 and this scalejax reads up to 2.*Upgrade"):
+    with pytest.raises(UserError, match=r"has format 4 and this scalejax reads up to 3.*Upgrade"):
         checkpointer.restore(1, SMALL)
 
 

@@ -23,8 +23,9 @@ from scalejax import configs
 from scalejax.configs import serialization
 from scalejax.data.schema import Categorical
 from scalejax.errors import UserError
-from scalejax.inference import model_folder, run_model
+from scalejax.inference import run_model
 from scalejax.inference.recommendation import click_model
+from scalejax.models.llm import model_folder
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.train import array_store, loop, publish, rows_file
 from scalejax.train.array_store import LazyArray

@@ -22,7 +22,7 @@ from scalejax.kernels import embedding_bag as bags
 from scalejax.kernels.block_quant import LaneRows, PackedRows
 from scalejax.nn import counts
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.train import binding, exact, trained
+from scalejax.train import binding, exact, phases, trained
 from scalejax.train.experiment import Experiment
 from scalejax.train.state import ModelShape
 from scalejax.train.task import Task
@@ -103,6 +103,7 @@ def load(run_folder: pathlib.Path, experiment: Experiment, step: int | None = No
       UserError: it is no run of a click model, has an id map or unpooled tables, has no such checkpoint, or a damaged
         one.
     """
+    experiment = phases.experiment_at(experiment, run_folder, step)
     task = binding.bound_task(experiment, experiment.data.schema())
     if not task.tables():
         raise UserError(

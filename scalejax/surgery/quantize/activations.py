@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.inference.model_folder import LanguageModel
 from scalejax.models.llm import architecture
+from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts import Layout
 from scalejax.nn import counts
 from scalejax.numerics.quantize import dequantize

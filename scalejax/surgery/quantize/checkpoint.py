@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.inference import model_folder
-from scalejax.inference.model_folder import LanguageModel
-from scalejax.models.llm import mapping, safetensors
+from scalejax.models.llm import mapping, model_folder, safetensors
+from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts import Layout, Role
 from scalejax.models.llm.safetensors import Written
 from scalejax.models.llm.special_tokens import write_generation_config

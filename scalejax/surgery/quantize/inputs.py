@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.inference.model_folder import LanguageModel
+from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts import Layout
 from scalejax.numerics import static
 from scalejax.numerics.quantize import dequantize

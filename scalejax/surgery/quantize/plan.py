@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from scalejax.errors import UserError
-from scalejax.inference.model_folder import LanguageModel
 from scalejax.models.llm import packed_layouts
 from scalejax.models.llm.mapping import LAYER, Entry
+from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts import Layout
 from scalejax.numerics import formats, rules, static
 from scalejax.numerics.formats import BlockFormat

@@ -9,8 +9,8 @@ from flax import nnx
 from llama_cases import CASES, F32, GQA, tensors, tokens, write_checkpoint
 
 from scalejax.errors import UserError
-from scalejax.inference import generate, model_folder
-from scalejax.models.llm import architecture, llama3
+from scalejax.inference import generate
+from scalejax.models.llm import architecture, llama3, model_folder
 from scalejax.models.llm.architecture import own_table
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.state import ModelShape

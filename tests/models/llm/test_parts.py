@@ -15,8 +15,8 @@ from llama_cases import model as plain
 from scalejax import nn
 from scalejax.data.tokens import TokenSchema
 from scalejax.errors import UserError
-from scalejax.inference import generate, model_folder
-from scalejax.models.llm import architecture, llama3
+from scalejax.inference import generate
+from scalejax.models.llm import architecture, llama3, model_folder
 from scalejax.models.llm.special_tokens import SpecialTokens
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.state import ModelShape

@@ -9,7 +9,7 @@ from llama_cases import tokens
 from quantized_cases import MATRICES, SMALL, quantize, read_weights, write_model
 
 from scalejax.errors import UserError
-from scalejax.inference import model_folder
+from scalejax.models.llm import model_folder
 from scalejax.models.llm.packed_layouts import find_layout
 from scalejax.surgery.quantize import activations, plan
 from scalejax.surgery.quantize.activations import ErrorDiffusion

@@ -9,8 +9,7 @@ import pytest
 from quantized_cases import MATRICES, SMALL, change_config, is_matrix, quantize, read_weights, rewrite, write_model
 
 from scalejax.errors import UserError
-from scalejax.inference import model_folder
-from scalejax.models.llm import safetensors
+from scalejax.models.llm import model_folder, safetensors
 from scalejax.numerics import formats
 from scalejax.numerics import quantize as quantizing
 from scalejax.numerics.qsnr import qsnr

@@ -7,7 +7,7 @@ from llama_cases import tokens
 from quantized_cases import MATRICES, SMALL, gaussian, write_model
 
 from scalejax.errors import UserError
-from scalejax.inference import model_folder
+from scalejax.models.llm import model_folder
 from scalejax.models.llm.packed_layouts import find_layout
 from scalejax.numerics import static
 from scalejax.surgery.quantize import inputs, plan

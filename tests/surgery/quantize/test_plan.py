@@ -4,7 +4,7 @@ import pytest
 from quantized_cases import SMALL, write_model
 
 from scalejax.errors import UserError
-from scalejax.inference import model_folder
+from scalejax.models.llm import model_folder
 from scalejax.models.llm.packed_layouts import find_layout
 from scalejax.surgery.quantize import plan
 

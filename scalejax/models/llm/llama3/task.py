@@ -1,6 +1,7 @@
 """What training minimises: the cross-entropy of the next token."""
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.model import Llama
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
+from scalejax.train.trained import Trained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,12 @@ class LlamaTask(TaskBase):
         row = Field(shape=(self.schema.length,), dtype="int32", axes=("sequence",), arrange="zigzag")
         weights = dataclasses.replace(row, dtype="float32")
         return {"tokens": row, "targets": row, "weights": weights, "segment_ids": row, "positions": row}
+
+    def open_folder(self, path: pathlib.Path) -> Trained:
+        """The parameters of a model folder of ours, or of one of Hugging Face."""
+        from scalejax.models.llm import model_folder  # which knows all families, and so this one
+
+        return model_folder.as_trained(model_folder.open_folder(path))
 
     def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Llama:
         """Builds the model."""

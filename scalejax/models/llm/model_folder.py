@@ -12,6 +12,7 @@ Nothing is ever instantiated because a file names it: `type` says which of the k
 """
 
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -33,6 +34,8 @@ from scalejax.models.llm.safetensors import Tensor, Written
 from scalejax.models.llm.special_tokens import SpecialTokens, read_special, write_generation_config
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.train import disk
+from scalejax.train.array_store import LazyArray
+from scalejax.train.trained import Trained
 
 FORMAT = 1
 """Raised when a scalejax of today could not read the folders of tomorrow."""
@@ -165,6 +168,28 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
         shards=shards,
         remarks=remarks + more,
     )
+
+
+def as_trained(model: LanguageModel) -> Trained:
+    """Its parameters under our paths, as a run can begin with them; read when they are indexed."""
+    entries, sizes = architecture.own_table(model.config)
+    params = {}
+    for entry in entries:
+        own, layers = entry.shape(sizes), (model.config.layers,) if entry.stacked else ()
+        read = functools.partial(_read_part, model.source, entry, layers)
+        params[entry.path] = LazyArray((*layers, *own), model.source.dtype(entry.path), read)
+    return Trained(params=params, step=0, origin=f"model folder {model.path}")
+
+
+def _read_part(source: Source, entry: Entry, layers: tuple[int, ...], index: Any) -> np.ndarray:
+    if not layers:
+        return source.read(entry.path, None)[index]
+    first, *rest = index if isinstance(index, tuple) else (index,)
+    chosen = range(*layers) if first is ... else range(*layers)[first]
+    if not isinstance(chosen, range):
+        return source.read(entry.path, chosen)[tuple(rest)]
+    # Of each layer the part alone, and one layer at a time.
+    return np.stack([source.read(entry.path, layer)[tuple(rest)] for layer in chosen])
 
 
 def weight_shapes(config: LanguageConfig, layers: int | None = None) -> dict[str, tuple[int, ...]]:

@@ -14,8 +14,7 @@ from jax.sharding import NamedSharding
 from llama_cases import CASES, F32, GQA, parameters, tensors, write_checkpoint
 
 from scalejax.errors import UserError
-from scalejax.inference import model_folder
-from scalejax.models.llm import llama3, loading, safetensors
+from scalejax.models.llm import llama3, loading, model_folder, safetensors
 from scalejax.models.llm.llama3 import huggingface
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.rules import LLM

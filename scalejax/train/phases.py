@@ -1,0 +1,129 @@
+"""The phases of a run: what each of them trains, and how the state of one becomes that of the next.
+
+A run has one folder and one counter of steps. Each phase is an experiment of its own, the one before it with some
+fields changed, and is compiled as such. Between two phases stands a checkpoint, which the earlier one has saved; the
+later one begins from it, whether the run goes on or is started again.
+"""
+
+import dataclasses
+import pathlib
+from typing import Any
+
+from scalejax.errors import UserError
+from scalejax.train import distributed
+from scalejax.train.checkpoint import listed
+from scalejax.train.experiment import Experiment, Phase, Surgery
+
+_OPTIMIZED = ("optimizer", "trainable", "gradients.loss_scaling")
+"""Fields with which the state of the optimizer begins anew."""
+
+_FIXED = ("steps", "phases", "init", "seed", "log_every", "checkpoints.every", "tables.full_every")
+"""Fields that hold for the whole run."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A phase in its place.
+
+    Attributes:
+      name: Of the phase; "" for what comes before the phases.
+      experiment: The run as it is in this phase. Its `steps` are those of all phases that share the optimizer's state,
+        as schedules count them.
+      start: Steps of the run before this phase.
+      stop: Steps of the run after it.
+      optimizer_from: Step at which the optimizer and its schedules began.
+      surgery: What makes the model of this phase.
+    """
+
+    name: str
+    experiment: Experiment
+    start: int
+    stop: int
+    optimizer_from: int
+    surgery: Surgery | None = None
+
+    @property
+    def keeps_optimizer(self) -> bool:
+        """Whether the optimizer goes on from the phase before."""
+        return self.optimizer_from < self.start
+
+
+def stages(experiment: Experiment) -> tuple[Stage, ...]:
+    """What a run does, in order.
+
+    Raises:
+      UserError: two phases have one name, or a change names no field, or one that cannot change.
+    """
+    names = [phase.name for phase in experiment.phases]
+    if len(set(names)) != len(names):
+        raise UserError(f"phases: names must differ; got {', '.join(names)}.")
+    current = dataclasses.replace(experiment, phases=())
+    found = [Stage(name="", experiment=current, start=0, stop=experiment.steps, optimizer_from=0)]
+    for phase in experiment.phases:
+        before, current = current, _changed(current, phase)
+        anew = phase.surgery is not None or any(_get(before, path) != _get(current, path) for path in _OPTIMIZED)
+        start = found[-1].stop
+        found.append(
+            Stage(
+                name=phase.name,
+                experiment=current,
+                start=start,
+                stop=start + phase.steps,
+                optimizer_from=start if anew else found[-1].optimizer_from,
+                surgery=phase.surgery,
+            )
+        )
+    ends = {stage.optimizer_from: stage.stop for stage in found}
+    return tuple(
+        dataclasses.replace(
+            stage,
+            experiment=dataclasses.replace(stage.experiment, steps=ends[stage.optimizer_from] - stage.optimizer_from),
+        )
+        for stage in found
+    )
+
+
+def experiment_at(experiment: Experiment, run_folder: pathlib.Path, step: int | None = None) -> Experiment:
+    """The run as it is in the phase that saved a checkpoint.
+
+    Args:
+      experiment: The run.
+      run_folder: Its folder.
+      step: Of the checkpoint; None = the newest.
+    """
+    if step is None:
+        step = distributed.on_primary(lambda: max(listed(run_folder / "checkpoints"), default=0))
+    found = stages(experiment)
+    return next((stage.experiment for stage in found if step <= stage.stop), found[-1].experiment)
+
+
+def _changed(experiment: Experiment, phase: Phase) -> Experiment:
+    for path, value in phase.changes.items():
+        if any(f"{path}.".startswith(f"{fixed}.") or f"{fixed}.".startswith(f"{path}.") for fixed in _FIXED):
+            raise UserError(
+                f"phases: {phase.name!r} changes {path}, which holds for the whole run. Leave it out; it cannot change "
+                f"any of {', '.join(_FIXED)}."
+            )
+        experiment = _replaced(experiment, path.split("."), value, f"phases: {phase.name!r} changes {path}")
+    return experiment
+
+
+def _replaced(value: Any, path: list[str], new: Any, where: str) -> Any:
+    name, *rest = path
+    is_config = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    fields = [field.name for field in dataclasses.fields(value)] if is_config else []
+    if name not in fields:
+        has = f"has the fields {', '.join(fields)}" if fields else "has none"
+        raise UserError(f"{where}, but there is no field {name!r}: {type(value).__name__} {has}.")
+    if rest:
+        new = _replaced(getattr(value, name), rest, new, where)
+    try:
+        return dataclasses.replace(value, **{name: new})  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+
+
+def _get(value: Any, path: str) -> Any:
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

@@ -1,0 +1,324 @@
+"""Runs in phases: other fields, parameters, data or another model from some step on, in one run folder."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import small_language_run as small
+from changes import changed
+from outside_files import load
+
+from scalejax import optim
+from scalejax.configs import serialization
+from scalejax.errors import UserError
+from scalejax.inference import run_model
+from scalejax.models.llm import model_folder
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import loop, phases, trained
+from scalejax.train.array_store import LazyArray
+from scalejax.train.experiment import Experiment, Init, Phase
+from scalejax.train.pipeline import Pipeline
+from scalejax.train.run import Run
+from scalejax.train.run_folder import read_lines
+
+EMA = optim.Average(name="ema", decay=0.9)
+
+
+@pytest.fixture(scope="module")
+def user():
+    return load("shapes.py")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return small.write(tmp_path_factory.mktemp("texts") / "documents")
+
+
+class Killed(BaseException):
+    """As a signal would end it."""
+
+
+def killed_at(step: int, experiment: Experiment, folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trains until a step is to be dispatched, which does not happen."""
+    own, calls = Pipeline.step, []
+
+    def until(feed, state):
+        calls.append(feed)
+        if len(calls) == step:
+            raise Killed
+        return own(feed, state)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Pipeline, "step", until)
+        loop.train(experiment, workdir=folder)
+
+
+def stored(folder: Any) -> dict[str, Any]:
+    """All arrays of the newest checkpoint of a run and what its host knew, as they lie on disk."""
+    newest = trained.open_run(folder)
+    found = trained.Checkpoint.read(newest.checkpoints[-1])
+    arrays = {name: described for name, described in found.manifest.arrays.items()}
+    values = {name: np.asarray(x[...]) for name, x in newest.params.items()}
+    values |= {f"variables.{name}": np.asarray(x[...]) for name, x in newest.variables.items()}
+    values |= {f"{a}.{name}": np.asarray(x[...]) for a, own in newest.averages.items() for name, x in own.items()}
+    return {"arrays": arrays, "values": values, "host": found.manifest.host, "metrics": found.manifest.metrics}
+
+
+def assert_same(one: dict[str, Any], two: dict[str, Any]) -> None:
+    for name, value in one.pop("values").items():
+        np.testing.assert_array_equal(two["values"][name], value, err_msg=name)
+    two.pop("values")
+    assert one == two
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doubled:
+    """Twice as many features, each of them there twice and of half the weight in the head: the same function."""
+
+    def operate(self, trained: trained.Trained, fresh: trained.Trained) -> trained.Trained:
+        def twice(array: Any, axis: int) -> Any:
+            shape = tuple(2 * n if i == axis else n for i, n in enumerate(array.shape))
+            return LazyArray(shape, array.dtype, lambda index: np.concatenate([array[...]] * 2, axis)[index])
+
+        head = trained.params["head"]
+        halved = LazyArray(head.shape, head.dtype, lambda index: head[index] / 2)
+        params = {name: twice(x, x.ndim - 1) for name, x in trained.params.items() if name != "head"}
+        assert set(fresh.params) == set(trained.params)
+        return dataclasses.replace(
+            trained,
+            params=params | {"head": twice(halved, 0)},
+            variables={name: twice(x, 0) for name, x in trained.variables.items()},
+        )
+
+
+def grown(user: Any) -> Experiment:
+    """Eight features, then sixteen, then the head alone on other pictures, with averages from the second phase on."""
+    return changed(
+        user.shapes(),
+        steps=8,
+        log_every=4,
+        evaluation__every=0,
+        checkpoints__every=3,
+        checkpoints__keep_last=9,
+        phases=(
+            Phase(name="wide", steps=7, changes={"model.width": 16, "averages": (EMA,)}, surgery=Doubled()),
+            Phase(name="head", steps=5, changes={"trainable": "head", "data.seed": 1, "strategy.form": "explicit"}),
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(user, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grown")
+    recorded = {"recipe": "shapes.py", "experiment": serialization.to_data(grown(user))}
+    return folder, loop.train(grown(user), workdir=folder, record=recorded)
+
+
+def test_phases_that_share_an_optimizer_share_its_schedule():
+    base = Experiment(
+        model=small.MODEL,
+        data=None,  # pyright: ignore[reportArgumentType]
+        steps=10,
+        phases=(
+            Phase(name="long", steps=20, changes={"gradients.clip": 1.0}),
+            Phase(name="short", steps=5, changes={"optimizer": optim.Sgd()}),
+            Phase(name="end", steps=1),
+        ),
+    )
+    found = phases.stages(base)
+    assert [(s.name, s.start, s.stop, s.optimizer_from, s.experiment.steps) for s in found] == [
+        ("", 0, 10, 0, 30),
+        ("long", 10, 30, 0, 30),
+        ("short", 30, 35, 30, 6),
+        ("end", 35, 36, 30, 6),
+    ]
+    assert [s.experiment.gradients.clip for s in found] == [None, 1.0, 1.0, 1.0]
+    assert [s.keeps_optimizer for s in found] == [False, True, False, True]
+    assert base.total_steps == 36
+    for step, number in ((10, 0), (11, 1), (36, 3), (40, 3)):
+        assert phases.experiment_at(base, pathlib.Path("nowhere"), step) == found[number].experiment
+
+
+def test_a_phase_that_changes_nothing_is_the_run_without_it(texts, tmp_path):
+    one = small.experiment(texts, steps=12, optimizer__learning_rate=optim.WarmupCosine(peak=1e-2, warmup=0.25))
+    two = dataclasses.replace(one, steps=5, phases=(Phase(name="more", steps=7),))
+    loop.train(one, workdir=tmp_path / "one")
+    loop.train(two, workdir=tmp_path / "two")
+    a, b = stored(tmp_path / "one"), stored(tmp_path / "two")
+    for name, value in a["values"].items():
+        np.testing.assert_array_equal(b["values"][name], value, err_msg=name)
+    assert a["host"]["examples"] == b["host"]["examples"]
+    rates = [
+        {
+            line["step"]: line["learning_rate"]
+            for line in read_lines(tmp_path / name / "metrics.jsonl")
+            if "learning_rate" in line
+        }
+        for name in ("one", "two")
+    ]
+    assert {step: rates[1][step] for step in rates[0]} == rates[0]
+
+
+def test_a_surgery_keeps_the_function_and_the_run_goes_on(user, whole):
+    folder, summary = whole
+    assert summary["steps"] == 20
+    assert summary["test_accuracy"] > 0.6
+    newest = trained.open_run(folder)
+    assert newest.params["head"].shape == (16, 2)
+    assert newest.step == 20
+    report = (folder / "report.html").read_text()
+    assert all(f">{phase}<" in report for phase in ("wide", "head"))
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "window"] == [4, 8, 12, 15, 16, 20]
+    experiment = grown(user)
+    runs = loop._bind(experiment, None)
+    state, _ = runs[0].open_to_score(folder, 8)
+    before = runs[0].score(state, "validation")["val_loss"]
+    with loop._checkpointer(folder / "checkpoints", runs[0]) as checkpoints:
+        checkpoints.become(experiment.checkpoints, runs[0].identity())
+        state, host = runs[1].follow(runs[0], checkpoints)
+    assert host.examples == 8 * 32
+    np.testing.assert_allclose(runs[1].score(state, "validation")["val_loss"], before, rtol=1e-5)
+    np.testing.assert_array_equal(np.asarray(state.averages["ema"]["head"]), np.asarray(state.params["head"]))
+
+
+@pytest.mark.parametrize("step", [5, 9, 11, 16, 18], ids="step {}".format)
+def test_a_run_that_is_killed_in_any_phase_goes_on_to_the_same_bits(step, user, whole, tmp_path, monkeypatch):
+    killed_at(step, grown(user), tmp_path, monkeypatch)
+    summary = loop.train(grown(user), workdir=tmp_path, resume="must" if step > 3 else "auto")
+    assert summary["test_accuracy"] == whole[1]["test_accuracy"]
+    assert_same(stored(tmp_path), stored(whole[0]))
+    assert read_lines(tmp_path / "metrics.jsonl") == read_lines(whole[0] / "metrics.jsonl")
+
+
+def test_other_data_begin_with_their_first_example(whole):
+    newest = trained.Checkpoint.read(whole[0] / "checkpoints" / "20").manifest.host
+    assert newest["examples"] == 20 * 32
+    assert newest["data_from"] == 15 * 32
+
+
+def test_frozen_parameters_are_stored_once(user, whole, tmp_path):
+    folder, _ = whole
+    checkpoints = folder / "checkpoints"
+    (frozen,) = checkpoints.glob("frozen-*")
+    assert frozen.name == "frozen-18"
+    for step in (18, 20):
+        said = json.loads((checkpoints / str(step) / "manifest.json").read_text())["content"]
+        assert said["frozen"]["folder"] == frozen.name
+        assert set(said["frozen"]["names"]) == {"params.filters", "params.norm/scale", "params.norm/bias"}
+    own = trained.Checkpoint.read(checkpoints / "20").whole()
+    assert [name for name in own if name.startswith("params.")] == ["params.head"]
+    # What reads a run reads both, and misses what is gone.
+    opened = trained.open_run(folder)
+    assert set(opened.params) == {"filters", "norm/scale", "norm/bias", "head"}
+    frozen.rename(tmp_path / "away")
+    try:
+        with pytest.raises(UserError, match="frozen-18, which holds the frozen parameters, is missing"):
+            trained.open_run(folder)
+        with pytest.raises(UserError, match="frozen-18, which holds the frozen parameters, is missing"):
+            loop.train(grown(user), workdir=folder, resume="must")
+    finally:
+        (tmp_path / "away").rename(frozen)
+
+
+def test_frozen_parameters_that_nobody_names_any_more_are_removed(user, tmp_path):
+    phase = Phase(name="all", steps=6, changes={"trainable": ".*"})
+    loop.train(
+        changed(
+            user.shapes(), steps=4, trainable="head", checkpoints__every=2, checkpoints__keep_best=0, phases=(phase,)
+        ),
+        workdir=tmp_path,
+    )
+    assert not list((tmp_path / "checkpoints").glob("frozen-*"))
+    assert set(trained.open_run(tmp_path).params) == {"filters", "norm/scale", "norm/bias", "head"}
+
+
+def test_routers_alone_are_trained_in_a_second_phase(texts, tmp_path):
+    experiment = small.experiment(
+        texts, steps=4, phases=(Phase(name="head", steps=4, changes={"trainable": "head/.*"}),)
+    )
+    loop.train(experiment, workdir=tmp_path)
+    first, last = (trained.open_run(tmp_path, step).params for step in (4, 8))
+    changed_ones = {path for path in last if not np.array_equal(first[path][...], last[path][...])}
+    assert changed_ones == {"head/weight"}
+
+
+def test_an_earlier_step_is_scored_with_the_model_of_its_phase(user, whole):
+    for step in (6, 12, 20):
+        found = loop.evaluate(grown(user), workdir=whole[0], split="test", step=step)
+        assert (found["steps"], found["examples"]) == (step, step * 32)
+
+
+def test_a_run_may_begin_with_a_surgery_of_another(user, whole, tmp_path):
+    source = changed(user.shapes(), steps=3)
+    loop.train(source, workdir=tmp_path / "source")
+    digest = trained.open_run(tmp_path / "source").digest
+    init = Init(path=str(tmp_path / "source"), digest=digest[:12], surgery=Doubled())
+    experiment = changed(source, model__width=16, init=init)
+    data = experiment.data.build()
+    run = Run.bind(experiment, data, make_mesh(MeshShape(), jax.devices()[:1]))
+    state, host = run.begin()
+    assert host.examples == 0
+    plain = Run.bind(source, data, make_mesh(MeshShape(), jax.devices()[:1]))
+    there, _ = plain.open_to_score(tmp_path / "source", None)
+    np.testing.assert_allclose(
+        run.score(state, "validation")["val_loss"], plain.score(there, "validation")["val_loss"], rtol=1e-5
+    )
+    other = changed(experiment, init=dataclasses.replace(init, digest="abc"))
+    with pytest.raises(UserError, match=r"has the digest .* and init.digest is 'abc'"):
+        Run.bind(other, data, make_mesh(MeshShape(), jax.devices()[:1])).begin()
+
+
+def test_a_language_model_may_begin_with_a_model_folder(texts, tmp_path):
+    experiment = small.experiment(texts, steps=2)
+    loop.train(experiment, workdir=tmp_path / "run")
+    model_folder.convert(run_model.open_run(tmp_path / "run", experiment), tmp_path / "model", to="model")
+    model_folder.convert(run_model.open_run(tmp_path / "run", experiment), tmp_path / "theirs", to="huggingface")
+    there = trained.open_run(tmp_path / "run").params
+    for name in ("model", "theirs"):
+        for mesh in (MeshShape(fsdp=1), MeshShape(fsdp=2, tensor=2)):
+            changes = {"init": str(tmp_path / name), "placement__mesh": mesh, "strategy__replicate_below": 0}
+            begun = changed(experiment, **changes)
+            run = Run.bind(begun, experiment.data.build(), make_mesh(mesh, jax.devices()[: mesh.fsdp * mesh.tensor]))
+            state, _ = run.begin()
+            for path, value in state.params.items():
+                np.testing.assert_array_equal(np.asarray(value), there[path][...], err_msg=path)
+    for init, message in (
+        (Init(path=str(tmp_path / "model"), step=2), "is no run folder, and so step, average and digest mean nothing"),
+        (str(texts), "has no model.json"),
+        (str(tmp_path / "nowhere"), "nowhere is no folder"),
+    ):
+        with pytest.raises(UserError, match=message):
+            Run.bind(changed(experiment, init=init), experiment.data.build(), make_mesh(MeshShape())).begin()
+
+
+def test_an_experiment_with_phases_is_data(user):
+    experiment = grown(user)
+    data = serialization.to_data(experiment)
+    assert data["fields"]["phases"][0]["fields"]["changes"]["fields"]["model.width"] == 16
+    assert serialization.same(experiment, grown(user))
+    assert serialization.diff(experiment, changed(experiment, phases=experiment.phases[:1]))
+
+
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        ({"changes": {"model.depth": 3}}, "'more' changes model.depth, but there is no field 'depth': NetConfig has"),
+        ({"changes": {"seed": 3}}, "'more' changes seed, which holds for the whole run"),
+        ({"changes": {"checkpoints": 3}}, "'more' changes checkpoints, which holds for the whole run"),
+        ({"changes": {"gradients.clip": -1.0}}, "'more' changes gradients.clip: Gradients: clip must be above 0"),
+        ({"changes": {"trainable": "nose/.*"}}, "trainable='nose/.*' names none"),
+        ({"steps": 0}, "Phase 'more': steps must be at least 1"),
+        ({"name": "a b"}, "name must be of letters"),
+        ({"changes": {"model.width": 16}}, "'more' has no surgery, and so it must have the model of the phase before"),
+        ({"changes": {"model.width": 9}, "surgery": Doubled()}, "'more': .*does not fit the model: of other shapes"),
+    ],
+)
+def test_mistakes_are_named(user, phase, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        made = Phase(**{"name": "more", "steps": 2, **phase})
+        loop.train(changed(user.shapes(), steps=2, phases=(made,)), workdir=tmp_path)
