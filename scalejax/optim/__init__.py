@@ -4,6 +4,8 @@ from scalejax.optim.averages import Average as Average
 from scalejax.optim.optimizers import Adam as Adam
 from scalejax.optim.optimizers import AdamL2 as AdamL2
 from scalejax.optim.optimizers import AdamW as AdamW
+from scalejax.optim.optimizers import ByPath as ByPath
+from scalejax.optim.optimizers import For as For
 from scalejax.optim.optimizers import Optimizer as Optimizer
 from scalejax.optim.optimizers import Sgd as Sgd
 from scalejax.optim.schedules import Constant as Constant

@@ -1,6 +1,7 @@
 """Dense optimizers as data; `build(steps)` gives an optax transformation."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -84,7 +85,69 @@ class AdamW:
         )
 
 
-Optimizer = Sgd | Adam | AdamL2 | AdamW
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class For:
+    """An optimizer for some parameters.
+
+    Attributes:
+      paths: Regular expression that names their paths whole: "embed/.*".
+      optimizer: Theirs.
+    """
+
+    paths: str
+    optimizer: Sgd | Adam | AdamL2 | AdamW
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ByPath:
+    """Other optimizers for other parameters; of the rules that name a parameter the first holds.
+
+    ByPath(rules=(For(paths="embed/.*", optimizer=Sgd()), For(paths=".*", optimizer=AdamW())))
+    """
+
+    rules: tuple[For, ...]
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise UserError("optimizer.rules must have at least one rule, ByPath(rules=(For(...), ...)); got none.")
+        for rule in self.rules:
+            try:
+                re.compile(rule.paths)
+            except re.error as error:
+                raise UserError(
+                    f"optimizer.rules: paths must be a regular expression; got {rule.paths!r} ({error})."
+                ) from error
+
+    @property
+    def learning_rate(self) -> Schedule:
+        """Of the last rule, which mostly is that for all others: what a run reports."""
+        return self.rules[-1].optimizer.learning_rate
+
+    def build(self, steps: int) -> optax.GradientTransformation:
+        each: dict[Any, Any] = {f"{number}": rule.optimizer.build(steps) for number, rule in enumerate(self.rules)}
+        return optax.partition(each, self._assigned)
+
+    def _assigned(self, params: optax.Params) -> optax.Params:
+        """{path: number of the rule that holds}."""
+        paths: list[str] = list(params)  # pyright: ignore[reportArgumentType, reportAssignmentType]
+        found = {}
+        for path in paths:
+            named = next((f"{n}" for n, rule in enumerate(self.rules) if re.fullmatch(rule.paths, path)), None)
+            if named is None:
+                raise UserError(
+                    f"optimizer.rules: none names {path!r}. Add a last one for all others, For(paths='.*', ...)."
+                )
+            found[path] = named
+        idle = [rule.paths for number, rule in enumerate(self.rules) if f"{number}" not in found.values()]
+        if idle:
+            raise UserError(
+                f"optimizer.rules: {idle[0]!r} is the first to name none of the {len(paths)} trained parameters "
+                f"({', '.join(paths[:3])}, ...). Put it before the rules that name the same, or leave it out."
+            )
+        return found
+
+
+Optimizer = Sgd | Adam | AdamL2 | AdamW | ByPath
 
 
 def _matrices(params: optax.Params) -> optax.Params:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from scalejax import optim
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
@@ -147,10 +148,11 @@ def with_model(experiment: "Experiment", **fields: Any) -> "Experiment":
 
 def _optimizer_bytes(experiment: "Experiment", master: Any) -> int:
     """Of the state of one parameter; what does not grow with the parameters (step counters) is left out."""
-    count = 4096
-    state = jax.eval_shape(
-        experiment.optimizer.build(experiment.steps).init, {"weight": jax.ShapeDtypeStruct((count, 1), master)}
-    )
+    count, optimizer = 4096, experiment.optimizer
+    if isinstance(optimizer, optim.ByPath):
+        optimizer = optimizer.rules[-1].optimizer  # that of most parameters
+    like = {"weight": jax.ShapeDtypeStruct((count, 1), master)}
+    state = jax.eval_shape(optimizer.build(experiment.steps).init, like)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) // count
 
 

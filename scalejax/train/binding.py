@@ -44,7 +44,6 @@ def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, a
         _check_without_tables(experiment, task)
     best_value(experiment, task.metrics())
     _check_validation(experiment, task)
-    _check_averages(experiment)
     task.check(experiment, mesh, data)
     collection = None
     if tables:
@@ -73,6 +72,7 @@ def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, a
         example=example,
     )
     _check_divides(program)
+    _check_evaluation(experiment, program.model.statistics)
     if program.model.statistics and experiment.gradients.microbatch is not None:
         warnings.warn(
             f"{', '.join(program.model.statistics[:3])}: with gradients.microbatch the means of a BatchNorm are those "
@@ -198,7 +198,12 @@ def _check_validation(experiment: Experiment, task: Task) -> None:
         )
 
 
-def _check_averages(experiment: Experiment) -> None:
+def _check_evaluation(experiment: Experiment, statistics: tuple[str, ...]) -> None:
+    if experiment.evaluation.statistics and not statistics:
+        raise UserError(
+            f"evaluation.statistics is {experiment.evaluation.statistics}, but {type(experiment.model).__name__} keeps "
+            "no running means. Set --set evaluation.statistics=0."
+        )
     names = [average.name for average in experiment.averages]
     if len(set(names)) != len(names):
         raise UserError(f"averages: names must differ; got {', '.join(names)}.")

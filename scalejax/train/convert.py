@@ -1,6 +1,7 @@
 """Host batches to device batches: checked, arranged, packed into static shapes, and placed."""
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.host_plan import Room
 from scalejax.train.prefetch import Prefetch
 from scalejax.train.step import Program, is_field
-from scalejax.train.task import Field, Placed
+from scalejax.train.task import Field, Placed, with_drawn
 
 
 def to_device(
@@ -25,6 +26,7 @@ def to_device(
     program: Program,
     purpose: Literal["training", "scoring"] = "training",
     room: Room | None = None,
+    step: int = 0,
 ) -> Placed:
     """Places this process's slice of a global batch on its devices.
 
@@ -33,6 +35,7 @@ def to_device(
       program: Gives mesh, fields and layout.
       purpose: For training the host sorts ids by row where that pays.
       room: For what it sorts; one for all batches of a run, None = for whatever ids there may be.
+      step: Number of the step, from 1, for what the task draws; 0 in evaluations.
 
     Raises:
       UserError: a field is missing or is not as the task says, an id is out of range, or there are more ids than a
@@ -45,6 +48,7 @@ def to_device(
         if purpose == "training":
             packed = program.collection.with_plans(packed, layout, room)
         features = jagged.to_device(packed, layout, program.mesh)
+    batch = with_drawn(program.task, batch, program.experiment.seed, step)
     return Placed(place_fields(program, batch, processes), features, program.constants)
 
 
@@ -112,7 +116,9 @@ def prefetch(
     *,
     depth: int = 2,
     purpose: Literal["training", "scoring"] = "training",
+    first_step: int = 1,
 ) -> Prefetch:
     """(Host batch, its device form) pairs that a thread prepares ahead; a context manager."""
+    steps = itertools.count(first_step) if purpose == "training" else itertools.repeat(0)
     place = functools.partial(to_device, program=program, purpose=purpose, room=Room())
-    return Prefetch(batches, place, depth=depth)
+    return Prefetch(batches, lambda batch: place(batch, step=next(steps)), depth=depth)

@@ -149,6 +149,8 @@ class Evaluation:
       validation: "split" scores held-out examples only; "progressive" also scores each day of the training stream
         before it is trained (needs data in time order).
       average: Name of the running averages that are scored in place of the parameters; None = the parameters.
+      statistics: Batches, the first of the training stream, from which running means (of a BatchNorm) are made anew for
+        what is scored; 0 = those of training. For averages of parameters and for parts of a supernet.
     """
 
     every: int = 0
@@ -157,8 +159,11 @@ class Evaluation:
     final: Literal["end", "best"] = "end"
     validation: Literal["split", "progressive"] = "split"
     average: str | None = None
+    statistics: int = 0
 
     def __post_init__(self) -> None:
+        if self.statistics < 0:
+            raise ValueError(f"Evaluation: statistics must be at least 1, or 0 for none; got {self.statistics}.")
         if self.every < 0:
             raise ValueError(f"Evaluation: every must be at least 1, or 0 for only the end; got {self.every}.")
         for field, choices in (("final", ("end", "best")), ("validation", ("split", "progressive"))):

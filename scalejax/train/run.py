@@ -418,8 +418,8 @@ class Run:
         if found.identity.get("data", data) != data:
             raise UserError(
                 f"{found.origin} is of other data: data is {manifests.excerpt(found.identity['data'], data)} in the "
-                f"checkpoint and {manifests.excerpt(data, found.identity['data'])} here. Use the recipe, the --set values and the "
-                "data that the run began with (experiment.json in its folder)."
+                f"checkpoint and {manifests.excerpt(data, found.identity['data'])} here. Use the recipe, the --set "
+                "values and the data that the run began with (experiment.json in its folder)."
             )
         state, model = program.abstract_state(), program.model
         # Rows of a batch of another size mean nothing here.
@@ -492,7 +492,7 @@ class Run:
     def feed(self, host: HostState, steps: int) -> Iterator[Pipeline]:
         """The batches of the next `steps` steps."""
         batches = self.program.task.train_batches(self.data, self.mesh, host.position)
-        with prefetch(batches, self.program) as prefetched:
+        with prefetch(batches, self.program, first_step=self.stage.stop - steps + 1) as prefetched:
             yield Pipeline(self.program, prefetched, steps)
 
     def before_step(self, state: TrainState, host: HostState, step: int) -> HostState:
@@ -637,9 +637,28 @@ class Run:
             self._last = (weakref.ref(state), {})
         found = self._last[1]
         if split not in found:
+            state = self._with_new_statistics(state)
             batches = self.program.task.eval_batches(self.data, self.mesh, split)
             found[split] = scoring.score(self.program, state, batches, of=f"split {split!r}")
         return found[split]
+
+    def _with_new_statistics(self, state: TrainState) -> TrainState:
+        """The state with running means of the first training batches, if the evaluation wants them anew."""
+        program, count = self.program, self.experiment.evaluation.statistics
+        if not count:
+            return state
+        first = program.init_variables()
+        state = dataclasses.replace(
+            state, variables=state.variables | {path: first[path] for path in program.model.statistics}
+        )
+        with prefetch(program.task.train_batches(self.data, self.mesh, 0), program, purpose="scoring") as batches:
+            for _ in range(count):
+                _, batch = next(batches)
+                variables = program.statistics_step(state, batch)
+                found = {path: variables[path] for path in program.model.statistics}
+                state = dataclasses.replace(state, variables=state.variables | found)
+                jax.block_until_ready(found)  # virtual devices must not queue steps
+        return state
 
     @property
     def _unit(self) -> str:

@@ -40,7 +40,7 @@ from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics.protocol import Metric
 from scalejax.train.precision import init_model
 from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings, optimizer_step, with_sharding
-from scalejax.train.task import Batch, Field, Placed, Task, whole
+from scalejax.train.task import Batch, Field, Placed, Task, whole, with_drawn
 
 _WHOLE_STEP = 0x57E9
 """Folded into the key of a step, for what is drawn once for all devices."""
@@ -290,6 +290,18 @@ class Program:
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), 2)
         return dataclasses.replace(state, tables=self.collection.init(key))
 
+    def init_variables(self) -> Params:
+        """Variables that are no parameters, as they begin."""
+        return self._compiled_init_variables()
+
+    @functools.cached_property
+    def _compiled_init_variables(self) -> Any:
+        def create() -> Params:
+            key = jax.random.fold_in(jax.random.key(self.experiment.seed), 0)
+            return self.model.variables_of(init_model(self.task, nnx.Rngs(key), self.experiment.precision, self.mesh))
+
+        return jax.jit(create, out_shardings=self.state_shardings.variables)
+
     def _zeros(self) -> Any:
         return {"steps": step_sums.zeros(), **{name: metric.zeros() for name, metric in self.metrics.items()}}
 
@@ -341,7 +353,7 @@ class Program:
         if self.example is None:
             fields = jax.tree.map(leaf, fields, is_leaf=is_field)
         else:
-            host = self.task.host_fields(self.example)
+            host = self.task.host_fields(with_drawn(self.task, self.example, 0, 0))
             fields = {
                 name: None if host[name] is None else jax.tree.map(leaf, field, host[name], is_leaf=is_field)
                 for name, field in fields.items()
@@ -418,8 +430,17 @@ class Program:
 
     def eval_step(self, state: TrainState, batch: Placed, numbers: jax.Array | None = None) -> Scored:
         """Scores a batch, on every device; `numbers` are those of its examples, uint32[B], for tasks that draw."""
-        read = {name: getattr(state, name) for name in ("params", "variables", "averages", "tables")}
-        return self._compiled_eval_step(read, batch, numbers)
+        return self._compiled_eval_step(_read_of(state), batch, numbers)
+
+    def statistics_step(self, state: TrainState, batch: Placed) -> Params:
+        """The variables of the model after a batch, of which nothing is learnt."""
+        return self._compiled_statistics_step(_read_of(state), batch)
+
+    @functools.cached_property
+    def _compiled_statistics_step(self) -> Any:
+        return self._jit(
+            lambda read, batch: self._forward(read, batch, None, "training")[2], self.state_shardings.variables
+        )
 
     @functools.cached_property
     def _compiled_eval_step(self) -> Any:
@@ -594,6 +615,22 @@ class Program:
         return run(params, variables, batch)
 
     def _eval_step(self, read: dict[str, Any], placed: Placed, numbers: jax.Array | None) -> Scored:
+        keys = None
+        if numbers is not None:
+            key = jax.random.fold_in(jax.random.key(self.experiment.seed), 3)
+            keys = Keys(jax.random.fold_in(key, _WHOLE_STEP), jax.vmap(lambda n: jax.random.fold_in(key, n))(numbers))
+        batch, loss, _, faults = self._forward(read, placed, keys, "evaluation")
+        return Scored(
+            metrics={name: metric.update(metric.zeros(), loss, batch) for name, metric in self.metrics.items()},
+            outputs={name: x for name, x in loss.outputs.items() if name in self.collected},
+            loss=loss.sum,
+            faults=faults,
+        )
+
+    def _forward(
+        self, read: dict[str, Any], placed: Placed, keys: Keys | None, purpose: Literal["training", "evaluation"]
+    ) -> tuple[Batch, Loss, Params, jax.Array]:
+        """Batch, loss, next variables and faults of a lookup of what is only computed forward."""
         params, tables = read["params"], read["tables"]
         if self._offloads("parameters"):
             params = offload.fetch(params, self.state_shardings.params)
@@ -604,27 +641,23 @@ class Program:
             routing = self.collection.exchange_ids(features)
             embedded = self._fetch(tables, routing)
             faults = (bad + routing.faults).sum(axis=0, dtype=jnp.int32)
-        batch = Batch(placed.fields, embedded, self._lengths(placed), placed.constants, purpose="evaluation")
+        batch = Batch(placed.fields, embedded, self._lengths(placed), placed.constants, purpose=purpose)
         if (average := self.experiment.evaluation.average) is not None:
             params = {**params, **read["averages"][average]}
-        keys = None
-        if numbers is not None:
-            key = jax.random.fold_in(jax.random.key(self.experiment.seed), 3)
-            keys = Keys(jax.random.fold_in(key, _WHOLE_STEP), jax.vmap(lambda n: jax.random.fold_in(key, n))(numbers))
         # Models lay out their activations by the mesh that they find.
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
-            loss, _ = self._task_loss(params, read["variables"], batch, keys, whole)
-        return Scored(
-            metrics={name: metric.update(metric.zeros(), loss, batch) for name, metric in self.metrics.items()},
-            outputs={name: x for name, x in loss.outputs.items() if name in self.collected},
-            loss=loss.sum,
-            faults=faults,
-        )
+            loss, variables = self._task_loss(params, read["variables"], batch, keys, whole)
+        return batch, loss, variables, faults
 
     @functools.cached_property
     def collected(self) -> frozenset[str]:
         """Names of what metrics collect of every example."""
         return frozenset(name for metric in self.metrics.values() for name in metric.collects)
+
+
+def _read_of(state: TrainState) -> dict[str, Any]:
+    """What scoring reads of a state."""
+    return {name: getattr(state, name) for name in ("params", "variables", "averages", "tables")}
 
 
 def _rows(tree: Any) -> int:

@@ -170,6 +170,12 @@ class Work:
     count: float
 
 
+def with_drawn(task: "Task", batch: Any, seed: int, step: int) -> Any:
+    """A host batch with the fields that the task draws for a step of a run."""
+    drawn = task.drawn(np.random.default_rng((seed, step)))
+    return {**(batch if isinstance(batch, Mapping) else vars(batch)), **drawn} if drawn else batch
+
+
 class Task(Protocol):
     """A model bound to a schema; see `TaskBase` for the defaults of all but `fields`, `init` and `loss`."""
 
@@ -249,7 +255,15 @@ class Task(Protocol):
         ...
 
     def host_fields(self, batch: Any) -> dict[str, Any]:
-        """The fields of a host batch as NumPy arrays."""
+        """The fields of a host batch as NumPy arrays, those that `drawn` gave included."""
+        ...
+
+    def drawn(self, rng: np.random.Generator) -> dict[str, Any]:
+        """Fields of scope "step" that are not in the data: the host draws them for each step, a path of a supernet say.
+
+        Args:
+          rng: Made of the run's seed and the number of the step, from 1; 0 in evaluations.
+        """
         ...
 
     def loss(self, model: Any, batch: Batch, *, keys: Keys | None, gather: Gather) -> Loss:
@@ -338,6 +352,10 @@ class TaskBase:
                 )
             found[name] = held
         return found
+
+    def drawn(self, rng: np.random.Generator) -> dict[str, Any]:
+        del rng
+        return {}
 
     def weight(self, batch: Batch) -> jax.Array:
         return batch["weights"].astype(jnp.promote_types(batch["weights"].dtype, jnp.float32)).sum()

@@ -1,5 +1,6 @@
 """Optimizer and schedule configs build what their docstrings say."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -106,3 +107,44 @@ def test_adam_l2_adds_the_penalty_to_the_gradient_of_chosen_parameters():
             np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
     with pytest.raises(UserError, match="no parameter begins with 'layer/'"):
         optim.AdamL2(only="layer/").build(10).init(params)
+
+
+def test_optimizers_by_path_are_each_that_of_its_parameters():
+    params = {"embed/weight": jnp.ones((3, 2)), "layers/mlp": jnp.full((2, 2), 2.0), "layers/norm/scale": jnp.ones(2)}
+    grads = {name: 0.1 * (1 + i) * jnp.ones_like(p) for i, (name, p) in enumerate(params.items())}
+    sgd, adam = optim.Sgd(momentum=0.9), optim.AdamW(learning_rate=optim.WarmupCosine(peak=0.1))
+    rules = (optim.For(paths="embed/.*", optimizer=sgd), optim.For(paths=".*", optimizer=adam))
+    both = optim.ByPath(rules=rules)
+    assert both.learning_rate == adam.learning_rate
+
+    def run(optimizer, names):
+        own = {name: params[name] for name in names}
+        built = optimizer.build(10)
+        state = built.init(own)
+        for _ in range(4):
+            updates, state = built.update({name: grads[name] for name in names}, state, own)
+            own = {name: own[name] + updates[name] for name in names}
+        return own, state
+
+    found, state = run(both, params)
+    alone = run(sgd, ["embed/weight"])[0] | run(adam, ["layers/mlp", "layers/norm/scale"])[0]
+    for name, value in alone.items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+    names = [path[-1].key for path, _ in jax.tree_util.tree_flatten_with_path(state)[0] if hasattr(path[-1], "key")]
+    assert sorted(names) == sorted(["embed/weight", *["layers/mlp", "layers/norm/scale"] * 2])
+
+
+@pytest.mark.parametrize(
+    ("paths", "message"),
+    [
+        (["embed/.*"], "none names 'head/weight'. Add a last one for all others"),
+        ([".*", "head/.*"], "'head/.*' is the first to name none of the 2 trained parameters"),
+        (["embed/.*", "embed/.*", ".*"], "'embed/.*' is the first to name none"),
+        (["embed/("], "paths must be a regular expression; got 'embed/[(]'"),
+        ([], "must have at least one rule"),
+    ],
+)
+def test_rules_that_leave_a_parameter_out_or_mean_nothing_are_refused(paths, message):
+    with pytest.raises(UserError, match=message):
+        rules = tuple(optim.For(paths=one, optimizer=optim.Sgd()) for one in paths)
+        optim.ByPath(rules=rules).build(4).init({"embed/weight": jnp.ones(2), "head/weight": jnp.ones(2)})

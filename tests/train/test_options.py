@@ -1,24 +1,30 @@
 """What a run may train of a model, the averages that it keeps beside it, and what a skipped step leaves alone."""
 
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_language_run as small
+from changes import changed
+from outside_files import load
 
+from scalejax import optim
 from scalejax.errors import UserError
 from scalejax.optim import AdamW, Average, Constant, Sgd
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop, scoring
+from scalejax.train import binding, convert, loop, scoring
 from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.experiment import Gradients, Precision
+from scalejax.train.experiment import Evaluation, Gradients, Precision
 from scalejax.train.pipeline import Pipeline
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
+from scalejax.train.task import Field
 
 ONE, EIGHT = MeshShape(fsdp=1), MeshShape(replica=2, fsdp=4)
 MLP_AND_HEAD = "layers/mlp/.*|head/weight"
@@ -182,6 +188,7 @@ def test_a_killed_run_with_frozen_parameters_and_averages_goes_on_to_the_same_bi
             "evaluation.average is 'emma', but the averages of the run are: ema. Name one of them",
         ),
         ({"evaluation__average": "ema"}, "evaluation.average is 'ema', but the averages of the run are: none"),
+        ({"evaluation__statistics": 2}, "evaluation.statistics is 2, but LlamaConfig keeps no running means"),
         ({"averages": (EMA, dataclasses.replace(EMA, decay=0.5))}, "averages: names must differ; got ema, ema"),
     ],
 )
@@ -241,3 +248,76 @@ def test_a_skipped_step_changes_neither_parameters_nor_averages_nor_the_optimize
     counters = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim == 0]
     assert counters
     assert {int(count) for count in counters} == {taken}
+
+
+# Optimizers by path, and what the host draws for a step.
+
+
+def test_optimizers_by_path_on_eight_devices_are_those_on_one(texts, x64):
+    rules = (optim.For(paths="layers/.*", optimizer=optim.AdamW()), optim.For(paths=".*", optimizer=Sgd()))
+    found = []
+    for mesh in (ONE, EIGHT):
+        run = small.bind(texts, mesh, optimizer=optim.ByPath(rules=rules), precision=Precision(params="float64"))
+        state, at = run.begin()
+        state, losses = small.steps(run, state, at, 3)
+        found.append((losses, host(state.params)))
+        sharded = {path for path, x in run.program.abstract_state().params.items() if any(x.sharding.spec)}
+        for path, leaf in jax.tree_util.tree_flatten_with_path(run.program.abstract_state().optimizer)[0]:
+            if getattr(path[-1], "key", None) in sharded:
+                assert any(leaf.sharding.spec), path
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-12)
+    for path, value in found[0][1].items():
+        np.testing.assert_allclose(found[1][1][path], value, rtol=1e-9, atol=1e-12, err_msg=path)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scales:
+    """A classifier of shapes whose features are scaled by what the host drew for the step."""
+
+    net: Any
+
+    def task(self, schema):
+        outer = type(self.net.task(schema))
+
+        @dataclasses.dataclass(frozen=True, kw_only=True)
+        class ScaledTask(outer):
+            def fields(self):
+                return super().fields() | {"scale": Field(shape=(2,), dtype="float32", scope="step")}
+
+            def drawn(self, rng):
+                return {"scale": rng.uniform(0.5, 1.5, 2).astype(np.float32)}
+
+            def loss(self, model, batch, *, keys, gather):
+                found = super().loss(model, batch, keys=keys, gather=gather)
+                factor = batch["scale"].sum().astype(found.sum.dtype)
+                outputs = {**found.outputs, "scale": jnp.broadcast_to(batch["scale"], (len(batch["labels"]), 2))}
+                return dataclasses.replace(found, sum=found.sum * factor, outputs=outputs)
+
+        return ScaledTask(width=self.net.width, schema=schema)
+
+
+def test_fields_that_the_host_draws_are_those_of_seed_and_step(tmp_path, monkeypatch):
+    user = load("shapes.py")
+    experiment = changed(user.shapes(), model=Scales(net=user.NetConfig()), steps=6, log_every=2, checkpoints__every=3)
+    seen, place = [], convert.place_fields
+
+    def watched(program, batch, processes):
+        seen.append(batch["scale"])
+        return place(program, batch, processes)
+
+    monkeypatch.setattr(convert, "place_fields", watched)
+    whole = loop.train(dataclasses.replace(experiment, evaluation=Evaluation()), workdir=tmp_path / "whole")
+    expected = [np.random.default_rng((0, step)).uniform(0.5, 1.5, 2).astype(np.float32) for step in range(7)]
+    np.testing.assert_array_equal(seen[:6], expected[1:])
+    assert all(np.array_equal(one, expected[0]) for one in seen[-2:])
+    loop.train(changed(experiment, steps=3), workdir=tmp_path / "two")
+    again = loop.train(experiment, workdir=tmp_path / "two", resume="must")
+    assert again["test_loss"] == whole["test_loss"]
+    data = experiment.data.build()
+    losses = []
+    for strategy, devices in ((Fsdp(), 1), (Fsdp(form="explicit"), 8)):
+        mesh = make_mesh(MeshShape(), jax.devices()[:devices])
+        program = binding.bind(changed(experiment, strategy=strategy), data.schema, mesh)
+        placed = convert.to_device(next(data.train_batches(start_example=0)), program, step=1)
+        losses.append(float(program.train_step(program.init(), placed)[1]))
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-6)

@@ -1,13 +1,13 @@
 """A classifier of images from a user's file: no edit in the package, and everything that other models have."""
 
-import importlib.util
+import dataclasses
 import json
-import pathlib
 
 import jax
 import numpy as np
 import pytest
 from changes import changed
+from outside_files import load
 
 from scalejax.data.arrays import ArrayDataSet
 from scalejax.errors import UserError
@@ -20,17 +20,10 @@ from scalejax.train.experiment import Precision
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
 
-FILE = pathlib.Path(__file__).parent.parent / "outside" / "shapes.py"
-
 
 @pytest.fixture(scope="module")
 def user():
-    spec = importlib.util.spec_from_file_location("shapes_of_a_user", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("shapes.py")
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +93,27 @@ def test_means_of_eight_devices_are_those_of_the_global_batch(user, strategy, me
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-12)
     for name, value in found[0][1].items():
         np.testing.assert_allclose(found[1][1][name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_running_means_are_made_anew_for_what_is_scored(user, trained):
+    """Of averaged parameters those of training are not the means; made anew of one batch they are its own."""
+    data = user.Shapes().build()
+    found = []
+    for strategy, devices in ((Fsdp(), 1), (Fsdp(form="explicit"), 8)):
+        changes = {"evaluation__statistics": 3, "strategy": strategy, "precision__params": "float32"}
+        mesh = make_mesh(MeshShape(), jax.devices()[:devices])
+        run = Run.bind(changed(user.shapes(), **changes), data, mesh)
+        plain = Run.bind(changed(user.shapes(), strategy=strategy), data, mesh)
+        state, _ = run.open_to_score(trained[0], None)
+        found.append(run.score(state, "test")["test_loss"])
+        assert found[-1] != plain.score(state, "test")["test_loss"]
+        # By hand: three batches through the model, from means that are as at the beginning.
+        model = run.program.model.put_together(state.params, plain.program.init_variables())
+        for _, batch in zip(range(3), data.train_batches(start_example=0), strict=False):
+            model(batch["images"], "training")
+        by_hand = dataclasses.replace(state, variables=run.program.model.variables_of(model))
+        np.testing.assert_allclose(plain.score(by_hand, "test")["test_loss"], found[-1], rtol=1e-5)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 def test_means_of_parts_are_warned_of(user):
