@@ -31,7 +31,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.gradients import Given, Keys, Loss
 from scalejax.parallel.gradients import gradients as every_gradient
 from scalejax.parallel.mesh import BATCH_AXES
-from scalejax.parallel.rules import LogicalAxes, Placement, Rules
+from scalejax.parallel.rules import LogicalAxes, ParameterPlacement, Rules
 from scalejax.parallel.wire_formats import WireFormat, check_formats
 
 Sharding = Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
@@ -172,7 +172,7 @@ def place(
     *,
     mesh: Mesh | AbstractMesh,
     rules: Rules | None = None,
-) -> tuple[Placement, ...]:
+) -> tuple[ParameterPlacement, ...]:
     """Where each master parameter lies.
 
     The rules say which dimensions lie on the other axes (`tensor`). The axes of the strategy take one more dimension of
@@ -216,7 +216,7 @@ def place(
             entries[taken] = over if len(over) > 1 else next(iter(over))
         while entries and entries[-1] is None:
             entries.pop()
-        placed.append(Placement(name, shape, logical_axes, P(*entries), reason))
+        placed.append(ParameterPlacement(name, shape, logical_axes, P(*entries), reason))
     return tuple(placed)
 
 

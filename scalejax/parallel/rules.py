@@ -18,7 +18,7 @@ LogicalAxes = tuple[str | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class ParameterPlacement:
     """How one parameter lies on a mesh, and why.
 
     Attributes:
@@ -66,13 +66,13 @@ class Rules:
 
     def describe(
         self, params: Mapping[str, tuple[LogicalAxes, tuple[int, ...]]], mesh: Mesh | AbstractMesh
-    ) -> tuple[Placement, ...]:
+    ) -> tuple[ParameterPlacement, ...]:
         """One line per parameter, {path: (logical axes, shape)}, with the reason where a rule could not be followed."""
         return tuple(self._place(name, axes, shape, mesh) for name, (axes, shape) in params.items())
 
     def _place(
         self, name: str, logical_axes: LogicalAxes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
-    ) -> Placement:
+    ) -> ParameterPlacement:
         if len(logical_axes) != len(shape):
             raise ValueError(f"Rules: {name or 'an array'} of shape {shape} has logical axes {logical_axes}.")
         taken: set[str] = set()
@@ -91,7 +91,7 @@ class Rules:
             entries.append(None if not free else free[0] if len(free) == 1 else free)
         while entries and entries[-1] is None:
             entries.pop()
-        return Placement(name, shape, logical_axes, P(*entries), "; ".join(reasons))
+        return ParameterPlacement(name, shape, logical_axes, P(*entries), "; ".join(reasons))
 
 
 _WEIGHT_AXES = ("input", "hidden", "output", "embed", "vectors", "mixed", "rank")

@@ -66,7 +66,7 @@ def train(
         _checkpointer(folder.checkpoints, runs[0]) as checkpoints,
     ):
         start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.total_steps)
-        run, *later = [run for run in runs[:-1] if (start or 0) < run.stage.stop] + runs[-1:]
+        run, *later = [run for run in runs[:-1] if (start or 0) < run.phase.stop] + runs[-1:]
         with timer.phase("compile"):
             state, host = _state_of(run, runs, checkpoints, start)
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
@@ -83,9 +83,9 @@ def train(
             for run in later:
                 del state
                 with timer.phase("compile"):
-                    state, host = _state_of(run, runs, checkpoints, run.stage.start)
+                    state, host = _state_of(run, runs, checkpoints, run.phase.start)
                 run.attach(records)
-                state, host = _steps(run, records, state, host, run.stage.start, show)
+                state, host = _steps(run, records, state, host, run.phase.start, show)
             closing = run.close(state, host)
             closing |= _what_ran(run, recipe, environment)
             if distributed.is_primary():
@@ -97,13 +97,13 @@ def train(
 def _bind(experiment: Experiment, console: Console | None) -> list[Run]:
     """Every phase of a run, bound before the first begins, so that a mistake in the last costs no training."""
     runs: list[Run] = []
-    for stage in phases.stages(experiment):
-        own = stage.experiment
+    for phase in phases.resolved(experiment):
+        own = phase.experiment
         built = [run.data for run in runs if run.experiment.data == own.data]
         data = built[0] if built else _build_data(own, console)
         wanted = {"evaluation.split": own.evaluation.split, "evaluation.final_split": own.evaluation.final_split}
         _check_splits(data, wanted)
-        run = Run.bind(own, data, make_mesh(own.placement.mesh), stage)
+        run = Run.bind(own, data, make_mesh(own.placement.mesh), phase)
         if runs:
             run.kept(runs[-1])
         runs.append(run)
@@ -115,7 +115,7 @@ def _state_of(run: Run, runs: list[Run], checkpoints: Checkpointer, start: int |
     number = runs.index(run)
     if start is None:
         state = run.begin()
-    elif number and start == run.stage.start:
+    elif number and start == run.phase.start:
         _become(checkpoints, runs[number - 1])
         state = run.follow(runs[number - 1], checkpoints)
     else:
@@ -181,7 +181,7 @@ def _become(checkpoints: Checkpointer, run: Run) -> None:
 
 def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, show: Any) -> tuple[Any, HostState]:
     """Runs the steps of a phase after `start`."""
-    experiment, stop = run.experiment, run.stage.stop
+    experiment, stop = run.experiment, run.phase.stop
     timer, every, scoring = records.timer, experiment.checkpoints.every, experiment.evaluation.every
     with run.feed(host, stop - start) as feed:
         for step in range(start + 1, stop + 1):
@@ -197,7 +197,7 @@ def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, 
             last = step == stop
             if last or step % experiment.log_every == 0:
                 state, host, fields = run.log(state, host, step)
-                show(step, fields, run.stage.name)
+                show(step, fields, run.phase.name)
             scored = None
             if last or (scoring and step % scoring == 0):
                 with timer.phase("evaluation"):

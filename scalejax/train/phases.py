@@ -22,7 +22,7 @@ _FIXED = ("steps", "phases", "init", "seed", "log_every", "checkpoints.every", "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage:
+class ResolvedPhase:
     """A phase in its place.
 
     Attributes:
@@ -48,7 +48,7 @@ class Stage:
         return self.optimizer_from < self.start
 
 
-def stages(experiment: Experiment) -> tuple[Stage, ...]:
+def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
     """What a run does, in order.
 
     Raises:
@@ -58,13 +58,13 @@ def stages(experiment: Experiment) -> tuple[Stage, ...]:
     if len(set(names)) != len(names):
         raise UserError(f"phases: names must differ; got {', '.join(names)}.")
     current = dataclasses.replace(experiment, phases=())
-    found = [Stage(name="", experiment=current, start=0, stop=experiment.steps, optimizer_from=0)]
+    found = [ResolvedPhase(name="", experiment=current, start=0, stop=experiment.steps, optimizer_from=0)]
     for phase in experiment.phases:
         before, current = current, _changed(current, phase)
         anew = phase.surgery is not None or any(_get(before, path) != _get(current, path) for path in _OPTIMIZED)
         start = found[-1].stop
         found.append(
-            Stage(
+            ResolvedPhase(
                 name=phase.name,
                 experiment=current,
                 start=start,
@@ -73,13 +73,13 @@ def stages(experiment: Experiment) -> tuple[Stage, ...]:
                 surgery=phase.surgery,
             )
         )
-    ends = {stage.optimizer_from: stage.stop for stage in found}
+    ends = {phase.optimizer_from: phase.stop for phase in found}
     return tuple(
         dataclasses.replace(
-            stage,
-            experiment=dataclasses.replace(stage.experiment, steps=ends[stage.optimizer_from] - stage.optimizer_from),
+            phase,
+            experiment=dataclasses.replace(phase.experiment, steps=ends[phase.optimizer_from] - phase.optimizer_from),
         )
-        for stage in found
+        for phase in found
     )
 
 
@@ -93,8 +93,8 @@ def experiment_at(experiment: Experiment, run_folder: pathlib.Path, step: int | 
     """
     if step is None:
         step = distributed.on_primary(lambda: max(listed(run_folder / "checkpoints"), default=0))
-    found = stages(experiment)
-    return next((stage.experiment for stage in found if step <= stage.stop), found[-1].experiment)
+    found = resolved(experiment)
+    return next((phase.experiment for phase in found if step <= phase.stop), found[-1].experiment)
 
 
 def _changed(experiment: Experiment, phase: Phase) -> Experiment:

@@ -31,7 +31,7 @@ from scalejax.train.convert import prefetch
 from scalejax.train.experiment import Experiment, Init, Surgery
 from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics import sums as metric_sums
-from scalejax.train.phases import Stage
+from scalejax.train.phases import ResolvedPhase
 from scalejax.train.pipeline import Pipeline
 from scalejax.train.protocols import DataSet
 from scalejax.train.records import Records
@@ -132,27 +132,27 @@ class Run:
     `log`, `evaluate`, `before_step` and `close` write their records where `attach` said, and book the time there.
     """
 
-    def __init__(self, program: Program, data: DataSet, stage: Stage | None = None) -> None:
+    def __init__(self, program: Program, data: DataSet, phase: ResolvedPhase | None = None) -> None:
         self.program, self.data, self.experiment = program, data, program.experiment
-        self.stage = phases.stages(self.experiment)[0] if stage is None else stage
+        self.phase = phases.resolved(self.experiment)[0] if phase is None else phase
         self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
         self.best = binding.best_value(self.experiment, tuple(program.metrics.values()))
         self._records: Records | None = None
         self._last: tuple[weakref.ref[TrainState], dict[str, Scores]] | None = None
 
     @classmethod
-    def bind(cls, experiment: Experiment, data: DataSet, mesh: Mesh, stage: Stage | None = None) -> "Run":
+    def bind(cls, experiment: Experiment, data: DataSet, mesh: Mesh, phase: ResolvedPhase | None = None) -> "Run":
         """Binds an experiment, or a phase of it, to its data and a mesh.
 
         Raises:
           UserError: as `binding.bind`, or state must not rest in the host memory of these devices.
         """
-        stage = phases.stages(experiment)[0] if stage is None else stage
-        experiment = stage.experiment
+        phase = phases.resolved(experiment)[0] if phase is None else phase
+        experiment = phase.experiment
         if experiment.placement.offload != "none":
             offload.check(mesh.devices)
         program = binding.bind(experiment, data.schema, mesh, data)
-        return cls(dataclasses.replace(program, schedules_from=stage.optimizer_from), data, stage)
+        return cls(dataclasses.replace(program, schedules_from=phase.optimizer_from), data, phase)
 
     @classmethod
     def bind_to_score(cls, experiment: Experiment, data: DataSet, mesh: Mesh, console: Console | None) -> "Run":
@@ -209,8 +209,8 @@ class Run:
             identity["id_maps"] = repr(e.tables.id_maps)
         if jax.tree.leaves(self.program.abstract_state().exchange):
             identity["exchange"] = type(e.strategy).__name__
-        if self.stage.name:
-            identity["phase"] = self.stage.name
+        if self.phase.name:
+            identity["phase"] = self.phase.name
         return identity
 
     @property
@@ -238,18 +238,18 @@ class Run:
         Raises:
           UserError: the model of the phase before does not fit this one.
         """
-        stage, kept = self.stage, self.kept(before)
+        phase, kept = self.phase, self.kept(before)
         state = self.program.init()
-        if stage.surgery is not None:
+        if phase.surgery is not None:
             checkpoints.wait()
-            source = trained.open_run(checkpoints.folder.parent, stage.start)
-            state = self._with_model(state, source, stage.surgery, f"phases: {stage.name!r}")
+            source = trained.open_run(checkpoints.folder.parent, phase.start)
+            state = self._with_model(state, source, phase.surgery, f"phases: {phase.name!r}")
         stored = self.to_stored(state)
         structure, leaves = jax.tree.structure(stored), manifests.named_leaves(stored)
         del state, stored
         for name in kept:  # let go before its successor is read
             leaves[name] = None
-        arrays, saved = checkpoints.read(stage.start, kept)
+        arrays, saved = checkpoints.read(phase.start, kept)
         leaves |= arrays
         for average in self.experiment.averages:
             for path in self.program.trained:
@@ -263,20 +263,20 @@ class Run:
         Raises:
           UserError: this phase has another model and no surgery that makes it.
         """
-        stage, now = self.stage, manifests.named_leaves(self.abstract_stored())
+        phase, now = self.phase, manifests.named_leaves(self.abstract_stored())
         earlier = {name: manifests.describe(x) for name, x in manifests.named_leaves(before.abstract_stored()).items()}
         same_rows = type(self.experiment.tables.optimizer) is type(before.experiment.tables.optimizer)
-        same_exchange = stage.keeps_optimizer and self.experiment.strategy == before.experiment.strategy
+        same_exchange = phase.keeps_optimizer and self.experiment.strategy == before.experiment.strategy
 
         def stays(name: str) -> bool:
             part, _, rest = name.partition(".")
             if part in ("step", "key"):
                 return True
             if part in ("optimizer", "loss_scale"):
-                return stage.keeps_optimizer
+                return phase.keeps_optimizer
             if part == "exchange":
                 return same_exchange and earlier.get(name) == manifests.describe(now[name])
-            if part == "metrics" or stage.surgery is not None:
+            if part == "metrics" or phase.surgery is not None:
                 return False
             if part == "averages":
                 return name in earlier
@@ -287,7 +287,7 @@ class Run:
         differences = manifests.describe_mismatch(kept, {name: earlier[name] for name in kept if name in earlier})
         if differences:
             raise UserError(
-                f"phases: {stage.name!r} has no surgery, and so it must have the model of the phase before, which it "
+                f"phases: {phase.name!r} has no surgery, and so it must have the model of the phase before, which it "
                 f"has not: {'; '.join(differences[:3])}. Give it a surgery that makes the one of the other."
             )
         return kept
@@ -492,7 +492,7 @@ class Run:
     def feed(self, host: HostState, steps: int) -> Iterator[Pipeline]:
         """The batches of the next `steps` steps."""
         batches = self.program.task.train_batches(self.data, self.mesh, host.position)
-        with prefetch(batches, self.program, first_step=self.stage.stop - steps + 1) as prefetched:
+        with prefetch(batches, self.program, first_step=self.phase.stop - steps + 1) as prefetched:
             yield Pipeline(self.program, prefetched, steps)
 
     def before_step(self, state: TrainState, host: HostState, step: int) -> HostState:
@@ -597,7 +597,7 @@ class Run:
         """Scores the final split, with intervals, and adds up the run; returns what the summary says of it."""
         e, timer = self.experiment, self.records.timer
         split = e.evaluation.final_split
-        closing: dict[str, Any] = {"steps": self.stage.stop, "examples": host.examples, "weight": host.weight}
+        closing: dict[str, Any] = {"steps": self.phase.stop, "examples": host.examples, "weight": host.weight}
         with timer.phase("evaluation"):
             scores = self._scores(state, split)
             values = scores.measure(intervals="bootstrap")
@@ -605,7 +605,7 @@ class Run:
             # Before anything else is written: if the disk is full, the checkpoint is what the user must hear of.
             self.records.checkpoints.wait()
         with timer.phase("evaluation"):
-            self.records.events.evaluation(self.stage.stop, split, values)
+            self.records.events.evaluation(self.phase.stop, split, values)
             if distributed.is_primary():
                 for metric in self.program.metrics.values():
                     metric.keep(self.records.checkpoints.folder.parent, split, scores.collected)

@@ -34,7 +34,7 @@ from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged
 from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.parallel.formatted import FormattedGather
 from scalejax.parallel.gradients import Given, Gradients, Keys, Loss, gradients
-from scalejax.parallel.rules import Placement
+from scalejax.parallel.rules import ParameterPlacement
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics.protocol import Metric
@@ -165,7 +165,7 @@ class Program:
         return xla_flags.compiler_options(self.experiment.xla_flags, self.mesh.devices.flat[0].platform) or None
 
     @functools.cached_property
-    def placements(self) -> tuple[Placement, ...]:
+    def placements(self) -> tuple[ParameterPlacement, ...]:
         """Where each parameter lies between steps, and why not elsewhere."""
         described = {name: (self.model.logical_axes[name], p.shape) for name, p in self.model.params.items()}
         rules = self.experiment.placement.rules

@@ -64,7 +64,7 @@ def test_finds_functions_of_a_user_file():
     recipe = discovery.find(f"{EXAMPLES}:second")
     assert recipe.slug == "example_recipes-second"
     experiment = recipe.build()
-    assert isinstance(experiment, Experiment)
+    assert type(experiment) is Experiment
     assert (experiment.steps, type(experiment.optimizer).__name__) == (3, "AdamW")
 
 

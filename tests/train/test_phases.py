@@ -129,7 +129,7 @@ def test_phases_that_share_an_optimizer_share_its_schedule():
             Phase(name="end", steps=1),
         ),
     )
-    found = phases.stages(base)
+    found = phases.resolved(base)
     assert [(s.name, s.start, s.stop, s.optimizer_from, s.experiment.steps) for s in found] == [
         ("", 0, 10, 0, 30),
         ("long", 10, 30, 0, 30),
