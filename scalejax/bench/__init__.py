@@ -23,6 +23,7 @@ _NAMES = (
     "dlrm_step",
     "llama_step",
     "llama_decode",
+    "gcn_step",
     "embedding_update",
     "flash_attention",
     "mx_quantize",

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed; benchmarks/peers.sh installs it")
 
-from scalejax.bench import dlrm_step, harness, training_step, workloads, wukong_step
+from scalejax.bench import dlrm_step, gcn_step, harness, training_step, workloads, wukong_step
 from scalejax.data.schema import Categorical, Schema
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.wukong import WukongConfig
@@ -126,3 +126,22 @@ def test_peers_are_refused_away_from_the_cpu(monkeypatch):
     monkeypatch.setattr(training_step.jax, "devices", lambda: [Gpu()])
     with pytest.raises(UserError, match="first device is NVIDIA Test"):
         training_step.contest(MODELS["dlrm"][1], SCHEMA, BATCHES, lambda *_: None)
+
+
+@pytest.mark.parametrize("case", gcn_step.CASES)
+def test_a_graph_network_has_the_losses_of_its_peer(case):
+    gcn_step.prepare(case, "torch", None).check()
+
+
+def test_a_peer_with_another_graph_is_noticed(monkeypatch):
+    from scalejax.bench.peers import torch_gcn
+
+    def scaled(matrix, shape, threads):
+        starts, columns, values = matrix
+        return torch_sparse.csr((starts, columns, values * np.float32(1.1)), shape, threads)
+
+    from scalejax.bench.peers import torch_sparse
+
+    monkeypatch.setattr(torch_gcn, "csr", scaled)
+    with pytest.raises(harness.OutputsDiffer, match="losses of step 1 differ"):
+        gcn_step.prepare("cora16", "torch", None).check()

@@ -8,7 +8,8 @@ import torch
 VERSION = torch.__version__
 
 
-def _csr(matrix: tuple[np.ndarray, ...], shape: tuple[int, int], threads: int) -> torch.Tensor:
+def csr(matrix: tuple[np.ndarray, ...], shape: tuple[int, int], threads: int) -> torch.Tensor:
+    """(row starts, columns, values) as a matrix, and the number of threads that products with it take."""
     torch.set_num_threads(threads)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
@@ -21,7 +22,7 @@ class Product:
     """A matrix times dense columns; arguments as in `scipy_sparse.Product`, with the number of CPU threads."""
 
     def __init__(self, matrix: tuple[np.ndarray, ...], shape: tuple[int, int], dense: np.ndarray, threads: int) -> None:
-        self._matrix, self._dense = _csr(matrix, shape, threads), torch.from_numpy(dense)
+        self._matrix, self._dense = csr(matrix, shape, threads), torch.from_numpy(dense)
 
     def run(self) -> np.ndarray:
         """float32[N, F]."""
@@ -35,7 +36,7 @@ class EdgeProducts:
     def __init__(
         self, matrix: tuple[np.ndarray, ...], shape: tuple[int, int], a: np.ndarray, b: np.ndarray, threads: int
     ) -> None:
-        self._matrix = _csr(matrix, shape, threads)
+        self._matrix = csr(matrix, shape, threads)
         self._a, self._b = torch.from_numpy(a), torch.from_numpy(b).T
 
     def run(self) -> np.ndarray:
