@@ -94,8 +94,8 @@ def inversion() -> Experiment:
     return Experiment(
         model=InversionConfig(),
         data=Examples(),
-        steps=40,
+        steps=60,
         trainable="token",
-        optimizer=optim.Adam(learning_rate=optim.Constant(value=5e-2)),
-        checkpoints=Checkpoints(every=20),
+        optimizer=optim.Adam(learning_rate=optim.Constant(value=1e-1)),
+        checkpoints=Checkpoints(every=30),
     )

@@ -26,7 +26,7 @@ WORDS, LENGTH = 16, 8
 class Choices:
     """Two texts of random words each; the one with more words of the upper half is preferred."""
 
-    batch_size: int = 16
+    batch_size: int = 32
 
     def schema(self) -> dict[str, Any]:
         return {"words": WORDS, "length": LENGTH}
@@ -40,7 +40,7 @@ class Choices:
             rows = np.arange(count)
             return {"preferred": texts[rows, best], "other": texts[rows, 1 - best]}
 
-        splits = {"train": split(128), "validation": split(44), "test": split(44)}
+        splits = {"train": split(1024), "validation": split(44), "test": split(44)}
         return ArrayDataSet(splits, batch_size=self.batch_size, schema=self.schema())
 
 
