@@ -254,7 +254,8 @@ def test_dice_is_of_each_case_and_what_fills_up_a_batch_is_no_case(runs):
     for batch in run.data.eval_batches("test"):
         logits = np.asarray(loss_of(run, state, batch, purpose="evaluation")[0].outputs["logits"])
         counts = batch["weights"].any((1, 2))
-        cases += [dice(*case) for case in zip(logits[counts], batch["labels"][counts], batch["weights"][counts])]
+        labels, weights = batch["labels"][counts], batch["weights"][counts]
+        cases += [dice(*case) for case in zip(logits[counts], labels, weights, strict=True)]
     assert len(cases) == summary["test_cases"] == run.data.num_examples("test") == 20
     assert summary["test_dice"] == pytest.approx(np.mean(cases), rel=1e-6)
     assert summary["test_weight"] == sum(batch["weights"].sum() for batch in run.data.eval_batches("test"))
@@ -322,7 +323,8 @@ def test_lesions_are_found_by_the_three_best_cells(runs):
     model, found, boxes = run.program.model.put_together(host(state.params)), 0, 0
     for batch in run.data.eval_batches("test"):
         heat = np.asarray(model(jnp.asarray(batch["images"])))[:, -1]
-        for picture, points, there in zip(heat, batch["points"], batch["presence"] * batch["weights"][:, None]):
+        presence = batch["presence"] * batch["weights"][:, None]
+        for picture, points, there in zip(heat, batch["points"], presence, strict=True):
             best = np.argsort(-picture, axis=None)[:3]
             centres = [y * 8 + x for y, x in points[there > 0, -1]]
             found, boxes = found + sum(centre in best for centre in centres), boxes + len(centres)
@@ -475,7 +477,7 @@ def test_all_devices_and_parts_take_the_same_path(of_one_device, form):
     state, losses, paths = run.program.init(), [], []
     before = host(state.params)
     for batch in range_of(run, 4):
-        state, sums = run.program.take_metrics(state)
+        state, _ = run.program.take_metrics(state)
         state, loss = run.program.train_step(state, convert.to_device(batch, run.program))
         losses.append(float(loss))
         (strays,) = [sums for sums in state.metrics.values() if isinstance(sums, dict) and "strays" in sums]
