@@ -43,6 +43,7 @@ class PrunedAdam:
             return Pruned(masks, adam.init(params))
 
         def update(gradients: Any, state: Pruned, params: Any = None) -> tuple[Any, Pruned]:
+            updates: Any
             updates, inner = adam.update(gradients, state.adam, params)
             pruned = {path: jnp.where(mask, updates[path], -params[path]) for path, mask in state.masks.items()}
             return updates | pruned, Pruned(state.masks, inner)

@@ -18,7 +18,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients import Keys
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import convert, loop, scoring
+from scalejax.train import binding, convert, loop, scoring
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Precision
 from scalejax.train.metrics.protocol import MetricBase, Value
@@ -141,8 +141,8 @@ def test_it_learns_more_than_is_trivial(runs, name):
     lines = read_lines(folder / "metrics.jsonl")
     windows = [line["loss"] for line in lines if "loss" in line and "grad_norm" in line]
     assert windows[-1] < windows[0]
-    names = [value["name"] for value in json.loads((folder / "measures.json").read_text())["values"]]
-    assert value.removeprefix("test_") in names
+    measures = json.loads((folder / "measures.json").read_text())["values"]
+    assert value.removeprefix("test_") in [measure["name"] for measure in measures]
 
 
 @pytest.mark.parametrize("name", LEARNS)
@@ -171,6 +171,20 @@ def test_a_file_is_one_recipe_whose_record_says_all(name):
     assert experiment.optimizer.learning_rate.value == 0.5
     written = json.loads(json.dumps(serialization.record(path, ["model.width=16"], recipe(name, model__width=16))))
     assert serialization.same(serialization.reload(written, recipe=path), recipe(name, model__width=16))
+
+
+@pytest.mark.parametrize("name", LEARNS)
+def test_a_plan_knows_its_step_from_the_schema_alone(name):
+    experiment = recipe(name)
+    program = binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()), abstract=True)
+    planned = program.abstract_batch()
+    placed = convert.to_device(next(batches_of(bound(experiment))), program)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), planned) == jax.tree.map(
+        lambda x: (x.shape, x.dtype, x.sharding), placed
+    )
+    state, loss = jax.eval_shape(program.train_step, program.abstract_state(), planned)
+    assert loss.shape == ()
+    assert jax.tree.structure(state) == jax.tree.structure(program.abstract_state())
 
 
 def of_devices(name, devices, strategy=None, **changes):
