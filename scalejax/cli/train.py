@@ -99,14 +99,16 @@ _PLANNED = "the same recipe on a TPU, compiled here"
 
 
 def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment") -> None:
+    from scalejax.configs import discovery
     from scalejax.plan.decoders import DecoderConfig
 
+    own = [] if discovery.find(recipe).module else ["--recipe", recipe]  # a file of the user's is run when it is named
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
-    speak = [shlex.join(["scalejax", "generate", str(folder), "--prompt", "def main("])]
+    speak = [shlex.join(["scalejax", "generate", str(folder), *own, "--prompt", "def main("])]
     commands = {
         **(dict.fromkeys(speak, "continue a text") if isinstance(experiment.model, DecoderConfig) else {}),
-        shlex.join(["scalejax", "eval", str(folder)]): "score the newest checkpoint again",
+        shlex.join(["scalejax", "eval", str(folder), *own]): "score the newest checkpoint again",
         shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
         **(
             {}

@@ -108,16 +108,19 @@ def _numbers(program: Program, first: int, rows: int) -> jax.Array:
 
 
 def _collected(program: Program, found: list[Scored], slices: list[Any]) -> dict[str, np.ndarray]:
-    collected, fields = {}, program.fields
-    for name in sorted(program.collected):
+    collected = {}
+    scopes = {name: field.scope for name, field in program.fields.items() if isinstance(field, Field)}
+    wanted = program.collected
+    if wanted and scopes.get("weights") == "example":
+        wanted |= {"weights"}  # what fills up a batch is no example of a metric that asks for none, either
+    for name in sorted(wanted):
         if name in found[0].outputs:
             collected[name] = np.concatenate([np.asarray(scored.outputs[name]) for scored in found])
             continue
         parts = [host.get(name) if isinstance(host, Mapping) else getattr(host, name, None) for host in slices]
         if any(part is None for part in parts):
             continue
-        field = fields.get(name)
-        if isinstance(field, Field) and field.scope == "step":  # every process has all of it
+        if scopes.get(name) == "step":  # every process has all of it
             collected[name] = np.concatenate([np.asarray(part) for part in parts])
         else:
             collected[name] = _gather(np.stack([np.asarray(part) for part in parts]))
@@ -125,7 +128,7 @@ def _collected(program: Program, found: list[Scored], slices: list[Any]) -> dict
     if weights is None:
         return collected
     counts = (weights > 0).reshape(len(weights), -1).any(axis=1)
-    return {name: array[counts] for name, array in collected.items()}
+    return {name: array if scopes.get(name) == "step" else array[counts] for name, array in collected.items()}
 
 
 def _gather(local: np.ndarray) -> np.ndarray:
