@@ -27,10 +27,12 @@ from scalejax.inference import run_model
 from scalejax.inference.recommendation import click_model
 from scalejax.models.llm import model_folder
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
+from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import array_store, loop, publish, rows_file
 from scalejax.train.array_store import LazyArray
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
+from scalejax.train.run import Run
 from scalejax.train.trained import Trained, matched, open_run, write_run
 
 MAP = IdMapConfig(rows=1 + 64 * 2, ways=2, policy="lru", admit_after=2)
@@ -325,6 +327,27 @@ def test_a_written_run_of_a_click_model_is_served(click, served, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, (one.tables, one.params), (other.tables, other.params))
 
 
+@pytest.mark.parametrize("mesh", [None, MeshShape(fsdp=8)], ids=["one", "eight"])
+def test_a_written_run_of_a_click_model_is_scored_and_begun_with(click, rows, mesh, tmp_path):
+    """Its rows of full checkpoints and of deltas, and those of ids without bound; no state of an optimizer."""
+    experiment = click_experiment(rows, placement__mesh=mesh)
+    write_run(tmp_path / "run", open_run(click))
+    before, after = (loop.evaluate(experiment, workdir=folder) for folder in (click, tmp_path / "run"))
+    assert before.pop("recipe") != after.pop("recipe")
+    assert before == after
+    assert before["test_auc"] != 0.5
+    begun = click_experiment(rows, placement__mesh=mesh, init=str(tmp_path / "run"), steps=2)
+    run = Run.bind(begun, begun.data.build(), make_mesh(mesh))
+    state, host = run.begin()
+    assert host.examples == 0
+    assert run.score(state, "test")["test_auc"] == before["test_auc"]
+    other = dataclasses.replace(open_run(click), maps={})
+    write_run(tmp_path / "without", other)
+    begun = dataclasses.replace(begun, init=str(tmp_path / "without"))
+    with pytest.raises(UserError, match=r"table 'item' has an id map, and .* has none for it"):
+        Run.bind(begun, begun.data.build(), make_mesh(mesh)).begin()
+
+
 def test_a_written_run_of_a_language_model_is_converted(language, tmp_path):
     folder, experiment = language
     # A surgery: one parameter is another, in memory, and the rest stays on disk.
@@ -427,6 +450,7 @@ _CHILD = """
 import pathlib, sys
 import numpy as np
 from scalejax.train.array_store import LazyArray
+from scalejax.train.run import Run
 from scalejax.train.trained import Trained, open_run, write_run
 
 def made(rows):
