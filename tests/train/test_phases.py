@@ -6,21 +6,26 @@ import pathlib
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_language_run as small
+import small_run
 from changes import changed
 from outside_files import load
 
 from scalejax import optim
 from scalejax.configs import serialization
+from scalejax.data import Categorical
 from scalejax.errors import UserError
 from scalejax.inference import run_model
 from scalejax.models.llm import model_folder
+from scalejax.parallel.embedding.config import Adam as RowAdam
+from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop, phases, trained
 from scalejax.train.array_store import LazyArray
-from scalejax.train.experiment import Experiment, Init, Phase
+from scalejax.train.experiment import Checkpoints, Experiment, Init, Phase
 from scalejax.train.pipeline import Pipeline
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
@@ -271,6 +276,79 @@ def test_a_run_may_begin_with_a_surgery_of_another(user, whole, tmp_path):
     other = changed(experiment, init=dataclasses.replace(init, digest="abc"))
     with pytest.raises(UserError, match=r"has the digest .* and init.digest is 'abc'"):
         Run.bind(other, data, make_mesh(MeshShape(), jax.devices()[:1])).begin()
+
+
+def click_experiment(rows: Any, **changes: Any) -> Experiment:
+    """Rows in full checkpoints at 4 and 8 and at the beginning of a phase, in deltas elsewhere; ids without bound."""
+    features = (*small_run.FEATURES[:2], Categorical(name="item", rows=None))
+    ids = MappedFeatures(features=("item",), id_map=IdMapConfig(rows=1 + 64 * 2, ways=2, policy="lru"))
+    own = {
+        "data": small_run.data(rows, categorical=features),
+        "steps": 5,
+        "log_every": 2,
+        "evaluation__every": 0,
+        "checkpoints": Checkpoints(every=2, keep_last=20, keep_best=0),
+        "tables__full_every": 4,
+        "tables__id_maps": (ids,),
+        "tables__optimizer": RowAdam(learning_rate=0.05),
+    }
+    return small_run.experiment(rows, **{**own, **changes})
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    columns = small_run.columns()
+    item = (columns["item"] % 40).astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return small_run.write(tmp_path_factory.mktemp("rows") / "rows.parquet", {"item": item})
+
+
+def tables_of(folder: Any, experiment: Experiment, step: int) -> dict[str, Any]:
+    """Everything that is stored of the tables at a step, by the run of its phase."""
+    (run,) = [r for r in loop._bind(experiment, None) if r.phase.start < step <= r.phase.stop]
+    with loop._checkpointer(folder / "checkpoints", run) as checkpoints:
+        loop._become(checkpoints, run)
+        state, _ = run.restore(checkpoints, step)
+    stored = run.to_stored(state)["tables"]
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+    return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x), stored)
+
+
+def test_tables_go_on_with_their_states_and_maps_in_a_phase_that_leaves_them_alone(rows, tmp_path, monkeypatch):
+    plain = click_experiment(rows, steps=9)
+    phase = Phase(name="more", steps=4, changes={"gradients.clip": 1e9})
+    parted = click_experiment(rows, phases=(phase,))
+    loop.train(plain, workdir=tmp_path / "plain")
+    loop.train(parted, workdir=tmp_path / "parted")
+    one, two = tables_of(tmp_path / "plain", plain, 9), tables_of(tmp_path / "parted", parted, 9)
+    jax.tree.map(np.testing.assert_array_equal, one, two)
+    assert any(np.any(leaf) for name, leaf in one["shop"].items() if not name.startswith("rows_"))
+    killed_at(7, parted, tmp_path / "killed", monkeypatch)
+    loop.train(parted, workdir=tmp_path / "killed", resume="must")
+    jax.tree.map(np.testing.assert_array_equal, tables_of(tmp_path / "killed", parted, 9), two)
+    # What follows a phase may build on no checkpoint of the phase before.
+    manifests = {
+        s: trained.Checkpoint.read(tmp_path / "parted" / "checkpoints" / f"{s}").manifest for s in (4, 5, 6, 8)
+    }
+    assert [step for step, manifest in manifests.items() if manifest.delta is None] == [4, 6, 8]
+
+
+def test_another_optimizer_of_the_tables_takes_their_rows_alone(rows, tmp_path):
+    changes = {"tables.optimizer": RowwiseAdagrad(), "optimizer": optim.Sgd()}
+    experiment = click_experiment(rows, phases=(Phase(name="other", steps=1, changes=changes),))
+    loop.train(experiment, workdir=tmp_path)
+    before = tables_of(tmp_path, experiment, 5)
+    first, second = loop._bind(experiment, None)
+    with loop._checkpointer(tmp_path / "checkpoints", first) as checkpoints:
+        loop._become(checkpoints, first)
+        state, _ = second.follow(first, checkpoints)
+    after = second.to_stored(state)["tables"]
+    np.testing.assert_array_equal(np.asarray(after["shop"]["rows_tail"]), before["shop"]["rows_tail"])
+    fresh = second.to_stored(second.program.init())["tables"]
+    states = [name for name in after["shop"] if not name.startswith(("rows_", "updated_"))]
+    assert states
+    for name in states:
+        np.testing.assert_array_equal(np.asarray(after["shop"][name]), np.asarray(fresh["shop"][name]))
+    jax.tree.map(np.testing.assert_array_equal, before["(id maps)"], jax.tree.map(np.asarray, after["(id maps)"]))
 
 
 def test_a_language_model_may_begin_with_a_model_folder(texts, tmp_path):
