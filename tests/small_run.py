@@ -23,12 +23,17 @@ FEATURES = (Categorical(name="shop", rows=37), Categorical(name="hour", rows=11)
 """No number of rows divides by 8."""
 
 RECIPE = """
+import dataclasses
 import pathlib
-from scalejax.train.experiment import Experiment
+from scalejax.train.experiment import Experiment, Phase
 import small_run
 
 def small() -> Experiment:
     return small_run.experiment(pathlib.Path(__file__).with_name("rows.parquet"))
+
+def parted() -> Experiment:
+    head = Phase(name="head", steps=6, changes={"trainable": "head/.*"})
+    return dataclasses.replace(small(), steps=6, phases=(head,))
 """
 
 

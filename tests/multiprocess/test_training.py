@@ -9,6 +9,7 @@ import pytest
 import small_run
 from launch import finish, run_workers, start_workers
 
+from scalejax.train import trained
 from scalejax.train.run_folder import read_lines
 
 pytestmark = pytest.mark.multiprocess
@@ -85,6 +86,21 @@ def test_a_run_goes_on_at_another_number_of_processes(recipe, by_one, by_two, tm
     assert_close(by_one, run)
     ends = [json.loads((folder / "summary.json").read_text()) for folder in (by_one, run)]
     assert ends[0]["test_logloss"] == pytest.approx(ends[1]["test_logloss"], rel=1e-5)
+
+
+def test_phases_and_frozen_parameters_of_two_processes_are_those_of_one(recipe, tmp_path):
+    parted = recipe.replace(":small", ":parted")
+    train(parted, tmp_path / "one", 1, 8)
+    train(parted, tmp_path / "two", 2, 4)
+    assert_close(tmp_path / "one", tmp_path / "two")
+    for name in ("one", "two"):
+        assert [path.name for path in (tmp_path / name / "checkpoints").glob("frozen-*")] == ["frozen-12"]
+    shutil.rmtree(tmp_path / "two" / "checkpoints" / "12")  # it begins the phase once more, with another process
+    train(parted, tmp_path / "two", 1, 8, "--resume", "must")
+    assert_close(tmp_path / "one", tmp_path / "two")
+    one, two = (trained.open_run(tmp_path / name).params for name in ("one", "two"))
+    for path, value in one.items():
+        np.testing.assert_allclose(two[path][...], value[...], rtol=1e-4, atol=1e-5, err_msg=path)
 
 
 def test_a_mistake_is_one_message_of_each_process(recipe, by_two):
