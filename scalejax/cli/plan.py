@@ -19,6 +19,9 @@ def plan(
         bool,
         typer.Option("--search", help="Find the mesh and the rematerialisation of a decoder; compiles at most five."),
     ] = False,
+    phase: Annotated[
+        str | None, typer.Option("--phase", metavar="NAME", help="A phase of the recipe. Default: what precedes them.")
+    ] = None,
     sets: options.Sets = None,
     json: options.JsonFile = None,
 ) -> None:
@@ -38,6 +41,15 @@ def plan(
 
     experiment = configs.load(recipe, sets or [])
     import scalejax.plan
+    from scalejax.train import phases
+
+    resolved = {one.name: one.experiment for one in phases.resolved(experiment)}
+    names = ", ".join(name for name in resolved if name)
+    if phase is not None and phase not in resolved:
+        raise UserError(f"--phase {phase}: {recipe} has {f'the phases {names}' if names else 'no phases'}.")
+    if names and phase is None:
+        typer.echo(f"Planned is what precedes the phases {names}; --phase NAME plans one of them.", err=True)
+    experiment = resolved[phase or ""]
 
     if search:
         from scalejax.plan.decoders import DecoderConfig

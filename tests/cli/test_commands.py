@@ -5,6 +5,7 @@ import sys
 import types
 
 import pytest
+import small_run
 
 import scalejax.bench
 import scalejax.plan
@@ -125,6 +126,25 @@ def test_plan_passes_its_arguments_and_writes_json(invoke, example, monkeypatch,
     assert calls[-1][2] == MeshShape(fsdp=2, tensor=2)  # what was said about the mesh is not dropped
     invoke("plan", example, "--topology", "v5p:2x2x1", "--set", "steps=2")
     assert calls[-1][2] is None
+
+
+def test_plan_takes_one_phase_and_says_which(invoke, monkeypatch, tmp_path):
+    calls = []
+
+    def plan(experiment, topology, mesh):
+        calls.append((experiment.trainable, experiment.phases))
+        return types.SimpleNamespace(render=lambda console: None, to_json=dict)
+
+    monkeypatch.setattr(scalejax.plan, "plan", plan, raising=False)
+    recipe = small_run.write_recipe(tmp_path).replace(":small", ":parted")
+    first = invoke("plan", recipe, "--topology", "v5p:2x2x1")
+    assert "Planned is what precedes the phases head; --phase NAME plans one of them." in first.stderr
+    assert invoke("plan", recipe, "--topology", "v5p:2x2x1", "--phase", "head").stderr == ""
+    assert calls == [(".*", ()), ("head/.*", ())]
+    refused = invoke("plan", recipe, "--topology", "v5p:2x2x1", "--phase", "tail")
+    assert refused.exit_code == 2
+    assert "--phase tail" in refused.stderr
+    assert "has the phases head" in refused.stderr
 
 
 def test_plan_search_reports_progress_beside_its_result(invoke, monkeypatch, tmp_path):
