@@ -12,6 +12,8 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.numerics import rules
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel import pipeline
+from scalejax.parallel.blocks import axes_of
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.train.experiment import Experiment, Tables
@@ -73,6 +75,7 @@ def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, a
         example=example,
     )
     _check_divides(program)
+    _check_stages(program)
     if program.model.statistics and experiment.gradients.microbatch is not None:
         warnings.warn(
             f"{', '.join(program.model.statistics[:3])}: with gradients.microbatch the means of a BatchNorm are those "
@@ -260,3 +263,18 @@ def _check_divides(program: Program) -> None:
                     f"{axis}={' or '.join(map(str, fitting))} (--set placement.mesh.{axis}=N), or a model with "
                     f"{logical}={f'{below} or {above}' if below else above}."
                 )
+
+
+def _check_stages(program: Program) -> None:
+    """Refuses stages without layers that are cut over them, where a loss is taken for a pipeline.
+
+    Every stage would run all layers, and gradients of looked-up rows would be those of one stage.
+    """
+    e, stages = program.experiment, program.mesh.shape[pipeline.AXIS]
+    over = {axis for spec in program.specs.values() for entry in spec for axis in axes_of(entry)}
+    if e.strategy.form == "explicit" and stages > 1 and pipeline.AXIS not in over:
+        raise UserError(
+            f"strategy={type(e.strategy).__name__} in its explicit form runs placement.mesh.stage={stages} as a "
+            f"pipeline, but placement.rules cut no parameter of {type(e.model).__name__} over stage. Set --set "
+            "placement.mesh.stage=1, take strategy=Fsdp(form='implicit'), or give rules that cut layers over stage."
+        )
