@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
@@ -206,10 +205,8 @@ class Run:
         state = dataclasses.replace(state, params=placed(params, state.params))
         if set(model.variables) <= set(source.variables):
             state = dataclasses.replace(state, variables=placed(source.variables, state.variables))
-        averages = {
-            a.name: {path: state.params[path] for path in self.program.trained} for a in self.experiment.averages
-        }
-        state = dataclasses.replace(state, averages=jax.tree.map(jnp.copy, averages))
+        averages = {name: placed(params, average) for name, average in state.averages.items()}
+        state = dataclasses.replace(state, averages=averages)
         collection = self.program.collection
         if collection is None:
             return state
