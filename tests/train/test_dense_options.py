@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import small_language_run as small
 
-from scalejax import configs
+from scalejax import configs, optim
 from scalejax.configs import overrides
 from scalejax.errors import UserError
 from scalejax.parallel import offload, xla_flags
@@ -78,6 +78,20 @@ def test_devices_that_get_offloading_wrong_are_refused_before_anything_runs(text
     assert bind(texts).in_flight  # no offload, no test of it
     with pytest.raises(UserError, match=r"gives other gradients .* Use offload='none'"):
         bind(texts, placement__offload="optimizer")
+
+
+def test_averages_that_begin_with_another_run_lie_on_the_devices(texts, tmp_path):
+    loop.train(small.experiment(texts, steps=1), workdir=tmp_path)
+    averages = (optim.Average(decay=0.5),)
+    run = bind(texts, placement__offload=BOTH, averages=averages, init=str(tmp_path), trainable="layers/.*")
+    state, host = run.begin()
+    assert kinds(state.params) == {"pinned_host"}
+    assert kinds(state.averages) == {"device"}
+    assert set(state.averages["ema"]) == run.program.trained
+    for name, average in state.averages["ema"].items():
+        np.testing.assert_array_equal(np.asarray(average), np.asarray(state.params[name]))
+    _, losses = small.steps(run, state, host, 1)
+    assert np.isfinite(losses).all()
 
 
 @pytest.mark.slow
