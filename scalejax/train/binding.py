@@ -1,9 +1,11 @@
 """Binds an experiment to its data and its devices: every mistake that can be found before anything is allocated."""
 
 import dataclasses
+import functools
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -83,7 +85,11 @@ def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, a
             stacklevel=2,
         )
     _ = program.formats  # which refuses rules without a module
-    program.gradients(1)  # what it refuses is refused now
+    taken = program.gradients(1)  # what it refuses is refused now
+    if experiment.gradients.loss_scaling is not None:
+        remembered = program.abstract_state().exchange
+        factor = jax.ShapeDtypeStruct((), jnp.float32)
+        jax.eval_shape(functools.partial(taken.rescaled, program.model.params), remembered, factor)
     return program
 
 
