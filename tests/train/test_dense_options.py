@@ -12,12 +12,15 @@ from scalejax.configs import overrides
 from scalejax.errors import UserError
 from scalejax.parallel import offload, xla_flags
 from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad
+from scalejax.parallel.embedding.jagged import DedupGroup
+from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import binding, convert, loop, scoring
 from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.experiment import Gradients, Precision
+from scalejax.train.experiment import Gradients, Precision, Tables
 from scalejax.train.run_folder import environment_record, read_lines
 
 EIGHT = MeshShape(replica=2, fsdp=4)
@@ -230,6 +233,25 @@ def test_models_with_tables_too_need_a_scaled_loss_for_half_precision():
 def test_what_means_nothing_without_tables_is_refused(texts, setting, message):
     experiment = overrides.apply(small.experiment(texts), [setting])
     with pytest.raises(UserError, match=f"^{message}"):
+        binding.bind(experiment, experiment.data.schema(), make_mesh(EIGHT))
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Tables)])
+def test_options_of_tables_are_refused_without_tables(texts, field):
+    other = {
+        "optimizer": RowwiseAdagrad(learning_rate=1.0),
+        "schedule": optim.Constant(value=0.5),
+        "sharding": ShardingPlan(replicas="copy"),
+        "exchange": Exchange(spill="count"),
+        "accumulate": "exact",
+        "id_maps": (MappedFeatures(features=("item",), id_map=IdMapConfig(rows=1217)),),
+        "dedup": (DedupGroup(features=("shop",), rows_per_example=1.0),),
+        "pipeline": "ids",
+        "dtype": "bfloat16",
+        "full_every": 4,
+    }
+    experiment = small.experiment(texts, **{f"tables__{field}": other[field]})
+    with pytest.raises(UserError, match=rf"^tables.{field} is .* LlamaConfig has no embedding tables"):
         binding.bind(experiment, experiment.data.schema(), make_mesh(EIGHT))
 
 

@@ -16,6 +16,8 @@ from scalejax.models.graph import GatConfig, GcnConfig, GraphSageConfig
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import rules
+from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
+from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -62,6 +64,7 @@ def _same(one: tuple[Any, TrainState, list[float]], other: tuple[Any, TrainState
 CASES: dict[str, tuple[MeshShape, int, dict[str, Any]]] = {
     "full": (MeshShape(), 8, {}),
     "full over three axes": (OVER_ALL, 8, {}),
+    "kept": (MeshShape(), 8, {"strategy": Fsdp(sharding="SHARD_GRAD_OP")}),
     "hybrid": (HYBRID, 4, {"strategy": Fsdp(sharding="HYBRID_SHARD")}),
     "hybrid, kept": (HYBRID, 4, {"strategy": Fsdp(sharding="HYBRID_SHARD_ZERO2")}),
     "whole": (MeshShape(), 1, {"strategy": Fsdp(sharding="NO_SHARD")}),
@@ -254,3 +257,18 @@ def test_parameters_begin_with_those_of_another_run(path: str, tmp_path: pathlib
     other = Run.bind(changed(further, model=GcnConfig(hidden=16)), data, make_mesh(HYBRID))
     with pytest.raises(UserError, match=r"init=.*does not fit the model: of other shapes: layers/0/"):
         other.begin()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id_maps", (MappedFeatures(features=("item",), id_map=IdMapConfig(rows=1217)),)),
+        ("dedup", (DedupGroup(features=("shop",), rows_per_example=1.0),)),
+        ("pipeline", "ids"),
+        ("full_every", 4),
+    ],
+)
+def test_options_of_tables_are_refused_without_tables(field: str, value: Any, path: str) -> None:
+    experiment = gcn(path, **{f"tables__{field}": value, "checkpoints__every": 4})
+    with pytest.raises(UserError, match=rf"^tables.{field} is .* GcnConfig has no embedding tables"):
+        bind(experiment)
