@@ -244,6 +244,29 @@ def test_a_killed_run_goes_on_to_the_same_bits(rows, whole, tmp_path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Signs(**HYBRID), Differing(**FULL)], ids=str_of)
+def test_a_killed_run_with_every_other_option_goes_on_to_the_same_bits(rows, tmp_path, monkeypatch, strategy):
+    experiment = clicks(
+        rows,
+        strategy,
+        trainable="(layers|head)/.*",
+        averages=(optim.Average(decay=0.5),),
+        gradients__clip=0.05,
+        gradients__microbatch=4,
+        gradients__loss_scaling=LossScaling(initial=1024.0, interval=3),
+        placement__offload="optimizer and parameters",
+        tables__pipeline="ids",
+        tables__full_every=8,
+    )
+    loop.train(experiment, workdir=tmp_path / "whole")
+    killed(experiment, tmp_path / "killed", monkeypatch, at=7)
+    loop.train(experiment, workdir=tmp_path / "killed", resume="must")
+    states = [restored(experiment, tmp_path / name) for name in ("whole", "killed")]
+    jax.tree.map(np.testing.assert_array_equal, *states)
+    assert set(states[0]["exchange"]) == set(states[0]["averages"]["ema"]) < set(states[0]["params"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [Signs(**HYBRID), Differing(**FULL)], ids=str_of)
 def test_a_killed_language_model_goes_on_to_the_same_bits_layer_by_layer(texts, tmp_path, monkeypatch, strategy):
     experiment = small_language_run.experiment(
         texts, precision=Precision(params="float64"), steps=8, strategy=strategy, placement__mesh=MESH
