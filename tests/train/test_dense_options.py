@@ -83,6 +83,7 @@ def test_devices_that_get_offloading_wrong_are_refused_before_anything_runs(text
         bind(texts, placement__offload="optimizer")
 
 
+@pytest.mark.slow
 def test_averages_that_begin_with_another_run_lie_on_the_devices(texts, tmp_path):
     loop.train(small.experiment(texts, steps=1), workdir=tmp_path)
     averages = (optim.Average(decay=0.5),)

@@ -23,7 +23,7 @@ from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop, trained
 from scalejax.train.convert import to_device
-from scalejax.train.experiment import Experiment, Precision
+from scalejax.train.experiment import Experiment, Placement, Precision
 from scalejax.train.run import Run
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
@@ -241,7 +241,8 @@ def test_parameters_begin_with_those_of_another_run(path: str, tmp_path: pathlib
     loop.train(experiment, workdir=tmp_path)
     there = trained.open_run(tmp_path).params
     average = optim.Average(decay=0.5)
-    further = changed(experiment, init=str(tmp_path), placement__mesh=HYBRID, averages=(average,))
+    placement = Placement(mesh=HYBRID, offload=BOTH)  # averages stay on the devices
+    further = changed(experiment, init=str(tmp_path), placement=placement, averages=(average,))
     data = further.data.build()
     run = Run.bind(further, data, make_mesh(HYBRID))
     state, host = run.begin()

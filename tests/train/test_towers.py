@@ -112,7 +112,6 @@ OPTIONS = {
 CHOSEN = covering(list(itertools.product(STRATEGIES, PLANS, (1, 2), OPTIONS)))
 DEFAULT = [
     ("HYBRID_SHARD", "rows in the host of the tower", 2, "clip"),
-    ("FULL_SHARD", "rows everywhere", 1, "averages"),
     ("ddp", "rows in the host of the tower", 1, "nothing"),
 ]
 
