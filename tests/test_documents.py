@@ -78,3 +78,14 @@ def test_the_meaning_of_a_gradient_is_stated():
         "keep rows and states to the bit",
     ):
         assert statement in text
+
+
+def test_every_test_in_a_document_exists():
+    """FILE::TEST, by the functions of the file; ::TEST is in some file that the document names."""
+    files = {path.stem: path.read_text() for path in (ROOT / "tests").rglob("test_*.py")}
+    for document in (ROOT / "docs").glob("*.md"):
+        text = document.read_text()
+        named = re.findall(r"`(?:tests/[\w/]*?)?(test_\w+)?::(test_\w+)", text)
+        known = "".join(files[file] for file, _ in named if file)
+        for file, test in named:
+            assert f"def {test}(" in (files[file] if file else known), f"{document.name}: {file}::{test}"

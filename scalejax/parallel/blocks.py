@@ -123,6 +123,21 @@ class Exchange(Protocol):
         """
         ...
 
+    def rescaled(self, state: States, factor: jax.Array) -> States:
+        """What is remembered once gradients arrive times a further factor: that of a scaled loss has moved.
+
+        What is in units of gradients (residuals) has to follow; called after `after_update`, also where a step was
+        skipped.
+
+        Args:
+          state: {path: pytree of arrays [devices, ...]}.
+          factor: float[], the new factor on the loss over the old.
+
+        Raises:
+          UserError: this scheme has no rule for that.
+        """
+        ...
+
     def resized(self, path: str, state: Any, devices: int) -> Any:
         """The state of a parameter on another number of devices.
 
@@ -150,6 +165,16 @@ class Stateless:
     def after_update(self, shards: Arrays, state: States) -> States:
         del shards
         return state
+
+    def rescaled(self, state: States, factor: jax.Array) -> States:
+        del factor
+        if not state:
+            return state
+        raise UserError(
+            f"{type(self).__name__}: what it remembers of gradients has no rule for another factor on the loss, so "
+            "that gradients.loss_scaling does not go with this strategy. Set --set gradients.loss_scaling=none, or "
+            "give the exchange a `rescaled`."
+        )
 
     def resized(self, path: str, state: Any, devices: int) -> Any:
         del state

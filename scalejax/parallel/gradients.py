@@ -223,6 +223,19 @@ class Gradients:
         trained = {path: p for path, p in params.items() if path in self.trained}
         return self._on_devices(self.scheme(params).after_update, trained, exchange)
 
+    def rescaled(self, params: Mapping[str, Any], exchange: States, factor: jax.Array) -> States:
+        """What the exchange remembers where the next gradients are those of `scale` times a further factor.
+
+        Args:
+          params: The master parameters, arrays or shapes.
+          exchange: As `after_update` returned it.
+          factor: float[], the next scale over this one.
+
+        Raises:
+          UserError: the exchange has no rule for that.
+        """
+        return self.scheme(params).rescaled(exchange, factor) if exchange else exchange
+
     @property
     def exchange_spec(self) -> P:
         """Of the first axis of every array that an exchange remembers: one index for each device of these axes."""

@@ -1,9 +1,11 @@
 """Binds an experiment to its data and its devices: every mistake that can be found before anything is allocated."""
 
 import dataclasses
+import functools
 import warnings
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
@@ -12,6 +14,8 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.numerics import rules
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel import pipeline
+from scalejax.parallel.blocks import axes_of
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.train.experiment import Experiment, Tables
@@ -72,6 +76,7 @@ def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, a
         example=example,
     )
     _check_divides(program)
+    _check_stages(program)
     _check_evaluation(experiment, program.model.statistics)
     if program.model.statistics and experiment.gradients.microbatch is not None:
         warnings.warn(
@@ -80,7 +85,11 @@ def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, a
             stacklevel=2,
         )
     _ = program.formats  # which refuses rules without a module
-    program.gradients(1)  # what it refuses is refused now
+    taken = program.gradients(1)  # what it refuses is refused now
+    if experiment.gradients.loss_scaling is not None:
+        remembered = program.abstract_state().exchange
+        factor = jax.ShapeDtypeStruct((), jnp.float32)
+        jax.eval_shape(functools.partial(taken.rescaled, program.model.params), remembered, factor)
     return program
 
 
@@ -265,3 +274,18 @@ def _check_divides(program: Program) -> None:
                     f"{axis}={' or '.join(map(str, fitting))} (--set placement.mesh.{axis}=N), or a model with "
                     f"{logical}={f'{below} or {above}' if below else above}."
                 )
+
+
+def _check_stages(program: Program) -> None:
+    """Refuses stages without layers that are cut over them, where a loss is taken for a pipeline.
+
+    Every stage would run all layers, and gradients of looked-up rows would be those of one stage.
+    """
+    e, stages = program.experiment, program.mesh.shape[pipeline.AXIS]
+    over = {axis for spec in program.specs.values() for entry in spec for axis in axes_of(entry)}
+    if e.strategy.form == "explicit" and stages > 1 and pipeline.AXIS not in over:
+        raise UserError(
+            f"strategy={type(e.strategy).__name__} in its explicit form runs placement.mesh.stage={stages} as a "
+            f"pipeline, but placement.rules cut no parameter of {type(e.model).__name__} over stage. Set --set "
+            "placement.mesh.stage=1, take strategy=Fsdp(form='implicit'), or give rules that cut layers over stage."
+        )

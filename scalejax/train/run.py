@@ -254,7 +254,8 @@ class Run:
         for average in self.experiment.averages:
             for path in self.program.trained:
                 if (name := f"averages.{average.name}.{path}") not in kept:
-                    leaves[name] = jnp.copy(leaves[f"params.{path}"])
+                    # Not the same buffer: a step donates both.
+                    leaves[name] = jax.device_put(leaves[f"params.{path}"], leaves[name].sharding, may_alias=False)
         return self.from_stored(jax.tree.unflatten(structure, leaves.values())), self._host_after(before, saved)
 
     def kept(self, before: "Run") -> dict[str, Any]:
@@ -337,10 +338,8 @@ class Run:
             params=_placed(arrays, state.params),
             variables=state.variables | _placed(arrays, variables),
         )
-        own = {path: state.params[path] for path in self.program.trained}
-        state = dataclasses.replace(
-            state, averages={a.name: jax.tree.map(jnp.copy, own) for a in self.experiment.averages}
-        )
+        averages = {name: _placed(arrays, average) for name, average in state.averages.items()}
+        state = dataclasses.replace(state, averages=averages)
         if collection is None:
             return state
         return dataclasses.replace(state, tables=self._tables_of(source, collection.to_stored(state.tables), where))

@@ -7,7 +7,8 @@ over the whole global batch: the loss of a step does not depend on how its examp
 devices or parts.
 
 A step whose gradients overflow under a scaled loss changes nothing but the factor: parameters, optimizer, variables,
-averages and the state of the exchange go back to what they were, and tables write no row.
+averages and the state of the exchange go back to what they were, and tables write no row. What an exchange remembers of
+gradients is in units of the scaled loss, and follows its factor.
 """
 
 import dataclasses
@@ -557,6 +558,8 @@ class Program:
             skipped = ~finite & (held.scale > scaling.smallest) & (found.weight > 0)
             held = held.update(finite, scaling)
         params, optimizer, averages, variables, exchange = new
+        if held is not None and state.loss_scale is not None:
+            exchange = take.rescaled(params, exchange, held.scale / state.loss_scale.scale)
         if ahead is not None:
             tables = self.embeddings.update(tables, ahead.routing, rows, self.row_schedule(state.step), when=finite)
         loss = Loss(found.sum, found.weight, found.sums, found.outputs)

@@ -5,12 +5,14 @@ exchanged; their gradients go to the update of the tables.
 """
 
 import dataclasses
+import itertools
 
 import jax
 import numpy as np
 import pytest
 import small_run
 from changes import changed
+from covering import covering
 
 from scalejax import optim
 from scalejax.data import Categorical
@@ -51,7 +53,11 @@ WITH = {
     "deltas": {"tables__full_every": 6},
     "frozen": {"trainable": "head/.*"},
     "averages": {"averages": (optim.Average(decay=0.5),), "evaluation__average": "ema"},
+    "host memory": {"placement__offload": "optimizer and parameters"},
+    "scaled": {"gradients__loss_scaling": LossScaling(initial=2.0**20, interval=2)},
 }
+CHANGES_NOTHING = ("host memory", "scaled")
+"""Compared with one device without it."""
 DEFAULT = [
     ("implicit FULL_SHARD", 1, "nothing"),
     ("implicit HYBRID_SHARD", 2, "clip"),
@@ -59,6 +65,8 @@ DEFAULT = [
     ("explicit FULL_SHARD", 1, "id maps"),
     ("explicit HYBRID_SHARD", 2, "stale"),
     ("ddp", 1, "frozen"),
+    ("explicit SHARD_GRAD_OP", 1, "host memory"),
+    ("explicit HYBRID_SHARD", 2, "scaled"),
 ]
 
 
@@ -77,6 +85,10 @@ def double(rows, **changes):
     return experiment
 
 
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
 def trained(experiment, mesh, devices, steps=4):
     data = experiment.data.build()
     run = Run.bind(experiment, data, make_mesh(mesh, jax.devices()[:devices]))
@@ -87,6 +99,9 @@ def trained(experiment, mesh, devices, steps=4):
             feed.take()
             state, loss = feed.step(state)
             losses.append(float(loss))
+    resting = "device" if experiment.placement.offload == "none" else "pinned_host"
+    assert kinds((state.params, state.optimizer)) == {resting}
+    assert kinds(state.tables) == {"device"}
     stored = run.to_stored(state)
     stored["key"] = jax.random.key_data(stored["key"])
     return losses, jax.tree.map(np.asarray, stored)
@@ -94,7 +109,7 @@ def trained(experiment, mesh, devices, steps=4):
 
 def compare(rows, strategy, parts, extra):
     experiment = double(rows, **WITH[extra])
-    losses, state = trained(experiment, MeshShape(), 1)
+    losses, state = trained(double(rows) if extra in CHANGES_NOTHING else experiment, MeshShape(), 1)
     own = changed(experiment, strategy=STRATEGIES[strategy], gradients__microbatch=8 // parts)
     other, found = trained(own, MESH, 8)
     np.testing.assert_allclose(other, losses, rtol=1e-12)
@@ -140,23 +155,98 @@ def test_a_model_that_is_fetched_whole_gathers_again_where_gathered_copies_are_d
     assert len(matrices) >= 8
 
 
-@pytest.mark.parametrize("strategy", ["implicit NO_SHARD", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_an_overflow_leaves_rows_and_parameters_as_they_were(rows, strategy):
-    scaling = LossScaling(initial=2.0**40, smallest=1.0)  # beyond what float16 can hold
-    half = Precision(compute="float16")
-    own = {"gradients__loss_scaling": scaling, "strategy": STRATEGIES[strategy], "precision": half}
-    experiment = small_run.experiment(rows, **own, averages=(optim.Average(decay=0.5),))
-    _, before = trained(experiment, MESH, 8, steps=0)
-    _, after = trained(experiment, MESH, 8, steps=1)
-    assert after["loss_scale"].scale == 2.0**39
-    assert after["loss_scale"].skipped == 1
-    for part in ("params", "optimizer", "averages"):
-        jax.tree.map(np.testing.assert_array_equal, after[part], before[part])
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        (MeshShape(fsdp=2, replica=2, context=2), "explicit FULL_SHARD"),
+        pytest.param(MeshShape(fsdp=4, context=2), "implicit HYBRID_SHARD", marks=pytest.mark.slow),
+        pytest.param(MeshShape(fsdp=4, context=2), "ddp", marks=pytest.mark.slow),
+        pytest.param(MeshShape(fsdp=4, stage=2), "implicit FULL_SHARD", marks=pytest.mark.slow),
+        pytest.param(MeshShape(fsdp=4, tensor=2), "explicit FULL_SHARD", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_axes_that_a_click_model_does_not_know_hold_rows_of_its_tables_alone(rows, mesh, strategy):
+    experiment = double(rows)
+    losses, state = trained(experiment, MeshShape(), 1)
+    other, found = trained(changed(experiment, strategy=STRATEGIES[strategy]), mesh, 8)
+    np.testing.assert_allclose(other, losses, rtol=1e-12)
+    for part in ("params", "tables"):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[part], state[part])
+
+
+@pytest.mark.parametrize("strategy", ["explicit FULL_SHARD", "ddp"])
+def test_stages_over_which_nothing_is_cut_are_refused_where_they_would_be_a_pipeline(rows, strategy):
+    experiment = small_run.experiment(rows, strategy=STRATEGIES[strategy])
+    with pytest.raises(UserError, match=r"^strategy=\w+ in its explicit form runs placement.mesh.stage=2 .* Wukong"):
+        binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape(fsdp=4, stage=2)))
+
+
+OVERFLOWS = list(
+    itertools.product(
+        ("implicit FULL_SHARD", "explicit FULL_SHARD", "implicit HYBRID_SHARD", "explicit HYBRID_SHARD", "ddp"),
+        (1, 2),
+        ("ordered", "exact"),
+        ("none", "stale"),
+    )
+)
+OVERFLOWS_BY_DEFAULT = [
+    ("implicit FULL_SHARD", 1, "ordered", "none"),
+    ("explicit HYBRID_SHARD", 2, "exact", "stale"),
+]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parts", "accumulate", "pipeline"),
+    [
+        case if case in OVERFLOWS_BY_DEFAULT else pytest.param(*case, marks=pytest.mark.slow)
+        for case in dict.fromkeys([*OVERFLOWS_BY_DEFAULT, *covering(OVERFLOWS)])
+    ],
+)
+def test_an_overflow_leaves_everything_as_it_was_but_the_factor(rows, strategy, parts, accumulate, pipeline):
+    """From a factor beyond what float16 can hold down to one that it can, and on."""
+    experiment = small_run.experiment(
+        rows,
+        gradients__loss_scaling=LossScaling(initial=2.0**32, interval=100),
+        gradients__microbatch=8 // parts,
+        precision=Precision(compute="float16"),
+        strategy=STRATEGIES[strategy],
+        tables__accumulate=accumulate,
+        tables__pipeline=pipeline,
+        averages=(optim.Average(decay=0.5),),
+    )
+    run = Run.bind(experiment, experiment.data.build(), make_mesh(MESH))
+
+    def held(state):
+        stored = run.to_stored(state)
+        return jax.tree.map(np.asarray, {name: stored[name] for name in ("params", "optimizer", "averages", "tables")})
+
+    state, host = run.begin()
+    begun = held(state)
+    with run.feed(host, 40) as feed:
+        for number in range(1, 41):
+            feed.take()
+            state, _ = feed.step(state)
+            if int(state.loss_scale.skipped) < number:
+                break
+            assert float(state.loss_scale.scale) == 2.0 ** (32 - number)
+            jax.tree.map(np.testing.assert_array_equal, held(state), begun)
+    skipped = int(state.loss_scale.skipped)
+    assert 4 < skipped < 40
+    assert number == skipped + 1
+    moved = held(state)
+    for part in ("params", "averages"):
+        assert any((a != b).any() for a, b in zip(*map(jax.tree.leaves, (moved[part], begun[part])), strict=True))
     for name in ("shop", "hour", "item"):
-        jax.tree.map(np.testing.assert_array_equal, after["tables"][name], before["tables"][name])
-    _, moved = trained(changed(experiment, gradients__loss_scaling=LossScaling(initial=8.0)), MESH, 8, steps=1)
-    pairs = zip(jax.tree.leaves(moved["tables"]["shop"]), jax.tree.leaves(before["tables"]["shop"]), strict=True)
-    assert any((a != b).any() for a, b in pairs)
+        pairs = zip(*(jax.tree.leaves(tables["tables"][name]) for tables in (moved, begun)), strict=True)
+        assert any((a != b).any() for a, b in pairs)
+    # The optimizer has counted the steps that were taken, and not those that were skipped.
+    counts = [int(leaf) for leaf in jax.tree.leaves(moved["optimizer"]) if leaf.ndim == 0]
+    assert counts
+    assert set(counts) == {1}
+    sums = state.metrics["steps"]
+    assert (int(sums.skipped), int(sums.nonfinite), int(sums.steps)) == (skipped, 0, number)
 
 
 def test_a_run_with_averages_and_frozen_parameters_goes_on_to_the_same_bits(rows, tmp_path):

@@ -15,8 +15,10 @@ from scalejax.data import Stage, StagedData
 from scalejax.errors import UserError
 from scalejax.parallel import ddp
 from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.parallel.rules import REPLICATED
 from scalejax.train import binding, convert, loop
 from scalejax.train import summary as summaries
 from scalejax.train.checkpoint import Checkpointer
@@ -284,6 +286,9 @@ def test_mistakes_are_named(texts):
         mesh = make_mesh(MeshShape(**{"fsdp": 1, **sizes}), jax.devices()[:8])
         with pytest.raises(UserError, match=message):
             binding.bind(experiment, experiment.data.schema(), mesh)
+    whole = small.experiment(texts, placement__rules=REPLICATED, strategy=Fsdp(form="explicit"))
+    with pytest.raises(UserError, match=r"placement.mesh.stage=2 as a pipeline, but placement.rules cut no parameter"):
+        binding.bind(whole, whole.data.schema(), make_mesh(MeshShape(fsdp=4, stage=2)))
     for changes, sizes, message in (
         ({"attention": "cudnn"}, {}, "attention=cudnn is for a GPU, and this is compiled for a CPU.*attention=none"),
         ({"attention": "reference", "context_method": "ring"}, {"context": 2}, '"reference" .* model.attention=xla'),

@@ -7,17 +7,20 @@ import numpy as np
 import pytest
 import small_language_run as small
 
-from scalejax import configs
+from scalejax import configs, optim
 from scalejax.configs import overrides
 from scalejax.errors import UserError
 from scalejax.parallel import offload, xla_flags
 from scalejax.parallel.ddp import Ddp
+from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad
+from scalejax.parallel.embedding.jagged import DedupGroup
+from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import binding, convert, loop, scoring
 from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.experiment import Gradients, Precision
+from scalejax.train.experiment import Gradients, Precision, Tables
 from scalejax.train.run_folder import environment_record, read_lines
 
 EIGHT = MeshShape(replica=2, fsdp=4)
@@ -78,6 +81,21 @@ def test_devices_that_get_offloading_wrong_are_refused_before_anything_runs(text
     assert bind(texts).in_flight  # no offload, no test of it
     with pytest.raises(UserError, match=r"gives other gradients .* Use offload='none'"):
         bind(texts, placement__offload="optimizer")
+
+
+@pytest.mark.slow
+def test_averages_that_begin_with_another_run_lie_on_the_devices(texts, tmp_path):
+    loop.train(small.experiment(texts, steps=1), workdir=tmp_path)
+    averages = (optim.Average(decay=0.5),)
+    run = bind(texts, placement__offload=BOTH, averages=averages, init=str(tmp_path), trainable="layers/.*")
+    state, host = run.begin()
+    assert kinds(state.params) == {"pinned_host"}
+    assert kinds(state.averages) == {"device"}
+    assert set(state.averages["ema"]) == run.program.trained
+    for name, average in state.averages["ema"].items():
+        np.testing.assert_array_equal(np.asarray(average), np.asarray(state.params[name]))
+    _, losses = small.steps(run, state, host, 1)
+    assert np.isfinite(losses).all()
 
 
 @pytest.mark.slow
@@ -216,6 +234,25 @@ def test_models_with_tables_too_need_a_scaled_loss_for_half_precision():
 def test_what_means_nothing_without_tables_is_refused(texts, setting, message):
     experiment = overrides.apply(small.experiment(texts), [setting])
     with pytest.raises(UserError, match=f"^{message}"):
+        binding.bind(experiment, experiment.data.schema(), make_mesh(EIGHT))
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Tables)])
+def test_options_of_tables_are_refused_without_tables(texts, field):
+    other = {
+        "optimizer": RowwiseAdagrad(learning_rate=1.0),
+        "schedule": optim.Constant(value=0.5),
+        "sharding": ShardingPlan(replicas="copy"),
+        "exchange": Exchange(spill="count"),
+        "accumulate": "exact",
+        "id_maps": (MappedFeatures(features=("item",), id_map=IdMapConfig(rows=1217)),),
+        "dedup": (DedupGroup(features=("shop",), rows_per_example=1.0),),
+        "pipeline": "ids",
+        "dtype": "bfloat16",
+        "full_every": 4,
+    }
+    experiment = small.experiment(texts, **{f"tables__{field}": other[field]})
+    with pytest.raises(UserError, match=rf"^tables.{field} is .* LlamaConfig has no embedding tables"):
         binding.bind(experiment, experiment.data.schema(), make_mesh(EIGHT))
 
 

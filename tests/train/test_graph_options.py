@@ -1,6 +1,7 @@
 """What runs over a graph share with all others: strategies, clipping, scaled losses, averages, frozen parameters."""
 
 import dataclasses
+import pathlib
 from typing import Any
 
 import jax
@@ -10,13 +11,20 @@ from changes import changed
 from small_graph_run import bind, gcn, scores_of, write_graph
 
 from scalejax import optim
-from scalejax.models.graph import GraphSageConfig
+from scalejax.errors import UserError
+from scalejax.models.graph import GatConfig, GcnConfig, GraphSageConfig
+from scalejax.numerics.quantize import cast
+from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import rules
+from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
+from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
-from scalejax.parallel.mesh import MeshShape
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import loop, trained
 from scalejax.train.convert import to_device
-from scalejax.train.experiment import Experiment, Precision
+from scalejax.train.experiment import Experiment, Placement, Precision
+from scalejax.train.run import Run
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
 
@@ -26,6 +34,7 @@ ADAM = optim.Adam(learning_rate=optim.Constant(value=0.02))
 SGD = optim.Sgd(learning_rate=optim.Constant(value=0.5))
 OVER_ALL = MeshShape(replica=2, fsdp=2, expert=2)
 HYBRID = MeshShape(replica=2, fsdp=4)
+BOTH = "optimizer and parameters"
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +64,7 @@ def _same(one: tuple[Any, TrainState, list[float]], other: tuple[Any, TrainState
 CASES: dict[str, tuple[MeshShape, int, dict[str, Any]]] = {
     "full": (MeshShape(), 8, {}),
     "full over three axes": (OVER_ALL, 8, {}),
+    "kept": (MeshShape(), 8, {"strategy": Fsdp(sharding="SHARD_GRAD_OP")}),
     "hybrid": (HYBRID, 4, {"strategy": Fsdp(sharding="HYBRID_SHARD")}),
     "hybrid, kept": (HYBRID, 4, {"strategy": Fsdp(sharding="HYBRID_SHARD_ZERO2")}),
     "whole": (MeshShape(), 1, {"strategy": Fsdp(sharding="NO_SHARD")}),
@@ -63,6 +73,9 @@ CASES: dict[str, tuple[MeshShape, int, dict[str, Any]]] = {
     "scaled": (MeshShape(), 8, {"gradients__loss_scaling": LossScaling(initial=1024.0, interval=2)}),
     "averages": (HYBRID, 4, {"averages": (optim.Average(decay=0.5),), "strategy": Fsdp(sharding="HYBRID_SHARD")}),
     "frozen": (MeshShape(), 8, {"trainable": "layers/1/.*"}),
+    "in host memory": (HYBRID, 4, {"placement__offload": BOTH, "strategy": Fsdp(sharding="HYBRID_SHARD")}),
+    # Nodes are cut over all axes, whatever these are to other models.
+    "beside context and stage": (MeshShape(fsdp=2, context=2, stage=2), 2, {}),
 }
 
 
@@ -159,3 +172,104 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(path: str) -> None:
         assert np.array_equal(np.asarray(state.params[name]), np.asarray(p)) == name.startswith("layers/0/")
     shapes = {leaf.shape for leaf in jax.tree.leaves(state.optimizer)}
     assert shapes == {(), (8, 3), (3,)}
+
+
+def test_state_rests_in_host_memory_and_the_graph_on_the_devices(path: str) -> None:
+    program, state, _ = _trained(gcn(path, optimizer=ADAM, placement__offload=BOTH, placement__mesh=HYBRID))
+    resting = {leaf.sharding.memory_kind for leaf in jax.tree.leaves((state.params, state.optimizer)) if leaf.ndim}
+    assert resting == {"pinned_host"}
+    assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(program.constants)} == {"device"}
+
+
+COARSE = QuantizationRule(module_path="layers/.*", weight_qtype="bdr_mx4", tail="pad")
+NO_VECTORS = QuantizationRule(module_path="layers/./(source|target)")
+"""Vectors of attention are no matrices: an exception, which comes first."""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        GcnConfig(hidden=8, dropout=0.0),
+        pytest.param(GraphSageConfig(hidden=8, dropout=0.0), marks=pytest.mark.slow),
+        pytest.param(GatConfig(hidden=4, heads=2, dropout=0.0), marks=pytest.mark.slow),
+    ],
+    ids=["gcn", "graphsage", "gat"],
+)
+def test_weights_of_a_graph_network_are_those_cast_by_hand(model: Any, path: str) -> None:
+    normalization = "symmetric" if isinstance(model, GcnConfig) else "none"
+    changes: dict[str, Any] = {"model": model, "optimizer": ADAM, "data__normalization": normalization}
+    own_rules = (NO_VECTORS, COARSE) if isinstance(model, GatConfig) else (COARSE,)
+    experiment = gcn(path, **changes, quantization=own_rules)
+    data = experiment.data.build()
+    program, plain = bind(experiment, data), bind(gcn(path, **changes), data)
+    state = program.init()
+
+    def by_hand(name: str, value: jax.Array) -> jax.Array:
+        vector = value.ndim < 2 or name.endswith(("source", "target"))
+        return value if vector else cast(value, "bdr_mx4", axis=0, tail="pad")
+
+    changed_state = dataclasses.replace(state, params={name: by_hand(name, p) for name, p in state.params.items()})
+    wanted = scores_of(plain, changed_state, data, "train")["loss"]
+    assert scores_of(program, state, data, "train")["loss"] == pytest.approx(wanted, rel=1e-5)
+    assert abs(wanted - scores_of(plain, state, data, "train")["loss"]) > 1e-3 * wanted
+    loss = program.train_step(state, to_device(data.whole("train"), program))[1]
+    assert float(loss) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_a_format_for_vectors_of_attention_is_an_error_and_no_product_without_it(path: str) -> None:
+    model = GatConfig(hidden=4, heads=2)
+    experiment = gcn(path, model=model, optimizer=ADAM, data__normalization="none", quantization=(COARSE,))
+    data = experiment.data.build()
+    program = bind(experiment, data)
+    with pytest.raises(TypeError, match="FormattedWeight"):
+        program.train_step.trace(program.abstract_state(), to_device(data.whole("train"), program))
+
+
+def test_number_formats_on_eight_devices_are_those_on_one(path: str) -> None:
+    formats = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "bdr_mx9")
+    changes: dict[str, Any] = {"optimizer": ADAM, "model": GcnConfig(hidden=8, dropout=0.0)}
+    rule = QuantizationRule(module_path="layers/0", tail="pad", **formats)
+    experiment = gcn(path, **changes, quantization=(rule,))
+    one, eight = (_trained(changed(experiment, placement__mesh=mesh)) for mesh in (None, HYBRID))
+    plain = _trained(gcn(path, **changes))
+    assert np.abs(np.array(one[2]) - plain[2]).max() > 1e-4 * one[2][0]
+    np.testing.assert_allclose(eight[2], one[2], rtol=1e-4)
+
+
+def test_parameters_begin_with_those_of_another_run(path: str, tmp_path: pathlib.Path) -> None:
+    experiment = gcn(path, steps=3, optimizer=ADAM)
+    loop.train(experiment, workdir=tmp_path)
+    there = trained.open_run(tmp_path).params
+    average = optim.Average(decay=0.5)
+    placement = Placement(mesh=HYBRID, offload=BOTH)  # averages stay on the devices
+    further = changed(experiment, init=str(tmp_path), placement=placement, averages=(average,))
+    data = further.data.build()
+    run = Run.bind(further, data, make_mesh(HYBRID))
+    state, host = run.begin()
+    assert set(state.params) == set(there)
+    for name, p in state.params.items():
+        np.testing.assert_array_equal(np.asarray(p), there[name][...])
+        np.testing.assert_array_equal(np.asarray(state.averages["ema"][name]), there[name][...])
+    assert (host.examples, int(state.step)) == (0, 0)
+    with run.feed(host, 1) as feed:
+        feed.take()
+        state, loss = feed.step(state)
+    assert np.isfinite(float(loss))
+    other = Run.bind(changed(further, model=GcnConfig(hidden=16)), data, make_mesh(HYBRID))
+    with pytest.raises(UserError, match=r"init=.*does not fit the model: of other shapes: layers/0/"):
+        other.begin()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id_maps", (MappedFeatures(features=("item",), id_map=IdMapConfig(rows=1217)),)),
+        ("dedup", (DedupGroup(features=("shop",), rows_per_example=1.0),)),
+        ("pipeline", "ids"),
+        ("full_every", 4),
+    ],
+)
+def test_options_of_tables_are_refused_without_tables(field: str, value: Any, path: str) -> None:
+    experiment = gcn(path, **{f"tables__{field}": value, "checkpoints__every": 4})
+    with pytest.raises(UserError, match=rf"^tables.{field} is .* GcnConfig has no embedding tables"):
+        bind(experiment)

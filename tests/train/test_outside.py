@@ -13,6 +13,7 @@ from scalejax.data.arrays import ArrayDataSet
 from scalejax.errors import UserError
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import binding, convert, loop
 from scalejax.train.checkpoint import Checkpointer
@@ -138,6 +139,34 @@ def test_parameters_begin_with_those_of_another_run(user, trained, tmp_path):
         run.begin()
     with pytest.raises(UserError, match="nowhere"):
         Run.bind(changed(experiment, init=str(tmp_path / "nowhere")), data, make_mesh(MeshShape())).begin()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        Fsdp(form="explicit"),
+        pytest.param(Fsdp(), marks=pytest.mark.slow),
+        pytest.param(Ddp(), marks=pytest.mark.slow),
+    ],
+    ids=["explicit", "implicit", "ddp"],
+)
+def test_a_skipped_step_leaves_running_means_as_they_were(user, strategy):
+    scaling = LossScaling(initial=2.0**40, interval=100)
+    half = {"precision": Precision(compute="float16"), "gradients__loss_scaling": scaling}
+    experiment = changed(user.shapes(), **half, strategy=strategy)
+    data = experiment.data.build()
+    built = binding.bind(experiment, data.schema, make_mesh(MeshShape()))
+    state = built.init()
+    before = jax.tree.map(np.asarray, (state.variables, state.params))
+    batch = convert.to_device(next(data.train_batches(start_example=0)), built)
+    for number in range(1, 41):
+        state, _ = built.train_step(state, batch)
+        after = jax.tree.map(np.asarray, (state.variables, state.params))
+        if int(state.loss_scale.skipped) < number:
+            break
+        jax.tree.map(np.testing.assert_array_equal, after, before)
+    assert 4 < int(state.loss_scale.skipped) == number - 1
+    assert all((after[0][name] != value).any() for name, value in before[0].items() if value.ndim)
 
 
 @pytest.mark.parametrize(
