@@ -32,7 +32,7 @@ def small() -> Experiment:
     return small_run.experiment(pathlib.Path(__file__).with_name("rows.parquet"))
 
 def parted() -> Experiment:
-    head = Phase(name="head", steps=6, changes={"trainable": "head/.*"})
+    head = Phase(name="head", steps=6, changes={"trainable": "head/.*", "data.batch_size": 32})
     return dataclasses.replace(small(), steps=6, phases=(head,))
 """
 

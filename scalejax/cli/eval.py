@@ -69,19 +69,18 @@ def evaluate(
         if value is not None:
             raise UserError(f"{name} {value}: goes with --text PATH. Add it.")
     experiment = load_run(run_folder, recipe)
-    if mesh is not None:
-        from scalejax.parallel.mesh import parse_mesh
+    from scalejax.configs import overrides
+    from scalejax.parallel.mesh import parse_mesh
+    from scalejax.train import console as closing
+    from scalejax.train import distributed, loop, phases, report
 
+    distributed.initialize(coordinator, processes, process_id)
+    experiment = phases.experiment_at(experiment, run_folder, step)
+    if mesh is not None:
         placement = dataclasses.replace(experiment.placement, mesh=parse_mesh(mesh))
         experiment = dataclasses.replace(experiment, placement=placement)
     if batch_size is not None:
-        from scalejax.configs import overrides
-
         experiment = overrides.apply(experiment, [f"data.batch_size={batch_size}"])
-    from scalejax.train import console as closing
-    from scalejax.train import distributed, loop, report
-
-    distributed.initialize(coordinator, processes, process_id)
     console = output.console() if distributed.is_primary() else None
     split = split or experiment.evaluation.final_split
     summary = loop.evaluate(experiment, workdir=run_folder, split=split, step=step, console=console)

@@ -29,6 +29,20 @@ def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
     assert f"{summary['test_auc']:.4f}" in resized.stdout
 
 
+def test_what_eval_is_told_holds_for_a_run_of_phases_too(invoke, tmp_path):
+    recipe, workdir = small_run.write_recipe(tmp_path).replace(":small", ":parted"), tmp_path / "run"
+    trained = invoke("train", recipe, "--workdir", str(workdir))
+    assert trained.exit_code == 0, trained.stderr
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["examples"] == 6 * 64 + 6 * 32
+    here = ("eval", str(workdir), "--recipe", recipe)
+    for more in ((), ("--batch-size", "16", "--mesh", "fsdp=4,tensor=2")):
+        evaluated = invoke(*here, *more)
+        assert evaluated.exit_code == 0, evaluated.stderr
+        assert f"{summary['test_auc']:.4f}" in evaluated.stdout
+    assert "axes" in invoke(*here, "--batch-size", "12", "--mesh", "fsdp=8").stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
