@@ -1,6 +1,6 @@
 """Times recipes and benchmarks at another commit and in this checkout, in turns, and compares the medians.
 
-    python benchmarks/commit_speed.py --base main --train gcn:steps=100 wukong:steps=300 --bench wukong_step llama_step
+    python benchmarks/commit_speed.py --base main --train gcn:steps=100 wukong:steps=300 --bench wukong_step:b8192 llama_step:tiny
     python benchmarks/commit_speed.py --base main --train gcn-smoke --rounds 7
 
 A round runs each side once, each in a process of its own, first one and then the other in alternation. Of a recipe the
@@ -33,10 +33,12 @@ def train(tree: pathlib.Path, recipe: str, cache: pathlib.Path) -> dict[str, flo
 
 
 def bench(tree: pathlib.Path, name: str, cache: pathlib.Path) -> dict[str, float]:
-    """{"NAME CASE": median seconds of ours}."""
+    """{"NAME CASE": median seconds of ours}; `name` is NAME or NAME:CASE:CASE."""
+    name, *cases = name.split(":")
+    chosen = [argument for case in cases for argument in ("--case", case)]
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder) / "result.json"
-        run(tree, cache, "bench", name, "--json", str(file))
+        run(tree, cache, "bench", name, *chosen, "--json", str(file))
         found = json.loads(file.read_text())
     return {f"{name} {case['case']}": case["ours_s"] for case in found}
 
@@ -56,7 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", required=True, metavar="COMMIT", help="what the checkout is compared with")
     parser.add_argument("--train", nargs="+", default=[], metavar="RECIPE[:path=value...]")
-    parser.add_argument("--bench", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--bench", nargs="+", default=[], metavar="NAME[:CASE...]")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="commit-speed-", ignore_cleanup_errors=True) as folder:
