@@ -1,6 +1,6 @@
 """Times recipes and benchmarks at another commit and in this checkout, in turns, and compares the medians.
 
-    python benchmarks/commit_speed.py --base main --train gcn:steps=100 wukong:steps=300 --bench wukong_step:b8192 llama_step:tiny
+    python benchmarks/commit_speed.py --base main --train gcn:steps=100 --bench wukong_step:b8192 llama_step:tiny
     python benchmarks/commit_speed.py --base main --train gcn-smoke --rounds 7
 
 A round runs each side once, each in a process of its own, first one and then the other in alternation. Of a recipe the
