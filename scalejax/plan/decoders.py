@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from scalejax import optim
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
@@ -148,6 +147,8 @@ def with_model(experiment: "Experiment", **fields: Any) -> "Experiment":
 
 def _optimizer_bytes(experiment: "Experiment", master: Any) -> int:
     """Of the state of one parameter; what does not grow with the parameters (step counters) is left out."""
+    from scalejax import optim  # which needs optax
+
     count, optimizer = 4096, experiment.optimizer
     if isinstance(optimizer, optim.ByPath):
         optimizer = optimizer.rules[-1].optimizer  # that of most parameters

@@ -183,7 +183,7 @@ def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, 
     """Runs the steps of a phase after `start`."""
     experiment, stop = run.experiment, run.phase.stop
     timer, every, scoring = records.timer, experiment.checkpoints.every, experiment.evaluation.every
-    with run.feed(host, stop - start) as feed:
+    with run.feed(host, stop - start, start + 1) as feed:
         for step in range(start + 1, stop + 1):
             host = run.before_step(state, host, step)
             with timer.phase("data_wait"):

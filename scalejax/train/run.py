@@ -413,20 +413,28 @@ class Run:
           UserError: no such checkpoint, another model or other data, a damaged file.
         """
         found, program = trained.open_run(folder, step), self.program
-        data = self.identity()["data"]
-        if found.identity.get("data", data) != data:
-            raise UserError(
-                f"{found.origin} is of other data: data is {manifests.excerpt(found.identity['data'], data)} in the "
-                f"checkpoint and {manifests.excerpt(data, found.identity['data'])} here. Use the recipe, the --set "
-                "values and the data that the run began with (experiment.json in its folder)."
-            )
+        for name in ("data", "id_maps"):
+            there, here = (texts.get(name, "") for texts in (found.identity, self.identity()))
+            if found.identity and there != here:
+                raise UserError(
+                    f"{found.origin} is of other data: {name} is {manifests.excerpt(there, here)} in the checkpoint "
+                    f"and {manifests.excerpt(here, there)} here. Use the recipe, the --set values and the data that "
+                    "the run began with (experiment.json in its folder)."
+                )
         state, model = program.abstract_state(), program.model
         # Rows of a batch of another size mean nothing here.
-        of_batch = {path: x for path, x in model.variables.items() if model.variable_specs[path] != P()}
-        of_batch = {path: x for path, x in of_batch.items() if found.variables[path].shape != x.shape}
-        zeros = {path: np.zeros(x.shape, x.dtype) for path, x in of_batch.items()}
+        zeros = {
+            path: np.zeros(x.shape, x.dtype)
+            for path, x in model.variables.items()
+            if model.variable_specs[path] != P() and getattr(found.variables.get(path), "shape", None) != x.shape
+        }
         shapes = {path: x for path, x in (model.params | model.variables).items() if path not in zeros}
         arrays = trained.matched(found, shapes, f"RUN_FOLDER {folder}") | zeros
+        if lacking := state.averages.keys() - found.averages.keys():
+            raise UserError(
+                f"{found.origin} has no averages {sorted(lacking)[0]!r}, which evaluation.average or averages of the "
+                "run name. Give a run that has them."
+            )
         averages = {name: _placed(found.averages[name], like) for name, like in state.averages.items()}
         state = dataclasses.replace(
             state,
@@ -488,10 +496,10 @@ class Run:
     # Steps.
 
     @contextlib.contextmanager
-    def feed(self, host: HostState, steps: int) -> Iterator[Pipeline]:
-        """The batches of the next `steps` steps."""
+    def feed(self, host: HostState, steps: int, first_step: int = 1) -> Iterator[Pipeline]:
+        """The batches of the next `steps` steps, from a number of a step on."""
         batches = self.program.task.train_batches(self.data, self.mesh, host.position)
-        with prefetch(batches, self.program, first_step=self.phase.stop - steps + 1) as prefetched:
+        with prefetch(batches, self.program, first_step=first_step) as prefetched:
             yield Pipeline(self.program, prefetched, steps)
 
     def before_step(self, state: TrainState, host: HostState, step: int) -> HostState:
