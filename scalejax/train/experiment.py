@@ -204,7 +204,8 @@ class Surgery(Protocol):
 
         Args:
           trained: What there is. Arrays are read when they are indexed.
-          fresh: The model to be, as it is drawn at the beginning of a run.
+          fresh: The model to be, as it is drawn at the beginning of a run. In a run of several processes only what is
+            whole on every device can be read of it.
 
         Returns:
           Parameters, variables and tables with the paths and shapes of `fresh`; best lazy ones (`LazyArray`).

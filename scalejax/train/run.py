@@ -281,6 +281,8 @@ class Run:
                 return False
             if part == "averages":
                 return name in earlier
+            if part == "variables" and self.program.model.variable_specs[rest] != P():
+                return earlier.get(name) == manifests.describe(now[name])  # rows of a batch as large as before
             state_of_rows = part == "tables" and not rest.startswith((MAPS, COUNTS)) and ".rows_" not in rest
             return same_rows or not state_of_rows
 
