@@ -90,9 +90,11 @@ def _check_memory(experiment: "Experiment") -> None:
     from scalejax.parallel.mesh import make_mesh
     from scalejax.plan import estimate
     from scalejax.plan.decoders import DecoderConfig
+    from scalejax.train import phases
 
-    if isinstance(experiment.model, DecoderConfig):
-        estimate.check_fits(experiment, make_mesh(experiment.placement.mesh))
+    for phase in phases.resolved(experiment):
+        if isinstance(phase.experiment.model, DecoderConfig):
+            estimate.check_fits(phase.experiment, make_mesh(phase.experiment.placement.mesh))
 
 
 _PLANNED = "the same recipe on a TPU, compiled here"
@@ -100,14 +102,15 @@ _PLANNED = "the same recipe on a TPU, compiled here"
 
 def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment") -> None:
     from scalejax.configs import discovery
-    from scalejax.plan.decoders import DecoderConfig
+    from scalejax.train import binding, phases
 
     own = [] if discovery.find(recipe).module else ["--recipe", recipe]  # a file of the user's is run when it is named
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
-    speak = [shlex.join(["scalejax", "generate", str(folder), *own, "--prompt", "def main("])]
+    last = phases.resolved(experiment)[-1].experiment
+    advice = binding.bound_task(last, last.data.schema()).advice(str(folder))
     commands = {
-        **(dict.fromkeys(speak, "continue a text") if isinstance(experiment.model, DecoderConfig) else {}),
+        **{shlex.join(["scalejax", *arguments, *own]): what for arguments, what in advice.items()},
         shlex.join(["scalejax", "eval", str(folder), *own]): "score the newest checkpoint again",
         shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
         **(

@@ -103,7 +103,8 @@ class BatchNorm(nnx.Module):
     Ioffe and Szegedy, 2015. In training they are those of the *global* batch: the compiler sums over devices in the
     implicit form of a step, and where data axes are manual, as in the explicit one, the means are taken over them here.
     With microbatches they are those of a part. Running means, for evaluation, are variables of the model: `mean` and
-    `variance`, which a step hands on and checkpoints keep.
+    `variance`, which a step hands on and checkpoints keep. With the purpose "statistics" they become those of the
+    batch.
     """
 
     def __init__(
@@ -123,18 +124,19 @@ class BatchNorm(nnx.Module):
         self.momentum, self.eps = momentum, eps
         self.compute_dtype = jnp.dtype(compute_dtype)
 
-    def __call__(self, x: jax.Array, purpose: Literal["training", "evaluation"]) -> jax.Array:
+    def __call__(self, x: jax.Array, purpose: Literal["training", "evaluation", "statistics"]) -> jax.Array:
         """x: float[..., features]. Returns compute_dtype[..., features]; training changes the running means."""
         wider = x.astype(wide(x.dtype, self.compute_dtype))
         mean, variance = self.mean[...], self.variance[...]
-        if purpose == "training":
+        if purpose != "evaluation":
+            keep = self.momentum if purpose == "training" else 0.0
             over = tuple(range(x.ndim - 1))
             # Two passes over devices, not E[x^2] - E[x]^2, which cancels where the mean is far from 0.
             mean = _over_data(wider.mean(over))
             variance = _over_data(jnp.square(wider - _like(mean, x)).mean(over))
             for running, now in ((self.mean, mean), (self.variance, variance)):
                 kept, now = running[...], jax.lax.stop_gradient(now)
-                running[...] = kept + (1 - self.momentum) * (now.astype(kept.dtype) - kept)
+                running[...] = kept + (1 - keep) * (now.astype(kept.dtype) - kept)
         normal = (wider - _like(mean, x)) * jax.lax.rsqrt(_like(variance, x) + self.eps)
         scale, bias = (_like(p[...].astype(normal.dtype), x) for p in (self.scale, self.bias))
         return (normal * scale + bias).astype(self.compute_dtype)

@@ -59,8 +59,9 @@ class AdamL2:
     def _chosen(self, params: optax.Params) -> optax.Params:
         paths: list[str] = list(params)  # pyright: ignore[reportArgumentType, reportAssignmentType]
         found = {name: name.startswith(self.only) for name in paths}
-        if not any(found.values()):
-            raise UserError(f"optimizer.only: no parameter begins with {self.only!r}; there are {', '.join(found)}.")
+        own = [name for name, p in params.items() if not isinstance(p, optax.MaskedNode)]  # pyright: ignore[reportAttributeAccessIssue]
+        if not any(found[name] for name in own):
+            raise UserError(f"optimizer.only: no parameter begins with {self.only!r}; there are {', '.join(own)}.")
         return found
 
 
@@ -142,7 +143,8 @@ class ByPath:
         if idle:
             raise UserError(
                 f"optimizer.rules: {idle[0]!r} is the first to name none of the {len(paths)} trained parameters "
-                f"({', '.join(paths[:3])}, ...). Put it before the rules that name the same, or leave it out."
+                f"({', '.join(paths[:3])}, ...). Put it before the rules that name the same, or leave it out; a "
+                "phase that freezes what it names has to change the optimizer, too."
             )
         return found
 

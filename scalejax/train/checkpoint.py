@@ -13,7 +13,8 @@ orbax stores the arrays; what to keep, and when a step counts as saved, is decid
 steps before digests of the new one could be written, and the digests are needed: with a flipped bit in a data file
 orbax restored other numbers without a word (in 28 of 42 trials; its metadata files are protected).
 
-A save copies the arrays to the host before it returns, so the caller may donate them to the next step at once.
+A save copies the arrays to the host before it returns, so the caller may donate them to the next step at once. What
+does not change is written before the first save of a phase begins.
 """
 
 import dataclasses
@@ -312,8 +313,7 @@ class Checkpointer:
         self.wait()
         step = self._existing(step)
         links = distributed.together(lambda: self._checked_chain(step, abstract_tree, identity, others))
-        for link in links:
-            distributed.together(lambda link=link: self._check_files(step, link))
+        distributed.together(lambda: self._check_files(step, links))
         manifest = links[-1]
         targets = manifests.named_leaves(abstract_tree)
         fresh = _untracked_marks(manifest, targets)
@@ -391,8 +391,15 @@ class Checkpointer:
                 commit(self.folder / f"{_SAVING}{name}", manifest, name)
                 return manifests.stored_digest(self.folder / name)
 
-        distributed.together(self._arrays_store().wait)
-        digest = distributed.on_primary(finish)
+        try:
+            distributed.together(self._arrays_store().wait)
+            digest = distributed.on_primary(finish)
+        except Exception as error:
+            self._abandon(name)
+            explanation = disk.explain(error, self._cannot_save(step))
+            if explanation is None:
+                raise
+            raise explanation from error
         self._frozen_at = manifests.Frozen(name, digest, tuple(own))
 
     def _begin_arrays(self, step: int | str, arrays: dict[str, jax.Array]) -> None:
@@ -471,7 +478,11 @@ class Checkpointer:
                 unread[step] = error  # whoever restores it will be told
         bases = {step: delta.base_step for step, read in found.items() if (delta := chain.delta_of(read)) is not None}
         best = self._policy.best_metric or next((name for read in found.values() for name in read.metrics or ()), "")
-        scores = {step: (read.metrics or {}).get(best) for step, read in found.items()} | dict.fromkeys(unread)
+        # Of other data or before a surgery a score says nothing of what is trained now.
+        since = self._identity.get("scores_from")
+        compared = {step: read.identity.get("scores_from") == since for step, read in found.items()}
+        scores = {step: (read.metrics or {}).get(best) if compared[step] else None for step, read in found.items()}
+        scores |= dict.fromkeys(unread)
         kept = retained(scores, self._policy, self._better)
         kept |= {step for step, error in unread.items() if not isinstance(error, Damaged)}
         kept = chain.with_bases(kept, {step: bases.get(step) for step in scores})
@@ -511,7 +522,7 @@ class Checkpointer:
         differences = [
             f"{name} is {manifests.excerpt(manifest.identity.get(name), wanted)} in the checkpoint and "
             f"{manifests.excerpt(wanted, manifest.identity.get(name))} here"
-            for name, wanted in sorted(identity.items())
+            for name, wanted in sorted({"phase": None, **identity}.items())
             if manifest.identity.get(name) != wanted
         ]
         fresh = _untracked_marks(manifest, manifests.named_leaves(abstract_tree))
@@ -520,6 +531,11 @@ class Checkpointer:
         if others == "ignored":
             held = {name: held[name] for name in manifests.named_leaves(abstract_tree) if name in held}
         differences += manifests.describe_mismatch(abstract_tree, held)
+        if "key" not in manifest.arrays and "key" in manifests.named_leaves(abstract_tree):
+            raise UserError(
+                f"checkpoint {self.folder / str(step)} holds a model and no state of training, as `write_run` leaves "
+                f"it. Begin another run with it: --set init={self.folder.parent} --workdir ANOTHER."
+            )
         if differences:
             shown = differences[:8] + ([f"and {len(differences) - 8} more"] if len(differences) > 8 else [])
             raise UserError(
@@ -529,9 +545,9 @@ class Checkpointer:
             )
         return links
 
-    def _check_files(self, step: int, manifest: Manifest) -> None:
+    def _check_files(self, step: int, links: list[Manifest]) -> None:
         try:
-            check_files(self.folder, manifest, (jax.process_index(), jax.process_count()))
+            check_files(self.folder, links, (jax.process_index(), jax.process_count()))
         except Damaged as damage:
             raise self._damaged(step, damage) from damage
 
@@ -539,8 +555,7 @@ class Checkpointer:
         steps = listed(self.folder)
         for earlier in reversed([other for other in steps if other < step]):
             try:
-                for manifest in chain.chain_to(self.folder, earlier):
-                    check_files(self.folder, manifest)
+                check_files(self.folder, chain.chain_to(self.folder, earlier))
             except UserError:
                 continue
             # All of them: those in between are damaged too, or need what is.
@@ -575,20 +590,22 @@ def commit(saving: pathlib.Path, manifest: Manifest, name: str | None = None) ->
     disk.sync(saving.parent)
 
 
-def check_files(folder: pathlib.Path, manifest: Manifest, part: tuple[int, int] = (0, 1)) -> None:
-    """Compares the files of a checkpoint, those of its frozen arrays among them, with their digests.
+def check_files(folder: pathlib.Path, checkpoints: Iterable[Manifest], part: tuple[int, int] = (0, 1)) -> None:
+    """Compares the files of checkpoints, those of their frozen arrays among them, with their digests.
 
     Args:
       folder: Of all checkpoints.
-      manifest: Of the checkpoint.
+      checkpoints: Their manifests.
       part: (i, n): of every n files only the i-th, so that n processes together read all.
 
     Raises:
       Damaged: One is missing, cut short or altered.
     """
-    folders = {folder / str(manifest.step): manifest.files}
-    if (frozen := manifests.Frozen.of(manifest)) is not None:
-        folders[folder / frozen.folder] = frozen.read(folder).files
+    folders: dict[pathlib.Path, dict[str, Any]] = {}
+    for manifest in checkpoints:
+        folders[folder / str(manifest.step)] = manifest.files
+        if (frozen := manifests.Frozen.of(manifest)) is not None and folder / frozen.folder not in folders:
+            folders[folder / frozen.folder] = frozen.read(folder).files
     for path, files in folders.items():
         manifests.check_files(path, {name: files[name] for name in sorted(files)[part[0] :: part[1]]})
 

@@ -18,7 +18,7 @@ from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.host_plan import Room
 from scalejax.train.prefetch import Prefetch
 from scalejax.train.step import Program, is_field
-from scalejax.train.task import Field, Placed, with_drawn
+from scalejax.train.task import Field, Placed, host_fields
 
 
 def to_device(
@@ -48,13 +48,12 @@ def to_device(
         if purpose == "training":
             packed = program.collection.with_plans(packed, layout, room)
         features = jagged.to_device(packed, layout, program.mesh)
-    batch = with_drawn(program.task, batch, program.experiment.seed, step)
-    return Placed(place_fields(program, batch, processes), features, program.constants)
+    return Placed(place_fields(program, batch, processes, step), features, program.constants)
 
 
-def place_fields(program: Program, batch: Any, processes: int) -> dict[str, Any]:
+def place_fields(program: Program, batch: Any, processes: int, step: int) -> dict[str, Any]:
     """The fields of a host batch on the devices, see `task.Field`."""
-    host = program.task.host_fields(batch)
+    host = host_fields(program.task, batch, program.experiment.seed, step)
     there = {name: field for name, field in program.fields.items() if host[name] is not None}
     arrays, shardings = {}, {}
     for name, field in there.items():

@@ -149,8 +149,8 @@ class Evaluation:
       validation: "split" scores held-out examples only; "progressive" also scores each day of the training stream
         before it is trained (needs data in time order).
       average: Name of the running averages that are scored in place of the parameters; None = the parameters.
-      statistics: Batches, the first of the training stream, from which running means (of a BatchNorm) are made anew for
-        what is scored; 0 = those of training. For averages of parameters and for parts of a supernet.
+      statistics: Batches, the first of the training stream, over which the means of a BatchNorm are averaged anew for
+        what is scored; 0 = the running means of training. For averages of parameters and for parts of a supernet.
     """
 
     every: int = 0
@@ -204,8 +204,7 @@ class Surgery(Protocol):
 
         Args:
           trained: What there is. Arrays are read when they are indexed.
-          fresh: The model to be, as it is drawn at the beginning of a run. In a run of several processes only what is
-            whole on every device can be read of it.
+          fresh: The model to be, as it is drawn at the beginning of a run.
 
         Returns:
           Parameters, variables and tables with the paths and shapes of `fresh`; best lazy ones (`LazyArray`).

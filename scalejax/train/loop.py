@@ -68,7 +68,7 @@ def train(
         start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.total_steps)
         run, *later = [run for run in runs[:-1] if (start or 0) < run.phase.stop] + runs[-1:]
         with timer.phase("compile"):
-            state, host = _state_of(run, runs, checkpoints, start)
+            state, host = _state_of(run, runs, checkpoints, start, console)
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
         folder.begin(record or {"recipe": recipe, "experiment": repr(experiment)}, environment, start)
         if distributed.is_primary():
@@ -83,7 +83,7 @@ def train(
             for run in later:
                 del state
                 with timer.phase("compile"):
-                    state, host = _state_of(run, runs, checkpoints, run.phase.start)
+                    state, host = _state_of(run, runs, checkpoints, run.phase.start, console)
                 run.attach(records)
                 state, host = _steps(run, records, state, host, run.phase.start, show)
             closing = run.close(state, host)
@@ -110,18 +110,24 @@ def _bind(experiment: Experiment, console: Console | None) -> list[Run]:
     return runs
 
 
-def _state_of(run: Run, runs: list[Run], checkpoints: Checkpointer, start: int | None) -> tuple[Any, HostState]:
+def _state_of(
+    run: Run, runs: list[Run], checkpoints: Checkpointer, start: int | None, console: Console | None
+) -> tuple[Any, HostState]:
     """The state with which a phase begins or goes on, and what the host knows; `start` is that of a checkpoint."""
     number = runs.index(run)
     if start is None:
+        _become(checkpoints, run)
         state = run.begin()
     elif number and start == run.phase.start:
         _become(checkpoints, runs[number - 1])
         state = run.follow(runs[number - 1], checkpoints)
+        _become(checkpoints, run)
     else:
         _become(checkpoints, run)
-        return run.restore(checkpoints, start)
-    _become(checkpoints, run)
+        state = run.restore(checkpoints, start)
+    if console is not None:
+        for remark in run.remarks:
+            console.print(remark, markup=False, highlight=False, soft_wrap=True)
     return state
 
 

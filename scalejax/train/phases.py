@@ -17,6 +17,9 @@ from scalejax.train.experiment import Experiment, Phase, Surgery
 _OPTIMIZED = ("optimizer", "trainable", "gradients.loss_scaling")
 """Fields with which the state of the optimizer begins anew."""
 
+_SCORED = ("model", "data", "evaluation", "checkpoints.best_metric")
+"""Fields with which scores are not those of the phase before any more."""
+
 _FIXED = ("steps", "phases", "init", "seed", "log_every", "checkpoints.every", "tables.full_every")
 """Fields that hold for the whole run."""
 
@@ -32,6 +35,7 @@ class ResolvedPhase:
       start: Steps of the run before this phase.
       stop: Steps of the run after it.
       optimizer_from: Step at which the optimizer and its schedules began.
+      scores_from: Step from which scores can be compared: of one model, on the same data.
       surgery: What makes the model of this phase.
     """
 
@@ -40,6 +44,7 @@ class ResolvedPhase:
     start: int
     stop: int
     optimizer_from: int
+    scores_from: int
     surgery: Surgery | None = None
 
     @property
@@ -58,10 +63,15 @@ def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
     if len(set(names)) != len(names):
         raise UserError(f"phases: names must differ; got {', '.join(names)}.")
     current = dataclasses.replace(experiment, phases=())
-    found = [ResolvedPhase(name="", experiment=current, start=0, stop=experiment.steps, optimizer_from=0)]
+    found = [
+        ResolvedPhase(name="", experiment=current, start=0, stop=experiment.steps, optimizer_from=0, scores_from=0)
+    ]
     for phase in experiment.phases:
         before, current = current, _changed(current, phase)
-        anew = phase.surgery is not None or any(_get(before, path) != _get(current, path) for path in _OPTIMIZED)
+        anew, other = (
+            phase.surgery is not None or any(_get(before, path) != _get(current, path) for path in paths)
+            for paths in (_OPTIMIZED, _SCORED)
+        )
         start = found[-1].stop
         found.append(
             ResolvedPhase(
@@ -70,6 +80,7 @@ def resolved(experiment: Experiment) -> tuple[ResolvedPhase, ...]:
                 start=start,
                 stop=start + phase.steps,
                 optimizer_from=start if anew else found[-1].optimizer_from,
+                scores_from=start if other else found[-1].scores_from,
                 surgery=phase.surgery,
             )
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from scalejax import chips, optim
 from scalejax.errors import UserError
 from scalejax.parallel import offload
 from scalejax.parallel.embedding import stored
-from scalejax.parallel.embedding.collection import COUNTS, MAPS
+from scalejax.parallel.embedding.collection import MAPS
 from scalejax.parallel.embedding.plan import PlanRefused, ShardingPlan
 from scalejax.parallel.embedding.tracking import touched_rows
 from scalejax.train import binding, distributed, phases, scoring, summary, trained
@@ -119,6 +120,12 @@ def _placed(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, jax
     }
 
 
+def _earlier(seen: AnyArray, updates: AnyArray | None) -> AnyArray:
+    """int32: when ids were seen last, by a clock that begins when the other one stood at `updates`."""
+    now = 0 if updates is None else int(updates[...])
+    return LazyArray(seen.shape, seen.dtype, lambda index: seen[index] - np.int32(now))
+
+
 def _nothing(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Zeros, or any key."""
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -130,6 +137,7 @@ class Run:
     """An experiment bound to its data and its devices.
 
     `log`, `evaluate`, `before_step` and `close` write their records where `attach` said, and book the time there.
+    `remarks` are what a user should know of how the state came about.
     """
 
     def __init__(self, program: Program, data: DataSet, phase: ResolvedPhase | None = None) -> None:
@@ -137,6 +145,7 @@ class Run:
         self.phase = phases.resolved(self.experiment)[0] if phase is None else phase
         self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
         self.best = binding.best_value(self.experiment, tuple(program.metrics.values()))
+        self.remarks: tuple[str, ...] = ()
         self._records: Records | None = None
         self._last: tuple[weakref.ref[TrainState], dict[str, Scores]] | None = None
 
@@ -196,7 +205,10 @@ class Run:
         self._records = records
 
     def identity(self) -> dict[str, str]:
-        """What a checkpoint must share with the run that goes on from it; meshes and batch sizes may differ."""
+        """What a checkpoint must share with the run that goes on from it.
+
+        Meshes may differ, and batch sizes, but where variables are rows of the batch.
+        """
         e, tables = self.experiment, self.program.collection is not None
         optimizer = type(e.optimizer).__name__ + (f" / {type(e.tables.optimizer).__name__}" if tables else "")
         scaled = " of a scaled loss" if e.gradients.loss_scaling else ""
@@ -211,6 +223,8 @@ class Run:
             identity["exchange"] = type(e.strategy).__name__
         if self.phase.name:
             identity["phase"] = self.phase.name
+        if self.phase.scores_from:
+            identity["scores_from"] = str(self.phase.scores_from)
         return identity
 
     @property
@@ -240,17 +254,21 @@ class Run:
         """
         phase, kept = self.phase, self.kept(before)
         state = self.program.init()
-        if phase.surgery is not None:
+        where, tables_go_on = f"phases: {phase.name!r}", any(name.startswith("tables.") for name in kept)
+        if phase.surgery is not None or (self.program.collection is not None and not tables_go_on):
             checkpoints.wait()
             source = trained.open_run(checkpoints.folder.parent, phase.start)
-            state = self._with_model(state, source, phase.surgery, f"phases: {phase.name!r}")
+            if phase.surgery is not None:
+                state = self._with_model(state, source, phase.surgery, where)
+            else:
+                state = self._with_rows(state, source, where)
         stored = self.to_stored(state)
         structure, leaves = jax.tree.structure(stored), manifests.named_leaves(stored)
         del state, stored
         for name in kept:  # let go before its successor is read
             leaves[name] = None
         arrays, saved = checkpoints.read(phase.start, kept)
-        leaves |= arrays
+        leaves |= arrays | self._resize(arrays)
         for average in self.experiment.averages:
             for path in self.program.trained:
                 if (name := f"averages.{average.name}.{path}") not in kept:
@@ -276,16 +294,16 @@ class Run:
             if part in ("optimizer", "loss_scale"):
                 return phase.keeps_optimizer
             if part == "exchange":
-                return same_exchange and earlier.get(name) == manifests.describe(now[name])
+                return same_exchange and name in earlier
             if part == "metrics" or phase.surgery is not None:
                 return False
             if part == "averages":
                 return name in earlier
-            if part == "variables" and self.program.model.variable_specs[rest] != P():
-                return earlier.get(name) == manifests.describe(now[name])  # rows of a batch as large as before
-            state_of_rows = part == "tables" and not rest.startswith((MAPS, COUNTS)) and ".rows_" not in rest
-            return same_rows or not state_of_rows
+            if part == "variables" and self.program.model.variable_specs[rest] != P():  # rows of a batch
+                return self.data is before.data and earlier.get(name) == manifests.describe(now[name])
+            return same_rows or part != "tables"
 
+        now |= self._resized({name: tuple(x["shape"]) for name, x in earlier.items()})
         kept = {name: leaf for name, leaf in now.items() if stays(name)}
         differences = manifests.describe_mismatch(kept, {name: earlier[name] for name in kept if name in earlier})
         if differences:
@@ -300,7 +318,7 @@ class Run:
         host = HostState.from_dict(saved, before.zero_sums())
         if tuple(self.program.metrics.values()) != tuple(before.program.metrics.values()):
             host = dataclasses.replace(host, lifetime={}, progressive={})
-        if self.best != before.best or self.experiment.evaluation != before.experiment.evaluation:
+        if self.phase.scores_from != before.phase.scores_from:
             host = dataclasses.replace(host, best=Best())
         if self.data.fingerprint() != before.data.fingerprint():
             host = dataclasses.replace(host, data_from=host.examples)
@@ -329,7 +347,7 @@ class Run:
 
     def _with_model(self, state: TrainState, source: Trained, surgery: Surgery | None, where: str) -> TrainState:
         """The state with parameters, variables and rows of tables of another model, one array at a time."""
-        model, collection = self.program.model, self.program.collection
+        model = self.program.model
         if surgery is not None:
             source = surgery.operate(source, self._as_trained(state))
         # Rows of the batch begin anew: they belong to examples.
@@ -342,9 +360,12 @@ class Run:
         )
         averages = {name: _placed(arrays, average) for name, average in state.averages.items()}
         state = dataclasses.replace(state, averages=averages)
-        if collection is None:
-            return state
-        return dataclasses.replace(state, tables=self._tables_of(source, collection.to_stored(state.tables), where))
+        return state if self.program.collection is None else self._with_rows(state, source, where)
+
+    def _with_rows(self, state: TrainState, source: Trained, where: str) -> TrainState:
+        """The state with the rows of tables of another model, and its id maps."""
+        rest = self.program.embeddings.to_stored(state.tables)
+        return dataclasses.replace(state, tables=self._tables_of(source, rest, where))
 
     def _tables_of(self, source: Trained, rest: dict[str, Any], where: str) -> Any:
         """Tables with the rows and id maps of another model, and all else of the stored tree `rest`."""
@@ -370,17 +391,22 @@ class Run:
                     f"{where}: table {table.name!r} has an id map, and {source.origin} has none for it, so that "
                     "nobody knows whose its rows are. Give a run with the same tables.id_maps."
                 )
-            maps = tree[MAPS][table.name]
-            like = {leaf: x for leaf, x in maps.items() if leaf != "counts"}
-            tree[MAPS][table.name] = maps | _placed(source.maps[table.name], like)
+            maps, leaves = tree[MAPS][table.name], dict(source.maps[table.name])
+            for leaf in leaves.keys() & {"seen", "candidate_seen"}:  # updates of these tables begin at 0
+                leaves[leaf] = _earlier(leaves[leaf], source.updates)
+            tree[MAPS][table.name] = maps | _placed(leaves, {leaf: maps[leaf] for leaf in maps if leaf != "counts"})
         return collection.from_stored(tree)
 
     def _as_trained(self, state: TrainState) -> Trained:
-        """A state as an opened model; parts of arrays are copied to the host when they are indexed."""
+        """A state as an opened model; an array is brought to the host when it is indexed, and stays there."""
+        on_all = jax.jit(lambda x: x, out_shardings=self.program.replicated)
 
         def lazy(arrays: Mapping[str, jax.Array]) -> dict[str, AnyArray]:
+            # Every process does this, in the same order: a surgery reads alike on all of them.
+            read = functools.cache(lambda path: np.asarray(on_all(offload.fetch(arrays[path], arrays[path].sharding))))
             return {
-                path: LazyArray(x.shape, x.dtype, lambda index, x=x: np.asarray(x[index])) for path, x in arrays.items()
+                path: LazyArray(x.shape, x.dtype, lambda index, path=path: read(path)[index])
+                for path, x in arrays.items()
             }
 
         collection = self.program.collection
@@ -398,10 +424,11 @@ class Run:
         if self.program.collection is not None:
             self.program.collection.check_fits()
         abstract = self.abstract_stored()
-        resized = self._resized(checkpoints, step, abstract)
-        stored, host = checkpoints.restore(step, abstract | resized)
-        if resized:
-            stored["exchange"] = self._resize(stored["exchange"])
+        structure, leaves = jax.tree.structure(abstract), manifests.named_leaves(abstract)
+        leaves |= self._resized(checkpoints.shapes(step)) if abstract.get("exchange") else {}
+        stored, host = checkpoints.restore(step, jax.tree.unflatten(structure, leaves.values()))
+        arrays = manifests.named_leaves(stored)
+        stored = jax.tree.unflatten(structure, (arrays | self._resize(arrays)).values())
         return self.from_stored(stored), HostState.from_dict(host, self.zero_sums())
 
     def open_to_score(self, folder: pathlib.Path, step: int | None) -> tuple[TrainState, int]:
@@ -432,12 +459,11 @@ class Run:
         }
         shapes = {path: x for path, x in (model.params | model.variables).items() if path not in zeros}
         arrays = trained.matched(found, shapes, f"RUN_FOLDER {folder}") | zeros
-        if lacking := state.averages.keys() - found.averages.keys():
-            raise UserError(
-                f"{found.origin} has no averages {sorted(lacking)[0]!r}, which evaluation.average or averages of the "
-                "run name. Give a run that has them."
-            )
-        averages = {name: _placed(found.averages[name], like) for name, like in state.averages.items()}
+        scored = self.experiment.evaluation.average
+        if scored is not None and scored not in found.averages:
+            known = ", ".join(found.averages) or "none"
+            raise UserError(f"evaluation.average is {scored!r}, and the averages in {found.origin} are: {known}.")
+        averages = {} if scored is None else {scored: _placed(found.averages[scored], state.averages[scored])}
         state = dataclasses.replace(
             state,
             step=np.array(found.step, np.int32),
@@ -468,31 +494,42 @@ class Run:
         tables = {} if collection is None else collection.from_stored(stored["tables"])
         return states.from_stored(stored, self.program.abstract_state(), tables)
 
-    def _resized(self, checkpoints: Checkpointer, step: int | None, abstract: dict[str, Any]) -> dict[str, Any]:
-        """The state of the exchange as it was stored, if that was on another number of devices; else {}."""
-        leaves, structure = jax.tree_util.tree_flatten_with_path(abstract.get("exchange", {}))
-        if not leaves:
-            return {}
-        held, whole = checkpoints.shapes(step), self.program.replicated
-        found = []
-        for path, leaf in leaves:
-            name = jax.tree_util.keystr((jax.tree_util.DictKey("exchange"), *path), simple=True, separator=".")
-            shape = held.get(name) or tuple(leaf.shape)
-            if shape[1:] != leaf.shape[1:]:
-                return {}  # of another model: restoring says so
-            found.append(jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=whole))
-        if all(new.shape == leaf.shape for new, (_, leaf) in zip(found, leaves, strict=True)):
-            return {}
-        return {"exchange": jax.tree.unflatten(structure, found)}
+    def _resized(self, held: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
+        """The state of the exchange as it is stored, if that was on another number of devices, by name; else {}.
 
-    def _resize(self, stored: dict[str, Any]) -> dict[str, Any]:
+        Args:
+          held: Shapes of what is stored, by name.
+        """
+        own = manifests.named_leaves({"exchange": self.program.abstract_state().exchange})
+        found = {
+            name: jax.ShapeDtypeStruct(held.get(name, leaf.shape), leaf.dtype, sharding=self.program.replicated)
+            for name, leaf in own.items()
+        }
+        others = [name for name, leaf in own.items() if found[name].shape != leaf.shape]
+        if any(found[name].shape[1:] != own[name].shape[1:] for name in others):
+            return {}  # of another model: restoring says so
+        return found if others else {}
+
+    def _resize(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """What of the state of the exchange is that of another number of devices, for those of this mesh."""
         abstract = self.program.abstract_state().exchange
         scheme = self.program.gradients(1).scheme(self.program.model.params)
-        resized = {}
-        for path, state in stored.items():
-            devices = jax.tree.leaves(abstract[path])[0].shape[0]
-            new = scheme.resized(path, jax.tree.map(np.asarray, state), devices)
-            resized[path] = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), new, abstract[path])
+        resized: dict[str, jax.Array] = {}
+        for path, like in abstract.items():
+            own = manifests.named_leaves({"exchange": {path: like}})
+            stored = [arrays[name] for name in own if name in arrays]
+            if all(x.shape == leaf.shape for x, leaf in zip(stored, own.values(), strict=False)):
+                continue
+            before, devices = stored[0].shape[0], next(iter(own.values())).shape[0]
+            state = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(x) for x in stored])
+            new = jax.tree.leaves(scheme.resized(path, state, devices))
+            resized |= {
+                name: jax.device_put(x, leaf.sharding) for (name, leaf), x in zip(own.items(), new, strict=True)
+            }
+            self.remarks = (
+                f"What the exchange of gradients remembers was that of {before} devices; on {devices} it is kept as "
+                f"{type(scheme).__name__} says.",
+            )
         return resized
 
     # Steps.
@@ -514,7 +551,8 @@ class Run:
                     batches = self.data.range_batches(
                         first, stop, process_index=jax.process_index(), process_count=jax.process_count()
                     )
-                    scores = scoring.score(self.program, state, batches, of=f"day {name!r}")
+                    scored = self._with_new_statistics(state)
+                    scores = scoring.score(self.program, scored, batches, of=f"day {name!r}")
                     values, days = {}, dict(host.progressive)
                     for key, metric in self.program.metrics.items():
                         if not metric.lifetime:
@@ -652,22 +690,25 @@ class Run:
         return found[split]
 
     def _with_new_statistics(self, state: TrainState) -> TrainState:
-        """The state with running means of the first training batches, if the evaluation wants them anew."""
+        """The state with the means of the first training batches, if the evaluation wants them anew."""
         program, count = self.program, self.experiment.evaluation.statistics
         if not count:
             return state
-        first = program.init_variables()
-        state = dataclasses.replace(
-            state, variables=state.variables | {path: first[path] for path in program.model.statistics}
-        )
+        means = {path: state.variables[path] for path in program.model.statistics}
         with prefetch(program.task.train_batches(self.data, self.mesh, 0), program, purpose="scoring") as batches:
-            for _ in range(count):
-                _, batch = next(batches)
-                variables = program.statistics_step(state, batch)
-                found = {path: variables[path] for path in program.model.statistics}
-                state = dataclasses.replace(state, variables=state.variables | found)
-                jax.block_until_ready(found)  # virtual devices must not queue steps
-        return state
+            for number in range(count):
+                variables = program.statistics_step(state, next(batches)[1])
+                found = {path: variables[path] for path in means}
+                if number == 0 and all(np.array_equal(found[path], mean) for path, mean in means.items()):
+                    raise UserError(
+                        f"evaluation.statistics: {next(iter(means))!r} stays as it is where the purpose of a batch is "
+                        "'statistics'. A module with running means has to set them to those of the batch then, as "
+                        "nn.BatchNorm does."
+                    )
+                share = 1 / (number + 1)
+                means = jax.tree.map(lambda mean, new, share=share: mean + share * (new - mean), means, found)
+                jax.block_until_ready(means)  # virtual devices must not queue steps
+        return dataclasses.replace(state, variables=state.variables | means)
 
     @property
     def _unit(self) -> str:

@@ -41,7 +41,7 @@ from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics.protocol import Metric
 from scalejax.train.precision import init_model
 from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings, optimizer_step, with_sharding
-from scalejax.train.task import Batch, Field, Placed, Task, whole, with_drawn
+from scalejax.train.task import Batch, Field, Placed, Task, host_fields, whole
 
 _WHOLE_STEP = 0x57E9
 """Folded into the key of a step, for what is drawn once for all devices."""
@@ -291,18 +291,6 @@ class Program:
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), 2)
         return dataclasses.replace(state, tables=self.collection.init(key))
 
-    def init_variables(self) -> Params:
-        """Variables that are no parameters, as they begin."""
-        return self._compiled_init_variables()
-
-    @functools.cached_property
-    def _compiled_init_variables(self) -> Any:
-        def create() -> Params:
-            key = jax.random.fold_in(jax.random.key(self.experiment.seed), 0)
-            return self.model.variables_of(init_model(self.task, nnx.Rngs(key), self.experiment.precision, self.mesh))
-
-        return jax.jit(create, out_shardings=self.state_shardings.variables)
-
     def _zeros(self) -> Any:
         return {"steps": step_sums.zeros(), **{name: metric.zeros() for name, metric in self.metrics.items()}}
 
@@ -354,7 +342,7 @@ class Program:
         if self.example is None:
             fields = jax.tree.map(leaf, fields, is_leaf=is_field)
         else:
-            host = self.task.host_fields(with_drawn(self.task, self.example, 0, 0))
+            host = host_fields(self.task, self.example, 0, 0)
             fields = {
                 name: None if host[name] is None else jax.tree.map(leaf, field, host[name], is_leaf=is_field)
                 for name, field in fields.items()
@@ -434,13 +422,13 @@ class Program:
         return self._compiled_eval_step(_read_of(state), batch, numbers)
 
     def statistics_step(self, state: TrainState, batch: Placed) -> Params:
-        """The variables of the model after a batch, of which nothing is learnt."""
+        """The variables of the model, its running means being those of the batch."""
         return self._compiled_statistics_step(_read_of(state), batch)
 
     @functools.cached_property
     def _compiled_statistics_step(self) -> Any:
         return self._jit(
-            lambda read, batch: self._forward(read, batch, None, "training")[2], self.state_shardings.variables
+            lambda read, batch: self._forward(read, batch, None, "statistics")[2], self.state_shardings.variables
         )
 
     @functools.cached_property
@@ -631,7 +619,7 @@ class Program:
         )
 
     def _forward(
-        self, read: dict[str, Any], placed: Placed, keys: Keys | None, purpose: Literal["training", "evaluation"]
+        self, read: dict[str, Any], placed: Placed, keys: Keys | None, purpose: Literal["evaluation", "statistics"]
     ) -> tuple[Batch, Loss, Params, jax.Array]:
         """Batch, loss, next variables and faults of a lookup of what is only computed forward."""
         params, tables = read["params"], read["tables"]

@@ -126,14 +126,15 @@ class Batch:
       embedded: Rows of embedding tables, {feature: float[B, dim]}, [B, positions, dim] where they are not pooled.
       lengths: int32[B] of unpooled features: how many of the positions hold rows.
       constants: What `Task.constants` placed.
-      purpose: Whether the model learns from it or is scored on it.
+      purpose: Whether the model learns from it or is scored on it, or is to set its running means (`nnx.BatchStat`) to
+        those of this batch alone: "statistics", see `Evaluation.statistics`.
     """
 
     fields: dict[str, Any]
     embedded: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     lengths: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     constants: Any = None
-    purpose: Literal["training", "evaluation"] = "training"
+    purpose: Literal["training", "evaluation", "statistics"] = "training"
 
     def __getitem__(self, name: str) -> Any:
         """A field."""
@@ -170,10 +171,9 @@ class Work:
     count: float
 
 
-def with_drawn(task: "Task", batch: Any, seed: int, step: int) -> Any:
-    """A host batch with the fields that the task draws for a step of a run."""
-    drawn = task.drawn(np.random.default_rng((seed, step)))
-    return {**(batch if isinstance(batch, Mapping) else vars(batch)), **drawn} if drawn else batch
+def host_fields(task: "Task", batch: Any, seed: int, step: int) -> dict[str, Any]:
+    """The fields of a host batch as NumPy arrays, with those that the task draws for a step of a run."""
+    return task.host_fields(batch, task.drawn(np.random.default_rng((seed, step))))
 
 
 class Task(Protocol):
@@ -254,8 +254,8 @@ class Task(Protocol):
         """The same as shapes, dtypes and shardings, on a mesh whose devices need not be here."""
         ...
 
-    def host_fields(self, batch: Any) -> dict[str, Any]:
-        """The fields of a host batch as NumPy arrays, those that `drawn` gave included."""
+    def host_fields(self, batch: Any, drawn: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a host batch as NumPy arrays, with what `drawn` gave."""
         ...
 
     def drawn(self, rng: np.random.Generator) -> dict[str, Any]:
@@ -287,6 +287,14 @@ class Task(Protocol):
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
         """The work of a global batch whose fields have these shapes."""
+        ...
+
+    def advice(self, run: str) -> Mapping[tuple[str, ...], str]:
+        """What can be done with a trained model besides scoring it: arguments of `scalejax` -> what for.
+
+        Args:
+          run: Its folder.
+        """
         ...
 
     def describe(self, data: Any) -> dict[str, Any]:
@@ -340,9 +348,12 @@ class TaskBase:
     def fields(self) -> dict[str, Any]:
         raise NotImplementedError(f"{type(self).__name__} has to say what a batch holds: fields() -> {{name: Field}}.")
 
-    def host_fields(self, batch: Any) -> dict[str, Any]:
+    def host_fields(self, batch: Any, drawn: Mapping[str, Any]) -> dict[str, Any]:
         found = {}
         for name in self.fields():
+            if name in drawn:
+                found[name] = drawn[name]
+                continue
             held = batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
             if held is None:
                 named = batch if isinstance(batch, Mapping) else vars(batch)
@@ -367,6 +378,10 @@ class TaskBase:
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
         return Work(flops=0.0, count=next(iter(shapes.values()))[0])
+
+    def advice(self, run: str) -> Mapping[tuple[str, ...], str]:
+        del run
+        return {}
 
     def describe(self, data: Any) -> dict[str, Any]:
         del data

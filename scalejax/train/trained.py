@@ -23,7 +23,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding import stored
-from scalejax.parallel.embedding.collection import MAPS
+from scalejax.parallel.embedding.collection import COUNTS, MAPS
 from scalejax.parallel.embedding.tracking import Rows
 from scalejax.train import array_store, chain, checkpoint, disk, distributed, rows_file
 from scalejax.train import manifest as manifests
@@ -33,6 +33,7 @@ from scalejax.train.manifest import Damaged, Manifest
 _RECORD, _CHECKPOINTS, _ARRAYS = "experiment.json", "checkpoints", "arrays"
 _PARAMS, _VARIABLES, _AVERAGES, _TABLES = "params.", "variables.", "averages.", "tables."
 _MAPS = f"{_TABLES}{MAPS}."
+_UPDATES = f"{_TABLES}{COUNTS}.updates"
 _SHOWN = 3
 
 
@@ -46,6 +47,7 @@ class Trained:
       averages: Name -> path -> average of a parameter over the steps of training.
       tables: Name -> rows [V, dim] of an embedding table, in their dtype at rest.
       maps: Name of a table with an id map -> the arrays of the map, as in `id_map.State` (its counters are left out).
+      updates: int32[], how often tables were updated, by which id maps tell the time; None = never.
       step: Of the checkpoint; of the newest where parameters are the mean of several.
       examples: On which it was trained.
       record: The content of experiment.json; None where there is none.
@@ -60,6 +62,7 @@ class Trained:
     averages: Mapping[str, Mapping[str, AnyArray]] = dataclasses.field(default_factory=dict)
     tables: Mapping[str, AnyArray] = dataclasses.field(default_factory=dict)
     maps: Mapping[str, Mapping[str, AnyArray]] = dataclasses.field(default_factory=dict)
+    updates: AnyArray | None = None
     step: int
     examples: int = 0
     record: Any = None
@@ -106,8 +109,8 @@ def open_checkpoints(folder: pathlib.Path, step: int | None = None, average: int
         opened = {link.manifest.step: link for link in links}
         opened |= {number: Checkpoint.read(folder / str(number)) for number in steps if number not in opened}
         part = (jax.process_index(), jax.process_count())
-        for one in opened.values():
-            distributed.together(lambda one=one: checkpoint.check_files(folder, one.manifest, part))
+        own = [one.manifest for one in opened.values()]
+        distributed.together(lambda: checkpoint.check_files(folder, own, part))
     except Damaged as damage:
         raise UserError(
             f"checkpoint {folder / str(steps[-1])}: {damage}. Bring the file back from a copy, or take another step: "
@@ -265,6 +268,7 @@ def put_together(links: Sequence[Checkpoint], frozen: Checkpoint | None = None) 
         averages=averages,
         tables=tables,
         maps=maps,
+        updates=arrays.get(_UPDATES),
         step=newest.manifest.step,
         examples=newest.manifest.host.get("examples", 0),
         identity=newest.manifest.identity,
@@ -364,6 +368,8 @@ def _by_name(trained: Trained) -> dict[str, AnyArray]:
         for part, rows in stored.parts(table.shape[0]).items():
             arrays[f"{_TABLES}{name}.rows_{part}"] = rows_of(table, start, start + rows)
             start += rows
+    if trained.updates is not None:
+        arrays[_UPDATES] = trained.updates
     for name, leaves in trained.maps.items():
         arrays |= {f"{_MAPS}{name}.{leaf}": array for leaf, array in leaves.items()}
     return arrays

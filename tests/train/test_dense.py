@@ -251,8 +251,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(texts, tmp_p
 def test_batches_without_a_target_are_named_as_what_they_are(texts, tmp_path, monkeypatch):
     placed = convert.place_fields
 
-    def nothing_counts(program, batch, processes):
-        fields = placed(program, batch, processes)
+    def nothing_counts(program, batch, processes, step):
+        fields = placed(program, batch, processes, step)
         return {**fields, "weights": jnp.zeros_like(fields["weights"])}
 
     monkeypatch.setattr(convert, "place_fields", nothing_counts)

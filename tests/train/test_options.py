@@ -301,9 +301,10 @@ def test_fields_that_the_host_draws_are_those_of_seed_and_step(tmp_path, monkeyp
     experiment = changed(user.shapes(), model=Scales(net=user.NetConfig()), steps=6, log_every=2, checkpoints__every=3)
     seen, place = [], convert.place_fields
 
-    def watched(program, batch, processes):
-        seen.append(batch["scale"])
-        return place(program, batch, processes)
+    def watched(program, batch, processes, step):
+        placed = place(program, batch, processes, step)
+        seen.append(np.asarray(placed["scale"]))
+        return placed
 
     monkeypatch.setattr(convert, "place_fields", watched)
     whole = loop.train(dataclasses.replace(experiment, evaluation=Evaluation()), workdir=tmp_path / "whole")

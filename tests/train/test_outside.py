@@ -96,25 +96,38 @@ def test_means_of_eight_devices_are_those_of_the_global_batch(user, strategy, me
         np.testing.assert_allclose(found[1][1][name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-def test_running_means_are_made_anew_for_what_is_scored(user, trained):
-    """Of averaged parameters those of training are not the means; made anew of one batch they are its own."""
+@pytest.mark.parametrize(("strategy", "devices"), [(Fsdp(), 1), (Fsdp(form="explicit"), 8)], ids=["one", "eight"])
+def test_running_means_are_made_anew_for_what_is_scored(user, trained, strategy, devices):
+    """They are the averages over three batches of what NumPy finds, whatever those of training were."""
     data = user.Shapes().build()
-    found = []
-    for strategy, devices in ((Fsdp(), 1), (Fsdp(form="explicit"), 8)):
-        changes = {"evaluation__statistics": 3, "strategy": strategy, "precision__params": "float32"}
-        mesh = make_mesh(MeshShape(), jax.devices()[:devices])
-        run = Run.bind(changed(user.shapes(), **changes), data, mesh)
-        plain = Run.bind(changed(user.shapes(), strategy=strategy), data, mesh)
-        state, _ = run.open_to_score(trained[0], None)
-        found.append(run.score(state, "test")["test_loss"])
-        assert found[-1] != plain.score(state, "test")["test_loss"]
-        # By hand: three batches through the model, from means that are as at the beginning.
-        model = run.program.model.put_together(state.params, plain.program.init_variables())
-        for _, batch in zip(range(3), data.train_batches(start_example=0), strict=False):
-            model(batch["images"], "training")
-        by_hand = dataclasses.replace(state, variables=run.program.model.variables_of(model))
-        np.testing.assert_allclose(plain.score(by_hand, "test")["test_loss"], found[-1], rtol=1e-5)
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    run = Run.bind(
+        changed(user.shapes(), evaluation__statistics=3, strategy=strategy),
+        data,
+        make_mesh(MeshShape(), jax.devices()[:devices]),
+    )
+    state, _ = run.open_to_score(trained[0], None)
+    made = run._with_new_statistics(state)
+    filters, means, variances = np.asarray(state.params["filters"]), [], []
+    for _, batch in zip(range(3), data.train_batches(start_example=0), strict=False):
+        windows = np.lib.stride_tricks.sliding_window_view(batch["images"], (3, 3), axis=(1, 2))
+        features = np.einsum("bhwij,ijf->bhwf", windows, filters[:, :, 0])
+        means.append(features.mean((0, 1, 2)))
+        variances.append(features.var((0, 1, 2)))
+    np.testing.assert_allclose(made.variables["norm/mean"], np.mean(means, 0), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(made.variables["norm/variance"], np.mean(variances, 0), rtol=1e-4)
+    assert np.abs(np.asarray(state.variables["norm/variance"]) - np.mean(variances, 0)).max() > 1e-3
+    plain = dataclasses.replace(run.experiment, evaluation=user.shapes().evaluation)
+    by_hand = Run.bind(plain, data, run.mesh).score(made, "test")
+    assert run.score(state, "test")["test_loss"] == by_hand["test_loss"]
+
+
+def test_a_module_that_does_not_know_of_statistics_is_named(user, trained, monkeypatch):
+    run = Run.bind(changed(user.shapes(), evaluation__statistics=3), user.Shapes().build(), make_mesh(MeshShape()))
+    state, _ = run.open_to_score(trained[0], None)
+    call = user.Net.__call__
+    monkeypatch.setattr(user.Net, "__call__", lambda self, images, purpose: call(self, images, "evaluation"))
+    with pytest.raises(UserError, match=r"evaluation.statistics: 'norm/mean' stays as it is .* 'statistics'"):
+        run.score(state, "test")
 
 
 def test_means_of_parts_are_warned_of(user):

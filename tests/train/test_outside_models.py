@@ -106,7 +106,7 @@ def assert_close(found, wanted):
 def loss_of(run, state, fields, *, keys=None, purpose="training"):
     """(Loss, the model after it), of a batch on no mesh."""
     model = run.program.model.put_together(host(state.params), host(state.variables))
-    batch = Batch(jax.tree.map(jnp.asarray, run.program.task.host_fields(fields)), purpose=purpose)
+    batch = Batch(jax.tree.map(jnp.asarray, run.program.task.host_fields(fields, {})), purpose=purpose)
     return run.program.task.loss(model, batch, keys=keys, gather=whole), model
 
 

@@ -1,6 +1,7 @@
 """Runs in phases: other fields, parameters, data or another model from some step on, in one run folder."""
 
 import dataclasses
+import errno
 import json
 import pathlib
 from typing import Any
@@ -23,7 +24,7 @@ from scalejax.models.llm import model_folder
 from scalejax.parallel.embedding.config import Adam as RowAdam
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop, phases, trained
+from scalejax.train import array_store, loop, phases, trained
 from scalejax.train.array_store import LazyArray
 from scalejax.train.experiment import Checkpoints, Experiment, Init, Phase
 from scalejax.train.pipeline import Pipeline
@@ -348,7 +349,10 @@ def test_another_optimizer_of_the_tables_takes_their_rows_alone(rows, tmp_path):
     assert states
     for name in states:
         np.testing.assert_array_equal(np.asarray(after["shop"][name]), np.asarray(fresh["shop"][name]))
-    jax.tree.map(np.testing.assert_array_equal, before["(id maps)"], jax.tree.map(np.asarray, after["(id maps)"]))
+    assert int(after["(counts)"]["updates"]) == 0
+    for leaf, value in before["(id maps)"]["item"].items():
+        wanted = value - 5 if leaf.endswith("seen") else np.zeros_like(value) if leaf == "counts" else value
+        np.testing.assert_array_equal(np.asarray(after["(id maps)"]["item"][leaf]), wanted, err_msg=leaf)
 
 
 def test_a_language_model_may_begin_with_a_model_folder(texts, tmp_path):
@@ -372,6 +376,103 @@ def test_a_language_model_may_begin_with_a_model_folder(texts, tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             Run.bind(changed(experiment, init=init), experiment.data.build(), make_mesh(MeshShape())).begin()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FreshHead:
+    """The trained model with the head of the fresh one."""
+
+    def operate(self, trained: trained.Trained, fresh: trained.Trained) -> trained.Trained:
+        return dataclasses.replace(trained, params={**trained.params, "head/weight": fresh.params["head/weight"]})
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer and parameters"])
+def test_a_surgery_reads_what_is_fresh_wherever_it_lies(texts, offload, tmp_path):
+    mesh = MeshShape(fsdp=8)
+    changes = {"placement__mesh": mesh, "placement__offload": offload, "averages": (EMA,)}
+    phase = Phase(name="head", steps=2, surgery=FreshHead())
+    experiment = small.experiment(texts, steps=2, phases=(phase,), **changes)
+    loop.train(experiment, workdir=tmp_path)
+    first, second = loop._bind(experiment, None)
+    with loop._checkpointer(tmp_path / "checkpoints", first) as checkpoints:
+        loop._become(checkpoints, first)
+        state, _ = second.follow(first, checkpoints)
+    fresh, before = second.program.init().params, trained.open_run(tmp_path, 2).params
+    for path, value in state.params.items():
+        wanted = np.asarray(fresh[path]) if path == "head/weight" else before[path][...]
+        np.testing.assert_array_equal(np.asarray(value), wanted, err_msg=path)
+        np.testing.assert_array_equal(np.asarray(state.averages["ema"][path]), wanted, err_msg=path)
+
+
+def test_scores_of_other_data_keep_no_checkpoint(user, tmp_path):
+    """The best of a phase is kept, although that of easier data before was better."""
+    easy = changed(
+        user.shapes(),
+        steps=40,
+        evaluation__every=10,
+        checkpoints__every=10,
+        checkpoints__keep_last=1,
+        phases=(
+            Phase(name="noise", steps=40, changes={"data": user.Shapes(seed=1), "optimizer": user.shapes().optimizer}),
+        ),
+    )
+    loop.train(easy, workdir=tmp_path)
+    scored = {}
+    for line in read_lines(tmp_path / "metrics.jsonl"):
+        if line["kind"] == "evaluation" and line["split"] == "validation" and line["step"] > 40:
+            scored.setdefault(line["step"], line["accuracy"])
+    best = min(step for step in scored if scored[step] == max(scored.values()))
+    kept = {int(path.name) for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal()}
+    assert kept == {best, 80}
+    assert trained.Checkpoint.read(tmp_path / "checkpoints" / "80").manifest.host["best"]["step"] == best
+
+
+@pytest.mark.parametrize(
+    ("phases_", "message"),
+    [
+        ((), "phase is 'wide' in the checkpoint and absent here"),
+        ((Phase(name="broad", steps=7, changes={"model.width": 16}, surgery=Doubled()),), "phase is 'wide' .* 'broad'"),
+    ],
+)
+def test_a_checkpoint_of_a_phase_is_not_taken_for_that_of_another(user, tmp_path, phases_, message):
+    experiment = changed(grown(user), steps=4, checkpoints__every=2)
+    loop.train(dataclasses.replace(experiment, phases=experiment.phases[:1]), workdir=tmp_path)
+    other = dataclasses.replace(experiment, steps=experiment.steps if phases_ else 30, phases=phases_)
+    with pytest.raises(UserError, match=message):
+        loop.train(other, workdir=tmp_path, resume="must")
+
+
+def test_id_maps_keep_their_order_in_time_where_a_run_begins_with_another(rows, tmp_path):
+    experiment = click_experiment(rows, steps=8)
+    loop.train(experiment, workdir=tmp_path)
+    found = trained.open_run(tmp_path)
+    assert int(found.updates[...]) == 8
+    begun = click_experiment(rows, init=str(tmp_path))
+    run = Run.bind(begun, begun.data.build(), make_mesh(MeshShape()))
+    state, _ = run.begin()
+    before = found.maps["item"]["seen"][...]
+    after = np.asarray(state.tables["maps"]["item"]["seen"])
+    occupied = found.maps["item"]["frequency"][...] > 0
+    np.testing.assert_array_equal(after[occupied], before[occupied] - 8)
+    assert after[occupied].max() < 0 == int(state.tables["updates"])
+
+
+def test_a_full_disk_while_frozen_parameters_are_stored_is_one_message(user, tmp_path, monkeypatch):
+    def full(store):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(array_store.ArrayStore, "wait", full)
+    with pytest.raises(UserError, match=r"cannot save checkpoint .* intact.*: .*[Nn]o space"):
+        loop.train(changed(user.shapes(), steps=2, trainable="head"), workdir=tmp_path)
+    assert not list((tmp_path / "checkpoints").iterdir())
+
+
+def test_a_model_that_was_written_is_begun_with_and_not_trained_on(user, tmp_path):
+    experiment = changed(user.shapes(), steps=2)
+    loop.train(experiment, workdir=tmp_path / "run")
+    trained.write_run(tmp_path / "written", trained.open_run(tmp_path / "run"))
+    with pytest.raises(UserError, match=r"holds a model and no state of training, .* --set init=.*written"):
+        loop.train(changed(experiment, steps=4), workdir=tmp_path / "written", resume="must")
 
 
 def test_an_experiment_with_phases_is_data(user):

@@ -137,7 +137,7 @@ class NodeTask(TaskBase):
         check_processes(mesh)
         return self.place(data.graph, data.fanouts, mesh)
 
-    def host_fields(self, batch: NodeBatch) -> dict[str, Any]:
+    def host_fields(self, batch: NodeBatch, drawn: Mapping[str, Any]) -> dict[str, Any]:
         """Arrays of a batch; parts of its neighbourhood stacked, one for each device of this process."""
         parts = [_arrays(part) for part in batch.neighborhoods]
         around = jax.tree.map(lambda *arrays: np.stack(arrays), *parts) if parts else None
@@ -146,6 +146,7 @@ class NodeTask(TaskBase):
             "labels": batch.labels.astype(np.int32),
             "epoch": np.int32(batch.epoch),
             "neighborhood": around,
+            **drawn,
         }
 
     def train_batches(self, data: NodeDataSet, mesh: Mesh, start_example: int) -> Iterator[NodeBatch]:
