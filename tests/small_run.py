@@ -25,15 +25,24 @@ FEATURES = (Categorical(name="shop", rows=37), Categorical(name="hour", rows=11)
 RECIPE = """
 import dataclasses
 import pathlib
+from scalejax.parallel.fsdp import Fsdp
 from scalejax.train.experiment import Experiment, Phase
 import small_run
 
 def small() -> Experiment:
     return small_run.experiment(pathlib.Path(__file__).with_name("rows.parquet"))
 
+@dataclasses.dataclass(frozen=True)
+class FreshHead:
+    def operate(self, trained, fresh):
+        head = {path: array for path, array in fresh.params.items() if path.startswith("head/")}
+        return dataclasses.replace(trained, params={**trained.params, **head})
+
 def parted() -> Experiment:
-    head = Phase(name="head", steps=6, changes={"trainable": "head/.*", "data.batch_size": 32})
-    return dataclasses.replace(small(), steps=6, phases=(head,))
+    cut = {"data.batch_size": 32, "strategy": Fsdp(sharding="FULL_SHARD", replicate_below=0)}
+    fresh = Phase(name="fresh", steps=3, changes=cut, surgery=FreshHead())
+    head = Phase(name="head", steps=3, changes={"trainable": "head/.*"})
+    return dataclasses.replace(small(), steps=6, phases=(fresh, head))
 """
 
 

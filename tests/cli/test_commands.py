@@ -138,13 +138,13 @@ def test_plan_takes_one_phase_and_says_which(invoke, monkeypatch, tmp_path):
     monkeypatch.setattr(scalejax.plan, "plan", plan, raising=False)
     recipe = small_run.write_recipe(tmp_path).replace(":small", ":parted")
     first = invoke("plan", recipe, "--topology", "v5p:2x2x1")
-    assert "Planned is what precedes the phases head; --phase NAME plans one of them." in first.stderr
+    assert "Planned is what precedes the phases fresh, head; --phase NAME plans one of them." in first.stderr
     assert invoke("plan", recipe, "--topology", "v5p:2x2x1", "--phase", "head").stderr == ""
     assert calls == [(".*", ()), ("head/.*", ())]
     refused = invoke("plan", recipe, "--topology", "v5p:2x2x1", "--phase", "tail")
     assert refused.exit_code == 2
     assert "--phase tail" in refused.stderr
-    assert "has the phases head" in refused.stderr
+    assert "has the phases fresh, head" in refused.stderr
 
 
 def test_plan_search_reports_progress_beside_its_result(invoke, monkeypatch, tmp_path):

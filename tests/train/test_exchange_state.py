@@ -8,6 +8,7 @@ Two schemes of a user, each a subclass of a strategy and an `Exchange` around th
 
 import dataclasses
 import functools
+import io
 import math
 import shutil
 
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 import small_language_run
 import small_run
 from changes import changed
@@ -28,7 +30,7 @@ from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.experiment import Checkpoints, Precision
+from scalejax.train.experiment import Checkpoints, Phase, Precision
 from scalejax.train.pipeline import Pipeline
 from scalejax.train.run import Run
 
@@ -323,6 +325,25 @@ def test_residuals_of_a_run_that_goes_on_with_other_devices_keep_their_sum(
     later = [restored(experiment, tmp_path, devices, step=12)["exchange"] for devices in (4, 8)]
     for path, state in later[0].items():
         np.testing.assert_array_equal(later[1][path]["residual"].sum(0), state["residual"].sum(0))
+
+
+def test_residuals_of_a_phase_on_other_devices_keep_their_sum_and_the_run_says_so(rows, whole, tmp_path):
+    strategy = Signs(**FULL)
+    shutil.copytree(whole(strategy), tmp_path, dirs_exist_ok=True)
+    phase = Phase(name="alone", steps=1, changes={"placement.mesh": None})
+    experiment = dataclasses.replace(clicks(rows, strategy), phases=(phase,))
+    first, second = loop._bind(experiment, None)
+    with loop._checkpointer(tmp_path / "checkpoints", first) as checkpoints:
+        loop._become(checkpoints, first)
+        state, _ = second.follow(first, checkpoints)
+    before = restored(clicks(rows, strategy), tmp_path)["exchange"]
+    for path, held in before.items():
+        here = np.asarray(state.exchange[path]["residual"])
+        assert len(here) == 1
+        np.testing.assert_allclose(here.sum(0), held["residual"].sum(0), rtol=1e-12, atol=1e-15)
+    console = rich.console.Console(file=io.StringIO(), width=200)
+    loop.train(experiment, workdir=tmp_path, resume="must", console=console)
+    assert "remembers was that of 8 devices; on 1 it is kept as Movable says." in console.file.getvalue()
 
 
 def test_a_scheme_without_a_rule_is_refused_on_other_devices(rows, whole, tmp_path, monkeypatch):

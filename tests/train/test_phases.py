@@ -15,7 +15,7 @@ import small_run
 from changes import changed
 from outside_files import load
 
-from scalejax import optim
+from scalejax import configs, optim
 from scalejax.configs import serialization
 from scalejax.data import Categorical
 from scalejax.errors import UserError
@@ -473,6 +473,15 @@ def test_a_model_that_was_written_is_begun_with_and_not_trained_on(user, tmp_pat
     trained.write_run(tmp_path / "written", trained.open_run(tmp_path / "run"))
     with pytest.raises(UserError, match=r"holds a model and no state of training, .* --set init=.*written"):
         loop.train(changed(experiment, steps=4), workdir=tmp_path / "written", resume="must")
+
+
+def test_a_graph_network_goes_on_in_a_phase(tmp_path):
+    plain = configs.load("gcn-smoke", ["steps=8", "log_every=2", "evaluation.every=0"])
+    parted = dataclasses.replace(plain, steps=5, phases=(Phase(name="more", steps=3),))
+    loop.train(plain, workdir=tmp_path / "plain")
+    loop.train(parted, workdir=tmp_path / "parted")
+    one, two = (stored(tmp_path / name)["values"] for name in ("plain", "parted"))
+    jax.tree.map(np.testing.assert_array_equal, one, two)
 
 
 def test_an_experiment_with_phases_is_data(user):

@@ -300,6 +300,8 @@ def test_a_written_run_holds_the_same_bits(run, request, tmp_path):
         }
         for name, table in model.tables.items()
     }
+    if model.updates is not None:
+        tables["(counts)"] = {"updates": step}
     if model.maps:
         tables["(id maps)"] = {
             name: {leaf: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=HERE) for leaf, a in leaves.items()}
