@@ -5,6 +5,7 @@ import enum
 import pathlib
 import shlex
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -82,7 +83,7 @@ def train(
         raise
     if console is not None:
         console.print(closing.closing_table(summary, report.read_described(folder)))
-        _print_next(folder, recipe, experiment)
+        _print_next(folder, recipe, experiment, summary.get("advice", {}))
 
 
 def _check_memory(experiment: "Experiment") -> None:
@@ -100,17 +101,19 @@ def _check_memory(experiment: "Experiment") -> None:
 _PLANNED = "the same recipe on a TPU, compiled here"
 
 
-def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment") -> None:
+def _print_next(
+    folder: pathlib.Path, recipe: str, experiment: "Experiment", advice: Mapping[tuple[str, ...], str]
+) -> None:
     from scalejax.configs import discovery
-    from scalejax.train import binding, phases
 
     own = [] if discovery.find(recipe).module else ["--recipe", recipe]  # a file of the user's is run when it is named
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
-    last = phases.resolved(experiment)[-1].experiment
-    advice = binding.bound_task(last, last.data.schema()).advice(str(folder))
     commands = {
-        **{shlex.join(["scalejax", *arguments, *own]): what for arguments, what in advice.items()},
+        **{
+            shlex.join(["scalejax", *(argument.format(run=folder) for argument in arguments), *own]): what
+            for arguments, what in advice.items()
+        },
         shlex.join(["scalejax", "eval", str(folder), *own]): "score the newest checkpoint again",
         shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
         **(

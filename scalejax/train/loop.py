@@ -54,7 +54,7 @@ def train(
       console: Where progress is shown; None = nowhere.
 
     Returns:
-      The closing summary: what `summary.json` holds, and "run_folder".
+      The closing summary: what `summary.json` holds, "run_folder", and "advice" of the task.
 
     Raises:
       UserError: bad input, named with what to do.
@@ -91,7 +91,7 @@ def train(
             if distributed.is_primary():
                 folder.write_summary(closing)
                 report.write_report(folder.path)
-    return closing | {"run_folder": str(folder.path)}
+    return closing | {"run_folder": str(folder.path), "advice": run.program.task.advice()}
 
 
 def _bind(experiment: Experiment, console: Console | None) -> list[Run]:

@@ -289,11 +289,10 @@ class Task(Protocol):
         """The work of a global batch whose fields have these shapes."""
         ...
 
-    def advice(self, run: str) -> Mapping[tuple[str, ...], str]:
+    def advice(self) -> Mapping[tuple[str, ...], str]:
         """What can be done with a trained model besides scoring it: arguments of `scalejax` -> what for.
 
-        Args:
-          run: Its folder.
+        "{run}" stands for the folder of the run.
         """
         ...
 
@@ -379,8 +378,7 @@ class TaskBase:
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
         return Work(flops=0.0, count=next(iter(shapes.values()))[0])
 
-    def advice(self, run: str) -> Mapping[tuple[str, ...], str]:
-        del run
+    def advice(self) -> Mapping[tuple[str, ...], str]:
         return {}
 
     def describe(self, data: Any) -> dict[str, Any]:

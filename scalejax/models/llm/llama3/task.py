@@ -72,9 +72,9 @@ class LlamaTask(TaskBase):
         rows, tokens = shapes["tokens"]
         return Work(flops=rows * self.flops_per_example(tokens), count=rows * tokens)
 
-    def advice(self, run: str) -> Mapping[tuple[str, ...], str]:
+    def advice(self) -> Mapping[tuple[str, ...], str]:
         """To generate with it."""
-        return {("generate", run, "--prompt", "def main("): "continue a text"}
+        return {("generate", "{run}", "--prompt", "def main("): "continue a text"}
 
     def describe(self, data: Any) -> dict[str, Any]:
         """FLOPs and tokens of the longest row."""
