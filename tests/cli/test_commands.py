@@ -11,7 +11,9 @@ import scalejax.bench
 import scalejax.plan
 import scalejax.train
 from scalejax.configs import discovery
+from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape
+from scalejax.plan import estimate
 
 
 @pytest.fixture
@@ -126,6 +128,33 @@ def test_plan_passes_its_arguments_and_writes_json(invoke, example, monkeypatch,
     assert calls[-1][2] == MeshShape(fsdp=2, tensor=2)  # what was said about the mesh is not dropped
     invoke("plan", example, "--topology", "v5p:2x2x1", "--set", "steps=2")
     assert calls[-1][2] is None
+
+
+def test_memory_is_asked_of_every_phase_before_anything_is_trained(invoke, monkeypatch, tmp_path):
+    layers = []
+
+    def check(experiment, mesh):
+        layers.append(experiment.model.layers)
+        if experiment.model.layers > 2:
+            raise UserError("it does not fit")
+
+    monkeypatch.setattr(estimate, "check_fits", check)
+    text = """
+import dataclasses
+from scalejax.configs.llm import llama
+from scalejax.train.experiment import Experiment, Phase
+
+def grown() -> Experiment:
+    smoke = llama.smoke()
+    model = dataclasses.replace(smoke.model, layers=2)
+    return dataclasses.replace(smoke, model=model, phases=(Phase(name="deep", steps=1, changes={"model.layers": 4}),))
+"""
+    (tmp_path / "recipe.py").write_text(text)
+    refused = invoke("train", f"{tmp_path / 'recipe.py'}:grown", "--workdir", str(tmp_path / "run"))
+    assert refused.exit_code == 2
+    assert "it does not fit" in refused.stderr
+    assert layers == [2, 4]
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 def test_plan_takes_one_phase_and_says_which(invoke, monkeypatch, tmp_path):
