@@ -96,11 +96,11 @@ def experiment(path: pathlib.Path, **changes: object) -> Experiment:
 
 
 def restored(experiment: Experiment, folder: pathlib.Path, step: int | None = None, devices: int | None = None):
-    """(name -> array, host state) of a checkpoint (None = the newest) that went through the first devices."""
+    """(name -> array, host state as JSON values) of a checkpoint, the newest for None, on the first devices."""
     data = experiment.data.build()
     run = Run(binding.bind(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:devices])), data)
     with Checkpointer(folder / "checkpoints", experiment.checkpoints, run.identity()) as checkpoints:
         state, host = run.restore(checkpoints, step)
     tree = run.to_stored(state)
     tree["key"] = jax.random.key_data(tree["key"])
-    return jax.tree.map(np.asarray, tree), host
+    return jax.tree.map(np.asarray, tree), host.to_dict()
