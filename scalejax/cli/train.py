@@ -5,7 +5,6 @@ import enum
 import pathlib
 import shlex
 import sys
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -83,7 +82,7 @@ def train(
         raise
     if console is not None:
         console.print(closing.closing_table(summary, report.read_described(folder)))
-        _print_next(folder, recipe, experiment, summary.get("advice", {}))
+        _print_next(folder, recipe, experiment)
 
 
 def _check_memory(experiment: "Experiment") -> None:
@@ -101,10 +100,9 @@ def _check_memory(experiment: "Experiment") -> None:
 _PLANNED = "the same recipe on a TPU, compiled here"
 
 
-def _print_next(
-    folder: pathlib.Path, recipe: str, experiment: "Experiment", advice: Mapping[tuple[str, ...], str]
-) -> None:
+def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment") -> None:
     from scalejax.configs import discovery
+    from scalejax.train import report
 
     own = [] if discovery.find(recipe).module else ["--recipe", recipe]  # a file of the user's is run when it is named
     with contextlib.suppress(ValueError):
@@ -112,7 +110,7 @@ def _print_next(
     commands = {
         **{
             shlex.join(["scalejax", *(argument.format(run=folder) for argument in arguments), *own]): what
-            for arguments, what in advice.items()
+            for *arguments, what in report.read_advice(folder)
         },
         shlex.join(["scalejax", "eval", str(folder), *own]): "score the newest checkpoint again",
         shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",

@@ -54,7 +54,7 @@ def train(
       console: Where progress is shown; None = nowhere.
 
     Returns:
-      The closing summary: what `summary.json` holds, "run_folder", and "advice" of the task.
+      The closing summary: what `summary.json` holds, and "run_folder".
 
     Raises:
       UserError: bad input, named with what to do.
@@ -72,7 +72,8 @@ def train(
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
         folder.begin(record or {"recipe": recipe, "experiment": repr(experiment)}, environment, start)
         if distributed.is_primary():
-            folder.write_measures(_described(runs).to_dict())
+            advice = [[*arguments, what] for arguments, what in runs[-1].program.task.advice().items()]
+            folder.write_measures(_described(runs).to_dict() | {"advice": advice})
         with (
             EventWriter(folder.path, process_index=jax.process_index(), step=start or 0) as events,
             _progress(console, experiment.total_steps, start or 0) as show,
@@ -91,7 +92,7 @@ def train(
             if distributed.is_primary():
                 folder.write_summary(closing)
                 report.write_report(folder.path)
-    return closing | {"run_folder": str(folder.path), "advice": run.program.task.advice()}
+    return closing | {"run_folder": str(folder.path)}
 
 
 def _bind(experiment: Experiment, console: Console | None) -> list[Run]:

@@ -95,6 +95,11 @@ def read_described(folder: pathlib.Path) -> Described | None:
         raise UserError(f"{path} is damaged ({error}). Bring it back from a copy, or remove it.") from error
 
 
+def read_advice(folder: pathlib.Path) -> list[list[str]]:
+    """What can be done with the model of a run: arguments of `scalejax`, "{run}" being the folder, and what for."""
+    return _read_object(folder / run_folder.MEASURES).get("advice", [])
+
+
 def write_report(folder: pathlib.Path, target: pathlib.Path | None = None) -> pathlib.Path:
     """Writes the report of a run.
 
