@@ -171,7 +171,7 @@ class RunFolder:
             disk.write_json(self.path / "summary.json", summary)
 
     def write_measures(self, described: dict[str, Any]) -> None:
-        """Writes measures.json: names, titles, units and directions of what the run measures.
+        """Writes measures.json: names, titles, units and directions of what the run measures, and advice of its task.
 
         Raises:
           UserError: The disk refuses.
