@@ -18,6 +18,7 @@ from scalejax.data.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import planner
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.tiers import cached
 from scalejax.parallel.planner import Constants, Planned, Report, TableConstraints, TableStatistics, Zipf
 from scalejax.plan import planner_machines
 from scalejax.units import duration, size
@@ -112,7 +113,8 @@ def shard(
     from scalejax.train import binding
 
     schema = experiment.data.schema()
-    tables = binding.tables_of(experiment, binding.bound_task(experiment, schema))
+    whole = binding.tables_of(experiment, binding.bound_task(experiment, schema))
+    tables = cached(whole, experiment.tables.tiers)
     if not tables:
         raise UserError("This recipe has no embedding tables to place. `scalejax plan` says how its model fits.")
     shape = _default_mesh(machine_name, topology) if mesh is None else meshes.parse_mesh(mesh)
@@ -124,7 +126,7 @@ def shard(
     )
     if constants is not None:
         topology = topology.with_constants(constants)
-    statistics, source = _statistics(experiment, schema, tables, sample_batches, zipf)
+    statistics, source = _statistics(experiment, schema, whole, sample_batches, zipf)
     given = {"exchange": experiment.tables.exchange, "accumulate": experiment.tables.accumulate}
     batch_size = experiment.data.batch_size
     planned = planner.AnalyticPlanner(**given).plan(tables, statistics, topology, batch_size, constraints)

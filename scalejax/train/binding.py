@@ -18,6 +18,7 @@ from scalejax.parallel import pipeline
 from scalejax.parallel.blocks import axes_of
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.tiers import cached, cached_schema
 from scalejax.train.experiment import Experiment, Tables
 from scalejax.train.metrics.protocol import Metric, Value, names_of
 from scalejax.train.precision import check_precision, init_model
@@ -49,10 +50,12 @@ def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, a
     best_value(experiment, task.metrics())
     _check_validation(experiment, task)
     task.check(experiment, mesh, data)
-    collection = None
+    collection, looked_up = None, task.schema
     if tables:
+        on_devices = cached(tables, experiment.tables.tiers)
+        looked_up = cached_schema(task.schema, on_devices)
         collection = EmbeddingCollection(
-            tables=tables,
+            tables=on_devices,
             mesh=mesh,
             plan=experiment.tables.sharding,
             exchange=experiment.tables.exchange,
@@ -70,8 +73,9 @@ def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, a
         mesh=mesh,
         model=ModelShape.of(model),
         collection=collection,
-        layout=() if collection is None else collection.layout(task.schema, size, dedup),
-        plain_layout=() if collection is None else collection.layout(task.schema, size),
+        tables=tables,
+        layout=() if collection is None else collection.layout(looked_up, size, dedup),
+        plain_layout=() if collection is None else collection.layout(looked_up, size),
         constants=constants,
         example=example,
     )

@@ -16,6 +16,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding import jagged
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.host_plan import Room
+from scalejax.parallel.embedding.tiers import Cache
 from scalejax.train.prefetch import Prefetch
 from scalejax.train.step import Program, is_field
 from scalejax.train.task import Field, Placed, host_fields
@@ -116,8 +117,13 @@ def prefetch(
     depth: int = 2,
     purpose: Literal["training", "scoring"] = "training",
     first_step: int = 1,
+    cache: Cache | None = None,
 ) -> Prefetch:
-    """(Host batch, its device form) pairs that a thread prepares ahead; a context manager."""
+    """(Host batch, its device form) pairs that a thread prepares ahead; a context manager.
+
+    Where tables have tiers, `cache.advance` comes before each batch is used.
+    """
     steps = itertools.count(first_step) if purpose == "training" else itertools.repeat(0)
     place = functools.partial(to_device, program=program, purpose=purpose, room=Room())
+    batches = batches if cache is None else map(cache.prepare, batches)
     return Prefetch(batches, lambda batch: place(batch, step=next(steps)), depth=depth)

@@ -16,6 +16,7 @@ from scalejax.parallel import xla_flags
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
 from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
+from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp, Strategy
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape
@@ -55,6 +56,7 @@ class Tables:
       accumulate: How the gradients of a row add up: "ordered" (by example) or "exact" (in fixed point: the same to the
         bit in any order of the batch), see `EmbeddingCollection`.
       id_maps: Features whose ids are any 64-bit integers, and the maps that give them rows of a table of fixed size.
+      tiers: Features whose tables rest outside of the devices, which cache some of their rows.
       dedup: Features that are looked up once per distinct row of a device's examples.
       pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids runs beside this step; the results
         are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them: the gradient
@@ -72,6 +74,7 @@ class Tables:
     exchange: Exchange = Exchange(roomy_below_bytes=32 * 2**20)
     accumulate: Literal["ordered", "exact"] = "ordered"
     id_maps: tuple[MappedFeatures, ...] = ()
+    tiers: tuple[Tier, ...] = ()
     dedup: tuple[DedupGroup, ...] = ()
     pipeline: Literal["none", "ids", "stale"] = "none"
     dtype: Literal["float32", "bfloat16", "float64"] | None = None
@@ -87,6 +90,11 @@ class Tables:
                 "Tables: pipeline='stale' fetches rows before the update of the step before, which may be that of an "
                 "id whose row an id map has just given to another. Set tables.pipeline='ids', which is exact, or "
                 "'none'."
+            )
+        if self.pipeline == "stale" and self.tiers:
+            raise UserError(
+                "Tables: pipeline='stale' fetches rows a step before tables.tiers bring them to the devices. Set "
+                "tables.pipeline='ids', or 'none'."
             )
 
 

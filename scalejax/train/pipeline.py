@@ -6,11 +6,13 @@ ids          and the ids of batch i + 1 are exchanged               after update
 stale        and its rows fetched                                   after update i - 2
 """
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from scalejax.parallel.embedding.tiers import Cache
 from scalejax.train.state import TrainState
 from scalejax.train.step import Ahead, Program
 from scalejax.train.task import Placed
@@ -19,13 +21,25 @@ from scalejax.train.task import Placed
 class Pipeline:
     """The steps of one run, in order.
 
+    Args:
+      program: The run.
+      batches: Host batches and their device forms.
+      steps: That will be taken.
+      cache: By which the batches were prepared, where tables have tiers.
+
     Attributes:
       amounts: What is counted of the batch that was taken last besides its examples, by name: see
         `timing.StepTimer.step_done`.
     """
 
-    def __init__(self, program: Program, batches: Iterator[tuple[Any, Placed]], steps: int) -> None:
-        self._program, self._batches, self._left = program, batches, steps
+    def __init__(
+        self,
+        program: Program,
+        batches: Iterator[tuple[Any, Placed]],
+        steps: int,
+        cache: Cache | None = None,
+    ) -> None:
+        self._program, self._batches, self._left, self._cache = program, batches, steps, cache
         self._ahead: Ahead | None = None
         self._batch: Placed | None = None
         self._coming: Placed | None = None
@@ -57,6 +71,8 @@ class Pipeline:
     def step(self, state: TrainState) -> tuple[TrainState, jax.Array]:
         """Dispatches the step on what `take` took; the state is donated."""
         assert self._batch is not None
+        if self._cache is not None:
+            state = dataclasses.replace(state, tables=self._cache.advance(state.tables))
         if not self._pipelined:
             return self._program.train_step(state, self._batch)
         ahead = self._ahead or self._program.look_ahead(state, self._batch)

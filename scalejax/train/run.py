@@ -19,8 +19,9 @@ from scalejax import chips, optim
 from scalejax.errors import UserError
 from scalejax.parallel import offload
 from scalejax.parallel.embedding import stored
-from scalejax.parallel.embedding.collection import MAPS
+from scalejax.parallel.embedding.collection import MAPS, EmbeddingCollection
 from scalejax.parallel.embedding.plan import PlanRefused, ShardingPlan
+from scalejax.parallel.embedding.tiers import Cache, Tiers
 from scalejax.parallel.embedding.tracking import touched_rows
 from scalejax.train import binding, distributed, phases, scoring, summary, trained
 from scalejax.train import console as consoles
@@ -146,6 +147,9 @@ class Run:
         self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
         self.best = binding.best_value(self.experiment, tuple(program.metrics.values()))
         self.remarks: tuple[str, ...] = ()
+        self.tables: EmbeddingCollection | Tiers | None = program.collection
+        if program.collection is not None and self.experiment.tables.tiers:
+            self.tables = Tiers(program.tables, self.experiment.tables.tiers, program.collection)
         self._records: Records | None = None
         self._last: tuple[weakref.ref[TrainState], dict[str, Scores]] | None = None
 
@@ -240,7 +244,7 @@ class Run:
         Raises:
           UserError: the model that the parameters are to begin with cannot be read, or does not fit.
         """
-        state, init = self.program.init(), self.experiment.init
+        state, init = self.program.init(self.tables), self.experiment.init
         if init is not None:
             init = Init(path=init) if isinstance(init, str) else init
             state = self._with_model(state, self._opened(init), init.surgery, f"init={init.path}")
@@ -253,7 +257,7 @@ class Run:
           UserError: the model of the phase before does not fit this one.
         """
         phase, kept = self.phase, self.kept(before)
-        state = self.program.init()
+        state = self.program.init(self.tables)
         where, tables_go_on = f"phases: {phase.name!r}", any(name.startswith("tables.") for name in kept)
         if phase.surgery is not None or (self.program.collection is not None and not tables_go_on):
             checkpoints.wait()
@@ -364,15 +368,17 @@ class Run:
 
     def _with_rows(self, state: TrainState, source: Trained, where: str) -> TrainState:
         """The state with the rows of tables of another model, and its id maps."""
-        rest = self.program.embeddings.to_stored(state.tables)
+        assert self.tables is not None
+        rest = self.tables.to_stored(state.tables)
         return dataclasses.replace(state, tables=self._tables_of(source, rest, where))
 
     def _tables_of(self, source: Trained, rest: dict[str, Any], where: str) -> Any:
         """Tables with the rows and id maps of another model, and all else of the stored tree `rest`."""
         collection = self.program.collection
         assert collection is not None
+        assert self.tables is not None
         tree = {name: dict(leaves) for name, leaves in rest.items()}
-        for table in collection.tables:
+        for table in self.tables.tables:
             rows, wanted = source.tables.get(table.name), (table.rows, table.dim)
             if rows is None or tuple(rows.shape) != wanted:
                 has = "no such table" if rows is None else f"{list(rows.shape)}"
@@ -395,7 +401,7 @@ class Run:
             for leaf in leaves.keys() & {"seen", "candidate_seen"}:  # updates of these tables begin at 0
                 leaves[leaf] = _earlier(leaves[leaf], source.updates)
             tree[MAPS][table.name] = maps | _placed(leaves, {leaf: maps[leaf] for leaf in maps if leaf != "counts"})
-        return collection.from_stored(tree)
+        return self.tables.from_stored(tree)
 
     def _as_trained(self, state: TrainState) -> Trained:
         """A state as an opened model; an array is brought to the host when it is indexed, and stays there."""
@@ -409,8 +415,7 @@ class Run:
                 for path, x in arrays.items()
             }
 
-        collection = self.program.collection
-        logical = {} if collection is None else collection.to_logical(state.tables)
+        logical = {} if self.tables is None else self.tables.to_logical(state.tables)
         return Trained(
             params=lazy(state.params),
             variables=lazy(state.variables),
@@ -471,27 +476,25 @@ class Run:
             variables=_placed(arrays, state.variables),
             averages=averages,
         )
-        if program.collection is not None:
+        if program.collection is not None and self.tables is not None:
             program.collection.check_fits()
-            rest = jax.tree.map(_nothing, program.collection.abstract_stored())  # what only an update reads
+            rest = jax.tree.map(_nothing, self.tables.abstract_stored())  # what only an update reads
             state = dataclasses.replace(state, tables=self._tables_of(found, rest, f"RUN_FOLDER {folder}"))
         return state, found.examples
 
     def abstract_stored(self) -> dict[str, Any]:
         """What a checkpoint holds, as shapes, dtypes and the shardings of this mesh."""
         stored = states.to_stored(self.program.abstract_state())
-        collection = self.program.collection
-        return stored if collection is None else {**stored, "tables": collection.abstract_stored()}
+        return stored if self.tables is None else {**stored, "tables": self.tables.abstract_stored()}
 
     def to_stored(self, state: TrainState) -> dict[str, Any]:
         """The state as arrays that know no mesh: tables unpadded and unstacked, under their own names."""
-        stored, collection = states.to_stored(state), self.program.collection
-        return stored if collection is None else {**stored, "tables": collection.to_stored(state.tables)}
+        stored = states.to_stored(state)
+        return stored if self.tables is None else {**stored, "tables": self.tables.to_stored(state.tables)}
 
     def from_stored(self, stored: dict[str, Any]) -> TrainState:
         """The state on this mesh."""
-        collection = self.program.collection
-        tables = {} if collection is None else collection.from_stored(stored["tables"])
+        tables = {} if self.tables is None else self.tables.from_stored(stored["tables"])
         return states.from_stored(stored, self.program.abstract_state(), tables)
 
     def _resized(self, held: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -538,8 +541,13 @@ class Run:
     def feed(self, host: HostState, steps: int, first_step: int = 1) -> Iterator[Pipeline]:
         """The batches of the next `steps` steps, from a number of a step on."""
         batches = self.program.task.train_batches(self.data, self.mesh, host.position)
-        with prefetch(batches, self.program, first_step=first_step) as prefetched:
-            yield Pipeline(self.program, prefetched, steps)
+        cache = self.tables.training() if isinstance(self.tables, Tiers) else None
+        with prefetch(batches, self.program, first_step=first_step, cache=cache) as prefetched:
+            yield Pipeline(self.program, prefetched, steps, cache)
+
+    def _reading(self, state: TrainState) -> Cache | None:
+        """Through which the tables of the newest state are scored, where they have tiers."""
+        return self.tables.scoring(state.tables) if isinstance(self.tables, Tiers) else None
 
     def before_step(self, state: TrainState, host: HostState, step: int) -> HostState:
         """Scores every day that begins in the batch of this step, before anything of that batch is trained."""
@@ -552,7 +560,8 @@ class Run:
                         first, stop, process_index=jax.process_index(), process_count=jax.process_count()
                     )
                     scored = self._with_new_statistics(state)
-                    scores = scoring.score(self.program, scored, batches, of=f"day {name!r}")
+                    cache = self._reading(state)
+                    scores = scoring.score(self.program, scored, batches, of=f"day {name!r}", cache=cache)
                     values, days = {}, dict(host.progressive)
                     for key, metric in self.program.metrics.items():
                         if not metric.lifetime:
@@ -669,8 +678,7 @@ class Run:
 
     def describe(self) -> dict[str, Any]:
         """What the summary says of the model."""
-        collection = self.program.collection
-        tables = {} if collection is None else {"table_parameters": sum(t.rows * t.dim for t in collection.tables)}
+        tables = {} if self.tables is None else {"table_parameters": sum(t.rows * t.dim for t in self.tables.tables)}
         return {"dense_parameters": self.program.model.size, **tables, **self.program.task.describe(self.data)}
 
     def score(self, state: TrainState, split: str) -> dict[str, Any]:
@@ -686,7 +694,8 @@ class Run:
         if split not in found:
             state = self._with_new_statistics(state)
             batches = self.program.task.eval_batches(self.data, self.mesh, split)
-            found[split] = scoring.score(self.program, state, batches, of=f"split {split!r}")
+            cache = self._reading(state)
+            found[split] = scoring.score(self.program, state, batches, of=f"split {split!r}", cache=cache)
         return found[split]
 
     def _with_new_statistics(self, state: TrainState) -> TrainState:
@@ -694,10 +703,18 @@ class Run:
         program, count = self.program, self.experiment.evaluation.statistics
         if not count:
             return state
-        means = {path: state.variables[path] for path in program.model.statistics}
-        with prefetch(program.task.train_batches(self.data, self.mesh, 0), program, purpose="scoring") as batches:
+        means, read, cache = (
+            {path: state.variables[path] for path in program.model.statistics},
+            state,
+            self._reading(state),
+        )
+        first = program.task.train_batches(self.data, self.mesh, 0)
+        with prefetch(first, program, purpose="scoring", cache=cache) as batches:
             for number in range(count):
-                variables = program.statistics_step(state, next(batches)[1])
+                batch = next(batches)[1]
+                if cache is not None:
+                    read = dataclasses.replace(read, tables=cache.advance(read.tables))
+                variables = program.statistics_step(read, batch)
                 found = {path: variables[path] for path in means}
                 if number == 0 and all(np.array_equal(found[path], mean) for path, mean in means.items()):
                     raise UserError(

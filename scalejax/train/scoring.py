@@ -10,6 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.tiers import Cache
 from scalejax.parallel.gradients import ROWS
 from scalejax.train.convert import prefetch
 from scalejax.train.metrics import sums as metric_sums
@@ -52,7 +53,14 @@ class Scores:
         return {} if self.spilled_ids is None else {"spilled_ids": self.spilled_ids}
 
 
-def score(program: Program, state: TrainState, batches: Iterator[Any], *, of: str = "these examples") -> Scores:
+def score(
+    program: Program,
+    state: TrainState,
+    batches: Iterator[Any],
+    *,
+    of: str = "these examples",
+    cache: Cache | None = None,
+) -> Scores:
     """Runs the model over one pass of batches; every process passes its slices and gets all scores.
 
     Args:
@@ -60,6 +68,7 @@ def score(program: Program, state: TrainState, batches: Iterator[Any], *, of: st
       state: Whose parameters and tables are scored.
       batches: Host batches.
       of: What is scored, for messages.
+      cache: Through which tables with tiers are read: `Tiers.scoring` of this state.
 
     Raises:
       UserError: a loss is not finite, an id is out of range, or an exchange had no room for one; with
@@ -69,8 +78,10 @@ def score(program: Program, state: TrainState, batches: Iterator[Any], *, of: st
     slices: list[Any] = []
     numbered = program.task.draws == "evaluation too"
     seen = 0
-    with prefetch(batches, program, purpose="scoring") as prefetched:
+    with prefetch(batches, program, purpose="scoring", cache=cache) as prefetched:
         for host, device in prefetched:
+            if cache is not None:
+                state = dataclasses.replace(state, tables=cache.advance(state.tables))
             rows = program.rows(device)
             numbers = _numbers(program, seen, rows) if numbered else None
             scored = program.eval_step(state, device, numbers)

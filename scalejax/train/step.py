@@ -31,6 +31,7 @@ from scalejax.parallel import context, ddp, fsdp, gradient_scaling, offload, pip
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
+from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged
 from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.parallel.formatted import FormattedGather
@@ -90,7 +91,8 @@ class Program:
       task: Its model bound to the schema of its data.
       mesh: The devices.
       model: Structure of the model.
-      collection: Its embedding tables on the mesh; None where the model has none.
+      collection: Its embedding tables on the mesh, or what the devices have of them; None where the model has none.
+      tables: The whole tables.
       layout: Where each feature lies in the device form of a batch.
       plain_layout: The same without deduplication.
       constants: What the model reads in every step; shapes in a program that is only compiled.
@@ -103,6 +105,7 @@ class Program:
     mesh: Mesh
     model: ModelShape
     collection: EmbeddingCollection | None
+    tables: tuple[TableConfig, ...] = ()
     layout: tuple[FeatureLayout, ...] = ()
     plain_layout: tuple[FeatureLayout, ...] = ()
     constants: Any = None
@@ -253,8 +256,11 @@ class Program:
             key=everywhere(key),
         )
 
-    def init(self) -> TrainState:
+    def init(self, tables: Any = None) -> TrainState:
         """A fresh state, equal for equal seeds on every mesh; no device ever holds what it does not keep.
+
+        Args:
+          tables: What draws the embedding tables; None = the collection.
 
         Raises:
           UserError: jax is set up so that random numbers depend on the sharding, or tables do not fit.
@@ -289,7 +295,7 @@ class Program:
         if self.collection is None:
             return state
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), 2)
-        return dataclasses.replace(state, tables=self.collection.init(key))
+        return dataclasses.replace(state, tables=(tables or self.collection).init(key))
 
     def _zeros(self) -> Any:
         return {"steps": step_sums.zeros(), **{name: metric.zeros() for name, metric in self.metrics.items()}}

@@ -15,6 +15,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad
 from scalejax.parallel.embedding.jagged import DedupGroup
 from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
+from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -246,6 +247,7 @@ def test_options_of_tables_are_refused_without_tables(texts, field):
         "exchange": Exchange(spill="count"),
         "accumulate": "exact",
         "id_maps": (MappedFeatures(features=("item",), id_map=IdMapConfig(rows=1217)),),
+        "tiers": (Tier(features=("item",), slots=100),),
         "dedup": (DedupGroup(features=("shop",), rows_per_example=1.0),),
         "pipeline": "ids",
         "dtype": "bfloat16",

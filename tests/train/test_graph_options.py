@@ -18,6 +18,7 @@ from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import rules
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.jagged import DedupGroup
+from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -264,6 +265,7 @@ def test_parameters_begin_with_those_of_another_run(path: str, tmp_path: pathlib
     ("field", "value"),
     [
         ("id_maps", (MappedFeatures(features=("item",), id_map=IdMapConfig(rows=1217)),)),
+        ("tiers", (Tier(features=("item",), slots=100),)),
         ("dedup", (DedupGroup(features=("shop",), rows_per_example=1.0),)),
         ("pipeline", "ids"),
         ("full_every", 4),

@@ -172,7 +172,8 @@ class EmbeddingCollection:
         return tuple(table for table in self.tables if table.id_map is not None)
 
     @functools.cached_property
-    def _moves(self) -> stored.Axes:
+    def moves(self) -> stored.Axes:
+        """The mesh, as moves to and from the stored form see it."""
         return stored.Axes(self.axes, self.mesh.size, self.group, self.group_devices)
 
     def _axes_of(self, stack: Stack) -> Place:
@@ -808,11 +809,11 @@ class EmbeddingCollection:
         """As `to_stored`, of the counts, the id maps and tables that are not tracked: what goes with
         `tracking.touched_rows`."""
         rest = tuple(table for table in self.tables if table.track == "nothing")
-        tables = self._part_to_stored(rest)(state["stacks"]) if rest else {}
+        tables = self.part_to_stored(rest)(state["stacks"]) if rest else {}
         return {**tables, **self._counts_to_stored(state)}
 
     def _abstract_stored_tables(self) -> stored.Tree:
-        specs = {"body": stored.body_spec(self._moves), "tail": P()}
+        specs = {"body": stored.body_spec(self.moves), "tail": P()}
         return {
             table.name: {
                 f"{leaf}_{part}": jax.ShapeDtypeStruct(
@@ -939,17 +940,18 @@ class EmbeddingCollection:
 
     @functools.cached_property
     def _to_stored(self) -> Any:
-        return self._part_to_stored(self.tables)
+        return self.part_to_stored(self.tables)
 
-    def _part_to_stored(self, tables: tuple[TableConfig, ...]) -> Any:
-        convert = functools.partial(stored.local_to_stored, self.stacks, tables, axes=self._moves)
+    def part_to_stored(self, tables: tuple[TableConfig, ...]) -> Any:
+        """A compiled function: state["stacks"] -> what `to_stored` has of some tables."""
+        convert = functools.partial(stored.local_to_stored, self.stacks, tables, axes=self.moves)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_state()["stacks"])
         abstract = self._abstract_stored_tables()
         return self._jit_everywhere(convert, (specs,), {table.name: abstract[table.name] for table in tables})
 
     @functools.cached_property
     def _from_stored(self) -> Any:
-        convert = functools.partial(stored.local_from_stored, self.stacks, self.tables, axes=self._moves)
+        convert = functools.partial(stored.local_from_stored, self.stacks, self.tables, axes=self.moves)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._abstract_stored_tables())
         return self._jit_everywhere(convert, (specs,), self.abstract_state()["stacks"])
 
