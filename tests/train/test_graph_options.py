@@ -11,8 +11,10 @@ from changes import changed
 from small_graph_run import bind, gcn, scores_of, write_graph
 
 from scalejax import optim
+from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
 from scalejax.models.graph import GatConfig, GcnConfig, GraphSageConfig
+from scalejax.models.graph.task import NodeTask
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import rules
@@ -27,6 +29,7 @@ from scalejax.train.experiment import Experiment, Placement, Precision
 from scalejax.train.run import Run
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
+from scalejax.train.task import Batch, Field, Loss
 
 STEPS = 4
 WIDE = Precision(params="float64", compute="float64")
@@ -179,6 +182,46 @@ def test_state_rests_in_host_memory_and_the_graph_on_the_devices(path: str) -> N
     resting = {leaf.sharding.memory_kind for leaf in jax.tree.leaves((state.params, state.optimizer)) if leaf.ndim}
     assert resting == {"pinned_host"}
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(program.constants)} == {"device"}
+
+
+class ScaledTask(NodeTask):
+    """Losses times a number that the host draws for each step."""
+
+    def fields(self) -> dict[str, Any]:
+        return super().fields() | {"scale": Field(shape=(), dtype="float32", scope="step")}
+
+    def drawn(self, rng: np.random.Generator) -> dict[str, Any]:
+        return {"scale": np.float32(rng.uniform(0.5, 1.5))}
+
+    def loss(self, model: Any, batch: Batch, **others: Any) -> Loss:
+        found = super().loss(model, batch, **others)
+        return dataclasses.replace(found, sum=found.sum * batch["scale"])
+
+
+class ScaledSage(GraphSageConfig):
+    def task(self, schema: GraphSchema) -> NodeTask:
+        return ScaledTask(config=self, schema=schema)
+
+
+@pytest.mark.parametrize(("fanouts", "mesh"), [((), None), ((3, 2), HYBRID)], ids=["whole", "mini-batches on eight"])
+def test_fields_that_the_host_draws_are_those_of_seed_and_step(
+    fanouts: tuple[int, ...], mesh: MeshShape | None, path: str
+) -> None:
+    batches: dict[str, Any] = {"data__fanouts": fanouts, "data__batch_size": 16} if fanouts else {}
+    experiment = gcn(path, placement__mesh=mesh, seed=5, optimizer=ADAM, data__normalization="none", **batches)
+    data = experiment.data.build()
+    configs = (GraphSageConfig(hidden=8, dropout=0.0), ScaledSage(hidden=8, dropout=0.0))
+    plain, scaled = (bind(changed(experiment, model=config), data) for config in configs)
+
+    def factor(step: int) -> float:
+        return np.random.default_rng((5, step)).uniform(0.5, 1.5)
+
+    for step in (1, 2):
+        batch = next(plain.task.train_batches(data, plain.mesh, 0))
+        one, other = (p.train_step(p.init(), to_device(batch, p, step=step))[1] for p in (plain, scaled))
+        assert float(other) == pytest.approx(factor(step) * float(one), rel=1e-6)
+    one, other = (scores_of(p, p.init(), data, "test")["loss"] for p in (plain, scaled))
+    assert other == pytest.approx(factor(0) * one, rel=1e-6)
 
 
 COARSE = QuantizationRule(module_path="layers/.*", weight_qtype="bdr_mx4", tail="pad")
