@@ -135,6 +135,31 @@ def test_optimizers_by_path_are_each_that_of_its_parameters():
 
 
 @pytest.mark.parametrize(
+    ("only", "penalised"), [("layers/0/", {"layers/0/kernel"}), ("", {"layers/0/kernel", "layers/1/kernel"})]
+)
+def test_adam_l2_by_path_adds_the_penalty_to_chosen_parameters_of_its_own_rule(only, penalised):
+    rng = np.random.default_rng(0)
+    names = ["layers/0/kernel", "layers/1/kernel", "head/kernel"]
+    params, grads = ({name: jnp.asarray(rng.normal(size=4)) for name in names} for _ in range(2))
+    common = {"learning_rate": optim.Constant(value=0.1), "eps": 1.0}  # else a first step of Adam is a sign alone
+    adam = optim.Adam(**common)
+
+    def updates(of_layers, grads):
+        rules = (optim.For(paths="layers/.*", optimizer=of_layers), optim.For(paths=".*", optimizer=adam))
+        built = optim.ByPath(rules=rules).build(10)
+        return built.update(grads, built.init(params), params)[0]
+
+    got = updates(optim.AdamL2(**common, l2=0.3, only=only), grads)
+    want = updates(adam, {name: g + 0.3 * params[name] * (name in penalised) for name, g in grads.items()})
+    for name in names:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+    with pytest.raises(
+        UserError, match=r"no parameter begins with 'head/'; there are layers/0/kernel, layers/1/kernel\."
+    ):
+        updates(optim.AdamL2(**common, only="head/"), grads)
+
+
+@pytest.mark.parametrize(
     ("paths", "message"),
     [
         (["embed/.*"], "none names 'head/weight'. Add a last one for all others"),
