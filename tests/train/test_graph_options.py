@@ -225,8 +225,6 @@ def test_fields_that_the_host_draws_are_those_of_seed_and_step(
 
 
 COARSE = QuantizationRule(module_path="layers/.*", weight_qtype="bdr_mx4", tail="pad")
-NO_VECTORS = QuantizationRule(module_path="layers/./(source|target)")
-"""Vectors of attention are no matrices: an exception, which comes first."""
 
 
 @pytest.mark.parametrize(
@@ -241,8 +239,7 @@ NO_VECTORS = QuantizationRule(module_path="layers/./(source|target)")
 def test_weights_of_a_graph_network_are_those_cast_by_hand(model: Any, path: str) -> None:
     normalization = "symmetric" if isinstance(model, GcnConfig) else "none"
     changes: dict[str, Any] = {"model": model, "optimizer": ADAM, "data__normalization": normalization}
-    own_rules = (NO_VECTORS, COARSE) if isinstance(model, GatConfig) else (COARSE,)
-    experiment = gcn(path, **changes, quantization=own_rules)
+    experiment = gcn(path, **changes, quantization=(COARSE,))
     data = experiment.data.build()
     program, plain = bind(experiment, data), bind(gcn(path, **changes), data)
     state = program.init()
@@ -259,13 +256,20 @@ def test_weights_of_a_graph_network_are_those_cast_by_hand(model: Any, path: str
     assert float(loss) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_format_for_vectors_of_attention_is_an_error_and_no_product_without_it(path: str) -> None:
-    model = GatConfig(hidden=4, heads=2)
-    experiment = gcn(path, model=model, optimizer=ADAM, data__normalization="none", quantization=(COARSE,))
+def test_rules_are_not_for_vectors_of_attention(path: str) -> None:
+    """A pattern for all layers leaves them out, as it does biases, and one for them alone is refused."""
+    experiment = gcn(path, model=GatConfig(hidden=4, heads=2), optimizer=ADAM, data__normalization="none")
     data = experiment.data.build()
-    program = bind(experiment, data)
-    with pytest.raises(TypeError, match="FormattedWeight"):
-        program.train_step.trace(program.abstract_state(), to_device(data.whole("train"), program))
+    program = bind(changed(experiment, quantization=(COARSE,)), data)
+    assert {"layers/0/source", "layers/1/target"} < set(program.model.params)
+    assert set(program.formats) == {"layers/0", "layers/1"}
+    program.train_step.trace(program.abstract_state(), to_device(data.whole("train"), program))
+    vectors = dataclasses.replace(COARSE, module_path="layers/./(source|target)")
+    message = (
+        r"^quantization\.0: module_path 'layers/\./\(source\|target\)' matches no module; there are layers/[01], layers"
+    )
+    with pytest.raises(UserError, match=message):
+        bind(changed(experiment, quantization=(vectors,)), data)
 
 
 def test_number_formats_on_eight_devices_are_those_on_one(path: str) -> None:
