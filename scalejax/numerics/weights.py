@@ -177,10 +177,8 @@ def weights_of(logical_axes: Mapping[str, tuple[str | None, ...]]) -> dict[str, 
     """{path of a module: path of its weight} for the parameters that are matrices or tables, layer by layer.
 
     Args:
-      logical_axes: {path of a parameter: its axes}; "layers" is that of scanned layers.
+      logical_axes: {path of a parameter: its axes}; "layers" is that of scanned layers, and ("heads", "head") alone
+        are vectors, one a head, which multiply no matrix.
     """
-    return {
-        module_of(path): path
-        for path, axes in logical_axes.items()
-        if len([axis for axis in axes if axis != "layers"]) > 1
-    }
+    own = {path: tuple(axis for axis in axes if axis != "layers") for path, axes in logical_axes.items()}
+    return {module_of(path): path for path, axes in own.items() if len(axes) > 1 and axes != ("heads", "head")}

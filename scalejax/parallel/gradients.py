@@ -120,6 +120,19 @@ class Given:
     gather: Gather
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """What a part of the batch brings, or all of it, and what goes from part to part; see `Gradients.__call__`."""
+
+    inputs: Any
+    variables: Arrays
+    exchange: States
+    constants: Any
+    batch: Any
+    keys: Keys | None
+
+
 LossFunction = Callable[[Given], tuple[Loss, Arrays]]
 """Returns what it found out and the next variables."""
 
@@ -198,8 +211,8 @@ class Gradients:
         by_row = [x for path, x in variables.items() if path in self._by_row]
         check_cut((batch, inputs, by_row), self.mesh, self.parts)
         run = self._explicit if self.strategy.form == "explicit" else self._implicit
-        found = run(params, inputs, variables, exchange or {}, constants, batch, keys, jnp.asarray(scale))
-        return self._laid_out(found)
+        whole = _Part(inputs, variables, exchange or {}, constants, batch, keys)
+        return self._laid_out(run(params, whole, jnp.asarray(scale)))
 
     def init_exchange(self, params: Mapping[str, jax.ShapeDtypeStruct]) -> States:
         """What the exchange remembers before the first step: {path: pytree of arrays [devices, ...]}; call under jit.
@@ -300,44 +313,39 @@ class Gradients:
             variables=jax.lax.with_sharding_constraint(found.variables, by_variable),
         )
 
-    def _loss(self, given: Given) -> tuple[Loss, Arrays]:
-        loss, new = self.loss(given)
-        if set(new) != set(given.variables):
-            raise UserError(
-                f"gradients: the loss was given the variables {sorted(given.variables)} and returned {sorted(new)}. "
-                "Return each of them, changed or not."
-            )
-        return loss, new
+    def _pulled(self, params: Callable[[Any], Any], moving: Any, part: _Part, fetch: Gather, scale: jax.Array) -> Found:
+        """Of one part, with the gradients of `moving` for those of the parameters, which `params` makes of it."""
 
-    def _explicit(
-        self,
-        params: Arrays,
-        inputs: Any,
-        variables: Arrays,
-        exchange: States,
-        constants: Any,
-        batch: Any,
-        keys: Keys | None,
-        scale: jax.Array,
-    ) -> Found:
+        def value(moving: Any, inputs: Any) -> tuple[jax.Array, Any]:
+            given = Given(params(moving), inputs, part.variables, part.constants, part.batch, part.keys, fetch)
+            loss, new = self.loss(given)
+            if set(new) != set(part.variables):
+                raise UserError(
+                    f"gradients: the loss was given the variables {sorted(part.variables)} and returned {sorted(new)}. "
+                    "Return each of them, changed or not."
+                )
+            return loss.sum, (loss, new)
+
+        total, pull, (loss, new) = jax.vjp(value, moving, part.inputs, has_aux=True)
+        pulled, of_inputs = pull(scale.astype(total.dtype))
+        return Found(total, loss.weight, loss.sums, loss.outputs, pulled, of_inputs, new, part.exchange)
+
+    def _explicit(self, params: Arrays, whole: _Part, scale: jax.Array) -> Found:
         where, over, handled = self._where(params), self._over, self.handled
         scheme = self.scheme(params)
         inside = {path: self._inside(self.specs[path]) for path in params}
         rows, each = ROWS, self.exchange_spec
-        held = {path: self._inside(self.variable_specs.get(path, P())) for path in variables}
+        held = {path: self._inside(self.variable_specs.get(path, P())) for path in whole.variables}
         input_specs = jax.tree.map(self._inside, self.input_specs, is_leaf=lambda x: isinstance(x, P))
         once = self.strategy.accumulate == "local"
 
-        def local(
-            params: Arrays, inputs: Any, variables: Arrays, state: States, constants: Any, batch: Any, keys: Any,
-            scale: Any,
-        ) -> Found:  # fmt: skip
-            state = jax.tree.map(lambda x: x[0], state)
+        def local(params: Arrays, own: _Part, scale: jax.Array) -> Found:
+            state, keys = jax.tree.map(lambda x: x[0], own.exchange), own.keys
             if keys is not None and over:
                 keys = Keys(keys.step, jax.random.fold_in(keys.examples, jax.lax.axis_index(over)))
             frozen = frozenset(params) - self.trained
             fetch = Fetch(scheme, self.strategy.after_forward, frozen=frozen)
-            one = functools.partial(self._explicit_part, fetch, where, params, constants, scale)
+            one = functools.partial(self._explicit_part, fetch, where, params, scale)
 
             def cut(x: jax.Array) -> jax.Array:
                 return x.reshape(self.parts, x.shape[0] // self.parts, *x.shape[1:])
@@ -345,7 +353,7 @@ class Gradients:
             def join(x: jax.Array) -> jax.Array:
                 return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
-            found = self._in_parts(one, inputs, variables, state, batch, keys, cut, join)
+            found = self._in_parts(one, dataclasses.replace(own, exchange=state, keys=keys), cut, join)
             _check_fetched(fetch, params)
             gradients, state = found.params, found.exchange
             if once:
@@ -366,40 +374,29 @@ class Gradients:
                 exchange=jax.tree.map(lambda x: x[None], state),
             )
 
-        specs: dict[str, Any] = {
+        moving_specs: dict[str, Any] = {"inputs": input_specs, "variables": held, "exchange": each}
+        part_specs: dict[str, Any] = {**moving_specs, "constants": P(), "batch": rows, "keys": P()}
+        found_specs: dict[str, Any] = {
             **dict.fromkeys(("sum", "weight", "sums"), P()),
             "outputs": rows,
             "params": {path: inside[path] for path in inside if path in self.trained},
-            "inputs": input_specs,
-            "variables": held,
-            "exchange": each,
+            **moving_specs,
         }
         return jax.shard_map(
             local,
             mesh=self.mesh,
-            in_specs=(inside, input_specs, held, each, P(), rows, P(), P()),
-            out_specs=Found(**specs),
+            in_specs=(inside, _Part(**part_specs), P()),
+            out_specs=Found(**found_specs),
             axis_names=self._manual,
             check_vma=False,  # what a gather returns is equal everywhere and its derivative is written out
-        )(params, inputs, variables, exchange, constants, batch, keys, scale)
+        )(params, whole, scale)
 
     def _explicit_part(
-        self,
-        fetch: Fetch,
-        where: Mapping[str, Layout],
-        params: Arrays,
-        constants: Any,
-        scale: jax.Array,
-        inputs: Any,
-        variables: Arrays,
-        state: States,
-        batch: Any,
-        keys: Keys | None,
+        self, fetch: Fetch, where: Mapping[str, Layout], params: Arrays, scale: jax.Array, part: _Part
     ) -> Found:
         """Of one part: gradients of the shards, or of whole parameters if they are not to be reduced yet."""
         sizes = {axis: jax.lax.axis_size(axis) for axis in self._over}
-        frozen = {path: p for path, p in params.items() if path not in self.trained}
-        once = self.strategy.accumulate == "local"
+        state, once = part.exchange, self.strategy.accumulate == "local"
 
         def sink(path: str) -> jax.Array:
             shape = list(params[path].shape)
@@ -407,40 +404,23 @@ class Gradients:
                 shape[dim] *= math.prod(sizes[axis] for axis in over)
             return jnp.zeros(shape, params[path].dtype)
 
-        def value(moving: dict[str, Any], inputs: Any) -> tuple[jax.Array, Any]:
+        def bundled(moving: dict[str, Any]) -> dict[str, Any]:
             if once:
                 given = {path: Bundle(params[path], state.get(path), moving[path]) for path in moving}
             else:
                 given = {path: Bundle(*moving[path]) if path in state else moving[path][0] for path in moving}
-            given = {path: given.get(path, frozen.get(path)) for path in params}
-            loss, new = self._loss(Given(given, inputs, variables, constants, batch, keys, fetch))
-            return loss.sum, (loss, new)
+            return {**params, **given}
 
         trained = [path for path in params if path in self.trained]
         if once:
-            moving: Any = {path: sink(path) for path in trained}
-        else:
-            moving = {path: (params[path], state.get(path)) for path in trained}
-        total, pull, (loss, new) = jax.vjp(value, moving, inputs, has_aux=True)
-        pulled, input_gradients = pull(scale.astype(total.dtype))
-        if once:
-            gradients, changed = pulled, state
-        else:
-            gradients = {path: g for path, (g, _) in pulled.items()}
-            changed = blocks.changed_states(state, {path: pulled[path][1] for path in state})
-        return Found(total, loss.weight, loss.sums, loss.outputs, gradients, input_gradients, new, changed)
+            return self._pulled(bundled, {path: sink(path) for path in trained}, part, fetch, scale)
+        moving = {path: (params[path], state.get(path)) for path in trained}
+        found = self._pulled(bundled, moving, part, fetch, scale)
+        gradients = {path: g for path, (g, _) in found.params.items()}
+        changed = blocks.changed_states(state, {path: found.params[path][1] for path in state})
+        return dataclasses.replace(found, params=gradients, exchange=changed)
 
-    def _implicit(
-        self,
-        params: Arrays,
-        inputs: Any,
-        variables: Arrays,
-        exchange: States,
-        constants: Any,
-        batch: Any,
-        keys: Keys | None,
-        scale: jax.Array,
-    ) -> Found:
+    def _implicit(self, params: Arrays, whole: _Part, scale: jax.Array) -> Found:
         """Shardings and constraints: parameters of a block are asked for whole, their gradients in shards."""
         strategy, mesh, specs = self.strategy, self.mesh, self.specs
         ndims = {path: p.ndim for path, p in params.items()}
@@ -450,25 +430,21 @@ class Gradients:
         frozen = frozenset(params) - self.trained
         moving = Fetch(constrained(param_dtype=strategy.param_dtype), "drop", primitives, frozen)
         # Of all layers at once, before the loss; its blocks then find whole parameters, and only cut their gradients.
-        whole = Fetch(constrained(moves=False), "keep", (), frozen)
+        cutting = Fetch(constrained(moves=False), "keep", (), frozen)
         keep = strategy.after_forward == "keep"
-        fetch = whole if keep else moving
+        fetch = cutting if keep else moving
 
-        def one(inputs: Any, variables: Arrays, state: States, batch: Any, keys: Keys | None) -> Found:
-            def value(trained: Arrays, inputs: Any) -> tuple[jax.Array, Any]:
-                given: Any = {path: trained.get(path, p) for path, p in params.items()}
-                if keep:
-                    given = moving(given)
-                loss, new = self._loss(Given(given, inputs, variables, constants, batch, keys, fetch))
-                return loss.sum, (loss, new)
+        def given(trained: Arrays) -> Any:
+            return moving({**params, **trained}) if keep else {**params, **trained}
 
+        def one(part: _Part) -> Found:
             trained = {path: p for path, p in params.items() if path in self.trained}
-            total, pull, (loss, new) = jax.vjp(value, trained, inputs, has_aux=True)
-            grads, input_gradients = pull(scale.astype(total.dtype))
+            found = self._pulled(given, trained, part, fetch, scale)
             grads = {
-                path: jax.lax.with_sharding_constraint(g, NamedSharding(mesh, specs[path])) for path, g in grads.items()
+                path: jax.lax.with_sharding_constraint(g, NamedSharding(mesh, specs[path]))
+                for path, g in found.params.items()
             }
-            return Found(total, loss.weight, loss.sums, loss.outputs, grads, input_gradients, new, state)
+            return dataclasses.replace(found, params=grads)
 
         def cut(x: jax.Array) -> jax.Array:
             return meshes.cut(x, mesh, self.parts)
@@ -476,18 +452,14 @@ class Gradients:
         def join(x: jax.Array) -> jax.Array:
             return meshes.join(x, mesh)
 
-        found = self._in_parts(one, inputs, variables, exchange, batch, keys, cut, join)
+        found = self._in_parts(one, whole, cut, join)
         _check_fetched(fetch, params)
         return found
 
     def _in_parts(
         self,
-        one: Callable[..., Found],
-        inputs: Any,
-        variables: Arrays,
-        state: States,
-        batch: Any,
-        keys: Keys | None,
+        one: Callable[[_Part], Found],
+        whole: _Part,
         cut: Callable[[jax.Array], jax.Array],
         join: Callable[[jax.Array], jax.Array],
     ) -> Found:
@@ -496,17 +468,18 @@ class Gradients:
         `cut` is [B, ...] -> [parts, B / parts, ...], and `join` puts rows together again.
         """
         if self.parts == 1:
-            return one(inputs, variables, state, batch, keys)
-        rows = {path: x for path, x in variables.items() if path in self._by_row}
-        carried = {path: x for path, x in variables.items() if path not in self._by_row}
-        inputs, rows, batch = jax.tree.map(cut, (inputs, rows, batch))
+            return one(whole)
+        keys = whole.keys
+        rows = {path: x for path, x in whole.variables.items() if path in self._by_row}
+        carried = {path: x for path, x in whole.variables.items() if path not in self._by_row}
+        inputs, rows, batch = jax.tree.map(cut, (whole.inputs, rows, whole.batch))
         numbers = jnp.arange(self.parts)
         each = None if keys is None else jax.vmap(lambda i: jax.random.fold_in(keys.examples, i))(numbers)
 
         def part(state: States, carried: Arrays, scanned: Any) -> Found:
             inputs, rows, batch, key = scanned
             own = None if keys is None else Keys(keys.step, key)
-            return one(inputs, {**carried, **rows}, state, batch, own)
+            return one(_Part(inputs, {**carried, **rows}, state, whole.constants, batch, own))
 
         def added(found: Found) -> Any:
             return found.sum, found.weight, found.sums, found.params
@@ -521,9 +494,10 @@ class Gradients:
 
         scanned = (inputs, rows, batch, each)
         first = jax.tree.map(lambda x: x[0], scanned)
-        shapes = added(jax.eval_shape(part, state, carried, first))
+        shapes = added(jax.eval_shape(part, whole.exchange, carried, first))
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        ((total, weight, sums, params), state, carried), stacked = jax.lax.scan(step, (zeros, state, carried), scanned)
+        begun = (zeros, whole.exchange, carried)
+        ((total, weight, sums, params), state, carried), stacked = jax.lax.scan(step, begun, scanned)
         outputs, inputs, rows = jax.tree.map(join, stacked)
         return Found(total, weight, sums, outputs, params, inputs, {**carried, **rows}, state)
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.numerics import rules
+from scalejax.numerics import rules, weights
 from scalejax.numerics.rules import QuantizationRule
 
 FIRST, LAST = (
@@ -20,6 +20,22 @@ FIRST, LAST = (
 )
 def test_the_first_rule_that_matches_the_whole_path_holds(path, wanted):
     assert rules.find((FIRST, LAST), path) is wanted
+
+
+@pytest.mark.parametrize(
+    ("axes", "is_weight"),
+    [
+        (("input", "hidden"), True),
+        (("layers", "embed", "ffn"), True),
+        (("heads", "head", "embed"), True),
+        (("embed", "heads"), True),
+        (("layers", "norm"), False),
+        (("heads", "head"), False),
+        (("layers", "heads", "head"), False),
+    ],
+)
+def test_vectors_are_no_weights_of_products(axes, is_weight):
+    assert weights.weights_of({"part/kernel": axes}) == ({"part": "part/kernel"} if is_weight else {})
 
 
 def test_a_broken_pattern_and_an_unknown_format_are_refused_by_name():

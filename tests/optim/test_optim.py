@@ -94,8 +94,9 @@ def test_sgd_with_momentum_accumulates():
 def test_adam_l2_adds_the_penalty_to_the_gradient_of_chosen_parameters():
     rng = np.random.default_rng(0)
     weight, grad = rng.normal(size=(2, 4))
-    transformation = optim.AdamL2(learning_rate=optim.Constant(value=0.1), l2=0.3, only="layers/0/").build(10)
-    plain = optim.Adam(learning_rate=optim.Constant(value=0.1)).build(10)
+    common = {"learning_rate": optim.Constant(value=0.1), "eps": 1.0}  # else Adam under one gradient is a sign alone
+    transformation = optim.AdamL2(**common, l2=0.3, only="layers/0/").build(10)
+    plain = optim.Adam(**common).build(10)
     params = {"layers/0/kernel": jnp.asarray(weight), "layers/1/kernel": jnp.asarray(weight)}
     grads = {name: jnp.asarray(grad) for name in params}
     penalised = {name: jnp.asarray(grad + (0.3 * weight if name == "layers/0/kernel" else 0)) for name in params}
@@ -132,6 +133,31 @@ def test_optimizers_by_path_are_each_that_of_its_parameters():
         np.testing.assert_array_equal(found[name], value, err_msg=name)
     names = [path[-1].key for path, _ in jax.tree_util.tree_flatten_with_path(state)[0] if hasattr(path[-1], "key")]
     assert sorted(names) == sorted(["embed/weight", *["layers/mlp", "layers/norm/scale"] * 2])
+
+
+@pytest.mark.parametrize(
+    ("only", "penalised"), [("layers/0/", {"layers/0/kernel"}), ("", {"layers/0/kernel", "layers/1/kernel"})]
+)
+def test_adam_l2_by_path_adds_the_penalty_to_chosen_parameters_of_its_own_rule(only, penalised):
+    rng = np.random.default_rng(0)
+    names = ["layers/0/kernel", "layers/1/kernel", "head/kernel"]
+    params, grads = ({name: jnp.asarray(rng.normal(size=4)) for name in names} for _ in range(2))
+    common = {"learning_rate": optim.Constant(value=0.1), "eps": 1.0}  # else a first step of Adam is a sign alone
+    adam = optim.Adam(**common)
+
+    def updates(of_layers, grads):
+        rules = (optim.For(paths="layers/.*", optimizer=of_layers), optim.For(paths=".*", optimizer=adam))
+        built = optim.ByPath(rules=rules).build(10)
+        return built.update(grads, built.init(params), params)[0]
+
+    got = updates(optim.AdamL2(**common, l2=0.3, only=only), grads)
+    want = updates(adam, {name: g + 0.3 * params[name] * (name in penalised) for name, g in grads.items()})
+    for name in names:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-6)
+    with pytest.raises(
+        UserError, match=r"no parameter begins with 'head/'; there are layers/0/kernel, layers/1/kernel\."
+    ):
+        updates(optim.AdamL2(**common, only="head/"), grads)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,27 @@ def test_training_goes_on_from_a_chain_as_if_never_stopped(runs, rows, run, tmp_
     assert kinds == [True, False, False, True, False]
 
 
+def test_frozen_parameters_are_hashed_once_by_all_saves_and_once_by_a_restore(rows, tmp_path, monkeypatch):
+    hashed, digest = [], manifests.digest
+    monkeypatch.setattr(manifests, "digest", lambda path: hashed.append(path) or digest(path))
+    loop.train(experiment(rows, trainable="head/.*"), workdir=tmp_path)
+    checkpoints = tmp_path / "checkpoints"
+    assert len(chain.chain_to(checkpoints, 6)) == 3
+    files = {str(path.relative_to(checkpoints)) for path in checkpoints.glob("frozen-2/arrays/**/*") if path.is_file()}
+    assert files
+
+    def frozen():
+        """Of what was hashed since this was asked last."""
+        found = [str(path.relative_to(checkpoints)).removeprefix("saving-") for path in hashed]
+        hashed.clear()
+        return sorted(name for name in found if name.startswith("frozen-"))
+
+    assert frozen() == sorted(files)
+    loop.train(experiment(rows, trainable="head/.*", steps=10), workdir=tmp_path, resume="must")
+    assert frozen() == sorted(files)  # checked with the chain, and not written again
+    assert [path.name for path in checkpoints.glob("frozen-*")] == ["frozen-2"]
+
+
 def test_what_is_written_grows_with_touched_rows_and_not_with_tables(runs):
     folder = runs[0] / "checkpoints" / "6"
     touched = {}

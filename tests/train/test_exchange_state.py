@@ -14,6 +14,7 @@ import shutil
 
 import jax
 import jax.numpy as jnp
+import killed_run
 import numpy as np
 import pytest
 import rich.console
@@ -31,7 +32,6 @@ from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints, Phase, Precision
-from scalejax.train.pipeline import Pipeline
 from scalejax.train.run import Run
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -196,25 +196,6 @@ def restored(experiment, folder, devices=8, step=None):
     return jax.tree.map(np.asarray, stored)
 
 
-class Killed(BaseException):
-    """As a signal would end it."""
-
-
-def killed(experiment, folder, monkeypatch, at):
-    """Trains until a step that never returns."""
-    step, calls = Pipeline.step, []
-
-    def until(feed, state):
-        calls.append(feed)
-        if len(calls) == at:
-            raise Killed
-        return step(feed, state)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Pipeline, "step", until)
-        loop.train(experiment, workdir=folder)
-
-
 @pytest.fixture(scope="module")
 def whole(rows, tmp_path_factory):
     """Runs that nothing stopped, by their strategy."""
@@ -241,10 +222,9 @@ def whole(rows, tmp_path_factory):
     ],
     ids=str_of,
 )
-def test_a_killed_run_goes_on_to_the_same_bits(rows, whole, tmp_path, monkeypatch, strategy):
+def test_a_killed_run_goes_on_to_the_same_bits(rows, whole, tmp_path, strategy):
     experiment = clicks(rows, strategy)
-    killed(experiment, tmp_path, monkeypatch, at=7)
-    loop.train(experiment, workdir=tmp_path, resume="must")
+    killed_run.train(experiment, tmp_path, at=7)
     states = [restored(experiment, folder) for folder in (whole(strategy), tmp_path)]
     jax.tree.map(np.testing.assert_array_equal, *states)
     trained = states[0]["params"]
@@ -257,7 +237,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(rows, whole, tmp_path, monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Signs(**HYBRID), Differing(**FULL)], ids=str_of)
-def test_a_killed_run_with_every_other_option_goes_on_to_the_same_bits(rows, tmp_path, monkeypatch, strategy):
+def test_a_killed_run_with_every_other_option_goes_on_to_the_same_bits(rows, tmp_path, strategy):
     experiment = clicks(
         rows,
         strategy,
@@ -271,8 +251,7 @@ def test_a_killed_run_with_every_other_option_goes_on_to_the_same_bits(rows, tmp
         tables__full_every=8,
     )
     loop.train(experiment, workdir=tmp_path / "whole")
-    killed(experiment, tmp_path / "killed", monkeypatch, at=7)
-    loop.train(experiment, workdir=tmp_path / "killed", resume="must")
+    killed_run.train(experiment, tmp_path / "killed", at=7)
     states = [restored(experiment, tmp_path / name) for name in ("whole", "killed")]
     jax.tree.map(np.testing.assert_array_equal, *states)
     assert set(states[0]["exchange"]) == set(states[0]["averages"]["ema"]) < set(states[0]["params"])
@@ -280,13 +259,12 @@ def test_a_killed_run_with_every_other_option_goes_on_to_the_same_bits(rows, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Signs(**HYBRID), Differing(**FULL)], ids=str_of)
-def test_a_killed_language_model_goes_on_to_the_same_bits_layer_by_layer(texts, tmp_path, monkeypatch, strategy):
+def test_a_killed_language_model_goes_on_to_the_same_bits_layer_by_layer(texts, tmp_path, strategy):
     experiment = small_language_run.experiment(
         texts, precision=Precision(params="float64"), steps=8, strategy=strategy, placement__mesh=MESH
     )
     loop.train(experiment, workdir=tmp_path / "whole")
-    killed(experiment, tmp_path / "killed", monkeypatch, at=7)
-    loop.train(experiment, workdir=tmp_path / "killed", resume="must")
+    killed_run.train(experiment, tmp_path / "killed", at=7)
     jax.tree.map(
         np.testing.assert_array_equal, *(restored(experiment, tmp_path / name) for name in ("whole", "killed"))
     )

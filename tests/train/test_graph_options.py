@@ -11,8 +11,10 @@ from changes import changed
 from small_graph_run import bind, gcn, scores_of, write_graph
 
 from scalejax import optim
+from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
 from scalejax.models.graph import GatConfig, GcnConfig, GraphSageConfig
+from scalejax.models.graph.task import NodeTask
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import rules
@@ -28,6 +30,7 @@ from scalejax.train.experiment import Experiment, Placement, Precision
 from scalejax.train.run import Run
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
+from scalejax.train.task import Batch, Field, Loss
 
 STEPS = 4
 WIDE = Precision(params="float64", compute="float64")
@@ -182,9 +185,47 @@ def test_state_rests_in_host_memory_and_the_graph_on_the_devices(path: str) -> N
     assert {leaf.sharding.memory_kind for leaf in jax.tree.leaves(program.constants)} == {"device"}
 
 
+class ScaledTask(NodeTask):
+    """Losses times a number that the host draws for each step."""
+
+    def fields(self) -> dict[str, Any]:
+        return super().fields() | {"scale": Field(shape=(), dtype="float32", scope="step")}
+
+    def drawn(self, rng: np.random.Generator) -> dict[str, Any]:
+        return {"scale": np.float32(rng.uniform(0.5, 1.5))}
+
+    def loss(self, model: Any, batch: Batch, **others: Any) -> Loss:
+        found = super().loss(model, batch, **others)
+        return dataclasses.replace(found, sum=found.sum * batch["scale"])
+
+
+class ScaledSage(GraphSageConfig):
+    def task(self, schema: GraphSchema) -> NodeTask:
+        return ScaledTask(config=self, schema=schema)
+
+
+@pytest.mark.parametrize(("fanouts", "mesh"), [((), None), ((3, 2), HYBRID)], ids=["whole", "mini-batches on eight"])
+def test_fields_that_the_host_draws_are_those_of_seed_and_step(
+    fanouts: tuple[int, ...], mesh: MeshShape | None, path: str
+) -> None:
+    batches: dict[str, Any] = {"data__fanouts": fanouts, "data__batch_size": 16} if fanouts else {}
+    experiment = gcn(path, placement__mesh=mesh, seed=5, optimizer=ADAM, data__normalization="none", **batches)
+    data = experiment.data.build()
+    configs = (GraphSageConfig(hidden=8, dropout=0.0), ScaledSage(hidden=8, dropout=0.0))
+    plain, scaled = (bind(changed(experiment, model=config), data) for config in configs)
+
+    def factor(step: int) -> float:
+        return np.random.default_rng((5, step)).uniform(0.5, 1.5)
+
+    for step in (1, 2):
+        batch = next(plain.task.train_batches(data, plain.mesh, 0))
+        one, other = (p.train_step(p.init(), to_device(batch, p, step=step))[1] for p in (plain, scaled))
+        assert float(other) == pytest.approx(factor(step) * float(one), rel=1e-6)
+    one, other = (scores_of(p, p.init(), data, "test")["loss"] for p in (plain, scaled))
+    assert other == pytest.approx(factor(0) * one, rel=1e-6)
+
+
 COARSE = QuantizationRule(module_path="layers/.*", weight_qtype="bdr_mx4", tail="pad")
-NO_VECTORS = QuantizationRule(module_path="layers/./(source|target)")
-"""Vectors of attention are no matrices: an exception, which comes first."""
 
 
 @pytest.mark.parametrize(
@@ -199,8 +240,7 @@ NO_VECTORS = QuantizationRule(module_path="layers/./(source|target)")
 def test_weights_of_a_graph_network_are_those_cast_by_hand(model: Any, path: str) -> None:
     normalization = "symmetric" if isinstance(model, GcnConfig) else "none"
     changes: dict[str, Any] = {"model": model, "optimizer": ADAM, "data__normalization": normalization}
-    own_rules = (NO_VECTORS, COARSE) if isinstance(model, GatConfig) else (COARSE,)
-    experiment = gcn(path, **changes, quantization=own_rules)
+    experiment = gcn(path, **changes, quantization=(COARSE,))
     data = experiment.data.build()
     program, plain = bind(experiment, data), bind(gcn(path, **changes), data)
     state = program.init()
@@ -217,13 +257,20 @@ def test_weights_of_a_graph_network_are_those_cast_by_hand(model: Any, path: str
     assert float(loss) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_format_for_vectors_of_attention_is_an_error_and_no_product_without_it(path: str) -> None:
-    model = GatConfig(hidden=4, heads=2)
-    experiment = gcn(path, model=model, optimizer=ADAM, data__normalization="none", quantization=(COARSE,))
+def test_rules_are_not_for_vectors_of_attention(path: str) -> None:
+    """A pattern for all layers leaves them out, as it does biases, and one for them alone is refused."""
+    experiment = gcn(path, model=GatConfig(hidden=4, heads=2), optimizer=ADAM, data__normalization="none")
     data = experiment.data.build()
-    program = bind(experiment, data)
-    with pytest.raises(TypeError, match="FormattedWeight"):
-        program.train_step.trace(program.abstract_state(), to_device(data.whole("train"), program))
+    program = bind(changed(experiment, quantization=(COARSE,)), data)
+    assert {"layers/0/source", "layers/1/target"} < set(program.model.params)
+    assert set(program.formats) == {"layers/0", "layers/1"}
+    program.train_step.trace(program.abstract_state(), to_device(data.whole("train"), program))
+    vectors = dataclasses.replace(COARSE, module_path="layers/./(source|target)")
+    message = (
+        r"^quantization\.0: module_path 'layers/\./\(source\|target\)' matches no module; there are layers/[01], layers"
+    )
+    with pytest.raises(UserError, match=message):
+        bind(changed(experiment, quantization=(vectors,)), data)
 
 
 def test_number_formats_on_eight_devices_are_those_on_one(path: str) -> None:

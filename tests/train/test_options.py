@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import killed_run
 import numpy as np
 import pytest
 import small_language_run as small
@@ -21,7 +22,6 @@ from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import binding, convert, loop, scoring
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Evaluation, Gradients, Precision
-from scalejax.train.pipeline import Pipeline
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
 from scalejax.train.task import Field
@@ -144,26 +144,11 @@ def test_averages_follow_their_recursion_and_are_what_is_scored(texts):
     assert plain.score(state, "validation")["val_loss"] == loss(plain, state)
 
 
-class Killed(BaseException):
-    """As a signal would end it."""
-
-
-def test_a_killed_run_with_frozen_parameters_and_averages_goes_on_to_the_same_bits(texts, tmp_path, monkeypatch):
+def test_a_killed_run_with_frozen_parameters_and_averages_goes_on_to_the_same_bits(texts, tmp_path):
     options = {"trainable": MLP_AND_HEAD, "averages": (EMA,), "evaluation__average": "ema", "evaluation__every": 4}
     experiment = small.experiment(texts, **options)
     whole = loop.train(experiment, workdir=tmp_path / "whole")
-    step, calls = Pipeline.step, []
-
-    def until_seven(feed, state):
-        calls.append(feed)
-        if len(calls) == 7:
-            raise Killed
-        return step(feed, state)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Pipeline, "step", until_seven)
-        loop.train(experiment, workdir=tmp_path / "killed")
-    resumed = loop.train(experiment, workdir=tmp_path / "killed", resume="must")
+    resumed = killed_run.train(experiment, tmp_path / "killed", at=7)
     assert resumed["val_loss"] == whole["val_loss"]
     states = []
     for name in ("whole", "killed"):

@@ -1,23 +1,29 @@
 """A classifier of images from a user's file: no edit in the package, and everything that other models have."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from changes import changed
 from outside_files import load
 
+from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
 from scalejax.errors import UserError
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradient_scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, convert, loop
+from scalejax.train import binding, convert, loop, scoring
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Precision
+from scalejax.train.metrics.classification import Accuracy
+from scalejax.train.metrics.protocol import MetricBase, Value
+from scalejax.train.metrics.sums import add, pair_zeros, ratio
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
 
@@ -119,6 +125,78 @@ def test_running_means_are_made_anew_for_what_is_scored(user, trained, strategy,
     plain = dataclasses.replace(run.experiment, evaluation=user.shapes().evaluation)
     by_hand = Run.bind(plain, data, run.mesh).score(made, "test")
     assert run.score(state, "test")["test_loss"] == by_hand["test_loss"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spread(MetricBase):
+    """Mean square of the logits, which adds up over days."""
+
+    @property
+    def values(self):
+        return (Value(name="spread", title="mean square of logits"),)
+
+    @property
+    def collects(self):
+        return ("logits",)
+
+    @property
+    def lifetime(self):
+        return ("spread",)
+
+    def zeros(self):
+        return {"squares": pair_zeros(), "count": pair_zeros()}
+
+    def update(self, sums, loss, batch):
+        squares = jnp.square(loss.outputs["logits"])
+        return {"squares": add(sums["squares"], squares.sum()), "count": add(sums["count"], jnp.float32(squares.size))}
+
+    def compute(self, sums):
+        return {"spread": ratio(sums["squares"], sums["count"])}
+
+    def of_collected(self, collected):
+        squares = np.square(collected["logits"].astype(np.float64))
+        return {"squares": squares.sum(), "count": np.float64(squares.size)}
+
+
+class ByDay(ArrayDataSet):
+    """Every three batches of the stream are a day."""
+
+    def days(self):
+        return tuple((f"day {n}", 96 * n, 96 * (n + 1)) for n in range(2))
+
+    def range_batches(self, first, stop, *, process_index=0, process_count=1):
+        batches = self.train_batches(start_example=first, process_index=process_index, process_count=process_count)
+        return itertools.islice(batches, (stop - first) // self.batch_size)
+
+
+def test_days_are_scored_with_means_that_are_made_anew(user, tmp_path, monkeypatch):
+    """Parameters stay as they were, and so do the means of the first batches: those of training move on."""
+    monkeypatch.setattr(user, "ArrayDataSet", ByDay)
+    monkeypatch.setattr(user.NetTask, "metrics", lambda self: (Accuracy(unit="images"), Spread()))
+    experiment = changed(
+        user.shapes(),
+        optimizer=optim.Sgd(learning_rate=optim.Constant(value=0.0)),
+        steps=6,
+        evaluation__every=0,
+        evaluation__validation="progressive",
+        evaluation__statistics=2,
+        checkpoints__every=0,
+    )
+    summary = loop.train(experiment, workdir=tmp_path)
+    data = experiment.data.build()
+    run = Run.bind(experiment, data, make_mesh(MeshShape()))
+    state, _ = run.begin()
+    made, found = run._with_new_statistics(state), {}
+    for name, first, stop in data.days():
+        found[name], begun = (
+            scoring.score(run.program, one, data.range_batches(first, stop)).measure()["spread"]
+            for one in (made, state)
+        )
+        assert abs(found[name] - begun) > 0.01 * begun
+    lines = {line["split"]: line for line in read_lines(tmp_path / "metrics.jsonl") if line.get("split") in found}
+    assert {name: line["spread"] for name, line in lines.items()} == pytest.approx(found, rel=1e-6)
+    assert {name: line["step"] for name, line in lines.items()} == {"day 0": 0, "day 1": 3}
+    assert summary["progressive_spread"] == pytest.approx(np.mean(list(found.values())), rel=1e-6)
 
 
 def test_a_module_that_does_not_know_of_statistics_is_named(user, trained, monkeypatch):

@@ -8,6 +8,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import killed_run
 import numpy as np
 import pytest
 from changes import changed
@@ -22,7 +23,6 @@ from scalejax.train import binding, convert, loop, scoring
 from scalejax.train.checkpoint import Checkpointer
 from scalejax.train.experiment import Precision
 from scalejax.train.metrics.protocol import MetricBase, Value
-from scalejax.train.pipeline import Pipeline
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
 from scalejax.train.task import Batch, whole
@@ -522,24 +522,9 @@ def test_all_devices_and_parts_take_the_same_path(of_one_device, form):
 # Masks that an optimizer holds.
 
 
-class Killed(BaseException):
-    """As a signal would end it."""
-
-
-def test_what_is_pruned_stays_zero_through_training_and_a_kill(runs, tmp_path, monkeypatch):
+def test_what_is_pruned_stays_zero_through_training_and_a_kill(runs, tmp_path):
     experiment, folder, summary = runs("pruner")
-    step, calls = Pipeline.step, []
-
-    def until(feed, state):
-        calls.append(feed)
-        if len(calls) == 27:
-            raise Killed
-        return step(feed, state)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Pipeline, "step", until)
-        loop.train(experiment, workdir=tmp_path)
-    again = loop.train(experiment, workdir=tmp_path, resume="must")
+    again = killed_run.train(experiment, tmp_path, at=27)
     assert again["test_loss"] == summary["test_loss"]
     (run, state, _), (_, other, _) = restored(experiment, folder), restored(experiment, tmp_path)
     assert_same_bits(arrays(state), arrays(other))

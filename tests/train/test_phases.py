@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import killed_run
 import numpy as np
 import pytest
 import small_language_run as small
@@ -27,7 +28,6 @@ from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import array_store, loop, phases, trained
 from scalejax.train.array_store import LazyArray
 from scalejax.train.experiment import Checkpoints, Experiment, Init, Phase
-from scalejax.train.pipeline import Pipeline
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
 
@@ -42,25 +42,6 @@ def user():
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     return small.write(tmp_path_factory.mktemp("texts") / "documents")
-
-
-class Killed(BaseException):
-    """As a signal would end it."""
-
-
-def killed_at(step: int, experiment: Experiment, folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trains until a step is to be dispatched, which does not happen."""
-    own, calls = Pipeline.step, []
-
-    def until(feed, state):
-        calls.append(feed)
-        if len(calls) == step:
-            raise Killed
-        return own(feed, state)
-
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(Pipeline, "step", until)
-        loop.train(experiment, workdir=folder)
 
 
 def stored(folder: Any) -> dict[str, Any]:
@@ -193,9 +174,8 @@ def test_a_surgery_keeps_the_function_and_the_run_goes_on(user, whole):
 
 
 @pytest.mark.parametrize("step", [5, 9, 11, 16, 18], ids="step {}".format)
-def test_a_run_that_is_killed_in_any_phase_goes_on_to_the_same_bits(step, user, whole, tmp_path, monkeypatch):
-    killed_at(step, grown(user), tmp_path, monkeypatch)
-    summary = loop.train(grown(user), workdir=tmp_path, resume="must" if step > 3 else "auto")
+def test_a_run_that_is_killed_in_any_phase_goes_on_to_the_same_bits(step, user, whole, tmp_path):
+    summary = killed_run.train(grown(user), tmp_path, at=step)
     assert summary["test_accuracy"] == whole[1]["test_accuracy"]
     assert_same(stored(tmp_path), stored(whole[0]))
     assert read_lines(tmp_path / "metrics.jsonl") == read_lines(whole[0] / "metrics.jsonl")
@@ -314,7 +294,7 @@ def tables_of(folder: Any, experiment: Experiment, step: int) -> dict[str, Any]:
     return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x), stored)
 
 
-def test_tables_go_on_with_their_states_and_maps_in_a_phase_that_leaves_them_alone(rows, tmp_path, monkeypatch):
+def test_tables_go_on_with_their_states_and_maps_in_a_phase_that_leaves_them_alone(rows, tmp_path):
     plain = click_experiment(rows, steps=9)
     phase = Phase(name="more", steps=4, changes={"gradients.clip": 1e9})
     parted = click_experiment(rows, phases=(phase,))
@@ -323,8 +303,7 @@ def test_tables_go_on_with_their_states_and_maps_in_a_phase_that_leaves_them_alo
     one, two = tables_of(tmp_path / "plain", plain, 9), tables_of(tmp_path / "parted", parted, 9)
     jax.tree.map(np.testing.assert_array_equal, one, two)
     assert any(np.any(leaf) for name, leaf in one["shop"].items() if not name.startswith("rows_"))
-    killed_at(7, parted, tmp_path / "killed", monkeypatch)
-    loop.train(parted, workdir=tmp_path / "killed", resume="must")
+    killed_run.train(parted, tmp_path / "killed", at=7)
     jax.tree.map(np.testing.assert_array_equal, tables_of(tmp_path / "killed", parted, 9), two)
     # What follows a phase may build on no checkpoint of the phase before.
     manifests = {

@@ -4,6 +4,7 @@ import dataclasses
 import pathlib
 
 import jax
+import killed_run
 import numpy as np
 import pytest
 import small_run
@@ -101,9 +102,18 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with_and_without_tiers(rows, tmp
     changes = {"evaluation__every": 3, "checkpoints": Checkpoints(every=6), "placement__mesh": ONE}
     half = small_run.experiment(rows, steps=6, tables__tiers=before, **changes)
     loop.train(half, workdir=tmp_path / "run")
-    loop.train(small_run.experiment(rows, tables__tiers=after, **changes), workdir=tmp_path / "run", resume="run")
+    loop.train(small_run.experiment(rows, tables__tiers=after, **changes), workdir=tmp_path / "run", resume="must")
     stored, _ = small_run.restored(small_run.experiment(rows, **changes), tmp_path / "run")
     assert_same_bits((stored,), flat[:1])
+
+
+@pytest.mark.parametrize("case", ["one device", "ids ahead"])
+def test_a_killed_run_goes_on_to_the_same_bits(rows, tmp_path, case):
+    *_, whole = train(rows, tmp_path / "whole", (ITEMS,), **CASES[case])
+    changes = {"evaluation__every": 3, "checkpoints": Checkpoints(every=3), **CASES[case]}
+    killed = small_run.experiment(rows, tables__tiers=(ITEMS,), **changes)
+    again = killed_run.train(killed, tmp_path / "killed", at=8)
+    assert {key: again[key] for key in whole} == whole
 
 
 def test_a_run_is_scored_through_a_cache(rows, tmp_path):
