@@ -364,12 +364,14 @@ class Gradients:
             total: Any = (found.sum, found.weight, found.sums)
             if over + handled:
                 total = jax.lax.psum(total, over + handled)
-            outputs = jax.lax.psum(found.outputs, handled) if handled and found.outputs else found.outputs
+            outputs, inputs = found.outputs, found.inputs
+            if handled:
+                outputs, inputs = jax.lax.psum((outputs, inputs), handled)
             return Found(
                 *total,
                 outputs=outputs,
                 params=gradients,
-                inputs=found.inputs,
+                inputs=inputs,
                 variables=found.variables,
                 exchange=jax.tree.map(lambda x: x[None], state),
             )

@@ -283,7 +283,7 @@ def _check_divides(program: Program) -> None:
 def _check_stages(program: Program) -> None:
     """Refuses stages without layers that are cut over them, where a loss is taken for a pipeline.
 
-    Every stage would run all layers, and gradients of looked-up rows would be those of one stage.
+    Every stage would run all layers, and all but the last for nothing.
     """
     e, stages = program.experiment, program.mesh.shape[pipeline.AXIS]
     over = {axis for spec in program.specs.values() for entry in spec for axis in axes_of(entry)}

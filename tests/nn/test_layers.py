@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from scalejax.nn import scan_layers
-from scalejax.nn.layers import remat_policy
+from scalejax.nn.layers import apply_layers, remat_policy
 
 L, D = 3, 4
 
@@ -69,6 +69,42 @@ def test_parameters_are_fetched_once_a_layer_and_again_for_the_backward_pass(x64
     want = jax.grad(lambda s: run(s, {}, "none"))(doubled)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, 2 * b, rtol=1e-12)
+
+
+class Masked(Block):
+    """Also a buffer that stays, and one that each turn changes."""
+
+    def __init__(self):
+        super().__init__()
+        rng = np.random.default_rng(2)
+        self.mask = nnx.Variable(jnp.asarray(rng.integers(0, 2, size=(L, D)).astype(float)))
+        self.mean = nnx.BatchStat(jnp.asarray(rng.normal(size=(L, D))))
+
+
+def masked(layer, x, beside):
+    del beside
+    y = jnp.tanh(x @ layer.inner.weight[...] + layer.bias[...][None]) * layer.mask[...][None]
+    y = y - layer.mean[...][None]
+    layer.mean[...] = 0.9 * layer.mean[...] + 0.1 * y.mean(0)
+    return y
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_a_layer_has_its_own_buffers_which_come_back_as_it_left_them(remat, x64):
+    graph, state = nnx.split(Masked())
+
+    def run(state):
+        layers = nnx.merge(graph, state)
+        y = apply_layers(layers, masked, inputs(), None, remat=remat, gather=lambda params: params)
+        return y.sum(), layers.mean[...]
+
+    (total, means), _ = jax.jit(jax.value_and_grad(run, has_aux=True, allow_int=True))(state)
+    block, x = Masked(), np.asarray(inputs())
+    arrays = (block.inner.weight, block.bias, block.mask, block.mean)
+    for number, (w, b, mask, mean) in enumerate(zip(*(np.asarray(a[...]) for a in arrays), strict=True)):
+        x = np.tanh(x @ w + b) * mask - mean
+        np.testing.assert_allclose(means[number], 0.9 * mean + 0.1 * x.mean(0), rtol=1e-12)
+    np.testing.assert_allclose(total, x.sum(), rtol=1e-12)
 
 
 def test_rematerialisation_keeps_the_input_of_each_layer_only():

@@ -11,12 +11,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel import blocks, fsdp
+from scalejax.parallel import blocks, fsdp, pipeline
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients import ROWS, Found, Given, Keys, Loss, gradients
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
+from scalejax.parallel.rules import Rules
 from scalejax.plan import stablehlo
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -414,6 +415,47 @@ def test_parameters_of_one_replica_alone_get_the_gradients_of_one_device(shardin
     expected = jax.jit(jax.grad(lambda params: towers(whole(params))[0].sum))(params)
     for path, gradient in expected.items():
         np.testing.assert_allclose(found.params[path], gradient, rtol=0, atol=4e-14 * np.abs(gradient).max())
+
+
+def staged(given):
+    """Layers that are a pipeline over stages, on inputs that the first stage reads, and the last one again."""
+    rows = given.inputs["rows"]
+    parts = rows.reshape(2, rows.shape[0] // 2, D)
+
+    def layer(layer, x):
+        return x + jnp.tanh(x @ given.gather({"layers/weight": layer})["layers/weight"])
+
+    x = pipeline.run_stages(layer, given.params["layers/weight"], parts).reshape(rows.shape)
+    losses = pipeline.on_last_stage(jnp.square(x - given.batch["x"] * rows).sum(1))
+    return Loss(losses.sum(), pipeline.on_last_stage(jnp.float64(len(x))), {}, {"losses": losses}), {}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("sharding", ["NO_SHARD", "FULL_SHARD"])
+def test_inputs_of_a_pipeline_get_the_gradients_of_all_stages(sharding, parts):
+    rng = np.random.default_rng(0)
+    params, rows, x = (
+        {"layers/weight": rng.normal(size=(LAYERS, D, D)) / 4},
+        rng.normal(size=(B, D)),
+        rng.normal(size=(B, D)),
+    )
+    mesh, strategy = make_mesh(fsdp=2, replica=2, stage=2), strategy_of(sharding)
+    described = {"layers/weight": (("layers", "input", "output"), (LAYERS, D, D))}
+    (placed,) = fsdp.place(described, strategy, mesh=mesh, rules=Rules(axes=(("layers", ("stage",)),)))
+    specs = {placed.name: placed.spec}
+    run = jax.jit(gradients(staged, strategy, mesh=mesh, specs=specs, parts=parts, handled=("stage",)))
+    weight = jax.device_put(params["layers/weight"], NamedSharding(mesh, placed.spec))
+    found = run({"layers/weight": weight}, {"x": x}, inputs={"rows": rows})
+
+    def whole(params, rows):
+        y, _ = jax.lax.scan(lambda y, w: (y + jnp.tanh(y @ w), None), rows, params["layers/weight"])
+        losses = jnp.square(y - x * rows).sum(1)
+        return losses.sum(), losses
+
+    (of_params, of_rows), losses = jax.grad(whole, argnums=(0, 1), has_aux=True)(params, rows)
+    np.testing.assert_allclose(found.inputs["rows"], of_rows, rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(found.outputs["losses"], losses, rtol=1e-12)
+    np.testing.assert_allclose(found.params["layers/weight"], of_params["layers/weight"], rtol=1e-11, atol=1e-11)
 
 
 def test_refuses_what_cannot_be_meant():
