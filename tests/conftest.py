@@ -1,12 +1,15 @@
 """Eight virtual CPU devices, a compile cache inside the checkout, and strictness for every test."""
 
+import collections
 import gc
 import importlib.metadata
 import itertools
 import os
 import pathlib
+import re
 import subprocess
 import sys
+import zlib
 
 _CACHE = pathlib.Path(__file__).parent.parent / ".cache" / "jax"
 _CACHE.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -38,6 +41,7 @@ for _name, _value in {
 
 import jax
 import pytest
+import tiers
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -48,6 +52,56 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadFileScheduling
 
     return LoadFileScheduling(config, log)
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("tiers of the tests")
+    group.addoption("--part", action="append", default=[], metavar="FILE=I/N", help="of this file only a part")
+    group.addoption("--store-durations", action="store_true", help="rewrite tests/durations.json")
+
+
+def pytest_configure(config):
+    if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Durations(_parts_of(config)))
+
+
+def _parts_of(config):
+    """{file: {(number of a part, number of parts)}}"""
+    found = collections.defaultdict(set)
+    for option in config.getoption("--part"):
+        file, part, parts = re.fullmatch(r"(.+)=(\d+)/(\d+)", option).groups()
+        found[file].add((int(part), int(parts)))
+    return found
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of a file with --part keeps the tests whose names have the hashes of its parts; see tests/tiers.py."""
+    parts_of = _parts_of(config)
+    left = []
+    for item in items if parts_of else ():
+        parts = parts_of.get(item.nodeid.partition("::")[0], ())
+        if parts and not any(zlib.crc32(item.nodeid.encode()) % count == part for part, count in parts):
+            left.append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]
+
+
+class _Durations:
+    """Adds up the seconds of every test function, in the process that others report to."""
+
+    def __init__(self, parts_of):
+        self.shares = {file: len(parts) / max(count for _, count in parts) for file, parts in parts_of.items()}
+        self.seconds = collections.defaultdict(lambda: [0.0, 0.0])
+
+    def pytest_runtest_logreport(self, report):
+        file, _, test = report.nodeid.partition("::")
+        function = test.partition("[")[0].rpartition("::")[2]
+        marked = bool({"slow", "aot", "multiprocess"} & set(report.keywords))
+        self.seconds[file, function][marked] += report.duration / self.shares.get(file, 1)
+
+    def pytest_sessionfinish(self):
+        tiers.store_durations(self.seconds)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,266 @@
+"""Runs a tier of the tests, or a shard of the full one.
+
+    python -m tests.tiers quick                 # under 3 minutes: an oracle and a kill for each kind of system
+    python -m tests.tiers default               # what `python -m pytest -n 2` runs
+    python -m tests.tiers full --shard 3        # a fifth of all tests but those of peers and of devices
+    python -m tests.tiers full --next --record  # the shard that ran longest ago; its line goes to tests/full_tier.tsv
+    python -m tests.tiers behind                # shards whose last run is more than 100 commits old
+
+What follows `--` goes to pytest. With --store-durations a run rewrites tests/durations.json, by which files are packed
+into shards: the seconds of every test function, without and with the marks `slow`, `aot` and `multiprocess`.
+
+A shard is made of whole files, so that fixtures and compiled programs are shared; a file of more than four minutes is
+cut by a hash of the names of its tests, which stay where they are when others are added.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import math
+import pathlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Mapping, Sequence
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DURATIONS, RECORD = ROOT / "tests" / "durations.json", ROOT / "tests" / "full_tier.tsv"
+
+SHARDS = 5
+LONGEST = 240.0
+"""Seconds of a file that is not cut."""
+
+BEHIND = 100
+"""Commits after which a shard is named as not having run."""
+
+FULL = "not peers and not gpu and not tpu"
+PROCESSES = "tests/multiprocess/"
+"""Tests that start processes of their own run one after the other."""
+
+QUICK: tuple[str, ...] = ("tests/optim/test_optim.py",)
+"""Files, and single tests of those that take longer."""
+
+Durations = Mapping[str, Mapping[str, Sequence[float]]]
+"""File -> test function -> seconds of its unmarked cases, and of the others."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """What a shard has whole: a file, or one of the parts of a long one.
+
+    Attributes:
+      file: Path from the root.
+      part: Number of the part, from 0.
+      parts: How many there are.
+      seconds: That it takes, on one core.
+    """
+
+    file: str
+    part: int
+    parts: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A line of `full_tier.tsv`."""
+
+    shard: int
+    commit: str
+    date: str
+    seconds: int
+    result: str
+
+
+def read_durations(path: pathlib.Path = DURATIONS) -> Durations:
+    """Empty, with a line that says why, where the file is missing or damaged."""
+    try:
+        found = json.loads(path.read_text())
+        for functions in found.values():
+            for unmarked, marked in functions.values():
+                _ = float(unmarked) + float(marked)
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        print(f"{path.name} cannot be read ({error}): all files count alike. Write it with --store-durations.")
+        return {}
+    return found
+
+
+def store_durations(measured: Mapping[tuple[str, str], Sequence[float]], path: pathlib.Path = DURATIONS) -> None:
+    """Puts what a run measured in the place of what was known; functions that are gone go.
+
+    Args:
+      measured: (file, test function) -> seconds of its unmarked cases, and of the others; 0 = it ran none of them.
+      path: The file.
+    """
+    known = {file: dict(functions) for file, functions in (read_durations(path) if path.is_file() else {}).items()}
+    for (file, function), seconds in measured.items():
+        functions = known.setdefault(file, {})
+        before = functions.get(function, (0.0, 0.0))
+        functions[function] = [round(new, 2) or old for new, old in zip(seconds, before, strict=True)]
+    texts = sources()
+    kept = {
+        file: {name: seconds for name, seconds in sorted(known[file].items()) if name in functions_of(texts[file])}
+        for file in sorted(known)
+        if file in texts
+    }
+    lines = [f"{json.dumps(file)}: {json.dumps(functions)}" for file, functions in kept.items()]
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def functions_of(source: str) -> set[str]:
+    """Names of the test functions of a file."""
+    return set(re.findall(r"^ *(?:async )?def (test_\w+)", source, re.MULTILINE))
+
+
+def seconds_of(file: str, source: str, durations: Durations) -> float | None:
+    """Seconds of all tests of a file; functions that were never measured count as the mean of the others.
+
+    None where no function of the file was.
+    """
+    known = durations.get(file, {})
+    functions = functions_of(source)
+    measured = [sum(known[name]) for name in functions if name in known]
+    return sum(measured) / len(measured) * len(functions) if measured else None
+
+
+def units(sources: Mapping[str, str], durations: Durations) -> list[Unit]:
+    """The units of all files, by path; files that were never measured count as the mean of the others."""
+    found = {file: seconds_of(file, source, durations) for file, source in sources.items()}
+    measured = [seconds for seconds in found.values() if seconds is not None]
+    usual = sum(measured) / len(measured) if measured else 1.0
+    result = []
+    for file in sorted(found):
+        seconds = found[file]
+        seconds = usual if seconds is None else seconds
+        parts = max(1, math.ceil(seconds / LONGEST))
+        result += [Unit(file, part, parts, seconds / parts) for part in range(parts)]
+    return result
+
+
+def pack(pieces: Sequence[Unit], shards: int = SHARDS) -> list[list[Unit]]:
+    """The longest first, each to the shard that has least."""
+    found: list[list[Unit]] = [[] for _ in range(shards)]
+    totals = [0.0] * shards
+    for unit in sorted(pieces, key=lambda unit: (-unit.seconds, unit.file, unit.part)):
+        least = totals.index(min(totals))
+        found[least].append(unit)
+        totals[least] += unit.seconds
+    return [sorted(shard, key=lambda unit: (unit.file, unit.part)) for shard in found]
+
+
+def read_record(path: pathlib.Path = RECORD) -> list[Run]:
+    """The runs of shards, in order."""
+    lines = path.read_text().splitlines()[1:] if path.is_file() else []
+    fields = [line.split("\t") for line in lines if line.strip()]
+    return [Run(int(shard), commit, date, int(seconds), result) for shard, commit, date, seconds, result in fields]
+
+
+def ages(runs: Sequence[Run], history: Sequence[str], shards: int = SHARDS) -> dict[int, int | None]:
+    """How many commits ago each shard ran; None = never, or at a commit that is not in the history.
+
+    Args:
+      runs: In order.
+      history: Commits, the newest first.
+      shards: Their number.
+    """
+    place = {commit: number for number, commit in enumerate(history)}
+    last = {run.shard: place[run.commit] for run in runs if run.commit in place}
+    return {shard: last.get(shard) for shard in range(1, shards + 1)}
+
+
+def next_shard(runs: Sequence[Run], history: Sequence[str], today: datetime.date, shards: int = SHARDS) -> int:
+    """The shard that ran longest ago, or never.
+
+    Where lines were lost, because nobody committed what runs had appended, it would be the same one every time. So it
+    moves on by one for every day since the last line that is known.
+    """
+    found = ages(runs, history, shards)
+    order = sorted(found, key=lambda shard: (found[shard] is not None, -(found[shard] or 0), shard))
+    known = [run for run in runs if run.commit in set(history)]
+    days = (today - datetime.date.fromisoformat(known[-1].date)).days if known else 0
+    return order[max(0, days) % shards]
+
+
+def history() -> list[str]:
+    """Commits from the newest on; empty outside of a git checkout."""
+    listed = subprocess.run(["git", "log", "--format=%h", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True)
+    return listed.stdout.split()
+
+
+def sources() -> dict[str, str]:
+    """Path from the root -> text of each file of tests."""
+    return {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
+
+
+def pytest(arguments: Sequence[str]) -> int:
+    """Exit status of pytest; no tests in what was named is fine."""
+    status = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments], cwd=ROOT)
+    return 0 if status.returncode == 5 else status.returncode
+
+
+def run_shard(shard: Collection[Unit], options: Sequence[str]) -> int:
+    """Exit status: that of the first pytest that failed, or 0."""
+    status = 0
+    for processes in (False, True):
+        chosen = [unit for unit in shard if unit.file.startswith(PROCESSES) == processes]
+        if not chosen:
+            continue
+        files = list(dict.fromkeys(unit.file for unit in chosen))
+        cut = [f"--part={unit.file}={unit.part}/{unit.parts}" for unit in chosen if unit.parts > 1]
+        side_by_side = [] if processes else ["-n", "2"]
+        status = pytest(["-m", FULL, *side_by_side, *cut, *options, *files]) or status
+    return status
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit status: 0, that of pytest, or 2 for wrong arguments."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    own, options = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.tiers", description="Runs a tier of the tests, or a shard of the full one."
+    )
+    parser.add_argument("tier", choices=("quick", "default", "full", "behind"))
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--shard", type=int, choices=range(1, SHARDS + 1), help="of the full tier")
+    which.add_argument("--next", action="store_true", help="the shard that ran longest ago")
+    parser.add_argument("--record", action="store_true", help="append the result to tests/full_tier.tsv")
+    parser.add_argument("--store-durations", action="store_true", help="rewrite tests/durations.json")
+    chosen = parser.parse_args(own)
+    if (chosen.tier == "full") != (chosen.shard is not None or chosen.next):
+        parser.error("--shard N or --next: the full tier needs one of them, the others have no shards")
+    if chosen.store_durations:
+        options = ["--store-durations", *options]
+    commits = history()
+    if chosen.tier == "behind":
+        late = [shard for shard, age in ages(read_record(), commits).items() if age is None or age > BEHIND]
+        print(
+            "full tier: "
+            + (f"not run in the last {BEHIND} commits: shard {', '.join(map(str, late))}" if late else "ok")
+        )
+        return 0
+    if chosen.tier == "quick":
+        return pytest(["-n", "2", *options, *QUICK])
+    if chosen.tier == "default":
+        return pytest(["-n", "2", *options])
+    today = datetime.datetime.now(datetime.UTC).date()
+    number = chosen.shard or next_shard(read_record(), commits, today)
+    shard = pack(units(sources(), read_durations()))[number - 1]
+    print(f"full tier, shard {number} of {SHARDS}: {len(shard)} files or parts of files", flush=True)
+    begun = time.monotonic()
+    status = run_shard(shard, options)
+    line = [number, commits[0] if commits else "unknown", today, round(time.monotonic() - begun)]
+    line = "\t".join(map(str, [*line, "failed" if status else "passed"]))
+    print(f"full tier: {line}")
+    if chosen.record:
+        try:
+            with RECORD.open("a") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            print(f"{RECORD.name} cannot be written ({error.strerror}): add the line above to it.")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
