@@ -41,7 +41,16 @@ def test_parameters_and_gradients_travel_as_bytes():
     assert outside * 18 // 16 <= found["all-reduce"] - 4 * ((layers + 1) * dim + 3) <= 1.25 * outside * 18 // 16
 
 
-def test_rows_and_gradients_of_tables_travel_as_bytes():
+@pytest.mark.parametrize(
+    ("forward", "backward", "row_bytes", "gradient_bytes"),
+    [
+        # Scaled types have a scale in float32 beside each vector.
+        ("bfloat16", "float16", 2 * 64, 2 * 64),
+        ("int8", "float8_e5m2", 64 + 4, 64 + 4),
+        ("bdr_mx6", "mxfp8_e4m3", codec.encoded_bytes(64, "bdr_mx6"), codec.encoded_bytes(64, "mxfp8_e4m3")),
+    ],
+)
+def test_rows_and_gradients_of_tables_travel_as_bytes(forward, backward, row_bytes, gradient_bytes):
     dim = 64
     mesh, _ = topology.make_mesh(topology.parse(CHIP))
     tables = tuple(TableConfig(name=f"t{i}", rows=100_000, dim=dim, features=(f"f{i}",)) for i in range(2))
@@ -61,5 +70,4 @@ def test_rows_and_gradients_of_tables_travel_as_bytes():
     slots, rest = divmod(exchanged(), 4 + 2 * 4 * dim)  # an id, a row and a gradient each
     assert rest == 0
     assert slots >= 2 * 256
-    wanted = 4 + codec.encoded_bytes(dim, "bdr_mx6") + codec.encoded_bytes(dim, "mxfp8_e4m3")
-    assert exchanged(forward="bdr_mx6", backward="mxfp8_e4m3") == slots * wanted
+    assert exchanged(forward=forward, backward=backward) == slots * (4 + row_bytes + gradient_bytes)
