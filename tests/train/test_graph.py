@@ -104,7 +104,6 @@ def test_a_run_in_two_parts_ends_at_the_same_numbers(whole: dict[str, Any], path
     _same_end(parts, whole)
 
 
-@pytest.mark.slow
 def test_mini_batches_in_two_parts_end_at_the_same_numbers(path: str, tmp_path: pathlib.Path) -> None:
     every = Checkpoints(every=4, best_metric="accuracy")
     whole = loop.train(_sampled(path, steps=8, checkpoints=every), workdir=tmp_path / "whole")
