@@ -14,7 +14,6 @@ Sources, by the marks in the table:
 """
 
 import dataclasses
-import math
 
 GIB = 1024**3
 
@@ -213,8 +212,3 @@ def for_device_kind(device_kind: str) -> Chip | None:
         if chip.device_kind == device_kind:
             return chip
     return None
-
-
-def chip_count(shape: tuple[int, ...]) -> int:
-    """Chips in a slice."""
-    return math.prod(shape)

@@ -44,16 +44,6 @@ def names() -> tuple[str, ...]:
     return _NAMES
 
 
-def cases_of(name: str) -> tuple[str, ...]:
-    """Cases of a benchmark, in the order in which they run."""
-    return _benchmark(name).CASES
-
-
-def peers_of(name: str) -> tuple[str, ...]:
-    """What a benchmark can be compared with."""
-    return _benchmark(name).PEERS
-
-
 def run(
     name: str,
     against: str | None = None,
@@ -67,8 +57,8 @@ def run(
 
     Args:
       name: One of `names()`.
-      against: One of `peers_of(name)`; None times scalejax alone.
-      cases: Some of `cases_of(name)`; None = all.
+      against: One of the benchmark's `PEERS`; None times scalejax alone.
+      cases: Some of its `CASES`; None = all.
       data: The user's own data instead of what the benchmark bundles or makes, where the case allows it.
       json_path: File for the results: a JSON array with one object a case, rewritten after every case.
       console: Where progress and the table go; None = silent.

@@ -196,9 +196,9 @@ def _random(schema: TokenSchema, rows: int, seed: int) -> TokenBatch:
     )
 
 
-def _matmul_flops_per_s(dtype: Any, side: int = 0) -> float:
+def _matmul_flops_per_s(dtype: Any) -> float:
     """What a square matrix product reaches: the best of five."""
-    side = side or (1024 if on_cpu() else 8192)
+    side = 1024 if on_cpu() else 8192
     x = jnp.ones((side, side), dtype)
     product = jax.jit(jnp.matmul)
     product(x, x).block_until_ready()

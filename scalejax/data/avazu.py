@@ -31,7 +31,7 @@ from scalejax.data.dataset import BatchedDataSet
 from scalejax.data.delimited import Progress, first_fields, hex_values, read_blocks
 from scalejax.data.encode import missing_column
 from scalejax.data.memory import Order, from_columns
-from scalejax.data.parquet_files import ParquetFiles, find_files
+from scalejax.data.parquet_files import ParquetFiles, find_files, open_converted
 from scalejax.data.parquet_writing import writing
 from scalejax.data.schema import Categorical, Schema
 from scalejax.data.splits import ByTime, Fractions
@@ -91,7 +91,7 @@ class AvazuData:
         Raises:
           UserError: as `build`.
         """
-        converted = self._converted()
+        converted = open_converted(self.path)
         return _schema(_rows_in(converted) if converted else self._fit().rows)
 
     def build(self) -> BatchedDataSet:
@@ -102,7 +102,7 @@ class AvazuData:
         """
         if isinstance(self.split, ByTime) and self.split.column != _HOUR:
             raise UserError(f"data.split: the time of this log is the column 'hour'; got {self.split.column!r}.")
-        if converted := self._converted():
+        if converted := open_converted(self.path):
             schema = _schema(_rows_in(converted))
             return parquet.ParquetData(
                 path=self.path,
@@ -140,11 +140,6 @@ class AvazuData:
         if isinstance(self.coding, Hashed):
             return Coder.fit(self.coding, FEATURES, ())
         return Coder.fit(self.coding, FEATURES, (values for _, values, _ in _read_text(self._text_files())))
-
-    def _converted(self) -> ParquetFiles | None:
-        path = pathlib.Path(self.path)
-        found = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
-        return ParquetFiles(path) if found else None
 
 
 def to_parquet(

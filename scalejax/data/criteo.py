@@ -27,7 +27,7 @@ from scalejax.data.dataset import BatchedDataSet
 from scalejax.data.delimited import Progress, hex_values, read_blocks
 from scalejax.data.encode import NanPolicy
 from scalejax.data.memory import Order, from_columns
-from scalejax.data.parquet_files import ParquetFiles, find_files, natural_order
+from scalejax.data.parquet_files import ParquetFiles, find_files, natural_order, open_converted
 from scalejax.data.parquet_writing import writing
 from scalejax.data.schema import Categorical, Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, Fractions
@@ -102,7 +102,7 @@ class CriteoData:
         Raises:
           UserError: as `build`.
         """
-        converted = self._converted()
+        converted = open_converted(self.path)
         return schema_of(rows_in(converted) if converted else self._fit().rows)
 
     def build(self) -> BatchedDataSet:
@@ -113,7 +113,7 @@ class CriteoData:
         """
         path = pathlib.Path(self.path)
         log_shift = tuple((name, self.log_shift) for name in INTEGERS)
-        if converted := self._converted():
+        if converted := open_converted(self.path):
             schema = schema_of(rows_in(converted))
             return parquet.ParquetData(
                 path=self.path,
@@ -149,12 +149,6 @@ class CriteoData:
 
     def _fit(self) -> Coder:
         return fit(self.coding, lambda: text_files(pathlib.Path(self.path)))
-
-    def _converted(self) -> ParquetFiles | None:
-        """What `to_parquet` made, or None where `path` is text."""
-        path = pathlib.Path(self.path)
-        found = path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet")))
-        return ParquetFiles(path) if found else None
 
 
 def to_parquet(

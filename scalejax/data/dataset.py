@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from scalejax.data.splits import rows_of
 from scalejax.errors import UserError
 
 Day = tuple[str, int, int]
-T = TypeVar("T")
 
 # The order is computed in blocks, so that small batches do not pay the overhead of many short NumPy calls.
 _ORDER_BLOCK = 32_768
@@ -178,9 +177,6 @@ class BatchedDataSet:
         Raises:
           UserError: a negative position, or a batch that the processes cannot share evenly.
         """
-        return read_ahead(self._train(start_example, process_index, process_count), self.threads)
-
-    def _train(self, start_example: int, process_index: int, process_count: int) -> Source[AnyBatch]:
         check_start(start_example)
         local = share(self.batch_size, process_index, process_count)
         if self.num_examples("train") == 0:
@@ -191,13 +187,10 @@ class BatchedDataSet:
             start = first + number * self.batch_size
             return self.examples.layout.batch(self.examples.stream(start, start + local), local)
 
-        return Source(make, sys.maxsize)
+        return read_ahead(Source(make, sys.maxsize), self.threads)
 
     def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[AnyBatch]:
         """One pass over a split in file order; the last batch is filled up with examples of weight 0."""
-        return read_ahead(self._held(split, process_index, process_count), self.threads)
-
-    def _held(self, split: str, process_index: int, process_count: int) -> Source[AnyBatch]:
         stop = self.num_examples(split)
         return self._pass(lambda a, b: self.examples.held(split, a, b), 0, stop, process_index, process_count)
 
@@ -208,23 +201,13 @@ class BatchedDataSet:
 
         Progressive validation scores `range_batches(*day)` before it trains on the same positions.
         """
-        return read_ahead(self._range(start, stop, process_index, process_count), self.threads)
-
-    def mapped(self, transform: Callable[[AnyBatch], T]) -> "MappedDataSet[T]":
-        """The same data set, every batch of a process given to a function in the reading threads.
-
-        For example `data.mapped(Deduplicate(groups=...))`.
-        """
-        return MappedDataSet(self, transform)
-
-    def _range(self, start: int, stop: int, process_index: int, process_count: int) -> Source[AnyBatch]:
         if not 0 <= start <= stop:
             raise UserError(f"range_batches needs 0 <= start <= stop; got [{start}, {stop}).")
         return self._pass(self.examples.stream, start, stop, process_index, process_count)
 
     def _pass(
         self, read: Callable[[int, int], Rows], start: int, stop: int, process_index: int, process_count: int
-    ) -> Source[AnyBatch]:
+    ) -> Iterator[AnyBatch]:
         local = share(self.batch_size, process_index, process_count)
         layout = self.examples.layout
 
@@ -234,31 +217,4 @@ class BatchedDataSet:
             rows = read(a, b) if a < b else read(stop - 1, stop).take(np.zeros(0, np.int64))
             return layout.batch(rows, local)
 
-        return Source(make, -(-(stop - start) // self.batch_size))
-
-
-class MappedDataSet(Generic[T]):
-    """The batches of a data set after a transform, which runs in its reading threads.
-
-    Args:
-      data: Where batches come from; what is said of its order, resuming and processes holds here.
-      transform: This process's slice of a batch -> what is handed over.
-    """
-
-    def __init__(self, data: BatchedDataSet, transform: Callable[[AnyBatch], T]) -> None:
-        self.data, self.transform = data, transform
-
-    def train_batches(self, *, start_example: int = 0, process_index: int = 0, process_count: int = 1) -> Iterator[T]:
-        """As `BatchedDataSet.train_batches`."""
-        return self._run(self.data._train(start_example, process_index, process_count))
-
-    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[T]:
-        """As `BatchedDataSet.eval_batches`."""
-        return self._run(self.data._held(split, process_index, process_count))
-
-    def range_batches(self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1) -> Iterator[T]:
-        """As `BatchedDataSet.range_batches`."""
-        return self._run(self.data._range(start, stop, process_index, process_count))
-
-    def _run(self, source: Source[AnyBatch]) -> Iterator[T]:
-        return read_ahead(Source(lambda number: self.transform(source.make(number)), source.count), self.data.threads)
+        return read_ahead(Source(make, -(-(stop - start) // self.batch_size)), self.threads)

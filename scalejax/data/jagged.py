@@ -28,21 +28,6 @@ def lengths_to_offsets(lengths: np.ndarray) -> np.ndarray:
     return offsets
 
 
-def offsets_to_lengths(offsets: np.ndarray) -> np.ndarray:
-    """int[M + 1] offsets -> int32[M] lengths.
-
-    Raises:
-      ValueError: `offsets` does not start at 0 or decreases.
-    """
-    offsets = np.asarray(offsets)
-    if offsets.ndim != 1 or offsets.size == 0 or offsets[0] != 0:
-        raise ValueError("offsets_to_lengths: offsets must be a vector that starts at 0. Lengths passed?")
-    lengths = np.diff(offsets)
-    if lengths.size and lengths.min() < 0:
-        raise ValueError("offsets_to_lengths: offsets must not decrease. Lengths passed?")
-    return lengths.astype(np.int32)
-
-
 def gather_runs(values: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """Concatenates values[starts[m] : starts[m] + lengths[m]] over m; int[M] starts and lengths."""
     offsets = lengths_to_offsets(lengths)

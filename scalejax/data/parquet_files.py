@@ -279,6 +279,13 @@ class ParquetFiles:
         return UserError(f"{self.path}: column {name!r} holds {self._type(name)}; wanted {wanted}. {next_step}")
 
 
+def open_converted(path: str) -> ParquetFiles | None:
+    """What a log was converted to, or None where `path` is text."""
+    at = pathlib.Path(path)
+    found = at.suffix == ".parquet" or (at.is_dir() and any(at.glob("*.parquet")))
+    return ParquetFiles(at) if found else None
+
+
 def find_files(path: str | pathlib.Path, pattern: str) -> list[pathlib.Path]:
     """The file itself, or the files of a folder that match `pattern`, in natural order.
 

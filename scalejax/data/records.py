@@ -75,10 +75,6 @@ class Shared:
         rows, index = _numbered_by_first_use(self.index[examples], len(self.lists[0]))
         return Shared(tuple(lists.take(rows) for lists in self.lists), index)
 
-    def expanded(self) -> tuple[Ragged, ...]:
-        """Per feature, the list of every example."""
-        return tuple(lists.take(self.index) for lists in self.lists)
-
     @staticmethod
     def concatenate(parts: Sequence["Shared"]) -> "Shared":
         """The examples of all parts; rows of different parts stay apart."""

@@ -72,19 +72,6 @@ def samples_in_batch(batch: int, samples: float, concurrent: float) -> float:
     return samples * x / (x - (samples - 1) * math.expm1(-x))
 
 
-def samples_in_shuffled_batch(batch: int, samples: int, sessions: int) -> float:
-    """Expected samples of a session in a batch drawn without replacement from all rows, over the sessions it meets.
-
-    Args:
-      batch: Rows.
-      samples: S, samples of every session.
-      sessions: Sessions of the log.
-    """
-    rows = samples * sessions
-    absent = math.prod((rows - batch - i) / (rows - i) for i in range(samples))
-    return batch / (sessions * (1 - absent))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SessionLog:
     """A log to generate, in memory; equal fields give equal rows.

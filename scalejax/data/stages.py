@@ -45,16 +45,12 @@ class StageSpan:
       first_step: Its first step, counted from 0 over all stages.
       stop_step: The first step behind it.
       first_example: Where in the stream of `data` it begins.
-      first_token: Tokens that have been seen when it begins: at least the stage's `from_tokens`.
-      tokens_per_step: Rows times positions of a batch.
     """
 
     data: StageData
     first_step: int
     stop_step: int
     first_example: int
-    first_token: int
-    tokens_per_step: int
 
 
 def plan(stages: Sequence[Stage], tokens: int) -> tuple[StageSpan, ...]:
@@ -84,7 +80,7 @@ def plan(stages: Sequence[Stage], tokens: int) -> tuple[StageSpan, ...]:
                 f"stages[{number}] from {stage.from_tokens:,} tokens has no step: the stage before it ends a step at "
                 f"{seen:,} tokens, where the next one begins. Leave it out, or let it go on for longer."
             )
-        spans.append(StageSpan(stage.data, step, step + steps, example, seen, per_step))
+        spans.append(StageSpan(stage.data, step, step + steps, example))
         step, seen, example = step + steps, seen + steps * per_step, example + steps * batch
     return tuple(spans)
 

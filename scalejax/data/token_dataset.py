@@ -135,13 +135,11 @@ class Counts:
       rows: Rows.
       tokens: Positions that hold a token.
       targets: Positions whose target counts.
-      segments: Documents and pieces of documents.
     """
 
     rows: int
     tokens: int
     targets: int
-    segments: int
 
     @classmethod
     def of(cls, batch: TokenBatch) -> "Counts":
@@ -150,5 +148,4 @@ class Counts:
             rows=len(batch),
             tokens=int(np.count_nonzero(batch.segment_ids)),
             targets=int(np.count_nonzero(batch.weights)),
-            segments=int(batch.segment_ids.max(axis=1, initial=0).sum()),
         )

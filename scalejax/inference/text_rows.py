@@ -13,14 +13,13 @@ LENGTH = 512
 """Positions of a row, at most."""
 
 
-def read_rows(model: LanguageModel, text: pathlib.Path | None, tokens: int, *, option: str = "--text") -> np.ndarray:
+def read_rows(model: LanguageModel, text: pathlib.Path | None, tokens: int) -> np.ndarray:
     """int32[rows, positions]: the beginning of a text, documents one behind the other, cut into rows.
 
     Args:
       model: Whose tokenizer reads it; each row begins as its texts begin.
       text: A file or folder, as of `data.text_sources`; None = the sources of Python's standard library.
       tokens: How many, at most; what is left of a row is dropped.
-      option: Names the text in messages.
 
     Raises:
       UserError: the model has no tokenizer, the text cannot be read, or it is shorter than two tokens.
@@ -29,11 +28,11 @@ def read_rows(model: LanguageModel, text: pathlib.Path | None, tokens: int, *, o
         raise UserError(f"--tokens must be at least 2; got {tokens}.")
     if model.tokenizer is None:
         raise UserError(
-            f"{model.path} has no tokenizer.json, which {option} needs. Copy the files of the tokenizer into it "
+            f"{model.path} has no tokenizer.json, which --text needs. Copy the files of the tokenizer into it "
             "(tokenizer.json, tokenizer_config.json)."
         )
     if text is not None and not text.exists():
-        raise UserError(f"{option} {text} does not exist. Name a file or a folder of text, JSONL or Parquet.")
+        raise UserError(f"--text {text} does not exist. Name a file or a folder of text, JSONL or Parquet.")
     tokenizer = model.tokenizer.build()
     assert model.config.vocabulary is not None
     check_vocabulary(tokenizer, model.config.vocabulary, f"{model.path}: vocabulary")
@@ -52,6 +51,6 @@ def read_rows(model: LanguageModel, text: pathlib.Path | None, tokens: int, *, o
     own = length - len(begin)
     rows = min(len(ids), tokens) // max(own, 1)
     if rows < 1 or own < 1 or length < 2:
-        raise UserError(f"{option}: has {count:,} tokens for this model, and at least 2 are needed. Give more text.")
+        raise UserError(f"--text: has {count:,} tokens for this model, and at least 2 are needed. Give more text.")
     body = ids[: rows * own].reshape(rows, own)
     return np.concatenate([np.tile(np.asarray(begin, np.int32), (rows, 1)), body], axis=1)

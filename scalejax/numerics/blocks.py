@@ -231,3 +231,22 @@ def decode_blocks(encoded: Encoded, format: BlockFormat, tensor_scale: jax.Array
         step = elements.decode(code, jnp.zeros_like(code), elements.E4M3)
         values = values * lax.bitcast_convert_type(step, jnp.float32) * tensor_scale
     return lax.bitcast_convert_type(values, jnp.int32)
+
+
+def split(x: jax.Array, format: BlockFormat, axis: int) -> jax.Array:
+    """[..., length, ...] -> [..., blocks, k1 / k2, k2, ...], padded with zeros."""
+    padding = -x.shape[axis] % format.k1
+    if padding:
+        x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)])
+    return apart(x, format.k1 // format.k2, format.k2, axis)
+
+
+def apart(x: jax.Array, subs: int, size: int, axis: int) -> jax.Array:
+    """[..., blocks a b, ...] -> [..., blocks, a, b, ...]."""
+    return x.reshape(*x.shape[:axis], x.shape[axis] // (subs * size), subs, size, *x.shape[axis + 1 :])
+
+
+def joined(x: jax.Array, axis: int) -> jax.Array:
+    """[..., blocks, a, b, ...] -> [..., blocks a b, ...]."""
+    merged = x.shape[axis] * x.shape[axis + 1] * x.shape[axis + 2]
+    return x.reshape(*x.shape[:axis], merged, *x.shape[axis + 3 :])

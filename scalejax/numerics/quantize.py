@@ -99,8 +99,8 @@ def quantize(
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
 def _quantized(x, key, tensor_scale, format: BlockFormat, axis: int, rule, rounding) -> Quantized:
-    chance = None if key is None else _split(jax.random.bits(key, x.shape, jnp.uint32), format, axis)
-    split = _split(float32.float_bits(x), format, axis)
+    chance = None if key is None else blocks.split(jax.random.bits(key, x.shape, jnp.uint32), format, axis)
+    split = blocks.split(float32.float_bits(x), format, axis)
     if format.scale == "e4m3" and tensor_scale is None:
         tensor_scale = blocks.tensor_scale_of(split, format, axis=axis + 1)
     encoded = blocks.encode_blocks(
@@ -108,9 +108,9 @@ def _quantized(x, key, tensor_scale, format: BlockFormat, axis: int, rule, round
     )
     dtype = jnp.uint8 if format.element.bits <= 8 else jnp.uint16
     return Quantized(
-        codes=_joined(encoded.codes.astype(dtype), axis),
-        scales=_joined(encoded.scales, axis),
-        sub_scales=None if encoded.sub_scales is None else _joined(encoded.sub_scales, axis),
+        codes=blocks.joined(encoded.codes.astype(dtype), axis),
+        scales=blocks.joined(encoded.scales, axis),
+        sub_scales=None if encoded.sub_scales is None else blocks.joined(encoded.sub_scales, axis),
         tensor_scale=tensor_scale,
         format=format,
         axis=axis - x.ndim,
@@ -138,11 +138,11 @@ def _dequantized(quantized: Quantized, dtype) -> jax.Array:
     format = quantized.format
     axis = quantized.axis + quantized.codes.ndim
     encoded = blocks.Encoded(
-        _split(quantized.codes.astype(jnp.int32), format, axis),
-        _apart(quantized.scales, 1, 1, axis),
-        None if quantized.sub_scales is None else _apart(quantized.sub_scales, format.k1 // format.k2, 1, axis),
+        blocks.split(quantized.codes.astype(jnp.int32), format, axis),
+        blocks.apart(quantized.scales, 1, 1, axis),
+        None if quantized.sub_scales is None else blocks.apart(quantized.sub_scales, format.k1 // format.k2, 1, axis),
     )
-    decoded = _joined(blocks.decode_blocks(encoded, format, quantized.tensor_scale), axis)
+    decoded = blocks.joined(blocks.decode_blocks(encoded, format, quantized.tensor_scale), axis)
     return float32.to_dtype(jax.lax.slice_in_dim(decoded, 0, quantized.length, axis=axis), dtype)
 
 
@@ -253,21 +253,3 @@ def _check_shards(x, format: BlockFormat, axis: int) -> None:
             f"quantize: {format.name} has blocks of {format.k1}, and axis {axis} of x{list(x.shape)} is cut into "
             f"shards of {own}: blocks would straddle devices. {way}, or shard another axis."
         )
-
-
-def _split(x, format: BlockFormat, axis: int) -> jax.Array:
-    """[..., length, ...] -> [..., blocks, k1 / k2, k2, ...], padded with zeros."""
-    padding = -x.shape[axis] % format.k1
-    if padding:
-        x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)])
-    return _apart(x, format.k1 // format.k2, format.k2, axis)
-
-
-def _apart(x, subs: int, size: int, axis: int) -> jax.Array:
-    return x.reshape(*x.shape[:axis], x.shape[axis] // (subs * size), subs, size, *x.shape[axis + 1 :])
-
-
-def _joined(x, axis: int) -> jax.Array:
-    """[..., blocks, a, b, ...] -> [..., blocks a b, ...]."""
-    merged = x.shape[axis] * x.shape[axis + 1] * x.shape[axis + 2]
-    return x.reshape(*x.shape[:axis], merged, *x.shape[axis + 3 :])

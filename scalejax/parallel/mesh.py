@@ -13,13 +13,11 @@ import difflib
 import math
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import numpy as np
-from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -243,29 +241,3 @@ def check_processes(mesh: Mesh) -> None:
                 f"after process {runs[number - 1]} (order {runs}). Give the axes that cross processes (replica, then "
                 "fsdp) the larger sizes, so that context, tensor and stage stay inside a process."
             )
-
-
-def arrange_devices(sizes: Sequence[int], devices: Sequence[Any]) -> Any:
-    """Devices in the shape of a mesh, along the links of the topology where that is possible.
-
-    Where no assignment of whole physical axes exists a physical axis is split, with a warning: neighbours of a mesh
-    axis are then not always neighbours on the wire.
-
-    Args:
-      sizes: Size per axis of `AXES`.
-      devices: All devices of a topology.
-
-    Returns:
-      NumPy array of devices in that shape, for `jax.sharding.Mesh`.
-    """
-    try:
-        return mesh_utils.create_device_mesh(tuple(sizes), list(devices))
-    except (NotImplementedError, ValueError, AssertionError):
-        arranged = mesh_utils.create_device_mesh(tuple(sizes), list(devices), allow_split_physical_axes=True)
-        stated = ", ".join(f"{a}={s}" for a, s in zip(AXES, sizes, strict=True) if s != 1)
-        warnings.warn(
-            f"The mesh {stated} does not map to whole physical axes of this topology; a physical axis is split, and "
-            "collectives along it share links. Sizes that are products of physical axes avoid this.",
-            stacklevel=2,
-        )
-        return arranged

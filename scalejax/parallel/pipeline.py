@@ -37,11 +37,6 @@ def ticks(parts: int, stages: int) -> int:
     return parts + stages - 1
 
 
-def bubble_fraction(parts: int, stages: int) -> float:
-    """The part of a pass in which a stage has nothing to do."""
-    return (stages - 1) / ticks(parts, stages)
-
-
 def pipelined(body: Body, *, mesh: Mesh | AbstractMesh, parts: int) -> Callable[[Any, Any], Any]:
     """The stack `x = body(layer, x)`, one layer after the other, run over the stages of a mesh.
 

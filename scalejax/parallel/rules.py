@@ -102,9 +102,6 @@ REPLICATED = Rules()
 FSDP = Rules(axes=tuple((name, ("fsdp",)) for name in _WEIGHT_AXES))
 """Every weight sharded over `fsdp` along its first dimension that divides."""
 
-TENSOR = Rules(axes=(("hidden", ("tensor",)), ("mixed", ("tensor",))))
-"""Features of hidden layers sharded over `tensor`."""
-
 FSDP_TENSOR = Rules(
     axes=(
         ("input", ("fsdp",)),
@@ -115,7 +112,7 @@ FSDP_TENSOR = Rules(
         ("mixed", ("tensor",)),
     )
 )
-"""Both: hidden features over `tensor`, the other dimension over `fsdp`."""
+"""Hidden features over `tensor`, the other dimension over `fsdp`."""
 
 LLM = Rules(
     axes=(

@@ -178,16 +178,3 @@ def compiler_options(names: Iterable[str], platform: str) -> dict[str, Value]:
                 )
             origin.setdefault(option, name)
     return chosen
-
-
-def environment(names: Iterable[str], platform: str) -> dict[str, str]:
-    """The same as environment variables, to be set before jax starts: for programs that give jit no options.
-
-    Raises:
-      UserError: as `compiler_options`.
-    """
-    options = compiler_options(names, platform)
-    if not options:
-        return {}
-    text = " ".join(f"--{n}={str(v).lower() if isinstance(v, bool) else v}" for n, v in options.items())
-    return {"LIBTPU_INIT_ARGS" if platform == "tpu" else "XLA_FLAGS": text}

@@ -90,12 +90,6 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def barrier(name: str) -> None:
-    """Waits until every process is at the barrier of this name; nothing to do for a process that is alone."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
-
-
 def broadcast(value: Any) -> Any:
     """The value of process 0 on every process. `value`: anything that JSON holds; ignored on the other processes."""
     if jax.process_count() == 1:

@@ -96,6 +96,11 @@ class Tables:
                 "Tables: pipeline='stale' fetches rows a step before tables.tiers bring them to the devices. Set "
                 "tables.pipeline='ids', or 'none'."
             )
+        if self.exchange.spill == "count" and self.tiers:
+            raise UserError(
+                "Tables: which ids find no room in an exchange depends on the slots that tables.tiers give them, and "
+                "with tables.exchange.spill='count' they are left out. Set tables.exchange.spill='fail'."
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -81,8 +81,10 @@ def train(
             records = Records(checkpoints, events, timer)
             run.attach(records)
             state, host = _steps(run, records, state, host, start or 0, show)
-            for run in later:
+            for following in later:
                 del state
+                run.end()
+                run = following
                 with timer.phase("compile"):
                     state, host = _state_of(run, runs, checkpoints, run.phase.start, console)
                 run.attach(records)

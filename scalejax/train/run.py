@@ -416,10 +416,14 @@ class Run:
             }
 
         logical = {} if self.tables is None else self.tables.to_logical(state.tables)
+        tables: dict[str, AnyArray] = lazy({name: leaves["rows"] for name, leaves in logical.items()})
+        if isinstance(self.tables, Tiers):
+            for name, x in self.tables.in_stores.items():
+                tables[name] = LazyArray(x.shape, x.dtype, functools.partial(self.tables.read, name))
         return Trained(
             params=lazy(state.params),
             variables=lazy(state.variables),
-            tables=lazy({name: leaves["rows"] for name, leaves in logical.items()}),
+            tables=tables,
             step=0,
             origin="the model as it is drawn",
         )
@@ -534,6 +538,11 @@ class Run:
                 f"{type(scheme).__name__} says.",
             )
         return resized
+
+    def end(self) -> None:
+        """Lets go of what lies on the host for the steps of this phase."""
+        if isinstance(self.tables, Tiers):
+            self.tables.close()
 
     # Steps.
 

@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.inference import generate
 from scalejax.inference.sampling import Sampling
 from scalejax.models.llm import llama3
-from scalejax.parallel import mesh as meshes
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import LLM
 from scalejax.plan import run, topology
@@ -27,8 +26,7 @@ POSITIONS = 65_536
 def compiled():
     """{program: compiled}, and the bytes of the cache on a chip."""
     machine = topology.parse("v6e:2x2")
-    devices = meshes.arrange_devices(MeshShape(fsdp=1, tensor=4).resolve(4), topology.abstract_devices(machine))
-    mesh = Mesh(devices, meshes.AXES, axis_types=(AxisType.Auto,) * len(meshes.AXES))
+    mesh, _ = topology.make_mesh(machine, MeshShape(fsdp=1, tensor=4))
     config = dataclasses.replace(llama3.SIZES["3.1-8b"], layers=2)
     half = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
     shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **half)))

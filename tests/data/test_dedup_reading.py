@@ -192,20 +192,22 @@ def shared_rows(draw: st.DrawFn) -> Shared:
     return Shared((Ragged(offsets, values), Ragged(offsets, values + 1)), np.array(index, np.int32))
 
 
-def listed(parts: tuple[Ragged, ...]) -> list[list[list[int]]]:
+def listed(shared: Shared) -> list[list[list[int]]]:
+    """Per feature, the list of every example."""
+    parts = [lists.take(shared.index) for lists in shared.lists]
     return [[ids.tolist() for ids in np.split(part.values, part.offsets[1:-1])] if len(part) else [] for part in parts]
 
 
 @given(shared_rows(), shared_rows(), st.data())
 def test_taking_and_joining_equals_doing_it_to_every_list(one: Shared, other: Shared, draws: st.DataObject) -> None:
     joined = Shared.concatenate([one, other])
-    plain = [a + b for a, b in zip(listed(one.expanded()), listed(other.expanded()), strict=True)]
-    assert listed(joined.expanded()) == plain
+    plain = [a + b for a, b in zip(listed(one), listed(other), strict=True)]
+    assert listed(joined) == plain
     if not len(joined):
         return
     chosen = draws.draw(st.lists(st.integers(0, len(joined) - 1), max_size=15))
     taken = joined.take(np.array(chosen, np.int64))
-    assert listed(taken.expanded()) == [[lists[i] for i in chosen] for lists in plain]
+    assert listed(taken) == [[lists[i] for i in chosen] for lists in plain]
     # Only the rows in use are kept, numbered by first occurrence.
     numbers: dict[int, int] = {}
     assert taken.index.tolist() == [numbers.setdefault(row, len(numbers)) for row in joined.index[chosen].tolist()]

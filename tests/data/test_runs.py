@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scalejax.data.batch import Batch
 from scalejax.data.clustering import cluster_by_session
-from scalejax.data.dedup import Deduplicate, deduplicate, expand_batch
+from scalejax.data.dedup import Deduplicate
 from scalejax.data.parquet import ParquetData
 from scalejax.data.parquet_files import ParquetFiles
 from scalejax.data.permutation import Permutation
@@ -179,38 +179,13 @@ def test_batches_of_a_clustered_log_have_the_dedup_factor_of_the_closed_form(tmp
         path=str(tmp_path / "clustered"), categorical=features, session="session_id", access="windows", split=ALL,
         batch_size=2000,
     )  # fmt: skip
-    batches = list(itertools.islice(config.build().mapped(Deduplicate(groups=log.groups)).train_batches(), 12))
+    batches = list(map(Deduplicate(groups=log.groups), itertools.islice(config.build().train_batches(), 12)))
     distinct = sum(batch.features.distinct[0].num_examples for batch in batches)
     # 1500 sessions: the factor varies by about 1.5 percent; a boundary in 2000 rows adds at most one distinct row.
     assert 24_000 / distinct == pytest.approx(dedup_factor(16, 0.9), rel=0.05)
     shuffled = ParquetData(path=str(tmp_path / "log.parquet"), categorical=features, split=ALL, batch_size=2000)
-    first = next(shuffled.build().mapped(Deduplicate(groups=log.groups)).train_batches())
+    first = Deduplicate(groups=log.groups)(next(shuffled.build().train_batches()))
     assert first.features.factors[0] < 1.7
-
-
-@pytest.mark.parametrize("processes", [1, 2])
-def test_deduplicated_batches_of_the_pipeline_expand_to_the_plain_ones(folder: pathlib.Path, processes: int) -> None:
-    built = data(folder).build()
-    groups = (("user_0_0", "user_0_1"),)
-    mapped = built.mapped(Deduplicate(groups=groups))
-    for p in range(processes):
-        where = {"process_index": p, "process_count": processes}
-        pairs = [
-            (built.train_batches(start_example=32, **where), mapped.train_batches(start_example=32, **where)),
-            (built.eval_batches("train", **where), mapped.eval_batches("train", **where)),
-            (built.range_batches(3, 50, **where), mapped.range_batches(3, 50, **where)),
-        ]
-        for plain, dedup in pairs:
-            count = 0
-            for a, b in itertools.islice(zip(plain, dedup, strict=True), 6):
-                back = expand_batch(b)
-                for x, y in ((a.features.values, back.features.values), (a.features.lengths, back.features.lengths)):
-                    np.testing.assert_array_equal(x, y, strict=True)
-                for name in ("dense", "labels", "weights"):
-                    np.testing.assert_array_equal(getattr(a, name), getattr(b, name), strict=True)
-                assert b.features.factors == deduplicate(a.features, groups).factors
-                count += 1
-            assert count >= 2
 
 
 @pytest.mark.parametrize("access", ["windows", "memory"])

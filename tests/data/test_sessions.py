@@ -8,7 +8,7 @@ import pytest
 from scalejax.data.dedup import deduplicate
 from scalejax.data.jagged import KeyedJagged
 from scalejax.data.records import Ragged
-from scalejax.data.sessions import SessionLog, dedup_factor, samples_in_batch, samples_in_shuffled_batch
+from scalejax.data.sessions import SessionLog, dedup_factor, samples_in_batch
 from scalejax.errors import UserError
 
 Columns = dict[str, np.ndarray | Ragged]
@@ -87,15 +87,6 @@ def test_a_batch_in_time_order_holds_as_many_samples_of_a_session_as_computed(
     assert len(found) * batch / sum(f.distinct[0].num_examples for f in found) == pytest.approx(
         dedup_factor(expected, 0.9), rel=0.03
     )
-
-
-def test_a_shuffled_batch_meets_nearly_one_sample_of_a_session() -> None:
-    sessions, samples, batch = 5_000, 16, 8_192
-    rng = np.random.default_rng(0)
-    met = [np.unique(rng.permutation(sessions * samples)[:batch] // samples).size for _ in range(20)]
-    assert batch / np.mean(met) == pytest.approx(samples_in_shuffled_batch(batch, samples, sessions), rel=0.005)
-    assert samples_in_shuffled_batch(8_192, 16, 100_000) == pytest.approx(1.04, abs=0.005)
-    assert samples_in_shuffled_batch(batch, 1, 100_000) == pytest.approx(1)
 
 
 def test_limits_of_the_closed_forms() -> None:

@@ -24,7 +24,6 @@ assert distributed.gather({"from": index, "text": "ü" * 100 * index}) == [
 assert distributed.broadcast(f"value of {index}") == "value of 0"
 assert distributed.on_primary(lambda: f"made on {index}") == "made on 0"
 assert distributed.together(lambda: index) == index
-distributed.barrier("here")
 
 
 def part() -> None:

@@ -91,7 +91,7 @@ def main() -> int:
     np.testing.assert_array_equal(replicate(tree["key"]), jax.random.key_data(jax.random.key(host["step"])))
     print(host["step"], hashlib.sha256(b"".join(values(3)[name].tobytes() for name in values(3))).hexdigest())
     checkpointer.close()
-    distributed.barrier("restored")
+    distributed.gather("restored")
     return 0
 
 

@@ -34,16 +34,6 @@ def test_sets_of_other_platforms_are_left_out():
         "xla_tpu_data_parallel_opt_different_sized_ops",
     }
     assert xla_flags.compiler_options(names, "cpu") == {}
-    assert xla_flags.environment(names, "cpu") == {}
-
-
-def test_environment_variables_say_the_same():
-    assert xla_flags.environment(["tpu-gather-pipelining"], "tpu") == {
-        "LIBTPU_INIT_ARGS": "--xla_tpu_enable_ag_backward_pipelining=true --xla_tpu_megacore_fusion_allow_ags=false"
-    }
-    assert xla_flags.environment(["gpu-separate-all-reduces"], "gpu") == {
-        "XLA_FLAGS": "--xla_gpu_all_reduce_combine_threshold_bytes=26214400"
-    }
 
 
 def test_refuses_unknown_names_and_sets_that_disagree():

@@ -69,9 +69,9 @@ def test_the_final_split_is_scored_where_validation_is_better_than_before(
     scored: list[tuple[int, str]] = []
     plain = scoring.score
 
-    def counted(program: Any, state: Any, batches: Any, *, of: str) -> scoring.Scores:
+    def counted(program: Any, state: Any, batches: Any, *, of: str, **more: Any) -> scoring.Scores:
         scored.append((int(state.step), of))
-        return plain(program, state, batches, of=of)
+        return plain(program, state, batches, of=of, **more)
 
     monkeypatch.setattr(scoring, "score", counted)
     # Its last step is the best one of the run that `whole` is: no schedule depends on how many there are.

@@ -1,7 +1,10 @@
 """Tables that rest outside of the devices train, are scored, saved and resumed as tables on the devices are."""
 
 import dataclasses
+import gc
 import pathlib
+import weakref
+from typing import ClassVar
 
 import jax
 import killed_run
@@ -9,15 +12,17 @@ import numpy as np
 import pytest
 import small_run
 
+from scalejax.data.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel.embedding import config
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.jagged import DedupGroup
-from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.embedding.tiers import ArrayRows, Tier
-from scalejax.parallel.mesh import MeshShape
-from scalejax.train import loop
-from scalejax.train.experiment import Checkpoints
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.train import convert, loop
+from scalejax.train.experiment import Checkpoints, Phase
+from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
 
 ITEMS = Tier(features=("item",), slots=70)
@@ -80,10 +85,13 @@ CASES = {
     "in fixed point on eight": {"placement__mesh": EIGHT, "tables__accumulate": "exact"},
 }
 # XLA's quick code for tests rounds the dense part of this step in another way for tables of another size.
-AS_USERS_DO = {"in fixed point on eight": (pytest.mark.slow, pytest.mark.compiled_as_users_do)}
+MARKS = {
+    "in fixed point": pytest.mark.slow,
+    "in fixed point on eight": (pytest.mark.slow, pytest.mark.compiled_as_users_do),
+}
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=AS_USERS_DO.get(case, ())) for case in CASES])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
 def test_a_table_in_a_store_of_files_has_the_bits_of_one_on_the_devices(rows, tmp_path, case):
     """Losses, scores, rows and their optimizer states; read from the checkpoint by a run without tiers."""
     flat = train(rows, tmp_path / "flat", **CASES[case])
@@ -96,7 +104,11 @@ def test_a_table_in_a_store_of_files_has_the_bits_of_one_on_the_devices(rows, tm
         np.testing.assert_array_equal(kept[1024:], flat[0]["tables"]["item"]["rows_tail"])
 
 
-@pytest.mark.parametrize(("before", "after"), [((), (ITEMS,)), ((ITEMS,), ()), ((ITEMS,), (ITEMS,))])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((), (ITEMS,)), ((ITEMS,), ()), pytest.param((ITEMS,), (ITEMS,), marks=pytest.mark.slow)],
+    ids=["then tiers", "then none", "tiers"],
+)
 def test_a_stopped_run_goes_on_to_the_same_bits_with_and_without_tiers(rows, tmp_path, before, after):
     flat = train(rows, tmp_path / "flat", placement__mesh=ONE)
     changes = {"evaluation__every": 3, "checkpoints": Checkpoints(every=6), "placement__mesh": ONE}
@@ -107,7 +119,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with_and_without_tiers(rows, tmp
     assert_same_bits((stored,), flat[:1])
 
 
-@pytest.mark.parametrize("case", ["one device", "ids ahead"])
+@pytest.mark.parametrize("case", [pytest.param("one device", marks=pytest.mark.slow), "ids ahead"])
 def test_a_killed_run_goes_on_to_the_same_bits(rows, tmp_path, case):
     *_, whole = train(rows, tmp_path / "whole", (ITEMS,), **CASES[case])
     changes = {"evaluation__every": 3, "checkpoints": Checkpoints(every=3), **CASES[case]}
@@ -130,6 +142,7 @@ def test_a_run_is_scored_through_a_cache(rows, tmp_path):
         ({"tiers": (Tier(features=("items",), slots=40),)}, "no table looks up the feature 'items'; there are shop"),
         ({"tiers": (ITEMS, ITEMS)}, "name all of them in one Tier"),
         ({"tiers": (ITEMS,), "pipeline": "stale"}, "Set tables.pipeline='ids'"),
+        ({"tiers": (ITEMS,), "exchange": Exchange(spill="count")}, "Set tables.exchange.spill='fail'"),
         ({"tiers": (ITEMS,), "full_every": 12}, "Set --set tables.full_every=None"),
         ({"tiers": (ITEMS,), "dtype": "bfloat16"}, "Set --set tables.dtype=float32"),
         (
@@ -153,7 +166,12 @@ def test_what_means_nothing_for_a_cache_is_refused(rows, tmp_path, changes, mess
     with pytest.raises(UserError, match=message):
         named = {f"tables__{name}": value for name, value in changes.items()}
         loop.train(small_run.experiment(rows, placement__mesh=EIGHT, **named), workdir=tmp_path / "run")
-    for arguments, message in (({"features": ()}, "at least one feature"), ({"slots": 0}, "at least 1; got 0")):
+    for arguments, message in (
+        ({"features": ()}, "at least one feature; got \\(\\)"),
+        ({"features": "item"}, "must be a tuple of at least one feature; got 'item'"),
+        ({"slots": 0}, "at least 1; got 0"),
+        ({"store": 3}, "such as HostMemory\\(\\); got 3"),
+    ):
         with pytest.raises(UserError, match=message):
             dataclasses.replace(ITEMS, **arguments)
 
@@ -164,3 +182,111 @@ def test_an_id_out_of_range_is_named(rows, tmp_path):
     path = small_run.write(tmp_path / "rows.parquet", {"item": wrong})
     with pytest.raises(UserError, match=r"item.*1101"):
         loop.train(small_run.experiment(path, tables__tiers=(ITEMS,)), workdir=tmp_path / "run")
+
+
+class Counted(ArrayRows):
+    """A store of which there is a list, and that knows how many rows were read of it."""
+
+    alive: ClassVar = weakref.WeakSet()
+    beside: ClassVar = []  # how many others there were when one was built
+
+    def __init__(self, arrays):
+        super().__init__(arrays)
+        self.rows_read = 0
+        gc.collect()
+        Counted.beside.append(len(Counted.alive))
+        Counted.alive.add(self)
+
+    def read(self, rows):
+        self.rows_read += len(rows)
+        return super().read(rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedMemory:
+    def build(self, table, leaves):
+        return Counted({name: np.zeros(x.shape, x.dtype) for name, x in leaves.items()})
+
+
+@dataclasses.dataclass(frozen=True)
+class Doubled:
+    """Rows times two, of all that a surgery reads."""
+
+    def operate(self, trained, fresh):
+        assert fresh.tables["item"].shape == (1101, 8)
+        drawn = fresh.tables["item"]
+        np.testing.assert_array_equal(drawn[7], drawn[...][7])
+        np.testing.assert_array_equal(drawn[5:9, 2], drawn[...][5:9, 2])
+        return dataclasses.replace(trained, tables={name: 2 * rows[...] for name, rows in trained.tables.items()})
+
+
+def test_phases_hand_tables_on_and_let_their_stores_go(rows, tmp_path):
+    """With tiers after none, other slots, a surgery, and none after tiers."""
+    counted = dataclasses.replace(ITEMS, store=CountedMemory())
+
+    def run(folder, *tiers):
+        phases = tuple(
+            Phase(name=f"{number}", steps=3, changes={"tables.tiers": own}, surgery=Doubled() if number == 1 else None)
+            for number, own in enumerate(tiers[1:])
+        )
+        experiment = small_run.experiment(rows, steps=3, placement__mesh=ONE, phases=phases, tables__tiers=tiers[0])
+        return {key: value for key, value in loop.train(experiment, workdir=folder).items() if "logloss" in key}
+
+    flat = run(tmp_path / "flat", (), (), (), ())
+    assert run(tmp_path / "tiers", (), (counted,), (dataclasses.replace(counted, slots=99),), ()) == flat
+    assert Counted.beside[-2:] == [0, 0]
+
+
+def test_a_checkpoint_reads_every_row_once_and_scoring_holds_one_cache_more(rows):
+    experiment = small_run.experiment(
+        rows, placement__mesh=ONE, tables__tiers=(Tier(features=("item",), slots=70, store=CountedMemory()),)
+    )
+    data = experiment.data.build()
+    run = Run.bind(experiment, data, make_mesh(ONE))
+    state, _ = run.begin()
+    (store,) = Counted.alive
+    run.to_stored(state)
+    assert store.rows_read == 1101
+    stacks = {name: leaves["rows"] for name, leaves in state.tables["stacks"].items()}
+    (shape,) = {x.shape for x in stacks.values()}
+    assert len(stacks) == 1
+
+    def alive():
+        return sum(x.shape == shape and not x.is_deleted() for x in jax.live_arrays())
+
+    before, most = alive(), []
+    swap = run.tables.swap
+
+    def counted(*arguments, **options):
+        swapped = swap(*arguments, **options)
+        most.append(alive() - before)
+        return swapped
+
+    run.tables.swap = counted
+    run.score(state, "train")
+    assert len(most) > 2
+    # The first one of its pass, which training goes on with beside it, and no further one.
+    assert max(most) == 1
+    assert not stacks.popitem()[1].is_deleted()
+
+
+@pytest.mark.parametrize("change", ["no item", "floats"])
+def test_batches_that_packing_refuses_are_refused_by_it(rows, change):
+    experiment = small_run.experiment(rows, placement__mesh=ONE, tables__tiers=(ITEMS,))
+    data = experiment.data.build()
+    run = Run.bind(experiment, data, make_mesh(ONE))
+    batch = next(data.train_batches(start_example=0, process_index=0, process_count=1))
+    features = batch.features
+    if change == "floats":
+        features = dataclasses.replace(features, values=features.values.astype(np.float32))
+    else:
+        names = [name for name in features.keys if name != "item"]
+        features = KeyedJagged.from_dense({name: features[name].values for name in names})
+    run.begin()
+    said = []
+    for cache in (None, run.tables.training()):
+        own = dataclasses.replace(batch, features=features)
+        with pytest.raises(UserError) as error:
+            convert.to_device(own if cache is None else cache.prepare(own), run.program)
+        said.append(str(error.value))
+    assert said[0] == said[1]

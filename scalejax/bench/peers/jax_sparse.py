@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import sparse
 
-VERSION = jax.__version__
-
 
 class Product:
     """A matrix times dense columns; arguments as in `scipy_sparse.Product`, threads are XLA's."""

@@ -1,10 +1,7 @@
 """Products of a CSR by scipy and NumPy, on one thread."""
 
 import numpy as np
-import scipy
 import scipy.sparse
-
-VERSION = scipy.__version__
 
 
 class Product:

@@ -5,8 +5,6 @@ import torch
 
 from scalejax.bench.peers.torch_sparse import csr
 
-VERSION = torch.__version__
-
 
 class _Aggregate(torch.autograd.Function):
     """A h of a symmetric A, which is its own transpose in the backward pass."""

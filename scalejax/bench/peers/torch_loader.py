@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """ids int32[B, F], dense float32[B, D], labels float32[B]."""
 
-VERSION = torch.__version__
-
 
 class _Columns(Dataset[Row]):
     """Tensors that are indexed with a whole batch of row numbers: one gather a tensor."""

@@ -5,8 +5,6 @@ import warnings
 import numpy as np
 import torch
 
-VERSION = torch.__version__
-
 
 def csr(matrix: tuple[np.ndarray, ...], shape: tuple[int, int], threads: int) -> torch.Tensor:
     """(row starts, columns, values) as a matrix, and the number of threads that products with it take."""

@@ -3,8 +3,6 @@
 import numpy as np
 import torch
 
-VERSION = torch.__version__
-
 
 class Windows:
     """Batches of windows at random places of a token array.

@@ -19,8 +19,6 @@ from torch import nn
 from scalejax.bench import workloads
 from scalejax.data.batch import Batch
 
-VERSION = torch.__version__
-
 
 @dataclasses.dataclass(frozen=True)
 class Tensors:

@@ -2,12 +2,9 @@
 
 import numpy as np
 import torch
-import torchao
 from torch._inductor.codegen import cpp_utils
 from torchao.prototype.mx_formats.config import ScaleCalculationMode
 from torchao.prototype.mx_formats.mx_tensor import to_mx
-
-VERSION = torchao.__version__
 
 _ELEMENTS = {
     "mxfp8_e4m3": torch.float8_e4m3fn,

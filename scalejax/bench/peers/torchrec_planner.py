@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import torchrec
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
@@ -23,8 +22,6 @@ from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
 from scalejax.parallel.planner import TableStatistics
 from scalejax.parallel.planner import Topology as Machine
-
-VERSION = torchrec.__version__
 
 _SHARDERS = [EmbeddingBagCollectionSharder()]
 

@@ -11,8 +11,6 @@ import transformers
 from scalejax.data.tokens import TokenBatch
 from scalejax.models.llm.llama3 import LlamaConfig
 
-VERSION = f"{transformers.__version__}, torch {torch.__version__}"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:

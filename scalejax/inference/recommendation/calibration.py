@@ -53,7 +53,7 @@ def limits(model: ClickModel, batches: Sequence[Inputs], *, method: Literal["l2"
     return {path: least_error(histogram) for path, histogram in found.items()}
 
 
-def histograms(model: ClickModel, batches: Sequence[Inputs], *, bins: int = BINS) -> dict[str, Histogram]:
+def histograms(model: ClickModel, batches: Sequence[Inputs]) -> dict[str, Histogram]:
     """The inputs of every linear operator, counted."""
     ends: Limits = {}
     for batch in batches:
@@ -65,10 +65,10 @@ def histograms(model: ClickModel, batches: Sequence[Inputs], *, bins: int = BINS
                 )
             low, high = ends.get(path, (np.inf, -np.inf))
             ends[path] = min(low, float(x.min())), max(high, float(x.max()))
-    counts = {path: np.zeros(bins, np.int64) for path in ends}
+    counts = {path: np.zeros(BINS, np.int64) for path in ends}
     for batch in batches:
         for path, x in _inputs(model, batch).items():
-            counts[path] += np.histogram(x, bins, range=ends[path])[0]
+            counts[path] += np.histogram(x, BINS, range=ends[path])[0]
     return {path: Histogram(*ends[path], counts[path]) for path in ends}
 
 

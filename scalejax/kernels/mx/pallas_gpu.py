@@ -77,7 +77,7 @@ def quantize(
         tensor_scale = xla.tensor_scale_of(x, format, axis)
     view = _View(x.shape, axis, format)
     tile = _Tile(view, format)
-    streams = _streams(format)
+    streams = tiles.streams(format)
 
     def kernel(*refs: Any) -> None:
         given, made = list(refs[: len(operands)]), list(refs[len(operands) :])
@@ -337,12 +337,6 @@ class _Place:
 
     def store(self, ref: Any, values: jax.Array) -> None:
         plgpu.store(ref.at[self.index], values.astype(ref.dtype), mask=self.inside)
-
-
-def _streams(format: BlockFormat) -> list[tuple[int, int]]:
-    """(numbers that share a value, its bits) of codes and second scales."""
-    codes = (1, format.element.bits)
-    return [codes] if format.sub_scale == "none" else [codes, (format.k2, format.d2)]
 
 
 def _call(

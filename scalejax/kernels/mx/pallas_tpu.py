@@ -70,10 +70,10 @@ def quantize(
         tensor_scale = xla.tensor_scale_of(x, format, axis)
     view = _View(x.shape, axis, format)
     operands = [view.padded(array) for array in (x, chance) if array is not None]
-    depths = [view.length * bits // 8 // width for width, bits in _streams(format)] + [view.length // format.k1]
+    depths = [view.length * bits // 8 // width for width, bits in tiles.streams(format)] + [view.length // format.k1]
 
     along, other = view.tile(format)
-    streams = _streams(format)
+    streams = tiles.streams(format)
 
     def kernel(*refs: Any) -> None:
         given, made, held = refs[: len(operands)], refs[len(operands) : -len(scratch)], refs[-len(scratch) :]
@@ -367,12 +367,6 @@ def _pad(x: jax.Array, length: int, axis: int) -> jax.Array:
     if x.shape[axis] == length:
         return x
     return jnp.pad(x, [(0, length - x.shape[axis] if a == axis else 0) for a in range(x.ndim)])
-
-
-def _streams(format: BlockFormat) -> list[tuple[int, int]]:
-    """(numbers that share a value, its bits) of codes and second scales."""
-    codes = (1, format.element.bits)
-    return [codes] if format.sub_scale == "none" else [codes, (format.k2, format.d2)]
 
 
 def _call(

@@ -122,6 +122,12 @@ def codes(bits: jax.Array, exponent: jax.Array, element: Element) -> jax.Array:
     return elements.with_sign(count + (binade >> (23 - mantissa)) - (lowest << mantissa), bits < 0, element)
 
 
+def streams(format: BlockFormat) -> list[tuple[int, int]]:
+    """(numbers that share a value, its bits) of codes and second scales."""
+    codes = (1, format.element.bits)
+    return [codes] if format.sub_scale == "none" else [codes, (format.k2, format.d2)]
+
+
 def words(values: jax.Array, bits: int, axis: int) -> list[jax.Array]:
     """The stream of values of `bits` bits along an axis, the first lowest, in words of 32 bits: int32[...] each.
 

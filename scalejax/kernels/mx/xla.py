@@ -35,8 +35,8 @@ def quantize(
     rounding: Rounding,
 ) -> Packed:
     """`api.quantize_blocks`; the axis is not negative."""
-    chance = None if key is None else _split(jax.random.bits(key, x.shape, jnp.uint32), format, axis)
-    bits = _split(float32.float_bits(x), format, axis)
+    chance = None if key is None else blocks.split(jax.random.bits(key, x.shape, jnp.uint32), format, axis)
+    bits = blocks.split(float32.float_bits(x), format, axis)
     if format.scale == "e4m3" and tensor_scale is None:
         tensor_scale = blocks.tensor_scale_of(bits, format, axis=axis + 1)
     if rule is not None and tiles.has_short_way(format, rounding):
@@ -49,7 +49,7 @@ def quantize(
         )
     return Packed(
         codes=pack(_merged(encoded.codes, axis), format.element.bits, axis),
-        scales=_joined(encoded.scales, axis),
+        scales=blocks.joined(encoded.scales, axis),
         sub_scales=None
         if encoded.sub_scales is None
         else pack(_merged(encoded.sub_scales.astype(jnp.int32), axis), format.d2, axis),
@@ -68,11 +68,11 @@ def dequantize(packed: Packed, dtype: jax.typing.DTypeLike) -> jax.Array:
     codes = unpack(packed.codes, format.element.bits, axis)
     sub_scales = None if packed.sub_scales is None else unpack(packed.sub_scales, format.d2, axis).astype(jnp.uint8)
     encoded = blocks.Encoded(
-        _apart(codes, subs, format.k2, axis),
-        _apart(packed.scales, 1, 1, axis),
-        None if sub_scales is None else _apart(sub_scales, subs, 1, axis),
+        blocks.apart(codes, subs, format.k2, axis),
+        blocks.apart(packed.scales, 1, 1, axis),
+        None if sub_scales is None else blocks.apart(sub_scales, subs, 1, axis),
     )
-    decoded = _joined(blocks.decode_blocks(encoded, format, packed.tensor_scale), axis)
+    decoded = blocks.joined(blocks.decode_blocks(encoded, format, packed.tensor_scale), axis)
     return float32.to_dtype(lax.slice_in_dim(decoded, 0, packed.length, axis=axis), dtype)
 
 
@@ -84,7 +84,7 @@ def matmul(x: jax.Array, weights: Packed) -> jax.Array:
 
 def tensor_scale_of(x: jax.Array, format: BlockFormat, axis: int) -> jax.Array:
     """float32[]: the scale of a whole array in NVFP4; the axis is not negative."""
-    return blocks.tensor_scale_of(_split(float32.float_bits(x), format, axis), format, axis=axis + 1)
+    return blocks.tensor_scale_of(blocks.split(float32.float_bits(x), format, axis), format, axis=axis + 1)
 
 
 def pack(codes: jax.Array, bits: int, axis: int) -> jax.Array:
@@ -139,24 +139,6 @@ def _block_exponents(bits: jax.Array, format: BlockFormat, axis: int, rule: Scal
     return jnp.max(tiles.block_exponent(magnitudes, format, rule), axis=(axis + 1, axis + 2), keepdims=True)
 
 
-def _split(x: jax.Array, format: BlockFormat, axis: int) -> jax.Array:
-    """[..., length, ...] -> [..., blocks, k1 / k2, k2, ...], padded with zeros."""
-    padding = -x.shape[axis] % format.k1
-    if padding:
-        x = jnp.pad(x, [(0, padding if a == axis else 0) for a in range(x.ndim)])
-    return _apart(x, format.k1 // format.k2, format.k2, axis)
-
-
-def _apart(x: jax.Array, subs: int, size: int, axis: int) -> jax.Array:
-    return x.reshape(*x.shape[:axis], x.shape[axis] // (subs * size), subs, size, *x.shape[axis + 1 :])
-
-
 def _merged(x: jax.Array, axis: int) -> jax.Array:
     """[..., blocks, a, b, ...] -> [..., blocks, a b, ...]."""
     return x.reshape(*x.shape[: axis + 1], x.shape[axis + 1] * x.shape[axis + 2], *x.shape[axis + 3 :])
-
-
-def _joined(x: jax.Array, axis: int) -> jax.Array:
-    """[..., blocks, a, b, ...] -> [..., blocks a b, ...]."""
-    merged = x.shape[axis] * x.shape[axis + 1] * x.shape[axis + 2]
-    return x.reshape(*x.shape[:axis], merged, *x.shape[axis + 3 :])

@@ -397,8 +397,8 @@ def _sorted(
     misplaced = (elsewhere if times is None else jnp.where(elsewhere, times, 0)).sum(dtype=jnp.uint32)
     index = lax.iota(jnp.int32, hi.shape[0])
     bucket, hi, lo, order = lax.sort((bucket, hi, lo, index), num_keys=3, is_stable=False)
-    present, new_bucket = bucket < buckets, _changes(bucket)
-    leads = new_bucket | _changes(hi) | _changes(lo) | ~present
+    present, new_bucket = bucket < buckets, changes(bucket)
+    leads = new_bucket | changes(hi) | changes(lo) | ~present
     first = leads & present
     runs = _run_lengths(leads).astype(jnp.uint32) if times is None else _run_sums(leads, times[order])
     occurrences = jnp.where(first, runs, 0)
@@ -509,7 +509,7 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def _changes(x: jax.Array) -> jax.Array:
+def changes(x: jax.Array) -> jax.Array:
     """bool[N]: the first element, and those that differ from the one before."""
     return jnp.concatenate([jnp.ones(min(1, x.shape[0]), bool), x[1:] != x[:-1]])
 

@@ -403,8 +403,8 @@ def _by_owner(
     count = hi.shape[0]
     owner = jnp.where(times > 0, id_map.owner_of(config, hi, lo, devices), devices)
     owner, hi, lo, order = lax.sort((owner, hi, lo, lax.iota(jnp.int32, count)), num_keys=3, is_stable=False)
-    new_owner = _changes(owner)
-    first = new_owner | _changes(hi) | _changes(lo)
+    new_owner = id_map.changes(owner)
+    first = new_owner | id_map.changes(hi) | id_map.changes(lo)
     number = jnp.cumsum(first.astype(jnp.int32)) - 1  # of the distinct id, among all
     place = number - lax.cummax(jnp.where(new_owner, number, 0))
     slot = jnp.where((owner < devices) & (place < room), owner * room + place, devices * room)
@@ -416,11 +416,6 @@ def _by_owner(
     blocks = jnp.stack([put(hi, heads), put(lo, heads), put(times[order], slot)], axis=-1)
     slots = jnp.zeros_like(slot).at[order].set(slot, unique_indices=True)
     return slots, blocks.reshape(devices, room, _WORDS)
-
-
-def _changes(x: jax.Array) -> jax.Array:
-    """bool[n]: the first element, and those that differ from the one before."""
-    return jnp.concatenate([jnp.ones(min(1, x.shape[0]), bool), x[1:] != x[:-1]])
 
 
 def _faults(lost: jax.Array) -> jax.Array:

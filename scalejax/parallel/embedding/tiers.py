@@ -6,8 +6,9 @@
 
 On the devices a table has `Tier.slots` rows, sharded and updated like those of any other table, and a row has its
 optimizer state beside it wherever it is. A row leaves only after the update of the step before, so that a run has the
-bits of one whose table lies on the devices, whatever the number of slots. Scoring reads through a cache of its own and
-changes nothing. A checkpoint holds the whole table, as if there were no cache.
+bits of one whose table lies on the devices, whatever the number of slots, while every id has room in the exchanges.
+Scoring reads through a cache of its own and changes nothing. A checkpoint holds the whole table, as if there were no
+cache.
 
 Source: MTrainS (arXiv 2305.01515), whose further tiers are stores. Its locks have no counterpart: what a row is given
 by step i is in it when it leaves before step i + 1, by the order of the program.
@@ -109,8 +110,12 @@ class Tier:
     store: StoreConfig = HostMemory()
 
     def __post_init__(self) -> None:
-        if not self.features:
-            raise UserError("Tier: features must name at least one feature; got none.")
+        if not self.features or not isinstance(self.features, tuple):
+            raise UserError(f"Tier: features must be a tuple of at least one feature; got {self.features!r}.")
+        if not isinstance(self.store, StoreConfig):
+            raise UserError(
+                f"Tier: store must be a dataclass with build(table, leaves), such as HostMemory(); got {self.store!r}."
+            )
         if self.slots < 1:
             raise UserError(f"Tier: slots must be at least 1; got {self.slots}.")
 
@@ -308,12 +313,16 @@ class Tiers:
         tree = self.collection.to_stored(state)
         self._write_cached(state)
         abstract = self.abstract_stored()
-        for name in self._whole:
+        for name, table in self._whole.items():
             start, leaves = 0, {}
-            for part, count in stored.parts(self._whole[name].rows).items():
-                for leaf in self._shapes(name):
-                    like = abstract[name][f"{leaf}_{part}"]
-                    leaves[f"{leaf}_{part}"] = self._placed(name, leaf, start, like)
+            for part, count in stored.parts(table.rows).items():
+                arrays = {leaf: np.empty((count, *x.shape[1:]), x.dtype) for leaf, x in self._shapes(name).items()}
+                for rows in _blocks(count):
+                    for leaf, values in self._stores[name].read(start + rows).items():
+                        arrays[leaf][rows] = values
+                for leaf, array in arrays.items():
+                    sharding = abstract[name][f"{leaf}_{part}"].sharding
+                    leaves[f"{leaf}_{part}"] = jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
                 start += count
             tree[name] = leaves
         return tree
@@ -348,15 +357,27 @@ class Tiers:
         return tree
 
     def to_logical(self, state: State) -> dict[str, dict[str, jax.Array]]:
-        """As `EmbeddingCollection.to_logical`."""
-        logical = self.collection.to_logical(state)
+        """As `EmbeddingCollection.to_logical`, without the tables in stores: see `read`."""
         self._write_cached(state)
-        for name, table in self._whole.items():
-            logical[name] = {
-                leaf: jax.device_put(x, NamedSharding(self.collection.mesh, P()))
-                for leaf, x in self._stores[name].read(np.arange(table.rows)).items()
-            }
-        return logical
+        logical = self.collection.to_logical(state)
+        return {name: leaves for name, leaves in logical.items() if name not in self._whole}
+
+    @property
+    def in_stores(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The rows of the tables in stores."""
+        return {name: self._shapes(name)["rows"] for name in self._whole}
+
+    def read(self, name: str, index: Any) -> np.ndarray:
+        """rows[index] of a table in a store, as of the state that `to_logical` was given."""
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        numbers = np.arange(self._whole[name].rows)[rows]
+        found = self._stores[name].read(numbers.reshape(-1))["rows"].reshape(*numbers.shape, -1)
+        return found[(..., *columns)] if columns else found
+
+    def close(self) -> None:
+        """Lets go of the stores; `init` or `from_stored` builds new ones."""
+        self.__dict__.pop("_stores", None)
+        self._forget()
 
     # Caches.
 
@@ -385,6 +406,10 @@ class Tiers:
                 }
                 self._stores[name].write(resident[held], values)
 
+    def stack_of(self, name: str) -> str:
+        """The stack that a table is in on the devices."""
+        return self._places[name][0].name
+
     def finish(self, name: str, keep: int = 0) -> None:
         """Writes rows that left the cache of a table to its store, but for those of the last `keep` swaps."""
         left = self._left[name]
@@ -401,8 +426,16 @@ class Tiers:
             self.finish(name)
         return self._stores[name].read(rows)
 
-    def swap(self, name: str, swap: Swap, tables: State, *, writes: bool) -> State:
-        """The state with rows swapped; those that leave are on their way to the store, if it is written."""
+    def swap(self, name: str, swap: Swap, tables: State, *, writes: bool, donates: bool) -> State:
+        """The state with rows swapped.
+
+        Args:
+          name: Of the table.
+          swap: What changes.
+          tables: The state.
+          writes: Whether rows that leave go to the store.
+          donates: Whether the arrays of the state may be given away.
+        """
         stack, member = self._places[name]
         room = max(64, 1 << (len(swap.slots) - 1).bit_length())  # few shapes are ever compiled
 
@@ -415,7 +448,7 @@ class Tiers:
         order = np.argsort(swap.leaving < 0, kind="stable")
         slots, leaving = swap.slots[order], swap.leaving[order]
         arriving = {leaf: padded(x) for leaf, x in self.arrive(name, swap.arriving[order]).items()}
-        old, new = self._swapper(name, writes)(
+        old, new = self._swapper(name, donates)(
             tables["stacks"][stack.name], padded(slots, fill=member.config.rows), arriving
         )
         if steps_in_flight(self.collection.mesh) == 1:  # virtual devices must not queue programs
@@ -425,10 +458,10 @@ class Tiers:
             self._left[name].append((leaving[leaving >= 0], old))
         return {**tables, "stacks": {**tables["stacks"], stack.name: new}}
 
-    def _swapper(self, name: str, writes: bool) -> Any:
+    def _swapper(self, name: str, donates: bool) -> Any:
         """(arrays of a stack, int32[n] slots, their rows) -> (what they held, the arrays)."""
-        if (name, writes) in self._swappers:
-            return self._swappers[name, writes]
+        if (name, donates) in self._swappers:
+            return self._swappers[name, donates]
         (stack, member), collection = self._places[name], self.collection
         axes = collection.group if stack.devices > 1 else ()
 
@@ -446,15 +479,8 @@ class Tiers:
         mapped = jax.shard_map(
             local, mesh=collection.mesh, in_specs=(specs, P(), P()), out_specs=(P(), specs), check_vma=False
         )
-        self._swappers[name, writes] = jax.jit(mapped, donate_argnums=(0,) if writes else ())
-        return self._swappers[name, writes]
-
-    def _placed(self, name: str, leaf: str, start: int, like: Any) -> jax.Array:
-        def read(index: Any) -> np.ndarray:
-            rows = start + np.arange(like.shape[0])[index[0]]
-            return self._stores[name].read(rows)[leaf]
-
-        return jax.make_array_from_callback(like.shape, like.sharding, read)
+        self._swappers[name, donates] = jax.jit(mapped, donate_argnums=(0,) if donates else ())
+        return self._swappers[name, donates]
 
     def _forget(self) -> None:
         """The caches are empty."""
@@ -477,6 +503,7 @@ class Cache:
         self._tables = [table for table in tiers.tables if table.name in resident]
         self._directories = {table.name: Directory(table, resident[table.name]) for table in self._tables}
         self._swaps: collections.deque[dict[str, Swap]] = collections.deque()
+        self._copied: set[str] = set()  # stacks of the state that were copied to be scored through
 
     def prepare(self, batch: Any) -> Any:
         """A host batch with slots in the place of ids; a thread may be some batches ahead of `advance`.
@@ -488,9 +515,9 @@ class Cache:
         if features is None:  # which packing refuses
             return batch
         for table in self._tables:
-            ids = [_ids_of(features, name, table.rows) for name in table.features]
+            ids = [x for name in table.features for x in _ids_of(features, name, table.rows)]
             directory = self._directories[table.name]
-            swaps[table.name] = directory.prepare(np.concatenate([x for parts in ids for x in parts]))
+            swaps[table.name] = directory.prepare(np.concatenate([np.zeros(0, np.int32), *ids]))
             features = _with_slots(features, table.features, directory)
         self._swaps.append(swaps)
         return dataclasses.replace(batch, features=features)
@@ -499,7 +526,11 @@ class Cache:
         """The state of the tables with the rows of the next batch in their caches."""
         for name, swap in self._swaps.popleft().items():
             if len(swap.slots):
-                state = self._tiers.swap(name, swap, state, writes=self._writes)
+                # The first batch that is scored copies what training goes on with.
+                stack = self._tiers.stack_of(name)
+                own = self._writes or stack in self._copied
+                state = self._tiers.swap(name, swap, state, writes=self._writes, donates=own)
+                self._copied.add(stack)
         return state
 
 
@@ -543,7 +574,7 @@ def _parts(features: KeyedJagged | DedupKeyedJagged) -> tuple[KeyedJagged, ...]:
 
 def _ids_of(features: KeyedJagged | DedupKeyedJagged, name: str, rows: int) -> Iterator[np.ndarray]:
     for part in _parts(features):
-        if name in part.keys:
+        if name in part.keys and np.issubdtype(part.values.dtype, np.integer):  # packing refuses others
             one = part[name]
             check_ids(one.values, name, rows, lengths=one.lengths[0])
             yield one.values
@@ -555,7 +586,7 @@ def _with_slots(features: Any, names: tuple[str, ...], directory: Directory) -> 
         return dataclasses.replace(features, plain=plain, distinct=tuple(distinct))
     values, bounds = features.values.copy(), features.feature_offsets()
     for name in names:
-        if name in features.keys:
+        if name in features.keys and np.issubdtype(values.dtype, np.integer):
             at = features.keys.index(name)
             own = slice(bounds[at], bounds[at + 1])
             values[own] = directory.slots(values[own])

@@ -18,13 +18,12 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import (
-    Adagrad,
     Pooling,
     RowOptimizer,
-    RowwiseAdagrad,
     TableConfig,
     row_states,
 )
+from scalejax.parallel.embedding.optimizers import initial_value
 
 Logical = dict[str, dict[str, np.ndarray]]
 
@@ -131,7 +130,7 @@ def _table(table: TableConfig, weights: list[dict[str, Any]], states: list[dict[
     for name, kind in row_states(table.optimizer).items():
         shape = (table.rows, table.dim) if kind == "element" else (table.rows,)
         if not states:
-            leaves[name] = np.full(shape, _initial(table.optimizer), np.float32)
+            leaves[name] = np.full(shape, initial_value(table.optimizer), np.float32)
             continue
         own = [state.get(table.name, {}) for state in states]
         held = [state[alias] for state in own for alias in _NAMES[name] if alias in state]
@@ -144,10 +143,6 @@ def _table(table: TableConfig, weights: list[dict[str, Any]], states: list[dict[
             )
         leaves[name] = _joined(f"{name} of table {table.name!r}", held, shape, "float32")
     return leaves
-
-
-def _initial(optimizer: RowOptimizer) -> float:
-    return optimizer.initial_accumulator if isinstance(optimizer, Adagrad | RowwiseAdagrad) else 0.0
 
 
 def _joined(what: str, held: list[Any], shape: tuple[int, ...], dtype: str) -> np.ndarray:

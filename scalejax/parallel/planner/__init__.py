@@ -12,7 +12,6 @@ from scalejax.parallel.planner.evaluation import evaluate as evaluate
 from scalejax.parallel.planner.options import TableConstraints as TableConstraints
 from scalejax.parallel.planner.planner import AnalyticPlanner as AnalyticPlanner
 from scalejax.parallel.planner.planner import Planned as Planned
-from scalejax.parallel.planner.planner import Planner as Planner
 from scalejax.parallel.planner.planner import plan as plan
 from scalejax.parallel.planner.report import Report as Report
 from scalejax.parallel.planner.statistics import Reuse as Reuse

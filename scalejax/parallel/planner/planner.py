@@ -4,16 +4,14 @@
     planned.report.render(rich.console.Console())
     EmbeddingCollection(tables=tables, mesh=mesh, plan=planned.plan)
 
-The objective is the busiest device: the seconds of a step there, by the formulas of `estimators`. `Planner` is what
-planners have in common; `AnalyticPlanner` is the one that needs no training. Equal input gives equal plans, in whatever
-order tables, statistics and constraints come.
+The objective is the busiest device: the seconds of a step there, by the formulas of `estimators`. Nothing is trained.
+Equal input gives equal plans, in whatever order tables, statistics and constraints come.
 """
 
 import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
@@ -35,21 +33,6 @@ class Planned:
 
     plan: ShardingPlan
     report: Report
-
-
-class Planner(Protocol):
-    """Anything that plans."""
-
-    def plan(
-        self,
-        tables: Sequence[TableConfig],
-        statistics: Sequence[TableStatistics],
-        topology: Topology,
-        batch_size: int,
-        constraints: Sequence[TableConstraints] = (),
-    ) -> Planned:
-        """A plan that fits, or a UserError that says what does not."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from planner_cases import machine, memory_by_hand, table
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import Adagrad, RowwiseAdagrad, Sgd
 from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
-from scalejax.parallel.planner import AnalyticPlanner, Planner, TableConstraints, estimators, evaluate, plan
+from scalejax.parallel.planner import AnalyticPlanner, TableConstraints, estimators, evaluate, plan
 from scalejax.parallel.planner.estimators import work
 
 BATCH = 256
@@ -284,8 +284,8 @@ def test_a_table_named_twice_in_a_plan_is_refused():
         evaluate(twice, tables, statistics, machine(), BATCH)
 
 
-def test_the_analytic_planner_is_a_planner():
-    planner: Planner = AnalyticPlanner()
+def test_plan_is_that_of_the_analytic_planner():
+    planner = AnalyticPlanner()
     tables, statistics = split([table("a", 10)])
     assert planner.plan(tables, statistics, machine(), BATCH).plan == plan(tables, statistics, machine(), BATCH).plan
 
