@@ -135,3 +135,14 @@ def test_the_parts_of_a_file_are_all_of_it_and_their_tests_stay():
     assert all(parts)
     for number, part in enumerate(parts):
         assert [zlib.crc32(test.encode()) % 3 for test in part] == [number] * len(part)
+
+
+def test_the_quick_tier_names_what_there_is_and_takes_less_than_three_minutes():
+    """On two idle cores, by the durations that are stored, with some for collection."""
+    texts, durations, seconds = tiers.sources(), tiers.read_durations(), 0.0
+    for name in tiers.QUICK:
+        file, _, test = name.partition("::")
+        known = durations.get(file, {})
+        assert not test or test in tiers.functions_of(texts[file]), name
+        seconds += known.get(test, (0, 0))[0] if test else sum(unmarked for unmarked, _ in known.values())
+    assert 60 < seconds < 2 * 150

@@ -39,7 +39,52 @@ FULL = "not peers and not gpu and not tpu"
 PROCESSES = "tests/multiprocess/"
 """Tests that start processes of their own run one after the other."""
 
-QUICK: tuple[str, ...] = ("tests/optim/test_optim.py",)
+QUICK: tuple[str, ...] = (
+    # Click models: Wukong, DLRM and DCNv2; tables (Neo-DLRM), plans (NeuroShard), deduplication (RecD), tiers (MTrainS).
+    "tests/models/recsys/test_wukong.py::test_forward_matches_a_literal_numpy_form",
+    "tests/models/recsys/test_dlrm.py",
+    "tests/models/recsys/test_dcnv2.py",
+    "tests/parallel/embedding/test_collection.py::test_lookup_equals_numpy",
+    "tests/parallel/embedding/test_collection.py::test_update_equals_numpy_and_is_equal_to_the_bit_on_any_mesh",
+    "tests/parallel/embedding/test_collection.py::test_update_equals_the_dense_optimizer_in_double_precision",
+    "tests/parallel/embedding/test_tiers.py",
+    "tests/parallel/planner/test_planner.py",
+    "tests/data/test_dedup.py",
+    "tests/train/test_exchange_state.py::test_a_killed_run_goes_on_to_the_same_bits",
+    # Language models: Llama 3, attention, contexts cut over devices, generation.
+    "tests/models/llm/test_llama3.py::test_logits_are_those_of_transformers",
+    "tests/models/llm/test_llama3.py::test_prefill_and_decode_equal_the_full_forward_pass",
+    "tests/kernels/test_flash_attention.py::test_small_chunks_equal_the_reference_to_float64",
+    "tests/parallel/test_context.py::test_results_and_gradients_are_those_of_dense_attention",
+    "tests/inference/test_generate.py::test_greedy_tokens_are_those_of_full_forward_passes",
+    "tests/train/test_dense.py::test_devices_and_parts_change_nothing_but_the_order_of_sums",
+    "tests/train/test_dense.py::test_a_run_in_parts_equals_one_in_one_piece_to_the_bit",
+    # Graph networks (ES-SpMM).
+    "tests/kernels/test_sampled_spmm.py::test_derivatives_agree_with_finite_differences_twice",
+    "tests/kernels/test_sampled_spmm.py::test_a_width_of_every_degree_is_exact",
+    "tests/models/graph/test_layers.py",
+    "tests/train/test_graph.py::test_eight_devices_train_as_one",
+    "tests/train/test_graph.py::test_a_run_in_two_parts_ends_at_the_same_numbers",
+    "tests/train/test_graph.py::test_mini_batches_in_two_parts_end_at_the_same_numbers",
+    # Models of users' files, phases.
+    "tests/train/test_outside.py::test_it_goes_on_to_the_same_bits_with_its_running_means",
+    "tests/train/test_phases.py::test_a_run_that_is_killed_in_any_phase_goes_on_to_the_same_bits",
+    # Number formats (BDR / MX, low precision).
+    "tests/numerics/test_quantize.py::test_codes_scales_and_values_are_those_of_the_oracle",
+    "tests/kernels/test_mx.py::test_short_scales_and_other_widths_give_the_codes_of_numerics",
+    "tests/kernels/test_block_quant.py::test_bytes_are_those_of_the_oracle",
+    "tests/inference/recommendation/test_low_precision.py::test_float_scores_are_those_of_pooling_by_hand",
+    # Distribution: FSDP, DDP, gradients of any loss.
+    "tests/parallel/test_fsdp.py::test_equals_one_device",
+    "tests/parallel/test_ddp.py::test_any_buckets_and_parts_give_the_gradients_of_one_device",
+    "tests/parallel/test_gradients.py",
+    # What all stand on.
+    "tests/optim/test_optim.py",
+    "tests/nn/test_linear.py",
+    "tests/nn/test_norm.py",
+    "tests/nn/test_layers.py",
+    "tests/test_package.py",
+)
 """Files, and single tests of those that take longer."""
 
 Durations = Mapping[str, Mapping[str, Sequence[float]]]
