@@ -40,7 +40,7 @@ PROCESSES = "tests/multiprocess/"
 """Tests that start processes of their own run one after the other."""
 
 QUICK: tuple[str, ...] = (
-    # Click models: Wukong, DLRM and DCNv2; tables (Neo-DLRM), plans (NeuroShard), deduplication (RecD), tiers (MTrainS).
+    # Click models (Wukong, DLRM, DCNv2), tables (Neo-DLRM), plans (NeuroShard), repeated rows (RecD), tiers (MTrainS).
     "tests/models/recsys/test_wukong.py::test_forward_matches_a_literal_numpy_form",
     "tests/models/recsys/test_dlrm.py",
     "tests/models/recsys/test_dcnv2.py",
