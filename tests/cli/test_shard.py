@@ -73,7 +73,8 @@ def test_training_goes_by_a_saved_plan_and_records_it(invoke, tmp_path):
     invoke("shard", recipe, "--topology", "h100:1x8", "--save", str(plan))
     done = invoke("train", recipe, "--set", f"tables.sharding={plan}", "--set", "steps=2", "--workdir", str(run))
     assert done.exit_code == 0, done.stderr
-    recorded = json.loads((run / "experiment.json").read_text())["experiment"]["fields"]["sharding"]["fields"]
+    recorded = json.loads((run / "experiment.json").read_text())["experiment"]["fields"]["tables"]
+    recorded = recorded["fields"]["sharding"]["fields"]
     names = [entry.table for entry in ShardingPlan.load(plan).tables]
     assert [entry["fields"]["table"] for entry in recorded["tables"]] == names
     plan.unlink()  # the record holds it

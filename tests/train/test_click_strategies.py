@@ -44,10 +44,7 @@ WITH = {
     "nothing": {},
     "clip": {"gradients__clip": 0.05},
     "id maps": {"tables__id_maps": MAPS},
-    "dedup": {
-        "tables__dedup": (DedupGroup(features=("shop", "hour"), rows_per_example=1.0),),
-        "tables__accumulate": "exact",
-    },
+    "dedup": {"tables__dedup": (DedupGroup(features=("shop", "hour"), rows_per_example=1.0),)},
     "ids ahead": {"tables__pipeline": "ids"},
     "stale": {"tables__pipeline": "stale"},
     "deltas": {"tables__full_every": 6},

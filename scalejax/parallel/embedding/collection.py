@@ -132,6 +132,13 @@ class EmbeddingCollection:
             )
         if self.accumulate not in ("ordered", "exact"):
             raise ValueError(f"EmbeddingCollection: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
+        double = [table.name for table in self.tables if table.dtype == "float64"]
+        if self.accumulate == "exact" and double:
+            raise UserError(
+                f"EmbeddingCollection: accumulate='exact' adds up gradients in float32 as fixed point, and table "
+                f"{double[0]!r} is of float64. Use accumulate='ordered' (--set tables.accumulate=ordered), or tables "
+                "of float32 (--set tables.dtype=float32)."
+            )
         if self.exchange.all_to_all == "ragged":
             ragged.check_platform(self.mesh)
         _ = self.stacks  # which refuse a plan that cannot be built

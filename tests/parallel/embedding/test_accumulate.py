@@ -19,6 +19,7 @@ from embedding_cases import (
 )
 
 from scalejax.data.jagged import KeyedJagged
+from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, Sgd, TableConfig
@@ -95,6 +96,11 @@ def test_ordered_sums_do_see_the_order_of_the_batch():
     assert any((one[t]["rows"] != other[t]["rows"]).any() for t in one)
     with pytest.raises(ValueError, match="accumulate must be 'ordered' or 'exact'; got 'fast'"):
         collection(tables, 1, accumulate="fast")
+    double = tuple(dataclasses.replace(table, dtype="float64") for table in tables)
+    with pytest.raises(
+        UserError, match=r"table 'shared' is of float64. Use accumulate='ordered' .*tables.dtype=float32"
+    ):
+        collection(double, 1, accumulate="exact")
 
 
 FOUR = ((8, "grid"), (2, "data_parallel"), (8, "row_wise"), (4, "table_wise"))
