@@ -32,6 +32,7 @@ STATED: dict[str, tuple[str, ...]] = {
     "tests/multiprocess/*": ("scalejax.train.loop", "scalejax.configs.*"),
     "tests/test_package.py": ("scalejax.*",),
     "tests/test_bad_input.py": ("scalejax.*",),
+    "tests/test_faults.py": ("scalejax.*",),
 }
 
 READ: dict[str, tuple[str, ...]] = {
@@ -41,6 +42,7 @@ READ: dict[str, tuple[str, ...]] = {
     "CHANGELOG.md": ("tests/test_documents.py",),
     "scalejax/data/bundled/*": ("tests/data/*", "tests/train/*", "tests/cli/*", "tests/models/*"),
     "tests/outside/*": ("tests/train/*",),
+    "tests/faults.toml": ("tests/test_faults.py",),
     "tests/full_tier.tsv": ("tests/test_tiers.py",),
     "tests/durations.json": ("tests/test_tiers.py",),
 }
@@ -84,6 +86,10 @@ def modules() -> dict[str, frozenset[str]]:
     import grimp
 
     graph = grimp.build_graph("scalejax", cache_dir=None)
+    for package in graph.find_children("scalejax.kernels"):
+        if (api := f"{package}.api") in graph.modules:  # which loads its backends by their names
+            for backend in graph.find_children(package) - {api}:
+                graph.add_import(importer=api, imported=backend)
     return {name: frozenset({name, *graph.find_downstream_modules(name)}) for name in graph.modules}
 
 

@@ -87,6 +87,15 @@ def test_eval_refuses_a_wrong_mesh_or_batch_size(invoke, example, loop, tmp_path
     assert not loop.calls
 
 
+@pytest.mark.parametrize(
+    "option", ["--split x", "--batch-size 3", "--coordinator host:1", "--processes 5", "--process-id 7"]
+)
+def test_eval_of_a_text_names_the_option_that_does_not_go_with_it(invoke, tmp_path, option):
+    refused = invoke("eval", str(tmp_path), "--text", "text", *option.split())
+    assert refused.exit_code == 2
+    assert f"{option}: goes with the data of a run" in refused.stderr
+
+
 def test_every_start_without_workdir_gets_a_folder_of_its_own(invoke, example, loop, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for _ in range(2):

@@ -8,7 +8,8 @@ import small_run
 from changes import changed
 
 from scalejax.data.dedup import expand_batch
-from scalejax.inference.recommendation import reload
+from scalejax.errors import UserError
+from scalejax.inference.recommendation import reload, search
 from scalejax.train import evaluation
 
 
@@ -49,6 +50,18 @@ def test_an_exported_run_scores_the_test_split_as_the_run_did(invoke, run, tmp_p
         found.append(model(ids, batch.dense)["probabilities"][batch.weights > 0])
     wanted = evaluation.read_predictions(folder, "test")
     assert np.abs(np.concatenate(found) - wanted.predictions).max() < 1e-6
+
+
+def test_the_search_is_given_the_budget_as_a_share(invoke, run, monkeypatch):
+    asked = []
+
+    def stopped(study, *, budget, told):
+        asked.append(budget)
+        raise UserError("that will do")
+
+    monkeypatch.setattr(search, "search", stopped)
+    one_error(invoke("precision", str(run[0]), "--recipe", run[1], "--budget", "2"), "that will do")
+    assert asked == [0.02]
 
 
 @pytest.mark.slow
@@ -101,7 +114,6 @@ def test_mistakes_are_one_message(invoke, run, tmp_path, monkeypatch, arguments,
 def test_runs_of_language_models_and_id_maps_are_refused(run, tmp_path):
 
     from scalejax import configs
-    from scalejax.errors import UserError
     from scalejax.inference.recommendation import click_model
     from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 

@@ -115,12 +115,13 @@ def test_compile_cache_belongs_to_the_user_alone(cache):
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in (cache, cache.parent)] == [0o700, 0o700]
 
 
-def test_a_cache_that_others_can_write_is_not_used(cache, capsys):
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702], ids=oct)
+def test_a_cache_that_others_can_write_is_not_used(cache, capsys, mode):
     cache.mkdir(parents=True)
-    cache.chmod(0o777)
+    cache.chmod(mode)
     environment.prepare()
     assert environment.CACHE_VARIABLE not in os.environ
-    assert "can be written by others (mode 0777)" in capsys.readouterr().err
+    assert f"can be written by others (mode {mode:04o})" in capsys.readouterr().err
 
 
 def test_a_cache_that_cannot_be_made_is_not_used(cache, capsys):

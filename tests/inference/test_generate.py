@@ -105,6 +105,12 @@ def test_samples_of_one_prompt_differ_by_their_number(tmp_path):
     assert got[0] == got[2] != got[1]
 
 
+def test_draws_go_by_the_place_in_the_text_and_not_in_a_block(tmp_path):
+    on, options = engine(tmp_path), {"max_tokens": 12, "sampling": Sampling(temperature=1.0, seed=3)}
+    one_by_one = on.generate(PROMPTS[:1], **options, progress=lambda rows: True)
+    assert one_by_one == on.generate(PROMPTS[:1], **options)
+
+
 @pytest.mark.parametrize(
     "mesh",
     [

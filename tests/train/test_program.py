@@ -80,6 +80,17 @@ def test_initial_state_is_the_same_on_every_mesh(experiment):
     jax.tree.map(np.testing.assert_array_equal, *states)
 
 
+def test_each_step_drops_out_other_activations(experiment):
+    experiment = changed(experiment, model=dataclasses.replace(experiment.model, dropout=0.5))
+    data = experiment.data.build()
+    built = binding.bind(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))
+    batch, losses = convert.to_device(next(data.train_batches(start_example=0)), built), []
+    for number in (0, 1, 0):
+        state = dataclasses.replace(built.init(), step=jax.numpy.asarray(number, jax.numpy.int32))
+        losses.append(float(built.train_step(state, batch)[1]))
+    assert losses[0] == losses[2] != losses[1]
+
+
 def test_state_is_donated_and_the_step_compiles_once(experiment):
     data = experiment.data.build()
     built = binding.bind(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))

@@ -24,11 +24,16 @@ from scalejax.models.graph import (
     of_host,
     presampled,
 )
+from scalejax.models.graph.aggregation import attend
 from scalejax.models.graph.task import cross_entropy
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
 
 NODES, FEATURES, CLASSES = 24, 6, 3
-CONFIGS = {"gcn": GcnConfig(hidden=5), "sage": GraphSageConfig(hidden=5), "gat": GatConfig(hidden=4, heads=2)}
+CONFIGS = {
+    "gcn": GcnConfig(hidden=5),
+    "sage": GraphSageConfig(hidden=5),
+    "gat": GatConfig(hidden=4, heads=2, out_heads=3),
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -219,6 +224,20 @@ def test_dropout_needs_a_key_and_follows_it() -> None:
     np.testing.assert_array_equal(first, again)
     assert (first != other).any()
     assert (first != _run(model, x, graph)).any()
+
+
+def test_devices_drop_other_weights_of_attention() -> None:
+    mesh, nodes = make_mesh(MeshShape()), np.arange(NODES)
+    loops = graphs.Adjacency.from_edges(nodes, nodes, shape=(NODES, NODES))  # equal blocks, a weight of 1 for each head
+    options: dict[str, Any] = {"slope": 0.2, "rate": 0.5, "key": jax.random.key(0)}
+
+    def run(blocks: Any) -> jax.Array:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return attend(blocks, jnp.ones((NODES, 16, 1)), *2 * [jnp.zeros((NODES, 16))], **options)
+
+    found = np.asarray(jax.jit(run)(graph_of(loops, None, mesh))).reshape(mesh.size, -1)
+    np.testing.assert_array_equal(np.unique(found), [0, 2])
+    assert len(np.unique(found, axis=0)) == mesh.size
 
 
 def test_compute_dtype_is_that_of_the_logits() -> None:

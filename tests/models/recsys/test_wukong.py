@@ -1,6 +1,7 @@
 """Wukong against a literal NumPy form, and the statements its paper makes about the architecture."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -337,6 +338,20 @@ def test_dropout_is_off_without_a_key_and_random_with_one(schema, examples):
     assert np.array_equal(call(embedded, batch["dense"]), call(embedded, batch["dense"]))
     assert not np.array_equal(a, b)
     assert np.array_equal(a, call(embedded, batch["dense"], key=jax.random.key(0)))
+
+
+def test_every_layer_drops_by_a_key_of_its_own():
+    seen = []
+
+    def layer(x, *, key):
+        seen.append(None if key is None else jax.random.key_data(key).tolist())
+        return x
+
+    stack = types.SimpleNamespace(layers=[layer, layer, layer])
+    for key in (jax.random.key(0), None):
+        wukong.Wukong.interact(stack, jnp.zeros((2, 1, 4)), key=key)
+    assert len(set(map(tuple, seen[:3]))) == 3
+    assert seen[3:] == [None] * 3
 
 
 @pytest.mark.parametrize("fm", [pytest.param("lowrank", marks=pytest.mark.slow), "attentive"])

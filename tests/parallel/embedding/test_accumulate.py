@@ -143,6 +143,8 @@ def test_small_updates_of_a_bfloat16_table_add_up():
     moved = 1 - got["stochastic"][0].mean()
     # 64 steps of 2^-12; a unit below 1 is 2^-8, so the mean of 64 columns is off by about 2^-8 / 2 / sqrt(64) x 2.
     assert abs(moved - 64 * 2.0**-12) < 4 * 2.0**-8 / 2 / 8 * 2
+    # Each step draws anew: a column moves by one unit in a sixteenth of 64 steps, not in all of them or none.
+    assert 2 * 2.0**-8 < (1 - got["stochastic"][0]).max() < 16 * 2.0**-8
     assert (got["stochastic"][1:] == 1).all()
 
 

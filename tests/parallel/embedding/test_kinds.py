@@ -17,6 +17,8 @@ from embedding_cases import (
     device_features,
     given_grads,
     numpy_lookup,
+    numpy_stack,
+    numpy_unstack,
     numpy_update,
     plan_of,
     random_logical,
@@ -25,6 +27,7 @@ from embedding_cases import (
     wide_tables,
 )
 
+from scalejax.data.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
@@ -184,6 +187,35 @@ def test_the_dense_sum_of_a_copied_table_agrees_to_rounding():
     before = random_logical(collection(tables, 1))
     same = (state["big"]["rows"] == before["big"]["rows"]).all(axis=1)
     np.testing.assert_array_equal(after["big"]["rows"][same], before["big"]["rows"][same])
+
+
+def test_features_of_fixed_lengths_on_one_table_are_summed_by_example():
+    """Which eight devices can do as one does; feature after feature they would add in another order."""
+    table = TableConfig(name="t", rows=5, dim=16, features=("a", "b"), optimizer=Sgd(learning_rate=0.1))
+    rng, found = np.random.default_rng(0), []
+    host = KeyedJagged.from_dense({"a": rng.integers(0, 5, BATCH), "b": rng.integers(0, 5, (BATCH, 3))})
+    grads = {name: rng.normal(size=(BATCH, 16)).astype(np.float32) for name in ("a", "b")}
+    for devices in (1, 8):
+        on = collection((table,), devices)
+        features = device_features(on, host, BATCH, schema=schema_of({"a": 1, "b": 3}, rows=5))
+        found.append(two_steps(on, features, grads)[1])
+    equal(*found)
+
+
+def test_a_step_that_is_not_taken_writes_no_row_of_a_copied_table():
+    tables, host = wide_tables(OPTIMIZERS["adagrad"]), batch(BATCH)
+    plan = ShardingPlan(tables=tuple(TablePlan(table=t.name, kind="data_parallel", update="psum") for t in tables))
+    on = collection(tables, 8, plan)
+    features, grads, before = device_features(on, host, BATCH), given_grads(tables, host), random_logical(on)
+
+    @jax.jit
+    def step(state, features, grads, when):
+        return on.update(state, on.lookup(state, features)[1], grads, when=when)
+
+    for taken in (False, True):
+        after = numpy_unstack(on, step(numpy_stack(on, before), features, grads, taken))
+        same = jax.tree.leaves(jax.tree.map(np.array_equal, after, before))
+        assert all(same) != taken
 
 
 def _compiled(kind, devices=8, replicas="shard", replica=2, update="gather"):

@@ -72,7 +72,7 @@ CASES = {
 }
 
 
-DEFAULT = ("copies, summed",)
+DEFAULT = ("row-wise", "copies, summed")
 """The others are for slow runs: each takes a path that another test takes too."""
 
 
