@@ -187,6 +187,7 @@ def held(built, state):
 
 
 @pytest.mark.slow
+@pytest.mark.compiled_as_users_do
 def test_lists_whose_ids_travel_a_step_ahead_change_no_bit():
     built = build(1, mesh=ALL, gradients__microbatch=8)
     host = [convert.to_device(batch, built) for batch in batches(3)]
@@ -196,6 +197,7 @@ def test_lists_whose_ids_travel_a_step_ahead_change_no_bit():
 
 
 @pytest.mark.slow
+@pytest.mark.compiled_as_users_do
 @pytest.mark.parametrize("devices", [2, 8])
 def test_ids_a_step_ahead_id_maps_and_deduplicated_lists_change_no_bit(devices):
     maps = (MappedFeatures(features=("clicks",), id_map=IdMapConfig(rows=1 + 48, ways=1)),)
