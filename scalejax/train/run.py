@@ -712,11 +712,8 @@ class Run:
         program, count = self.program, self.experiment.evaluation.statistics
         if not count:
             return state
-        means, read, cache = (
-            {path: state.variables[path] for path in program.model.statistics},
-            state,
-            self._reading(state),
-        )
+        means = {path: state.variables[path] for path in program.model.statistics}
+        read, cache = state, self._reading(state)
         first = program.task.train_batches(self.data, self.mesh, 0)
         with prefetch(first, program, purpose="scoring", cache=cache) as batches:
             for number in range(count):
