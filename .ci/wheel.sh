@@ -25,8 +25,8 @@ JAX_COMPILATION_CACHE_DIR="$root/.cache/jax" "$scratch/wheel-venv/bin/python" -m
   tests/data tests/nn tests/models tests/configs
 # What must be equal to the bit, compiled as users compile it.
 XLA_FLAGS="" JAX_COMPILATION_CACHE_DIR="$scratch/cache" "$scratch/wheel-venv/bin/python" -m pytest -q -p no:cacheprovider -n 2 \
-  tests/parallel/embedding/test_kinds.py tests/parallel/test_fsdp.py tests/train/test_dense_strategies.py
+  tests/parallel/embedding/test_kinds.py tests/parallel/test_fsdp.py tests/train/strategies/test_dense_strategies.py
 XLA_FLAGS="" JAX_COMPILATION_CACHE_DIR="$scratch/cache" "$scratch/wheel-venv/bin/python" -m pytest -q -p no:cacheprovider -n 2 -m "" \
-  tests/train/test_resume.py::test_killed_run_goes_on_to_the_same_bits \
-  tests/train/test_pipeline.py::test_the_exchange_of_ids_a_step_ahead_changes_no_bit
+  tests/train/checkpoints/test_resume.py::test_killed_run_goes_on_to_the_same_bits \
+  tests/train/batches/test_pipeline.py::test_the_exchange_of_ids_a_step_ahead_changes_no_bit
 "$scratch/wheel-venv/bin/scalejax" train wukong-smoke --workdir "$scratch/wheel-run"

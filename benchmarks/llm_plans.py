@@ -8,9 +8,10 @@ Arithmetic only: needs no TPU, no TPU compiler, and takes seconds.
 import dataclasses
 
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import mesh_search, step_model, topology
-from scalejax.plan import published_runs as runs
-from scalejax.plan.step_model import Training
+from scalejax.plan import topology
+from scalejax.plan.arithmetic import mesh_search, step_model
+from scalejax.plan.arithmetic import published_runs as runs
+from scalejax.plan.arithmetic.step_model import Training
 from scalejax.units import size
 
 COMMAND = "python benchmarks/llm_plans.py > benchmarks/results/llm_plans.md"
@@ -120,8 +121,8 @@ def main() -> None:
     notes = "\n".join(f"- {run.name}: {run.source}. {run.note}".rstrip() for run in runs.RUNS)
     print(f"""# Predicted speed of language models
 
-`scalejax.plan.step_model` against runs that MaxText published (`scalejax.plan.published_runs` says where each figure
-and each setting stands). Fitted is one number a chip, the share of the bfloat16 peak that products reach:
+`scalejax.plan.arithmetic.step_model` against runs that MaxText published (`published_runs` beside it says where each
+figure and each setting stands). Fitted is one number a chip, the share of the bfloat16 peak that products reach:
 {shares}. Everything else is arithmetic on data sheets. Nothing ran here;
 published figures as they stood on 2026-11-21.
 

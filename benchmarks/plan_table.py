@@ -3,8 +3,9 @@
     scalejax plan llama-pretrain-8b --topology v6e:16x16 --json 8b.json
     python benchmarks/plan_table.py llama-pretrain-8b=8b.json [RECIPE[,PATH=VALUE...]=FILE ...]
 
-Each column is one plan: what the compiler made of the step, and the arithmetic of `scalejax.plan.step_model` beside it.
-Overrides that the plan was made with come after the recipe, with commas between them.
+Each column is one plan: what the compiler made of the step, and the arithmetic of
+`scalejax.plan.arithmetic.step_model` beside it. Overrides that the plan was made with come after the recipe, with
+commas between them.
 """
 
 import json
@@ -14,8 +15,9 @@ from typing import Any
 
 from scalejax import configs
 from scalejax.parallel import mesh as meshes
-from scalejax.plan import decoders, published_runs, step_model, topology
-from scalejax.plan.step_model import StepEstimate
+from scalejax.plan import topology
+from scalejax.plan.arithmetic import decoders, published_runs, step_model
+from scalejax.plan.arithmetic.step_model import StepEstimate
 from scalejax.units import duration, size
 
 

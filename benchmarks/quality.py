@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from scalejax import configs
-from scalejax.train import bootstrap, evaluation, exact, loop
+from scalejax.train import loop
+from scalejax.train.metrics import bootstrap, evaluation, exact
 
 METRICS = ("auc", "logloss", "ne")
 

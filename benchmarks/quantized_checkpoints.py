@@ -32,10 +32,11 @@ import typer.testing
 from scalejax import configs
 from scalejax.bench import machine
 from scalejax.cli.app import app
-from scalejax.data import text_sources
+from scalejax.data.text import sources
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, scoring
+from scalejax.train import binding
+from scalejax.train.metrics import scoring
 from scalejax.train.run import Run
 
 HELD_OUT = 20  # one file in so many
@@ -86,8 +87,8 @@ def write_texts(folder: pathlib.Path) -> None:
     """training/, held_out.txt and, last of all, calibration.txt."""
     (folder / "training").mkdir(exist_ok=True)
     held, calibration = [], []
-    for number, file in enumerate(text_sources.find_texts(None, text_sources.SUFFIXES)):
-        text = "".join(block.text for block in text_sources.read_documents(file, "text"))
+    for number, file in enumerate(sources.find_texts(None, sources.SUFFIXES)):
+        text = "".join(block.text for block in sources.read_documents(file, "text"))
         if number % HELD_OUT == 0:
             held.append(text[:PIECE])
             continue

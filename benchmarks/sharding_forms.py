@@ -23,7 +23,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.plan import explain_sharding, run, topology
-from scalejax.plan.collectives import total
+from scalejax.plan.compiled.collectives import total
 
 LAYERS, DIM, HIDDEN, LENGTH = 4, 512, 2048, 128
 STRATEGIES = (

@@ -1,6 +1,7 @@
-"""Prints what the complete product of strategies gave, as Markdown for benchmarks/results.
+r"""Prints what the complete product of strategies gave, as Markdown for benchmarks/results.
 
-    pytest tests/parallel/test_fsdp.py tests/train/test_dense_strategies.py -m "slow or not slow" --junitxml out.xml
+    pytest tests/parallel/test_fsdp.py tests/train/strategies/test_dense_strategies.py \
+        -m "slow or not slow" --junitxml out.xml
     python benchmarks/strategy_table.py out.xml > benchmarks/results/strategy_product.md
 
 Run it in the checkout and on the machine of the tests: commit and device are read here, the date from the file.
@@ -16,9 +17,8 @@ from product_table import outcome
 
 from scalejax.bench import machine
 
-COMMAND = (
-    'pytest tests/parallel/test_fsdp.py tests/train/test_dense_strategies.py -m "slow or not slow" --junitxml out.xml'
-)
+FILES = "tests/parallel/test_fsdp.py tests/train/strategies/test_dense_strategies.py"
+COMMAND = f'pytest {FILES} -m "slow or not slow" --junitxml out.xml'
 # Function -> heading, and where its identifiers name the row and the column.
 PRODUCTS = {
     "test_every_combination_equals_one_device": (

@@ -29,7 +29,7 @@ import numpy as np
 from scalejax import optim
 from scalejax.bench import machine
 from scalejax.configs.llm import llama
-from scalejax.data.text import TextData, TextSplit
+from scalejax.data.text.files import TextData, TextSplit
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan import explain_sharding

@@ -16,7 +16,8 @@ from scalejax.parallel import fsdp
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import explain_sharding, stablehlo
+from scalejax.plan import explain_sharding
+from scalejax.plan.compiled import stablehlo
 
 
 def collectives(bucket_bytes, accumulate, parts):

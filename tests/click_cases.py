@@ -8,8 +8,8 @@ import numpy as np
 from flax import nnx
 
 from scalejax.data.batch import Batch
-from scalejax.data.jagged import KeyedJagged
-from scalejax.data.schema import Categorical, Schema
+from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.inference.recommendation import click_model
 from scalejax.models.recsys import dcnv2, dlrm, logistic, wukong
 

@@ -152,7 +152,9 @@ def _pictures_where_tests_read_them(request):
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scalejax.train.figures._svg", lambda figure: '<svg xmlns="http://www.w3.org/2000/svg"></svg>')
+        patch.setattr(
+            "scalejax.train.reports.figures._svg", lambda figure: '<svg xmlns="http://www.w3.org/2000/svg"></svg>'
+        )
         yield
 
 

@@ -5,10 +5,9 @@ import dataclasses
 import jax
 import numpy as np
 
-from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
-from scalejax.data.schema import Categorical, Schema
+from scalejax.data.tables.jagged import KeyedJagged as HostKeyedJagged
+from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
-from scalejax.parallel.embedding import jagged
 from scalejax.parallel.embedding.config import (
     Adagrad,
     Adam,
@@ -20,7 +19,8 @@ from scalejax.parallel.embedding.config import (
     Sgd,
     TableConfig,
 )
-from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.ids import jagged
+from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
 
 SHARED_ROWS, BIG_ROWS, TINY_ROWS = 13, 1030, 3
 """None divides by 8; one has fewer rows than devices, one more than a granule of the stored form."""

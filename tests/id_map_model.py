@@ -1,10 +1,10 @@
-"""The policy of `parallel.embedding.id_map` in plain Python, one id after another."""
+"""The policy of `parallel.embedding.ids.id_map` in plain Python, one id after another."""
 
 import dataclasses
 
 import numpy as np
 
-from scalejax.parallel.embedding.id_map import COUNTS, IdMapConfig
+from scalejax.parallel.embedding.ids.id_map import COUNTS, IdMapConfig
 
 MOST = 2**32 - 1
 

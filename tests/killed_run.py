@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from scalejax.train import loop
+from scalejax.train.batches.pipeline import Pipeline
 from scalejax.train.experiment import Experiment
-from scalejax.train.pipeline import Pipeline
 
 
 class _Killed(BaseException):

@@ -9,7 +9,7 @@ import numpy as np
 from changes import changed
 
 from scalejax import optim
-from scalejax.data.text import TextData, TextSplit
+from scalejax.data.text.files import TextData, TextSplit
 from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.rules import LLM

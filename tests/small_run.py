@@ -14,7 +14,7 @@ from scalejax.configs.recsys import wukong
 from scalejax.data import Categorical, ParquetData
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import binding
-from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
 from scalejax.train.run import Run
 

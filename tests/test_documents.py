@@ -51,8 +51,8 @@ STATED = {
 }
 COMMANDS = {
     r"python (benchmarks/\w+\.py)": "{}",
-    r"scalejax bench (\w+)": "scalejax/bench/{}.py",
-    r"scalejax (convert|plan|quantize|shard|train|eval|export|precision)\b": "scalejax/cli/{}.py",
+    r"scalejax bench (\w+)": "scalejax/bench/cases/{}.py",
+    r"scalejax (convert|plan|quantize|shard|train|eval|export|precision)\b": "scalejax/cli/commands/{}.py",
     r"pytest [^`\n]*?(tests/[\w/]+(?:\.py)?)": "{}",
 }
 """Pattern of a command -> the file that is run."""

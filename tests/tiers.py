@@ -47,10 +47,10 @@ QUICK: tuple[str, ...] = (
     "tests/parallel/embedding/test_collection.py::test_lookup_equals_numpy",
     "tests/parallel/embedding/test_collection.py::test_update_equals_numpy_and_is_equal_to_the_bit_on_any_mesh",
     "tests/parallel/embedding/test_collection.py::test_update_equals_the_dense_optimizer_in_double_precision",
-    "tests/parallel/embedding/test_tiers.py",
+    "tests/parallel/embedding/stored/test_tiers.py",
     "tests/parallel/planner/test_planner.py",
-    "tests/data/test_dedup.py",
-    "tests/train/test_exchange_state.py::test_a_killed_run_goes_on_to_the_same_bits",
+    "tests/data/sessions/test_dedup.py",
+    "tests/train/strategies/test_exchange_state.py::test_a_killed_run_goes_on_to_the_same_bits",
     # Language models: Llama 3, attention, contexts cut over devices, generation.
     "tests/models/llm/test_llama3.py::test_logits_are_those_of_transformers",
     "tests/models/llm/test_llama3.py::test_prefill_and_decode_equal_the_full_forward_pass",
@@ -77,7 +77,7 @@ QUICK: tuple[str, ...] = (
     # Distribution: FSDP, DDP, gradients of any loss.
     "tests/parallel/test_fsdp.py::test_equals_one_device",
     "tests/parallel/test_ddp.py::test_any_buckets_and_parts_give_the_gradients_of_one_device",
-    "tests/parallel/test_gradients.py",
+    "tests/parallel/gradients/test_compute.py",
     # What all stand on.
     "tests/optim/test_optim.py",
     "tests/nn/test_linear.py",

@@ -1,6 +1,6 @@
 """`scalejax bench`: how fast a piece of scalejax is, beside the same work in another library, measured in one run.
 
-Each benchmark is a module of this package with three names: `CASES`, `PEERS` and `prepare(case, against, data)`, which
+Each benchmark is a module of `bench.cases` with three names: `CASES`, `PEERS` and `prepare(case, against, data)`, which
 builds a `harness.Contest`. The harness knows contests and nothing else. A fourth name, `EFFORT`, says how long to
 measure where the default does not suit.
 """
@@ -122,7 +122,7 @@ def run(
 
 
 def _benchmark(name: str) -> Any:
-    return importlib.import_module(f"scalejax.bench.{_one_of(name, _NAMES, 'benchmark')}")
+    return importlib.import_module(f"scalejax.bench.cases.{_one_of(name, _NAMES, 'benchmark')}")
 
 
 def _one_of(value: str, allowed: Sequence[str], what: str) -> str:

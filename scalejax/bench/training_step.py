@@ -16,12 +16,13 @@ from scalejax import optim
 from scalejax.bench import machine, peers
 from scalejax.bench.harness import Contest, OutputsDiffer
 from scalejax.data.batch import Batch
-from scalejax.data.schema import Schema
+from scalejax.data.tables.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.train import binding, convert
+from scalejax.train import binding
+from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment, Gradients, Tables
 from scalejax.train.protocols import ModelConfig
 from scalejax.train.step import Program

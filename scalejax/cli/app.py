@@ -7,7 +7,7 @@ import typer
 import typer.core
 
 import scalejax
-from scalejax.cli import (
+from scalejax.cli.commands import (
     bench,
     convert,
     doctor,

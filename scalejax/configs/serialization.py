@@ -117,7 +117,7 @@ def _build(recipe: str, sets: Sequence[str], recorded: Any, where: pathlib.Path 
     parts = [[part.strip() for part in text.partition("=")] for text in sets]
     if not any(path == _PLAN and value.endswith(".json") for path, _, value in parts):
         return configs.load(recipe, sets)
-    from scalejax.parallel.embedding.plan import ShardingPlan
+    from scalejax.parallel.embedding.plan.placement import ShardingPlan
 
     others = [text for text, (path, *_) in zip(sets, parts, strict=True) if not f"{path}.".startswith(f"{_PLAN}.")]
     tables: Any = _plain(recorded.get("fields", {}).get("tables"))
@@ -132,7 +132,7 @@ def _completed(recorded: Json, value: object) -> Json:
     if isinstance(value, tuple) and isinstance(recorded, list):
         return [_completed(one, item) for one, item in zip(recorded, value, strict=False)] + recorded[len(value) :]
     data = _as_data(value) if dataclasses.is_dataclass(value) else None
-    if not isinstance(data, dict) or not isinstance(recorded, dict) or recorded["type"] != data["type"]:
+    if not isinstance(data, dict) or not isinstance(recorded, dict) or not _one_type(recorded, data):
         return recorded
     fields: Any = recorded["fields"]
     fields = {name: _completed(one, getattr(value, name, None)) for name, one in fields.items()}
@@ -179,7 +179,7 @@ def _as_data(value: object) -> Json:
 
 
 def _diff(a: Json, b: Json, path: str) -> Iterator[str]:
-    if isinstance(a, dict) and isinstance(b, dict) and a.get("type") == b.get("type"):
+    if isinstance(a, dict) and isinstance(b, dict) and _one_type(a, b):
         fields_a, fields_b = a["fields"], b["fields"]
         assert isinstance(fields_a, dict)
         assert isinstance(fields_b, dict)
@@ -194,6 +194,13 @@ def _diff(a: Json, b: Json, path: str) -> Iterator[str]:
             yield from _diff(x, y, f"{path}.{i}")
     elif type(a) is not type(b) or a != b or (isinstance(a, float) and repr(a) != repr(b)):  # -0.0 is not 0.0
         yield f"{path}: {_short(a)} -> {_short(b)}"
+
+
+def _one_type(a: Mapping[str, Json], b: Mapping[str, Json]) -> bool:
+    """Whether two records are of one class: modules of scalejax move between versions, the names of classes stay."""
+    names = [str(one.get("type")) for one in (a, b)]
+    own = all(name.startswith("scalejax.") for name in names)
+    return names[0] == names[1] or (own and names[0].rpartition(".")[2] == names[1].rpartition(".")[2])
 
 
 def _show(fields: dict[str, Json], name: str) -> str:

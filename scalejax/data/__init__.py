@@ -8,75 +8,75 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scalejax.data.arrow import ArrowData as ArrowData
-    from scalejax.data.avazu import AvazuData as AvazuData
     from scalejax.data.batch import Batch as Batch
-    from scalejax.data.coding import Counted as Counted
-    from scalejax.data.coding import Hashed as Hashed
-    from scalejax.data.criteo import CriteoData as CriteoData
-    from scalejax.data.criteo_multi_hot import CriteoMultiHotData as CriteoMultiHotData
-    from scalejax.data.criteo_terabyte import CriteoTerabyteData as CriteoTerabyteData
+    from scalejax.data.click_logs.avazu import AvazuData as AvazuData
+    from scalejax.data.click_logs.criteo import CriteoData as CriteoData
+    from scalejax.data.click_logs.criteo_multi_hot import CriteoMultiHotData as CriteoMultiHotData
+    from scalejax.data.click_logs.criteo_terabyte import CriteoTerabyteData as CriteoTerabyteData
+    from scalejax.data.click_logs.flights import FlightsData as FlightsData
+    from scalejax.data.click_logs.movielens import MovielensData as MovielensData
     from scalejax.data.dataset import BatchedDataSet as BatchedDataSet
-    from scalejax.data.dedup import DedupKeyedJagged as DedupKeyedJagged
-    from scalejax.data.dedup import Deduplicate as Deduplicate
-    from scalejax.data.flights import FlightsData as FlightsData
-    from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
-    from scalejax.data.jagged import KeyedJagged as KeyedJagged
     from scalejax.data.memory import from_columns as from_columns
-    from scalejax.data.mixture import MixtureData as MixtureData
-    from scalejax.data.movielens import MovielensData as MovielensData
-    from scalejax.data.parquet import ParquetData as ParquetData
-    from scalejax.data.schema import Categorical as Categorical
-    from scalejax.data.schema import Schema as Schema
-    from scalejax.data.session_data import SessionData as SessionData
-    from scalejax.data.sessions import SessionLog as SessionLog
+    from scalejax.data.sessions.dataset import SessionData as SessionData
+    from scalejax.data.sessions.dedup import DedupKeyedJagged as DedupKeyedJagged
+    from scalejax.data.sessions.dedup import Deduplicate as Deduplicate
+    from scalejax.data.sessions.generate import SessionLog as SessionLog
     from scalejax.data.splits import ByPosition as ByPosition
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
-    from scalejax.data.staged import StagedData as StagedData
-    from scalejax.data.stages import Stage as Stage
-    from scalejax.data.text import TextData as TextData
-    from scalejax.data.text import TextSplit as TextSplit
-    from scalejax.data.token_dataset import TokenDataSet as TokenDataSet
-    from scalejax.data.tokenizer import ByteTokenizer as ByteTokenizer
-    from scalejax.data.tokenizer import CharacterTokenizer as CharacterTokenizer
-    from scalejax.data.tokens import TokenBatch as TokenBatch
-    from scalejax.data.tokens import TokenSchema as TokenSchema
+    from scalejax.data.tables.arrow import ArrowData as ArrowData
+    from scalejax.data.tables.coding import Counted as Counted
+    from scalejax.data.tables.coding import Hashed as Hashed
+    from scalejax.data.tables.jagged import KeyedJagged as KeyedJagged
+    from scalejax.data.tables.parquet import ParquetData as ParquetData
+    from scalejax.data.tables.schema import Categorical as Categorical
+    from scalejax.data.tables.schema import Schema as Schema
+    from scalejax.data.text.dataset import TokenDataSet as TokenDataSet
+    from scalejax.data.text.files import TextData as TextData
+    from scalejax.data.text.files import TextSplit as TextSplit
+    from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
+    from scalejax.data.text.mixture import MixtureData as MixtureData
+    from scalejax.data.text.staged import StagedData as StagedData
+    from scalejax.data.text.stages import Stage as Stage
+    from scalejax.data.text.tokenizer import ByteTokenizer as ByteTokenizer
+    from scalejax.data.text.tokenizer import CharacterTokenizer as CharacterTokenizer
+    from scalejax.data.text.tokens import TokenBatch as TokenBatch
+    from scalejax.data.text.tokens import TokenSchema as TokenSchema
 
 _HOMES = {
-    "ArrowData": "arrow",
-    "AvazuData": "avazu",
+    "ArrowData": "tables.arrow",
+    "AvazuData": "click_logs.avazu",
     "Batch": "batch",
     "BatchedDataSet": "dataset",
     "ByPosition": "splits",
     "ByTime": "splits",
-    "ByteTokenizer": "tokenizer",
-    "Categorical": "schema",
-    "CharacterTokenizer": "tokenizer",
-    "Counted": "coding",
-    "CriteoData": "criteo",
-    "CriteoMultiHotData": "criteo_multi_hot",
-    "CriteoTerabyteData": "criteo_terabyte",
-    "DedupKeyedJagged": "dedup",
-    "Deduplicate": "dedup",
-    "FlightsData": "flights",
+    "ByteTokenizer": "text.tokenizer",
+    "Categorical": "tables.schema",
+    "CharacterTokenizer": "text.tokenizer",
+    "Counted": "tables.coding",
+    "CriteoData": "click_logs.criteo",
+    "CriteoMultiHotData": "click_logs.criteo_multi_hot",
+    "CriteoTerabyteData": "click_logs.criteo_terabyte",
+    "DedupKeyedJagged": "sessions.dedup",
+    "Deduplicate": "sessions.dedup",
+    "FlightsData": "click_logs.flights",
     "Fractions": "splits",
-    "Hashed": "coding",
-    "HuggingFaceTokenizer": "huggingface_tokenizer",
-    "KeyedJagged": "jagged",
-    "MixtureData": "mixture",
-    "MovielensData": "movielens",
-    "ParquetData": "parquet",
-    "Schema": "schema",
-    "SessionData": "session_data",
-    "SessionLog": "sessions",
-    "Stage": "stages",
-    "StagedData": "staged",
-    "TextData": "text",
-    "TextSplit": "text",
-    "TokenBatch": "tokens",
-    "TokenDataSet": "token_dataset",
-    "TokenSchema": "tokens",
+    "Hashed": "tables.coding",
+    "HuggingFaceTokenizer": "text.huggingface_tokenizer",
+    "KeyedJagged": "tables.jagged",
+    "MixtureData": "text.mixture",
+    "MovielensData": "click_logs.movielens",
+    "ParquetData": "tables.parquet",
+    "Schema": "tables.schema",
+    "SessionData": "sessions.dataset",
+    "SessionLog": "sessions.generate",
+    "Stage": "text.stages",
+    "StagedData": "text.staged",
+    "TextData": "text.files",
+    "TextSplit": "text.files",
+    "TokenBatch": "text.tokens",
+    "TokenDataSet": "text.dataset",
+    "TokenSchema": "text.tokens",
     "from_columns": "memory",
 }
 

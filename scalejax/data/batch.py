@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from scalejax.data.jagged import KeyedJagged
+from scalejax.data.tables.jagged import KeyedJagged
 
 
 @dataclasses.dataclass(frozen=True)

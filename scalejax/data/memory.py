@@ -7,7 +7,9 @@ from typing import Literal
 import numpy as np
 
 from scalejax.data.dataset import BatchedDataSet, TableExamples, day_ranges
-from scalejax.data.encode import (
+from scalejax.data.sessions.runs import Runs, check_divides, check_whole
+from scalejax.data.splits import EIGHTY_TEN_TEN, ByPosition, ByTime, Fractions, Split
+from scalejax.data.tables.encode import (
     Columns,
     NanPolicy,
     Scaling,
@@ -17,10 +19,8 @@ from scalejax.data.encode import (
     fit_numbers,
     missing_column,
 )
-from scalejax.data.records import Ragged, RecordLayout, Rows
-from scalejax.data.runs import Runs, check_divides, check_whole
-from scalejax.data.schema import Schema
-from scalejax.data.splits import EIGHTY_TEN_TEN, ByPosition, ByTime, Fractions, Split
+from scalejax.data.tables.records import Ragged, RecordLayout, Rows
+from scalejax.data.tables.schema import Schema
 from scalejax.errors import UserError
 
 Order = Literal["shuffled", "time"]

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scalejax.data import avazu, criteo_multi_hot
-from scalejax.data.criteo import HASHES, INTEGERS, LABEL
-from scalejax.data.parquet_writing import writing
+from scalejax.data.click_logs import avazu, criteo_multi_hot
+from scalejax.data.click_logs.criteo import HASHES, INTEGERS, LABEL
 from scalejax.data.permutation import key_of, mix
+from scalejax.data.tables.parquet_writing import writing
 
 _EFFECTS = 4
 _MISSING = 0.1

@@ -38,7 +38,7 @@ from scalejax.numerics.rules import QuantizationRule, assign
 from scalejax.numerics.weights import weights_of
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.activations import ACTIVATIONS
-from scalejax.parallel.formatted import FormattedGather
+from scalejax.parallel.compression.formatted import FormattedGather
 from scalejax.parallel.rules import LLM, Rules
 from scalejax.train.state import ModelShape, Params
 

@@ -9,19 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
-from scalejax.data.mixture import MixtureData
-from scalejax.data.staged import StagedData
-from scalejax.data.text import TextData
-from scalejax.data.tokenizer import Bytes, Characters, Tokenizer
+from scalejax.data.text.files import TextData
+from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
+from scalejax.data.text.mixture import MixtureData
+from scalejax.data.text.staged import StagedData
+from scalejax.data.text.tokenizer import Bytes, Characters, Tokenizer
 from scalejax.errors import UserError
 from scalejax.models.llm import architecture, mapping
 from scalejax.models.llm.architecture import LanguageConfig
 from scalejax.models.llm.mapping import Index
 from scalejax.models.llm.model_folder import COPIED, LanguageModel
 from scalejax.models.llm.special_tokens import SpecialTokens
-from scalejax.train import phases, trained
-from scalejax.train.array_store import AnyArray
+from scalejax.train import phases
+from scalejax.train.checkpoints import trained
+from scalejax.train.checkpoints.array_store import AnyArray
 from scalejax.train.experiment import Experiment
 
 _UNDER_RULES = (

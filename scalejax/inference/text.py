@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from scalejax.data.tokenizer import TextStream, Tokenizer, check_vocabulary
+from scalejax.data.text.tokenizer import TextStream, Tokenizer, check_vocabulary
 from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.inference.generate import Continuation, Ended, Engine

@@ -4,8 +4,8 @@ import pathlib
 
 import numpy as np
 
-from scalejax.data import text_sources
-from scalejax.data.tokenizer import check_vocabulary
+from scalejax.data.text import sources
+from scalejax.data.text.tokenizer import check_vocabulary
 from scalejax.errors import UserError
 from scalejax.models.llm.model_folder import LanguageModel
 
@@ -18,7 +18,7 @@ def read_rows(model: LanguageModel, text: pathlib.Path | None, tokens: int) -> n
 
     Args:
       model: Whose tokenizer reads it; each row begins as its texts begin.
-      text: A file or folder, as of `data.text_sources`; None = the sources of Python's standard library.
+      text: A file or folder, as of `data.text.sources`; None = the sources of Python's standard library.
       tokens: How many, at most; what is left of a row is dropped.
 
     Raises:
@@ -39,8 +39,8 @@ def read_rows(model: LanguageModel, text: pathlib.Path | None, tokens: int) -> n
     begin = [tokenizer.bos] if model.begins == "bos" and tokenizer.bos is not None else []
     found: list[np.ndarray] = []
     count = 0
-    files = text_sources.find_texts(None if text is None else str(text), text_sources.SUFFIXES)
-    for block in (block for file in files for block in text_sources.read_documents(file, "text")):
+    files = sources.find_texts(None if text is None else str(text), sources.SUFFIXES)
+    for block in (block for file in files for block in sources.read_documents(file, "text")):
         ids = tokenizer.encode(block.text)
         found.append(np.asarray(ids, np.int32))
         count += len(ids)

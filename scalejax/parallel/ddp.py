@@ -1,4 +1,4 @@
-"""Data parallelism with gradient buckets (Li et al. 2020, arXiv 2006.15704), as an exchange of `parallel.blocks`.
+"""Data parallelism with gradient buckets (Li et al. 2020, arXiv 2006.15704), as a `blocks.Exchange`.
 
 Every device holds all parameters. Gradients are laid end to end into buckets, and each bucket is summed over devices by
 one all-reduce: few large messages instead of many small ones, and several instead of one, so that the first can travel
@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel.blocks import (
+from scalejax.parallel.gradients.blocks import (
     Accumulate,
     Arrays,
     DTypeName,

@@ -10,7 +10,7 @@ What is sharded is the master parameter, its gradient and its optimizer state. E
 dimensions, so that names, shapes, norms and optimizers stay those of one device; nothing is flattened. A unit of the
 paper is one layer of a scanned body, or what a model fetches at once outside of it.
 
-Two forms, see `Fsdp.form`: the compiler places the collectives, or `parallel.blocks` does.
+Two forms, see `Fsdp.form`: the compiler places the collectives, or `parallel.gradients.blocks` does.
 """
 
 import dataclasses
@@ -25,14 +25,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel import blocks, encoded
-from scalejax.parallel.blocks import Accumulate, Arrays, DTypeName, Gather
+from scalejax.parallel.compression import encoded
+from scalejax.parallel.compression.wire_formats import WireFormat, check_formats
 from scalejax.parallel.ddp import Ddp
-from scalejax.parallel.gradients import Given, Keys, Loss
-from scalejax.parallel.gradients import gradients as every_gradient
+from scalejax.parallel.gradients import blocks
+from scalejax.parallel.gradients.blocks import Accumulate, Arrays, DTypeName, Gather
+from scalejax.parallel.gradients.compute import Given, Keys, Loss
+from scalejax.parallel.gradients.compute import gradients as every_gradient
 from scalejax.parallel.mesh import BATCH_AXES
 from scalejax.parallel.rules import LogicalAxes, ParameterPlacement, Rules
-from scalejax.parallel.wire_formats import WireFormat, check_formats
 
 Sharding = Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
@@ -65,7 +66,7 @@ class Fsdp:
       reduce_dtype: Dtype in which gradients are summed over devices (explicit form); None = param_dtype, or that of the
         master parameters with accumulate="local", which adds up in it.
       gather_format: Block format in which parameters are gathered (explicit form); None = param_dtype. The model sees
-        them as the format does, in param_dtype; master parameters stay as they are. See `parallel.encoded`.
+        them as the format does, in param_dtype; master parameters stay as they are. See `parallel.compression.encoded`.
       reduce_format: Block format in which gradients travel to the device that adds them up, in float32 (explicit form);
         None = reduce_dtype. What is whole on every device, and sums over copies of a shard, stay in their dtype.
       output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
@@ -231,7 +232,7 @@ def gradients(
 ) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
     """Gradients of a loss of parameters alone under a strategy; to be called under jit.
 
-    `parallel.gradients` is the whole of it: inputs, frozen parameters, variables, exchanges with memory.
+    `parallel.gradients.compute` is the whole of it: inputs, frozen parameters, variables, exchanges with memory.
 
     Args:
       loss: (params, batch, key, gather) -> (sum, weight, sums). `params` are {path: array, or a `Bundle` in its place};
@@ -240,7 +241,7 @@ def gradients(
       mesh: The devices.
       specs: Path -> sharding of the master parameter, see `place`.
       parts: Passes over equal cuts of the batch, their gradients added up.
-      handled: See `parallel.gradients.gradients`.
+      handled: See `parallel.gradients.compute.gradients`.
 
     Returns:
       A function (params, batch, key=None, scale=1.0) -> (sum, weight, sums, gradients). params are {path: array} in the

@@ -9,15 +9,15 @@
 Importing this package needs no TPU compiler; `plan` does.
 """
 
-from scalejax.plan.collectives import Collective as Collective
-from scalejax.plan.collectives import collectives_table as collectives_table
-from scalejax.plan.collectives import explain_sharding as explain_sharding
-from scalejax.plan.estimate import check_fits as check_fits
-from scalejax.plan.mesh_search import SearchResult as SearchResult
-from scalejax.plan.mesh_search import search as search
+from scalejax.plan.arithmetic.estimate import check_fits as check_fits
+from scalejax.plan.arithmetic.mesh_search import SearchResult as SearchResult
+from scalejax.plan.arithmetic.mesh_search import search as search
+from scalejax.plan.compiled.collectives import Collective as Collective
+from scalejax.plan.compiled.collectives import collectives_table as collectives_table
+from scalejax.plan.compiled.collectives import explain_sharding as explain_sharding
+from scalejax.plan.compiled.stablehlo import stated_collectives as stated_collectives
 from scalejax.plan.run import PlanResult as PlanResult
 from scalejax.plan.run import StepProgram as StepProgram
 from scalejax.plan.run import plan as plan
 from scalejax.plan.run import plan_program as plan_program
-from scalejax.plan.stablehlo import stated_collectives as stated_collectives
 from scalejax.plan.topology import Topology as Topology

@@ -11,7 +11,7 @@ from scalejax.units import duration, size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from scalejax.plan.mesh_search import Candidate, SearchResult
+    from scalejax.plan.arithmetic.mesh_search import Candidate, SearchResult
     from scalejax.plan.run import PlanResult
 
 _BAR = 30
@@ -62,7 +62,7 @@ def render_search(result: "SearchResult", console: "Console") -> None:
 
 
 def _stated(candidate: "Candidate") -> str:
-    from scalejax.plan.mesh_search import stated
+    from scalejax.plan.arithmetic.mesh_search import stated
 
     return f"{stated(candidate.mesh)}, remat {candidate.remat}"
 
@@ -95,7 +95,7 @@ def _others(others: "Sequence[Candidate]") -> Table:
 
 
 def _dropped(result: "SearchResult") -> Table:
-    from scalejax.plan.mesh_search import stated
+    from scalejax.plan.arithmetic.mesh_search import stated
 
     table = Table(title=f"Dropped by arithmetic: {len(result.dropped)}", title_justify="left")
     for name in ("mesh", "rematerialisation", "why"):

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 from scalejax.numerics import flops
-from scalejax.plan import collectives, hlo, memory, roofline, topology, traffic
-from scalejax.plan.collectives import Collective
-from scalejax.plan.memory import MemoryPlan
-from scalejax.plan.roofline import Roofline
+from scalejax.plan import topology
+from scalejax.plan.compiled import collectives, hlo, memory, roofline, traffic
+from scalejax.plan.compiled.collectives import Collective
+from scalejax.plan.compiled.memory import MemoryPlan
+from scalejax.plan.compiled.roofline import Roofline
 from scalejax.plan.topology import Topology
 from scalejax.units import size
 
@@ -138,7 +139,7 @@ def plan_on(experiment: "Experiment", machine: Topology, mesh: "MeshShape | None
     Raises:
       UserError: as `plan`.
     """
-    from scalejax.parallel.embedding.memory import describe_largest
+    from scalejax.parallel.embedding.plan.memory import describe_largest
     from scalejax.train import binding
 
     device_mesh, warnings = topology.make_mesh(machine, mesh)

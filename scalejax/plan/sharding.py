@@ -13,12 +13,12 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from scalejax import chips
-from scalejax.data.dedup import expand_batch
-from scalejax.data.schema import Schema
+from scalejax.data.sessions.dedup import expand_batch
+from scalejax.data.tables.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import planner
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.tiers import cached
+from scalejax.parallel.embedding.stored.tiers import cached
 from scalejax.parallel.planner import Constants, Planned, Report, TableConstraints, TableStatistics, Zipf
 from scalejax.plan import planner_machines
 from scalejax.units import duration, size

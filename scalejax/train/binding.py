@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from scalejax.data.schema import Schema
+from scalejax.data.tables.schema import Schema
 from scalejax.errors import UserError
 from scalejax.numerics import rules
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel import pipeline
-from scalejax.parallel.blocks import axes_of
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.tiers import cached, cached_schema
+from scalejax.parallel.embedding.stored.tiers import cached, cached_schema
+from scalejax.parallel.gradients.blocks import axes_of
 from scalejax.train.experiment import Experiment, Tables
 from scalejax.train.metrics.protocol import Metric, Value, names_of
 from scalejax.train.precision import check_precision, init_model

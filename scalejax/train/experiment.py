@@ -14,18 +14,18 @@ from scalejax.errors import UserError
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import xla_flags
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
-from scalejax.parallel.embedding.jagged import DedupGroup
-from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
-from scalejax.parallel.embedding.tiers import Tier
+from scalejax.parallel.embedding.ids.jagged import DedupGroup
+from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan
+from scalejax.parallel.embedding.stored.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp, Strategy
-from scalejax.parallel.gradient_scaling import LossScaling
+from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.offload import Offload
 from scalejax.parallel.rules import REPLICATED, Rules
 from scalejax.train.protocols import DataConfig, ModelConfig
 
 if TYPE_CHECKING:
-    from scalejax.train.trained import Trained
+    from scalejax.train.checkpoints.trained import Trained
 
 ComputeDtype = Literal["platform", "float32", "bfloat16", "float16", "float64"]
 

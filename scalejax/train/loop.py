@@ -21,17 +21,18 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import console as consoles
-from scalejax.train import distributed, phases, report, run_folder
-from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.events import EventWriter
+from scalejax.train import distributed, phases, run_folder
+from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics.protocol import Described, Metric
 from scalejax.train.protocols import DataSet
-from scalejax.train.records import Records
+from scalejax.train.reports import console as consoles
+from scalejax.train.reports import report
+from scalejax.train.reports.events import EventWriter
+from scalejax.train.reports.records import Records
+from scalejax.train.reports.timing import StepTimer
 from scalejax.train.run import HostState, Run
 from scalejax.train.run_folder import Resume, RunFolder
-from scalejax.train.timing import StepTimer
 
 
 def train(

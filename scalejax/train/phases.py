@@ -11,7 +11,7 @@ from typing import Any
 
 from scalejax.errors import UserError
 from scalejax.train import distributed
-from scalejax.train.checkpoint import listed
+from scalejax.train.checkpoints.checkpoint import listed
 from scalejax.train.experiment import Experiment, Phase, Surgery
 
 _OPTIMIZED = ("optimizer", "trainable", "gradients.loss_scaling")

@@ -18,30 +18,33 @@ from rich.console import Console
 from scalejax import chips, optim
 from scalejax.errors import UserError
 from scalejax.parallel import offload
-from scalejax.parallel.embedding import stored
 from scalejax.parallel.embedding.collection import MAPS, EmbeddingCollection
-from scalejax.parallel.embedding.plan import PlanRefused, ShardingPlan
-from scalejax.parallel.embedding.tiers import Cache, Tiers
-from scalejax.parallel.embedding.tracking import touched_rows
-from scalejax.train import binding, distributed, phases, scoring, summary, trained
-from scalejax.train import console as consoles
-from scalejax.train import manifest as manifests
+from scalejax.parallel.embedding.plan.placement import PlanRefused, ShardingPlan
+from scalejax.parallel.embedding.stored import logical as stored
+from scalejax.parallel.embedding.stored.tiers import Cache, Tiers
+from scalejax.parallel.embedding.update.tracking import touched_rows
+from scalejax.train import binding, distributed, phases
 from scalejax.train import state as states
-from scalejax.train.array_store import AnyArray, LazyArray
-from scalejax.train.checkpoint import Checkpointer
-from scalejax.train.convert import prefetch
+from scalejax.train.batches.convert import prefetch
+from scalejax.train.batches.pipeline import Pipeline
+from scalejax.train.checkpoints import manifest as manifests
+from scalejax.train.checkpoints import trained
+from scalejax.train.checkpoints.array_store import AnyArray, LazyArray
+from scalejax.train.checkpoints.checkpoint import Checkpointer
+from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.experiment import Experiment, Init, Surgery
+from scalejax.train.metrics import scoring
 from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics import sums as metric_sums
+from scalejax.train.metrics.scoring import Scores
 from scalejax.train.phases import ResolvedPhase
-from scalejax.train.pipeline import Pipeline
 from scalejax.train.protocols import DataSet
-from scalejax.train.records import Records
-from scalejax.train.scoring import Scores
+from scalejax.train.reports import console as consoles
+from scalejax.train.reports import summary
+from scalejax.train.reports.records import Records
+from scalejax.train.reports.timing import peak_memory
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
-from scalejax.train.timing import peak_memory
-from scalejax.train.trained import Trained
 
 
 @dataclasses.dataclass(frozen=True)

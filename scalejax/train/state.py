@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel.gradient_scaling import LossScale
-from scalejax.parallel.gradients import ROWS
+from scalejax.parallel.gradients.compute import ROWS
+from scalejax.parallel.gradients.scaling import LossScale
 from scalejax.parallel.rules import Rules
 
 Params = dict[str, jax.Array]

@@ -27,15 +27,16 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.numerics import rules, weights
 from scalejax.numerics.rules import QuantizationRule
-from scalejax.parallel import context, ddp, fsdp, gradient_scaling, offload, pipeline, xla_flags
+from scalejax.parallel import context, ddp, fsdp, offload, pipeline, xla_flags
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel.compression.formatted import FormattedGather
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.jagged import FeatureLayout, KeyedJagged
-from scalejax.parallel.embedding.mapped import Assignment
-from scalejax.parallel.formatted import FormattedGather
-from scalejax.parallel.gradients import Given, Gradients, Keys, Loss, gradients
+from scalejax.parallel.embedding.ids.jagged import FeatureLayout, KeyedJagged
+from scalejax.parallel.embedding.ids.mapped import Assignment
+from scalejax.parallel.gradients import scaling as gradient_scaling
+from scalejax.parallel.gradients.compute import Given, Gradients, Keys, Loss, gradients
 from scalejax.parallel.rules import ParameterPlacement
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics import steps as step_sums

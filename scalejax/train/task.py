@@ -44,13 +44,13 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
 from scalejax.parallel.activations import ACTIVATIONS
-from scalejax.parallel.blocks import Gather
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.jagged import KeyedJagged
-from scalejax.parallel.gradients import Keys, Loss
+from scalejax.parallel.embedding.ids.jagged import KeyedJagged
+from scalejax.parallel.gradients.blocks import Gather
+from scalejax.parallel.gradients.compute import Keys, Loss
 from scalejax.parallel.mesh import AXES, BATCH_AXES, check_batch
+from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.metrics.protocol import Metric
-from scalejax.train.trained import Trained
 
 __all__ = ["Batch", "Field", "Gather", "Keys", "Loss", "Task", "TaskBase", "Work", "whole"]
 

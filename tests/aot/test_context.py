@@ -9,7 +9,8 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.parallel import context
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import collectives, hlo, topology
+from scalejax.plan import topology
+from scalejax.plan.compiled import collectives, hlo
 
 pytestmark = pytest.mark.aot
 

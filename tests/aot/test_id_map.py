@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel.embedding import id_map
+from scalejax.parallel.embedding.ids import id_map
 from scalejax.plan import explain_sharding, topology
 
 pytestmark = pytest.mark.aot

@@ -7,12 +7,13 @@ import pytest
 from changes import changed
 
 from scalejax.configs.llm import llama
-from scalejax.data.text import TextData
+from scalejax.data.text.files import TextData
 from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.parallel import xla_flags
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import memory, plan_program, topology
+from scalejax.plan import plan_program, topology
+from scalejax.plan.compiled import memory
 from scalejax.train import binding
 
 pytestmark = pytest.mark.aot

@@ -3,13 +3,14 @@
 import dataclasses
 
 import pytest
-from plan.test_mesh_search import Rows
+from plan.arithmetic.test_mesh_search import Rows
 
 from scalejax.models.llm import llama3
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import LLM
-from scalejax.plan import decoders, mesh_search, search, step_model, topology
+from scalejax.plan import search, topology
+from scalejax.plan.arithmetic import decoders, mesh_search, step_model
 from scalejax.plan.run import plan_on
 from scalejax.train.experiment import Experiment, Gradients, Placement
 

@@ -12,7 +12,8 @@ from scalejax.parallel import offload, xla_flags
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.rules import Rules
-from scalejax.plan import explain_sharding, stablehlo, topology
+from scalejax.plan import explain_sharding, topology
+from scalejax.plan.compiled import stablehlo
 
 pytestmark = pytest.mark.aot
 

@@ -10,7 +10,7 @@ from plan import small_programs
 from scalejax.configs.recsys import dlrm
 from scalejax.parallel import mesh as meshes
 from scalejax.plan import explain_sharding, plan, plan_program, topology
-from scalejax.plan.collectives import total
+from scalejax.plan.compiled.collectives import total
 from scalejax.units import size
 
 pytestmark = pytest.mark.aot

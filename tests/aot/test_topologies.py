@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec as P
 from scalejax import chips
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
-from scalejax.plan import memory, topology
+from scalejax.plan import topology
+from scalejax.plan.compiled import memory
 
 pytestmark = pytest.mark.aot
 

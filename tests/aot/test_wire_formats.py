@@ -5,14 +5,14 @@ import pytest
 import residual_stack
 from embedding_cases import device_features, schema_of
 
-from scalejax.parallel import codec
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel.compression import codec
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan import Exchange
+from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.plan import explain_sharding, topology
-from scalejax.plan.collectives import total
+from scalejax.plan.compiled.collectives import total
 
 pytestmark = [pytest.mark.aot, pytest.mark.slow]
 

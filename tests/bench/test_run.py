@@ -125,7 +125,8 @@ def test_a_missing_peer_names_the_script_that_installs_it():
 def test_no_peer_library_is_imported_until_it_is_asked_for():
     code = (
         "import importlib, sys\nfrom scalejax import bench\n"
-        "[importlib.import_module(f'scalejax.bench.{name}') for name in bench.names()]\nprint('torch' in sys.modules)"
+        "[importlib.import_module(f'scalejax.bench.cases.{name}') for name in bench.names()]\n"
+        "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

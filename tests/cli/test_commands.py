@@ -13,7 +13,7 @@ import scalejax.train
 from scalejax.configs import discovery
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import estimate
+from scalejax.plan.arithmetic import estimate
 
 
 @pytest.fixture

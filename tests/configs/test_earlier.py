@@ -13,12 +13,12 @@ import pytest
 from scalejax import configs
 from scalejax.configs import earlier, serialization
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.gradient_scaling import LossScaling
+from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape
 from scalejax.train import loop
-from scalejax.train import manifest as manifests
+from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.experiment import Gradients
 from scalejax.train.run_folder import RunFolder
 

@@ -10,10 +10,12 @@ import pytest
 from changes import changed
 
 from scalejax import configs
-from scalejax.data.dedup import DedupBatch
+from scalejax.data.sessions.dedup import DedupBatch
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import binding, convert, scoring
+from scalejax.train import binding
+from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment
+from scalejax.train.metrics import scoring
 from scalejax.train.state import TrainState
 
 

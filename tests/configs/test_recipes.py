@@ -8,7 +8,7 @@ import pytest
 
 from scalejax import configs
 from scalejax.configs import discovery
-from scalejax.data import stages
+from scalejax.data.text import stages
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import binding, loop

@@ -6,9 +6,9 @@ import pytest
 from scalejax.data.batch import Batch
 from scalejax.data.dataset import BatchedDataSet
 from scalejax.data.memory import Order, from_columns
-from scalejax.data.records import Ragged
-from scalejax.data.schema import Categorical, Schema
 from scalejax.data.splits import Fractions
+from scalejax.data.tables.records import Ragged
+from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 N = 50

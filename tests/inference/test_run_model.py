@@ -2,8 +2,8 @@
 
 import pytest
 
-from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
-from scalejax.data.tokenizer import ByteTokenizer, CharacterTokenizer
+from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
+from scalejax.data.text.tokenizer import ByteTokenizer, CharacterTokenizer
 from scalejax.errors import UserError
 from scalejax.inference import run_model
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from llama_cases import GQA, tensors, write_checkpoint
 
-from scalejax.data.huggingface_tokenizer import HuggingFace
-from scalejax.data.tokenizer import ByteTokenizer
+from scalejax.data.text.huggingface_tokenizer import HuggingFace
+from scalejax.data.text.tokenizer import ByteTokenizer
 from scalejax.errors import UserError
 from scalejax.inference import text
 from scalejax.inference.generate import Continuation

@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from scalejax.errors import UserError
 from scalejax.train import distributed
-from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import RunFolder
 

@@ -2,7 +2,7 @@
 
 from scalejax.cli import main
 from scalejax.errors import UserError
-from scalejax.train import events
+from scalejax.train.reports import events
 
 _window = events.EventWriter.window
 

@@ -7,8 +7,8 @@ import small_run
 from launch import run_workers
 
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import chain
-from scalejax.train.checkpoint import Checkpointer
+from scalejax.train.checkpoints import chain
+from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run import Run
 

@@ -9,7 +9,7 @@ import pytest
 import small_run
 from launch import finish, run_workers, start_workers
 
-from scalejax.train import trained
+from scalejax.train.checkpoints import trained
 from scalejax.train.run_folder import read_lines
 
 pytestmark = pytest.mark.multiprocess

@@ -17,7 +17,8 @@ import small_run
 from jax.experimental import multihost_utils
 
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import convert, distributed
+from scalejax.train import distributed
+from scalejax.train.batches import convert
 from scalejax.train.experiment import Precision
 from scalejax.train.run import Run
 

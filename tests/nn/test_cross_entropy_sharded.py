@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax import nn
 from scalejax.parallel.mesh import BATCH_AXES, MeshShape, make_mesh
-from scalejax.plan import collectives, hlo
+from scalejax.plan.compiled import collectives, hlo
 
 B, S, E, V, POSITIONS = 8, 24, 16, 64, 4
 

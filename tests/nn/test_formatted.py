@@ -14,8 +14,8 @@ from scalejax.nn import scan_layers
 from scalejax.numerics import products, weights
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
-from scalejax.parallel.blocks import Fetch
-from scalejax.parallel.formatted import FormattedGather
+from scalejax.parallel.compression.formatted import FormattedGather
+from scalejax.parallel.gradients.blocks import Fetch
 
 WEIGHTS = QuantizationRule(weight_qtype="bdr_mx4")
 ALL = QuantizationRule(weight_qtype="bdr_mx6", act_qtype="bdr_mx6", bwd_qtype="bdr_mx9")

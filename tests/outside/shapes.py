@@ -15,8 +15,8 @@ from flax import nnx
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
 from scalejax.nn import BatchNorm
-from scalejax.train import evaluation
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment
+from scalejax.train.metrics import evaluation
 from scalejax.train.metrics.classification import Accuracy
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import MetricBase, Value

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.kernels.flash_attention import flash_attention
 from scalejax.parallel import context
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.plan import collectives, hlo, stablehlo
+from scalejax.plan.compiled import collectives, hlo, stablehlo
 
 B, S, H, K, D = 2, 22, 4, 2, 8  # 22 divides by 2 n for n = 1 alone
 METHODS = ("all_gather", "ring")

@@ -16,7 +16,7 @@ from scalejax.parallel import fsdp
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.gradient_scaling import LossScaling, take_step_if
+from scalejax.parallel.gradients.scaling import LossScaling, take_step_if
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import Rules
 

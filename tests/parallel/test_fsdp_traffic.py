@@ -9,11 +9,13 @@ import residual_stack
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel import blocks, fsdp
+from scalejax.parallel import fsdp
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.gradients import blocks
 from scalejax.parallel.mesh import MeshShape
-from scalejax.plan import explain_sharding, stablehlo
+from scalejax.plan import explain_sharding
+from scalejax.plan.compiled import stablehlo
 
 DIM, HIDDEN, LAYERS = 32, 64, 3
 NUMBER = 4  # bytes

@@ -10,7 +10,7 @@ from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import Csr, plan, presample, quantize_rows, sampled_spmm, spmm
 from scalejax.parallel.graph import pad_nodes, shard_draws, shard_graph, sharded_spmm
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
-from scalejax.plan import collectives
+from scalejax.plan.compiled import collectives
 
 DEVICES = 8
 DEGREES = (0, 1, 3, 7, 300, 0, 0, 12, 5, 2000, 0, 0, 0, 0, 0, 4, 4, 4, 70000, 1, 256)

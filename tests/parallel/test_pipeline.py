@@ -14,7 +14,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import Rules
-from scalejax.plan import stablehlo
+from scalejax.plan.compiled import stablehlo
 
 LAYERS, DIM, HIDDEN, ROWS = 8, 8, 16, 16
 

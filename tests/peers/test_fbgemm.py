@@ -2,8 +2,8 @@
 
 Its CPU build (1.8.0) has exact SGD, exact AdaGrad and exact row-wise AdaGrad, weight decay of the last one alone and
 where a table has several features, and takes max_norm without effect. For the optimizers that it has on GPUs only,
-tests/parallel/embedding/test_optimizer_formulas.py follows the formulas of its kernels in float64; Adam has a peer of
-its own in torch here.
+tests/parallel/embedding/update/test_optimizer_formulas.py follows the formulas of its kernels in float64; Adam has a
+peer of its own in torch here.
 """
 
 import warnings
@@ -17,12 +17,12 @@ pytest.importorskip("fbgemm_gpu", reason="fbgemm-gpu-cpu is not installed; bench
 import torch
 from embedding_cases import device_features, numpy_stack, numpy_unstack, random_logical
 
-from scalejax.data.jagged import KeyedJagged
-from scalejax.data.schema import Categorical, Schema
+from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adagrad, Adam, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.embedding.plan import Exchange
+from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 with warnings.catch_warnings():

@@ -5,7 +5,8 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed; benchmarks/peers.sh installs it")
 
-from scalejax.bench import data_pipeline, harness, text_pipeline
+from scalejax.bench import harness
+from scalejax.bench.cases import data_pipeline, text_pipeline
 
 pytestmark = pytest.mark.peers
 

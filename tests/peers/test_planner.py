@@ -7,9 +7,10 @@ pytest.importorskip("torchrec", reason="torchrec is not installed; benchmarks/pe
 
 from planner_cases import machine, table
 
-from scalejax.bench import harness, planner
+from scalejax.bench import harness
+from scalejax.bench.cases import planner
 from scalejax.bench.peers.torchrec_planner import Planner
-from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
 from scalejax.parallel.planner import evaluate
 
 pytestmark = pytest.mark.peers

@@ -15,13 +15,13 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterCons
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from scalejax.data.jagged import KeyedJagged
-from scalejax.data.schema import Categorical, Schema
+from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
-from scalejax.parallel.embedding import torchrec
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.parallel.embedding.plan import Exchange
+from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.stored import torchrec
 from scalejax.parallel.mesh import MeshShape
 
 # The peer warns of what it and torch will do without.

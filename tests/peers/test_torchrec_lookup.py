@@ -17,13 +17,13 @@ from torchrec import (
 )
 from torchrec import EmbeddingCollection as SequenceCollection
 
-from scalejax.data.jagged import KeyedJagged
-from scalejax.data.schema import Categorical, Schema
+from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
-from scalejax.parallel.embedding import torchrec
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Sgd
-from scalejax.parallel.embedding.plan import KINDS, Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.placement import KINDS, Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.stored import torchrec
 from scalejax.parallel.mesh import MeshShape
 
 # The peer warns of what it and torch will do without.

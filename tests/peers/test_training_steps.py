@@ -7,8 +7,9 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed; benchmarks/peers.sh installs it")
 
-from scalejax.bench import dlrm_step, gcn_step, harness, training_step, workloads, wukong_step
-from scalejax.data.schema import Categorical, Schema
+from scalejax.bench import harness, training_step, workloads
+from scalejax.bench.cases import dlrm_step, gcn_step, wukong_step
+from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.wukong import WukongConfig
 

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from scalejax.plan import PlanResult, topology
-from scalejax.plan.collectives import Collective
-from scalejax.plan.memory import MemoryPlan
-from scalejax.plan.roofline import Roofline
+from scalejax.plan.compiled.collectives import Collective
+from scalejax.plan.compiled.memory import MemoryPlan
+from scalejax.plan.compiled.roofline import Roofline
 
 FIELDS = {  # what the benchmark contract of the design names
     "topology", "chips", "fits", "bytes_per_chip", "hbm_bytes", "flops", "collectives", "predicted_step_s", "mfu",

@@ -16,13 +16,14 @@ from scalejax.errors import UserError
 from scalejax.parallel import ddp
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.gradient_scaling import LossScaling
+from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.rules import REPLICATED
-from scalejax.train import binding, convert, loop
-from scalejax.train import summary as summaries
-from scalejax.train.checkpoint import Checkpointer
+from scalejax.train import binding, loop
+from scalejax.train.batches import convert
+from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints, Precision
+from scalejax.train.reports import summary as summaries
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
 

@@ -13,15 +13,17 @@ from scalejax.errors import UserError
 from scalejax.parallel import offload, xla_flags
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad
-from scalejax.parallel.embedding.jagged import DedupGroup
-from scalejax.parallel.embedding.plan import Exchange, ShardingPlan
-from scalejax.parallel.embedding.tiers import Tier
+from scalejax.parallel.embedding.ids.jagged import DedupGroup
+from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan
+from scalejax.parallel.embedding.stored.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.gradient_scaling import LossScaling
+from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, convert, loop, scoring
-from scalejax.train.checkpoint import Checkpointer
+from scalejax.train import binding, loop
+from scalejax.train.batches import convert
+from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Gradients, Precision, Tables
+from scalejax.train.metrics import scoring
 from scalejax.train.run_folder import environment_record, read_lines
 
 EIGHT = MeshShape(replica=2, fsdp=4)

@@ -19,13 +19,14 @@ from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import rules
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
-from scalejax.parallel.embedding.jagged import DedupGroup
-from scalejax.parallel.embedding.tiers import Tier
+from scalejax.parallel.embedding.ids.jagged import DedupGroup
+from scalejax.parallel.embedding.stored.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.gradient_scaling import LossScaling
+from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop, trained
-from scalejax.train.convert import to_device
+from scalejax.train import loop
+from scalejax.train.batches.convert import to_device
+from scalejax.train.checkpoints import trained
 from scalejax.train.experiment import Experiment, Placement, Precision
 from scalejax.train.run import Run
 from scalejax.train.state import TrainState

@@ -17,11 +17,12 @@ from rich.console import Console
 from scalejax import optim
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, convert, loop
-from scalejax.train import summary as summaries
+from scalejax.train import binding, loop
+from scalejax.train.batches import convert
 from scalejax.train.experiment import Checkpoints
+from scalejax.train.reports import summary as summaries
 from scalejax.train.run_folder import read_lines
 
 FROZEN = {

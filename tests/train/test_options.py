@@ -17,11 +17,13 @@ from scalejax.errors import UserError
 from scalejax.optim import AdamW, Average, Constant, Sgd
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.gradient_scaling import LossScaling
+from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, convert, loop, scoring
-from scalejax.train.checkpoint import Checkpointer
+from scalejax.train import binding, loop
+from scalejax.train.batches import convert
+from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Evaluation, Gradients, Precision
+from scalejax.train.metrics import scoring
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
 from scalejax.train.task import Field

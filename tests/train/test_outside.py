@@ -16,11 +16,13 @@ from scalejax.data.arrays import ArrayDataSet
 from scalejax.errors import UserError
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.gradient_scaling import LossScaling
+from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, convert, loop, scoring
-from scalejax.train.checkpoint import Checkpointer
+from scalejax.train import binding, loop
+from scalejax.train.batches import convert
+from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Precision
+from scalejax.train.metrics import scoring
 from scalejax.train.metrics.classification import Accuracy
 from scalejax.train.metrics.protocol import MetricBase, Value
 from scalejax.train.metrics.sums import add, pair_zeros, ratio

@@ -25,8 +25,9 @@ from scalejax.models.llm import model_folder
 from scalejax.parallel.embedding.config import Adam as RowAdam
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import array_store, loop, phases, trained
-from scalejax.train.array_store import LazyArray
+from scalejax.train import loop, phases
+from scalejax.train.checkpoints import array_store, trained
+from scalejax.train.checkpoints.array_store import LazyArray
 from scalejax.train.experiment import Checkpoints, Experiment, Init, Phase
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines

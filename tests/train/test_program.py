@@ -11,7 +11,8 @@ from changes import changed
 from scalejax.errors import UserError
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, convert
+from scalejax.train import binding
+from scalejax.train.batches import convert
 from scalejax.train.experiment import Checkpoints, Precision
 from scalejax.train.run import Run
 

@@ -19,7 +19,7 @@ EXPERIMENT = {"type": "Experiment", "steps": 100, "optimizer": {"type": "Adam", 
 
 HOLDER = """
 import pathlib, sys
-from scalejax.train.events import EventWriter
+from scalejax.train.reports.events import EventWriter
 from scalejax.train.run_folder import RunFolder
 with RunFolder(pathlib.Path(sys.argv[1])) as folder, EventWriter(folder.path) as events:
     for step in range(10**9):
@@ -172,7 +172,7 @@ def test_a_file_in_the_place_of_the_folder_is_one_message(tmp_path):
 DISK = """
 import pathlib, sys
 from scalejax.errors import UserError
-from scalejax.train.events import EventWriter
+from scalejax.train.reports.events import EventWriter
 from scalejax.train.run_folder import RunFolder
 step = 0
 try:

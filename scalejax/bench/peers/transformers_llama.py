@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import transformers
 
-from scalejax.data.tokens import TokenBatch
+from scalejax.data.text.tokens import TokenBatch
 from scalejax.models.llm.llama3 import LlamaConfig
 
 

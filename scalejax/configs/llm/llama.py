@@ -7,11 +7,11 @@ import dataclasses
 
 from scalejax import optim
 from scalejax.configs.llm import _common
-from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
-from scalejax.data.staged import StagedData
-from scalejax.data.stages import Stage
-from scalejax.data.text import TextData, TextSplit
-from scalejax.data.tokenizer import CharacterTokenizer
+from scalejax.data.text.files import TextData, TextSplit
+from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
+from scalejax.data.text.staged import StagedData
+from scalejax.data.text.stages import Stage
+from scalejax.data.text.tokenizer import CharacterTokenizer
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.train.experiment import Experiment

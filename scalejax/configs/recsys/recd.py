@@ -13,7 +13,7 @@ from scalejax.data import SessionData, SessionLog
 from scalejax.data.splits import ByTime
 from scalejax.models.recsys import dlrm
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.parallel.embedding.jagged import DedupGroup
+from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Tables
 
 _LOG = SessionLog(

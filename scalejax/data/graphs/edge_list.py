@@ -8,7 +8,7 @@ import numpy as np
 
 from scalejax.data.graphs.adjacency import Adjacency
 from scalejax.data.graphs.npz import nodes_of, one_file
-from scalejax.data.records import Ragged
+from scalejax.data.tables.records import Ragged
 from scalejax.errors import UserError
 
 _COMMENTS = ("#", "%")
@@ -68,7 +68,7 @@ def read_edge_parquet(
     Raises:
       UserError: missing, damaged, a column is not there or is no number.
     """
-    from scalejax.data.parquet_files import ParquetFiles
+    from scalejax.data.tables.parquet_files import ParquetFiles
 
     files = ParquetFiles(path)
     names = [source, destination, *([] if weight is None else [weight])]

@@ -44,7 +44,7 @@ def one_file(path: str | pathlib.Path, pattern: str) -> pathlib.Path:
     Raises:
       UserError: nothing is there, it is empty, or there are several.
     """
-    from scalejax.data.parquet_files import find_files  # pyarrow takes 0.3 s to import
+    from scalejax.data.tables.parquet_files import find_files  # pyarrow takes 0.3 s to import
 
     files = find_files(path, pattern)
     if len(files) > 1:

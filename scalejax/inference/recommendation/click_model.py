@@ -14,16 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.data.batch import Batch
-from scalejax.data.dedup import AnyBatch, expand_batch
-from scalejax.data.schema import Schema
+from scalejax.data.sessions.dedup import AnyBatch, expand_batch
+from scalejax.data.tables.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels import block_quant
 from scalejax.kernels import embedding_bag as bags
 from scalejax.kernels.block_quant import LaneRows, PackedRows
 from scalejax.nn import counts
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.train import binding, exact, phases, trained
+from scalejax.train import binding, phases
+from scalejax.train.checkpoints import trained
 from scalejax.train.experiment import Experiment
+from scalejax.train.metrics import exact
 from scalejax.train.state import ModelShape
 from scalejax.train.task import Task
 
@@ -114,7 +116,7 @@ def load(run_folder: pathlib.Path, experiment: Experiment, step: int | None = No
         names = ", ".join(name for entry in experiment.tables.id_maps for name in entry.features)
         raise UserError(
             f"RUN_FOLDER {run_folder}: features {names} have id maps, which this does not serve. Look their rows up "
-            "with scalejax.train.publish.rows_of, or train with ids that are rows."
+            "with scalejax.train.checkpoints.publish.rows_of, or train with ids that are rows."
         )
     model = trained.open_run(run_folder, step)
     tables, params = ({name: array[...] for name, array in arrays.items()} for arrays in (model.tables, model.params))

@@ -15,7 +15,7 @@ import numpy as np
 from scalejax.errors import UserError
 from scalejax.inference.recommendation.click_model import ClickModel, Inputs
 from scalejax.inference.recommendation.lowering import Lowered
-from scalejax.train import exact
+from scalejax.train.metrics import exact
 
 _SIGMAS = 1.96
 

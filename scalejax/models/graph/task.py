@@ -18,7 +18,7 @@ from scalejax.models.graph.aggregation import Draws, Sampling, ambient_mesh, blo
 from scalejax.nn import counts
 from scalejax.parallel.graph import ShardedGraph
 from scalejax.parallel.mesh import check_batch, check_processes, everywhere, put, replicated
-from scalejax.train import exact
+from scalejax.train.metrics import exact
 from scalejax.train.metrics.classification import Accuracy, MeanAuc
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import Metric

@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 import jax
 from flax import nnx
 
-from scalejax.data.tokens import TokenSchema
+from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.models.llm.special_tokens import SpecialTokens

@@ -23,8 +23,8 @@ from typing import Any, Literal
 import numpy as np
 
 import scalejax
-from scalejax.data.huggingface_tokenizer import HuggingFaceTokenizer
-from scalejax.data.tokenizer import TokenizerConfig
+from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
+from scalejax.data.text.tokenizer import TokenizerConfig
 from scalejax.errors import UserError
 from scalejax.models.llm import architecture, mapping, packed, safetensors
 from scalejax.models.llm.architecture import Architecture, LanguageConfig
@@ -34,8 +34,8 @@ from scalejax.models.llm.safetensors import Tensor, Written
 from scalejax.models.llm.special_tokens import SpecialTokens, read_special, write_generation_config
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.train import disk
-from scalejax.train.array_store import LazyArray
-from scalejax.train.trained import Trained
+from scalejax.train.checkpoints.array_store import LazyArray
+from scalejax.train.checkpoints.trained import Trained
 
 FORMAT = 1
 """Raised when a scalejax of today could not read the folders of tomorrow."""

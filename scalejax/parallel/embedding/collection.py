@@ -30,16 +30,17 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data import dedup
-from scalejax.data.dedup import DedupKeyedJagged
-from scalejax.data.jagged import KeyedJagged as HostKeyedJagged
-from scalejax.data.schema import Schema
+from scalejax.data.sessions import dedup
+from scalejax.data.sessions.dedup import DedupKeyedJagged
+from scalejax.data.tables.jagged import KeyedJagged as HostKeyedJagged
+from scalejax.data.tables.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
-from scalejax.parallel.embedding import host_check, host_plan, id_map, initial, mapped, memory, ragged, stored, tracking
 from scalejax.parallel.embedding.config import UPDATED, TableConfig
-from scalejax.parallel.embedding.exchange import Route, exchange_may_lack_room, fetch, route
-from scalejax.parallel.embedding.jagged import (
+from scalejax.parallel.embedding.exchange import ragged
+from scalejax.parallel.embedding.exchange.routed import Route, exchange_may_lack_room, fetch, route
+from scalejax.parallel.embedding.ids import host_check, id_map, mapped
+from scalejax.parallel.embedding.ids.jagged import (
     DedupGroup,
     FeatureLayout,
     KeyedJagged,
@@ -50,12 +51,15 @@ from scalejax.parallel.embedding.jagged import (
     pack_deduplicated,
     to_device,
 )
-from scalejax.parallel.embedding.mapped import Assignment
-from scalejax.parallel.embedding.occurrences import Lookup, Shard, lookups
-from scalejax.parallel.embedding.plan import Exchange, ShardingPlan, place
-from scalejax.parallel.embedding.rounding import runtime_zero
-from scalejax.parallel.embedding.stacks import Stack, stack_tables
-from scalejax.parallel.embedding.update import (
+from scalejax.parallel.embedding.ids.mapped import Assignment
+from scalejax.parallel.embedding.ids.occurrences import Lookup, Shard, lookups
+from scalejax.parallel.embedding.plan import memory
+from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, place
+from scalejax.parallel.embedding.plan.stacks import Stack, stack_tables
+from scalejax.parallel.embedding.stored import initial, logical
+from scalejax.parallel.embedding.update import host_plan, tracking
+from scalejax.parallel.embedding.update.rounding import runtime_zero
+from scalejax.parallel.embedding.update.rows import (
     Accumulate,
     Place,
     StepInputs,
@@ -179,9 +183,9 @@ class EmbeddingCollection:
         return tuple(table for table in self.tables if table.id_map is not None)
 
     @functools.cached_property
-    def moves(self) -> stored.Axes:
+    def moves(self) -> logical.Axes:
         """The mesh, as moves to and from the stored form see it."""
-        return stored.Axes(self.axes, self.mesh.size, self.group, self.group_devices)
+        return logical.Axes(self.axes, self.mesh.size, self.group, self.group_devices)
 
     def _axes_of(self, stack: Stack) -> Place:
         if stack.spread == "copied":
@@ -767,7 +771,7 @@ class EmbeddingCollection:
                 f"this: {rooms}"
             )
 
-    def to_stored(self, state: State) -> stored.Tree:
+    def to_stored(self, state: State) -> logical.Tree:
         """{table: {"rows_body", "rows_tail", "accumulator_body", ...}, COUNTS: {"updates": int32[], "faults":
         int32[2]}}: shapes free of the mesh and of the plan (see `stored`).
 
@@ -776,7 +780,7 @@ class EmbeddingCollection:
         """
         return {**self._to_stored(state["stacks"]), **self._counts_to_stored(state)}
 
-    def _counts_to_stored(self, state: State) -> stored.Tree:
+    def _counts_to_stored(self, state: State) -> logical.Tree:
         """All but the tables."""
         counts = {"updates": state["updates"], "faults": self._sum_faults(state["faults"])}
         if not self.mapped_tables:
@@ -785,7 +789,7 @@ class EmbeddingCollection:
         maps = {name: leaves | {"counts": sums[name]} for name, leaves in state["maps"].items()}
         return {COUNTS: counts | {"key": state["key"]}, MAPS: maps}
 
-    def from_stored(self, tree: stored.Tree) -> State:
+    def from_stored(self, tree: logical.Tree) -> State:
         """The state of this mesh."""
         tables = {table.name: tree[table.name] for table in self.tables}
         counts = tree[COUNTS]
@@ -796,7 +800,7 @@ class EmbeddingCollection:
             **({"maps": self._spread_id_counts(tree[MAPS]), "key": counts["key"]} if self.mapped_tables else {}),
         }
 
-    def abstract_stored(self) -> stored.Tree:
+    def abstract_stored(self) -> logical.Tree:
         """Shapes, dtypes and shardings of `to_stored` on this mesh."""
         whole = NamedSharding(self.mesh, P())
         counts = {
@@ -812,22 +816,22 @@ class EmbeddingCollection:
             }
         return tree
 
-    def untracked_to_stored(self, state: State) -> stored.Tree:
+    def untracked_to_stored(self, state: State) -> logical.Tree:
         """As `to_stored`, of the counts, the id maps and tables that are not tracked: what goes with
         `tracking.touched_rows`."""
         rest = tuple(table for table in self.tables if table.track == "nothing")
         tables = self.part_to_stored(rest)(state["stacks"]) if rest else {}
         return {**tables, **self._counts_to_stored(state)}
 
-    def _abstract_stored_tables(self) -> stored.Tree:
-        specs = {"body": stored.body_spec(self.moves), "tail": P()}
+    def _abstract_stored_tables(self) -> logical.Tree:
+        specs = {"body": logical.body_spec(self.moves), "tail": P()}
         return {
             table.name: {
                 f"{leaf}_{part}": jax.ShapeDtypeStruct(
                     (rows, *shape[1:]), dtype, sharding=NamedSharding(self.mesh, specs[part])
                 )
                 for leaf, (shape, dtype) in self._logical_shapes(table).items()
-                for part, rows in stored.parts(table.rows).items()
+                for part, rows in logical.parts(table.rows).items()
             }
             for table in self.tables
         }
@@ -839,10 +843,10 @@ class EmbeddingCollection:
         use `to_stored`.
         """
 
-        def join(tree: stored.Tree) -> dict[str, dict[str, jax.Array]]:
+        def join(tree: logical.Tree) -> dict[str, dict[str, jax.Array]]:
             return {
                 table.name: {
-                    leaf: jnp.concatenate([tree[table.name][f"{leaf}_{part}"] for part in stored.parts(table.rows)])
+                    leaf: jnp.concatenate([tree[table.name][f"{leaf}_{part}"] for part in logical.parts(table.rows)])
                     for leaf in self._logical_shapes(table)
                 }
                 for table in self.tables
@@ -871,14 +875,14 @@ class EmbeddingCollection:
         given: dict[str, Any] = {name: untouched.get(name, {}) | leaves for name, leaves in tree.items()}
         _check_logical(given, self.abstract_logical())
 
-        def split(tree: dict[str, dict[str, jax.Array]]) -> stored.Tree:
+        def split(tree: dict[str, dict[str, jax.Array]]) -> logical.Tree:
             return {
                 name: {
-                    f"{leaf}_{part}": array[: stored.body_rows(len(array))]
+                    f"{leaf}_{part}": array[: logical.body_rows(len(array))]
                     if part == "body"
-                    else array[stored.body_rows(len(array)) :]
+                    else array[logical.body_rows(len(array)) :]
                     for leaf, array in leaves.items()
-                    for part in stored.parts(len(array))
+                    for part in logical.parts(len(array))
                 }
                 for name, leaves in tree.items()
             }
@@ -903,12 +907,12 @@ class EmbeddingCollection:
         }
 
     def _logical_shapes(self, table: TableConfig) -> dict[str, tuple[tuple[int, ...], jnp.dtype]]:
-        pieces = stored.slices_of(self.stacks, table)
+        pieces = logical.slices_of(self.stacks, table)
         stack = pieces[0][0]
         shapes = {}
         for name, kind in stack.arrays.items():
             shape = (table.rows, table.dim) if kind == "element" else (table.rows,)
-            if stored.joins(table, name, kind) == "stack" and len(pieces) > 1:
+            if logical.joins(table, name, kind) == "stack" and len(pieces) > 1:
                 shape = (table.rows, len(pieces))
             shapes[name] = (shape, stack.leaf_dtype(name))
         return shapes
@@ -951,14 +955,14 @@ class EmbeddingCollection:
 
     def part_to_stored(self, tables: tuple[TableConfig, ...]) -> Any:
         """A compiled function: state["stacks"] -> what `to_stored` has of some tables."""
-        convert = functools.partial(stored.local_to_stored, self.stacks, tables, axes=self.moves)
+        convert = functools.partial(logical.local_to_stored, self.stacks, tables, axes=self.moves)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.abstract_state()["stacks"])
         abstract = self._abstract_stored_tables()
         return self._jit_everywhere(convert, (specs,), {table.name: abstract[table.name] for table in tables})
 
     @functools.cached_property
     def _from_stored(self) -> Any:
-        convert = functools.partial(stored.local_from_stored, self.stacks, self.tables, axes=self.moves)
+        convert = functools.partial(logical.local_from_stored, self.stacks, self.tables, axes=self.moves)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._abstract_stored_tables())
         return self._jit_everywhere(convert, (specs,), self.abstract_state()["stacks"])
 

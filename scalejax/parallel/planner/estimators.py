@@ -45,7 +45,7 @@ import math
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan import Kind, StackKey, itemsize, row_bytes, stack_key
+from scalejax.parallel.embedding.plan.placement import Kind, StackKey, itemsize, row_bytes, stack_key
 from scalejax.parallel.planner.statistics import TableStatistics
 from scalejax.parallel.planner.topology import Topology
 

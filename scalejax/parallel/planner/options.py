@@ -6,7 +6,7 @@ from typing import get_args
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan import SLICED, Accumulate, Kind, TablePlan, refusal, refused_map
+from scalejax.parallel.embedding.plan.placement import SLICED, Accumulate, Kind, TablePlan, refusal, refused_map
 from scalejax.parallel.planner import estimators
 from scalejax.parallel.planner.estimators import Option, Work
 from scalejax.parallel.planner.topology import Topology

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from scalejax.parallel.embedding.config import MOST_ROWS
-from scalejax.parallel.embedding.plan import StackKey
+from scalejax.parallel.embedding.plan.placement import StackKey
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.topology import Topology
 

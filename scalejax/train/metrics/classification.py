@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from scalejax.train import exact
+from scalejax.train.metrics import exact
 from scalejax.train.metrics.protocol import Collected, MetricBase, Value
 from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
 
 if TYPE_CHECKING:
-    from scalejax.parallel.gradients import Loss
+    from scalejax.parallel.gradients.compute import Loss
     from scalejax.train.task import Batch
 
 

@@ -24,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.train import evaluation, exact
+from scalejax.train.metrics import evaluation, exact
 from scalejax.train.metrics.protocol import Collected, MetricBase, Value
 from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
 
 if TYPE_CHECKING:
-    from scalejax.parallel.gradients import Loss
+    from scalejax.parallel.gradients.compute import Loss
     from scalejax.train.task import Batch
 
 BINS = 4096

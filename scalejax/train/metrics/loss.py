@@ -11,7 +11,7 @@ from scalejax.train.metrics.protocol import MetricBase, Value
 from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
 
 if TYPE_CHECKING:
-    from scalejax.parallel.gradients import Loss
+    from scalejax.parallel.gradients.compute import Loss
     from scalejax.train.task import Batch
 
 

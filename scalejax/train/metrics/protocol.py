@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from scalejax.parallel.gradients import Loss
+    from scalejax.parallel.gradients.compute import Loss
     from scalejax.train.task import Batch
 
 Collected = Mapping[str, np.ndarray]

@@ -12,7 +12,7 @@ from flax import nnx
 from llama_cases import CASES, F32, F64, GQA, model, rows, scenarios, tokens
 
 from scalejax import nn
-from scalejax.data.tokens import TokenSchema
+from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
 from scalejax.models.llm.llama3 import rope

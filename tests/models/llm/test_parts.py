@@ -13,7 +13,7 @@ from llama_cases import F32, F64, GQA, rows, tokens
 from llama_cases import model as plain
 
 from scalejax import nn
-from scalejax.data.tokens import TokenSchema
+from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.models.llm import architecture, llama3, model_folder

@@ -27,7 +27,7 @@ from embedding_cases import (
     wide_tables,
 )
 
-from scalejax.data.jagged import KeyedJagged
+from scalejax.data.tables.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
@@ -37,7 +37,7 @@ from scalejax.parallel.embedding.config import (
     Sgd,
     TableConfig,
 )
-from scalejax.parallel.embedding.plan import KINDS, Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.placement import KINDS, Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape
 
 BATCH = 16

@@ -3,11 +3,11 @@
 Sources are issues of those libraries. Some have their tests elsewhere: ids without bound in test_id_map; plans that
 name a device twice (TorchRec #1388) in test_kinds; rounding by chance, the same on every mesh (FBGEMM #5972), in
 test_accumulate; ids dropped by full buffers (keras-rs #166) in test_host_check; hundreds of tables in one exchange in
-test_kinds; checkpoints on another number of devices (TorchRec #2534) in test_stored and
-tests/train/test_checkpoint.py; plans without reasons (TorchRec #1257) in tests/parallel/planner/test_report.py;
-figures that nobody can reproduce (dlrm #393) and models that no baseline stands beside (FuxiCTR #89) in
-tests/test_documents.py; engines that their makers drop in tests/test_package.py, which holds this package to jax and
-NumPy. That all of it runs without an accelerator (TorchRec #3031) is this test run.
+test_kinds; checkpoints on another number of devices (TorchRec #2534) in test_logical and
+tests/train/checkpoints/test_checkpoint.py; plans without reasons (TorchRec #1257) in
+tests/parallel/planner/test_report.py; figures that nobody can reproduce (dlrm #393) and models that no baseline stands
+beside (FuxiCTR #89) in tests/test_documents.py; engines that their makers drop in tests/test_package.py, which holds
+this package to jax and NumPy. That all of it runs without an accelerator (TorchRec #3031) is this test run.
 """
 
 import functools
@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 from embedding_cases import device_features, numpy_stack, numpy_unstack, random_logical, schema_of
 
-from scalejax.data.jagged import KeyedJagged
-from scalejax.data.schema import Categorical, Schema
+from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.embedding.plan import Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape
 
 BATCH, ROWS, RATE = 16, 11, 0.5

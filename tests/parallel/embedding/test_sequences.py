@@ -13,15 +13,15 @@ from embedding_cases import placed, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.data.dedup import deduplicate
-from scalejax.data.jagged import KeyedJagged
-from scalejax.data.schema import Categorical, Schema
+from scalejax.data.sessions.dedup import deduplicate
+from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import IdMapConfig, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.embedding.jagged import DedupGroup
-from scalejax.parallel.embedding.plan import Exchange
+from scalejax.parallel.embedding.ids.jagged import DedupGroup
+from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 SIZE, ROWS, DIM, RATE = 24, 29, 8, 0.25

@@ -24,7 +24,7 @@ from scalejax.parallel.embedding.config import (
     Sgd,
     TableConfig,
 )
-from scalejax.parallel.embedding.plan import ShardingPlan, TablePlan, place
+from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan, place
 from scalejax.parallel.mesh import AXES
 from scalejax.parallel.planner import AnalyticPlanner, Reuse, TableConstraints, TableStatistics, evaluate
 from scalejax.parallel.planner.options import KINDS

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Literal, get_args
 
-from scalejax.data.tokens import TokenSchema
+from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.models.llm.llama3.parts import (

@@ -8,12 +8,12 @@ from typing import Any, Literal
 from flax import nnx
 
 from scalejax import nn
-from scalejax.data.tokens import TokenSchema
+from scalejax.data.text.tokens import TokenSchema
 from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.model import Llama
+from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
-from scalejax.train.trained import Trained
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class LlamaTask(TaskBase):
     unit: str = "tokens"
 
     def fields(self) -> dict[str, Field]:
-        """Rows of tokens, see `data.tokens.TokenBatch`."""
+        """Rows of tokens, see `data.text.tokens.TokenBatch`."""
         row = Field(shape=(self.schema.length,), dtype="int32", axes=("sequence",), arrange="zigzag")
         weights = dataclasses.replace(row, dtype="float32")
         return {"tokens": row, "targets": row, "weights": weights, "segment_ids": row, "positions": row}

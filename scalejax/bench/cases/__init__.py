@@ -1,0 +1,1 @@
+"""The benchmarks of `scalejax bench`, one file each."""

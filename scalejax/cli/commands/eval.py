@@ -1,0 +1,164 @@
+"""`scalejax eval`: score a checkpoint of a run folder on a split."""
+
+import dataclasses
+import json
+import pathlib
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from scalejax.cli import environment, options, output
+from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from scalejax.train.experiment import Experiment
+
+
+def evaluate(
+    run_folder: options.RunFolder,
+    split: Annotated[
+        str | None,
+        typer.Option("--split", metavar="NAME", help="Split to score. Default: evaluation.final_split of the run."),
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option("--step", metavar="N", min=0, help="Checkpoint to score. Default: the newest.")
+    ] = None,
+    recipe: options.RecipeFile = None,
+    mesh: options.MeshSizes = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size", metavar="N", min=1, help="Examples per batch over all devices. Default: that of the run."
+        ),
+    ] = None,
+    text: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--text",
+            metavar="PATH",
+            help="Perplexity of a language model on a file or folder of text; RUN_FOLDER may be a model folder.",
+        ),
+    ] = None,
+    against: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--against",
+            metavar="FOLDER",
+            help="With --text: a second model, such as a quantized one, beside the first.",
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", metavar="N", help="With --text: of the text, at most.")] = 16_384,
+    json: options.JsonFile = None,
+    cpu_devices: options.CpuDevices = None,
+    coordinator: options.Coordinator = None,
+    processes: options.Processes = None,
+    process_id: options.ProcessId = None,
+) -> None:
+    """Score a checkpoint of a run on one split, or a language model on a text."""
+    environment.prepare(cpu_devices=cpu_devices)
+    if text is not None:
+        for name, value in (
+            *(("--split", split), ("--batch-size", batch_size), ("--coordinator", coordinator)),
+            *(("--processes", processes), ("--process-id", process_id)),
+        ):
+            if value is not None:
+                raise UserError(f"{name} {value}: goes with the data of a run, not with --text. Leave it out.")
+        _score_text(run_folder, against, text, tokens, mesh=mesh, step=step, recipe=recipe, json=json)
+        return
+    for name, value in (("--against", against), ("--json", json)):
+        if value is not None:
+            raise UserError(f"{name} {value}: goes with --text PATH. Add it.")
+    experiment = load_run(run_folder, recipe)
+    from scalejax.configs import overrides
+    from scalejax.parallel.mesh import parse_mesh
+    from scalejax.train import distributed, loop, phases
+    from scalejax.train.reports import console as closing
+    from scalejax.train.reports import report
+
+    distributed.initialize(coordinator, processes, process_id)
+    experiment = phases.experiment_at(experiment, run_folder, step)
+    if mesh is not None:
+        placement = dataclasses.replace(experiment.placement, mesh=parse_mesh(mesh))
+        experiment = dataclasses.replace(experiment, placement=placement)
+    if batch_size is not None:
+        experiment = overrides.apply(experiment, [f"data.batch_size={batch_size}"])
+    console = output.console() if distributed.is_primary() else None
+    split = split or experiment.evaluation.final_split
+    summary = loop.evaluate(experiment, workdir=run_folder, split=split, step=step, console=console)
+    if console is not None:
+        console.print(closing.closing_table(summary, report.read_described(run_folder)))
+
+
+def _score_text(
+    folder: pathlib.Path,
+    against: pathlib.Path | None,
+    text: pathlib.Path,
+    tokens: int,
+    *,
+    mesh: str | None,
+    step: int | None,
+    recipe: str | None,
+    json: pathlib.Path | None,
+) -> None:
+    """Prints what one or two models make of a text."""
+    from scalejax.cli.commands.convert import open_model
+    from scalejax.inference import compare, generate, text_rows
+    from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
+
+    made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
+    model = open_model(folder, recipe=recipe, step=step)
+    rows = text_rows.read_rows(model, text, tokens)
+    first = generate.load(model, made)
+    if against is None:
+        score = compare.score(first, rows)
+        lines = [("tokens predicted", f"{score.tokens:,}"), ("loss", f"{score.loss:.4f}")]
+        lines.append(("perplexity", f"{score.perplexity:.4f}"))
+        found: dict[str, Any] = dataclasses.asdict(score) | {"perplexity": score.perplexity}
+    else:
+        second = generate.load(open_model(against, recipe=None, step=None), made)
+        both = compare.compare(first, second, rows)
+        lines = [
+            ("tokens predicted", f"{both.before.tokens:,}"),
+            ("loss", f"{both.before.loss:.4f} -> {both.after.loss:.4f}"),
+            ("perplexity", f"{both.before.perplexity:.4f} -> {both.after.perplexity:.4f}"),
+            ("KL divergence, nats", f"{both.divergence:.6f}"),
+            ("same most probable token", f"{100 * both.agreement:.2f} %"),
+        ]
+        found = dataclasses.asdict(both)
+    for name, value in lines:
+        print(f"{name:<26}{value}")
+    if json is not None:
+        output.write_json(json, found)
+
+
+def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
+    """What `experiment.json` of a run folder says.
+
+    Raises:
+      UserError: no such folder, no such file in it, or one that is no record of a run.
+    """
+    path = run_folder / "experiment.json"
+    if not run_folder.is_dir():
+        raise UserError(f"RUN_FOLDER {run_folder} does not exist. Give a folder that `scalejax train` wrote.")
+    if not path.is_file():
+        raise UserError(f"RUN_FOLDER {run_folder} has no experiment.json. Give a folder that `scalejax train` wrote.")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}. Give another run folder, or train again.") from error
+    if not isinstance(record, dict) or not {"recipe", "sets", "file_sha256", "scalejax", "experiment"} <= record.keys():
+        raise UserError(
+            f"{path}: is no record of a run (recipe, sets, file_sha256, scalejax, experiment). Train again."
+        )
+    return record
+
+
+def load_run(run_folder: pathlib.Path, recipe: str | None) -> "Experiment":
+    """The experiment of a run folder, by running its recipe again.
+
+    Raises:
+      UserError: not a run folder, or its recipe does not give the same experiment any more.
+    """
+    from scalejax.configs import serialization
+
+    return serialization.reload(read_record(run_folder), recipe=recipe, where=run_folder)

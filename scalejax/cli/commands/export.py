@@ -1,0 +1,76 @@
+"""`scalejax export`: a trained click model as a folder that jax and numpy alone can score with."""
+
+import pathlib
+from typing import Annotated, Any
+
+import typer
+
+from scalejax.cli import environment, options, output
+from scalejax.cli.commands import precision as precisions
+from scalejax.errors import UserError
+
+
+def export(
+    run_folder: options.RunFolder,
+    out: Annotated[pathlib.Path, typer.Argument(metavar="OUT", help="Folder to write; must not be there yet.")],
+    tables: Annotated[
+        str,
+        typer.Option(
+            "--tables",
+            metavar="NAME",
+            help="float32, float16, int8, kmeans4, int4, kmeans4_shared, kmeans2, int2 or kmeans2_shared.",
+        ),
+    ] = "float32",
+    dense: Annotated[str, typer.Option("--dense", metavar="NAME", help="float32, float16 or int8.")] = "float32",
+    precision: Annotated[
+        pathlib.Path | None,
+        typer.Option("--precision", metavar="FILE", help="One for each instead, from `scalejax precision --save`."),
+    ] = None,
+    examples: precisions.Examples = 8192,
+    step: precisions.Step = None,
+    recipe: options.RecipeFile = None,
+    json: options.JsonFile = None,
+) -> None:
+    """Export a click model: StableHLO, safetensors, a signature.
+
+    OUT/reload.py loads and scores it and needs jax and numpy only. What was written is read back and compared with
+    the run's own model before this ends.
+    """
+    environment.prepare()
+    if precision is not None and (tables != "float32" or dense != "float32"):
+        raise UserError(f"--precision {precision} names a precision for each; leave --tables and --dense out.")
+    if out.exists():
+        raise UserError(f"OUT {out} is there already. Give a new folder, or remove it.")
+    from scalejax.inference.recommendation import precision as choices
+
+    for name, given, known in (("tables", tables, choices.TABLES), ("dense", dense, choices.DENSE)):
+        if given not in known:
+            raise UserError(f"--{name} must be one of {', '.join(known)}; got {given!r}.")
+    experiment, model = precisions.open_run(run_folder, recipe, step)
+    from scalejax.inference.recommendation import click_model, lowering, reload, report
+    from scalejax.inference.recommendation import export as exports
+
+    chosen: Any = (
+        choices.load(precision, model) if precision is not None else choices.uniform(model, tables=tables, dense=dense)  # pyright: ignore[reportArgumentType]
+    )
+    data = experiment.data.build()
+    some = click_model.labelled(data.eval_batches(experiment.evaluation.split), model.schema, most=examples)
+    limits = precisions.calibrated(model, some.inputs) if "int8" in chosen.operators.values() else None
+    lowered = lowering.lower(model, chosen, limits)
+    exports.write(lowered, out)
+    back = exports.difference(reload.load(out), lowered, some.inputs[0])
+    if not (back <= exports.LARGEST_DIFFERENCE or "int8" in chosen.operators.values()):
+        raise UserError(
+            f"OUT {out}: reloaded, its scores differ from the model's by {back:.1e}, more than "
+            f"{exports.LARGEST_DIFFERENCE:g}. Do not serve it; look for scores that are not finite, or another version "
+            "of jax."
+        )
+    measured = {"run": str(run_folder), "out": str(out), "reloaded_difference": back}
+    measured |= report.measure(lowered, some)
+    console = output.console()
+    for table in report.tables(measured):
+        console.print(table)
+    if json is not None:
+        output.write_json(json, measured)
+    print(f"Wrote {out}; reloaded, its scores differ from the model's by at most {back:.1e}.")
+    print(f"Next: import reload; reload.load({str(out)!r})(ids=..., dense=...), with {out / 'reload.py'}")

@@ -1,0 +1,1 @@
+"""Logs clustered by session, and deduplicated features (RecD)."""

@@ -1,0 +1,1 @@
+"""Tables of examples: their schema, and columns of files as records."""

@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, packing, mixtures and rows of tokens."""

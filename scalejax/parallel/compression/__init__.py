@@ -1,0 +1,1 @@
+"""Fewer bits between devices: number formats of parameters, gradients and activations on the wire."""

@@ -1,0 +1,1 @@
+"""Exchanges: ids to the devices that own their rows, rows back, gradients there again."""

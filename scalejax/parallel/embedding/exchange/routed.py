@@ -1,0 +1,460 @@
+"""The routed exchange: ids to the devices that own their rows, rows back, gradients there again.
+
+Runs inside a shard_map over all mesh axes. Features come by one of three channels (see `Lookup`):
+
+*here*: the rows are on this device; nothing travels.
+
+*rows*: a device puts its occurrences into N buckets of K slots, one per destination; one all_to_all carries the local
+row numbers, one the rows back, one the gradients:
+
+    sender    bucket of device 0 | bucket of device 1 | ...      inverse: bucket slot -> occurrence
+              [ 4  9  9  . ]       [ 2  .  .  . ]                slots: occurrence -> bucket slot
+    owner     from device 0      | from device 1      | ...      rows: local row of every slot that arrived
+
+Within a bucket occurrences keep the summation order, so that what arrives at an owner, read from the front, is in the
+order of examples. Occurrences that found no room have no slot: they embed as zeros, update nothing and are counted.
+Where XLA has it, `ragged_all_to_all` carries the same without the empty slots (see `ragged`).
+
+*bags*: one device has all rows of a feature, so its bucket has a place for every slot and no id can lack room. Ids
+travel with the number of their bag; the owner adds up each bag and one vector a bag travels back, one gradient a bag
+there again.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scalejax.kernels import embedding_bag as ops
+from scalejax.kernels.embedding_bag import xla
+from scalejax.numerics import products
+from scalejax.parallel.embedding.exchange import ragged, wire
+from scalejax.parallel.embedding.ids.occurrences import (
+    Lookup,
+    Shard,
+    addresses,
+    average,
+    lost_slots,
+    pool,
+    slots_of_member,
+    summation_order,
+    unpool,
+)
+from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.stacks import Stack
+from scalejax.parallel.embedding.update.rounding import rounded
+
+SLACK = 8
+"""Slots per destination on top of the factor: small batches scatter more around their mean."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Where the occurrences of one stack went, on one device. A arrivals: those of "rows", then those of "bags".
+
+    Attributes:
+      arrived: int32[A], local row of every slot that arrived here; `local_rows` = empty. For "here" the local row of
+        every occurrence.
+      sequence: int32[A], the arrivals in summation order; None = they are in it.
+      slots: "rows": int32[occurrences], bucket slot of every occurrence; N * K = none.
+      inverse: "rows": int32[N * K], occurrence in every bucket slot; the number of occurrences = empty.
+      runs: "rows", without padding: who sends what to whom. Slots are then places in its runs.
+      bags: "bags": int32[N * K'], place of the bag of every arrival among the vectors that go back, non-decreasing.
+      weights: "bags": float32[N * K'], weight of every arrival.
+    """
+
+    arrived: jax.Array
+    sequence: jax.Array | None = None
+    slots: jax.Array | None = None
+    inverse: jax.Array | None = None
+    bags: jax.Array | None = None
+    weights: jax.Array | None = None
+    runs: ragged.Runs | None = None
+
+
+def exchange_may_lack_room(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> bool:
+    """Whether a bucket of the "rows" channel has fewer slots than all ids of a device take."""
+    total = sum(look.feature.capacity for look in found if look.channel == "rows")
+    return bucket_capacity(stack, found, exchange) < total
+
+
+def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> int:
+    """K: slots per destination of the "rows" channel: what the fullest device can expect.
+
+    Ids of a table of V rows reach min(n, V) of its n devices.
+    """
+    total = sum(look.feature.capacity for look in found if look.channel == "rows")
+    if stack.devices * total * stack.dim * stack.wide_dtype.itemsize <= exchange.roomy_below_bytes:
+        return total
+    wanted = [SLACK] * stack.devices
+    most = [0] * stack.devices
+    for member in dict.fromkeys(look.member for look in found if look.channel == "rows"):
+        slots = slots_of_member(found, member)
+        spread = min(member.parts, member.config.rows)
+        expected = slots if spread == 1 else min(slots, math.ceil(exchange.capacity_factor * slots / spread))
+        for rank in member.ranks:
+            wanted[rank] += expected
+            most[rank] += slots
+    return max(map(min, wanted, most))
+
+
+def route(
+    shard: Shard, stack: Stack, found: tuple[Lookup, ...], *, exchange: Exchange, axes: tuple[str, ...]
+) -> tuple[Route, jax.Array]:
+    """Sends the ids of one stack to their owners.
+
+    Returns:
+      The route, and int32[2]: bad ids, and ids without room.
+    """
+    lost = sum((lost_slots(shard, look) for look in found), jnp.zeros((), jnp.int32))
+    where = {look: addresses(shard, look, stack.devices, stack.local_rows) for look in found}
+    bad = sum((bad for _, _, bad in where.values()), jnp.zeros((), jnp.int32))
+    by_rows = [look for look in found if look.channel != "bags"]
+    by_bags = [look for look in found if look.channel == "bags"]
+    ways = []
+    if by_rows:
+        device = jnp.concatenate([where[look][0] for look in by_rows])
+        row = jnp.concatenate([where[look][1] for look in by_rows])
+        order = summation_order(shard, tuple(by_rows))
+        if stack.devices == 1:
+            ways.append(Route(row, order))
+        else:
+            send = _send_ids if exchange.all_to_all == "padded" else _send_runs
+            capacity = bucket_capacity(stack, found, exchange)
+            way, without_room = send(device, row, order, stack, axes=axes, capacity=capacity)
+            ways.append(way)
+            lost = lost + without_room
+    if by_bags:
+        ways.append(_send_bags(shard, {look: where[look][1] for look in by_bags}, stack, axes=axes))
+    return _joined(ways), jnp.stack([bad, lost])
+
+
+def fetch(
+    table: jax.Array,
+    way: Route,
+    shard: Shard,
+    stack: Stack,
+    found: tuple[Lookup, ...],
+    zero: jax.Array,
+    *,
+    exchange: Exchange,
+    axes: tuple[str, ...],
+) -> list[jax.Array]:
+    """What the model sees of every feature, per lookup: float[b, dim], or [b, positions, dim] for pooling "none"."""
+    results: dict[Lookup, jax.Array] = {}
+    by_rows = [look for look in found if look.channel != "bags"]
+    by_bags = [look for look in found if look.channel == "bags"]
+    arrivals = way.arrived.shape[0] - (0 if way.bags is None else way.bags.shape[0])
+    if by_rows and way.slots is None:
+        for look in by_rows:
+            # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
+            rows = _read(table, way.arrived[look.part], stack)
+            results[look] = pool(shard, look, rows.astype(stack.wide_dtype), zero)
+    elif by_rows:
+        assert way.slots is not None
+        rows = _read(table, way.arrived[:arrivals], stack)
+        rows = wire.carry(rows, exchange.forward, lambda x: _back(x, way, stack, axes))
+        for look in by_rows:
+            own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
+            results[look] = pool(shard, look, own.astype(stack.wide_dtype), zero)
+    if by_bags:
+        assert way.bags is not None
+        rows = _read(table, way.arrived[arrivals:], stack).astype(stack.wide_dtype)
+        if way.weights is not None:
+            rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], zero)
+        sums = ops.pool_rows(rows, way.bags, stack.devices * _most_bags(by_bags))
+        sums = wire.carry(_in_blocks(sums, stack), exchange.forward, lambda x: _swap(x, axes))
+        for look in by_bags:
+            (rank,) = look.member.ranks
+            results[look] = average(shard, look, sums[rank, look.bag : look.bag + look.feature.bags], zero)
+    return [results[look] for look in found]
+
+
+def _read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
+    """Rows, in the number format that the stack is read in."""
+    rows = ops.gather_rows(table, ids)
+    if stack.reads is None:
+        return rows
+    return products.read_rows(rows, stack.reads, where=f"tables/{stack.members[0].config.name}")
+
+
+def return_grads(
+    grads: Sequence[jax.Array],
+    way: Route,
+    shard: Shard,
+    stack: Stack,
+    found: tuple[Lookup, ...],
+    zero: jax.Array,
+    *,
+    exchange: Exchange,
+    axes: tuple[str, ...],
+) -> jax.Array:
+    """The gradient of `fetch`: per lookup -> float[A, dim], one for every arrival, beside `way.arrived`."""
+    of = dict(zip(found, grads, strict=True))
+    by_rows = [look for look in found if look.channel != "bags"]
+    by_bags = [look for look in found if look.channel == "bags"]
+    parts = []
+
+    def send(vectors: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        return wire.carry(vectors, exchange.backward, move, loss_scale=exchange.loss_scale)
+
+    if by_rows:
+        occurrences = jnp.concatenate([unpool(shard, look, of[look], zero) for look in by_rows])
+        if way.inverse is not None:
+            sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
+            occurrences = send(sent, lambda x: _forth(x, way, stack, axes))
+        parts.append(occurrences)
+    if by_bags:
+        assert way.bags is not None
+        shares = {look: average(shard, look, of[look], zero) for look in by_bags}
+        blocks = _blocks(shares, stack, lambda look: look.bag, _most_bags(by_bags), 0)
+        arrived = send(blocks, lambda x: _swap(x, axes)).reshape(-1, stack.dim)
+        slots = arrived.at[way.bags].get(mode="fill", fill_value=0)
+        if way.weights is not None:
+            slots = rounded(slots * way.weights.astype(slots.dtype)[:, None], zero)
+        parts.append(slots)
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def to_senders(
+    values: jax.Array, way: Route, stack: Stack, found: tuple[Lookup, ...], *, axes: tuple[str, ...]
+) -> dict[Lookup, jax.Array]:
+    """[A, ...] at the owners -> what belongs to every slot of each feature, at the devices that hold the examples."""
+    if stack.devices == 1:
+        return {look: values[look.part] for look in found}
+    by_bags = [look for look in found if look.channel == "bags"]
+    arrivals = values.shape[0] - (0 if way.bags is None else way.bags.shape[0])
+    back: dict[Lookup, jax.Array] = {}
+    if way.slots is not None:
+        flat = _back(values[:arrivals], way, stack, axes)
+        for look in found:
+            if look.channel == "rows":
+                back[look] = flat.at[way.slots[look.part]].get(mode="fill", fill_value=0)
+    if by_bags:
+        blocks = _swap(_in_blocks(values[arrivals:], stack), axes)
+        for look in by_bags:
+            (rank,) = look.member.ranks
+            back[look] = blocks[rank, look.part]
+    return back
+
+
+def to_owners(
+    values: dict[Lookup, jax.Array], way: Route, stack: Stack, found: tuple[Lookup, ...], *, axes: tuple[str, ...]
+) -> jax.Array:
+    """The inverse of `to_senders`: one value a slot of each feature -> [A, ...]; zeros where nothing arrived."""
+    if stack.devices == 1:
+        return jnp.concatenate([values[look] for look in found])
+    by_bags = {look: values[look] for look in found if look.channel == "bags"}
+    parts = []
+    if way.inverse is not None:
+        occurrences = jnp.concatenate([values[look] for look in found if look.channel == "rows"])
+        sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
+        parts.append(_forth(sent, way, stack, axes))
+    if by_bags:
+        blocks = _blocks(by_bags, stack, lambda look: look.occurrence, _most_slots(by_bags), 0)
+        parts.append(_swap(blocks, axes).reshape(-1, *blocks.shape[2:]))
+    return jnp.concatenate(parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByDevice:
+    """Occurrences sorted by destination, and within it in summation order; those of no device last.
+
+    Attributes:
+      devices: int32[occurrences], destination of each; N = none.
+      occurrences: int32[occurrences], which.
+      starts: int32[N + 1], where each destination begins.
+    """
+
+    devices: jax.Array
+    occurrences: jax.Array
+    starts: jax.Array
+
+    @staticmethod
+    def sort(device: jax.Array, order: jax.Array | None, count: int) -> "_ByDevice":
+        devices, occurrences = xla.stable_order(device if order is None else device[order], count)
+        if order is not None:
+            occurrences = order[occurrences]
+        starts = jnp.searchsorted(devices, jnp.arange(count + 1, dtype=jnp.int32)).astype(jnp.int32)
+        return _ByDevice(devices, occurrences, starts)
+
+    @property
+    def ranks(self) -> jax.Array:
+        """Place of each among those of its destination."""
+        return lax.iota(jnp.int32, self.devices.shape[0]) - self.starts[self.devices]
+
+    def slots(self, slot: jax.Array) -> jax.Array:
+        """A slot for each sorted one -> for each occurrence."""
+        return jnp.zeros_like(slot).at[self.occurrences].set(slot, unique_indices=True)
+
+
+def _send_ids(
+    device: jax.Array,
+    row: jax.Array,
+    order: jax.Array | None,
+    stack: Stack,
+    *,
+    axes: tuple[str, ...],
+    capacity: int,
+) -> tuple[Route, jax.Array]:
+    devices, count = stack.devices, device.shape[0]
+    found = _ByDevice.sort(device, order, devices)
+    ranks = found.ranks
+    has_room = (found.devices < devices) & (ranks < capacity)
+    slots = found.slots(jnp.where(has_room, found.devices * capacity + ranks, devices * capacity))
+    lost = ((found.devices < devices) & ~has_room).sum(dtype=jnp.int32)
+
+    wanted = found.starts[:-1, None] + lax.iota(jnp.int32, capacity)[None, :]  # N K
+    filled = wanted < found.starts[1:, None]
+    inverse = jnp.where(filled, found.occurrences.at[wanted].get(mode="clip"), count)
+    sent = row.at[inverse].get(mode="fill", fill_value=stack.local_rows)
+    return Route(_swap(sent, axes).reshape(-1), None, slots, inverse.reshape(-1)), lost
+
+
+def _send_runs(
+    device: jax.Array,
+    row: jax.Array,
+    order: jax.Array | None,
+    stack: Stack,
+    *,
+    axes: tuple[str, ...],
+    capacity: int,
+) -> tuple[Route, jax.Array]:
+    devices, count = stack.devices, device.shape[0]
+    found = _ByDevice.sort(device, order, devices)
+    wanted = found.starts[1:] - found.starts[:-1]
+    room, slots = (ragged.slots_for(n, devices) for n in (devices * capacity, count))
+    runs = ragged.agree(wanted, room=room, axes=axes)
+    none = jnp.zeros(1, jnp.int32)
+    sent = found.ranks < jnp.concatenate([runs.sizes, none])[found.devices]
+    slot = jnp.concatenate([runs.starts, none])[found.devices] + found.ranks
+    # Those that are not sent get places outside that differ: the scatter is promised unique indices.
+    place = jnp.where(sent, slot, slots + lax.iota(jnp.int32, count))
+    inverse = jnp.full(slots, count, jnp.int32).at[place].set(found.occurrences, mode="drop", unique_indices=True)
+    numbers = row.at[inverse].get(mode="fill", fill_value=stack.local_rows)
+    arrived = ragged.to_owners(numbers, runs, room=room, fill=stack.local_rows, axes=axes)
+    way = Route(arrived, None, found.slots(jnp.where(sent, slot, slots)), inverse, runs=runs)
+    return way, (wanted - runs.sizes).sum(dtype=jnp.int32)
+
+
+def _send_bags(shard: Shard, rows: dict[Lookup, jax.Array], stack: Stack, *, axes: tuple[str, ...]) -> Route:
+    slots, vectors = _most_slots(rows), _most_bags(rows)
+
+    def block(parts: dict[Lookup, jax.Array], fill: int) -> jax.Array:
+        return _blocks(parts, stack, lambda look: look.occurrence, slots, fill)
+
+    numbers = {look: _bag_numbers(shard, look) for look in rows}
+    planes = [block(rows, stack.local_rows), block(numbers, vectors - 1)]
+    if shard.weights is not None:
+        bits = {look: lax.bitcast_convert_type(_weights(shard, look), jnp.int32) for look in rows}
+        planes.append(block(bits, 0))
+    orders = [_bucket_order(shard, [look for look in rows if look.member.ranks[0] == d], slots) for d in _ranks(stack)]
+    ordered = any(order is not None for order in orders)
+    if ordered:
+        as_they_are = lax.iota(jnp.int32, slots)
+        planes.append(jnp.stack([as_they_are if order is None else order for order in orders]))
+    arrived = _swap(jnp.stack(planes, axis=1), axes)  # N planes K'
+    source = lax.iota(jnp.int32, stack.devices)[:, None]
+    return Route(
+        arrived=arrived[:, 0].reshape(-1),
+        sequence=(source * slots + arrived[:, -1]).reshape(-1) if ordered else None,
+        bags=(source * vectors + arrived[:, 1]).reshape(-1),
+        weights=None if shard.weights is None else lax.bitcast_convert_type(arrived[:, 2], jnp.float32).reshape(-1),
+    )
+
+
+def _joined(ways: list[Route]) -> Route:
+    if len(ways) == 1:
+        return ways[0]
+    rows, bags = ways
+    sequence = None
+    count = rows.arrived.shape[0]
+    if rows.sequence is not None or bags.sequence is not None:
+        parts = [_sequence(rows), count + _sequence(bags)]
+        sequence = jnp.concatenate(parts)
+    arrived = jnp.concatenate([rows.arrived, bags.arrived])
+    return Route(arrived, sequence, rows.slots, rows.inverse, bags.bags, bags.weights, rows.runs)
+
+
+def _sequence(way: Route) -> jax.Array:
+    return lax.iota(jnp.int32, way.arrived.shape[0]) if way.sequence is None else way.sequence
+
+
+def _bag_numbers(shard: Shard, look: Lookup) -> jax.Array:
+    """Place of the bag of every slot in the bucket of its owner, non-decreasing.
+
+    Unused slots, whose rows are zeros, count to the last bag.
+    """
+    if look.feature.length is not None:
+        return look.bag + lax.iota(jnp.int32, look.feature.capacity) // max(1, look.feature.length)
+    return look.bag + jnp.minimum(shard.bags(look), look.feature.bags - 1)
+
+
+def _weights(shard: Shard, look: Lookup) -> jax.Array:
+    weights = shard.weights_of(look)
+    assert weights is not None
+    return weights.astype(jnp.float32)
+
+
+def _bucket_order(shard: Shard, looks: list[Lookup], slots: int) -> jax.Array | None:
+    order = summation_order(shard, tuple(looks)) if looks else None
+    if order is None:
+        return None
+    rest = lax.iota(jnp.int32, slots - order.shape[0]) + order.shape[0]
+    return jnp.concatenate([order, rest])
+
+
+def _ranks(stack: Stack) -> range:
+    return range(stack.devices)
+
+
+def _most_slots(looks: Sequence[Lookup] | dict[Lookup, jax.Array]) -> int:
+    return max(look.occurrence + look.feature.capacity for look in looks)
+
+
+def _most_bags(looks: Sequence[Lookup] | dict[Lookup, jax.Array]) -> int:
+    return max(look.bag + look.feature.bags for look in looks)
+
+
+def _blocks(
+    parts: dict[Lookup, jax.Array], stack: Stack, begin: Callable[[Lookup], int], size: int, fill: int
+) -> jax.Array:
+    """[N, size, ...]: block n has the parts of the lookups that device n owns, each at its place."""
+    sample = next(iter(parts.values()))
+    blocks = []
+    for device in _ranks(stack):
+        own = [
+            part for look, part in sorted(parts.items(), key=lambda p: begin(p[0])) if look.member.ranks[0] == device
+        ]
+        missing = size - sum(part.shape[0] for part in own)
+        blocks.append(jnp.concatenate([*own, jnp.full((missing, *sample.shape[1:]), fill, sample.dtype)]))
+    return jnp.stack(blocks)
+
+
+def _forth(values: jax.Array, way: Route, stack: Stack, axes: tuple[str, ...]) -> jax.Array:
+    """[slots, ...] at the senders -> [arrivals of "rows", ...] at the owners; zeros where nothing arrived."""
+    if way.runs is None:
+        return _swap(_in_blocks(values, stack), axes).reshape(-1, *values.shape[1:])
+    room = way.arrived.shape[0] - (0 if way.bags is None else way.bags.shape[0])
+    return ragged.to_owners(values, way.runs, room=room, fill=0, axes=axes)
+
+
+def _back(values: jax.Array, way: Route, stack: Stack, axes: tuple[str, ...]) -> jax.Array:
+    """The inverse of `_forth`."""
+    if way.runs is None:
+        return _swap(_in_blocks(values, stack), axes).reshape(-1, *values.shape[1:])
+    assert way.inverse is not None
+    return ragged.to_senders(values, way.runs, count=way.inverse.shape[0], axes=axes)
+
+
+def _swap(blocks: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """[N, ...]: block n goes to device n, and that of device n comes."""
+    return lax.all_to_all(blocks, axes, 0, 0, tiled=True)
+
+
+def _in_blocks(flat: jax.Array, stack: Stack) -> jax.Array:
+    return flat.reshape(stack.devices, -1, *flat.shape[1:])

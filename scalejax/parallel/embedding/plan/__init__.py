@@ -1,0 +1,1 @@
+"""Where the rows of each table live, and whether they fit."""

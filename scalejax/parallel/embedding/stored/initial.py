@@ -1,0 +1,89 @@
+"""Fresh rows, made where they will live: row r of a table is a function of (key, name of the table, r)."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from scalejax.parallel.embedding.config import UPDATED
+from scalejax.parallel.embedding.plan.row_numbers import exists, name_hashes, row_numbers
+from scalejax.parallel.embedding.plan.stacks import Stack
+from scalejax.parallel.embedding.update import optimizers
+
+_CHUNK = 1 << 16
+"""Rows made at a time: random bits need several times the memory of their rows."""
+
+
+def local_leaves(stack: Stack, key: jax.Array, device: jax.Array | int) -> dict[str, jax.Array]:
+    """{"rows": [L, dim], ...} of one device; padding rows are zeros.
+
+    Args:
+      stack: The tables.
+      key: Of the collection.
+      device: Number of this device among those that the stack is dealt out over.
+    """
+    local = lax.iota(jnp.int32, stack.local_rows)
+    real = exists(stack, local, device)
+    leaves = {}
+    for name, kind in stack.arrays.items():
+        if name == "rows":
+            leaves[name] = _uniform(stack, key, device)
+            continue
+        shape = stack.leaf_shape(kind, stack.local_rows)
+        if name == UPDATED:
+            leaves[name] = jnp.zeros(shape, jnp.int32)
+            continue
+        mask = real.reshape((-1,) + (1,) * (len(shape) - 1))
+        value = jnp.full(shape, optimizers.initial_value(stack.optimizer), stack.wide_dtype)
+        leaves[name] = jnp.where(mask, value, jnp.zeros((), stack.wide_dtype))
+    return leaves
+
+
+def fresh_rows(stack: Stack, key: jax.Array, local: jax.Array, device: jax.Array | int) -> dict[str, jax.Array]:
+    """{"rows": [U, dim], ...}: what `local_leaves` has at these local rows, int32[U], which are rows of tables."""
+    member, row = row_numbers(stack, local, device)
+    draws = jax.vmap(_draw(stack, key))(member, row, jnp.ones(local.shape, bool))
+    start = jnp.asarray(optimizers.initial_value(stack.optimizer), stack.wide_dtype)
+    return {
+        name: draws if name == "rows" else jnp.full(stack.leaf_shape(kind, local.shape[0]), start)
+        for name, kind in stack.leaves.items()
+    }
+
+
+def _draw(stack: Stack, key: jax.Array) -> Callable[[jax.Array, jax.Array, jax.Array], jax.Array]:
+    """(member, row, whether it exists) -> one row."""
+    keys = jnp.stack([jax.random.fold_in(key, int(name)) for name in name_hashes(stack)])
+    scales = [m.config.init_scale or m.config.rows**-0.5 for m in stack.members]
+    scale = jnp.asarray(scales, stack.wide_dtype)
+    starts = jnp.asarray([m.start for m in stack.members], jnp.int32)
+    widths = jnp.asarray([m.config.dim for m in stack.members], jnp.int32)
+
+    def one(member: jax.Array, row: jax.Array, real: jax.Array) -> jax.Array:
+        row_key = jax.random.fold_in(keys[member], row)
+        draw = jnp.zeros(stack.dim, stack.wide_dtype)
+        for dim in sorted({m.config.dim for m in stack.members}):
+            # A slice has its columns of the draw for the whole row.
+            whole = jax.random.uniform(row_key, (dim,), stack.wide_dtype, -1, 1)
+            columns = lax.dynamic_slice_in_dim(whole, starts[member], stack.dim)
+            draw = jnp.where(widths[member] == dim, columns, draw)
+        bound = jnp.where(real, scale[member], 0)
+        return (draw * bound).astype(stack.dtype)
+
+    return one
+
+
+def _uniform(stack: Stack, key: jax.Array, device: jax.Array | int) -> jax.Array:
+    one = _draw(stack, key)
+    chunk = min(_CHUNK, stack.local_rows)
+
+    def fill(number: jax.Array, rows: jax.Array) -> jax.Array:
+        # The last chunk begins earlier and makes some rows again: they come out the same.
+        start = jnp.minimum(number * chunk, stack.local_rows - chunk)
+        local = start + lax.iota(jnp.int32, chunk)
+        member, row = row_numbers(stack, local, device)
+        part = jax.vmap(one)(member, row, exists(stack, local, device))
+        return lax.dynamic_update_slice_in_dim(rows, part, start, 0)
+
+    empty = jnp.zeros((stack.local_rows, stack.dim), stack.dtype)
+    return lax.fori_loop(0, -(-stack.local_rows // chunk), fill, empty)

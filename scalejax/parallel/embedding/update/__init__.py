@@ -1,0 +1,1 @@
+"""Updates of the rows that a step looked up."""

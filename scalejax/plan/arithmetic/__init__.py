@@ -1,0 +1,1 @@
+"""What arithmetic says of a step before anything is compiled."""

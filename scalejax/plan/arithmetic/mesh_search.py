@@ -1,0 +1,345 @@
+"""Finds a mesh and a rematerialisation policy for a decoder on a slice: thousands by arithmetic, a few by compiling.
+
+1. All meshes over (`replica`, `fsdp`, `context`, `tensor`) with every policy of `nn.layers`, judged by `step_model`.
+   What does not divide or cannot fit is dropped with the reason.
+2. The fastest are compiled ahead of time, at most `compiles` of them. Where layers are scanned, as in all models here,
+   a program of 126 layers compiles as fast as one of 2, so the whole depth is. `depths=(1, 2)` compiles programs of 1
+   and 2 layers instead and adds to them what the second layer adds: for models whose layers are unrolled. (A scan of
+   one layer becomes another program, off the line of deeper ones, and of few layers it is not the layers that need the
+   most memory: `depths=(4, 5)` there.)
+3. They are ranked by the time that the compiled programs need (`Candidate.step_s`); those that do not fit come last.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from scalejax.errors import UserError
+from scalejax.parallel.mesh import AXES, MeshShape
+from scalejax.plan import topology
+from scalejax.plan.arithmetic import decoders, published_runs, step_model
+from scalejax.plan.arithmetic.step_model import REMATS, Remat, StepEstimate, Training
+from scalejax.plan.arithmetic.transformer import Decoder
+from scalejax.plan.compiled import collectives, memory
+from scalejax.plan.compiled.collectives import Collective
+from scalejax.plan.compiled.roofline import Roofline
+from scalejax.plan.run import PlanResult, plan_on
+from scalejax.plan.topology import Topology
+from scalejax.units import size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from scalejax.train.experiment import Experiment
+
+MOST_COMPILES = 5
+_SLACK = 1.1
+"""Estimates of memory may exceed that of a chip by this factor before a candidate is dropped; the compiler decides."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Dropped:
+    """A combination that was not considered further.
+
+    Attributes:
+      mesh: Devices per axis.
+      remat: Policy; "any" where none would do.
+      reason: One sentence.
+      memory_bytes: What it needs on a chip by estimate; None where it was dropped for another reason.
+    """
+
+    mesh: MeshShape
+    remat: str
+    reason: str
+    memory_bytes: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A combination that may do.
+
+    Attributes:
+      mesh: Devices per axis.
+      remat: Policy.
+      estimate: By arithmetic.
+      compiled: By compiling, or None if it was not compiled.
+      share: Of the peak that products are taken to reach.
+    """
+
+    mesh: MeshShape
+    remat: str
+    estimate: StepEstimate
+    compiled: PlanResult | None = None
+    share: float = 1.0
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step by the compiled program; None if it does not fit or was not compiled.
+
+        Products at `share` of their peak, or memory where that takes longer, then collectives.
+        """
+        if self.compiled is None or self.compiled.roofline is None or not self.compiled.memory.fits:
+            return None
+        line = self.compiled.roofline
+        return max(line.compute_s / self.share, line.hbm_s) + line.ici_s + line.dcn_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchResult:
+    """What a search found.
+
+    Attributes:
+      topology: The machine.
+      share: Of the peak that products are taken to reach.
+      ranked: Compiled candidates, best first; those that do not fit last.
+      others: Candidates that were not compiled, by their estimate.
+      dropped: What was left out, and why.
+    """
+
+    topology: Topology
+    share: float
+    ranked: tuple[Candidate, ...]
+    others: tuple[Candidate, ...]
+    dropped: tuple[Dropped, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as plain values."""
+        return {
+            "topology": self.topology.name,
+            "chips": self.topology.chips,
+            "share_of_peak": self.share,
+            "ranked": [_candidate_json(c) for c in self.ranked],
+            "others": [_candidate_json(c) for c in self.others],
+            "dropped": [{"mesh": stated(d.mesh), "remat": d.remat, "reason": d.reason} for d in self.dropped],
+        }
+
+    def render(self, console: "Console") -> None:
+        """Prints the result as tables."""
+        from scalejax.plan import render
+
+        render.render_search(self, console)
+
+
+def search(
+    experiment: "Experiment",
+    topology_name: str,
+    *,
+    compiles: int = MOST_COMPILES,
+    depths: tuple[int, int] | None = None,
+    progress: Callable[[str], None] = lambda line: None,
+) -> SearchResult:
+    """Searches meshes and rematerialisation policies for an experiment.
+
+    Args:
+      experiment: A run of a decoder; its own mesh and policy are not used, its strategy is.
+      topology_name: Such as "v6e:16x16".
+      compiles: Candidates to compile, 0 to 5.
+      depths: Two numbers of layers to compile and extrapolate from; None = all layers of the model.
+      progress: Called with a line before each compilation.
+
+    Raises:
+      UserError: the model is no decoder, the topology is wrong, libtpu is missing, parameters or gradients travel in a
+        block format, or nothing fits.
+    """
+    if not 0 <= compiles <= MOST_COMPILES:
+        raise UserError(f"search: compiles must be 0 to {MOST_COMPILES}; got {compiles}.")
+    if depths is not None and not 1 <= depths[0] < depths[1]:
+        raise UserError(f"search: depths must be two numbers of layers, the smaller first; got {depths}. Try (1, 2).")
+    for field in ("gather_format", "reduce_format"):
+        if getattr(experiment.strategy, field, None) is not None:
+            raise UserError(
+                f"search: strategy.{field} is {getattr(experiment.strategy, field)!r}, and the arithmetic that chooses "
+                f"meshes knows dtypes alone. Search with --set strategy.{field}=none, or leave --search out: "
+                "`scalejax plan` compiles any strategy."
+            )
+    machine = topology.parse(topology_name)
+    decoder = decoders.decoder_of(experiment)
+    dtype = "bfloat16" if experiment.precision.compute == "platform" else experiment.precision.compute
+
+    def training(mesh: MeshShape) -> Training:
+        return decoders.training_of(experiment, mesh, machine.devices, compute_dtype=dtype)
+
+    share = published_runs.SHARES.get(machine.chip.name, 1.0)
+    candidates, dropped = prune(decoder, training, machine, share=share)
+    if not candidates:
+        near = min(dropped, key=lambda d: math.inf if d.memory_bytes is None else d.memory_bytes)
+        raise UserError(
+            f"search: nothing fits on {machine.name}; the nearest: {stated(near.mesh)}, remat {near.remat}: "
+            f"{near.reason}. Take more chips or a smaller batch, or put fewer rows through a device at once (--set "
+            "gradients.microbatch=1)."
+        )
+    found = []
+    for candidate in candidates[:compiles]:
+        progress(f"compiling {stated(candidate.mesh)}, remat {candidate.remat}")
+        found.append(dataclasses.replace(candidate, compiled=_compile(experiment, candidate, machine, depths)))
+    # Those that do not fit come last.
+    ranked = sorted(found, key=lambda c: (c.step_s is None, c.step_s or c.estimate.step_s))
+    return SearchResult(
+        topology=machine,
+        share=share,
+        ranked=tuple(ranked),
+        others=tuple(candidates[compiles:]),
+        dropped=tuple(dropped),
+    )
+
+
+def prune(
+    decoder: Decoder,
+    training: Callable[[MeshShape], Training],
+    machine: Topology,
+    *,
+    share: float,
+    remats: Mapping[str, Remat] = REMATS,
+) -> tuple[list[Candidate], list[Dropped]]:
+    """Judges every mesh and policy by arithmetic.
+
+    Args:
+      decoder: The model.
+      training: How it is trained on a mesh; its policy is not used.
+      machine: The machine.
+      share: Of the peak that products reach.
+      remats: Policies by name.
+
+    Returns:
+      Candidates, fastest first, and what was dropped.
+    """
+    candidates: list[Candidate] = []
+    dropped: list[Dropped] = []
+    room = machine.chip.usable_hbm_bytes
+    for mesh in meshes(machine):
+        plain = training(mesh)
+        if mesh.replica > machine.slices and "replica" in plain.sharded_over:
+            continue  # the strategy makes no difference between this axis and `fsdp`: found without it
+        reasons = step_model.check_divides(decoder, plain, machine.devices)
+        if decoder.kv_heads % mesh.tensor and mesh.tensor % decoder.kv_heads:
+            reasons += (f"kv_heads={decoder.kv_heads} and tensor={mesh.tensor} do not divide each other",)
+        if reasons:
+            dropped.append(Dropped(mesh=mesh, remat="any", reason="; ".join(reasons)))
+            continue
+        layout = topology.lay_out(machine, mesh)[0]
+        for name, remat in remats.items():
+            chosen = dataclasses.replace(plain, remat=remat)
+            kinds = step_model.memory_of_device(decoder, chosen, machine.devices)
+            needed = sum(kinds.values()) * machine.chip.devices_per_chip
+            if needed > _SLACK * room:
+                largest = ", ".join(f"{kind} {size(n)}" for kind, n in itertools.islice(kinds.items(), 2))
+                reason = f"needs about {size(needed)} of {size(room)}: {largest}"
+                dropped.append(Dropped(mesh=mesh, remat=name, reason=reason, memory_bytes=needed))
+                continue
+            found = step_model.estimate(decoder, chosen, machine, share=share, layout=layout)
+            candidates.append(Candidate(mesh=mesh, remat=name, estimate=found, share=share))
+    return sorted(candidates, key=lambda c: c.estimate.step_s), dropped
+
+
+def meshes(machine: Topology) -> Iterator[MeshShape]:
+    """All sizes of (`replica`, `fsdp`, `context`, `tensor`) that make up the devices, slices on `replica`."""
+    inside = machine.devices // machine.slices
+    for tensor in _divisors(inside):
+        for context in _divisors(inside // tensor):
+            for copies in _divisors(inside // tensor // context):
+                fsdp = inside // tensor // context // copies
+                yield MeshShape(replica=machine.slices * copies, fsdp=fsdp, context=context, tensor=tensor)
+
+
+def extrapolate(one: PlanResult, two: PlanResult, depths: tuple[int, int], layers: int) -> PlanResult:
+    """The plan of a model of `layers` layers from those of two depths, on a straight line through both.
+
+    What the deeper one needs less of is taken to be the same at every depth, with a warning. Where one of them did not
+    compile, the result has its memory and no time. Memory is a lower bound, with a warning: what lives at one time is
+    the larger of several moments, and in a deeper model it may be another.
+
+    Args:
+      one: Plan of `depths[0]` layers.
+      two: Plan of `depths[1]` layers.
+      depths: Their numbers of layers.
+      layers: The depth that is wanted, at least `depths[1]`.
+    """
+    step, further = depths[1] - depths[0], layers - depths[0]
+    less: list[str] = []
+
+    def line(what: str, a: Any, b: Any) -> Any:
+        if b < a:
+            less.append(what)
+        if b <= a:
+            return a
+        # Counts stay whole numbers.
+        return a + (further * (b - a) // step if isinstance(b, int) else further * (b - a) / step)
+
+    found, kinds = {}, {**one.memory.bytes_per_chip, **two.memory.bytes_per_chip}
+    for kind in (kind for kind in memory.KINDS if kind in kinds):
+        found[kind] = line(kind, one.memory.bytes_per_chip.get(kind, 0), two.memory.bytes_per_chip.get(kind, 0))
+    room = dataclasses.replace(two.memory, bytes_per_chip=found)
+    fits = one.memory.fits and two.memory.fits and room.total_bytes <= room.hbm_bytes
+    lines = None
+    if one.roofline is not None and two.roofline is not None:
+        a, b = dataclasses.asdict(one.roofline), dataclasses.asdict(two.roofline)
+        lines = Roofline(**{name: line(name, a[name], b[name]) for name in a})
+    rows: dict[tuple[str, tuple[str, ...], int], list[Collective | None]] = {}
+    for place, group in enumerate((one.collectives, two.collectives)):
+        for c in group:
+            rows.setdefault((c.kind, c.axes, c.group_size), [None, None])[place] = c
+    moved = []
+    for before, after in rows.values():
+        some = after or before
+        assert some is not None
+        counts = {
+            field: line(f"{some.kind} {some.axis}", getattr(before, field, 0), getattr(after, field, 0))
+            for field in ("bytes", "count", "minimum_bytes")
+        }
+        moved.append(dataclasses.replace(some, **counts))
+    warnings = list(dict.fromkeys((*one.warnings, *two.warnings)))
+    if layers > depths[1]:
+        warnings.append(
+            f"Memory is a lower bound, taken from {depths[0]} and {depths[1]} of {layers} layers: in the whole model "
+            "another moment of the step may need more. Compile all layers (depths=None) before relying on it."
+        )
+    if less:
+        names = ", ".join(dict.fromkeys(less))
+        warnings.append(
+            f"{depths[1]} layers need less than {depths[0]} of: {names}; taken to be the same at every depth."
+        )
+    return dataclasses.replace(
+        two,
+        memory=dataclasses.replace(room, fits=fits),
+        flops=line("flops", one.flops, two.flops),
+        model_flops=line("model flops", one.model_flops, two.model_flops),
+        collectives=tuple(collectives.total(moved)),
+        roofline=lines,
+        compile_s=one.compile_s + two.compile_s,
+        warnings=tuple(warnings),
+    )
+
+
+def stated(mesh: MeshShape) -> str:
+    """A mesh as `--mesh` takes it, axes of size 1 left out."""
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n != 1) or "fsdp=1"
+
+
+def _compile(
+    experiment: "Experiment", candidate: Candidate, machine: Topology, depths: tuple[int, int] | None
+) -> PlanResult:
+    chosen = decoders.with_model(experiment, remat=candidate.remat)
+    if depths is None:
+        return plan_on(chosen, machine, candidate.mesh)
+    first, second = (plan_on(decoders.with_model(chosen, layers=layers), machine, candidate.mesh) for layers in depths)
+    return extrapolate(first, second, depths, candidate.estimate.decoder.layers)
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _candidate_json(c: Candidate) -> dict[str, Any]:
+    e = c.estimate
+    return {
+        "mesh": stated(c.mesh),
+        "remat": c.remat,
+        "estimated_step_s": e.step_s,
+        "estimated_bytes_per_chip": e.memory,
+        "estimated_mfu": {"causal": e.mfu("causal"), "full": e.mfu("full")},
+        "step_s": c.step_s,
+        "compiled": None if c.compiled is None else c.compiled.to_json(),
+    }

@@ -1,0 +1,1 @@
+"""What runs save, and the one way into it."""

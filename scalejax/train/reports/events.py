@@ -1,0 +1,140 @@
+"""The line-by-line records of a run: `metrics.jsonl`, `timing.jsonl` and TensorBoard events; process 0 writes them.
+
+`metrics.jsonl` holds only values that follow from the experiment, so that two runs of one experiment, or an interrupted
+and an uninterrupted one, have equal files. One JSON object a line, keys in this order:
+
+    {"kind": "window", "step": 200, "split": "train", "examples": 12800, "logloss": ..., "ne": ..., "calibration": ...,
+     "base_rate": ..., "auc_hist": ..., "auc_error_bound": ..., "nonfinite": 0, "learning_rate": ..., ...}
+    {"kind": "evaluation", "step": 200, "split": "validation", "examples": 2048, "logloss": ..., "auc": ..., ...}
+
+A window covers the steps since the previous window, each example scored before it is trained on. With several tasks a
+metric is called "logloss/task". An undefined or non-finite value is null.
+
+`timing.jsonl` holds what depends on the machine (see `timing.StepTimer.window`), one object a window:
+
+    {"attempt": 1, "step": 200, "wall_s": ..., "samples_per_s": ..., "step_p50_s": ..., "data_wait_share": ..., ...}
+
+where `attempt` counts the processes that worked in this folder. TensorBoard events lie in `tensorboard/` with tags such
+as `train/logloss`, `validation/auc` and `timing/samples_per_s`.
+"""
+
+import io
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from scalejax.train import disk, run_folder
+from scalejax.train.reports.tensorboard import ScalarWriter
+
+METRICS_FILE = "metrics.jsonl"
+TIMING_FILE = "timing.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+Value = float | int | str | None
+
+
+class EventWriter:
+    """Writes the records of one run folder; on every process but 0 all methods do nothing.
+
+    Opening cuts the files back to `step`, the restored step (0 = nothing was restored, so nothing stays). A
+    record that is already there is not written a second time: a run that was stopped between its last checkpoint and
+    its end repeats the final evaluation. Each line is handed to the operating system at once; write the window and the
+    evaluation of a step *before* saving its checkpoint.
+
+    Raises:
+      UserError: a file holds a line that is not a record, or the disk refuses.
+    """
+
+    def __init__(self, folder: Path, *, process_index: int = 0, step: int = 0) -> None:
+        self._files: dict[str, io.FileIO] = {}
+        self._present: set[tuple[Any, ...]] = set()
+        self._board = None
+        if process_index != 0:
+            return
+        for name in (METRICS_FILE, TIMING_FILE):
+            run_folder.cut_back(folder / name, step if step > 0 else -1)
+        self._present = {_identity(record) for record in run_folder.read_lines(folder / METRICS_FILE)}
+        earlier = run_folder.read_lines(folder / TIMING_FILE)
+        self._attempt = 1 + max((record["attempt"] for record in earlier), default=0)
+        self._folder = folder
+        with disk.explained(f"cannot write to run folder {folder}"):
+            for name in (METRICS_FILE, TIMING_FILE):
+                self._files[name] = open(folder / name, "ab", buffering=0)  # noqa: SIM115
+        try:
+            self._board = ScalarWriter(folder / TENSORBOARD_FOLDER, first_step=step + 1)
+        except BaseException:
+            self.close()
+            raise
+
+    def window(self, step: int, values: Mapping[str, Value]) -> None:
+        """Adds the training metrics of the window that ends with `step`."""
+        self._metrics({"kind": "window", "step": step, "split": "train", **values})
+
+    def evaluation(self, step: int, split: str, values: Mapping[str, Value]) -> None:
+        """Adds the metrics of a pass over `split` with the parameters after `step`."""
+        self._metrics({"kind": "evaluation", "step": step, "split": split, **values})
+
+    def timing(self, step: int, values: Mapping[str, Value]) -> None:
+        """Adds what the machine did in the window that ends with `step`."""
+        if self._board is None:
+            return
+        self._line(TIMING_FILE, {"attempt": self._attempt, "step": step, **values})
+        self._scalars("timing", step, values)
+
+    def sync(self) -> None:
+        """Makes all lines durable; call it before a checkpoint that comes after them is committed."""
+        for name, file in self._files.items():
+            with disk.explained(f"cannot write {self._folder / name}"):
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Closes all files."""
+        for file in self._files.values():
+            file.close()
+        self._files = {}
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def __enter__(self) -> "EventWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _metrics(self, record: dict[str, Any]) -> None:
+        if self._board is None or _identity(record) in self._present:
+            return
+        self._present.add(_identity(record))
+        self._line(METRICS_FILE, record)
+        kind = "train" if record["kind"] == "window" else record["split"]
+        self._scalars(kind, record["step"], {k: v for k, v in record.items() if k not in ("kind", "step", "split")})
+
+    def _line(self, name: str, record: Mapping[str, Value]) -> None:
+        disk.append(self._files[name], to_line(record).encode(), self._folder / name)
+
+    def _scalars(self, group: str, step: int, values: Mapping[str, Value]) -> None:
+        assert self._board is not None
+        numbers = {f"{group}/{name}": plain(value) for name, value in values.items()}
+        self._board.add(step, {tag: number for tag, number in numbers.items() if isinstance(number, (int, float))})
+
+
+def to_line(record: Mapping[str, Value]) -> str:
+    """One line of strict JSON; floats in their shortest exact form, NaN and infinities as null."""
+    return json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
+
+
+def plain(value: Any) -> Value:
+    """A value that strict JSON can hold: NumPy scalars become Python's, non-finite floats None."""
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if hasattr(value, "item"):
+        return plain(value.item())
+    return float(value) if math.isfinite(value) else None
+
+
+def _identity(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return record["kind"], record["step"], record["split"]

@@ -1,0 +1,109 @@
+"""`scalejax shard`: the report, the plan as a file, and that file in training."""
+
+import json
+import shlex
+
+import jax
+import pytest
+import small_run
+
+from scalejax import configs
+from scalejax.errors import UserError
+from scalejax.parallel.embedding.plan.placement import ShardingPlan
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.parallel.planner import Constants
+from scalejax.train import binding
+
+
+def test_a_saved_plan_is_read_again_for_the_mesh_that_it_was_made_for(invoke, tmp_path):
+    recipe = small_run.write_recipe(tmp_path)
+    plan, figures = tmp_path / "plan.json", tmp_path / "figures.json"
+    asked = ("--topology", "h100:1x8", "--batches", "2", "--save", str(plan), "--json", str(figures))
+    planning = invoke("shard", recipe, *asked)
+    assert planning.exit_code == 0, planning.stderr
+    for words in (
+        "Tables",
+        "item",
+        "the recipe's own plan: busiest device",
+        f"--set=tables.sharding={plan}",
+        "placement.mesh.fsdp=8",
+    ):
+        assert words in planning.stdout
+    assert json.loads(figures.read_text())["planned"]["fits"]
+    kept = plan.read_bytes()
+    invoke("shard", recipe, *asked)
+    assert plan.read_bytes() == kept
+    experiment = configs.load(recipe, [f"tables.sharding={plan}"])
+    built = binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
+    assert built.collection.plan == ShardingPlan.load(plan)
+    # On another number of devices the plan is refused, not bent.
+    with pytest.raises(UserError, match="was made for 8 devices, but 1 hold one copy"):
+        binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape(), jax.devices()[:1]))
+
+
+@pytest.mark.parametrize(
+    ("sets", "mesh", "sizes"),
+    [
+        (("placement.mesh.replica=2",), "fsdp=8", (1, 8, 1, 1, 1, 1)),
+        (
+            ("placement.mesh.replica=4", "placement.mesh.fsdp=1", "placement.mesh.tensor=2"),
+            "replica=2,fsdp=4",
+            (2, 4, 1, 1, 1, 1),
+        ),
+        ((), "tensor=8", (1, 1, 1, 1, 8, 1)),
+        (("placement.mesh=none",), "replica=2,fsdp=4", (2, 4, 1, 1, 1, 1)),
+    ],
+)
+def test_the_next_command_trains_on_the_mesh_that_was_planned_for(invoke, tmp_path, sets, mesh, sizes):
+    recipe = small_run.write_recipe(tmp_path)
+    given = [word for text in sets for word in ("--set", text)]
+    plan = tmp_path / "plan.json"
+    planning = invoke("shard", recipe, "--topology", "h100:1x8", "--mesh", mesh, *given, "--save", str(plan))
+    assert planning.exit_code == 0, planning.stderr
+    command = shlex.split(planning.stdout.partition("Next: ")[2])
+    assert command[:3] == ["scalejax", "train", recipe]
+    again = [word.removeprefix("--set=") for word in command[3:]]
+    assert configs.load(recipe, again).placement.mesh.resolve(8) == sizes
+
+
+@pytest.mark.slow
+def test_training_goes_by_a_saved_plan_and_records_it(invoke, tmp_path):
+    recipe = small_run.write_recipe(tmp_path)
+    plan, run = tmp_path / "plan.json", tmp_path / "run"
+    invoke("shard", recipe, "--topology", "h100:1x8", "--save", str(plan))
+    done = invoke("train", recipe, "--set", f"tables.sharding={plan}", "--set", "steps=2", "--workdir", str(run))
+    assert done.exit_code == 0, done.stderr
+    recorded = json.loads((run / "experiment.json").read_text())["experiment"]["fields"]["tables"]
+    recorded = recorded["fields"]["sharding"]["fields"]
+    names = [entry.table for entry in ShardingPlan.load(plan).tables]
+    assert [entry["fields"]["table"] for entry in recorded["tables"]] == names
+    plan.unlink()  # the record holds it
+    for mesh in ((), ("--mesh", "replica=2,fsdp=4")):
+        scored = invoke("eval", str(run), "--recipe", recipe, *mesh)
+        assert scored.exit_code == 0, scored.stderr
+
+
+def test_measured_constants_replace_rates(invoke, tmp_path):
+    recipe = small_run.write_recipe(tmp_path)
+    Constants(device="H200", date="2026-11-21", memory_bandwidth=4e12).save(tmp_path / "constants.json")
+    shown = invoke("shard", recipe, "--topology", "h200:1x8", "--constants", str(tmp_path / "constants.json"))
+    assert "measured on H200, 2026-11-21" in shown.stdout
+    assert "Next: --save FILE.json keeps the plan." in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--topology", "v5p:4x4x4", "--save", "plan.txt"), "--save plan.txt: must end in .json"),
+        (("--topology", "v5e:2x2"), "the tables do not fit on 4 devices"),
+        (("--topology", "h100"), "must look like"),
+        (("--topology", "v5p:4x4x4", "--table-memory", "2"), "--table-memory must be a share"),
+        (("--topology", "v5p:4x4x4", "--constants", "none.json"), "cannot read none.json"),
+    ],
+)
+def test_mistakes_are_one_message(invoke, arguments, words):
+    refused = invoke("shard", "dcnv2-criteo", *arguments)
+    assert refused.exit_code == 2
+    (line,) = refused.stderr.strip().splitlines()
+    assert line.startswith("Error: ")
+    assert words in line

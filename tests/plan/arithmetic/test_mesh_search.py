@@ -1,0 +1,281 @@
+"""The search without a compiler: what it keeps, what it drops and why, and the line through two depths."""
+
+import dataclasses
+import io
+import json
+
+import pytest
+from changes import changed
+from rich.console import Console
+
+from scalejax.data.text.tokens import TokenSchema
+from scalejax.errors import UserError
+from scalejax.models.llm import llama3
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.parallel.rules import LLM
+from scalejax.plan import PlanResult, check_fits, search, topology
+from scalejax.plan.arithmetic import decoders, mesh_search, step_model
+from scalejax.plan.arithmetic import published_runs as runs
+from scalejax.plan.compiled.collectives import Collective
+from scalejax.plan.compiled.memory import MemoryPlan
+from scalejax.plan.compiled.roofline import Roofline
+from scalejax.train.experiment import Experiment, Gradients, Placement
+
+V6E = topology.parse("v6e:4x4")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Data of a shape, without any content."""
+
+    batch_size: int
+    length: int
+    vocabulary: int = 256
+
+    def schema(self):
+        return TokenSchema(vocabulary=self.vocabulary, length=self.length)
+
+    def build(self):
+        raise NotImplementedError
+
+
+def _experiment(size="3.1-8b", *, batch=16, length=8192, **fields):
+    given = Experiment(
+        model=llama3.SIZES[size],
+        data=Rows(batch_size=batch, length=length),
+        steps=10,
+        gradients=Gradients(clip=1.0),
+        placement=Placement(rules=LLM),
+    )
+    return changed(given, **fields)
+
+
+def _prune(experiment, machine=V6E, **given):
+    decoder = decoders.decoder_of(experiment)
+
+    def training(mesh):
+        return decoders.training_of(experiment, mesh, machine.devices, compute_dtype="bfloat16")
+
+    return mesh_search.prune(decoder, training, machine, share=0.7, **given)
+
+
+def test_meshes_are_all_ways_to_write_the_devices_as_a_product():
+    found = list(mesh_search.meshes(V6E))
+    # 16 = 2^4 over four axes: (4 + 3) choose 3.
+    assert len(found) == len({dataclasses.astuple(mesh) for mesh in found}) == 35
+    assert all(m.replica * m.fsdp * m.context * m.tensor == 16 for m in found)
+    two = list(mesh_search.meshes(topology.parse("v6e:2x2,slices=2")))
+    assert all(m.replica % 2 == 0 for m in two)  # only this axis may cross slices
+
+
+def test_every_combination_is_a_candidate_or_dropped_with_a_reason():
+    candidates, dropped = _prune(_experiment())
+    meshes = [m for m in mesh_search.meshes(V6E) if m.replica == 1]  # FULL_SHARD makes no difference of the two
+    seen = {(mesh_search.stated(c.mesh), c.remat) for c in candidates}
+    for d in dropped:
+        seen |= {(mesh_search.stated(d.mesh), name) for name in (step_model.REMATS if d.remat == "any" else [d.remat])}
+    assert seen == {(mesh_search.stated(m), remat) for m in meshes for remat in step_model.REMATS}
+    assert all(d.reason for d in dropped)
+    steps = [c.estimate.step_s for c in candidates]
+    assert steps == sorted(steps)
+
+
+def test_what_cannot_fit_is_dropped_by_its_largest_kinds():
+    candidates, dropped = _prune(_experiment(batch=64))
+    reasons = {(mesh_search.stated(d.mesh), d.remat): d.reason for d in dropped}
+    assert "activations" in reasons["fsdp=16", "none"]
+    assert "of 31.25 GiB" in reasons["fsdp=16", "none"]
+    assert all(c.estimate.memory_bytes <= 1.1 * 31.25 * 2**30 for c in candidates)
+
+
+def test_what_does_not_divide_is_dropped_once_for_all_policies():
+    _, dropped = _prune(_experiment(batch=8))
+    (row,) = [d for d in dropped if mesh_search.stated(d.mesh) == "fsdp=16"]
+    assert (row.remat, row.reason) == ("any", "batch=8 does not divide by replica x fsdp x expert x parts=16")
+
+
+def test_hybrid_sharding_searches_copies():
+    candidates, _ = _prune(_experiment(strategy=Fsdp(sharding="HYBRID_SHARD")))
+    assert any(c.mesh.replica > 1 for c in candidates)
+    copied = next(c for c in candidates if c.mesh.replica == 2 and c.mesh.fsdp == 8)
+    assert any(m.axes == ("replica",) and m.kind == "all-reduce" for m in copied.estimate.moved)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        pytest.param(run, marks=() if at in (0, 5) else pytest.mark.slow, id=run.name)
+        for at, run in enumerate(runs.RUNS)
+    ],
+)
+def test_the_searched_mesh_is_no_worse_than_the_published_one(run):
+    machine, share = topology.parse(run.machine), runs.SHARES[run.machine.partition(":")[0]]
+
+    def training(mesh):
+        return dataclasses.replace(run.training, mesh=mesh)
+
+    remats = {**step_model.REMATS, "published": run.training.remat}
+    candidates, _ = mesh_search.prune(run.decoder, training, machine, share=share, remats=remats)
+    assert candidates[0].estimate.step_s <= run.estimate(share).step_s
+
+
+def _result(layers, *, constant=0, fits=True):
+    """A plan whose every figure is a + b * layers, the temporaries with a constant of their own."""
+    gather = Collective(
+        kind="all-gather", axes=("fsdp",), group_size=16, bytes=50 + 10 * layers, count=1 + 2 * layers,
+        minimum_bytes=5 * layers, trip_count_known=True, groups=(),
+    )  # fmt: skip
+    reduced = dataclasses.replace(gather, kind="all-reduce", bytes=8, count=1, minimum_bytes=8)
+    return PlanResult(
+        topology=V6E,
+        mesh={"fsdp": 16},
+        memory=MemoryPlan(
+            fits=fits, bytes_per_chip={"parameters": 7 + 3 * layers, "temporaries": 100 + constant}, hbm_bytes=1000
+        ),
+        flops=1 + 4 * layers,
+        model_flops=4 * layers,
+        collectives=(gather, reduced),
+        roofline=Roofline(compute_s=2.0 * layers, hbm_s=1.0 + layers, ici_s=0.5, dcn_s=0.0) if fits else None,
+        unsharded=(),
+        compile_s=1.0,
+        warnings=("odd",),
+    )
+
+
+def test_two_depths_give_every_other():
+    found = mesh_search.extrapolate(_result(2), _result(5), (2, 5), 80)
+    wanted = _result(80)
+    assert found.memory == wanted.memory
+    assert found.roofline == wanted.roofline
+    assert set(found.collectives) == set(wanted.collectives)
+    assert (found.flops, found.model_flops) == (wanted.flops, wanted.model_flops)
+    assert found.compile_s == 2.0
+
+
+def test_memory_of_a_depth_that_was_not_compiled_is_called_a_lower_bound():
+    odd, warning = mesh_search.extrapolate(_result(2), _result(5), (2, 5), 80).warnings
+    assert odd == "odd"
+    assert "lower bound, taken from 2 and 5 of 80 layers" in warning
+    assert mesh_search.extrapolate(_result(2), _result(5), (2, 5), 5).warnings == ("odd",)
+
+
+def test_what_the_second_layer_makes_smaller_stays_and_is_said():
+    found = mesh_search.extrapolate(_result(1, constant=30), _result(2), (1, 2), 80)
+    assert found.memory.bytes_per_chip["temporaries"] == 130
+    assert "2 layers need less than 1 of: temporaries" in found.warnings[-1]
+
+
+def test_a_depth_that_does_not_fit_has_no_time():
+    deep = mesh_search.extrapolate(_result(1), _result(2), (1, 2), 2000)
+    assert not deep.memory.fits  # 7 + 3 * 2000 of 1000 bytes
+    failed = mesh_search.extrapolate(_result(1), _result(2, fits=False), (1, 2), 80)
+    assert (failed.memory.fits, failed.roofline) == (False, None)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """A search whose compiler answers at once: time and memory by the estimate, backwards in rank."""
+    asked = []
+
+    def plan_on(experiment, machine, mesh):
+        asked.append((experiment.model.layers, mesh_search.stated(mesh), experiment.model.remat))
+        slow = 100.0 / len(asked)
+        base = _result(experiment.model.layers)
+        return dataclasses.replace(base, roofline=dataclasses.replace(base.roofline, ici_s=slow))
+
+    monkeypatch.setattr(mesh_search, "plan_on", plan_on)
+    return asked
+
+
+def test_a_search_compiles_the_best_few_and_ranks_them_by_what_was_compiled(compiled):
+    lines = []
+    found = search(_experiment(batch=64), "v6e:4x4", progress=lines.append)
+    assert [layers for layers, _, _ in compiled] == [32] * 5
+    assert len(lines) == 5
+    best = [(mesh_search.stated(c.mesh), c.remat) for c in sorted(found.ranked, key=lambda c: c.estimate.step_s)]
+    assert best == [(mesh, remat) for _, mesh, remat in compiled]
+    steps = [c.step_s for c in found.ranked]
+    assert steps == sorted(steps)
+    # Products at the share of their peak, 2 s a layer at the peak, and links.
+    line = found.ranked[0].compiled.roofline
+    assert steps[0] == pytest.approx(2.0 * 32 / runs.SHARES["v6e"] + line.ici_s)
+
+
+def test_a_search_at_two_depths_compiles_both_and_draws_the_line(compiled):
+    found = search(_experiment(batch=64), "v6e:4x4", compiles=2, depths=(1, 2))
+    assert [layers for layers, _, _ in compiled] == [1, 2] * 2
+    assert {c.compiled.flops for c in found.ranked} == {1 + 4 * 32}
+    with pytest.raises(UserError, match="depths must be two numbers of layers"):
+        search(_experiment(batch=64), "v6e:4x4", depths=(2, 1))
+
+
+def test_a_search_as_tables_and_json(compiled):
+    found = search(_experiment(batch=64), "v6e:4x4", compiles=2)
+    stored = json.loads(json.dumps(found.to_json()))
+    assert len(stored["ranked"]) == 2
+    assert stored["ranked"][0]["compiled"]["topology"] == "v6e:4x4"
+    assert {row["reason"] for row in stored["dropped"]} == {d.reason for d in found.dropped}
+    out = io.StringIO()
+    found.render(Console(file=out, width=200))
+    text = out.getvalue()
+    for expected in ("v6e:4x4", "best first", "Not compiled, by arithmetic", "Dropped by arithmetic", "remat full"):
+        assert expected in text
+
+
+def test_a_machine_that_is_too_small_names_what_came_nearest():
+    with pytest.raises(UserError, match=r"nothing fits on v6e:2x2; the nearest: .*, remat full: needs about") as error:
+        search(_experiment("3.1-405b"), "v6e:2x2", compiles=0)
+    machine = topology.parse("v6e:2x2")
+    _, dropped = _prune(_experiment("3.1-405b"), machine)
+    assert all(d.memory_bytes is None or d.memory_bytes > 1.1 * machine.chip.usable_hbm_bytes for d in dropped)
+    least = min((d for d in dropped if d.memory_bytes), key=lambda d: d.memory_bytes)
+    assert f"{mesh_search.stated(least.mesh)}, remat {least.remat}: {least.reason}" in str(error.value)
+
+
+def test_at_most_five_are_compiled():
+    with pytest.raises(UserError, match="compiles must be 0 to 5"):
+        search(_experiment(), "v6e:4x4", compiles=6)
+
+
+def test_block_formats_on_the_wire_are_refused():
+    strategy = Fsdp(form="explicit", reduce_format="bdr_mx6")
+    with pytest.raises(UserError, match=r"strategy.reduce_format is 'bdr_mx6'.*leave --search out"):
+        search(_experiment(strategy=strategy), "v6e:4x4", compiles=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _NarrowMlp(llama3.GatedMlp):
+    """Which the dimensions of a config do not describe."""
+
+    def build(self, config, rngs, **dtypes):
+        return super().build(dataclasses.replace(config, ffn_dim=8), rngs, **dtypes)
+
+
+@pytest.mark.parametrize("model", [object(), dataclasses.replace(llama3.SIZES["3.1-8b"], mlp=_NarrowMlp())])
+def test_a_model_that_is_no_decoder_is_refused_and_its_memory_not_estimated(model):
+    odd = dataclasses.replace(_experiment(), model=model)
+    check_fits(odd, make_mesh(MeshShape()), memory_bytes=1)
+    with pytest.raises(UserError, match="must be a decoder"):
+        search(odd, "v6e:4x4")
+
+
+def test_an_experiment_is_read_into_the_terms_of_the_model():
+    strategy = Fsdp(form="explicit", param_dtype="bfloat16", reduce_dtype="float32")
+    experiment = _experiment(batch=64, gradients__microbatch=2, strategy=strategy)
+    found = decoders.training_of(experiment, MeshShape(fsdp=16), 16, compute_dtype="bfloat16")
+    assert (found.batch, found.sequence, found.parts) == (64, 8192, 2)
+    assert (found.gather_bytes, found.reduce_bytes, found.optimizer_bytes) == (2, 4, 8)
+    assert found.sharded_over == ("fsdp",)
+    kept = dataclasses.replace(experiment, strategy=Fsdp(sharding="SHARD_GRAD_OP"))
+    assert decoders.training_of(kept, MeshShape(fsdp=16), 16, compute_dtype="bfloat16").reshard == "keep"
+    local = dataclasses.replace(experiment, strategy=Fsdp(form="explicit", accumulate="local", param_dtype="bfloat16"))
+    found = decoders.training_of(local, MeshShape(fsdp=16), 16, compute_dtype="bfloat16")
+    assert (found.accumulate, found.gather_bytes, found.reduce_bytes) == ("local", 2, 4)  # added up in float32
+    away = decoders.training_of(
+        changed(experiment, placement__offload="optimizer"), MeshShape(fsdp=16), 16, compute_dtype="bfloat16"
+    )
+    assert away.optimizer_rests == "host"
+    assert step_model.memory_of_device(decoders.decoder_of(experiment), away, 16)["optimizer state"] == 0
+    decoder = decoders.decoder_of(experiment)
+    assert decoder == runs.LLAMA31_8B
