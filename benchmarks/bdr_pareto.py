@@ -4,7 +4,7 @@
                                     [--image docs/images/bdr_pareto.png]
 
 Vectors of 1,024 numbers, N(0, sigma^2) with sigma ~ |N(0, 1)| for each, ties to even; `--search` of them for each point
-of the family. The reference figures beside ours are those of tests/format_cases.py.
+of the family. The reference figures beside ours are those of tests/cases/format_cases.py.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import sys
 import time
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cases")]
 
 import jax
 import numpy as np

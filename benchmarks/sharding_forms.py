@@ -2,8 +2,8 @@
 
     JAX_PLATFORMS=cpu python benchmarks/sharding_forms.py v6e:2x4 v5p:2x2x2 [v5p:4x4x4 ...]
 
-The program is the gradient of four scanned residual MLPs (width 512, hidden 2,048; `tests/residual_stack.py`) on rows
-of 128 tokens, four a device; parameters in float32 travel in bfloat16. Bytes are given in units of M, those of all
+The program is the gradient of four scanned residual MLPs (width 512, hidden 2,048; `tests/cases/residual_stack.py`) on
+rows of 128 tokens, four a device; parameters in float32 travel in bfloat16. Bytes are given in units of M, those of all
 parameters on their way; sums of single numbers are left out. A compile takes some ten seconds.
 """
 
@@ -11,7 +11,7 @@ import pathlib
 import sys
 
 ROOT = pathlib.Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "cases")]
 
 import jax
 import numpy as np

@@ -17,7 +17,7 @@ import pytest
         # Recipes are found by name; a module may be imported inside of a function.
         ("scalejax/configs/recsys/wukong.py", "tests/configs/test_recipes.py", "tests/kernels/test_mx.py"),
         # Helpers of tests, at further hand: small_run uses `changes`.
-        ("tests/changes.py", "tests/train/tables/test_tiers.py", "tests/nn/test_layers.py"),
+        ("tests/cases/changes.py", "tests/train/tables/test_tiers.py", "tests/nn/test_layers.py"),
         ("tests/cli/conftest.py", "tests/cli/commands/test_doctor.py", "tests/nn/test_layers.py"),
         ("tests/nn/test_layers.py", "tests/nn/test_layers.py", "tests/nn/test_attention.py"),
         # Files that are no modules.

@@ -5,8 +5,8 @@ import pathlib
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import synthetic_logs
 
-from scalejax.data import synthetic_logs
 from scalejax.data.click_logs import avazu
 from scalejax.data.click_logs.avazu import COLUMNS, FEATURES, HASHED, AvazuData
 from scalejax.data.splits import SPLITS, ByTime, Fractions

@@ -5,8 +5,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import synthetic_logs
 
-from scalejax.data import synthetic_logs
 from scalejax.data.click_logs import criteo_multi_hot
 from scalejax.data.click_logs.criteo import HASHES, INTEGERS
 from scalejax.data.click_logs.criteo_multi_hot import MULTI_HOT_SIZES, CriteoMultiHotData

@@ -5,8 +5,8 @@ import shutil
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import synthetic_logs
 
-from scalejax.data import synthetic_logs
 from scalejax.data.click_logs import criteo_terabyte
 from scalejax.data.click_logs.criteo import HASHES
 from scalejax.data.click_logs.criteo_terabyte import TABLE_ROWS, CriteoTerabyteData, day_files, last_day_split

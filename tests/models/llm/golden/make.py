@@ -1,8 +1,8 @@
-"""Makes logits.npz: what transformers computes for the small Llamas of tests/llama_cases.py, in float32.
+"""Makes logits.npz: what transformers computes for the small Llamas of tests/cases/llama_cases.py, in float32.
 
 Needs transformers and torch (benchmarks/peers.sh); run from the root of a checkout:
 
-    PYTHONPATH=.:tests python tests/models/llm/golden/make.py
+    PYTHONPATH=.:tests/cases python tests/models/llm/golden/make.py
 """
 
 import pathlib

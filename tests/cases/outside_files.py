@@ -5,7 +5,7 @@ import pathlib
 import sys
 from typing import Any
 
-FOLDER = pathlib.Path(__file__).parent / "outside"
+FOLDER = pathlib.Path(__file__).parents[1] / "outside"
 
 
 def load(name: str) -> Any:
