@@ -60,7 +60,7 @@ def _set(text: str, kind: str) -> str:
 
 
 def _experiment(data: Mapping[str, Any], kind: str, sets: Sequence[str]) -> dict[str, Any]:
-    from scalejax.configs.serialization import to_data
+    from scalejax.configs.as_data import to_data
     from scalejax.parallel.fsdp import Fsdp
     from scalejax.train.experiment import Evaluation, Gradients, Placement, Tables
 

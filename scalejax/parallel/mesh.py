@@ -84,6 +84,12 @@ def parse_mesh(text: str) -> MeshShape:
     return MeshShape(**{"fsdp": 1, **sizes})
 
 
+def mesh_text(mesh: MeshShape) -> str:
+    """A mesh as `parse_mesh` reads it, axes of size 1 left out."""
+    sizes = {axis: getattr(mesh, axis) for axis in AXES}
+    return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n != 1) or "fsdp=1"
+
+
 def make_mesh(shape: MeshShape | None, devices: Sequence[Any] | None = None) -> Mesh:
     """Builds a mesh of all devices, every axis of type Auto; of the first device alone where the shape is None.
 

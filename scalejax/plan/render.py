@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from scalejax.parallel.mesh import mesh_text
 from scalejax.units import duration, size
 
 if TYPE_CHECKING:
@@ -62,9 +63,7 @@ def render_search(result: "SearchResult", console: "Console") -> None:
 
 
 def _stated(candidate: "Candidate") -> str:
-    from scalejax.plan.arithmetic.mesh_search import stated
-
-    return f"{stated(candidate.mesh)}, remat {candidate.remat}"
+    return f"{mesh_text(candidate.mesh)}, remat {candidate.remat}"
 
 
 def _ranked(result: "SearchResult") -> Table:
@@ -95,13 +94,11 @@ def _others(others: "Sequence[Candidate]") -> Table:
 
 
 def _dropped(result: "SearchResult") -> Table:
-    from scalejax.plan.arithmetic.mesh_search import stated
-
     table = Table(title=f"Dropped by arithmetic: {len(result.dropped)}", title_justify="left")
     for name in ("mesh", "rematerialisation", "why"):
         table.add_column(name)
     for d in result.dropped[:_MOST]:
-        table.add_row(stated(d.mesh), d.remat, escape(d.reason))
+        table.add_row(mesh_text(d.mesh), d.remat, escape(d.reason))
     if len(result.dropped) > _MOST:
         table.add_row("...", "", f"{len(result.dropped) - _MOST} more (--json has them)")
     return table

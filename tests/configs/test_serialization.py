@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 
 from scalejax import configs
-from scalejax.configs import serialization
+from scalejax.configs import as_data, serialization
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
 
@@ -29,7 +29,7 @@ def _through_json(data):
 
 
 def test_data_names_types_and_fields():
-    data = serialization.to_data(configs.load(RECIPE))
+    data = as_data.to_data(configs.load(RECIPE))
     assert data["type"] == "scalejax.train.experiment.Experiment"
     assert data["fields"]["model"]["fields"]["mlp"]["fields"] == {"hidden": [64, 32], "dropout": 0.0}
     assert data["fields"]["optimizer"]["type"] == "scalejax.optim.optimizers.Adam"
@@ -37,7 +37,7 @@ def test_data_names_types_and_fields():
 
 @hypothesis.given(st.floats())
 def test_floats_survive_json_to_the_bit(value):
-    data = _through_json(serialization.to_data(Held(value)))
+    data = _through_json(as_data.to_data(Held(value)))
     back = data["fields"]["value"]
     back = float(back["fields"]["value"]) if isinstance(back, dict) else back
     assert type(back) is float
@@ -46,7 +46,7 @@ def test_floats_survive_json_to_the_bit(value):
 
 def test_equal_after_json():
     experiment = configs.load(RECIPE, ["optimizer=AdamW", "model.mlp.dropout=0.1"])
-    assert serialization.same(experiment, _through_json(serialization.to_data(experiment)))
+    assert as_data.same(experiment, _through_json(as_data.to_data(experiment)))
 
 
 @pytest.mark.parametrize(
@@ -60,18 +60,18 @@ def test_equal_after_json():
     ],
 )
 def test_diff_names_the_paths(sets, expected):
-    assert serialization.diff(configs.load(RECIPE), configs.load(RECIPE, sets)) == expected
+    assert as_data.diff(configs.load(RECIPE), configs.load(RECIPE, sets)) == expected
 
 
 @pytest.mark.parametrize(("a", "b"), [(1, 1.0), (0.0, -0.0), (1, True), (None, 0), ("1", 1), ((), None)])
 def test_types_and_signs_count(a, b):
-    assert not serialization.same(Held(a), Held(b))
+    assert not as_data.same(Held(a), Held(b))
 
 
 @pytest.mark.parametrize("value", [[1], {1: 2}, {"a": len}, object(), len, b"x"])
 def test_refuses_live_objects(value):
     with pytest.raises(ValueError, match=r"experiment\.value(\.a)? must be a plain value"):
-        serialization.to_data(Held(value))
+        as_data.to_data(Held(value))
 
 
 def _recorded(recipe, *sets):

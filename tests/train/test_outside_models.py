@@ -14,7 +14,7 @@ import pytest
 from changes import changed
 
 from scalejax import configs
-from scalejax.configs import discovery, serialization
+from scalejax.configs import as_data, discovery, serialization
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.compute import Keys
@@ -172,7 +172,7 @@ def test_a_file_is_one_recipe_whose_record_says_all(name):
     assert experiment.model.width == 16
     assert experiment.optimizer.learning_rate.value == 0.5
     written = json.loads(json.dumps(serialization.record(path, ["model.width=16"], recipe(name, model__width=16))))
-    assert serialization.same(serialization.reload(written, recipe=path), recipe(name, model__width=16))
+    assert as_data.same(serialization.reload(written, recipe=path), recipe(name, model__width=16))
 
 
 @pytest.mark.parametrize("name", LEARNS)

@@ -17,7 +17,7 @@ from changes import changed
 from outside_files import load
 
 from scalejax import configs, optim
-from scalejax.configs import serialization
+from scalejax.configs import as_data
 from scalejax.data import Categorical
 from scalejax.errors import UserError
 from scalejax.inference import run_model
@@ -102,7 +102,7 @@ def grown(user: Any) -> Experiment:
 @pytest.fixture(scope="module")
 def whole(user, tmp_path_factory):
     folder = tmp_path_factory.mktemp("grown")
-    recorded = {"recipe": "shapes.py", "experiment": serialization.to_data(grown(user))}
+    recorded = {"recipe": "shapes.py", "experiment": as_data.to_data(grown(user))}
     return folder, loop.train(grown(user), workdir=folder, record=recorded)
 
 
@@ -466,10 +466,10 @@ def test_a_graph_network_goes_on_in_a_phase(tmp_path):
 
 def test_an_experiment_with_phases_is_data(user):
     experiment = grown(user)
-    data = serialization.to_data(experiment)
+    data = as_data.to_data(experiment)
     assert data["fields"]["phases"][0]["fields"]["changes"]["fields"]["model.width"] == 16
-    assert serialization.same(experiment, grown(user))
-    assert serialization.diff(experiment, changed(experiment, phases=experiment.phases[:1]))
+    assert as_data.same(experiment, grown(user))
+    assert as_data.diff(experiment, changed(experiment, phases=experiment.phases[:1]))
 
 
 @pytest.mark.parametrize(

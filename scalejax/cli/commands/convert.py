@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalejax.cli import environment, options, output
+from scalejax.cli import environment, folders, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def convert(
     check_dtype(dtype)
     if not 0 < shard_size < float("inf"):
         raise UserError(f"--shard-size must be above 0 GB and finite; got {shard_size}.")
-    model = open_model(source, recipe=recipe, step=step, average=average)
+    model = folders.open_model(source, recipe=recipe, step=step, average=average)
 
     from jax.numpy import dtype as as_dtype
 
@@ -80,26 +80,6 @@ def check_dtype(dtype: str | None) -> None:
     """Raises UserError for a dtype that weights cannot have."""
     if dtype is not None and dtype not in _DTYPES:
         raise UserError(f"--dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
-
-
-def open_model(folder: pathlib.Path, *, recipe: str | None, step: int | None, average: int = 1) -> "LanguageModel":
-    """Opens whichever kind of folder it is.
-
-    Raises:
-      UserError: it is none, or `recipe`, `step` or `average` are given for one that is no run.
-    """
-    from scalejax.models.llm import model_folder
-
-    if model_folder.kind_of(folder) != "run":
-        several = None if average == 1 else average
-        for name, value in (("--recipe", recipe), ("--step", step), ("--average", several)):
-            if value is not None:
-                raise UserError(f"{name} {value}: {folder} is no run folder. Leave {name} out.")
-        return model_folder.open_folder(folder)
-    from scalejax.cli.commands import eval as runs
-    from scalejax.inference import run_model
-
-    return run_model.open_run(folder, runs.load_run(folder, recipe), step, average)
 
 
 def _table(model: "LanguageModel") -> Any:

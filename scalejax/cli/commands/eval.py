@@ -1,17 +1,16 @@
 """`scalejax eval`: score a checkpoint of a run folder on a split."""
 
 import dataclasses
-import json
 import pathlib
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalejax.cli import environment, options, output
+from scalejax.cli import environment, folders, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.train.experiment import Experiment
+    pass
 
 
 def evaluate(
@@ -68,7 +67,7 @@ def evaluate(
     for name, value in (("--against", against), ("--json", json)):
         if value is not None:
             raise UserError(f"{name} {value}: goes with --text PATH. Add it.")
-    experiment = load_run(run_folder, recipe)
+    experiment = folders.load_run(run_folder, recipe)
     from scalejax.configs import overrides
     from scalejax.parallel.mesh import parse_mesh
     from scalejax.train import distributed, loop, phases
@@ -101,12 +100,11 @@ def _score_text(
     json: pathlib.Path | None,
 ) -> None:
     """Prints what one or two models make of a text."""
-    from scalejax.cli.commands.convert import open_model
     from scalejax.inference import compare, generate, text_rows
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
     made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
-    model = open_model(folder, recipe=recipe, step=step)
+    model = folders.open_model(folder, recipe=recipe, step=step)
     rows = text_rows.read_rows(model, text, tokens)
     first = generate.load(model, made)
     if against is None:
@@ -115,7 +113,7 @@ def _score_text(
         lines.append(("perplexity", f"{score.perplexity:.4f}"))
         found: dict[str, Any] = dataclasses.asdict(score) | {"perplexity": score.perplexity}
     else:
-        second = generate.load(open_model(against, recipe=None, step=None), made)
+        second = generate.load(folders.open_model(against, recipe=None, step=None), made)
         both = compare.compare(first, second, rows)
         lines = [
             ("tokens predicted", f"{both.before.tokens:,}"),
@@ -129,36 +127,3 @@ def _score_text(
         print(f"{name:<26}{value}")
     if json is not None:
         output.write_json(json, found)
-
-
-def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
-    """What `experiment.json` of a run folder says.
-
-    Raises:
-      UserError: no such folder, no such file in it, or one that is no record of a run.
-    """
-    path = run_folder / "experiment.json"
-    if not run_folder.is_dir():
-        raise UserError(f"RUN_FOLDER {run_folder} does not exist. Give a folder that `scalejax train` wrote.")
-    if not path.is_file():
-        raise UserError(f"RUN_FOLDER {run_folder} has no experiment.json. Give a folder that `scalejax train` wrote.")
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read as JSON: {error}. Give another run folder, or train again.") from error
-    if not isinstance(record, dict) or not {"recipe", "sets", "file_sha256", "scalejax", "experiment"} <= record.keys():
-        raise UserError(
-            f"{path}: is no record of a run (recipe, sets, file_sha256, scalejax, experiment). Train again."
-        )
-    return record
-
-
-def load_run(run_folder: pathlib.Path, recipe: str | None) -> "Experiment":
-    """The experiment of a run folder, by running its recipe again.
-
-    Raises:
-      UserError: not a run folder, or its recipe does not give the same experiment any more.
-    """
-    from scalejax.configs import serialization
-
-    return serialization.reload(read_record(run_folder), recipe=recipe, where=run_folder)

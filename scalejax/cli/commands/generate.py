@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalejax.cli import environment, options, output
-from scalejax.cli.commands.convert import Step, check_dtype, open_model
+from scalejax.cli import environment, folders, options, output
+from scalejax.cli.commands.convert import Step, check_dtype
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def generate(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     # Without a word, every device holds a part of each matrix.
     made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
-    model = open_model(folder, recipe=recipe, step=step)
+    model = folders.open_model(folder, recipe=recipe, step=step)
     begin = time.perf_counter()
     writer = _load(model, made, dtype, weights)
     loaded_s = time.perf_counter() - begin

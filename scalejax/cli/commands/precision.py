@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalejax.cli import environment, options, output
-from scalejax.cli.commands import eval as runs
+from scalejax.cli import environment, folders, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -96,9 +95,9 @@ def open_run(run_folder: pathlib.Path, recipe: str | None, step: int | None) -> 
     """The experiment of a run of a click model and the model.
 
     Raises:
-      UserError: see `click_model.load` and `eval.load_run`.
+      UserError: see `click_model.load` and `folders.load_run`.
     """
-    experiment: Any = runs.load_run(run_folder, recipe)
+    experiment: Any = folders.load_run(run_folder, recipe)
     from scalejax.inference.recommendation import click_model
     from scalejax.train import phases
 

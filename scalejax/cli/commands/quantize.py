@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalejax.cli import environment, options, output
-from scalejax.cli.commands.convert import Step, open_model
+from scalejax.cli import environment, folders, options, output
+from scalejax.cli.commands.convert import Step
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def quantize(
     more = {} if percentile is None else {"percentile": percentile}
     calibration = Calibration(method=calibrate, scale_rule=chosen, **more)  # pyright: ignore[reportArgumentType]
     planning.check_format(format)
-    model = open_model(checkpoint, recipe=recipe, step=step)
+    model = folders.open_model(checkpoint, recipe=recipe, step=step)
     plan = planning.make(model, format, rules, stored, inputs)
     calibration.check({weight.format for weight in plan if weight.format is not None}, inputs)
     console = output.console()

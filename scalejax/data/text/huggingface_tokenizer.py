@@ -20,7 +20,8 @@ from typing import Any, Literal
 import numpy as np
 
 from scalejax.data.text.chat import ChatTemplate
-from scalejax.data.text.tokenizer import Specials, check_ids, pieces, utf8
+from scalejax.data.text.sources import pieces
+from scalejax.data.text.tokenizer import Specials, check_ids, utf8
 from scalejax.errors import UserError
 
 # Runs without a change between space and other characters are cut as well: merging a run takes time quadratic in it.

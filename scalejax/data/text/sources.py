@@ -21,8 +21,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO
 
-from scalejax.data.text.tokenizer import PIECE_CHARACTERS, pieces
 from scalejax.errors import UserError
+
+PIECE_CHARACTERS = 400_000
+"""Longer texts are encoded in pieces of this many characters, as Llama 3's own tokenizer does."""
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".ndjson", ".parquet")
 """What is taken of a folder unless other endings are named."""
@@ -31,6 +33,12 @@ _JSON = (".jsonl", ".ndjson", ".json")
 _PACKED = (".gz", ".zst")
 # The standard library without its tests, what others installed, and the one file that differs between two builds.
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+def pieces(text: str, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
+    """Cuts a text every `characters` characters."""
+    for start in range(0, len(text), characters):
+        yield text[start : start + characters]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,17 +13,15 @@ import dataclasses
 import hashlib
 import pathlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import numpy as np
 
+from scalejax.data.text.sources import read_text
 from scalejax.errors import UserError
 
 Specials = Literal["text", "parse"]
-
-PIECE_CHARACTERS = 400_000
-"""Longer texts are encoded in pieces of this many characters, as Llama 3's own tokenizer does."""
 
 
 class TextStream(Protocol):
@@ -145,12 +143,6 @@ def utf8(text: str) -> bytes:
         ) from error
 
 
-def pieces(text: str, characters: int = PIECE_CHARACTERS) -> Iterator[str]:
-    """Cuts a text every `characters` characters."""
-    for start in range(0, len(text), characters):
-        yield text[start : start + characters]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByteTokenizer:
     """The bytes of UTF-8; needs no file.
@@ -242,8 +234,6 @@ class CharacterTokenizer:
             )
         if self.path is None:
             return Characters("".join(sorted(set(self.alphabet))))
-        from scalejax.data.text.sources import read_text
-
         found: set[str] = set()
         for block in read_text(pathlib.Path(self.path)):
             found.update(block)

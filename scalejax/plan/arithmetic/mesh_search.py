@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from scalejax.errors import UserError
-from scalejax.parallel.mesh import AXES, MeshShape
+from scalejax.parallel.mesh import MeshShape, mesh_text
 from scalejax.plan import topology
 from scalejax.plan.arithmetic import decoders, published_runs, step_model
 from scalejax.plan.arithmetic.step_model import REMATS, Remat, StepEstimate, Training
@@ -112,7 +112,7 @@ class SearchResult:
             "share_of_peak": self.share,
             "ranked": [_candidate_json(c) for c in self.ranked],
             "others": [_candidate_json(c) for c in self.others],
-            "dropped": [{"mesh": stated(d.mesh), "remat": d.remat, "reason": d.reason} for d in self.dropped],
+            "dropped": [{"mesh": mesh_text(d.mesh), "remat": d.remat, "reason": d.reason} for d in self.dropped],
         }
 
     def render(self, console: "Console") -> None:
@@ -166,13 +166,13 @@ def search(
     if not candidates:
         near = min(dropped, key=lambda d: math.inf if d.memory_bytes is None else d.memory_bytes)
         raise UserError(
-            f"search: nothing fits on {machine.name}; the nearest: {stated(near.mesh)}, remat {near.remat}: "
+            f"search: nothing fits on {machine.name}; the nearest: {mesh_text(near.mesh)}, remat {near.remat}: "
             f"{near.reason}. Take more chips or a smaller batch, or put fewer rows through a device at once (--set "
             "gradients.microbatch=1)."
         )
     found = []
     for candidate in candidates[:compiles]:
-        progress(f"compiling {stated(candidate.mesh)}, remat {candidate.remat}")
+        progress(f"compiling {mesh_text(candidate.mesh)}, remat {candidate.remat}")
         found.append(dataclasses.replace(candidate, compiled=_compile(experiment, candidate, machine, depths)))
     # Those that do not fit come last.
     ranked = sorted(found, key=lambda c: (c.step_s is None, c.step_s or c.estimate.step_s))
@@ -312,12 +312,6 @@ def extrapolate(one: PlanResult, two: PlanResult, depths: tuple[int, int], layer
     )
 
 
-def stated(mesh: MeshShape) -> str:
-    """A mesh as `--mesh` takes it, axes of size 1 left out."""
-    sizes = {axis: getattr(mesh, axis) for axis in AXES}
-    return ",".join(f"{axis}={n}" for axis, n in sizes.items() if n != 1) or "fsdp=1"
-
-
 def _compile(
     experiment: "Experiment", candidate: Candidate, machine: Topology, depths: tuple[int, int] | None
 ) -> PlanResult:
@@ -335,7 +329,7 @@ def _divisors(n: int) -> list[int]:
 def _candidate_json(c: Candidate) -> dict[str, Any]:
     e = c.estimate
     return {
-        "mesh": stated(c.mesh),
+        "mesh": mesh_text(c.mesh),
         "remat": c.remat,
         "estimated_step_s": e.step_s,
         "estimated_bytes_per_chip": e.memory,

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalejax.data.text import sources, tokenizer
+from scalejax.data.text import sources
 from scalejax.data.text.sources import SUFFIXES, TextFile, find_texts, read_documents
 from scalejax.errors import UserError
 
@@ -68,7 +68,7 @@ def test_blocks_are_no_longer_than_asked_for_and_the_last_one_says_so(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int
 ) -> None:
     monkeypatch.setattr(sources, "PIECE_CHARACTERS", size)
-    monkeypatch.setattr(sources, "pieces", lambda text: tokenizer.pieces(text, size))
+    monkeypatch.setattr(sources, "pieces", lambda text: sources.pieces(text, size))
     text = "0123456789é€😀a\r\n" * 2
     if name == "a.txt":
         (tmp_path / name).write_bytes(text.encode())

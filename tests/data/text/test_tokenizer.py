@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.data.text.tokenizer import ByteTokenizer, Characters, CharacterTokenizer, check_vocabulary, pieces
+from scalejax.data.text.sources import pieces
+from scalejax.data.text.tokenizer import ByteTokenizer, Characters, CharacterTokenizer, check_vocabulary
 from scalejax.errors import UserError
 
 # Every code point that UTF-8 can hold; halves of surrogate pairs are refused.

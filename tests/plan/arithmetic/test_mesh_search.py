@@ -12,7 +12,7 @@ from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.parallel.mesh import MeshShape, make_mesh, mesh_text
 from scalejax.parallel.rules import LLM
 from scalejax.plan import PlanResult, check_fits, search, topology
 from scalejax.plan.arithmetic import decoders, mesh_search, step_model
@@ -72,10 +72,10 @@ def test_meshes_are_all_ways_to_write_the_devices_as_a_product():
 def test_every_combination_is_a_candidate_or_dropped_with_a_reason():
     candidates, dropped = _prune(_experiment())
     meshes = [m for m in mesh_search.meshes(V6E) if m.replica == 1]  # FULL_SHARD makes no difference of the two
-    seen = {(mesh_search.stated(c.mesh), c.remat) for c in candidates}
+    seen = {(mesh_text(c.mesh), c.remat) for c in candidates}
     for d in dropped:
-        seen |= {(mesh_search.stated(d.mesh), name) for name in (step_model.REMATS if d.remat == "any" else [d.remat])}
-    assert seen == {(mesh_search.stated(m), remat) for m in meshes for remat in step_model.REMATS}
+        seen |= {(mesh_text(d.mesh), name) for name in (step_model.REMATS if d.remat == "any" else [d.remat])}
+    assert seen == {(mesh_text(m), remat) for m in meshes for remat in step_model.REMATS}
     assert all(d.reason for d in dropped)
     steps = [c.estimate.step_s for c in candidates]
     assert steps == sorted(steps)
@@ -83,7 +83,7 @@ def test_every_combination_is_a_candidate_or_dropped_with_a_reason():
 
 def test_what_cannot_fit_is_dropped_by_its_largest_kinds():
     candidates, dropped = _prune(_experiment(batch=64))
-    reasons = {(mesh_search.stated(d.mesh), d.remat): d.reason for d in dropped}
+    reasons = {(mesh_text(d.mesh), d.remat): d.reason for d in dropped}
     assert "activations" in reasons["fsdp=16", "none"]
     assert "of 31.25 GiB" in reasons["fsdp=16", "none"]
     assert all(c.estimate.memory_bytes <= 1.1 * 31.25 * 2**30 for c in candidates)
@@ -91,7 +91,7 @@ def test_what_cannot_fit_is_dropped_by_its_largest_kinds():
 
 def test_what_does_not_divide_is_dropped_once_for_all_policies():
     _, dropped = _prune(_experiment(batch=8))
-    (row,) = [d for d in dropped if mesh_search.stated(d.mesh) == "fsdp=16"]
+    (row,) = [d for d in dropped if mesh_text(d.mesh) == "fsdp=16"]
     assert (row.remat, row.reason) == ("any", "batch=8 does not divide by replica x fsdp x expert x parts=16")
 
 
@@ -179,7 +179,7 @@ def compiled(monkeypatch):
     asked = []
 
     def plan_on(experiment, machine, mesh):
-        asked.append((experiment.model.layers, mesh_search.stated(mesh), experiment.model.remat))
+        asked.append((experiment.model.layers, mesh_text(mesh), experiment.model.remat))
         slow = 100.0 / len(asked)
         base = _result(experiment.model.layers)
         return dataclasses.replace(base, roofline=dataclasses.replace(base.roofline, ici_s=slow))
@@ -193,7 +193,7 @@ def test_a_search_compiles_the_best_few_and_ranks_them_by_what_was_compiled(comp
     found = search(_experiment(batch=64), "v6e:4x4", progress=lines.append)
     assert [layers for layers, _, _ in compiled] == [32] * 5
     assert len(lines) == 5
-    best = [(mesh_search.stated(c.mesh), c.remat) for c in sorted(found.ranked, key=lambda c: c.estimate.step_s)]
+    best = [(mesh_text(c.mesh), c.remat) for c in sorted(found.ranked, key=lambda c: c.estimate.step_s)]
     assert best == [(mesh, remat) for _, mesh, remat in compiled]
     steps = [c.step_s for c in found.ranked]
     assert steps == sorted(steps)
@@ -230,7 +230,7 @@ def test_a_machine_that_is_too_small_names_what_came_nearest():
     _, dropped = _prune(_experiment("3.1-405b"), machine)
     assert all(d.memory_bytes is None or d.memory_bytes > 1.1 * machine.chip.usable_hbm_bytes for d in dropped)
     least = min((d for d in dropped if d.memory_bytes), key=lambda d: d.memory_bytes)
-    assert f"{mesh_search.stated(least.mesh)}, remat {least.remat}: {least.reason}" in str(error.value)
+    assert f"{mesh_text(least.mesh)}, remat {least.remat}: {least.reason}" in str(error.value)
 
 
 def test_at_most_five_are_compiled():

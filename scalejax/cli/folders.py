@@ -1,0 +1,63 @@
+"""The folders that commands are given: runs by their record, language models of whichever form."""
+
+import json
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from scalejax.models.llm.model_folder import LanguageModel
+    from scalejax.train.experiment import Experiment
+
+
+def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
+    """What `experiment.json` of a run folder says.
+
+    Raises:
+      UserError: no such folder, no such file in it, or one that is no record of a run.
+    """
+    path = run_folder / "experiment.json"
+    if not run_folder.is_dir():
+        raise UserError(f"RUN_FOLDER {run_folder} does not exist. Give a folder that `scalejax train` wrote.")
+    if not path.is_file():
+        raise UserError(f"RUN_FOLDER {run_folder} has no experiment.json. Give a folder that `scalejax train` wrote.")
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read as JSON: {error}. Give another run folder, or train again.") from error
+    if not isinstance(record, dict) or not {"recipe", "sets", "file_sha256", "scalejax", "experiment"} <= record.keys():
+        raise UserError(
+            f"{path}: is no record of a run (recipe, sets, file_sha256, scalejax, experiment). Train again."
+        )
+    return record
+
+
+def load_run(run_folder: pathlib.Path, recipe: str | None) -> "Experiment":
+    """The experiment of a run folder, by running its recipe again.
+
+    Raises:
+      UserError: not a run folder, or its recipe does not give the same experiment any more.
+    """
+    from scalejax.configs import serialization
+
+    return serialization.reload(read_record(run_folder), recipe=recipe, where=run_folder)
+
+
+def open_model(folder: pathlib.Path, *, recipe: str | None, step: int | None, average: int = 1) -> "LanguageModel":
+    """Opens whichever kind of folder it is.
+
+    Raises:
+      UserError: it is none, or `recipe`, `step` or `average` are given for one that is no run.
+    """
+    from scalejax.models.llm import model_folder
+
+    if model_folder.kind_of(folder) != "run":
+        several = None if average == 1 else average
+        for name, value in (("--recipe", recipe), ("--step", step), ("--average", several)):
+            if value is not None:
+                raise UserError(f"{name} {value}: {folder} is no run folder. Leave {name} out.")
+        return model_folder.open_folder(folder)
+    from scalejax.inference import run_model
+
+    return run_model.open_run(folder, load_run(folder, recipe), step, average)
