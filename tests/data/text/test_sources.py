@@ -1,5 +1,6 @@
 """Documents of every kind of file, in blocks, and what is said of files that cannot be read."""
 
+import functools
 import gzip
 import json
 import pathlib
@@ -68,7 +69,7 @@ def test_blocks_are_no_longer_than_asked_for_and_the_last_one_says_so(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, name: str, size: int
 ) -> None:
     monkeypatch.setattr(sources, "PIECE_CHARACTERS", size)
-    monkeypatch.setattr(sources, "pieces", lambda text: sources.pieces(text, size))
+    monkeypatch.setattr(sources, "pieces", functools.partial(sources.pieces, characters=size))
     text = "0123456789é€😀a\r\n" * 2
     if name == "a.txt":
         (tmp_path / name).write_bytes(text.encode())
