@@ -28,9 +28,8 @@ from scalejax import configs
 from scalejax.bench import machine
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding
+from scalejax.train import binding, scoring
 from scalejax.train.experiment import Experiment
-from scalejax.train.metrics import scoring
 from scalejax.train.run import Run
 
 MODELS: dict[str, tuple[str, ...]] = {

@@ -35,8 +35,7 @@ from scalejax.cli.app import app
 from scalejax.data.text import sources
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding
-from scalejax.train.metrics import scoring
+from scalejax.train import binding, scoring
 from scalejax.train.run import Run
 
 HELD_OUT = 20  # one file in so many

@@ -49,7 +49,7 @@ QUICK: tuple[str, ...] = (
     "tests/parallel/embedding/test_collection.py::test_update_equals_the_dense_optimizer_in_double_precision",
     "tests/parallel/embedding/stored/test_tiers.py",
     "tests/parallel/planner/test_planner.py",
-    "tests/data/sessions/test_dedup.py",
+    "tests/data/examples/test_dedup.py",
     "tests/train/strategies/test_exchange_state.py::test_a_killed_run_goes_on_to_the_same_bits",
     # Language models: Llama 3, attention, contexts cut over devices, generation.
     "tests/models/llm/test_llama3.py::test_logits_are_those_of_transformers",

@@ -15,8 +15,8 @@ import numpy as np
 from scalejax import optim
 from scalejax.bench import machine, peers
 from scalejax.bench.harness import Contest, OutputsDiffer
-from scalejax.data.batch import Batch
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.config import RowwiseAdagrad

@@ -6,10 +6,10 @@ import pathlib
 import numpy as np
 
 from scalejax.data import FlightsData
-from scalejax.data.batch import Batch
-from scalejax.data.sessions.dedup import expand_batch
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.dedup import expand_batch
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 # Categorical cardinalities of Criteo Terabyte in MLPerf's DLRM v2 (facebookresearch/dlrm, torchrec_dlrm,

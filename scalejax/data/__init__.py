@@ -8,29 +8,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scalejax.data.batch import Batch as Batch
     from scalejax.data.click_logs.avazu import AvazuData as AvazuData
     from scalejax.data.click_logs.criteo import CriteoData as CriteoData
     from scalejax.data.click_logs.criteo_multi_hot import CriteoMultiHotData as CriteoMultiHotData
     from scalejax.data.click_logs.criteo_terabyte import CriteoTerabyteData as CriteoTerabyteData
     from scalejax.data.click_logs.flights import FlightsData as FlightsData
     from scalejax.data.click_logs.movielens import MovielensData as MovielensData
-    from scalejax.data.dataset import BatchedDataSet as BatchedDataSet
-    from scalejax.data.memory import from_columns as from_columns
+    from scalejax.data.examples.batch import Batch as Batch
+    from scalejax.data.examples.coding import Counted as Counted
+    from scalejax.data.examples.coding import Hashed as Hashed
+    from scalejax.data.examples.dataset import BatchedDataSet as BatchedDataSet
+    from scalejax.data.examples.dedup import DedupKeyedJagged as DedupKeyedJagged
+    from scalejax.data.examples.dedup import Deduplicate as Deduplicate
+    from scalejax.data.examples.jagged import KeyedJagged as KeyedJagged
+    from scalejax.data.examples.memory import from_columns as from_columns
+    from scalejax.data.examples.schema import Categorical as Categorical
+    from scalejax.data.examples.schema import Schema as Schema
     from scalejax.data.sessions.dataset import SessionData as SessionData
-    from scalejax.data.sessions.dedup import DedupKeyedJagged as DedupKeyedJagged
-    from scalejax.data.sessions.dedup import Deduplicate as Deduplicate
     from scalejax.data.sessions.generate import SessionLog as SessionLog
     from scalejax.data.splits import ByPosition as ByPosition
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
     from scalejax.data.tables.arrow import ArrowData as ArrowData
-    from scalejax.data.tables.coding import Counted as Counted
-    from scalejax.data.tables.coding import Hashed as Hashed
-    from scalejax.data.tables.jagged import KeyedJagged as KeyedJagged
     from scalejax.data.tables.parquet import ParquetData as ParquetData
-    from scalejax.data.tables.schema import Categorical as Categorical
-    from scalejax.data.tables.schema import Schema as Schema
     from scalejax.data.text.dataset import TokenDataSet as TokenDataSet
     from scalejax.data.text.files import TextData as TextData
     from scalejax.data.text.files import TextSplit as TextSplit
@@ -46,28 +46,28 @@ if TYPE_CHECKING:
 _HOMES = {
     "ArrowData": "tables.arrow",
     "AvazuData": "click_logs.avazu",
-    "Batch": "batch",
-    "BatchedDataSet": "dataset",
+    "Batch": "examples.batch",
+    "BatchedDataSet": "examples.dataset",
     "ByPosition": "splits",
     "ByTime": "splits",
     "ByteTokenizer": "text.tokenizer",
-    "Categorical": "tables.schema",
+    "Categorical": "examples.schema",
     "CharacterTokenizer": "text.tokenizer",
-    "Counted": "tables.coding",
+    "Counted": "examples.coding",
     "CriteoData": "click_logs.criteo",
     "CriteoMultiHotData": "click_logs.criteo_multi_hot",
     "CriteoTerabyteData": "click_logs.criteo_terabyte",
-    "DedupKeyedJagged": "sessions.dedup",
-    "Deduplicate": "sessions.dedup",
+    "DedupKeyedJagged": "examples.dedup",
+    "Deduplicate": "examples.dedup",
     "FlightsData": "click_logs.flights",
     "Fractions": "splits",
-    "Hashed": "tables.coding",
+    "Hashed": "examples.coding",
     "HuggingFaceTokenizer": "text.huggingface_tokenizer",
-    "KeyedJagged": "tables.jagged",
+    "KeyedJagged": "examples.jagged",
     "MixtureData": "text.mixture",
     "MovielensData": "click_logs.movielens",
     "ParquetData": "tables.parquet",
-    "Schema": "tables.schema",
+    "Schema": "examples.schema",
     "SessionData": "sessions.dataset",
     "SessionLog": "sessions.generate",
     "Stage": "text.stages",
@@ -77,7 +77,7 @@ _HOMES = {
     "TokenBatch": "text.tokens",
     "TokenDataSet": "text.dataset",
     "TokenSchema": "text.tokens",
-    "from_columns": "memory",
+    "from_columns": "examples.memory",
 }
 
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

@@ -13,8 +13,8 @@ import itertools
 from typing import TYPE_CHECKING, Any
 
 from scalejax import chips
-from scalejax.data.sessions.dedup import expand_batch
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.dedup import expand_batch
+from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import planner
 from scalejax.parallel.embedding.config import TableConfig

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.numerics import rules
 from scalejax.parallel import mesh as meshes

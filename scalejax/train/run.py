@@ -23,7 +23,7 @@ from scalejax.parallel.embedding.plan.placement import PlanRefused, ShardingPlan
 from scalejax.parallel.embedding.stored import logical as stored
 from scalejax.parallel.embedding.stored.tiers import Cache, Tiers
 from scalejax.parallel.embedding.update.tracking import touched_rows
-from scalejax.train import binding, distributed, phases
+from scalejax.train import binding, distributed, phases, scoring
 from scalejax.train import state as states
 from scalejax.train.batches.convert import prefetch
 from scalejax.train.batches.pipeline import Pipeline
@@ -33,16 +33,15 @@ from scalejax.train.checkpoints.array_store import AnyArray, LazyArray
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.experiment import Experiment, Init, Surgery
-from scalejax.train.metrics import scoring
 from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics import sums as metric_sums
-from scalejax.train.metrics.scoring import Scores
 from scalejax.train.phases import ResolvedPhase
 from scalejax.train.protocols import DataSet
 from scalejax.train.reports import console as consoles
 from scalejax.train.reports import summary
 from scalejax.train.reports.records import Records
 from scalejax.train.reports.timing import peak_memory
+from scalejax.train.scoring import Scores
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from scalejax.bench import workloads
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.schema import Categorical, Schema
 
 
 def test_criteo_tables_are_those_of_criteo_terabyte_up_to_the_cut():

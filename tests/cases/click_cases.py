@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from scalejax.data.batch import Batch
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.inference.recommendation import click_model
 from scalejax.models.recsys import dcnv2, dlrm, logistic, wukong
 

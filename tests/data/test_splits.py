@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalejax.data.memory import from_columns
+from scalejax.data.examples.memory import from_columns
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import SPLITS, ByPosition, Fractions
 from scalejax.data.tables.parquet import ParquetData
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 

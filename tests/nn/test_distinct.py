@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.data.sessions.dedup import deduplicate
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.dedup import deduplicate
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.nn.distinct import over_distinct_rows
 
 LENGTH, WIDTH, TABLE = 6, 16, 50

@@ -17,8 +17,8 @@ pytest.importorskip("fbgemm_gpu", reason="fbgemm-gpu-cpu is not installed; bench
 import torch
 from embedding_cases import device_features, numpy_stack, numpy_unstack, random_logical
 
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adagrad, Adam, RowwiseAdagrad, Sgd, TableConfig

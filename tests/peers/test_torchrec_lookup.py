@@ -17,8 +17,8 @@ from torchrec import (
 )
 from torchrec import EmbeddingCollection as SequenceCollection
 
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Sgd

@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="torch is not installed; benchmarks/peers.sh
 
 from scalejax.bench import harness, training_step, workloads
 from scalejax.bench.cases import dlrm_step, gcn_step, wukong_step
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.wukong import WukongConfig
 

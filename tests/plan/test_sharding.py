@@ -10,7 +10,7 @@ import small_run
 from changes import changed
 
 from scalejax.configs.recsys import dcnv2
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, TableConfig
 from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan

@@ -19,11 +19,10 @@ from scalejax.parallel.embedding.stored.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop
+from scalejax.train import binding, loop, scoring
 from scalejax.train.batches import convert
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Gradients, Precision, Tables
-from scalejax.train.metrics import scoring
 from scalejax.train.run_folder import environment_record, read_lines
 
 EIGHT = MeshShape(replica=2, fsdp=4)

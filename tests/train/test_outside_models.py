@@ -19,11 +19,10 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.compute import Keys
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop
+from scalejax.train import binding, loop, scoring
 from scalejax.train.batches import convert
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Precision
-from scalejax.train.metrics import scoring
 from scalejax.train.metrics.protocol import MetricBase, Value
 from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines

@@ -17,7 +17,7 @@ import numpy as np
 from scalejax.bench import machine, peers, workloads
 from scalejax.bench.harness import Contest, OutputsDiffer
 from scalejax.data import BatchedDataSet, FlightsData, Fractions, Schema, from_columns
-from scalejax.data.sessions.dedup import AnyBatch, expand_batch
+from scalejax.data.examples.dedup import AnyBatch, expand_batch
 from scalejax.data.tables.parquet import ParquetData
 from scalejax.errors import UserError
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from scalejax.bench import peers, training_step, workloads
 from scalejax.bench.harness import Contest
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.schema import Schema
 from scalejax.models.recsys.dlrm import DlrmConfig
 
 CASES = ("b1024", "b8192", "criteo")

@@ -24,8 +24,8 @@ import numpy as np
 
 from scalejax.bench import machine, peers
 from scalejax.bench.harness import Contest, OutputsDiffer
-from scalejax.data.tables.jagged import KeyedJagged as HostKeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection

@@ -28,13 +28,13 @@ import numpy as np
 from scalejax import optim
 from scalejax.bench import machine, training_step
 from scalejax.bench.harness import Contest, Effort, OutputsDiffer
-from scalejax.data.sessions.dedup import AnyBatch, DedupBatch, Groups, expand_batch
+from scalejax.data.examples.dedup import AnyBatch, DedupBatch, Groups, expand_batch
+from scalejax.data.examples.encode import Numbers
+from scalejax.data.examples.records import RecordLayout
+from scalejax.data.examples.row_transforms import HashIds
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.sessions.generate import SessionLog, dedup_factor
-from scalejax.data.sessions.row_transforms import HashIds
-from scalejax.data.tables.encode import Numbers
 from scalejax.data.tables.parquet_files import ParquetFiles, RowGroup
-from scalejax.data.tables.records import RecordLayout
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.data.tables.windows import decode
 from scalejax.errors import UserError
 from scalejax.models.recsys.dlrm import DlrmConfig

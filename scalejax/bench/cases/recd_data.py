@@ -22,12 +22,12 @@ import numpy as np
 
 from scalejax.bench import machine
 from scalejax.bench.harness import Contest, OutputsDiffer
-from scalejax.data.sessions.dedup import DedupKeyedJagged, Groups, deduplicate, expand
+from scalejax.data.examples.dedup import DedupKeyedJagged, Groups, deduplicate, expand
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.records import Ragged
+from scalejax.data.examples.row_transforms import HashIds, RowTransform, map_distinct, map_rows
 from scalejax.data.sessions.generate import SessionLog, dedup_factor
-from scalejax.data.sessions.row_transforms import HashIds, RowTransform, map_distinct, map_rows
-from scalejax.data.tables.jagged import KeyedJagged
 from scalejax.data.tables.parquet_files import ParquetFiles, RowGroup
-from scalejax.data.tables.records import Ragged
 from scalejax.errors import UserError
 
 CASES = ("hash", "vocabulary", "hash-written", "vocabulary-written")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from scalejax.bench import workloads
-from scalejax.data.batch import Batch
+from scalejax.data.examples.batch import Batch
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,15 +26,15 @@ import numpy as np
 import pyarrow as pa
 
 from scalejax.data.click_logs.delimited import Progress, first_fields, hex_values, read_blocks
-from scalejax.data.dataset import BatchedDataSet
-from scalejax.data.memory import Order, from_columns
+from scalejax.data.examples.coding import MILLION, Coder, Coding, Hashed
+from scalejax.data.examples.dataset import BatchedDataSet
+from scalejax.data.examples.encode import missing_column
+from scalejax.data.examples.memory import Order, from_columns
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import ByTime, Fractions
 from scalejax.data.tables import parquet
-from scalejax.data.tables.coding import MILLION, Coder, Coding, Hashed
-from scalejax.data.tables.encode import missing_column
 from scalejax.data.tables.parquet_files import ParquetFiles, find_files, open_converted
 from scalejax.data.tables.parquet_writing import writing
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 HASHED = (

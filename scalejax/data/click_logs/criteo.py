@@ -22,15 +22,15 @@ import numpy as np
 import pyarrow as pa
 
 from scalejax.data.click_logs.delimited import Progress, hex_values, read_blocks
-from scalejax.data.dataset import BatchedDataSet
-from scalejax.data.memory import Order, from_columns
+from scalejax.data.examples.coding import MILLION, Coder, Coding, Counted, Hashed
+from scalejax.data.examples.dataset import BatchedDataSet
+from scalejax.data.examples.encode import NanPolicy
+from scalejax.data.examples.memory import Order, from_columns
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, Fractions
 from scalejax.data.tables import parquet
-from scalejax.data.tables.coding import MILLION, Coder, Coding, Counted, Hashed
-from scalejax.data.tables.encode import NanPolicy
 from scalejax.data.tables.parquet_files import ParquetFiles, find_files, natural_order, open_converted
 from scalejax.data.tables.parquet_writing import writing
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 __all__ = ["HASHES", "INTEGERS", "LABEL", "Counted", "CriteoData", "Hashed", "to_parquet"]

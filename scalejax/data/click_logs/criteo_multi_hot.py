@@ -22,12 +22,12 @@ import pyarrow as pa
 from scalejax.data.click_logs.criteo import HASHES, INTEGERS, LABEL
 from scalejax.data.click_logs.criteo_terabyte import DAYS, TABLE_ROWS, converted_days, day_files, last_day_split
 from scalejax.data.click_logs.delimited import Progress
-from scalejax.data.dataset import BatchedDataSet
-from scalejax.data.memory import Order
+from scalejax.data.examples.dataset import BatchedDataSet
+from scalejax.data.examples.jagged import check_ids
+from scalejax.data.examples.memory import Order
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.tables import parquet
-from scalejax.data.tables.jagged import check_ids
 from scalejax.data.tables.parquet_writing import writing
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 MULTI_HOT_SIZES = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)

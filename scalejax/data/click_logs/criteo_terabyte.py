@@ -25,14 +25,14 @@ import numpy as np
 from scalejax.data.click_logs import criteo
 from scalejax.data.click_logs.criteo import INTEGERS
 from scalejax.data.click_logs.delimited import Progress
-from scalejax.data.dataset import BatchedDataSet
-from scalejax.data.memory import Order, from_columns
+from scalejax.data.examples.coding import Coding, Hashed
+from scalejax.data.examples.dataset import BatchedDataSet
+from scalejax.data.examples.encode import NanPolicy, Scaling
+from scalejax.data.examples.memory import Order, from_columns
+from scalejax.data.examples.schema import Schema
 from scalejax.data.splits import ByPosition
 from scalejax.data.tables import parquet
-from scalejax.data.tables.coding import Coding, Hashed
-from scalejax.data.tables.encode import NanPolicy, Scaling
 from scalejax.data.tables.parquet_files import ParquetFiles, find_files
-from scalejax.data.tables.schema import Schema
 from scalejax.errors import UserError
 
 DAYS = 24

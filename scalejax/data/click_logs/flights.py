@@ -8,13 +8,13 @@ from typing import Literal
 
 import numpy as np
 
-from scalejax.data.dataset import BatchedDataSet
-from scalejax.data.memory import Order, array_of, from_columns
+from scalejax.data.examples.binning import quantile_bins
+from scalejax.data.examples.dataset import BatchedDataSet
+from scalejax.data.examples.encode import NanPolicy
+from scalejax.data.examples.memory import Order, array_of, from_columns
+from scalejax.data.examples.records import Ragged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS
-from scalejax.data.tables.binning import quantile_bins
-from scalejax.data.tables.encode import NanPolicy
-from scalejax.data.tables.records import Ragged
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 # Rows of each feature; the vocabularies are in bundled/flights.json, and a test compares.

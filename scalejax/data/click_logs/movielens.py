@@ -10,13 +10,13 @@ import zipfile
 
 import numpy as np
 
-from scalejax.data.dataset import BatchedDataSet
-from scalejax.data.memory import from_columns
+from scalejax.data.examples.dataset import BatchedDataSet
+from scalejax.data.examples.jagged import lengths_to_offsets
+from scalejax.data.examples.memory import from_columns
+from scalejax.data.examples.records import Ragged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, Fractions
-from scalejax.data.tables.jagged import lengths_to_offsets
 from scalejax.data.tables.parquet_files import find_files
-from scalejax.data.tables.records import Ragged
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 _INSIDE = "dataset_example/ml-100k/"

@@ -6,9 +6,9 @@ import zlib
 
 import numpy as np
 
+from scalejax.data.examples.records import Ragged
 from scalejax.data.graphs.adjacency import Adjacency
 from scalejax.data.graphs.npz import nodes_of, one_file
-from scalejax.data.tables.records import Ragged
 from scalejax.errors import UserError
 
 _COMMENTS = ("#", "%")

@@ -42,12 +42,12 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from scalejax.data.examples.dedup import Groups, repeats_previous
+from scalejax.data.examples.encode import missing_column
+from scalejax.data.examples.jagged import lengths_to_offsets
 from scalejax.data.permutation import key_of, mix
-from scalejax.data.sessions import clustered
-from scalejax.data.sessions.clustered import File, Manifest
-from scalejax.data.sessions.dedup import Groups, repeats_previous
-from scalejax.data.tables.encode import missing_column
-from scalejax.data.tables.jagged import lengths_to_offsets
+from scalejax.data.tables import clustered
+from scalejax.data.tables.clustered import File, Manifest
 from scalejax.data.tables.parquet_files import ParquetFiles, lists_of
 from scalejax.errors import UserError
 

@@ -12,12 +12,12 @@ import pathlib
 import tempfile
 from typing import Literal
 
-from scalejax.data.dataset import BatchedDataSet
+from scalejax.data.examples.dataset import BatchedDataSet
+from scalejax.data.examples.row_transforms import HashIds
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.sessions.generate import SessionLog
-from scalejax.data.sessions.row_transforms import HashIds
 from scalejax.data.splits import EIGHTY_TEN_TEN, Split
 from scalejax.data.tables.parquet import ParquetData
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 _FORMAT = 1

@@ -18,8 +18,8 @@ import itertools
 
 import numpy as np
 
-from scalejax.data.sessions.dedup import Groups, deduplicate, first_of_equals
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.dedup import Groups, deduplicate, first_of_equals
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 
 _INVERSE_BYTES = 4

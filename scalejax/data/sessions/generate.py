@@ -35,10 +35,10 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from scalejax.data.examples.dedup import Groups
+from scalejax.data.examples.jagged import lengths_to_offsets
+from scalejax.data.examples.records import Ragged
 from scalejax.data.permutation import key_of, mix
-from scalejax.data.sessions.dedup import Groups
-from scalejax.data.tables.jagged import lengths_to_offsets
-from scalejax.data.tables.records import Ragged
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:

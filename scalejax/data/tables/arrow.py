@@ -22,13 +22,13 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from scalejax.data.dataset import BatchedDataSet, TableExamples
-from scalejax.data.memory import Order
+from scalejax.data.examples.dataset import BatchedDataSet, TableExamples
+from scalejax.data.examples.jagged import check_ids, gather_runs, lengths_to_offsets
+from scalejax.data.examples.memory import Order
+from scalejax.data.examples.records import Ragged, RecordLayout, Rows
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import SPLITS
-from scalejax.data.tables.jagged import check_ids, gather_runs, lengths_to_offsets
 from scalejax.data.tables.parquet_files import find_files, first_line
-from scalejax.data.tables.records import Ragged, RecordLayout, Rows
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 _KEY = b"scalejax"

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from scalejax.data.dataset import BatchedDataSet, Day, day_ranges
-from scalejax.data.memory import Order, array_of, from_columns
-from scalejax.data.sessions.dedup import Groups, check_groups, check_names
-from scalejax.data.sessions.row_transforms import FirstIds, HashIds, map_columns
-from scalejax.data.sessions.runs import Runs, check_divides, check_whole
+from scalejax.data.examples.dataset import BatchedDataSet, Day, day_ranges
+from scalejax.data.examples.dedup import Groups, check_groups, check_names
+from scalejax.data.examples.encode import NanPolicy, Numbers, Scaling, check_schema, fit_numbers
+from scalejax.data.examples.jagged import lengths_to_offsets
+from scalejax.data.examples.memory import Order, array_of, from_columns
+from scalejax.data.examples.records import Ragged, RecordLayout, Shared
+from scalejax.data.examples.row_transforms import FirstIds, HashIds, map_columns
+from scalejax.data.examples.runs import Runs, check_divides, check_whole
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS, ByPosition, ByTime, Fractions, Split
-from scalejax.data.tables.encode import NanPolicy, Numbers, Scaling, check_schema, fit_numbers
-from scalejax.data.tables.jagged import lengths_to_offsets
-from scalejax.data.tables.records import Ragged, RecordLayout, Shared
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:

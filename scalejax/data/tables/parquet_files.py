@@ -11,12 +11,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scalejax.data.sessions import clustered
-from scalejax.data.sessions.dedup import DedupKeyedJagged, Groups, check_names, deduplicate, deduplicate_runs
-from scalejax.data.tables.encode import missing_column
-from scalejax.data.tables.jagged import KeyedJagged, signed_ids
-from scalejax.data.tables.records import Ragged, Shared
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.dedup import DedupKeyedJagged, Groups, check_names, deduplicate, deduplicate_runs
+from scalejax.data.examples.encode import missing_column
+from scalejax.data.examples.jagged import KeyedJagged, signed_ids
+from scalejax.data.examples.records import Ragged, Shared
+from scalejax.data.examples.schema import Schema
+from scalejax.data.tables import clustered
 from scalejax.errors import UserError
 
 # pyarrow reports damage as either; ArrowNotImplementedError as well, when a flipped byte names an unknown codec.

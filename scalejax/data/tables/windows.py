@@ -20,15 +20,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 
-from scalejax.data.dataset import Day
+from scalejax.data.examples.dataset import Day
+from scalejax.data.examples.encode import Numbers, encode
+from scalejax.data.examples.jagged import lengths_to_offsets
+from scalejax.data.examples.records import RecordLayout, Rows
+from scalejax.data.examples.row_transforms import RowTransform, map_columns
+from scalejax.data.examples.runs import RunOrder
 from scalejax.data.permutation import Permutation
-from scalejax.data.sessions.row_transforms import RowTransform, map_columns
-from scalejax.data.sessions.runs import RunOrder
 from scalejax.data.splits import SPLITS
-from scalejax.data.tables.encode import Numbers, encode
-from scalejax.data.tables.jagged import lengths_to_offsets
 from scalejax.data.tables.parquet_files import ParquetFiles, RowGroup
-from scalejax.data.tables.records import RecordLayout, Rows
 from scalejax.errors import UserError
 
 # Batches in flight straddle two windows, a third is decoded ahead.

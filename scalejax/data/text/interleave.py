@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scalejax.data.tables.jagged import lengths_to_offsets
+from scalejax.data.examples.jagged import lengths_to_offsets
 from scalejax.errors import UserError
 
 MAX_PERIOD = 1_000_000

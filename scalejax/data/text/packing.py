@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from scalejax.data.tables.jagged import lengths_to_offsets
+from scalejax.data.examples.jagged import lengths_to_offsets
 from scalejax.data.text.tokens import TokenBatch
 
 Positions = Literal["document", "row"]

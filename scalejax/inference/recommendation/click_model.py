@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.data.batch import Batch
-from scalejax.data.sessions.dedup import AnyBatch, expand_batch
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.dedup import AnyBatch, expand_batch
+from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels import block_quant
 from scalejax.kernels import embedding_bag as bags

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from scalejax import nn
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.schema import Schema
 from scalejax.models.recsys.task import CtrTask, pooled_table
 from scalejax.parallel.embedding.config import TableConfig
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.nn import counts
 from scalejax.parallel.embedding.config import TableConfig

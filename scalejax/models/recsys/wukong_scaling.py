@@ -16,7 +16,7 @@ documented parts do not explain) and width costs us more; a kind of Y whose MLP 
 
 import dataclasses
 
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.models.recsys.wukong import WukongConfig
 
 TABLE_5_SCHEMA = Schema(categorical=tuple(Categorical(name=f"f{i}", rows=1) for i in range(720)))

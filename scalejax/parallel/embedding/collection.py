@@ -30,10 +30,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data.sessions import dedup
-from scalejax.data.sessions.dedup import DedupKeyedJagged
-from scalejax.data.tables.jagged import KeyedJagged as HostKeyedJagged
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples import dedup
+from scalejax.data.examples.dedup import DedupKeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
+from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
 from scalejax.parallel.embedding.config import UPDATED, TableConfig

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
 

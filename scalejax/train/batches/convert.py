@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from scalejax.data.sessions.dedup import AnyBatch, DedupKeyedJagged, deduplicate, expand
+from scalejax.data.examples.dedup import AnyBatch, DedupKeyedJagged, deduplicate, expand
 from scalejax.errors import UserError
 from scalejax.parallel import context
 from scalejax.parallel import mesh as meshes

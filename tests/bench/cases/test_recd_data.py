@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 
 from scalejax.bench.cases import recd_data
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 
 

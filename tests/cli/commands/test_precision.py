@@ -7,7 +7,7 @@ import pytest
 import small_run
 from changes import changed
 
-from scalejax.data.sessions.dedup import expand_batch
+from scalejax.data.examples.dedup import expand_batch
 from scalejax.errors import UserError
 from scalejax.inference.recommendation import reload, search
 from scalejax.train.metrics import evaluation

@@ -9,8 +9,8 @@ import synthetic_logs
 
 from scalejax.data.click_logs import avazu
 from scalejax.data.click_logs.avazu import COLUMNS, FEATURES, HASHED, AvazuData
+from scalejax.data.examples.coding import Counted, Hashed
 from scalejax.data.splits import SPLITS, ByTime, Fractions
-from scalejax.data.tables.coding import Counted, Hashed
 from scalejax.errors import UserError
 
 ROWS = 500

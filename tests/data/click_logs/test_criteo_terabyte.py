@@ -10,7 +10,7 @@ import synthetic_logs
 from scalejax.data.click_logs import criteo_terabyte
 from scalejax.data.click_logs.criteo import HASHES
 from scalejax.data.click_logs.criteo_terabyte import TABLE_ROWS, CriteoTerabyteData, day_files, last_day_split
-from scalejax.data.tables.coding import Counted, Hashed
+from scalejax.data.examples.coding import Counted, Hashed
 from scalejax.errors import UserError
 
 DAYS, ROWS = 3, 41

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.data.sessions import clustered
+from scalejax.data.examples.dedup import deduplicate
 from scalejax.data.sessions.clustering import cluster_by_session, cluster_partition, partition_of, session_hashes
-from scalejax.data.sessions.dedup import deduplicate
 from scalejax.data.sessions.generate import SessionLog
+from scalejax.data.tables import clustered
 from scalejax.data.tables.parquet_files import ParquetFiles, lists_of
 from scalejax.errors import UserError
 

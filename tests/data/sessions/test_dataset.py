@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from scalejax.data import SessionData, SessionLog
-from scalejax.data.sessions.dedup import DedupBatch, expand_batch
+from scalejax.data.examples.dedup import DedupBatch, expand_batch
 from scalejax.errors import UserError
 
 LOG = SessionLog(sessions=60, samples=8, user_groups=(2,), user_ids=3.0, item_features=1, dense=1, concurrent=10)

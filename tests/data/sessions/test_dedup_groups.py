@@ -3,11 +3,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.data.sessions.dedup import deduplicate
+from scalejax.data.examples.dedup import deduplicate
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.records import Ragged
 from scalejax.data.sessions.dedup_groups import choose_groups
 from scalejax.data.sessions.generate import SessionLog, dedup_factor
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.records import Ragged
 from scalejax.errors import UserError
 
 

@@ -5,10 +5,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalejax.data.sessions.dedup import deduplicate
+from scalejax.data.examples.dedup import deduplicate
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.records import Ragged
 from scalejax.data.sessions.generate import SessionLog, dedup_factor, samples_in_batch
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.records import Ragged
 from scalejax.errors import UserError
 
 Columns = dict[str, np.ndarray | Ragged]

@@ -5,12 +5,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from scalejax.data.dataset import BatchedDataSet
-from scalejax.data.memory import from_columns
+from scalejax.data.examples.dataset import BatchedDataSet
+from scalejax.data.examples.memory import from_columns
+from scalejax.data.examples.records import Ragged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.tables import arrow
 from scalejax.data.tables.arrow import ArrowData
-from scalejax.data.tables.records import Ragged
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 N = 333

@@ -6,11 +6,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalejax.data.batch import Batch
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.schema import Categorical
 from scalejax.data.permutation import Permutation
 from scalejax.data.splits import ByTime, Fractions
 from scalejax.data.tables.parquet import ParquetData
-from scalejax.data.tables.schema import Categorical
 from scalejax.errors import UserError
 
 N, GROUP = 230, 20

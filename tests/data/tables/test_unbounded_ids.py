@@ -6,13 +6,13 @@ import pathlib
 import numpy as np
 import pytest
 
-from scalejax.data.memory import from_columns
+from scalejax.data.examples.encode import check_schema
+from scalejax.data.examples.jagged import KeyedJagged, check_ids
+from scalejax.data.examples.memory import from_columns
+from scalejax.data.examples.records import Ragged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.tables import arrow
 from scalejax.data.tables.arrow import ArrowData
-from scalejax.data.tables.encode import check_schema
-from scalejax.data.tables.jagged import KeyedJagged, check_ids
-from scalejax.data.tables.records import Ragged
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 N = 100

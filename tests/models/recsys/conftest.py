@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.train.task import Batch
 
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from scalejax import nn
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.models.recsys import wukong
 from scalejax.models.recsys.wukong import Important, NarrowGroup, WukongConfig

@@ -13,9 +13,9 @@ from embedding_cases import placed, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.data.sessions.dedup import deduplicate
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.dedup import deduplicate
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection

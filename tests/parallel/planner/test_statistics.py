@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import IdMapConfig, TableConfig
 from scalejax.parallel.planner import Reuse, TableStatistics, Zipf, assumed, from_batches

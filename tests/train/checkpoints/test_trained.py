@@ -21,7 +21,7 @@ import tensorstore
 import scalejax
 from scalejax import configs
 from scalejax.configs import serialization
-from scalejax.data.tables.schema import Categorical
+from scalejax.data.examples.schema import Categorical
 from scalejax.errors import UserError
 from scalejax.inference import run_model
 from scalejax.inference.recommendation import click_model

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import small_run
 
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.collection import MAPS
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures

@@ -13,9 +13,9 @@ from flax import nnx
 
 from scalejax import optim
 from scalejax.data import FlightsData
-from scalejax.data.batch import Batch as HostBatch
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.batch import Batch as HostBatch
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.models.recsys.task import bce_with_logits
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.ids.jagged import DedupGroup

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import small_run
 
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel.embedding import config
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.exchange.routed import bucket_capacity
 from scalejax.parallel.embedding.ids.jagged import FeatureLayout, Packed, check_sizes

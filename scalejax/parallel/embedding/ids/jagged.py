@@ -10,9 +10,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data.sessions.dedup import DedupKeyedJagged
-from scalejax.data.tables.jagged import KeyedJagged as HostKeyedJagged
-from scalejax.data.tables.jagged import check_lengths, lengths_to_offsets
+from scalejax.data.examples.dedup import DedupKeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
+from scalejax.data.examples.jagged import check_lengths, lengths_to_offsets
 from scalejax.errors import UserError
 from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding.ids.id_map import split_ids
@@ -51,7 +51,7 @@ class FeatureLayout:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DedupGroup:
-    """Features that are looked up once per distinct row: those that change together, see `data.sessions.dedup`.
+    """Features that are looked up once per distinct row: those that change together, see `data.examples.dedup`.
 
     Attributes:
       features: Their names.

@@ -27,9 +27,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data.sessions.dedup import DedupKeyedJagged
-from scalejax.data.tables.jagged import KeyedJagged, check_ids
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.dedup import DedupKeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged, check_ids
+from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import offload
 from scalejax.parallel.embedding.collection import EmbeddingCollection, State

@@ -21,8 +21,8 @@ from embedding_cases import (
     wide_tables,
 )
 
-from scalejax.data.sessions.dedup import deduplicate
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.dedup import deduplicate
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection

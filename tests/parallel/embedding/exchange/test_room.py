@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange.routed import bucket_capacity

@@ -18,7 +18,7 @@ from embedding_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.data.tables.jagged import KeyedJagged as HostKeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection

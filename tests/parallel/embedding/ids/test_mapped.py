@@ -10,9 +10,9 @@ import pytest
 from embedding_cases import placed
 from id_map_model import Model
 
-from scalejax.data.sessions.dedup import deduplicate
-from scalejax.data.tables.jagged import KeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.dedup import deduplicate
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import COUNTS, MAPS, EmbeddingCollection

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.stored import torchrec

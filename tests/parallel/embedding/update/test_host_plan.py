@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 
-from scalejax.data.tables.jagged import KeyedJagged as HostKeyedJagged
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, TableConfig

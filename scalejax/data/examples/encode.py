@@ -7,9 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from scalejax.data.tables.jagged import check_ids, check_lengths, signed_ids
-from scalejax.data.tables.records import Ragged, RecordLayout, Rows, Shared
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.jagged import check_ids, check_lengths, signed_ids
+from scalejax.data.examples.records import Ragged, RecordLayout, Rows, Shared
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 Columns = Mapping[str, "np.ndarray | Ragged"]

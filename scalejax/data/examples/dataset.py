@@ -7,13 +7,13 @@ from typing import Protocol
 
 import numpy as np
 
+from scalejax.data.examples.dedup import AnyBatch
+from scalejax.data.examples.records import RecordLayout, Rows, Table
+from scalejax.data.examples.runs import RunOrder
+from scalejax.data.examples.schema import Schema
 from scalejax.data.permutation import Permutation
 from scalejax.data.reading import Source, check_sizes, check_start, read_ahead, share
-from scalejax.data.sessions.dedup import AnyBatch
-from scalejax.data.sessions.runs import RunOrder
 from scalejax.data.splits import rows_of
-from scalejax.data.tables.records import RecordLayout, Rows, Table
-from scalejax.data.tables.schema import Schema
 from scalejax.errors import UserError
 
 Day = tuple[str, int, int]

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 
 _LARGEST_ROWS = 2**31 - 1

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from scalejax.data.tables.vocabulary import FIRST, RARE, ValueCounter
+from scalejax.data.examples.vocabulary import FIRST, RARE, ValueCounter
 from scalejax.errors import UserError
 
 LEAST = 64 * 16

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalejax.data.sessions.dedup import deduplicate, expand
-from scalejax.data.sessions.row_transforms import FirstIds, HashIds, map_distinct, map_rows
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.dedup import deduplicate, expand
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.row_transforms import FirstIds, HashIds, map_distinct, map_rows
 from scalejax.errors import UserError
 
 KEYS = ("a", "b", "c")

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from scalejax.data.examples.jagged import gather_runs, lengths_to_offsets
 from scalejax.data.permutation import Permutation
 from scalejax.data.splits import ByPosition
-from scalejax.data.tables.jagged import gather_runs, lengths_to_offsets
 from scalejax.errors import UserError
 
 

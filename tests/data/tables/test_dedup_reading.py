@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalejax.data.batch import Batch
-from scalejax.data.sessions import dedup
+from scalejax.data.examples import dedup
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.dedup import DedupBatch, expand_batch
+from scalejax.data.examples.jagged import KeyedJagged
+from scalejax.data.examples.records import Ragged, RecordLayout, Rows, Shared
+from scalejax.data.examples.row_transforms import FirstIds, HashIds
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.sessions.clustering import cluster_by_session
-from scalejax.data.sessions.dedup import DedupBatch, expand_batch
 from scalejax.data.sessions.generate import SessionLog, dedup_factor
-from scalejax.data.sessions.row_transforms import FirstIds, HashIds
 from scalejax.data.splits import Fractions
 from scalejax.data.tables import arrow, parquet_files
-from scalejax.data.tables.jagged import KeyedJagged
 from scalejax.data.tables.parquet import ParquetData
 from scalejax.data.tables.parquet_files import ParquetFiles
-from scalejax.data.tables.records import Ragged, RecordLayout, Rows, Shared
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 Access = Literal["memory", "windows"]

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from scalejax.data.examples.vocabulary import FEWEST_BYTES, MISSING, ValueCounter, Vocabulary
 from scalejax.data.permutation import key_of, mix
-from scalejax.data.tables.vocabulary import FEWEST_BYTES, MISSING, ValueCounter, Vocabulary
 from scalejax.errors import UserError
 
 _INT32_MAX = 2**31 - 1

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from scalejax.data.tables.jagged import KeyedJagged
+from scalejax.data.examples.jagged import KeyedJagged
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from scalejax.data.memory import from_columns
+from scalejax.data.examples.memory import from_columns
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import ByTime, Fractions
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 SCHEMA = Schema(categorical=(Categorical(name="user", rows=5),), dense=("price", "age"), labels=("click",))

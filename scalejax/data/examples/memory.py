@@ -6,10 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from scalejax.data.dataset import BatchedDataSet, TableExamples, day_ranges
-from scalejax.data.sessions.runs import Runs, check_divides, check_whole
-from scalejax.data.splits import EIGHTY_TEN_TEN, ByPosition, ByTime, Fractions, Split
-from scalejax.data.tables.encode import (
+from scalejax.data.examples.dataset import BatchedDataSet, TableExamples, day_ranges
+from scalejax.data.examples.encode import (
     Columns,
     NanPolicy,
     Scaling,
@@ -19,8 +17,10 @@ from scalejax.data.tables.encode import (
     fit_numbers,
     missing_column,
 )
-from scalejax.data.tables.records import Ragged, RecordLayout, Rows
-from scalejax.data.tables.schema import Schema
+from scalejax.data.examples.records import Ragged, RecordLayout, Rows
+from scalejax.data.examples.runs import Runs, check_divides, check_whole
+from scalejax.data.examples.schema import Schema
+from scalejax.data.splits import EIGHTY_TEN_TEN, ByPosition, ByTime, Fractions, Split
 from scalejax.errors import UserError
 
 Order = Literal["shuffled", "time"]

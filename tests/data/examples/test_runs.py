@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalejax.data.batch import Batch
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.dedup import Deduplicate
+from scalejax.data.examples.runs import RunOrder, Runs, check_whole
+from scalejax.data.examples.schema import Categorical
 from scalejax.data.permutation import Permutation
 from scalejax.data.sessions.clustering import cluster_by_session
-from scalejax.data.sessions.dedup import Deduplicate
 from scalejax.data.sessions.generate import SessionLog, dedup_factor
-from scalejax.data.sessions.runs import RunOrder, Runs, check_whole
 from scalejax.data.splits import ByTime, Fractions
 from scalejax.data.tables.parquet import ParquetData
 from scalejax.data.tables.parquet_files import ParquetFiles
-from scalejax.data.tables.schema import Categorical
 from scalejax.errors import UserError
 
 ALL = Fractions(train=1.0, validation=0.0)

@@ -11,8 +11,7 @@ from scalejax.errors import UserError
 from scalejax.models.recsys.logistic import LogisticConfig
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import binding
-from scalejax.train.metrics import scoring
+from scalejax.train import binding, scoring
 from scalejax.train.reports import summary as summaries
 
 

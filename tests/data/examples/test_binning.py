@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.preprocessing import KBinsDiscretizer
 
-from scalejax.data.tables.binning import quantile_bins
+from scalejax.data.examples.binning import quantile_bins
 from scalejax.errors import UserError
 
 

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.data.tables.jagged import KeyedJagged, lengths_to_offsets
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.jagged import KeyedJagged, lengths_to_offsets
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 Lists = dict[str, list[list[int]]]

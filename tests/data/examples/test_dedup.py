@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.data.batch import Batch
-from scalejax.data.sessions.dedup import (
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.dedup import (
     DedupKeyedJagged,
     Deduplicate,
     deduplicate,
@@ -12,7 +12,7 @@ from scalejax.data.sessions.dedup import (
     expand_batch,
     hash_rows,
 )
-from scalejax.data.tables.jagged import KeyedJagged, lengths_to_offsets
+from scalejax.data.examples.jagged import KeyedJagged, lengths_to_offsets
 from scalejax.errors import UserError
 
 KEYS = ("a", "b", "c", "d")

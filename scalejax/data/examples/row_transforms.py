@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from scalejax.data.examples.dedup import DedupKeyedJagged, check_names
+from scalejax.data.examples.jagged import KeyedJagged, gather_runs, signed_ids
+from scalejax.data.examples.records import Ragged, Shared
 from scalejax.data.permutation import key_of, mix
-from scalejax.data.sessions.dedup import DedupKeyedJagged, check_names
-from scalejax.data.tables.jagged import KeyedJagged, gather_runs, signed_ids
-from scalejax.data.tables.records import Ragged, Shared
 from scalejax.errors import UserError
 
 RowTransform = Callable[[KeyedJagged], KeyedJagged]

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from scalejax.data.batch import Batch
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.jagged import KeyedJagged, gather_runs, lengths_to_offsets
 from scalejax.data.permutation import mix
-from scalejax.data.tables.jagged import KeyedJagged, gather_runs, lengths_to_offsets
 from scalejax.errors import UserError
 
 Groups = tuple[tuple[str, ...], ...]

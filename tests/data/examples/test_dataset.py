@@ -3,12 +3,12 @@ import itertools
 import numpy as np
 import pytest
 
-from scalejax.data.batch import Batch
-from scalejax.data.dataset import BatchedDataSet
-from scalejax.data.memory import Order, from_columns
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.dataset import BatchedDataSet
+from scalejax.data.examples.memory import Order, from_columns
+from scalejax.data.examples.records import Ragged
+from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import Fractions
-from scalejax.data.tables.records import Ragged
-from scalejax.data.tables.schema import Categorical, Schema
 from scalejax.errors import UserError
 
 N = 50

@@ -13,10 +13,10 @@ from typing import Protocol
 
 import numpy as np
 
-from scalejax.data.batch import Batch
-from scalejax.data.sessions.dedup import AnyBatch, DedupBatch, DedupKeyedJagged, Groups
-from scalejax.data.tables.jagged import KeyedJagged, gather_runs, lengths_to_offsets, signed_ids
-from scalejax.data.tables.schema import Categorical, Schema
+from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.dedup import AnyBatch, DedupBatch, DedupKeyedJagged, Groups
+from scalejax.data.examples.jagged import KeyedJagged, gather_runs, lengths_to_offsets, signed_ids
+from scalejax.data.examples.schema import Categorical, Schema
 
 
 @dataclasses.dataclass(frozen=True)
