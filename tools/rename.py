@@ -132,15 +132,28 @@ def in_backticks(text: str, pairs: Mapping[str, str]) -> str:
 
 def everywhere(source: str, pairs: Mapping[str, str]) -> str:
     """Renames identifiers by tokens."""
-    changes = [
-        (*token.start, token.string, pairs[token.string])
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.NAME and token.string in pairs
-    ]
+    changes = []
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.NAME and token.string in pairs:
+            changes.append((*token.start, token.string, pairs[token.string]))
+        elif token.type == tokenize.STRING and token.start[0] == token.end[0]:
+            changes.append((*token.start, token.string, _in_string(token.string, pairs)))
     lines = source.splitlines(keepends=True)
     for row, column, old, new in reversed(changes):
         lines[row - 1] = lines[row - 1][:column] + new + lines[row - 1][column + len(old) :]
     return "".join(lines)
+
+
+def _in_string(text: str, pairs: Mapping[str, str]) -> str:
+    """A string that is nothing but a name, and the expressions of a formatted one."""
+    words = re.compile(r"(?<!\w)(" + "|".join(map(re.escape, pairs)) + r")(?!\w)") if pairs else re.compile(r"(?!)")
+
+    def new(match: re.Match[str]) -> str:
+        return words.sub(lambda word: pairs[word[0]], match[0])
+
+    if re.fullmatch(r"[A-Za-z]*[\"']\w+[\"']", text):
+        return words.sub(lambda word: pairs[word[0]], text)
+    return re.sub(r"\{[^{}]*\}", new, text) if text[:1] in "fF" else text
 
 
 def main(plan: str) -> None:
