@@ -4,18 +4,17 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from scalejax.nn.linear import DType
 from scalejax.numerics import flops
+from scalejax.numerics.dtypes import FLOAT32, Dtypes
 
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-def abstract(build: Any, *args: Any, param_dtype: DType = jnp.float32, compute_dtype: DType = jnp.float32) -> Any:
-    """The model that build(*args, rngs, param_dtype=..., compute_dtype=...) makes, without its arrays."""
-    return nnx.eval_shape(lambda: build(*args, nnx.Rngs(0), param_dtype=param_dtype, compute_dtype=compute_dtype))
+def abstract(build: Any, *args: Any, dtypes: Dtypes = FLOAT32) -> Any:
+    """The model that build(*args, rngs, dtypes) makes, without its arrays."""
+    return nnx.eval_shape(lambda: build(*args, nnx.Rngs(0), dtypes))
 
 
 def parameters(model: nnx.Module, *, axes: int = 0) -> int:
