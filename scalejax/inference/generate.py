@@ -381,7 +381,7 @@ def load(
             )
     dtype = model.dtype if dtype is None else dtype
     family = model.architecture
-    abstract = counts.abstract(family.build, model.config, dtypes=nn.Dtypes(dtype, dtype))
+    abstract: Any = counts.abstract(family.build, model.config, dtypes=nn.Dtypes(dtype, dtype))
     shape = ModelShape.of(abstract)
     formats = assign(model.quantization, weights_of(shape.logical_axes))
     shardings = shape.shardings(mesh, rules)

@@ -1,7 +1,8 @@
 """Parameters and multiply-accumulates of a model, counted from its shapes: no array is made."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -9,10 +10,11 @@ from flax import nnx
 from scalejax.numerics import flops
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
 
+T = TypeVar("T")
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-def abstract(build: Any, *args: Any, dtypes: Dtypes = FLOAT32) -> Any:
+def abstract(build: Callable[..., T], *args: Any, dtypes: Dtypes = FLOAT32) -> T:
     """The model that build(*args, rngs, dtypes) makes, without its arrays."""
     return nnx.eval_shape(lambda: build(*args, nnx.Rngs(0), dtypes))
 

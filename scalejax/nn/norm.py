@@ -45,14 +45,18 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return _forward(x, scale, bias, eps)[0]
 
 
-def _forward(x, scale, bias, eps):
+_Saved = tuple[jax.Array, jax.Array, jax.Array]
+"""Normalised rows, inverse of their deviations, and the scale."""
+
+
+def _forward(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> tuple[jax.Array, _Saved]:
     centred = x - x.mean(-1, keepdims=True)
     inverse = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + eps)
     normal, inverse = jax.lax.optimization_barrier((centred * inverse, inverse))
     return normal * scale + bias, (normal, inverse, scale)
 
 
-def _backward(eps, saved, g):
+def _backward(eps: float, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     del eps
     normal, inverse, scale = saved
     h = g * scale
