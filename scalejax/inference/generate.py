@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from scalejax import nn, units
 from scalejax.errors import UserError
@@ -351,8 +352,7 @@ def load(
     model: LanguageModel,
     mesh: Mesh,
     *,
-    param_dtype: Any = None,
-    compute_dtype: Any = None,
+    dtype: DTypeLike | None = None,
     weights: Weights = "packed",
     rules: Rules = LLM,
     choices: int | None = None,
@@ -363,8 +363,7 @@ def load(
     Args:
       model: Opened.
       mesh: The devices.
-      param_dtype: Dtype of the parameters; None = as stored.
-      compute_dtype: Dtype of activations and products; None = that of the parameters.
+      dtype: Of the parameters, activations and products; None = that of the parameters as stored.
       weights: What becomes of quantized ones: "packed" = they stay so where they can (see `packed_params`) and are
         decoded each time that they are used; "decoded" = once, when they are loaded.
       rules: Logical axis of a parameter -> mesh axes.
@@ -380,10 +379,9 @@ def load(
                 f"mesh: generation spreads over tensor, fsdp, replica and expert, not over {axis}={mesh.shape[axis]}. "
                 f"Give these devices to tensor: --mesh tensor={mesh.shape[axis]}."
             )
-    param_dtype = jnp.dtype(model.dtype if param_dtype is None else param_dtype)
-    compute_dtype = param_dtype if compute_dtype is None else jnp.dtype(compute_dtype)
+    dtype = model.dtype if dtype is None else dtype
     family = model.architecture
-    abstract = counts.abstract(family.build, model.config, param_dtype=param_dtype, compute_dtype=compute_dtype)
+    abstract: Any = counts.abstract(family.build, model.config, dtypes=nn.Dtypes(dtype, dtype))
     shape = ModelShape.of(abstract)
     formats = assign(model.quantization, weights_of(shape.logical_axes))
     shardings = shape.shardings(mesh, rules)

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from scalejax.data.text.tokenizer import TextStream, Tokenizer, check_vocabulary
@@ -173,8 +172,7 @@ def open_writer(model: LanguageModel, mesh: Mesh, *, dtype: str | None = None, *
     tokenizer = model.tokenizer.build()
     assert model.config.vocabulary is not None
     check_vocabulary(tokenizer, model.config.vocabulary, f"{model.path}: vocabulary")
-    wanted = None if dtype is None else jnp.dtype(dtype)
-    engine = generate.load(model, mesh, param_dtype=wanted, choices=tokenizer.vocabulary, **more)
+    engine = generate.load(model, mesh, dtype=dtype, choices=tokenizer.vocabulary, **more)
     begin = tokenizer.bos if model.begins == "bos" else None
     ends = dict.fromkeys([*model.tokens.eos, *tokenizer.stop_ids])
     return Writer(engine, tokenizer, () if begin is None else (begin,), tuple(ends))

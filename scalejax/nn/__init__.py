@@ -1,8 +1,8 @@
 """Flax NNX blocks that two or more models share by meaning.
 
-Blocks are single-device code. Parameters are created in `param_dtype` and cast to `compute_dtype` where they are used;
-norm statistics are computed in `wide(...)`, float32 or wider. Every parameter carries `logical_axes`, a tuple with one
-name per dimension, as plain metadata; a rules table maps the names to mesh axes:
+Blocks are single-device code. Parameters are created in `dtypes.params` and cast to `dtypes.compute` where they are
+used; norm statistics are computed in `wide(...)`, float32 or wider. Every parameter carries `logical_axes`, a tuple
+with one name per dimension, as plain metadata; a rules table maps the names to mesh axes:
 
     input    contracted dimension of a matrix          hidden    produced dimension of a matrix, and its bias
     norm     scale and bias of a normalisation
@@ -28,3 +28,5 @@ from scalejax.nn.norm import LayerNorm as LayerNorm
 from scalejax.nn.norm import RMSNorm as RMSNorm
 from scalejax.nn.norm import rms_norm as rms_norm
 from scalejax.nn.products import products as products
+from scalejax.numerics.dtypes import FLOAT32 as FLOAT32
+from scalejax.numerics.dtypes import Dtypes as Dtypes

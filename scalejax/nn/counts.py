@@ -1,21 +1,22 @@
 """Parameters and multiply-accumulates of a model, counted from its shapes: no array is made."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
-from scalejax.nn.linear import DType
 from scalejax.numerics import flops
+from scalejax.numerics.dtypes import FLOAT32, Dtypes
 
+T = TypeVar("T")
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-def abstract(build: Any, *args: Any, param_dtype: DType = jnp.float32, compute_dtype: DType = jnp.float32) -> Any:
-    """The model that build(*args, rngs, param_dtype=..., compute_dtype=...) makes, without its arrays."""
-    return nnx.eval_shape(lambda: build(*args, nnx.Rngs(0), param_dtype=param_dtype, compute_dtype=compute_dtype))
+def abstract(build: Callable[..., T], *args: Any, dtypes: Dtypes = FLOAT32) -> T:
+    """The model that build(*args, rngs, dtypes) makes, without its arrays."""
+    return nnx.eval_shape(lambda: build(*args, nnx.Rngs(0), dtypes))
 
 
 def parameters(model: nnx.Module, *, axes: int = 0) -> int:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from scalejax.nn.linear import wide
 from scalejax.numerics import products
@@ -67,11 +68,11 @@ class _Head:
     rule: QuantizationRule | None = None
     path: str = "head"
 
-    def forward(self, weight: jax.Array, dtype: Any) -> Any:
+    def forward(self, weight: jax.Array, dtype: DTypeLike) -> Any:
         """The matrix as `logits` takes it, the same for all slices."""
         return weight if self.rule is None else self._weight(weight, dtype, axis=0)
 
-    def backward(self, weight: jax.Array, dtype: Any, forward: Any) -> Any:
+    def backward(self, weight: jax.Array, dtype: DTypeLike, forward: Any) -> Any:
         """The matrix as `d_x` takes it; `forward` is what `forward` gave."""
         straight = self.rule is None or self.rule.bwd_qtype is None
         return forward if straight else self._weight(weight, dtype, axis=1)
@@ -102,7 +103,7 @@ class _Head:
         gradients = self._operand(d_logits, self.rule.bwd_qtype, 0, 1)
         return products.multiply(activations, gradients, (((0, 1), (0, 1)), ((), ())), dtype=dtype)
 
-    def _weight(self, weight: jax.Array, dtype: Any, axis: int) -> products.Operand:
+    def _weight(self, weight: jax.Array, dtype: DTypeLike, axis: int) -> products.Operand:
         assert self.rule is not None
         return self._operand(weight.astype(dtype), self.rule.weight_qtype, axis).decoded()
 

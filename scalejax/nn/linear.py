@@ -1,25 +1,23 @@
 """Affine maps, their initialiser, and the dtype in which sums are kept."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from scalejax.numerics import weights
-
-DType = Any
-"""What jax.numpy accepts as a dtype."""
+from scalejax.numerics.dtypes import FLOAT32, Dtypes
 
 
-def wide(*dtypes: DType) -> jnp.dtype:
+def wide(*dtypes: DTypeLike) -> jnp.dtype:
     """float64 if any of `dtypes` is, else float32: where statistics, logits and losses are computed."""
     return jnp.dtype("float64") if any(jnp.dtype(d) == jnp.dtype("float64") for d in dtypes) else jnp.dtype("float32")
 
 
 def scaled_normal(
-    key: jax.Array, shape: tuple[int, ...], *, fan_in: int, gain: float = 1.0, dtype: DType = jnp.float32
+    key: jax.Array, shape: tuple[int, ...], *, fan_in: int, gain: float = 1.0, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
     """Normal with variance gain / fan_in: 2 before a ReLU (He et al., 2015), 1 before a linear map (LeCun, 1998).
 
@@ -60,9 +58,8 @@ class Linear(nnx.Module):
         *,
         rngs: nnx.Rngs,
         gain: float = 1.0,
-        param_dtype: DType = jnp.float32,
-        compute_dtype: DType = jnp.float32,
-        out_dtype: DType | None = None,
+        dtypes: Dtypes = FLOAT32,
+        out_dtype: DTypeLike | None = None,
     ):
         """Creates the parameters.
 
@@ -71,16 +68,16 @@ class Linear(nnx.Module):
           out_features: Columns of y.
           rngs: Source of the "params" key.
           gain: Variance of W times in_features.
-          param_dtype: Dtype of W and b.
-          compute_dtype: Dtype of the product's operands.
-          out_dtype: Dtype in which the product is accumulated and returned; None = compute_dtype.
+          dtypes: Of W and b, and of the product's operands.
+          out_dtype: Dtype in which the product is accumulated and returned; None = that of its operands.
         """
+        shape = (in_features, out_features)
         self.kernel = nnx.Param(
-            scaled_normal(rngs.params(), (in_features, out_features), fan_in=in_features, gain=gain, dtype=param_dtype),
+            scaled_normal(rngs.params(), shape, fan_in=in_features, gain=gain, dtype=dtypes.params),
             logical_axes=("input", "hidden"),
         )
-        self.bias = nnx.Param(jnp.zeros(out_features, param_dtype), logical_axes=("hidden",))
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.bias = nnx.Param(jnp.zeros(out_features, dtypes.params), logical_axes=("hidden",))
+        self.compute_dtype = dtypes.compute
         self.out_dtype = self.compute_dtype if out_dtype is None else jnp.dtype(out_dtype)
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from scalejax.nn.dropout import dropout
-from scalejax.nn.linear import DType, Linear
+from scalejax.nn.linear import Linear
+from scalejax.numerics.dtypes import FLOAT32, Dtypes
 
 Activation = Literal["relu", "gelu", "silu", "linear"]
 
@@ -30,9 +31,8 @@ class Mlp(nnx.Module):
         activation: Activation = "relu",
         final_activation: Activation = "linear",
         dropout_rate: float = 0.0,
-        param_dtype: DType = jnp.float32,
-        compute_dtype: DType = jnp.float32,
-        out_dtype: DType | None = None,
+        dtypes: Dtypes = FLOAT32,
+        out_dtype: DTypeLike | None = None,
     ):
         """Creates the layers.
 
@@ -42,9 +42,8 @@ class Mlp(nnx.Module):
           activation: After each hidden layer.
           final_activation: After the last layer.
           dropout_rate: After each hidden activation.
-          param_dtype: Dtype of the parameters.
-          compute_dtype: Dtype of the products' operands.
-          out_dtype: Dtype of the last layer's result; None = compute_dtype.
+          dtypes: Of the parameters, and of the products' operands.
+          out_dtype: Dtype of the last layer's result; None = that of its operands.
         """
         for choice in (activation, final_activation):
             if choice not in _ACTIVATIONS:
@@ -57,8 +56,7 @@ class Mlp(nnx.Module):
                     n_out,
                     rngs=rngs,
                     gain=1.0 if (final_activation if i == last else activation) == "linear" else 2.0,
-                    param_dtype=param_dtype,
-                    compute_dtype=compute_dtype,
+                    dtypes=dtypes,
                     out_dtype=out_dtype if i == last else None,
                 )
                 for i, (n_in, n_out) in enumerate(itertools.pairwise(sizes))

@@ -6,8 +6,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
-from scalejax.nn.linear import DType, wide
+from scalejax.nn.linear import wide
+from scalejax.numerics.dtypes import FLOAT32, Dtypes
 from scalejax.parallel.mesh import BATCH_AXES
 
 
@@ -17,13 +19,11 @@ class LayerNorm(nnx.Module):
     Starts with scale 1 and bias 0. Statistics are computed in float32 or wider, whatever the dtype of x.
     """
 
-    def __init__(
-        self, features: int, *, eps: float = 1e-5, param_dtype: DType = jnp.float32, compute_dtype: DType = jnp.float32
-    ):
-        self.scale = nnx.Param(jnp.ones(features, param_dtype), logical_axes=("norm",))
-        self.bias = nnx.Param(jnp.zeros(features, param_dtype), logical_axes=("norm",))
+    def __init__(self, features: int, *, eps: float = 1e-5, dtypes: Dtypes = FLOAT32):
+        self.scale = nnx.Param(jnp.ones(features, dtypes.params), logical_axes=("norm",))
+        self.bias = nnx.Param(jnp.zeros(features, dtypes.params), logical_axes=("norm",))
         self.eps = eps
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: float[..., features]. Returns compute_dtype[..., features]."""
@@ -45,14 +45,18 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return _forward(x, scale, bias, eps)[0]
 
 
-def _forward(x, scale, bias, eps):
+_Saved = tuple[jax.Array, jax.Array, jax.Array]
+"""Normalised rows, inverse of their deviations, and the scale."""
+
+
+def _forward(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> tuple[jax.Array, _Saved]:
     centred = x - x.mean(-1, keepdims=True)
     inverse = jax.lax.rsqrt((centred * centred).mean(-1, keepdims=True) + eps)
     normal, inverse = jax.lax.optimization_barrier((centred * inverse, inverse))
     return normal * scale + bias, (normal, inverse, scale)
 
 
-def _backward(eps, saved, g):
+def _backward(eps: float, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     del eps
     normal, inverse, scale = saved
     h = g * scale
@@ -76,21 +80,20 @@ class RMSNorm(nnx.Module):
         shape: tuple[int, ...],
         *,
         eps: float = 1e-5,
-        param_dtype: DType = jnp.float32,
-        compute_dtype: DType = jnp.float32,
+        dtypes: Dtypes = FLOAT32,
         logical_axes: tuple[str, ...] = ("norm",),
     ):
         """Starts with scale 1; `shape` is (features,), after the axes of stacked layers."""
-        self.scale = nnx.Param(jnp.ones(shape, param_dtype), logical_axes=logical_axes)
+        self.scale = nnx.Param(jnp.ones(shape, dtypes.params), logical_axes=logical_axes)
         self.eps = eps
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: float[..., features]. Returns compute_dtype[..., features]."""
         return rms_norm(x, self.scale[...], self.eps, self.compute_dtype)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, compute_dtype: DType) -> jax.Array:
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float, compute_dtype: DTypeLike) -> jax.Array:
     """RMSNorm of x, float[..., D], with scale float[D]; returns compute_dtype[..., D]."""
     wider = x.astype(wide(x.dtype, compute_dtype))
     normal = wider * jax.lax.rsqrt((wider * wider).mean(-1, keepdims=True) + eps)
@@ -107,22 +110,14 @@ class BatchNorm(nnx.Module):
     batch.
     """
 
-    def __init__(
-        self,
-        features: int,
-        *,
-        momentum: float = 0.9,
-        eps: float = 1e-5,
-        param_dtype: DType = jnp.float32,
-        compute_dtype: DType = jnp.float32,
-    ):
+    def __init__(self, features: int, *, momentum: float = 0.9, eps: float = 1e-5, dtypes: Dtypes = FLOAT32):
         """Starts with scale 1, bias 0, and running means of 0 and 1; they keep `momentum` of what they were."""
-        self.scale = nnx.Param(jnp.ones(features, param_dtype), logical_axes=("norm",))
-        self.bias = nnx.Param(jnp.zeros(features, param_dtype), logical_axes=("norm",))
-        self.mean = nnx.BatchStat(jnp.zeros(features, param_dtype), logical_axes=("norm",))
-        self.variance = nnx.BatchStat(jnp.ones(features, param_dtype), logical_axes=("norm",))
+        self.scale = nnx.Param(jnp.ones(features, dtypes.params), logical_axes=("norm",))
+        self.bias = nnx.Param(jnp.zeros(features, dtypes.params), logical_axes=("norm",))
+        self.mean = nnx.BatchStat(jnp.zeros(features, dtypes.params), logical_axes=("norm",))
+        self.variance = nnx.BatchStat(jnp.ones(features, dtypes.params), logical_axes=("norm",))
         self.momentum, self.eps = momentum, eps
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, x: jax.Array, purpose: Literal["training", "evaluation", "statistics"]) -> jax.Array:
         """x: float[..., features]. Returns compute_dtype[..., features]; training changes the running means."""

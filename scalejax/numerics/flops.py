@@ -35,13 +35,13 @@ class MatmulFlops:
         return sum(self.by_kind.values())
 
 
-def count(traced: Any) -> MatmulFlops:
+def count(traced: jax.stages.Traced | core.ClosedJaxpr) -> MatmulFlops:
     """Counts the FLOPs of a traced function.
 
     Args:
       traced: What `jitted.trace(*args)` returned, or a closed jaxpr.
     """
-    closed = traced.jaxpr if hasattr(traced, "lower") else traced
+    closed = traced if isinstance(traced, core.ClosedJaxpr) else traced.jaxpr
     sums: collections.Counter[tuple[str, str]] = collections.Counter()
     unbounded = _walk(closed.jaxpr, 1, sums)
     return MatmulFlops(dict(sums), unbounded)
@@ -126,11 +126,11 @@ def _ragged(eqn: Any) -> int:
     return 2 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]
 
 
-def _open(jaxpr: Any) -> core.Jaxpr:
+def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:
     return jaxpr.jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else jaxpr
 
 
-def _inner(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
+def _inner(params: Mapping[str, object]) -> Iterator[core.Jaxpr]:
     for name, value in params.items():
         if name in ("update_jaxpr", "update_consts"):  # the combiner of a scatter, run per element
             continue

@@ -17,7 +17,7 @@ Source: Rouhani et al., "With Shared Microexponents, A Little Shifting Goes a Lo
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -52,9 +52,9 @@ class Operand:
       axes: Those that were laid behind one another, to be the last, before it was quantized; None = none.
     """
 
-    held: Any
+    held: jax.Array | quantize.Quantized
     scale: jax.Array | None = None
-    dtype: Any
+    dtype: jnp.dtype
     shape: tuple[int, ...]
     axes: tuple[int, ...] | None = None
 
@@ -65,12 +65,12 @@ class Operand:
 
     def value(self) -> jax.Array:
         """The numbers that it stands for, in the dtype of the array."""
-        if self.scale is not None:
-            return (self.held.astype(jnp.float32) * self.scale).astype(self.dtype)
-        if not isinstance(self.held, quantize.Quantized):
+        if isinstance(self.held, quantize.Quantized):
+            value = quantize.dequantize(self.held, self.dtype)
+            return value if self.axes is None else _unflatten(value, self.shape, self.axes)
+        if self.scale is None:
             return self.held
-        value = quantize.dequantize(self.held, self.dtype)
-        return value if self.axes is None else _unflatten(value, self.shape, self.axes)
+        return (self.held.astype(jnp.float32) * self.scale).astype(self.dtype)
 
     def decoded(self) -> "Operand":
         """The same for a product that is taken again and again: codes and scales as the array they stand for."""
@@ -132,7 +132,7 @@ def multiply(
     b: Operand,
     dimension_numbers: DimensionNumbers,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """`lax.dot_general` of two operands, added up in float32 or wider.
@@ -166,13 +166,13 @@ def mx_dot_general(
     lhs: jax.Array,
     rhs: jax.Array,
     dimension_numbers: DimensionNumbers,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     *,
     rule: QuantizationRule,
     weight: Side = "rhs",
     where: str = "",
-    out_sharding: Any = None,
+    out_sharding: object = None,
 ) -> jax.Array:
     """`lax.dot_general` in number formats; its gradient is in those of the rule, see above.
 
@@ -238,7 +238,7 @@ def read_rows(rows: jax.Array, rule: QuantizationRule, *, where: str = "") -> ja
         return read(rows)
 
     @through.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
+    def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
         return through(*primals), tangents[0]
 
     return through(rows)
@@ -250,13 +250,15 @@ class _Call:
 
     contract: tuple[tuple[int, ...], tuple[int, ...]]
     batch: tuple[tuple[int, ...], tuple[int, ...]]
-    precision: Any
-    dtype: Any
+    precision: lax.PrecisionLike
+    dtype: jnp.dtype
     rule: QuantizationRule
     weight: Side
     where: str
 
-    def quantized(self, x: jax.Array, side: Side | None, axes: Sequence[int], dtype: Any = None) -> Operand:
+    def quantized(
+        self, x: jax.Array, side: Side | None, axes: Sequence[int], dtype: jnp.dtype | None = None
+    ) -> Operand:
         """An operand by its side; None = a gradient."""
         rule = self.rule
         format = rule.bwd_qtype if side is None else rule.weight_qtype if side == self.weight else rule.act_qtype
@@ -269,19 +271,23 @@ class _Call:
         return jax.tree.map(lambda leaf: checkpoint_name(leaf, WEIGHTS if side == self.weight else ACTIVATIONS), x)
 
 
+_Saved = tuple[Operand, Operand] | tuple[jax.Array, jax.Array]
+"""Both operands: as they were multiplied, or, where gradients have a format, as they were given."""
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dot(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return _dot_forward(call, lhs, rhs)[0]
 
 
-def _dot_forward(call: _Call, lhs: jax.Array, rhs: jax.Array):
+def _dot_forward(call: _Call, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, _Saved]:
     a = call.name(call.quantized(lhs, "lhs", call.contract[0]), "lhs")
     b = call.name(call.quantized(rhs, "rhs", call.contract[1]), "rhs")
     y = multiply(a, b, (call.contract, call.batch), precision=call.precision, dtype=call.dtype)
     return y, (a, b) if call.rule.bwd_qtype is None else (lhs, rhs)
 
 
-def _dot_backward(call: _Call, saved: Any, g: jax.Array):
+def _dot_backward(call: _Call, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     lhs, rhs = saved
     (lc, rc), (lb, rb) = call.contract, call.batch
     lf = tuple(axis for axis in range(len(lhs.shape)) if axis not in lc + lb)
@@ -290,7 +296,9 @@ def _dot_backward(call: _Call, saved: Any, g: jax.Array):
     of_lhs = tuple(range(len(lb), len(lb) + len(lf)))
     of_rhs = tuple(range(len(lb) + len(lf), g.ndim))
 
-    def against(x: Any, side: Side, summed: tuple[int, ...], own: tuple[int, ...], batch: tuple[int, ...]) -> jax.Array:
+    def against(
+        x: jax.Array | Operand, side: Side, summed: tuple[int, ...], own: tuple[int, ...], batch: tuple[int, ...]
+    ) -> jax.Array:
         """sum over axes `own` of x and `summed` of g: [batch, the other axes of g, the other axes of x]."""
         if isinstance(x, Operand):
             y, cotangent = x, Operand(held=g, dtype=g.dtype, shape=g.shape)
@@ -309,14 +317,14 @@ def _dot_backward(call: _Call, saved: Any, g: jax.Array):
 _dot.defvjp(_dot_forward, _dot_backward)
 
 
-def _float8_product(dimension_numbers: DimensionNumbers):
+def _float8_product(dimension_numbers: DimensionNumbers) -> Callable[[jax.Array, jax.Array], jax.Array]:
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a, b, dimension_numbers, preferred_element_type=jnp.float32)
 
     return product
 
 
-def _through_float32(dimension_numbers: DimensionNumbers):
+def _through_float32(dimension_numbers: DimensionNumbers) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The same numbers: CPUs have no product of 8-bit floats."""
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:

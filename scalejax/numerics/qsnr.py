@@ -111,7 +111,7 @@ def study(
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _cast(x, format, scale_rule, tensor_scale):
+def _cast(x: jax.Array, format: BlockFormat, scale_rule: ScaleRule | None, tensor_scale: jax.Array | None) -> jax.Array:
     return cast(x, format, axis=-1, scale_rule=scale_rule, tensor_scale=tensor_scale)
 
 

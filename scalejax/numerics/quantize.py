@@ -98,7 +98,15 @@ def quantize(
 
 
 @functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _quantized(x, key, tensor_scale, format: BlockFormat, axis: int, rule, rounding) -> Quantized:
+def _quantized(
+    x: jax.Array,
+    key: jax.Array | None,
+    tensor_scale: jax.Array | None,
+    format: BlockFormat,
+    axis: int,
+    rule: ScaleRule | None,
+    rounding: Rounding,
+) -> Quantized:
     chance = None if key is None else blocks.split(jax.random.bits(key, x.shape, jnp.uint32), format, axis)
     split = blocks.split(float32.float_bits(x), format, axis)
     if format.scale == "e4m3" and tensor_scale is None:
@@ -134,7 +142,7 @@ def dequantize(quantized: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) 
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _dequantized(quantized: Quantized, dtype) -> jax.Array:
+def _dequantized(quantized: Quantized, dtype: jnp.dtype) -> jax.Array:
     format = quantized.format
     axis = quantized.axis + quantized.codes.ndim
     encoded = blocks.Encoded(
@@ -164,7 +172,7 @@ def cast(
     """
 
     @jax.custom_jvp
-    def through(x, key, tensor_scale):
+    def through(x: jax.Array, key: jax.Array | None, tensor_scale: jax.Array | None) -> jax.Array:
         quantized = quantize(
             x,
             format,
@@ -178,7 +186,7 @@ def cast(
         return dequantize(quantized, x.dtype)
 
     @through.defjvp
-    def _(primals, tangents):
+    def _(primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         return through(*primals), tangents[0]
 
     return through(x, key, tensor_scale)
@@ -196,7 +204,14 @@ def poisoned_blocks(quantized: Quantized) -> jax.Array:
 
 
 def check_arguments(
-    x, format: BlockFormat, axis: int, scale_rule, rounding, key, tail, tensor_scale
+    x: jax.Array,
+    format: BlockFormat,
+    axis: int,
+    scale_rule: ScaleRule | None,
+    rounding: Rounding,
+    key: jax.Array | None,
+    tail: Tail,
+    tensor_scale: jax.Array | None,
 ) -> tuple[int, ScaleRule | None]:
     """What `quantize` refuses, for kernels that do the same; the axis counted from the front, and the rule."""
     if not hasattr(x, "dtype"):
@@ -237,7 +252,7 @@ def check_arguments(
     return axis, rule
 
 
-def _check_shards(x, format: BlockFormat, axis: int) -> None:
+def _check_shards(x: jax.Array, format: BlockFormat, axis: int) -> None:
     """Refuses blocks that would lie on two devices, where the sharding is known: of arrays, and of explicit axes."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):

@@ -107,7 +107,7 @@ def _is_plain(format: BlockFormat) -> bool:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _noise(x, k1, k2, d1, m, beta, moved):
+def _noise(x: jax.Array, k1: int, k2: int, d1: int, m: jax.Array, beta: jax.Array, moved: jax.Array) -> jax.Array:
     """float32[points, vectors]: squared error of each vector, 2^moved times less than given, under each m and beta."""
     bits = float32.float_bits(x).reshape(x.shape[0], -1, k1 // k2, k2)
     significand, exponent = float32.parts(bits)
@@ -115,7 +115,7 @@ def _noise(x, k1, k2, d1, m, beta, moved):
     bias = (1 << (d1 - 1)) - 1
     shared = jnp.clip(jnp.max(own, axis=2, keepdims=True), -bias - moved, bias - moved)
 
-    def one(point):
+    def one(point: tuple[jax.Array, jax.Array]) -> jax.Array:
         m, beta = point
         element = cast(Any, elements.signed_magnitude(2))
         element = dataclasses.replace(element, mantissa_bits=m - 1, max_code=(1 << m) - 1)

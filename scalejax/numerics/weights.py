@@ -39,13 +39,13 @@ class _Weight:
         return self.array.ndim
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         return self.array.dtype
 
-    def astype(self, dtype: Any) -> Self:
+    def astype(self, dtype: jax.typing.DTypeLike) -> Self:
         return dataclasses.replace(self, array=self.array.astype(dtype))
 
-    def reshape(self, *shape: Any) -> Self:
+    def reshape(self, *shape: int) -> Self:
         return dataclasses.replace(self, array=self.array.reshape(*shape))
 
 
@@ -86,7 +86,7 @@ class FormattedWeight(_Weight):
         self._check_matrices(self)
         return dot(x, self)
 
-    def _check_matrices(self, *operands: Any) -> None:
+    def _check_matrices(self, *operands: "jax.Array | FormattedWeight") -> None:
         """Of more axes `@` is many products, which `mx_dot_general` says by batch axes."""
         if any(operand.ndim != 2 for operand in operands):
             shapes = " and ".join(str(operand.shape) for operand in operands)
@@ -106,7 +106,7 @@ class StaticWeight(_Weight):
     scale: jax.Array
     format: static.Format
 
-    def __getitem__(self, index: Any) -> "StaticWeight":
+    def __getitem__(self, index: object) -> "StaticWeight":
         """`[...]` is the weight itself, as modules read a parameter."""
         if index is Ellipsis:
             return self

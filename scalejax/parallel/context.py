@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,9 @@ from scalejax.kernels.flash_attention import flash_attention, flash_attention_gr
 from scalejax.kernels.flash_attention.api import LSE_NAME, OUT_NAME, Implementation
 from scalejax.parallel.attention import shard_attention
 from scalejax.parallel.rules import LogicalAxes
+
+if TYPE_CHECKING:
+    from scalejax.kernels.interpretation import Interpret
 
 Method = Literal["all_gather", "ring"]
 METHODS = ("all_gather", "ring")
@@ -101,7 +104,7 @@ def context_attention(
     window: int | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of the positions of this device to those of all devices along `axis`.
 
@@ -213,7 +216,7 @@ class _Call:
     window: int | None
     scale: float | None
     implementation: Implementation | None
-    interpret: Any
+    interpret: "Interpret"
 
     def options(
         self, positions: jax.Array, segments: Any, key_positions: jax.Array, key_segments: Any

@@ -5,6 +5,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from scalejax.errors import UserError
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Experiment, Precision
 from scalejax.train.task import Task
 
@@ -29,15 +30,15 @@ def check_precision(experiment: Experiment) -> None:
             )
 
 
-def compute_dtype(precision: Precision, mesh: Mesh) -> jnp.dtype:
-    """Dtype of matrix products and activations on the devices of a mesh."""
+def dtypes_of(precision: Precision, mesh: Mesh) -> Dtypes:
+    """What a model is kept in and computes in on the devices of a mesh."""
     compute = precision.compute
     if compute == "platform":
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         compute = precision.params if on_cpu else "bfloat16"
-    return jnp.dtype(compute)
+    return Dtypes(precision.params, compute)
 
 
 def init_model(task: Task, rngs: nnx.Rngs, precision: Precision, mesh: Mesh) -> nnx.Module:
     """The model of a task in the dtypes of its run."""
-    return task.init(rngs, param_dtype=jnp.dtype(precision.params), compute_dtype=compute_dtype(precision, mesh))
+    return task.init(rngs, dtypes_of(precision, mesh))

@@ -16,7 +16,7 @@ kind of model:
                 "weights": Field(shape=(), dtype="float32"),
             }
 
-        def init(self, rngs, *, param_dtype, compute_dtype): ...
+        def init(self, rngs, dtypes): ...
 
         def loss(self, model, batch, *, keys, gather):
             logits = model(batch["images"])
@@ -43,6 +43,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.ids.jagged import KeyedJagged
@@ -217,7 +218,7 @@ class Task(Protocol):
         """The embedding tables that the model looks up; their optimizer is that of the run."""
         ...
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module:
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module:
         """Builds the model.
 
         Its `nnx.Param`s carry `logical_axes` metadata; other variables may, too: a first axis "batch" says that their

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.inference import generate
 from scalejax.inference.sampling import Sampling
 from scalejax.models.llm import llama3
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import LLM
 from scalejax.plan import run, topology
@@ -28,8 +29,8 @@ def compiled():
     machine = topology.parse("v6e:2x2")
     mesh, _ = topology.make_mesh(machine, MeshShape(fsdp=1, tensor=4))
     config = dataclasses.replace(llama3.SIZES["3.1-8b"], layers=2)
-    half = {"param_dtype": jnp.bfloat16, "compute_dtype": jnp.bfloat16}
-    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **half)))
+    half = Dtypes(jnp.bfloat16, jnp.bfloat16)
+    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), half)))
     on = generate.Engine(config, shape, {}, mesh)
     whole = NamedSharding(mesh, P())
 

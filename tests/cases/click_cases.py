@@ -12,6 +12,7 @@ from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.inference.recommendation import click_model
 from scalejax.models.recsys import dcnv2, dlrm, logistic, wukong
+from scalejax.numerics.dtypes import Dtypes
 
 DIM = 16
 SCHEMA = Schema(
@@ -47,7 +48,7 @@ def model(name="dlrm", seed=0):
     for rows in tables.values():
         rows[::7] *= 20.0 ** -rng.random((len(rows[::7]), 1)).astype(np.float32)
         rows[3] = 0
-    built = task.init(nnx.Rngs(seed), param_dtype=jnp.float32, compute_dtype=jnp.float32)
+    built = task.init(nnx.Rngs(seed), Dtypes())
     shape = click_model.ModelShape.of(built)
     params = {n: np.array(p) for n, p in shape.take_apart(built).items()}
     for value in params.values():  # biases and what starts at zero

@@ -11,6 +11,7 @@ from flax import nnx
 
 from scalejax.models.llm import llama3, safetensors
 from scalejax.models.llm.llama3 import huggingface
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.state import ModelShape
 
 GQA = llama3.LlamaConfig(
@@ -27,8 +28,8 @@ CASES = {
         GQA, tie_embeddings=True, rope_scaling=llama3.RopeScaling(factor=32.0, original_positions=64), norm_eps=1e-6
     ),
 }
-F32 = {"param_dtype": jnp.float32, "compute_dtype": jnp.float32}
-F64 = {"param_dtype": jnp.float64, "compute_dtype": jnp.float64}
+F32 = Dtypes()
+F64 = Dtypes(jnp.float64, jnp.float64)
 
 
 def tensors(config):
@@ -71,12 +72,11 @@ def parameters(config, weights):
     return made
 
 
-def model(config, weights=None, *, param_dtype=jnp.float32, compute_dtype=jnp.float32):
+def model(config, weights=None, *, dtypes=F32):
     """A Llama with these weights (names of Hugging Face)."""
-    dtypes = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
-    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **dtypes)))
+    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), dtypes)))
     params = parameters(config, tensors(config) if weights is None else weights)
-    return shape.put_together({name: jnp.asarray(params[name], param_dtype) for name in shape.names})
+    return shape.put_together({name: jnp.asarray(params[name], dtypes.params) for name in shape.names})
 
 
 def rows(*lengths, positions="restart"):

@@ -21,13 +21,13 @@ from scalejax.train.state import ModelShape
 PROMPTS = [tokens(GQA, 1, 40)[0, start:stop].tolist() for start, stop in ((0, 9), (3, 4), (5, 38), (20, 31))]
 
 
-def engine(tmp_path, config=GQA, mesh=None, **dtypes):
+def engine(tmp_path, config=GQA, mesh=None, **more):
     folder = tmp_path / "theirs"
     if not folder.exists():
         write_checkpoint(folder, config)
     sizes = mesh or {"fsdp": 1}
     devices = jax.devices()[: int(np.prod(list(sizes.values())))]
-    return generate.load(model_folder.open_folder(folder), make_mesh(MeshShape(**sizes), devices), **dtypes)
+    return generate.load(model_folder.open_folder(folder), make_mesh(MeshShape(**sizes), devices), **more)
 
 
 def greedy(config, prompt, count, stop=()):
@@ -157,7 +157,7 @@ def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
 def test_a_step_changes_the_cache_in_place():
     """Bytes beside the arguments: what one layer's attention needs, not another cache of 8 layers."""
     config = dataclasses.replace(GQA, layers=8)
-    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **F32)))
+    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), F32)))
     on = generate.Engine(config, shape, {}, make_mesh(MeshShape(), jax.devices()[:1]))
     cache = jax.eval_shape(lambda: shape.put_together(shape.params).cache(1, 16_384))
     flags = jax.ShapeDtypeStruct((1,), bool)
@@ -176,7 +176,7 @@ def test_the_stored_dtype_is_the_default(tmp_path):
     on = engine(tmp_path)
     assert {p.dtype for p in on.params.values()} == {jnp.dtype("bfloat16")}
     assert on.shape.put_together(on.params).compute_dtype == jnp.bfloat16
-    wide = engine(tmp_path, param_dtype="float32")
+    wide = engine(tmp_path, dtype="float32")
     assert {p.dtype for p in wide.params.values()} == {jnp.dtype("float32")}
 
 
@@ -214,7 +214,7 @@ def test_logits_that_are_not_finite_are_never_chosen_from(tmp_path):
     weights["model.layers.1.mlp.down_proj.weight"] *= 1e4
     write_checkpoint(tmp_path / "theirs", GQA, weights)
     engine(tmp_path).generate(PROMPTS, max_tokens=3)
-    half = engine(tmp_path, param_dtype="float16")
+    half = engine(tmp_path, dtype="float16")
     with pytest.raises(UserError, match=r"prompt 1: the model's logits are not finite.* choose --dtype bfloat16 or fl"):
         half.generate(PROMPTS, max_tokens=3)
 
@@ -224,7 +224,7 @@ def test_weights_that_a_narrower_dtype_cannot_hold_are_refused(tmp_path):
     weights["lm_head.weight"][3, 4] = 1e6
     write_checkpoint(tmp_path / "theirs", GQA, weights)
     with pytest.raises(UserError, match="head/weight as float16 holds 1 values that are NaN or infinite"):
-        engine(tmp_path, param_dtype="float16")
+        engine(tmp_path, dtype="float16")
 
 
 @pytest.mark.parametrize("axis", ["context", "stage"])

@@ -59,7 +59,7 @@ def test_bytes_of_a_number_in_memory(theirs, tmp_path, format, each):
 )
 def test_packed_weights_give_the_logits_of_decoded_ones(theirs, tmp_path, format, dtype):
     quantize(theirs / "bfloat16", tmp_path / format, format)
-    ons = [engine(tmp_path / format, param_dtype=dtype, weights=w) for w in ("packed", "decoded")]
+    ons = [engine(tmp_path / format, dtype=dtype, weights=w) for w in ("packed", "decoded")]
     assert [bool(packed(on)) for on in ons] == [True, False]
     for name, value in packed(ons[0]).items():
         for layer in range(SMALL.layers):

@@ -8,12 +8,12 @@ from flax import nnx
 
 from scalejax import nn
 
-F64 = {"param_dtype": jnp.float64, "compute_dtype": jnp.float64}
+F64 = nn.Dtypes(jnp.float64, jnp.float64)
 
 
 @pytest.mark.parametrize("activation", ["relu", "linear"])
 def test_mlp_applies_its_activation_after_every_layer_but_the_last(activation, x64):
-    mlp = nn.Mlp((3, 5, 4, 2), rngs=nnx.Rngs(0), activation=activation, **F64)
+    mlp = nn.Mlp((3, 5, 4, 2), rngs=nnx.Rngs(0), activation=activation, dtypes=F64)
     x = np.random.default_rng(0).normal(size=(6, 3))
     want = x
     for i, layer in enumerate(mlp.layers):
@@ -34,7 +34,7 @@ def test_mlp_refuses_an_unknown_activation():
 
 
 def test_layer_norm_equals_numpy_in_value_and_gradient(x64):
-    norm, rng = nn.LayerNorm(7, **F64), np.random.default_rng(0)
+    norm, rng = nn.LayerNorm(7, dtypes=F64), np.random.default_rng(0)
     x, scale, bias = rng.normal(3.0, 5.0, size=(2, 4, 7)), rng.normal(size=7), rng.normal(size=7)
     norm.scale[...], norm.bias[...] = jnp.asarray(scale), jnp.asarray(bias)
 
@@ -49,7 +49,7 @@ def test_layer_norm_equals_numpy_in_value_and_gradient(x64):
 
 
 def test_layer_norm_keeps_float32_statistics_for_bfloat16_input(strict_promotion):
-    norm = nn.LayerNorm(512, compute_dtype=jnp.bfloat16)
+    norm = nn.LayerNorm(512, dtypes=nn.Dtypes(compute=jnp.bfloat16))
     x = jnp.asarray(100 + np.random.default_rng(0).normal(size=(4, 512)), jnp.bfloat16)
     y, exact = norm(x), np.asarray(x, np.float64)
     exact = (exact - exact.mean(-1, keepdims=True)) / np.sqrt(exact.var(-1, keepdims=True) + 1e-5)
@@ -58,7 +58,7 @@ def test_layer_norm_keeps_float32_statistics_for_bfloat16_input(strict_promotion
 
 
 def test_rms_norm_equals_numpy_in_value_and_gradient(x64):
-    norm, rng = nn.RMSNorm((7,), eps=1e-3, **F64), np.random.default_rng(0)
+    norm, rng = nn.RMSNorm((7,), eps=1e-3, dtypes=F64), np.random.default_rng(0)
     x, scale = rng.normal(3.0, 5.0, size=(2, 4, 7)), rng.normal(size=7)
     norm.scale[...] = jnp.asarray(scale)
 

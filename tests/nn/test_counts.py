@@ -12,8 +12,8 @@ from scalejax.nn import counts
 SIZES = (3, 5, 4, 2)
 
 
-def mlp(sizes, rngs, **dtypes):
-    return nn.Mlp(sizes, rngs=rngs, **dtypes)
+def mlp(sizes, rngs, dtypes):
+    return nn.Mlp(sizes, rngs=rngs, dtypes=dtypes)
 
 
 def shape(*dims):

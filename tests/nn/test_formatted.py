@@ -67,7 +67,7 @@ def test_projections_of_several_axes_have_blocks_along_all_that_are_summed():
 
 
 def test_a_linear_layer_keeps_its_bias_and_dtypes():
-    layer = nn.Linear(32, 16, rngs=nnx.Rngs(0), compute_dtype=jnp.bfloat16, out_dtype=jnp.float32)
+    layer = nn.Linear(32, 16, rngs=nnx.Rngs(0), dtypes=nn.Dtypes(compute=jnp.bfloat16), out_dtype=jnp.float32)
     graph, state = nnx.split(layer)
     (path,) = weights.weights_of({"top/kernel": ("input", "hidden"), "top/bias": ("hidden",)})
     assert path == "top"

@@ -8,13 +8,14 @@ from flax import nnx
 
 from scalejax.nn import Linear
 from scalejax.nn.linear import project, scaled_normal, wide
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 RNG = np.random.default_rng(0)
 
 
 def test_the_product_and_its_gradients(x64):
-    layer = Linear(5, 3, rngs=nnx.Rngs(0), param_dtype=jnp.float64, compute_dtype=jnp.float64)
+    layer = Linear(5, 3, rngs=nnx.Rngs(0), dtypes=Dtypes(jnp.float64, jnp.float64))
     assert np.array_equal(layer.bias[...], np.zeros(3))
     layer.bias[...] = jnp.asarray(RNG.normal(size=3))
     x, g = RNG.normal(size=(7, 5)), RNG.normal(size=(7, 3))
@@ -39,12 +40,12 @@ def test_the_initial_variance_is_the_gain_over_the_inputs(gain):
 
 
 def test_operands_are_of_the_compute_dtype_and_sums_of_the_dtype_of_the_result():
-    layer = Linear(512, 4, rngs=nnx.Rngs(0), compute_dtype=jnp.bfloat16, out_dtype=jnp.float32)
+    layer = Linear(512, 4, rngs=nnx.Rngs(0), dtypes=Dtypes(compute=jnp.bfloat16), out_dtype=jnp.float32)
     x = jnp.asarray(RNG.normal(size=(3, 512)), jnp.float32)
     rounded = [np.asarray(a.astype(jnp.bfloat16), np.float64) for a in (x, layer.kernel[...])]
     assert layer(x).dtype == jnp.float32
     np.testing.assert_allclose(layer(x), rounded[0] @ rounded[1], rtol=1e-5, atol=1e-5)
-    narrow = Linear(512, 4, rngs=nnx.Rngs(0), compute_dtype=jnp.bfloat16)
+    narrow = Linear(512, 4, rngs=nnx.Rngs(0), dtypes=Dtypes(compute=jnp.bfloat16))
     assert narrow(x).dtype == jnp.bfloat16
     assert narrow.kernel[...].dtype == jnp.float32
 

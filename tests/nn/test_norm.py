@@ -7,6 +7,7 @@ import pytest
 
 from scalejax.nn import BatchNorm, LayerNorm, RMSNorm
 from scalejax.nn.norm import layer_norm
+from scalejax.numerics.dtypes import Dtypes
 
 RNG = np.random.default_rng(0)
 D = 6
@@ -23,7 +24,7 @@ def layer_norm_by_hand(x, scale, bias, eps):
 
 @pytest.mark.parametrize("shape", [(D,), (5, D), (2, 3, D)])
 def test_layer_norm(shape, x64):
-    norm = LayerNorm(D, eps=1e-3, param_dtype=jnp.float64, compute_dtype=jnp.float64)
+    norm = LayerNorm(D, eps=1e-3, dtypes=Dtypes(jnp.float64, jnp.float64))
     x, scale, bias = normal(*shape), normal(D), normal(D)
     np.testing.assert_allclose(norm(jnp.asarray(x)), layer_norm_by_hand(x, 1, 0, 1e-3), rtol=1e-12)
     norm.scale[...], norm.bias[...] = jnp.asarray(scale), jnp.asarray(bias)
@@ -45,14 +46,14 @@ def test_the_written_gradient_of_layer_norm_is_that_of_its_equation(x64):
 def test_statistics_of_narrow_rows_are_taken_in_float32():
     x = jnp.asarray(normal(3, 512) + 100, jnp.bfloat16)
     exact = layer_norm_by_hand(np.asarray(x, np.float64), 1, 0, 1e-5)
-    found = LayerNorm(512, compute_dtype=jnp.bfloat16)(x)
+    found = LayerNorm(512, dtypes=Dtypes(compute=jnp.bfloat16))(x)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.asarray(found, np.float64), exact, rtol=2**-8, atol=1e-4)
 
 
 def test_rms_norm(x64):
     x, scale = normal(2, 3, D), normal(D)
-    norm = RMSNorm((D,), eps=1e-3, param_dtype=jnp.float64, compute_dtype=jnp.float64)
+    norm = RMSNorm((D,), eps=1e-3, dtypes=Dtypes(jnp.float64, jnp.float64))
     norm.scale[...] = jnp.asarray(scale)
     expected = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-3) * scale
     np.testing.assert_allclose(norm(jnp.asarray(x)), expected, rtol=1e-12)
@@ -60,7 +61,7 @@ def test_rms_norm(x64):
 
 def test_rms_norm_is_rounded_before_it_is_scaled_as_llama_is():
     x, scale = jnp.asarray(normal(64, 128), jnp.bfloat16), jnp.asarray(normal(128), jnp.float32)
-    norm = RMSNorm((128,), compute_dtype=jnp.bfloat16)
+    norm = RMSNorm((128,), dtypes=Dtypes(compute=jnp.bfloat16))
     norm.scale[...] = scale
     wide = np.asarray(x, np.float32)
     unit = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + np.float32(1e-5))
@@ -73,7 +74,7 @@ def test_rms_norm_is_rounded_before_it_is_scaled_as_llama_is():
 
 
 def test_batch_norm_in_training_and_after_it(x64):
-    norm = BatchNorm(D, momentum=0.8, eps=1e-3, param_dtype=jnp.float64, compute_dtype=jnp.float64)
+    norm = BatchNorm(D, momentum=0.8, eps=1e-3, dtypes=Dtypes(jnp.float64, jnp.float64))
     scale, bias, x = normal(D), normal(D), normal(4, 5, D)
     norm.scale[...], norm.bias[...] = jnp.asarray(scale), jnp.asarray(bias)
     mean, variance = x.mean((0, 1)), x.var((0, 1))

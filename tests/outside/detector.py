@@ -13,6 +13,7 @@ from flax import nnx
 
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Checkpoints, Experiment
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import MetricBase, Value
@@ -50,13 +51,13 @@ class Lesions:
 class Detector(nnx.Module):
     """Two convolutions; a heatmap for each of the points."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, param_dtype: Any):
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return 0.3 * jax.random.normal(rngs.params(), shape, param_dtype)
+            return 0.3 * jax.random.normal(rngs.params(), shape, dtypes.params)
 
         self.first = nnx.Param(normal(width, 1, 3, 3), logical_axes=("hidden", None, None, None))
         self.second = nnx.Param(normal(POINTS, width, 3, 3), logical_axes=(None, "hidden", None, None))
-        self.bias = nnx.Param(jnp.full((POINTS,), -2, param_dtype), logical_axes=(None,))
+        self.bias = nnx.Param(jnp.full((POINTS,), -2, dtypes.params), logical_axes=(None,))
 
     def __call__(self, images: jax.Array) -> jax.Array:
         x = jax.lax.conv(images[:, None].astype(self.first[...].dtype), self.first[...], (1, 1), "SAME")
@@ -111,8 +112,8 @@ class DetectorTask(TaskBase):
             "weights": Field(shape=(), dtype="float32"),
         }
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Detector:
-        return Detector(self.width, rngs, param_dtype)
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Detector:
+        return Detector(self.width, rngs, dtypes)
 
     def loss(self, model: Detector, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         logits = model(batch["images"])

@@ -13,6 +13,7 @@ from flax import nnx
 
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Checkpoints, Experiment
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.task import Batch, Field, Loss, TaskBase
@@ -44,9 +45,9 @@ class Stripes:
 class Denoiser(nnx.Module):
     """What is left of a noisy picture without its few components; the level of the noise scales them."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, param_dtype: Any):
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return 0.1 * jax.random.normal(rngs.params(), shape, param_dtype)
+            return 0.1 * jax.random.normal(rngs.params(), shape, dtypes.params)
 
         self.encoder = nnx.Param(normal(SIDE**2, width), logical_axes=(None, "hidden"))
         self.decoder = nnx.Param(normal(width, SIDE**2), logical_axes=("hidden", None))
@@ -69,8 +70,8 @@ class DiffusionTask(TaskBase):
         side = self.schema["side"]
         return {"images": Field(shape=(side, side), dtype="float32"), "weights": Field(shape=(), dtype="float32")}
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Denoiser:
-        return Denoiser(self.width, rngs, param_dtype)
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Denoiser:
+        return Denoiser(self.width, rngs, dtypes)
 
     def loss(self, model: Denoiser, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         images = batch["images"].reshape(-1, SIDE**2).astype(model.encoder[...].dtype)

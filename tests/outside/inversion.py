@@ -13,6 +13,7 @@ from flax import nnx
 
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Checkpoints, Experiment
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.task import Batch, Field, Loss, TaskBase
@@ -44,11 +45,11 @@ class Examples:
 class Generator(nnx.Module):
     """Draws a picture from a token; the token is 0 at first."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, param_dtype: Any):
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return jax.random.normal(rngs.params(), shape, param_dtype) / shape[0] ** 0.5
+            return jax.random.normal(rngs.params(), shape, dtypes.params) / shape[0] ** 0.5
 
-        self.token = nnx.Param(jnp.zeros((width,), param_dtype), logical_axes=(None,))
+        self.token = nnx.Param(jnp.zeros((width,), dtypes.params), logical_axes=(None,))
         self.hidden = nnx.Param(normal(width, 64), logical_axes=(None, "hidden"))
         self.out = nnx.Param(normal(64, SIDE**2), logical_axes=("hidden", None))
 
@@ -67,8 +68,8 @@ class InversionTask(TaskBase):
         side = self.schema["side"]
         return {"images": Field(shape=(side, side), dtype="float32"), "weights": Field(shape=(), dtype="float32")}
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Generator:
-        return Generator(self.width, rngs, param_dtype)
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Generator:
+        return Generator(self.width, rngs, dtypes)
 
     def loss(self, model: Generator, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         losses = jnp.square(model()[None] - batch["images"]).mean((1, 2))

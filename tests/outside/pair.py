@@ -13,6 +13,7 @@ from flax import nnx
 
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import BATCH_AXES
 from scalejax.train.experiment import Checkpoints, Experiment
 from scalejax.train.metrics.loss import MeanLoss
@@ -48,9 +49,9 @@ class Views:
 class Encoder(nnx.Module):
     """Both views by the same matrices, on a sphere."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, param_dtype: Any):
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return 0.2 * jax.random.normal(rngs.params(), shape, param_dtype)
+            return 0.2 * jax.random.normal(rngs.params(), shape, dtypes.params)
 
         self.hidden = nnx.Param(normal(SIDE**2, 2 * width), logical_axes=(None, "hidden"))
         self.out = nnx.Param(normal(2 * width, width), logical_axes=("hidden", None))
@@ -97,8 +98,8 @@ class PairTask(TaskBase):
         views = Field(shape=(self.schema["side"], self.schema["side"]), dtype="float32")
         return {"first": views, "second": views, "weights": Field(shape=(), dtype="float32")}
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Encoder:
-        return Encoder(self.width, rngs, param_dtype)
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Encoder:
+        return Encoder(self.width, rngs, dtypes)
 
     def loss(self, model: Encoder, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         queries, (answers, start) = model(batch["first"]), of_all_devices(model(batch["second"]))

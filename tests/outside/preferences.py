@@ -13,6 +13,7 @@ from flax import nnx
 
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import MetricBase, Value
@@ -47,9 +48,9 @@ class Choices:
 class Writer(nnx.Module):
     """The log-probability of each next word from the one before it."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, param_dtype: Any):
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return jax.random.normal(rngs.params(), shape, param_dtype) / 4
+            return jax.random.normal(rngs.params(), shape, dtypes.params) / 4
 
         self.embedding = nnx.Param(normal(WORDS, width), logical_axes=(None, "embed"))
         self.head = nnx.Param(normal(width, WORDS), logical_axes=("embed", None))
@@ -62,8 +63,8 @@ class Writer(nnx.Module):
 class Pair(nnx.Module):
     """The policy, and the same as it was at first."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, param_dtype: Any):
-        self.policy = Writer(width, rngs, param_dtype)
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
+        self.policy = Writer(width, rngs, dtypes)
         self.reference = nnx.clone(self.policy)
 
 
@@ -97,8 +98,8 @@ class PreferenceTask(TaskBase):
         texts = Field(shape=(self.schema["length"],), dtype="int32")
         return {"preferred": texts, "other": texts, "weights": Field(shape=(), dtype="float32")}
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Pair:
-        return Pair(self.width, rngs, param_dtype)
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Pair:
+        return Pair(self.width, rngs, dtypes)
 
     def loss(self, model: Pair, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         policy, reference = (of(batch["preferred"]) - of(batch["other"]) for of in (model.policy, model.reference))

@@ -14,6 +14,7 @@ from flax import nnx
 
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Checkpoints, Experiment
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.task import Batch, Field, Loss, TaskBase
@@ -76,9 +77,9 @@ class Curves:
 class Experts(nnx.Module):
     """Two matrices of each expert."""
 
-    def __init__(self, count: int, width: int, rngs: nnx.Rngs, param_dtype: Any):
+    def __init__(self, count: int, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return jax.random.normal(rngs.params(), shape, param_dtype) / shape[-2] ** 0.5
+            return jax.random.normal(rngs.params(), shape, dtypes.params) / shape[-2] ** 0.5
 
         self.up = nnx.Param(normal(count, INPUTS, width), logical_axes=("experts", None, "hidden"))
         self.down = nnx.Param(normal(count, width, 1), logical_axes=("experts", "hidden", None))
@@ -90,9 +91,9 @@ class Experts(nnx.Module):
 class Mixture(nnx.Module):
     """A router, which is not pruned, and experts."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, param_dtype: Any):
-        self.router = nnx.Param(jax.random.normal(rngs.params(), (INPUTS, 4), param_dtype), logical_axes=(None, None))
-        self.experts = Experts(4, width, rngs, param_dtype)
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
+        self.router = nnx.Param(jax.random.normal(rngs.params(), (INPUTS, 4), dtypes.params), logical_axes=(None, None))
+        self.experts = Experts(4, width, rngs, dtypes)
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         x = inputs.astype(self.router[...].dtype)
@@ -110,8 +111,8 @@ class MixtureTask(TaskBase):
         one = Field(shape=(), dtype="float32")
         return {"inputs": Field(shape=(self.schema["inputs"],), dtype="float32"), "values": one, "weights": one}
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Mixture:
-        return Mixture(self.width, rngs, param_dtype)
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Mixture:
+        return Mixture(self.width, rngs, dtypes)
 
     def loss(self, model: Mixture, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         losses = jnp.square(model(batch["inputs"]) - batch["values"])

@@ -15,6 +15,7 @@ from flax import nnx
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
 from scalejax.nn import BatchNorm
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Checkpoints, Experiment
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import MetricBase, Value
@@ -50,12 +51,12 @@ class Regions:
 class Segmenter(nnx.Module):
     """A convolution, BatchNorm, and a class for each pixel."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return 0.3 * jax.random.normal(rngs.params(), shape, param_dtype)
+            return 0.3 * jax.random.normal(rngs.params(), shape, dtypes.params)
 
         self.filters = nnx.Param(normal(3, 3, 1, width), logical_axes=(None, None, None, "hidden"))
-        self.norm = BatchNorm(width, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        self.norm = BatchNorm(width, dtypes=dtypes)
         self.head = nnx.Param(normal(width, 2), logical_axes=("hidden", None))
 
     def __call__(self, images: jax.Array, purpose: Any) -> jax.Array:
@@ -104,8 +105,8 @@ class SegmenterTask(TaskBase):
         dtypes = {"images": "float32", "labels": "int32", "weights": "float32"}
         return {name: Field(shape=shape, dtype=dtype) for name, dtype in dtypes.items()}
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Segmenter:
-        return Segmenter(self.width, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Segmenter:
+        return Segmenter(self.width, rngs, dtypes)
 
     def loss(self, model: Segmenter, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         logits = model(batch["images"], batch.purpose)

@@ -15,6 +15,7 @@ from flax import nnx
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
 from scalejax.nn import BatchNorm
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment
 from scalejax.train.metrics import evaluation
 from scalejax.train.metrics.classification import Accuracy
@@ -60,12 +61,12 @@ class Shapes:
 class Net(nnx.Module):
     """A convolution, BatchNorm, the mean square of each feature, a linear layer."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return 0.3 * jax.random.normal(rngs.params(), shape, param_dtype)
+            return 0.3 * jax.random.normal(rngs.params(), shape, dtypes.params)
 
         self.filters = nnx.Param(normal(3, 3, 1, width), logical_axes=(None, None, None, "hidden"))
-        self.norm = BatchNorm(width, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        self.norm = BatchNorm(width, dtypes=dtypes)
         self.head = nnx.Param(normal(width, 2), logical_axes=("hidden", None))
 
     def __call__(self, images: jax.Array, purpose: Any) -> jax.Array:
@@ -124,8 +125,8 @@ class NetTask(TaskBase):
             "weights": Field(shape=(), dtype="float32"),
         }
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Net:
-        return Net(self.width, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Net:
+        return Net(self.width, rngs, dtypes)
 
     def loss(self, model: Net, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         logits = model(batch["images"], batch.purpose)

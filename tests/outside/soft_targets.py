@@ -20,6 +20,7 @@ from flax import nnx
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
 from scalejax.nn import BatchNorm
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Checkpoints, Experiment
 from scalejax.train.metrics.classification import Accuracy
 from scalejax.train.metrics.loss import MeanLoss
@@ -68,14 +69,14 @@ class Queue(nnx.Variable):
 class Classifier(nnx.Module):
     """A matrix, BatchNorm, another matrix; and the queue."""
 
-    def __init__(self, width: int, rows: int, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, width: int, rows: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return 0.2 * jax.random.normal(rngs.params(), shape, param_dtype)
+            return 0.2 * jax.random.normal(rngs.params(), shape, dtypes.params)
 
         self.first = nnx.Param(normal(SIDE**2, width), logical_axes=(None, "hidden"))
-        self.norm = BatchNorm(width, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        self.norm = BatchNorm(width, dtypes=dtypes)
         self.head = nnx.Param(normal(width, CLASSES), logical_axes=("hidden", None))
-        self.queue = Queue(jnp.zeros((rows, CLASSES), param_dtype), logical_axes=("batch", None))
+        self.queue = Queue(jnp.zeros((rows, CLASSES), dtypes.params), logical_axes=("batch", None))
 
     def __call__(self, images: jax.Array, purpose: Any) -> jax.Array:
         x = images.reshape(-1, SIDE**2).astype(self.first[...].dtype) @ self.first[...]
@@ -94,9 +95,9 @@ class ClassifierTask(TaskBase):
         rest = {"labels": Field(shape=(), dtype="int32"), "weights": Field(shape=(), dtype="float32")}
         return {"images": images, "next_images": images, **rest}
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Classifier:
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Classifier:
         rows = self.schema["rows"]
-        return Classifier(self.width, rows, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        return Classifier(self.width, rows, rngs, dtypes)
 
     def loss(self, model: Classifier, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         logits = model(batch["images"], batch.purpose)

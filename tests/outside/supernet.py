@@ -14,6 +14,7 @@ from flax import nnx
 
 from scalejax import optim
 from scalejax.data.arrays import ArrayDataSet
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.experiment import Checkpoints, Experiment
 from scalejax.train.metrics.classification import Accuracy
 from scalejax.train.metrics.loss import MeanLoss
@@ -48,9 +49,9 @@ class Halves:
 class Supernet(nnx.Module):
     """Layers of one matrix for each choice; all of them are evaluated on the path of first choices."""
 
-    def __init__(self, width: int, rngs: nnx.Rngs, param_dtype: Any):
+    def __init__(self, width: int, rngs: nnx.Rngs, dtypes: Dtypes):
         def normal(*shape: int) -> jax.Array:
-            return jax.random.normal(rngs.params(), shape, param_dtype) / shape[-2] ** 0.5
+            return jax.random.normal(rngs.params(), shape, dtypes.params) / shape[-2] ** 0.5
 
         self.stem = nnx.Param(normal(SIDE**2, width), logical_axes=(None, "hidden"))
         self.layers = nnx.Param(normal(LAYERS, len(CHOICES), width, width), logical_axes=(None, None, None, "hidden"))
@@ -94,8 +95,8 @@ class SupernetTask(TaskBase):
         images = Field(shape=(self.schema["side"], self.schema["side"]), dtype="float32")
         return {"images": images, "labels": Field(shape=(), dtype="int32"), "weights": Field(shape=(), dtype="float32")}
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Supernet:
-        return Supernet(self.width, rngs, param_dtype)
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> Supernet:
+        return Supernet(self.width, rngs, dtypes)
 
     def loss(self, model: Supernet, batch: Batch, *, keys: Any, gather: Any) -> Loss:
         path = jnp.zeros((LAYERS,), int)

@@ -18,6 +18,7 @@ from llama_cases import CASES, GQA, model, scenarios, tensors, tokens
 from scalejax.inference import generate
 from scalejax.models.llm import model_folder, safetensors
 from scalejax.models.llm.llama3 import rope
+from scalejax.numerics.dtypes import FLOAT32, Dtypes
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "models" / "llm" / "golden"))
@@ -26,9 +27,9 @@ from make import logits, peer
 pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
 
 
-def ours(config, name, **dtypes):
+def ours(config, name, dtypes=FLOAT32):
     ids, segments, positions = scenarios(config)[name]
-    return np.asarray(jax.jit(lambda m, *inputs: m(*inputs))(model(config, **dtypes), ids, positions, segments))
+    return np.asarray(jax.jit(lambda m, *inputs: m(*inputs))(model(config, dtypes=dtypes), ids, positions, segments))
 
 
 @pytest.mark.parametrize("name", scenarios(GQA))
@@ -53,7 +54,7 @@ def test_bfloat16_logits_agree(case):
     config = CASES[case]
     made = peer(config, tensors(config), torch.bfloat16)
     for name, inputs in scenarios(config).items():
-        got = jax.nn.log_softmax(ours(config, name, param_dtype=jnp.bfloat16, compute_dtype=jnp.bfloat16))
+        got = jax.nn.log_softmax(ours(config, name, dtypes=Dtypes(jnp.bfloat16, jnp.bfloat16)))
         want = jax.nn.log_softmax(logits(made, *inputs))
         divergence = float((jnp.exp(want) * (want - got)).sum(-1).mean())
         assert divergence <= 0.015, (name, divergence)

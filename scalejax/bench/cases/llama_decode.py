@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from scalejax import nn
 from scalejax.bench import machine, peers, training_step
 from scalejax.bench.harness import Contest, OutputsDiffer
 from scalejax.errors import UserError
@@ -95,7 +96,7 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
 
 def _engine(config: LlamaConfig, device: Any, dtype: Any) -> Engine:
     def build() -> Llama:
-        return Llama(config, nnx.Rngs(0), param_dtype=dtype, compute_dtype=dtype)
+        return Llama(config, nnx.Rngs(0), nn.Dtypes(dtype, dtype))
 
     shape = ModelShape.of(nnx.eval_shape(build))
     mesh = meshes.make_mesh(meshes.MeshShape(), [device])

@@ -45,6 +45,7 @@ from scalejax.parallel.fsdp import Fsdp
 from scalejax.train import binding
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment, Gradients, Tables
+from scalejax.train.state import TrainState
 
 _SETTINGS = ((1, 0.0), (4, 0.0), (4, 0.5), (4, 0.9), (16, 0.0), (16, 0.5), (16, 0.8), (16, 0.9))
 CASES = tuple(
@@ -166,16 +167,16 @@ class _Side:
         self._transforms = [(name, HashIds(rows=_TABLE_ROWS, seed=f)) for f, name in enumerate(log.names)]
 
     @functools.cached_property
-    def _state(self) -> list:
+    def _state(self) -> list[TrainState]:
         return [self.program.init()]  # a list, because steps give their state away
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  one side lives as long as its contest
-    def device_batches(self) -> list:
+    def device_batches(self) -> list[Any]:
         """Four batches on the device."""
         return [convert.to_device(self.read(group), self.program) for group in self.files.groups[:4]]
 
     @functools.cached_property
-    def _turn(self) -> Iterator:
+    def _turn(self) -> Iterator[Any]:
         return itertools.cycle(self.device_batches())
 
     @functools.cached_property

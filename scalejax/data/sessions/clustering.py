@@ -35,7 +35,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import polars as pl
@@ -200,7 +200,7 @@ class _Rewrite:
     seed: int
     row_group: int
     groups: Groups
-    writing: dict
+    writing: dict[str, Any]
     identity: str
 
     def run(self, progress: Callable[[int, int], None]) -> tuple[File, ...]:

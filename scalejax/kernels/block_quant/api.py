@@ -37,7 +37,7 @@ into each line of 512 bytes, once for a table at rest.
 import dataclasses
 import functools
 import importlib
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.core
@@ -48,6 +48,9 @@ from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels import embedding_bag as bags
 from scalejax.kernels.block_quant import codebook, lanes, search, shared_codebook, xla
+
+if TYPE_CHECKING:
+    from scalejax.kernels.interpretation import Interpret
 
 RowFormat = Literal["int8", "int8_half", "int4", "int2"]
 CodebookFormat = Literal["kmeans4", "kmeans2"]
@@ -324,7 +327,7 @@ def quantized_bag(
     pooling: Literal["sum", "mean"] = "sum",
     dtype: Any = jnp.float32,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> jax.Array:
     """Looks rows up and pools them: out[b] = sum over the ids i of bag b of weight * dequantized row i.
 

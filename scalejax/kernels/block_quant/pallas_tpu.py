@@ -23,6 +23,7 @@ from jax import lax
 from scalejax.kernels.block_quant import xla
 from scalejax.kernels.block_quant.lanes import LANES, Layout
 from scalejax.kernels.embedding_bag import pallas_tpu as copies
+from scalejax.kernels.interpretation import Interpret
 from scalejax.numerics import bits as floats
 
 
@@ -44,7 +45,7 @@ def bag(
     dim: int,
     num_rows: int,
     pooling: str,
-    interpret: copies.Interpret,
+    interpret: Interpret,
 ) -> jax.Array:
     """float32[B, D]; arguments as in `api.quantized_bag`, a table by its parts."""
     if not num_rows:

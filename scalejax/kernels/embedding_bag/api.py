@@ -17,13 +17,16 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from scalejax.kernels.embedding_bag import fixed_point, packing, reference, xla
+
+if TYPE_CHECKING:
+    from scalejax.kernels.interpretation import Interpret
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "sparsecore"]
 Summation = Literal["fold", "tree", "fixed"]
@@ -37,7 +40,7 @@ def embedding_bag(
     weights: jax.Array | None = None,
     pooling: Literal["sum", "mean"] = "sum",
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> jax.Array:
     """Sums or averages rows of `table` per bag: out[b] = sum over the ids i of bag b of weight * table[i].
 
@@ -78,7 +81,7 @@ def embedding_bag(
 
 
 def gather_rows(
-    table: jax.Array, ids: jax.Array, *, implementation: Implementation | None = None, interpret: Any = False
+    table: jax.Array, ids: jax.Array, *, implementation: Implementation | None = None, interpret: "Interpret" = False
 ) -> jax.Array:
     """out[n] = table[ids[n]]; zeros where ids[n] is no row. Differentiable with respect to `table`.
 
@@ -168,7 +171,7 @@ def sum_by_row(
     *,
     summation: Summation | None = None,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> jax.Array:
     """Sums the gradients of each distinct row, in order of occurrence.
 
@@ -225,7 +228,7 @@ def update_rows(
     step: Callable[..., Any],
     *,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> tuple[jax.Array, ...]:
     """Applies an optimizer to the rows of a plan and to nothing else.
 
@@ -259,7 +262,7 @@ def sum_and_update_rows(
     step: Callable[..., Any],
     *,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> tuple[jax.Array, ...]:
     """`update_rows` of `sum_by_row`; "pallas_gpu" makes one kernel of both, which never writes the sums to memory.
 
@@ -295,7 +298,7 @@ def _kernel_bag(
     weights: jax.Array | None,
     pooling: str,
     implementation: Implementation,
-    interpret: Any,
+    interpret: "Interpret",
 ) -> jax.Array:
     return _backend(implementation).embedding_bag(
         table, ids, lengths, weights, pooling, **_interpreted(implementation, interpret)
@@ -309,13 +312,15 @@ def _bag_forward(
     weights: jax.Array | None,
     pooling: str,
     implementation: Implementation,
-    interpret: Any,
+    interpret: "Interpret",
 ) -> tuple[jax.Array, Any]:
     pooled: Any = _kernel_bag(table, ids, lengths, weights, pooling, implementation, interpret)
     return pooled, (table, ids, lengths, weights)
 
 
-def _bag_backward(pooling: str, implementation: Implementation, interpret: Any, saved: Any, grads: jax.Array) -> Any:
+def _bag_backward(
+    pooling: str, implementation: Implementation, interpret: "Interpret", saved: Any, grads: jax.Array
+) -> Any:
     table, ids, lengths, weights = saved
     if pooling == "mean":
         ends = jnp.minimum(jnp.cumsum(lengths), ids.shape[0])
@@ -335,18 +340,20 @@ _kernel_bag.defvjp(_bag_forward, _bag_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _kernel_gather(table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: Any) -> jax.Array:
+def _kernel_gather(
+    table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: "Interpret"
+) -> jax.Array:
     return _backend(implementation).gather_rows(table, ids, **_interpreted(implementation, interpret))
 
 
 def _gather_forward(
-    table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: Any
+    table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: "Interpret"
 ) -> tuple[jax.Array, Any]:
     rows: Any = _kernel_gather(table, ids, implementation, interpret)
     return rows, (table, ids)
 
 
-def _gather_backward(implementation: Implementation, interpret: Any, saved: Any, grads: jax.Array) -> Any:
+def _gather_backward(implementation: Implementation, interpret: "Interpret", saved: Any, grads: jax.Array) -> Any:
     table, ids = saved
     if table.dtype == jnp.uint32:
         return None, None
@@ -357,7 +364,7 @@ _kernel_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _table_gradient(
-    table: jax.Array, ids: jax.Array, by_slot: jax.Array, implementation: Implementation, interpret: Any
+    table: jax.Array, ids: jax.Array, by_slot: jax.Array, implementation: Implementation, interpret: "Interpret"
 ) -> jax.Array | None:
     """Dense gradient of a table from the gradient of each looked-up row; None for packed tables."""
     if table.dtype == jnp.uint32:
@@ -388,7 +395,7 @@ def _backend(name: Implementation) -> Any:
     return importlib.import_module(f"scalejax.kernels.embedding_bag.{name}")
 
 
-def _interpreted(implementation: Implementation, interpret: Any) -> dict[str, Any]:
+def _interpreted(implementation: Implementation, interpret: "Interpret") -> dict[str, Any]:
     if implementation != "sparsecore":
         return {"interpret": interpret}
     if interpret is not False:

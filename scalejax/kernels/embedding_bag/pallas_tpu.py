@@ -31,8 +31,7 @@ from jax.experimental.pallas import tpu as pltpu
 from scalejax import compat
 from scalejax.errors import UnsupportedError
 from scalejax.kernels.embedding_bag import blocks, packing, steps, xla
-
-Interpret = bool | pltpu.InterpretParams
+from scalejax.kernels.interpretation import Interpret
 
 _STEPS = 16384
 """Most steps of a lookup: three numbers each live in scalar memory, beside the ids."""
@@ -77,7 +76,7 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, interpret: Interpret = Fals
     )(ids, table)
 
 
-def _gather_kernel(ids, table, out, arrived, *, block: int):  # pyright: ignore[reportMissingParameterType]
+def _gather_kernel(ids: Any, table: Any, out: Any, arrived: Any, *, block: int) -> None:
     def copy(row: Any, place: Any) -> Any:
         return pltpu.make_async_copy(table.at[pl.ds(row, 1)], out.at[pl.ds(place, 1)], arrived)
 
@@ -252,7 +251,18 @@ def _schedule(lengths: jax.Array, count: int, block: int, chunk: int) -> tuple[j
     return starts, block_of, jnp.minimum(first_chunk[block_of] + step - begun, last_chunk[block_of] + 1)
 
 
-def _lookup_kernel(starts, block_of, chunk_of, rows, bags, *refs, value: Any, block: int, chunk: int, ring: int):  # pyright: ignore[reportMissingParameterType]
+def _lookup_kernel(
+    starts: Any,
+    block_of: Any,
+    chunk_of: Any,
+    rows: Any,
+    bags: Any,
+    *refs: Any,
+    value: Any,
+    block: int,
+    chunk: int,
+    ring: int,
+) -> None:
     *scalars, table, out, buffer, arrived = refs
     step = pl.program_id(0)
     mine, here = block_of[step], chunk_of[step]
@@ -398,8 +408,15 @@ def update_rows(
 
 
 def _update_kernel(
-    used, rows, rows_next, *refs, closed: steps.ClosedStep, wide: list[int], narrow: list[int], block: int
-):  # pyright: ignore[reportMissingParameterType]
+    used: Any,
+    rows: Any,
+    rows_next: Any,
+    *refs: Any,
+    closed: steps.ClosedStep,
+    wide: list[int],
+    narrow: list[int],
+    block: int,
+) -> None:
     scalars, refs = refs[: len(closed.scalars)], refs[len(closed.scalars) :]
     sums, refs = refs[0], refs[1:]
     refs = refs[len(wide) :]  # the wide arrays as inputs; as outputs they are the same memory

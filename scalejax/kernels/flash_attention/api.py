@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,9 @@ from scalejax import compat
 from scalejax.errors import UnsupportedError
 from scalejax.kernels.flash_attention import reference
 from scalejax.kernels.flash_attention.visibility import Visibility
+
+if TYPE_CHECKING:
+    from scalejax.kernels.interpretation import Interpret
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "splash", "cudnn", "tokamax"]
 _IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_gpu", "splash", "cudnn", "tokamax")
@@ -56,7 +59,7 @@ def flash_attention(
     key_positions: jax.Array | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> tuple[jax.Array, jax.Array]:
     """out[i] = sum over visible j of softmax_j(scale * q[i] . k[j]) v[j], and the log-sum-exp of each row.
 
@@ -121,7 +124,7 @@ def flash_attention_gradients(
     key_positions: jax.Array | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v from a result that is known, possibly of more keys than are given here.
 
@@ -171,7 +174,7 @@ class _Call:
 
     scale: float
     implementation: str | None
-    interpret: Any
+    interpret: "Interpret"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -32,8 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 from scalejax import compat
 from scalejax.kernels.flash_attention import blocks
 from scalejax.kernels.flash_attention.visibility import HIDDEN, PARTLY, WHOLE, Visibility
-
-Interpret = bool | pltpu.InterpretParams
+from scalejax.kernels.interpretation import Interpret
 
 _LANES = 128
 _MOST_BLOCKS = 2**14

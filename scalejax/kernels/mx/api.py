@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import importlib
 import math
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,9 @@ from scalejax.numerics.packing import Packed
 from scalejax.numerics.quantize import Tail, check_arguments
 from scalejax.numerics.rounding import Rounding
 from scalejax.numerics.scales import ScaleRule
+
+if TYPE_CHECKING:
+    from scalejax.kernels.interpretation import Interpret
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "native"]
 _OF_BLOCKS = ("reference", "xla", "pallas_tpu", "pallas_gpu")
@@ -49,7 +52,7 @@ def quantize_blocks(
     tail: Tail = "refuse",
     tensor_scale: jax.Array | None = None,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> Packed:
     """An array as packed codes and scales: `numerics.packing.pack(numerics.quantize.quantize(x, ...))` to the bit.
 
@@ -85,7 +88,7 @@ def dequantize_blocks(
     dtype: jax.typing.DTypeLike = jnp.float32,
     *,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> jax.Array:
     """The numbers that packed codes and scales stand for, without padding; NaN in poisoned blocks.
 
@@ -122,7 +125,7 @@ def matmul(
     *,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> jax.Array:
     """out[..., n] = sum over k of x[..., k] * weights[k, n], over the axis of the weights' blocks, in float32.
 
@@ -190,7 +193,7 @@ class _Call:
     """What is static: the implementation, how Pallas kernels run."""
 
     implementation: str
-    interpret: Any
+    interpret: "Interpret"
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -252,7 +255,7 @@ def _load(name: str) -> Any:
     return importlib.import_module(f"scalejax.kernels.mx.{name}")
 
 
-def _interpreted(implementation: str, interpret: Any) -> dict[str, Any]:
+def _interpreted(implementation: str, interpret: "Interpret") -> dict[str, Any]:
     return {"interpret": interpret} if implementation.startswith("pallas") else {}
 
 

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax import compat
+from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.mx import blocks as sizes
 from scalejax.kernels.mx import tiles, xla
 from scalejax.numerics import bits as float32
@@ -32,8 +33,6 @@ from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
 from scalejax.numerics.rounding import Rounding
 from scalejax.numerics.scales import ScaleRule
-
-Interpret = bool | pltpu.InterpretParams
 
 _AT_ONCE = 8
 """Blocks of a turn of a loop: their scales are a tile of 8 sublanes."""

@@ -28,7 +28,7 @@ by float32[N] `divisor` (None = 1), in `dtype`. `picking_sum` is for those of `_
 import dataclasses
 import functools
 import importlib
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,9 @@ from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.features import Int8Rows
 from scalejax.kernels.sampled_spmm.plan import SampledPlan, SparsePlan, check_plan, transposed_values
 from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling, Strategy, check_width, pick
+
+if TYPE_CHECKING:
+    from scalejax.kernels.interpretation import Interpret
 
 Implementation = Literal["reference", "xla", "native", "cusparse", "pallas_gpu", "pallas_tpu"]
 _PLATFORMS = {
@@ -72,7 +75,7 @@ class _Call:
     """What is static: the implementation, and how Pallas kernels run."""
 
     name: str
-    interpret: Any = False
+    interpret: "Interpret" = False
 
     @property
     def options(self) -> dict[str, Any]:
@@ -87,7 +90,7 @@ def spmm(
     values: jax.Array | None = None,
     reduce: Literal["sum", "mean"] = "sum",
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> jax.Array:
     """out[r] = sum over the edges e of row r of values[e] * h[indices[e]].
 
@@ -168,7 +171,7 @@ def sampled_spmm(
     rescale: Literal["none", "degree"] = "none",
     self_loop_bias: float = 0.0,
     implementation: Implementation | None = None,
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> jax.Array:
     """`spmm` over at most `width` edges of each row, picked by a fixed rule (`sampling`).
 
@@ -266,7 +269,7 @@ def _sum(
     h: jax.Array | Int8Rows,
     values: jax.Array | None,
     implementation: str | None,
-    interpret: Any,
+    interpret: "Interpret",
 ) -> jax.Array:
     """The sum of `spmm`, in the dtype in which it is made."""
     _check_features(op, h, plan.shape[1])
@@ -296,7 +299,7 @@ def _sum_picks(
     h: jax.Array | Int8Rows,
     divisor: jax.Array | None,
     implementation: str | None,
-    interpret: Any,
+    interpret: "Interpret",
 ) -> jax.Array:
     """Divided sums over the edges of an ELL, or over those that a rule picks from a CSR inside the kernel."""
     call = _choose(op, implementation, h, _PICKS, interpret)
@@ -490,7 +493,7 @@ def _choose(
     implementation: str | None,
     h: jax.Array | Int8Rows,
     offered: tuple[str, ...] = tuple(_PLATFORMS),
-    interpret: Any = False,
+    interpret: "Interpret" = False,
 ) -> _Call:
     """The implementation that was named, or else the first of `_FASTEST` that has the case."""
     platform = compat.platform()

@@ -28,13 +28,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax import compat
+from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.sampled_spmm import blocks
 from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows
 from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.features import check_kernel
 from scalejax.kernels.sampled_spmm.sampling import Ell
-
-Interpret = bool | pltpu.InterpretParams
 
 _LANES = 128
 _ROWS = 128

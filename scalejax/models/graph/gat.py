@@ -7,7 +7,7 @@ Rows need self loops (`data.self_loops="add"`), as the paper has them. Weights o
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ class GatConfig:
             )
         return NodeTask(config=self, schema=schema)
 
-    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> Network:
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Network:
         """The model for a graph."""
         layers = [
             GatLayer(
@@ -70,7 +70,7 @@ class GatConfig:
                 combine="mean" if l + 1 == self.layers else "concatenate",
                 slope=self.slope,
                 dropout=self.dropout,
-                **dtypes,
+                dtypes=dtypes,
             )
             for l, shape in enumerate(self.shapes(schema))
         ]
@@ -100,18 +100,17 @@ class GatLayer(nnx.Module):
         combine: Literal["concatenate", "mean"],
         slope: float,
         dropout: float,
-        param_dtype: Any = jnp.float32,
-        compute_dtype: Any = jnp.float32,
+        dtypes: nn.Dtypes = nn.FLOAT32,
     ):
         self.kernel = nnx.Param(
-            glorot(rngs.params(), (inputs, heads * outputs), param_dtype), logical_axes=("input", "hidden")
+            glorot(rngs.params(), (inputs, heads * outputs), dtypes.params), logical_axes=("input", "hidden")
         )
-        self.source = nnx.Param(glorot(rngs.params(), (heads, outputs), param_dtype), logical_axes=("heads", "head"))
-        self.target = nnx.Param(glorot(rngs.params(), (heads, outputs), param_dtype), logical_axes=("heads", "head"))
+        self.source = nnx.Param(glorot(rngs.params(), (heads, outputs), dtypes.params), logical_axes=("heads", "head"))
+        self.target = nnx.Param(glorot(rngs.params(), (heads, outputs), dtypes.params), logical_axes=("heads", "head"))
         width = heads * outputs if combine == "concatenate" else outputs
-        self.bias = nnx.Param(jnp.zeros(width, param_dtype), logical_axes=("hidden",))
+        self.bias = nnx.Param(jnp.zeros(width, dtypes.params), logical_axes=("hidden",))
         self.combine, self.slope, self.dropout = combine, slope, dropout
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, x: jax.Array, graph: Graph, *, key: jax.Array | None = None) -> jax.Array:
         """x: float[M, inputs]; graph: N rows that read M. Returns [N, heads * outputs], or [N, outputs]."""

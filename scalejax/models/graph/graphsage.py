@@ -9,7 +9,6 @@ length 1 is left out, as DGL's and OGB's examples do.
 
 import dataclasses
 import itertools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,31 +56,22 @@ class GraphSageConfig:
             )
         return NodeTask(config=self, schema=schema)
 
-    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> Network:
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Network:
         """The model for a graph."""
         sizes = itertools.pairwise(widths(schema, self.layers, self.hidden))
-        return Network([SageLayer(a, b, rngs, dropout=self.dropout, **dtypes) for a, b in sizes], jax.nn.relu)
+        return Network([SageLayer(a, b, rngs, dropout=self.dropout, dtypes=dtypes) for a, b in sizes], jax.nn.relu)
 
 
 class SageLayer(nnx.Module):
     """y = x W_self + mean(x) W_neighbors + b, of x after dropout."""
 
-    def __init__(
-        self,
-        inputs: int,
-        outputs: int,
-        rngs: nnx.Rngs,
-        *,
-        dropout: float,
-        param_dtype: Any = jnp.float32,
-        compute_dtype: Any = jnp.float32,
-    ):
-        self.own = nnx.Param(glorot(rngs.params(), (inputs, outputs), param_dtype), logical_axes=("input", "hidden"))
+    def __init__(self, inputs: int, outputs: int, rngs: nnx.Rngs, *, dropout: float, dtypes: nn.Dtypes = nn.FLOAT32):
+        self.own = nnx.Param(glorot(rngs.params(), (inputs, outputs), dtypes.params), logical_axes=("input", "hidden"))
         self.neighbors = nnx.Param(
-            glorot(rngs.params(), (inputs, outputs), param_dtype), logical_axes=("input", "hidden")
+            glorot(rngs.params(), (inputs, outputs), dtypes.params), logical_axes=("input", "hidden")
         )
-        self.bias = nnx.Param(jnp.zeros(outputs, param_dtype), logical_axes=("hidden",))
-        self.dropout, self.compute_dtype = dropout, jnp.dtype(compute_dtype)
+        self.bias = nnx.Param(jnp.zeros(outputs, dtypes.params), logical_axes=("hidden",))
+        self.dropout, self.compute_dtype = dropout, dtypes.compute
 
     def __call__(self, x: jax.Array, graph: Graph, *, key: jax.Array | None = None) -> jax.Array:
         """x: float[M, inputs]; graph: N rows that read M. Returns compute_dtype[N, outputs]."""

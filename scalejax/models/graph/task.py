@@ -16,6 +16,7 @@ from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import SparsePlan
 from scalejax.models.graph.aggregation import Draws, Sampling, ambient_mesh, blocks_of, draws_of, graph_of, of_hop
 from scalejax.nn import counts
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.graph import ShardedGraph
 from scalejax.parallel.mesh import check_batch, check_processes, everywhere, put, replicated
 from scalejax.train.metrics import exact
@@ -37,7 +38,7 @@ class GraphConfig(Protocol):
     @property
     def eval_sampling(self) -> Sampling | None: ...
 
-    def build(self, schema: GraphSchema, rngs: nnx.Rngs, **dtypes: Any) -> nnx.Module: ...
+    def build(self, schema: GraphSchema, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module: ...
 
 
 @jax.tree_util.register_dataclass
@@ -124,9 +125,9 @@ class NodeTask(TaskBase):
                     "AUC. Name another split, or put other nodes in it."
                 )
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module:
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module:
         """Builds the model."""
-        return self.config.build(self.schema, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        return self.config.build(self.schema, rngs, dtypes)
 
     def constants(self, data: NodeDataSet, mesh: Mesh) -> PlacedGraph:
         """See `place`.

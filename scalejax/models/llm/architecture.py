@@ -11,6 +11,7 @@ from typing import Any, Protocol, Self
 
 import jax
 from flax import nnx
+from jax.typing import DTypeLike
 
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
@@ -18,6 +19,7 @@ from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.models.llm.special_tokens import SpecialTokens
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather, whole
+from scalejax.numerics.dtypes import Dtypes
 
 
 class LanguageConfig(Protocol):
@@ -50,7 +52,7 @@ class LanguageModule(Protocol):
     `layers`, whose parameters have a leading axis of layers.
     """
 
-    compute_dtype: Any
+    compute_dtype: DTypeLike
     layers: Any
     final_norm: Any
 
@@ -97,7 +99,7 @@ class Architecture:
     Attributes:
       config: Class of its configs.
       parts: Dataclasses that a config may hold and that a model folder may name.
-      build: (config, rngs, param_dtype=..., compute_dtype=...) -> the model.
+      build: (config, rngs, dtypes) -> the model.
       name: In config.json of Hugging Face, as "architectures" has it.
       model_type: In the same file.
       entries: The tensors of a checkpoint of Hugging Face.
@@ -111,7 +113,7 @@ class Architecture:
 
     config: type
     parts: tuple[type, ...]
-    build: Callable[..., LanguageModule]
+    build: Callable[[Any, nnx.Rngs, Dtypes], LanguageModule]
     name: str
     model_type: str
     entries: Callable[[Any], tuple[Entry, ...]]

@@ -14,7 +14,7 @@ Axes: B examples, n vectors, d width, T tasks.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -63,8 +63,8 @@ class DcnV2Config:
             pooled_table(f, self.dim, pooling=self.pooling, init_scale=self.embedding_scale) for f in schema.categorical
         )
 
-    def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> "DcnV2":
-        return DcnV2(self, schema, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+    def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "DcnV2":
+        return DcnV2(self, schema, rngs, dtypes)
 
     def width(self, schema: Schema) -> int:
         """Length of x_0."""
@@ -79,18 +79,16 @@ class DcnV2Config:
 class Cross(nnx.Module):
     """x_0 * (W x + b) + x."""
 
-    def __init__(self, width: int, rank: int | None, *, rngs: nnx.Rngs, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, width: int, rank: int | None, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.down = (
             None
             if rank is None
             else nnx.Param(
-                nn.scaled_normal(rngs.params(), (width, rank), fan_in=width, dtype=param_dtype),
+                nn.scaled_normal(rngs.params(), (width, rank), fan_in=width, dtype=dtypes.params),
                 logical_axes=("input", "rank"),
             )
         )
-        self.affine = nn.Linear(
-            width if rank is None else rank, width, rngs=rngs, param_dtype=param_dtype, compute_dtype=compute_dtype
-        )
+        self.affine = nn.Linear(width if rank is None else rank, width, rngs=rngs, dtypes=dtypes)
 
     def __call__(self, x0: jax.Array, x: jax.Array) -> jax.Array:
         """compute_dtype[B, width] twice -> compute_dtype[B, width]."""
@@ -101,35 +99,23 @@ class Cross(nnx.Module):
 class DcnV2(nnx.Module):
     """Embeddings and numbers -> one logit per task."""
 
-    def __init__(self, config: DcnV2Config, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, config: DcnV2Config, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         sizes, width = config.mlp_sizes(schema), config.width(schema)
         self.bottom = (
-            nn.Mlp(
-                sizes["bottom"],
-                rngs=rngs,
-                final_activation="relu",
-                param_dtype=param_dtype,
-                compute_dtype=compute_dtype,
-            )
-            if "bottom" in sizes
-            else None
+            nn.Mlp(sizes["bottom"], rngs=rngs, final_activation="relu", dtypes=dtypes) if "bottom" in sizes else None
         )
         self.crosses = nnx.List(
-            [
-                Cross(width, config.cross_rank, rngs=rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
-                for _ in range(config.cross_layers)
-            ]
+            [Cross(width, config.cross_rank, rngs=rngs, dtypes=dtypes) for _ in range(config.cross_layers)]
         )
         self.deep = nn.Mlp(
             sizes["deep"],
             rngs=rngs,
             dropout_rate=config.dropout,
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
-            out_dtype=nn.wide(param_dtype, compute_dtype),
+            dtypes=dtypes,
+            out_dtype=nn.wide(dtypes.params, dtypes.compute),
         )
         self.features = schema.keys
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, embedded: dict[str, jax.Array], dense: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Returns logits, float32[B, T] (float64 where the model computes in float64)."""

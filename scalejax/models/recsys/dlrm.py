@@ -16,7 +16,7 @@ Axes: B examples, n vectors, d width, T tasks.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -62,8 +62,8 @@ class DlrmConfig:
             pooled_table(f, self.dim, pooling=self.pooling, init_scale=self.embedding_scale) for f in schema.categorical
         )
 
-    def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> "Dlrm":
-        return Dlrm(self, schema, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+    def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "Dlrm":
+        return Dlrm(self, schema, rngs, dtypes)
 
     def input_vectors(self, schema: Schema) -> int:
         """n."""
@@ -80,29 +80,20 @@ class DlrmConfig:
 class Dlrm(nnx.Module):
     """Embeddings and numbers -> one logit per task."""
 
-    def __init__(self, config: DlrmConfig, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, config: DlrmConfig, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         sizes = config.mlp_sizes(schema)
         self.bottom = (
-            nn.Mlp(
-                sizes["bottom"],
-                rngs=rngs,
-                final_activation="relu",
-                param_dtype=param_dtype,
-                compute_dtype=compute_dtype,
-            )
-            if "bottom" in sizes
-            else None
+            nn.Mlp(sizes["bottom"], rngs=rngs, final_activation="relu", dtypes=dtypes) if "bottom" in sizes else None
         )
         self.top = nn.Mlp(
             sizes["top"],
             rngs=rngs,
             dropout_rate=config.dropout,
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
-            out_dtype=nn.wide(param_dtype, compute_dtype),
+            dtypes=dtypes,
+            out_dtype=nn.wide(dtypes.params, dtypes.compute),
         )
         self.features = schema.keys
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, embedded: dict[str, jax.Array], dense: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Returns logits, float32[B, T] (float64 where the model computes in float64)."""

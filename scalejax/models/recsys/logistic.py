@@ -8,7 +8,7 @@ Axes: B examples, D numbers, T tasks.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -38,20 +38,20 @@ class LogisticConfig:
         tasks = len(schema.labels)
         return tuple(pooled_table(f, tasks, pooling=self.pooling, init_scale=0.0) for f in schema.categorical)
 
-    def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> "Logistic":
+    def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "Logistic":
         del rngs  # nothing is drawn
-        return Logistic(schema, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        return Logistic(schema, dtypes)
 
 
 class Logistic(nnx.Module):
     """Rows and numbers -> one logit per task. Computed in float32 or wider throughout: these are logits."""
 
-    def __init__(self, schema: Schema, *, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, schema: Schema, dtypes: nn.Dtypes):
         tasks = len(schema.labels)
-        self.weight = nnx.Param(jnp.zeros((len(schema.dense), tasks), param_dtype), logical_axes=("input", "hidden"))
-        self.bias = nnx.Param(jnp.zeros(tasks, param_dtype), logical_axes=("hidden",))
+        self.weight = nnx.Param(jnp.zeros((len(schema.dense), tasks), dtypes.params), logical_axes=("input", "hidden"))
+        self.bias = nnx.Param(jnp.zeros(tasks, dtypes.params), logical_axes=("hidden",))
         self.features = schema.keys
-        self.dtype = nn.wide(param_dtype, compute_dtype)
+        self.dtype = nn.wide(dtypes.params, dtypes.compute)
 
     def __call__(self, embedded: dict[str, jax.Array], dense: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """Returns logits, float32[B, T] (float64 where the model computes in float64)."""

@@ -13,6 +13,7 @@ from flax import nnx
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.nn import counts
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.train.metrics.click import ClickQuality
 from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
@@ -27,7 +28,7 @@ class ClickModel(Protocol):
 
     def tables(self, schema: Schema) -> tuple[TableConfig, ...]: ...
 
-    def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module: ...
+    def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,9 +55,9 @@ class CtrTask(TaskBase):
         """The embedding tables that the model looks up."""
         return self.model.tables(self.schema)
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module:
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module:
         """Builds the dense part."""
-        return self.model.build(self.schema, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        return self.model.build(self.schema, rngs, dtypes)
 
     def loss(self, model: Any, batch: Batch, *, keys: Keys | None, gather: Gather) -> Loss:
         """Binary cross-entropy; with several tasks, the mean over the tasks of each example.

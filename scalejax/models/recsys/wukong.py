@@ -27,7 +27,7 @@ then every product from the left (W X, Y^T X) is one matrix product over B * d c
 """
 
 import dataclasses
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -158,8 +158,8 @@ class WukongConfig:
             for feature in schema.categorical
         )
 
-    def build(self, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> "Wukong":
-        return Wukong(self, schema, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+    def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "Wukong":
+        return Wukong(self, schema, rngs, dtypes)
 
     def wide_features(self, schema: Schema) -> tuple[tuple[str, int], ...]:
         """(feature, number of d-vectors) for the features outside the narrow groups, in the order of the schema."""
@@ -235,11 +235,11 @@ LayerNorm, which takes the length of such vectors away (benchmarks/results/quali
 class Mix(nnx.Module):
     """W X: `rows` linear combinations of the n vectors of an example. W ~ scaled_normal with fan-in n; no bias."""
 
-    def __init__(self, rows: int, n: int, *, rngs: nnx.Rngs, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, rows: int, n: int, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.weight = nnx.Param(
-            nn.scaled_normal(rngs.params(), (rows, n), fan_in=n, dtype=param_dtype), logical_axes=("vectors", "mixed")
+            nn.scaled_normal(rngs.params(), (rows, n), fan_in=n, dtype=dtypes.params), logical_axes=("vectors", "mixed")
         )
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: compute_dtype[n, B, d] -> compute_dtype[rows, B, d]."""
@@ -255,8 +255,8 @@ def mix(weight: jax.Array, x: jax.Array) -> jax.Array:
 class PlainFm(nnx.Module):
     """F = X X^T."""
 
-    def __init__(self, n: int, config: WukongConfig, *, rngs: nnx.Rngs, param_dtype: Any, compute_dtype: Any):
-        del n, config, rngs, param_dtype, compute_dtype
+    def __init__(self, n: int, config: WukongConfig, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+        del n, config, rngs, dtypes
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """x: compute_dtype[n, B, d] -> wide[B, n, n]."""
@@ -267,12 +267,12 @@ class PlainFm(nnx.Module):
 class LowRankFm(nnx.Module):
     """F = X (X^T Y), Y learned; equals (X X^T) Y at k/n of its cost."""
 
-    def __init__(self, n: int, config: WukongConfig, *, rngs: nnx.Rngs, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, n: int, config: WukongConfig, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.y = nnx.Param(
-            nn.scaled_normal(rngs.params(), (n, config.rank), fan_in=n, dtype=param_dtype),
+            nn.scaled_normal(rngs.params(), (n, config.rank), fan_in=n, dtype=dtypes.params),
             logical_axes=("mixed", "rank"),
         )
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """x: compute_dtype[n, B, d] -> wide[B, n, k]."""
@@ -283,15 +283,14 @@ class LowRankFm(nnx.Module):
 class AttentiveFm(nnx.Module):
     """F = X (X^T Y(X)), Y(X) an MLP of W_C X: the columns of Y depend on the example."""
 
-    def __init__(self, n: int, config: WukongConfig, *, rngs: nnx.Rngs, param_dtype: Any, compute_dtype: Any):
-        self.compress = Mix(config.attention_rows, n, rngs=rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+    def __init__(self, n: int, config: WukongConfig, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+        self.compress = Mix(config.attention_rows, n, rngs=rngs, dtypes=dtypes)
         self.mlp = nn.Mlp(
             config.attention_sizes(n),
             rngs=rngs,
             activation=config.activation,
             dropout_rate=config.dropout,
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
+            dtypes=dtypes,
         )
         self.rank = config.rank
 
@@ -319,28 +318,23 @@ def vectors(x: jax.Array, d: int) -> jax.Array:
 class WukongLayer(nnx.Module):
     """X_{i+1} = LN(concat(FMB(X_i), LCB(X_i)) + R_i)."""
 
-    def __init__(self, n: int, config: WukongConfig, *, rngs: nnx.Rngs, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, n: int, config: WukongConfig, *, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         out = config.fm_outputs + config.lcb_outputs
-        self.fm = _FM[config.fm](n, config, rngs=rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        self.fm = _FM[config.fm](n, config, rngs=rngs, dtypes=dtypes)
         self.mlp = nn.Mlp(
             config.fmb_sizes(n),
             rngs=rngs,
             activation=config.activation,
             dropout_rate=config.dropout,
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
+            dtypes=dtypes,
         )
-        self.lcb = Mix(config.lcb_outputs, n, rngs=rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
-        self.residual = (
-            None if n == out else Mix(out, n, rngs=rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
-        )
+        self.lcb = Mix(config.lcb_outputs, n, rngs=rngs, dtypes=dtypes)
+        self.residual = None if n == out else Mix(out, n, rngs=rngs, dtypes=dtypes)
         self.fm_norm, self.norm = (
-            nn.LayerNorm(width, param_dtype=param_dtype, compute_dtype=compute_dtype)
-            if config.normalization == "layer"
-            else None
+            nn.LayerNorm(width, dtypes=dtypes) if config.normalization == "layer" else None
             for width in (config.fmb_sizes(n)[0], config.dim)
         )
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def fm_block(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
         """x: compute_dtype[n, B, d] -> compute_dtype[n_F, B, d]."""
@@ -360,36 +354,24 @@ class WukongLayer(nnx.Module):
 class Wukong(nnx.Module):
     """Embeddings and numbers -> one logit per task."""
 
-    def __init__(self, config: WukongConfig, schema: Schema, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any):
+    def __init__(self, config: WukongConfig, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.before = nnx.Dict(
             {
-                name: nn.Mlp(
-                    sizes,
-                    rngs=rngs,
-                    activation=config.activation,
-                    param_dtype=param_dtype,
-                    compute_dtype=compute_dtype,
-                )
+                name: nn.Mlp(sizes, rngs=rngs, activation=config.activation, dtypes=dtypes)
                 for name, sizes in config.mlps_before_stack(schema).items()
             }
         )
-        self.layers = nnx.List(
-            [
-                WukongLayer(n, config, rngs=rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
-                for n in config.layer_inputs(schema)
-            ]
-        )
+        self.layers = nnx.List([WukongLayer(n, config, rngs=rngs, dtypes=dtypes) for n in config.layer_inputs(schema)])
         self.head = nn.Mlp(
             config.head_sizes(schema),
             rngs=rngs,
             activation=config.activation,
             dropout_rate=config.dropout,
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
-            out_dtype=nn.wide(param_dtype, compute_dtype),
+            dtypes=dtypes,
+            out_dtype=nn.wide(dtypes.params, dtypes.compute),
         )
         self.config, self.wide_features = config, config.wide_features(schema)
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def embed(self, embedded: dict[str, jax.Array], dense: jax.Array) -> jax.Array:
         """X_0 in the order: dense features, wide features as in the schema, narrow groups.

@@ -105,7 +105,7 @@ def training_of(experiment: "Experiment", mesh: MeshShape, devices: int, *, comp
       experiment: The run; its own mesh is not used.
       mesh: Devices per axis.
       devices: How many there are.
-      compute_dtype: Of products and activations, see `train.precision.compute_dtype`.
+      compute_dtype: Of products and activations, see `train.precision.dtypes_of`.
     """
     model: Any = experiment.model
     sizes = {axis: count for axis, count in zip(AXES, mesh.resolve(devices), strict=True)}

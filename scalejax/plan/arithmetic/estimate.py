@@ -83,9 +83,9 @@ def _host_is_apart(mesh: Mesh) -> bool:
 
 
 def _training(experiment: "Experiment", shape: MeshShape, mesh: Mesh) -> Training:
-    from scalejax.train.precision import compute_dtype
+    from scalejax.train.precision import dtypes_of
 
-    dtype = compute_dtype(experiment.precision, mesh)
+    dtype = dtypes_of(experiment.precision, mesh).compute
     return decoders.training_of(experiment, shape, mesh.size, compute_dtype=dtype)
 
 

@@ -251,7 +251,12 @@ class _Frame:
     """Integer arithmetic in one call of a computation; None for whatever is not that. Reads only what is asked for."""
 
     def __init__(
-        self, module: Module, computation: Computation, call: "tuple[_Frame, Instruction] | None", *, inside_loop=True
+        self,
+        module: Module,
+        computation: Computation,
+        call: "tuple[_Frame, Instruction] | None",
+        *,
+        inside_loop: bool = True,
     ) -> None:
         self.module, self.computation, self.call = module, computation, call
         self.inside_loop = inside_loop

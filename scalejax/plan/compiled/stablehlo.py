@@ -41,7 +41,9 @@ def stated_collectives(lowered: Any, mesh: "Mesh") -> list[Collective]:
     return found
 
 
-def _walk(operation: Any, functions: dict[str, Any], times: int, known: bool, mesh: "Mesh", found: list) -> None:
+def _walk(
+    operation: Any, functions: dict[str, Any], times: int, known: bool, mesh: "Mesh", found: list[Collective]
+) -> None:
     for region in operation.regions:
         for block in region.blocks:
             for inner in block.operations:
@@ -113,7 +115,7 @@ def _bytes(kind: Any) -> int:
     if match is None:
         return 0
     element = match.group(2)
-    width = int(cast(re.Match, re.search(r"\d+", element)).group(0))
+    width = int(cast(re.Match[str], re.search(r"\d+", element)).group(0))
     bits = 8 if element == "i1" else width * (2 if element.startswith("complex") else 1)
     return -(-math.prod(int(d) for d in match.group(1).split("x") if d) * bits // 8)
 

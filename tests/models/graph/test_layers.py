@@ -26,6 +26,7 @@ from scalejax.models.graph import (
 )
 from scalejax.models.graph.aggregation import attend
 from scalejax.models.graph.task import cross_entropy
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
 
 NODES, FEATURES, CLASSES = 24, 6, 3
@@ -80,7 +81,7 @@ def _adjacency(name: str) -> graphs.Adjacency:
 def _setup(name: str) -> tuple[graphs.Adjacency, np.ndarray, Any]:
     a = _adjacency(name)
     schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=a.values is not None)
-    model: Any = CONFIGS[name].build(schema, nnx.Rngs(3))
+    model: Any = CONFIGS[name].build(schema, nnx.Rngs(3), Dtypes())
     rng = np.random.default_rng(1)
     # Biases start at 0, where a mistake would not show.
     for layer in model.layers:
@@ -245,14 +246,14 @@ def test_compute_dtype_is_that_of_the_logits() -> None:
     schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=False)
     x = jnp.ones((NODES, FEATURES))
     for name in ("sage", "gat"):
-        model: Any = CONFIGS[name].build(schema, nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.bfloat16)
+        model: Any = CONFIGS[name].build(schema, nnx.Rngs(0), Dtypes(compute=jnp.bfloat16))
         assert jax.eval_shape(model, x, of_host(a.with_self_loops())).dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_step_costs_each_matrix_once_a_node(name: str) -> None:
     schema = GraphSchema(NODES, FEATURES, CLASSES, weighted=name == "gcn")
-    model = CONFIGS[name].build(schema, nnx.Rngs(0))
+    model = CONFIGS[name].build(schema, nnx.Rngs(0), Dtypes())
     flat = {"/".join(map(str, k)): v[...] for k, v in nnx.to_flat_state(nnx.state(model))}
     matrices = [v for k, v in flat.items() if not k.endswith("bias")]
     assert CONFIGS[name].task(schema).flops_per_step(10) == 60 * sum(v.size for v in matrices)

@@ -90,7 +90,7 @@ def test_what_is_no_family_is_refused(camel):
 def test_the_own_table_has_every_parameter_as_the_model_has_it(case):
     config = CASES[case]
     entries, sizes = own_table(config)
-    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **F32)))
+    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), F32)))
     found = {e.path: ((config.layers,) if e.stacked else ()) + e.shape(sizes) for e in entries}
     assert found == {path: param.shape for path, param in shape.params.items()}
     theirs, lengths = _llama().entries(config), _llama().sizes(config)

@@ -16,6 +16,7 @@ from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
 from scalejax.models.llm.llama3 import rope
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.task import Batch, whole
 
 GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
@@ -36,12 +37,12 @@ GOLDEN = np.load(pathlib.Path(__file__).parent / "golden" / "logits.npz")
 def test_parameter_counts_are_the_published_ones(size, published):
     config = llama3.SIZES[size]
     assert config.parameters() == published
-    arrays = jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **F32))))
+    arrays = jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), F32))))
     assert sum(math.prod(a.shape) for a in arrays) == published
 
 
 def test_every_stacked_parameter_has_its_layers_first():
-    model = nnx.eval_shape(lambda: llama3.Llama(GQA, nnx.Rngs(0), **F32))
+    model = nnx.eval_shape(lambda: llama3.Llama(GQA, nnx.Rngs(0), F32))
     for path, variable in nnx.to_flat_state(nnx.state(model)):
         axes = variable.get_metadata()["logical_axes"]
         assert len(axes) == len(variable.get_value().shape)
@@ -49,7 +50,7 @@ def test_every_stacked_parameter_has_its_layers_first():
 
 
 def test_initial_weights_that_write_to_the_stream_are_smaller():
-    state = nnx.state(llama3.Llama(dataclasses.replace(GQA, dim=256, ffn_dim=512), nnx.Rngs(0), **F32))
+    state = nnx.state(llama3.Llama(dataclasses.replace(GQA, dim=256, ffn_dim=512), nnx.Rngs(0), F32))
     std = {"/".join(map(str, path)): float(v[...].std()) for path, v in nnx.to_flat_state(state)}
     for name in ("attention/query", "attention/key", "attention/value", "mlp/gate", "mlp/up"):
         assert std[f"layers/{name}"] == pytest.approx(0.02, rel=0.05)
@@ -105,7 +106,7 @@ def test_logits_are_those_of_transformers(case, name, strict_promotion):
 def test_bfloat16_logits_say_what_those_of_transformers_in_float32_say(case):
     """The mean divergence that MaxText asks of a conversion, and the same first choice unless two are as good."""
     ids, segments, positions = scenarios(CASES[case])["plain"]
-    llama = model(CASES[case], compute_dtype=jnp.bfloat16)
+    llama = model(CASES[case], dtypes=Dtypes(compute=jnp.bfloat16))
     half = jax.jit(lambda m, *inputs: m(*inputs))(llama, ids, positions, segments)
     assert half.dtype == jnp.float32
     exact = jax.nn.log_softmax(GOLDEN[f"{case}: plain"])
@@ -122,7 +123,7 @@ def test_rematerialisation_changes_no_gradient(remat, x64):
     ids, segments, positions = scenarios(GQA)["packed, positions restart"]
 
     def gradient(config):
-        graph, state = nnx.split(model(config, **F64))
+        graph, state = nnx.split(model(config, dtypes=F64))
         return jax.jit(jax.grad(lambda s: (nnx.merge(graph, s)(ids, positions, segments) ** 2).sum()))(state)
 
     want = gradient(dataclasses.replace(GQA, remat="none"))
@@ -138,7 +139,7 @@ def test_a_packed_row_equals_its_documents_one_by_one(kind, x64):
     segments, positions = rows(*lengths, positions=kind)
     ids = tokens(config, 1, sum(lengths))
     weight = np.random.default_rng(0).normal(size=(1, sum(lengths), config.vocabulary))
-    graph, state = nnx.split(model(config, **F64))
+    graph, state = nnx.split(model(config, dtypes=F64))
 
     @jax.jit
     def run(state, ids, positions, segments, weight):
@@ -219,7 +220,7 @@ def test_the_loss_is_the_cross_entropy_of_the_next_token(x64):
     weights = np.r_[segments[0, 1:] == segments[0, :-1], False].astype(np.float32)[None]
     targets = np.where(weights > 0, np.roll(ids, -1, axis=1), 0).astype(np.int32)
     batch = {"tokens": ids, "targets": targets, "weights": weights, "segment_ids": segments, "positions": at}
-    llama = model(config, **F64)
+    llama = model(config, dtypes=F64)
     batch = Batch({name: jnp.asarray(x) for name, x in batch.items()})
     loss = jax.jit(lambda m, batch: task.loss(m, batch, keys=None, gather=whole))(llama, batch)
     log = np.asarray(jax.jit(lambda m: jax.nn.log_softmax(m(ids, at, segments)))(llama))
@@ -278,7 +279,7 @@ def test_a_config_without_vocabulary_takes_that_of_the_data():
     config = dataclasses.replace(GQA, vocabulary=None)
     assert config.bound(TokenSchema(vocabulary=77, length=8)).vocabulary == 77
     with pytest.raises(ValueError, match=r"config.vocabulary is None"):
-        llama3.Llama(config, nnx.Rngs(0), **F32)
+        llama3.Llama(config, nnx.Rngs(0), F32)
 
 
 def test_heads_share_keys_and_values_in_consecutive_groups(x64):

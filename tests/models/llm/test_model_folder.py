@@ -64,7 +64,7 @@ def test_devices_hold_the_slices_that_their_mesh_wants(tmp_path, case, mesh):
     config = CASES[case]
     write_checkpoint(tmp_path / "theirs", config, shard_bytes=20_000)
     made = make_mesh(MeshShape(**mesh), jax.devices()[: np.prod(list(mesh.values()))])
-    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), **F32)))
+    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), F32)))
     shardings = shape.shardings(made, LLM)
     targets = {
         name: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16, sharding=shardings[name]) for name, p in shape.params.items()

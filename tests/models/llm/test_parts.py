@@ -29,8 +29,8 @@ class GeluMlp:
 
     ratio: int = 4
 
-    def build(self, config, rngs, *, param_dtype, compute_dtype):
-        return GeluMlpLayers(config, self.ratio * config.dim, llama3.StackedNormal(config, rngs, param_dtype))
+    def build(self, config, rngs, dtypes):
+        return GeluMlpLayers(config, self.ratio * config.dim, llama3.StackedNormal(config, rngs, dtypes.params))
 
 
 class GeluMlpLayers(nnx.Module):
@@ -46,16 +46,16 @@ class GeluMlpLayers(nnx.Module):
 class OwnLayerNorm:
     """LayerNorm, under parameters that no RMSNorm has."""
 
-    def build(self, config, rngs, *, layers, param_dtype, compute_dtype):
-        return OwnLayerNormLayers((config.dim,) if layers is None else (layers, config.dim), param_dtype, compute_dtype)
+    def build(self, config, rngs, dtypes, *, layers):
+        return OwnLayerNormLayers((config.dim,) if layers is None else (layers, config.dim), dtypes)
 
 
 class OwnLayerNormLayers(nnx.Module):
-    def __init__(self, shape, param_dtype, compute_dtype):
+    def __init__(self, shape, dtypes):
         axes = ("layers", "norm")[-len(shape) :]
-        self.gain = nnx.Param(jnp.ones(shape, param_dtype), logical_axes=axes)
-        self.shift = nnx.Param(jnp.zeros(shape, param_dtype), logical_axes=axes)
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.gain = nnx.Param(jnp.ones(shape, dtypes.params), logical_axes=axes)
+        self.shift = nnx.Param(jnp.zeros(shape, dtypes.params), logical_axes=axes)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, x):
         centred = x - x.mean(-1, keepdims=True)
@@ -66,20 +66,20 @@ class OwnLayerNormLayers(nnx.Module):
 OWN = dataclasses.replace(GQA, mlp=GeluMlp(ratio=2), norm=OwnLayerNorm())
 
 
-def loss_of(config, **dtypes):
+def loss_of(config, dtypes):
     """(function of parameters, parameters) on one packed row."""
     task = config.task(TokenSchema(vocabulary=90, length=16))
     segments, positions = rows(5, 7, 4)
     ids = tokens(config, 1, 16)
     weights = np.ones(ids.shape, np.float32)
     batch = {"tokens": ids, "targets": ids, "segment_ids": segments, "positions": positions, "weights": weights}
-    graph, state = nnx.split(task.init(nnx.Rngs(0), **dtypes))
+    graph, state = nnx.split(task.init(nnx.Rngs(0), dtypes))
     loss = functools.partial(task.loss, batch=Batch(batch), keys=None, gather=whole)
     return lambda state: loss(nnx.merge(graph, state)).sum, state
 
 
 def test_a_config_with_parts_of_its_own_trains_and_all_its_parameters_move():
-    loss, state = loss_of(OWN, **F32)
+    loss, state = loss_of(OWN, F32)
     names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}
     assert {"layers/mlp/inner", "layers/mlp/outer", "layers/mlp_norm/shift", "final_norm/gain"} <= names
     assert not {"layers/mlp/gate", "final_norm/scale"} & names
@@ -93,7 +93,7 @@ def test_a_config_with_parts_of_its_own_trains_and_all_its_parameters_move():
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_its_stack_equals_its_layers_one_by_one(remat, x64):
     config = dataclasses.replace(OWN, remat=remat)
-    model = llama3.Llama(config, nnx.Rngs(0), **F64)
+    model = llama3.Llama(config, nnx.Rngs(0), F64)
     segments, positions = rows(5, 7, 4)
     ids = tokens(config, 1, 16)
     x = model.embed.weight[...][ids]
@@ -106,7 +106,7 @@ def test_its_stack_equals_its_layers_one_by_one(remat, x64):
 
 
 def test_its_cache_gives_the_logits_of_the_whole_row():
-    model = llama3.Llama(OWN, nnx.Rngs(0), **F32)
+    model = llama3.Llama(OWN, nnx.Rngs(0), F32)
     ids = tokens(OWN, 2, 9)
     along = np.broadcast_to(np.arange(9, dtype=np.int32), (2, 9))
     whole = jax.jit(lambda m: m(ids, along, np.ones_like(ids)))(model)
@@ -146,8 +146,8 @@ def test_folders_refuse_parts_that_they_cannot_name():
 
 
 def test_it_is_generated_with():
-    params = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(OWN, nnx.Rngs(0), **F32))).take_apart(
-        llama3.Llama(OWN, nnx.Rngs(0), **F32)
+    params = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(OWN, nnx.Rngs(0), F32))).take_apart(
+        llama3.Llama(OWN, nnx.Rngs(0), F32)
     )
 
     class InMemory:

@@ -11,8 +11,9 @@ from flax import nnx
 from scalejax.models.recsys.dcnv2 import DcnV2Config
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.logistic import LogisticConfig
+from scalejax.numerics.dtypes import Dtypes
 
-F64 = {"param_dtype": jnp.float64, "compute_dtype": jnp.float64}
+F64 = Dtypes(jnp.float64, jnp.float64)
 
 
 def oracle_mlp(p, x, last="linear"):
@@ -60,7 +61,7 @@ def test_forward_matches_a_literal_numpy_form(
 ):
     schema = dataclasses.replace(schema, dense=schema.dense if columns == "dense" else ())
     task = config.task(schema)
-    model = randomised(task.init(nnx.Rngs(0), **F64))
+    model = randomised(task.init(nnx.Rngs(0), F64))
     batch = examples(task, size=3)
     embedded = batch.embedded
     graph, state = nnx.split(model)
@@ -80,7 +81,7 @@ def test_logistic_tables_hold_one_zero_per_task(schema):
 def test_dropout_acts_only_with_a_key(schema, examples):
     for config in (DlrmConfig(dim=4, top_hidden=(9,), dropout=0.5), DcnV2Config(dim=4, deep_hidden=(9,), dropout=0.5)):
         task = config.task(schema)
-        model = task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.float32)
+        model = task.init(nnx.Rngs(0), Dtypes())
         batch = examples(task, dtype=np.float32)
         embedded = batch.embedded
         plain = model(embedded, batch["dense"])

@@ -15,6 +15,7 @@ from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.models.recsys.logistic import LogisticConfig
 from scalejax.models.recsys.task import bce_with_logits
 from scalejax.models.recsys.wukong import WukongConfig
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.protocols import ModelConfig
 from scalejax.train.task import Batch, Keys, whole
 
@@ -49,7 +50,7 @@ def test_cross_entropy_equals_its_definition_and_stays_finite(x64):
 def test_loss_is_the_weighted_sum_of_the_mean_over_tasks(config, schema, examples, randomised, x64):
     task = config.task(schema)
     assert isinstance(config, ModelConfig)
-    graph, state = nnx.split(randomised(task.init(nnx.Rngs(0), param_dtype=jnp.float64, compute_dtype=jnp.float64)))
+    graph, state = nnx.split(randomised(task.init(nnx.Rngs(0), Dtypes(jnp.float64, jnp.float64))))
     batch = examples(task)
     found = jax.jit(lambda s, b: loss_of(task, nnx.merge(graph, s), b))(state, batch)
     z = np.asarray(nnx.merge(graph, state)(batch.embedded, batch["dense"]))
@@ -66,7 +67,7 @@ def test_loss_is_the_weighted_sum_of_the_mean_over_tasks(config, schema, example
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_padding_of_weight_zero_adds_nothing_to_loss_or_gradient(config, schema, examples):
     task = config.task(schema)
-    graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.float32))
+    graph, state = nnx.split(task.init(nnx.Rngs(0), Dtypes()))
     batch = examples(task, dtype=np.float32)
 
     @jax.jit
@@ -88,7 +89,7 @@ def test_padding_of_weight_zero_adds_nothing_to_loss_or_gradient(config, schema,
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_strict_promotion_holds_and_gradients_are_finite(config, dtype, schema, examples, strict_promotion):
     task = config.task(schema)
-    graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=dtype))
+    graph, state = nnx.split(task.init(nnx.Rngs(0), Dtypes(compute=dtype)))
     batch = examples(task, dtype=np.float32)
 
     @jax.jit
@@ -108,7 +109,7 @@ def test_strict_promotion_holds_and_gradients_are_finite(config, dtype, schema, 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_counts_equal_the_real_model(config, schema, examples, dot_flops):
     task = config.task(schema)
-    graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.float32))
+    graph, state = nnx.split(task.init(nnx.Rngs(0), Dtypes()))
     batch = examples(task, size=4, dtype=np.float32)
     assert sum(p.size for p in jax.tree.leaves(state)) == task.dense_parameters()
     forward = dot_flops(jax.make_jaxpr(lambda s, b: loss_of(task, nnx.merge(graph, s), b).sum)(state, batch))
@@ -123,7 +124,7 @@ def test_counts_equal_the_real_model(config, schema, examples, dot_flops):
 def test_a_sharded_batch_needs_no_collective_but_the_sums_and_gives_the_same_gradient(config, schema, examples, x64):
     """A reshape that merges the batch into a leading axis would show up as an all-gather."""
     task = config.task(schema)
-    graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float64, compute_dtype=jnp.float64))
+    graph, state = nnx.split(task.init(nnx.Rngs(0), Dtypes(jnp.float64, jnp.float64)))
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(AxisType.Auto,))
     over_batch, everywhere = NamedSharding(mesh, PartitionSpec("batch")), NamedSharding(mesh, PartitionSpec())
     batch = examples(task, size=16)

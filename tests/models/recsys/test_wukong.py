@@ -36,8 +36,8 @@ FULL = dataclasses.replace(
     important=(Important(feature="c1", vectors=3),),
     narrow=(NarrowGroup(features=("c0", "c3"), dim=2, vectors=2, hidden=(5,)),),
 )
-F64 = {"param_dtype": jnp.float64, "compute_dtype": jnp.float64}
-F32 = {"param_dtype": jnp.float32, "compute_dtype": jnp.float32}
+F64 = nn.Dtypes(jnp.float64, jnp.float64)
+F32 = nn.Dtypes()
 
 
 # The oracle: one example at a time, one embedding at a time, float64.
@@ -106,7 +106,7 @@ def forward(model):
 def test_forward_matches_a_literal_numpy_form(config, fm, schema, examples, randomised, numpy_parameters, x64):
     config = dataclasses.replace(config, fm=fm)
     task = config.task(schema)
-    model = randomised(task.init(nnx.Rngs(0), **F64))
+    model = randomised(task.init(nnx.Rngs(0), F64))
     batch = examples(task)
     embedded = batch.embedded
     logits = forward(model)(embedded, batch["dense"])
@@ -121,7 +121,7 @@ def test_forward_matches_a_literal_numpy_form(config, fm, schema, examples, rand
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
 def test_layer_matches_a_literal_numpy_form(n, fm, randomised, numpy_parameters, x64):
     config = dataclasses.replace(TINY, fm=fm)
-    layer = randomised(wukong.WukongLayer(n, config, rngs=nnx.Rngs(0), **F64))
+    layer = randomised(wukong.WukongLayer(n, config, rngs=nnx.Rngs(0), dtypes=F64))
     assert (layer.residual is None) == (n == config.fm_outputs + config.lcb_outputs)
     x = np.random.default_rng(0).normal(size=(n, 3, config.dim))
     got = forward(layer)(jnp.asarray(x))
@@ -132,7 +132,7 @@ def test_layer_matches_a_literal_numpy_form(n, fm, randomised, numpy_parameters,
 def test_works_without_dense_features_and_with_one_task(examples, numpy_parameters, x64):
     schema = Schema(categorical=tuple(Categorical(name=f"c{i}", rows=9) for i in range(5)))
     task = TINY.task(schema)
-    model = task.init(nnx.Rngs(0), **F64)
+    model = task.init(nnx.Rngs(0), F64)
     batch = examples(task, size=1)
     embedded = batch.embedded
     got = forward(model)(embedded, batch["dense"])
@@ -147,7 +147,7 @@ def test_works_without_dense_features_and_with_one_task(examples, numpy_paramete
 
 def test_sum_over_pairs_equals_half_of_square_of_sum_minus_sum_of_squares(x64):
     x = np.random.default_rng(0).normal(size=(7, 2, 5))
-    f = wukong.PlainFm(7, TINY, rngs=nnx.Rngs(0), **F64)(jnp.asarray(x))
+    f = wukong.PlainFm(7, TINY, rngs=nnx.Rngs(0), dtypes=F64)(jnp.asarray(x))
     pairs = np.triu(np.asarray(f), k=1).sum((1, 2))
     np.testing.assert_allclose(pairs, ((x.sum(0) ** 2).sum(-1) - (x**2).sum((0, 2))) / 2, rtol=1e-12)
 
@@ -181,7 +181,7 @@ def test_gram_is_recovered_from_the_low_rank_form_exactly_when_rank_suffices(n, 
 @pytest.mark.parametrize("fm", ["lowrank", "attentive"])
 def test_no_kind_but_the_plain_one_forms_the_gram_matrix(fm):
     n, config = 53, dataclasses.replace(TINY, fm=fm)
-    layer = wukong.WukongLayer(n, config, rngs=nnx.Rngs(0), **F32)
+    layer = wukong.WukongLayer(n, config, rngs=nnx.Rngs(0), dtypes=F32)
     graph, state = nnx.split(layer)
     x = jnp.zeros((n, 2, config.dim))
     text = str(jax.make_jaxpr(jax.grad(lambda s, x: nnx.merge(graph, s)(x).sum(), argnums=(0, 1)))(state, x))
@@ -191,7 +191,7 @@ def test_no_kind_but_the_plain_one_forms_the_gram_matrix(fm):
 def polynomial(layers, zero_fm_block=False):
     """t -> stack(t X_0) with the norms off and every MLP linear; float64."""
     config = dataclasses.replace(TINY, layers=layers, activation="linear", normalization="none", fmb_hidden=(4,))
-    stack = [wukong.WukongLayer(n, config, rngs=nnx.Rngs(layers), **F64) for n in (6, *(layers - 1) * (5,))]
+    stack = [wukong.WukongLayer(n, config, rngs=nnx.Rngs(layers), dtypes=F64) for n in (6, *(layers - 1) * (5,))]
     x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 1, config.dim)))
 
     if zero_fm_block:
@@ -228,7 +228,7 @@ def test_without_the_fm_block_the_stack_is_linear(x64):
 @pytest.mark.parametrize("fm", ["lowrank", "attentive"])
 def test_permuting_inputs_and_the_matching_parameters_changes_nothing(fm, randomised, x64):
     config, n = dataclasses.replace(TINY, fm=fm), 6
-    layer = randomised(wukong.WukongLayer(n, config, rngs=nnx.Rngs(0), **F64))
+    layer = randomised(wukong.WukongLayer(n, config, rngs=nnx.Rngs(0), dtypes=F64))
     rng = np.random.default_rng(0)
     x, order = jnp.asarray(rng.normal(size=(n, 2, config.dim))), rng.permutation(n)
     before = forward(layer)(x)
@@ -267,7 +267,7 @@ def test_two_layers_learn_a_product_of_four_features_and_one_layer_cannot():
             activation="linear",
             normalization="none",
         )
-        graph, state = nnx.split(config.build(schema, nnx.Rngs(0), **F32))
+        graph, state = nnx.split(config.build(schema, nnx.Rngs(0), F32))
         adam = optax.adam(3e-3)
 
         def loss(state, graph=graph):
@@ -296,7 +296,7 @@ def test_two_layers_learn_a_product_of_four_features_and_one_layer_cannot():
 @pytest.mark.parametrize("config", [TINY, FULL, dataclasses.replace(TINY, normalization="none", head_hidden=())])
 def test_parameter_and_flop_counts_equal_the_real_model(config, fm, schema, examples, dot_flops, strict_promotion):
     task = dataclasses.replace(config, fm=fm).task(schema)
-    model = task.init(nnx.Rngs(0), **F32)
+    model = task.init(nnx.Rngs(0), F32)
     graph, state = nnx.split(model)
     assert sum(p.size for p in jax.tree.leaves(state)) == task.dense_parameters()
     batch = examples(task, size=4, dtype=np.float32)
@@ -322,7 +322,7 @@ def test_tables_are_as_wide_as_the_role_of_their_feature_asks(schema):
 @pytest.mark.parametrize("size", sorted(wukong.SIZES))
 def test_named_sizes_build(size, schema):
     task = wukong.SIZES[size].task(schema)
-    model = nnx.eval_shape(lambda: task.init(nnx.Rngs(0), **F32))
+    model = nnx.eval_shape(lambda: task.init(nnx.Rngs(0), F32))
     assert sum(p.size for p in jax.tree.leaves(nnx.state(model))) == task.dense_parameters()
 
 
@@ -331,7 +331,7 @@ def test_named_sizes_build(size, schema):
 
 def test_dropout_is_off_without_a_key_and_random_with_one(schema, examples):
     task = dataclasses.replace(TINY, dropout=0.5, embedding_dropout=0.1).task(schema)
-    call = forward(task.init(nnx.Rngs(0), **F32))
+    call = forward(task.init(nnx.Rngs(0), F32))
     batch = examples(task, dtype=np.float32)
     embedded = batch.embedded
     a, b = (call(embedded, batch["dense"], key=jax.random.key(i)) for i in (0, 1))
@@ -363,7 +363,7 @@ def test_bfloat16_compute_is_close_to_float32_with_float32_logits_and_finite_gra
     embedded = batch.embedded
     losses = {}
     for dtype in (jnp.float32, jnp.bfloat16):
-        graph, state = nnx.split(task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=dtype))
+        graph, state = nnx.split(task.init(nnx.Rngs(0), nn.Dtypes(compute=dtype)))
 
         @jax.jit
         def step(state, embedded, key, graph=graph):
@@ -384,7 +384,7 @@ def test_bfloat16_compute_is_close_to_float32_with_float32_logits_and_finite_gra
 
 def test_every_parameter_names_one_logical_axis_per_dimension(schema):
     for fm in ("lowrank", "attentive"):
-        model = dataclasses.replace(FULL, fm=fm).build(schema, nnx.Rngs(0), **F32)
+        model = dataclasses.replace(FULL, fm=fm).build(schema, nnx.Rngs(0), F32)
         for path, param in nnx.iter_graph(model):
             if isinstance(param, nnx.Param):
                 assert len(param.get_metadata()["logical_axes"]) == param[...].ndim, path

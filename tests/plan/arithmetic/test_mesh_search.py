@@ -248,8 +248,8 @@ def test_block_formats_on_the_wire_are_refused():
 class _NarrowMlp(llama3.GatedMlp):
     """Which the dimensions of a config do not describe."""
 
-    def build(self, config, rngs, **dtypes):
-        return super().build(dataclasses.replace(config, ffn_dim=8), rngs, **dtypes)
+    def build(self, config, rngs, dtypes):
+        return super().build(dataclasses.replace(config, ffn_dim=8), rngs, dtypes)
 
 
 @pytest.mark.parametrize("model", [object(), dataclasses.replace(llama3.SIZES["3.1-8b"], mlp=_NarrowMlp())])

@@ -11,6 +11,7 @@ from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
 from scalejax.numerics import flops
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import topology
 from scalejax.plan.arithmetic import published_runs as runs
@@ -80,7 +81,7 @@ def _llama(remat):
 def _loss(config, batch, sequence):
     """The loss of a model on abstract arguments: (function, its arguments)."""
     task = config.task(TokenSchema(vocabulary=64, length=sequence))
-    model = nnx.eval_shape(lambda: task.init(nnx.Rngs(0), param_dtype=jnp.float32, compute_dtype=jnp.float32))
+    model = nnx.eval_shape(lambda: task.init(nnx.Rngs(0), Dtypes()))
     ids = jax.ShapeDtypeStruct((batch, sequence), jnp.int32)
     arrays = {name: ids for name in ("tokens", "targets", "segment_ids", "positions")}
     arrays["weights"] = jax.ShapeDtypeStruct((batch, sequence), jnp.float32)

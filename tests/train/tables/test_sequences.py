@@ -17,6 +17,7 @@ from scalejax.data.examples.batch import Batch as HostBatch
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.models.recsys.task import bce_with_logits
+from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.parallel.fsdp import Fsdp
@@ -70,7 +71,7 @@ class AttentionTask(TaskBase):
             TableConfig(name="views", rows=rows["views"], features=("views", "last"), **common),
         )
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> nnx.Module:
+    def init(self, rngs: nnx.Rngs, dtypes: Dtypes) -> nnx.Module:
         return Attention(rngs)
 
     def loss(self, model: Any, batch: Batch, *, keys: Any, gather: Any) -> Loss:

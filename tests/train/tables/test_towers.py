@@ -40,11 +40,9 @@ FEATURES = (("shop", "hour"), ("item", "hour"))
 class Towers(nnx.Module):
     """Two layers a tower over the rows of its features, and a head over what all towers found and the numbers."""
 
-    def __init__(self, numbers, rngs, *, param_dtype, compute_dtype):
-        del compute_dtype
-
+    def __init__(self, numbers, rngs, dtypes):
         def normal(*shape):
-            return 0.3 * jax.random.normal(rngs.params(), shape, param_dtype)
+            return 0.3 * jax.random.normal(rngs.params(), shape, dtypes.params)
 
         inputs = DIM * len(FEATURES[0])
         self.first = nnx.Param(normal(TOWERS, inputs, WIDTH), logical_axes=("towers", "input", "hidden"))
@@ -73,8 +71,8 @@ class TowersConfig:
     def tables(self, schema):
         return tuple(pooled_table(feature, DIM) for feature in schema.categorical)
 
-    def build(self, schema, rngs, **dtypes):
-        return Towers(len(schema.dense), rngs, **dtypes)
+    def build(self, schema, rngs, dtypes):
+        return Towers(len(schema.dense), rngs, dtypes)
 
     def task(self, schema):
         return TowersTask(model=self, schema=schema)

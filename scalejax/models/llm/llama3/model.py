@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
@@ -25,18 +26,17 @@ from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.parts import Turns
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather, apply_layers, scan_layers, split_params, whole
-from scalejax.nn.linear import DType
 from scalejax.numerics import weights
 
 
 class Block(nnx.Module):
     """Attention, then the MLP, each after a norm and added to its input; all layers, used one at a time."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, **dtypes: DType):
-        self.attention_norm = config.norm.build(config, rngs, layers=config.layers, **dtypes)
-        self.attention = config.self_attention.build(config, rngs, **dtypes)
-        self.mlp_norm = config.norm.build(config, rngs, layers=config.layers, **dtypes)
-        self.mlp = config.mlp.build(config, rngs, **dtypes)
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+        self.attention_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
+        self.attention = config.self_attention.build(config, rngs, dtypes)
+        self.mlp_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
+        self.mlp = config.mlp.build(config, rngs, dtypes)
 
     def __call__(self, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
@@ -73,29 +73,27 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """Tokens -> the residual stream after the last norm; `logits` and the loss of the task apply the head."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType):
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         """Creates the parameters.
 
         Args:
           config: Architecture, with a vocabulary.
           rngs: Source of the "params" key.
-          param_dtype: Dtype of the parameters.
-          compute_dtype: Dtype of activations and of the operands of matrix products.
+          dtypes: Of the parameters, and of activations and the operands of matrix products.
         """
         if config.vocabulary is None:
             raise ValueError("Llama: config.vocabulary is None; take `config.bound(schema)`, or set it.")
-        dtypes = {"param_dtype": param_dtype, "compute_dtype": compute_dtype}
         std = config.init_scale
-        self.embed = _Matrix(rngs, (config.vocabulary, config.dim), ("vocabulary", "embed"), std, param_dtype)
-        self.layers = Block(config, rngs, **dtypes)
-        self.final_norm = config.norm.build(config, rngs, layers=None, **dtypes)
+        self.embed = _Matrix(rngs, (config.vocabulary, config.dim), ("vocabulary", "embed"), std, dtypes.params)
+        self.layers = Block(config, rngs, dtypes)
+        self.final_norm = config.norm.build(config, rngs, dtypes, layers=None)
         self.head = (
             None
             if config.tie_embeddings
-            else _Matrix(rngs, (config.dim, config.vocabulary), ("embed", "vocabulary"), std, param_dtype)
+            else _Matrix(rngs, (config.dim, config.vocabulary), ("embed", "vocabulary"), std, dtypes.params)
         )
         self.config = config
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def hidden(
         self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
@@ -110,7 +108,7 @@ class Llama(nnx.Module):
           gather: Fetches parameters, see `nn.layers`.
 
         Returns:
-          compute_dtype[B, S, E] and param_dtype[E, V].
+          compute_dtype[B, S, E], and [E, V] in the dtype of the parameters.
         """
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
@@ -214,7 +212,7 @@ _STREAM = ("batch", "stream", None)
 
 
 class _Matrix(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: DType):
+    def __init__(self, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], std: float, dtype: DTypeLike):
         self.weight = nnx.Param(std * jax.random.normal(rngs.params(), shape, dtype), logical_axes=axes)
 
 

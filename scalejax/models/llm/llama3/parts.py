@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
-from scalejax.nn.linear import DType
 
 if TYPE_CHECKING:
     from scalejax.models.llm.llama3.config import LlamaConfig
@@ -36,9 +36,7 @@ Turns = tuple[jax.Array, jax.Array]
 class MlpPart(Protocol):
     """Works on each position by itself."""
 
-    def build(
-        self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType
-    ) -> Callable[[jax.Array], jax.Array]:
+    def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Callable[[jax.Array], jax.Array]:
         """A module of all layers; with the parameters of one, compute_dtype[B, S, E] -> [B, S, E]."""
         ...
 
@@ -47,7 +45,7 @@ class NormPart(Protocol):
     """Normalises the last axis."""
 
     def build(
-        self, config: "LlamaConfig", rngs: nnx.Rngs, *, layers: int | None, param_dtype: DType, compute_dtype: DType
+        self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes, *, layers: int | None
     ) -> Callable[[jax.Array], jax.Array]:
         """A module of `layers` layers, or of none that are stacked (None): [B, S, E] -> compute_dtype[B, S, E]."""
         ...
@@ -56,9 +54,7 @@ class NormPart(Protocol):
 class AttentionPart(Protocol):
     """Mixes positions."""
 
-    def build(
-        self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType
-    ) -> "AttentionModule":
+    def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "AttentionModule":
         """A module of all layers."""
         ...
 
@@ -95,7 +91,7 @@ class StackedNormal:
 
     config: "LlamaConfig"
     rngs: nnx.Rngs
-    dtype: DType
+    dtype: DTypeLike
 
     def __call__(self, shape: tuple[int, ...], axes: tuple[str, ...], *, shrink: float = 1.0) -> nnx.Param[Any]:
         """A weight of this shape in each layer, times `shrink`."""
@@ -112,17 +108,14 @@ class StackedNormal:
 class RmsNorm:
     """RMSNorm with the `norm_eps` of the config."""
 
-    def build(
-        self, config: "LlamaConfig", rngs: nnx.Rngs, *, layers: int | None, param_dtype: DType, compute_dtype: DType
-    ) -> nn.RMSNorm:
+    def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes, *, layers: int | None) -> nn.RMSNorm:
         """See `NormPart`."""
         del rngs  # nothing is drawn
         stack = () if layers is None else (layers,)
         return nn.RMSNorm(
             (*stack, config.dim),
             eps=config.norm_eps,
-            param_dtype=param_dtype,
-            compute_dtype=compute_dtype,
+            dtypes=dtypes,
             logical_axes=("norm",) if layers is None else ("layers", "norm"),
         )
 
@@ -131,11 +124,9 @@ class RmsNorm:
 class GatedMlp:
     """W_down(silu(W_gate x) * (W_up x)), `ffn_dim` of the config wide."""
 
-    def build(
-        self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType
-    ) -> "GatedMlpLayers":
+    def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "GatedMlpLayers":
         """See `MlpPart`."""
-        return GatedMlpLayers(config, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        return GatedMlpLayers(config, rngs, dtypes)
 
 
 class GatedMlpLayers(nnx.Module):
@@ -143,12 +134,12 @@ class GatedMlpLayers(nnx.Module):
 
     stages = (("gate", "up"), ("down",))
 
-    def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType):
-        normal = StackedNormal(config, rngs, param_dtype)
+    def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes):
+        normal = StackedNormal(config, rngs, dtypes.params)
         self.gate = normal((config.dim, config.ffn_dim), ("embed", "hidden"))
         self.up = normal((config.dim, config.ffn_dim), ("embed", "hidden"))
         self.down = normal.to_stream((config.ffn_dim, config.dim), ("hidden", "embed"))
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
@@ -185,11 +176,9 @@ class Cache:
 class GroupedQueryAttention:
     """Causal attention of `heads` heads, of which groups share each of `kv_heads` keys and values."""
 
-    def build(
-        self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType
-    ) -> "AttentionLayers":
+    def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "AttentionLayers":
         """See `AttentionPart`."""
-        return AttentionLayers(config, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        return AttentionLayers(config, rngs, dtypes)
 
 
 class AttentionLayers(nnx.Module):
@@ -197,15 +186,15 @@ class AttentionLayers(nnx.Module):
 
     stages = (("query", "key", "value"), ("out",))
 
-    def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, *, param_dtype: DType, compute_dtype: DType):
+    def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes):
         c, d = config, config.width
-        normal = StackedNormal(c, rngs, param_dtype)
+        normal = StackedNormal(c, rngs, dtypes.params)
         self.query = normal((c.dim, c.heads, d), ("embed", "heads", "head"))
         self.key = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
         self.value = normal((c.dim, c.kv_heads, d), ("embed", "kv_heads", "head"))
         self.out = normal.to_stream((c.heads, d, c.dim), ("heads", "head", "embed"))
         self.config = config
-        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.compute_dtype = dtypes.compute
 
     def project(self, x: jax.Array, turns: Turns) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, S, E] -> queries [B, S, H, D], keys and values [B, S, K, D], the first two rotated."""

@@ -42,9 +42,9 @@ class LlamaTask(TaskBase):
 
         return model_folder.as_trained(model_folder.open_folder(path))
 
-    def init(self, rngs: nnx.Rngs, *, param_dtype: Any, compute_dtype: Any) -> Llama:
+    def init(self, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Llama:
         """Builds the model."""
-        return Llama(self.config, rngs, param_dtype=param_dtype, compute_dtype=compute_dtype)
+        return Llama(self.config, rngs, dtypes)
 
     def loss(self, model: Llama, batch: Batch, *, keys: Keys | None, gather: Gather) -> Loss:
         """Sum of the cross-entropies of the targets that count, and their number.

@@ -267,7 +267,9 @@ def reset(
         rounds = lax.pmax(rounds, axes)
     touched = [stack for stack in stacks if any(member.config.name in lists for member in stack.members)]
 
-    def one(carry: tuple[jax.Array, dict[str, dict[str, jax.Array]]]) -> tuple[jax.Array, dict]:
+    def one(
+        carry: tuple[jax.Array, dict[str, dict[str, jax.Array]]],
+    ) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
         number, leaves = carry
         rows = {}
         for name, gone in lists.items():

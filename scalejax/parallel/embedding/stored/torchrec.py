@@ -89,7 +89,9 @@ def read_state(
     return {table.name: _table(table, weights, states) for table in tables}
 
 
-def write_state(logical: Mapping[str, Mapping[str, Any]], tables: Sequence[TableConfig]) -> tuple[dict, dict]:
+def write_state(
+    logical: Mapping[str, Mapping[str, Any]], tables: Sequence[TableConfig]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The inverse of `read_state`: state dicts of one rank that holds everything, in NumPy.
 
     Args:
@@ -121,7 +123,9 @@ def _states(optimizer: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _table(table: TableConfig, weights: list[dict[str, Any]], states: list[dict[str, dict[str, Any]]]) -> dict:
+def _table(
+    table: TableConfig, weights: list[dict[str, Any]], states: list[dict[str, dict[str, Any]]]
+) -> dict[str, Any]:
     held = [model[table.name] for model in weights if table.name in model]
     if not held:
         present = sorted({name for model in weights for name in model})

@@ -1,0 +1,6 @@
+"""How a kernel for a TPU runs where there is none."""
+
+from jax.experimental.pallas import tpu as pltpu
+
+Interpret = bool | pltpu.InterpretParams
+"""Whether it is interpreted, and how; Pallas takes long to import, so interfaces name this for type checkers alone."""
