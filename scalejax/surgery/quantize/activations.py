@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.models.llm import architecture
+from scalejax.models.llm import families
 from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts.protocol import PackedLayout
 from scalejax.nn import counts
@@ -198,7 +198,7 @@ class LayerShape:
 
     def __init__(self, config: Any) -> None:
         one = dataclasses.replace(config, layers=1)
-        self.model = counts.abstract(architecture.of(one).build, one)
+        self.model = counts.abstract(families.of(one).build, one)
         self.layer, self.norm = ModelShape.of(self.model.layers), ModelShape.of(self.model.final_norm)
 
 
