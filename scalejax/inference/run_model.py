@@ -15,7 +15,7 @@ from scalejax.data.text.mixture import MixtureData
 from scalejax.data.text.staged import StagedData
 from scalejax.data.text.tokenizer import Bytes, Characters, Tokenizer
 from scalejax.errors import UserError
-from scalejax.models.llm import architecture, mapping
+from scalejax.models.llm import families, mapping
 from scalejax.models.llm.architecture import LanguageConfig
 from scalejax.models.llm.mapping import Index
 from scalejax.models.llm.model_folder import COPIED, LanguageModel
@@ -77,10 +77,10 @@ def open_run(
     experiment = phases.experiment_at(experiment, run_folder, step)
     model: Any = experiment.model
     data = _text_of(experiment.data)
-    if architecture.find(model) is None or data is None:
+    if families.find(model) is None or data is None:
         raise UserError(
             f"RUN_FOLDER {run_folder} is a run of {type(model).__name__}, not of a language model. Give a run of "
-            f"{', '.join(entry.config.__name__ for entry in architecture.known())}."
+            f"{', '.join(entry.config.__name__ for entry in families.known())}."
         )
     config: LanguageConfig = model.bound(experiment.data.schema())
     tokenizer = data.tokenizer.build()
@@ -118,7 +118,7 @@ def _text_of(data: Any) -> TextData | None:
 
 def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Parameters of a model, by path."""
-    entries, sizes = architecture.own_table(config)
+    entries, sizes = families.own_table(config)
     shapes = {e.path: ((config.layers,) if e.stacked else ()) + e.shape(sizes) for e in entries}
     return {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
 

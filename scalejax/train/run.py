@@ -1,15 +1,13 @@
-"""A run bound to its data and its devices: windows, evaluations, checkpoints and the closing summary of any model."""
+"""A run bound to its data and its devices: checkpoints, windows, evaluations and the closing summary of any model."""
 
 import contextlib
 import dataclasses
-import functools
 import pathlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -18,21 +16,18 @@ from rich.console import Console
 from scalejax import chips, optim
 from scalejax.errors import UserError
 from scalejax.parallel import offload
-from scalejax.parallel.embedding.collection import MAPS, EmbeddingCollection
+from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.plan.placement import PlanRefused, ShardingPlan
-from scalejax.parallel.embedding.stored import logical as stored
 from scalejax.parallel.embedding.stored.tiers import Cache, Tiers
 from scalejax.parallel.embedding.update.tracking import touched_rows
-from scalejax.train import binding, distributed, phases, scoring
+from scalejax.train import binding, distributed, phases, run_state, scoring
 from scalejax.train import state as states
 from scalejax.train.batches.convert import prefetch
 from scalejax.train.batches.pipeline import Pipeline
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
-from scalejax.train.checkpoints.array_store import AnyArray, LazyArray
 from scalejax.train.checkpoints.checkpoint import Checkpointer
-from scalejax.train.checkpoints.trained import Trained
-from scalejax.train.experiment import Experiment, Init, Surgery
+from scalejax.train.experiment import Experiment, Init
 from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics import sums as metric_sums
 from scalejax.train.phases import ResolvedPhase
@@ -41,99 +36,10 @@ from scalejax.train.reports import console as consoles
 from scalejax.train.reports import summary
 from scalejax.train.reports.records import Records
 from scalejax.train.reports.timing import peak_memory
+from scalejax.train.run_state import Best, HostState
 from scalejax.train.scoring import Scores
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
-
-
-@dataclasses.dataclass(frozen=True)
-class Best:
-    """The best evaluation so far on the split that is scored at intervals; the earliest of equals.
-
-    Attributes:
-      step: Where; 0 before the first.
-      value: On that split.
-      final: On the final split at that step, where it is scored there.
-    """
-
-    step: int = 0
-    value: float = 0.0
-    final: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class HostState:
-    """What a run knows on the host between two steps.
-
-    Attributes:
-      examples: Global example counter.
-      data_from: Its value when the training stream of these data began.
-      weight: Sum of the weights of all examples so far; of a language model the targets that it has learnt from.
-      lifetime: Sums of the metrics that have values for the whole run, over all windows so far.
-      progressive: The same over all days scored so far, before they were trained.
-      best: The best evaluation so far.
-    """
-
-    examples: int = 0
-    data_from: int = 0
-    weight: float = 0.0
-    lifetime: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    progressive: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    best: Best = Best()
-
-    @property
-    def position(self) -> int:
-        """In the training stream."""
-        return self.examples - self.data_from
-
-    def after(self, examples: int) -> "HostState":
-        """One step later."""
-        return dataclasses.replace(self, examples=self.examples + examples)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON values, exactly."""
-        return {
-            "examples": self.examples,
-            "data_from": self.data_from,
-            "weight": self.weight,
-            "lifetime": {name: metric_sums.to_json(sums) for name, sums in self.lifetime.items()},
-            "progressive": {name: metric_sums.to_json(sums) for name, sums in self.progressive.items()},
-            "best": dataclasses.asdict(self.best),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], like: Mapping[str, Any]) -> "HostState":
-        """The inverse of `to_dict`; `like` has host sums of each metric."""
-        lifetime, progressive = (
-            {name: metric_sums.from_json(sums, like[name]) for name, sums in values[key].items()}
-            for key in ("lifetime", "progressive")
-        )
-        best, data_from = Best(**values["best"]), int(values.get("data_from", 0))
-        return cls(int(values["examples"]), data_from, float(values["weight"]), lifetime, progressive, best)
-
-
-def _placed(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Arrays on the devices, in the dtypes and shardings of `like`; of each a device's part is read at a time."""
-
-    def read(array: Any, dtype: Any) -> Callable[[Any], np.ndarray]:
-        return lambda index: np.asarray(array[index]).astype(dtype)
-
-    return {
-        path: jax.make_array_from_callback(x.shape, x.sharding, read(arrays[path], x.dtype)) for path, x in like.items()
-    }
-
-
-def _earlier(seen: AnyArray, updates: AnyArray | None) -> AnyArray:
-    """int32: when ids were seen last, by a clock that begins when the other one stood at `updates`."""
-    now = 0 if updates is None else int(updates[...])
-    return LazyArray(seen.shape, seen.dtype, lambda index: seen[index] - np.int32(now))
-
-
-def _nothing(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros, or any key."""
-    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    make = (lambda: jax.random.key(0)) if is_key else (lambda: jnp.zeros(leaf.shape, leaf.dtype))
-    return jax.jit(make, out_shardings=leaf.sharding)()
 
 
 class Run:
@@ -249,7 +155,9 @@ class Run:
         state, init = self.program.init(self.tables), self.experiment.init
         if init is not None:
             init = Init(path=init) if isinstance(init, str) else init
-            state = self._with_model(state, self._opened(init), init.surgery, f"init={init.path}")
+            source = run_state.opened(self.program, init)
+            where = f"init={init.path}"
+            state = run_state.with_model(self.program, self.tables, state, source, init.surgery, where)
         return state, HostState()
 
     def follow(self, before: "Run", checkpoints: Checkpointer) -> tuple[TrainState, HostState]:
@@ -265,16 +173,16 @@ class Run:
             checkpoints.wait()
             source = trained.open_run(checkpoints.folder.parent, phase.start)
             if phase.surgery is not None:
-                state = self._with_model(state, source, phase.surgery, where)
-            else:
-                state = self._with_rows(state, source, where)
+                state = run_state.with_model(self.program, self.tables, state, source, phase.surgery, where)
+            elif self.tables is not None:
+                state = run_state.with_rows(self.program, self.tables, state, source, where)
         stored = self.to_stored(state)
         structure, leaves = jax.tree.structure(stored), manifests.named_leaves(stored)
         del state, stored
         for name in kept:  # let go before its successor is read
             leaves[name] = None
         arrays, saved = checkpoints.read(phase.start, kept)
-        leaves |= arrays | self._resize(arrays)
+        leaves |= self._resize(arrays)
         for average in self.experiment.averages:
             for path in self.program.trained:
                 if (name := f"averages.{average.name}.{path}") not in kept:
@@ -309,7 +217,7 @@ class Run:
                 return self.data is before.data and earlier.get(name) == manifests.describe(now[name])
             return same_rows or part != "tables"
 
-        now |= self._resized({name: tuple(x["shape"]) for name, x in earlier.items()})
+        now |= run_state.resized(self.program, {name: tuple(x["shape"]) for name, x in earlier.items()})
         kept = {name: leaf for name, leaf in now.items() if stays(name)}
         differences = manifests.describe_mismatch(kept, {name: earlier[name] for name in kept if name in earlier})
         if differences:
@@ -335,111 +243,16 @@ class Run:
         metrics = self.program.metrics.items()
         return {name: metric_sums.to_host(metric.zeros()) for name, metric in metrics if metric.lifetime}
 
-    def _opened(self, init: Init) -> Trained:
-        path = pathlib.Path(init.path)
-        if not trained.is_run(path):
-            if (init.step, init.average, init.digest) != (None, 1, None):
-                raise UserError(
-                    f"init={path} is no run folder, and so step, average and digest mean nothing. Leave them out."
-                )
-            return self.program.task.open_folder(path)
-        found = trained.open_run(path, init.step, init.average)
-        if init.digest is not None and not (init.digest and found.digest.startswith(init.digest)):
-            raise UserError(
-                f"init={path}: {found.origin} has the digest {found.digest[:12]}..., and init.digest is "
-                f"{init.digest!r}. Give the run that was meant, or its digest."
-            )
-        return found
-
-    def _with_model(self, state: TrainState, source: Trained, surgery: Surgery | None, where: str) -> TrainState:
-        """The state with parameters, variables and rows of tables of another model, one array at a time."""
-        model = self.program.model
-        if surgery is not None:
-            source = surgery.operate(source, self._as_trained(state))
-        # Rows of the batch begin anew: they belong to examples.
-        variables = {path: v for path, v in state.variables.items() if model.variable_specs[path] == P()}
-        arrays = trained.matched(source, model.params | {path: model.variables[path] for path in variables}, where)
-        state = dataclasses.replace(
-            state,
-            params=_placed(arrays, state.params),
-            variables=state.variables | _placed(arrays, variables),
-        )
-        averages = {name: _placed(arrays, average) for name, average in state.averages.items()}
-        state = dataclasses.replace(state, averages=averages)
-        return state if self.program.collection is None else self._with_rows(state, source, where)
-
-    def _with_rows(self, state: TrainState, source: Trained, where: str) -> TrainState:
-        """The state with the rows of tables of another model, and its id maps."""
-        assert self.tables is not None
-        rest = self.tables.to_stored(state.tables)
-        return dataclasses.replace(state, tables=self._tables_of(source, rest, where))
-
-    def _tables_of(self, source: Trained, rest: dict[str, Any], where: str) -> Any:
-        """Tables with the rows and id maps of another model, and all else of the stored tree `rest`."""
-        collection = self.program.collection
-        assert collection is not None
-        assert self.tables is not None
-        tree = {name: dict(leaves) for name, leaves in rest.items()}
-        for table in self.tables.tables:
-            rows, wanted = source.tables.get(table.name), (table.rows, table.dim)
-            if rows is None or tuple(rows.shape) != wanted:
-                has = "no such table" if rows is None else f"{list(rows.shape)}"
-                raise UserError(
-                    f"{where}: table {table.name!r} is {list(wanted)} in the model, and {source.origin} has {has}. "
-                    "Give a run of the same model and data."
-                )
-            start, leaves = 0, tree[table.name]
-            for part, count in stored.parts(table.rows).items():
-                own = trained.rows_of(rows, start, start + count)
-                leaves |= _placed({f"rows_{part}": own}, {f"rows_{part}": leaves[f"rows_{part}"]})
-                start += count
-        for table in collection.mapped_tables:
-            if table.name not in source.maps:
-                raise UserError(
-                    f"{where}: table {table.name!r} has an id map, and {source.origin} has none for it, so that "
-                    "nobody knows whose its rows are. Give a run with the same tables.id_maps."
-                )
-            maps, leaves = tree[MAPS][table.name], dict(source.maps[table.name])
-            for leaf in leaves.keys() & {"seen", "candidate_seen"}:  # updates of these tables begin at 0
-                leaves[leaf] = _earlier(leaves[leaf], source.updates)
-            tree[MAPS][table.name] = maps | _placed(leaves, {leaf: maps[leaf] for leaf in maps if leaf != "counts"})
-        return self.tables.from_stored(tree)
-
-    def _as_trained(self, state: TrainState) -> Trained:
-        """A state as an opened model; an array is brought to the host when it is indexed, and stays there."""
-        on_all = jax.jit(lambda x: x, out_shardings=self.program.replicated)
-
-        def lazy(arrays: Mapping[str, jax.Array]) -> dict[str, AnyArray]:
-            # Every process does this, in the same order: a surgery reads alike on all of them.
-            read = functools.cache(lambda path: np.asarray(on_all(offload.fetch(arrays[path], arrays[path].sharding))))
-            return {
-                path: LazyArray(x.shape, x.dtype, lambda index, path=path: read(path)[index])
-                for path, x in arrays.items()
-            }
-
-        logical = {} if self.tables is None else self.tables.to_logical(state.tables)
-        tables: dict[str, AnyArray] = lazy({name: leaves["rows"] for name, leaves in logical.items()})
-        if isinstance(self.tables, Tiers):
-            for name, x in self.tables.in_stores.items():
-                tables[name] = LazyArray(x.shape, x.dtype, functools.partial(self.tables.read, name))
-        return Trained(
-            params=lazy(state.params),
-            variables=lazy(state.variables),
-            tables=tables,
-            step=0,
-            origin="the model as it is drawn",
-        )
-
     def restore(self, checkpoints: Checkpointer, step: int | None) -> tuple[TrainState, HostState]:
         """Both of a checkpoint, the newest for None."""
         if self.program.collection is not None:
             self.program.collection.check_fits()
         abstract = self.abstract_stored()
         structure, leaves = jax.tree.structure(abstract), manifests.named_leaves(abstract)
-        leaves |= self._resized(checkpoints.shapes(step)) if abstract.get("exchange") else {}
+        leaves |= run_state.resized(self.program, checkpoints.shapes(step)) if abstract.get("exchange") else {}
         stored, host = checkpoints.restore(step, jax.tree.unflatten(structure, leaves.values()))
         arrays = manifests.named_leaves(stored)
-        stored = jax.tree.unflatten(structure, (arrays | self._resize(arrays)).values())
+        stored = jax.tree.unflatten(structure, self._resize(arrays).values())
         return self.from_stored(stored), HostState.from_dict(host, self.zero_sums())
 
     def open_to_score(self, folder: pathlib.Path, step: int | None) -> tuple[TrainState, int]:
@@ -474,18 +287,19 @@ class Run:
         if scored is not None and scored not in found.averages:
             known = ", ".join(found.averages) or "none"
             raise UserError(f"evaluation.average is {scored!r}, and the averages in {found.origin} are: {known}.")
-        averages = {} if scored is None else {scored: _placed(found.averages[scored], state.averages[scored])}
+        averages = {} if scored is None else {scored: run_state.placed(found.averages[scored], state.averages[scored])}
         state = dataclasses.replace(
             state,
             step=np.array(found.step, np.int32),
-            params=_placed(arrays, state.params),
-            variables=_placed(arrays, state.variables),
+            params=run_state.placed(arrays, state.params),
+            variables=run_state.placed(arrays, state.variables),
             averages=averages,
         )
         if program.collection is not None and self.tables is not None:
             program.collection.check_fits()
-            rest = jax.tree.map(_nothing, self.tables.abstract_stored())  # what only an update reads
-            state = dataclasses.replace(state, tables=self._tables_of(found, rest, f"RUN_FOLDER {folder}"))
+            rest = jax.tree.map(run_state.nothing, self.tables.abstract_stored())  # what only an update reads
+            rows = run_state.tables_of(program, self.tables, found, rest, f"RUN_FOLDER {folder}")
+            state = dataclasses.replace(state, tables=rows)
         return state, found.examples
 
     def abstract_stored(self) -> dict[str, Any]:
@@ -503,43 +317,11 @@ class Run:
         tables = {} if self.tables is None else self.tables.from_stored(stored["tables"])
         return states.from_stored(stored, self.program.abstract_state(), tables)
 
-    def _resized(self, held: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
-        """The state of the exchange as it is stored, if that was on another number of devices, by name; else {}.
-
-        Args:
-          held: Shapes of what is stored, by name.
-        """
-        own = manifests.named_leaves({"exchange": self.program.abstract_state().exchange})
-        found = {
-            name: jax.ShapeDtypeStruct(held.get(name, leaf.shape), leaf.dtype, sharding=self.program.replicated)
-            for name, leaf in own.items()
-        }
-        others = [name for name, leaf in own.items() if found[name].shape != leaf.shape]
-        if any(found[name].shape[1:] != own[name].shape[1:] for name in others):
-            return {}  # of another model: restoring says so
-        return found if others else {}
-
-    def _resize(self, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """What of the state of the exchange is that of another number of devices, for those of this mesh."""
-        abstract = self.program.abstract_state().exchange
-        scheme = self.program.gradients(1).scheme(self.program.model.params)
-        resized: dict[str, jax.Array] = {}
-        for path, like in abstract.items():
-            own = manifests.named_leaves({"exchange": {path: like}})
-            stored = [arrays[name] for name in own if name in arrays]
-            if all(x.shape == leaf.shape for x, leaf in zip(stored, own.values(), strict=False)):
-                continue
-            before, devices = stored[0].shape[0], next(iter(own.values())).shape[0]
-            state = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(x) for x in stored])
-            new = jax.tree.leaves(scheme.resized(path, state, devices))
-            resized |= {
-                name: jax.device_put(x, leaf.sharding) for (name, leaf), x in zip(own.items(), new, strict=True)
-            }
-            self.remarks = (
-                f"What the exchange of gradients remembers was that of {before} devices; on {devices} it is kept as "
-                f"{type(scheme).__name__} says.",
-            )
-        return resized
+    def _resize(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Arrays of a checkpoint, the state of the exchange for the devices of this mesh."""
+        resized, remarks = run_state.resize(self.program, arrays)
+        self.remarks = remarks or self.remarks
+        return arrays | resized
 
     def end(self) -> None:
         """Lets go of what lies on the host for the steps of this phase."""

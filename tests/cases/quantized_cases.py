@@ -8,7 +8,7 @@ from llama_cases import tensors, tokens, write_checkpoint
 from scalejax.inference import run_model
 from scalejax.models.llm import model_folder, safetensors
 from scalejax.models.llm.llama3 import LlamaConfig
-from scalejax.models.llm.packed_layouts import find_layout
+from scalejax.models.llm.packed_layouts.known import find_layout
 from scalejax.surgery.quantize import checkpoint, plan
 
 SMALL = LlamaConfig(layers=2, dim=64, ffn_dim=96, heads=4, kv_heads=2, vocabulary=264, max_positions=512)

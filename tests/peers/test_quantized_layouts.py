@@ -57,7 +57,7 @@ def test_weights_that_compressed_tensors_packs_are_read(theirs, tmp_path):
     from compressed_tensors.quantization import QuantizationConfig
 
     from scalejax.models.llm import packed, safetensors
-    from scalejax.models.llm.packed_layouts import LAYOUTS
+    from scalejax.models.llm.packed_layouts.known import LAYOUTS
     from scalejax.numerics import formats
 
     x = torch.tensor(gaussian(0, 8, 64))

@@ -13,7 +13,7 @@ from scalejax.errors import UserError
 
 if TYPE_CHECKING:
     from scalejax.models.llm.model_folder import LanguageModel
-    from scalejax.models.llm.packed_layouts import Layout
+    from scalejax.models.llm.packed_layouts.protocol import PackedLayout
     from scalejax.surgery.quantize.checkpoint import Quantizer, Row
     from scalejax.surgery.quantize.plan import Weight
 
@@ -112,7 +112,7 @@ def quantize(
     environment.prepare()
     if not 0 < shard_size < float("inf"):
         raise UserError(f"--shard-size must be above 0 GB and finite; got {shard_size}.")
-    from scalejax.models.llm.packed_layouts import find_layout
+    from scalejax.models.llm.packed_layouts.known import find_layout
     from scalejax.numerics import static
     from scalejax.surgery.quantize import checkpoint as writing
     from scalejax.surgery.quantize import plan as planning
@@ -174,7 +174,7 @@ def quantize(
         output.write_json(json, writing.as_json(rows))
 
 
-def _stored_bytes(weight: "Weight", layout: "Layout", model: "LanguageModel") -> int:
+def _stored_bytes(weight: "Weight", layout: "PackedLayout", model: "LanguageModel") -> int:
     """Bytes that a weight of the plan will take."""
     if weight.format is None:
         return math.prod(weight.shape) * model.source.dtype(weight.entry.path).itemsize

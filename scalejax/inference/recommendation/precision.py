@@ -126,7 +126,7 @@ def bytes_of(model: ClickModel, name: tuple[str, str], precision: str) -> int:
         rows, dim = model.tables[key].shape
         if precision in _WIDTH:
             return rows * dim * _WIDTH[precision]
-        return block_quant.table_bytes(precision, rows, dim)  # pyright: ignore[reportArgumentType]
+        return block_quant.table_bytes(precision, rows, dim)
     shapes = [model.params[path].shape for path in operators.find(model.shape)[key].params]
     sizes = [_size(shape) for shape in shapes]
     if precision in _WIDTH:

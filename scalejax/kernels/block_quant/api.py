@@ -34,8 +34,6 @@ A TPU's copies address 512 bytes and more, and these rows have 136 at most at D 
 into each line of 512 bytes, once for a table at rest.
 """
 
-import dataclasses
-import functools
 import importlib
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -47,175 +45,44 @@ import numpy as np
 from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels import embedding_bag as bags
-from scalejax.kernels.block_quant import codebook, lanes, search, shared_codebook, xla
+from scalejax.kernels.block_quant import codebook, formats, lanes, search, shared_codebook, xla
+from scalejax.kernels.block_quant.codebook import CODEBOOK_FORMATS, CodebookFormat, CodebookRows
+from scalejax.kernels.block_quant.formats import ENCODINGS
+from scalejax.kernels.block_quant.lanes import LaneRows
+from scalejax.kernels.block_quant.scale_bias import ROW_FORMATS, QuantizedRows, RowFormat, scale_dtype
+from scalejax.kernels.block_quant.shared_codebook import SharedCodebookFormat, SharedCodebookRows
 
 if TYPE_CHECKING:
+    from scalejax.kernels.block_quant import PackedRows
     from scalejax.kernels.interpretation import Interpret
 
-RowFormat = Literal["int8", "int8_half", "int4", "int2"]
-CodebookFormat = Literal["kmeans4", "kmeans2"]
-SharedCodebookFormat = Literal["kmeans4_shared", "kmeans2_shared"]
 Layout = Literal["training", "inference"]
 Implementation = Literal["reference", "xla", "pallas_gpu", "pallas_tpu"]
 
-_BITS = {"int8": 8, "int8_half": 8, "int4": 4, "int2": 2}
-_CODEBOOK_BITS = {"kmeans4": 4, "kmeans2": 2}
-_SHARED_BITS = {"kmeans4_shared": 4, "kmeans2_shared": 2}
-ROW_FORMATS: tuple[RowFormat, ...] = ("int8", "int8_half", "int4", "int2")
-CODEBOOK_FORMATS: tuple[CodebookFormat, ...] = ("kmeans4", "kmeans2")
-SHARED_CODEBOOK_FORMATS: tuple[SharedCodebookFormat, ...] = ("kmeans4_shared", "kmeans2_shared")
 
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("codes", "scales", "biases"), meta_fields=("format", "dim")
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizedRows:
-    """A quantized table of V rows of D numbers.
-
-    Attributes:
-      codes: uint8[V, ceil(D * bits / 8)].
-      scales: float32[V] for int8, else float16[V].
-      biases: as `scales`.
-      format: of the rows.
-      dim: D.
-    """
-
-    codes: jax.Array
-    scales: jax.Array
-    biases: jax.Array
-    format: RowFormat
-    dim: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of all rows."""
-        return self.codes.shape[0] * row_bytes(self.format, self.dim)
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("codes", "books"), meta_fields=("format", "dim"))
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CodebookRows:
-    """A table of V rows of D numbers under a codebook each.
-
-    Attributes:
-      codes: uint8[V, ceil(D * bits / 8)].
-      books: float16[V, 2^bits], ascending; what no number needs is zeros behind them.
-      format: of the rows.
-      dim: D.
-    """
-
-    codes: jax.Array
-    books: jax.Array
-    format: CodebookFormat
-    dim: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of all rows."""
-        return self.codes.shape[0] * row_bytes(self.format, self.dim)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("codes", "owners", "books"), meta_fields=("format", "dim")
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedCodebookRows:
-    """A table of V rows of D numbers under K codebooks, which rows share.
-
-    Attributes:
-      codes: uint8[V, ceil(D * bits / 8)].
-      owners: uint8[V], the codebook of each row; one that there is not stands for NaN.
-      books: float16[K, 2^bits], ascending.
-      format: of the rows.
-      dim: D.
-    """
-
-    codes: jax.Array
-    owners: jax.Array
-    books: jax.Array
-    format: SharedCodebookFormat
-    dim: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of all rows and codebooks."""
-        return self.codes.shape[0] * row_bytes(self.format, self.dim) + self.books.shape[0] * book_bytes(self.format)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("lines", "scales", "biases"),
-    meta_fields=("format", "dim", "num_rows"),
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LaneRows:
-    """A table as a TPU's copies address it: rows side by side in lines of 128 lanes of 32 bits, from `pack_lanes`.
-
-    A row takes w words of 32 bits: its codes, ceil(D * bits / 32), and its codebook, 8 for kmeans4 and 2 for kmeans2.
-    floor(128 / w) rows share a line; w above 128 is filled up to a multiple of it, and the row has its lines alone.
-    What is left of a line is zeros:
-
-        bytes a row, scale and bias included, at D =    16     32     64     72     128    256
-        int8                                            24     40     72     81.1   136    264
-        int4                                            12     20     36     40.6   68     132
-
-    Attributes:
-      lines: int32[ceil(V / floor(128 / w)), 128], or int32[V, w] if w is above 128.
-      scales: float32[V] for int8, float16[V] for the other formats of rows, None for codebooks.
-      biases: as `scales`.
-      format: of the rows.
-      dim: D.
-      num_rows: V.
-    """
-
-    lines: jax.Array
-    scales: jax.Array | None
-    biases: jax.Array | None
-    format: RowFormat | CodebookFormat
-    dim: int
-    num_rows: int
-
-    @property
-    def nbytes(self) -> int:
-        """Of all rows, and of what is left of the lines."""
-        return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(self))
-
-
-PackedRows = QuantizedRows | CodebookRows | SharedCodebookRows
-AnyRowFormat = RowFormat | CodebookFormat | SharedCodebookFormat
-
-
-def row_bytes(format: AnyRowFormat, dim: int, *, align: int = 1) -> int:
+def row_bytes(format: str, dim: int, *, align: int = 1) -> int:
     """Bytes of a row of `dim` numbers, filled up to a multiple of `align`; codebooks that rows share are apart.
 
     Raises:
       UserError: an unknown format.
     """
-    if format in _CODEBOOK_BITS:
-        bits = _CODEBOOK_BITS[format]
-        beside = 2 << bits
-    elif format in _SHARED_BITS:
-        bits, beside = _SHARED_BITS[format], 1
-    else:
-        bits, beside = _bits(format), 2 * _scale_dtype(format).itemsize
-    used = -(-dim * bits // 8) + beside
-    return -(-used // align) * align
+    formats.bits_of(format, ENCODINGS if format in ENCODINGS else ROW_FORMATS)
+    return -(-ENCODINGS[format].row_bytes(dim) // align) * align
 
 
 def book_bytes(format: SharedCodebookFormat) -> int:
     """Bytes of a codebook that rows share."""
-    return 2 << _shared_bits(format)
+    formats.bits_of(format, shared_codebook.SHARED_CODEBOOK_FORMATS)
+    return ENCODINGS[format].shared
 
 
-def table_bytes(format: AnyRowFormat, rows: int, dim: int) -> int:
+def table_bytes(format: str, rows: int, dim: int) -> int:
     """Bytes of a table, with the codebooks that its rows share by default.
 
     Raises:
       UserError: an unknown format.
     """
-    shared = shared_codebook.count(rows) * book_bytes(format) if format in _SHARED_BITS else 0  # pyright: ignore
-    return rows * row_bytes(format, dim) + shared
+    return rows * row_bytes(format, dim) + shared_codebook.count(rows) * ENCODINGS[format].shared
 
 
 def quantize_rows(
@@ -242,12 +109,12 @@ def quantize_rows(
     Raises:
       UserError: an unknown format or range, or a table of another dtype or rank.
     """
-    bits = _bits(format)
+    bits = formats.bits_of(format, ROW_FORMATS)
     _check_table("quantize_rows", table)
     if range not in ("minmax", "greedy"):
         raise UserError(f"quantize_rows: range must be 'minmax' or 'greedy'; got {range!r}.")
     chosen = search.quantize if range == "greedy" else xla.quantize
-    codes, scales, biases = chosen(table.astype(jnp.float32), bits, _scale_dtype(format).name)
+    codes, scales, biases = chosen(table.astype(jnp.float32), bits, scale_dtype(format).name)
     return QuantizedRows(codes=codes, scales=scales, biases=biases, format=format, dim=table.shape[1])
 
 
@@ -265,10 +132,9 @@ def cluster_rows(table: jax.Array, format: CodebookFormat) -> CodebookRows:
     Raises:
       UserError: an unknown format, or a table of another dtype or rank.
     """
-    if format not in _CODEBOOK_BITS:
-        raise UserError(f"format must be one of {', '.join(_CODEBOOK_BITS)}; got {format!r}.")
+    bits = formats.bits_of(format, CODEBOOK_FORMATS)
     _check_table("cluster_rows", table)
-    codes, books = codebook.quantize(table.astype(jnp.float32), _CODEBOOK_BITS[format])
+    codes, books = codebook.quantize(table.astype(jnp.float32), bits)
     return CodebookRows(codes=codes, books=books, format=format, dim=table.shape[1])
 
 
@@ -286,7 +152,7 @@ def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: in
     Raises:
       UserError: an unknown format, a count out of range, or a table that is traced or of another dtype or rank.
     """
-    bits = _shared_bits(format)
+    bits = formats.bits_of(format, shared_codebook.SHARED_CODEBOOK_FORMATS)
     _check_table("share_codebooks", table)
     if isinstance(table, jax.core.Tracer):
         raise UserError("share_codebooks: table must be an array, not traced. Call it outside of jax.jit and jax.vmap.")
@@ -303,23 +169,18 @@ def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: in
     )
 
 
-def dequantize_rows(rows: PackedRows) -> jax.Array:
+def dequantize_rows(rows: "PackedRows") -> jax.Array:
     """float32[V, D]: float32(float32(code * scale) + bias), or book[code], the same bits in every program.
 
     FBGEMM's CPU kernels round once, in a fused multiply-add, which for int8 may differ in the last bit; with float16
     scales the product is exact, and there is no difference. Where hardware takes subnormal numbers for zero, rows whose
     float32 scale is below 2^-114 lose the last bits of their products.
     """
-    if isinstance(rows, CodebookRows):
-        return codebook.decode(rows.codes, rows.books, _CODEBOOK_BITS[rows.format], rows.dim)
-    if isinstance(rows, SharedCodebookRows):
-        own = rows.books.at[rows.owners].get(mode="fill", fill_value=jnp.nan)
-        return codebook.decode(rows.codes, own, _shared_bits(rows.format), rows.dim)
-    return xla.dequantize(rows.codes, rows.scales, rows.biases, _bits(rows.format), rows.dim)
+    return rows.dequantize()
 
 
 def quantized_bag(
-    rows: PackedRows | LaneRows,
+    rows: "PackedRows | LaneRows",
     ids: jax.Array,
     lengths: jax.Array,
     *,
@@ -365,16 +226,12 @@ def quantized_bag(
         raise UserError(f"quantized_bag: dtype must be of floating point; got {jnp.dtype(dtype)}. Cast the result.")
     chosen = _choose(rows, implementation, lengths.shape[0])
     if chosen == "reference":
-        whole = dequantize_rows(unpack_lanes(rows) if isinstance(rows, LaneRows) else rows)
-        pooled = bags.embedding_bag(whole, ids, lengths, weights=weights, pooling=pooling, implementation="xla")
+        pooled = bags.embedding_bag(
+            rows.dequantize(), ids, lengths, weights=weights, pooling=pooling, implementation="xla"
+        )
         return pooled.astype(dtype)
-    if chosen == "pallas_gpu" and isinstance(rows, QuantizedRows):
-        arrays = (rows.codes, rows.scales, rows.biases, ids, lengths, weights)
-        return _kernel(chosen).bag(*arrays, _bits(rows.format), rows.dim, pooling, interpret).astype(dtype)
-    if chosen == "pallas_tpu" and isinstance(rows, LaneRows):
-        arrays = (rows.lines, rows.scales, rows.biases, ids, lengths, weights)
-        table = (_layout(rows), _code_bits(rows.format), rows.dim, rows.num_rows)
-        return _kernel(chosen).bag(*arrays, *table, pooling, interpret).astype(dtype)
+    if chosen != "xla":
+        return _kernel(chosen).bag(rows, ids, lengths, weights, pooling, interpret).astype(dtype)
     found = gather_quantized_rows(rows, ids)
     if weights is not None:
         found = found * weights.astype(jnp.float32)[:, None]
@@ -382,37 +239,20 @@ def quantized_bag(
     return bags.pool_rows(found, slots, lengths.shape[0], pooling=pooling).astype(dtype)
 
 
-def gather_quantized_rows(rows: PackedRows | LaneRows, ids: jax.Array) -> jax.Array:
+def gather_quantized_rows(rows: "PackedRows | LaneRows", ids: jax.Array) -> jax.Array:
     """Decoded rows, float32[N, D]; zeros where ids[n] is no row.
 
     Raises:
       UserError: ids that are no vector of integers.
     """
     ids = _integers("gather_quantized_rows", "ids", ids)
-    if isinstance(rows, LaneRows):
-        return _gather_from_lanes(rows, ids)
-    if rows.codes.shape[0] == 0:
-        return jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
-    inside = (ids >= 0) & (ids < rows.codes.shape[0])
-    at = jnp.where(inside, ids, rows.codes.shape[0])
-
-    def take(array: jax.Array) -> jax.Array:
-        return array.at[at].get(mode="fill", fill_value=0)
-
-    if isinstance(rows, SharedCodebookRows):  # no number of a codebook stands for zero
-        found = dequantize_rows(dataclasses.replace(rows, codes=take(rows.codes), owners=take(rows.owners)))
-        return jnp.where(inside[:, None], found, 0)
-    return dequantize_rows(jax.tree.map(take, rows))
+    # Codes or lines come first, and are empty if there are no rows.
+    return rows.gather(ids) if jax.tree.leaves(rows)[0].size else jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
 
 
-def poisoned_rows(rows: PackedRows) -> jax.Array:
+def poisoned_rows(rows: "PackedRows") -> jax.Array:
     """int32[]: rows that decode to NaN, see `quantize_rows`, `cluster_rows` and `share_codebooks`."""
-    if isinstance(rows, SharedCodebookRows):
-        return jnp.sum(rows.owners >= rows.books.shape[0], dtype=jnp.int32)
-    if isinstance(rows, CodebookRows):
-        return jnp.sum(~jnp.isfinite(rows.books).all(axis=1), dtype=jnp.int32)
-    finite = jnp.isfinite(rows.scales) & jnp.isfinite(rows.biases)
-    return jnp.sum(~finite, dtype=jnp.int32)
+    return rows.poisoned()
 
 
 def pack_lanes(rows: QuantizedRows | CodebookRows) -> LaneRows:
@@ -421,53 +261,17 @@ def pack_lanes(rows: QuantizedRows | CodebookRows) -> LaneRows:
     Raises:
       UnsupportedError: codebooks that rows share.
     """
-    if not isinstance(rows, QuantizedRows | CodebookRows):
+    if isinstance(rows, LaneRows) or ENCODINGS[rows.format].in_lanes is None:
         raise UnsupportedError(
             f"pack_lanes: lines have no codebooks that rows share; got {type(rows).__name__}. Look such rows up as "
             "they are, or take cluster_rows or quantize_rows."
         )
-    books = rows.books if isinstance(rows, CodebookRows) else None
-    parameters = (None, None) if isinstance(rows, CodebookRows) else (rows.scales, rows.biases)
-    return LaneRows(
-        lines=lanes.pack(rows.codes, books, _layout(rows)),
-        scales=parameters[0],
-        biases=parameters[1],
-        format=rows.format,
-        dim=rows.dim,
-        num_rows=rows.codes.shape[0],
-    )
+    return lanes.pack_rows(rows)
 
 
 def unpack_lanes(rows: LaneRows) -> QuantizedRows | CodebookRows:
     """What `pack_lanes` was given."""
-    return _from_words(lanes.unpack(rows.lines, rows.num_rows, _layout(rows)), (rows.scales, rows.biases), rows)
-
-
-def _gather_from_lanes(rows: LaneRows, ids: jax.Array) -> jax.Array:
-    """`gather_quantized_rows` by XLA."""
-    if rows.num_rows == 0:
-        return jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
-    inside = (ids >= 0) & (ids < rows.num_rows)
-    at = jnp.where(inside, ids, 0).astype(jnp.int32)
-    parameters = jax.tree.map(lambda array: array[at], (rows.scales, rows.biases))
-    found = dequantize_rows(_from_words(lanes.take(rows.lines, at, _layout(rows)), parameters, rows))
-    return jnp.where(inside[:, None], found, 0)
-
-
-def _from_words(words: jax.Array, parameters: tuple[Any, Any], rows: LaneRows) -> QuantizedRows | CodebookRows:
-    """Rows of words, int32[N, w], with scales and biases of their own and all else that of `rows`."""
-    bits = _code_bits(rows.format)
-    codes = lanes.codes_of(words, -(-rows.dim * bits // 8))
-    if rows.format == "kmeans4" or rows.format == "kmeans2":
-        books = lanes.books_of(words, 1 << bits, _layout(rows))
-        return CodebookRows(codes=codes, books=books, format=rows.format, dim=rows.dim)
-    return QuantizedRows(codes=codes, scales=parameters[0], biases=parameters[1], format=rows.format, dim=rows.dim)
-
-
-def _layout(rows: PackedRows | LaneRows) -> lanes.Layout:
-    bits = _code_bits(rows.format)
-    # Two numbers of float16 a word.
-    return lanes.layout(bits, rows.dim, book_words=(1 << bits) // 2 if rows.format in _CODEBOOK_BITS else 0)
+    return rows.unpack()
 
 
 def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 1) -> jax.Array:
@@ -507,8 +311,8 @@ def split_rows(
             f"split_rows: rows of {dim} numbers in {format} have {wanted} bytes each (align={align}); got "
             f"{data.dtype}{list(data.shape)}. Were they written in another format, width or alignment?"
         )
-    kind = _scale_dtype(format)
-    codes = -(-dim * _bits(format) // 8)
+    kind = scale_dtype(format)
+    codes = ENCODINGS[format].code_bytes(dim)
     at = codes if layout == "training" else 0
 
     def number(start: int) -> jax.Array:
@@ -524,7 +328,7 @@ def split_rows(
     )
 
 
-def _choose(rows: PackedRows | LaneRows, implementation: Implementation | None, num_bags: int) -> Implementation:
+def _choose(rows: "PackedRows | LaneRows", implementation: Implementation | None, num_bags: int) -> Implementation:
     """The implementation of a lookup that was named, or the one for these rows on this platform.
 
     Raises:
@@ -556,26 +360,6 @@ def _check_table(op: str, table: jax.Array) -> None:
         )
     if table.shape[1] == 0:
         raise UserError(f"{op}: rows of table must have a number at least; got {list(table.shape)}.")
-
-
-def _bits(format: str) -> int:
-    if format not in _BITS:
-        raise UserError(f"format must be one of {', '.join(_BITS)}; got {format!r}.")
-    return _BITS[format]
-
-
-def _shared_bits(format: str) -> int:
-    if format not in _SHARED_BITS:
-        raise UserError(f"format must be one of {', '.join(_SHARED_BITS)}; got {format!r}.")
-    return _SHARED_BITS[format]
-
-
-def _code_bits(format: str) -> int:
-    return _CODEBOOK_BITS[format] if format in _CODEBOOK_BITS else _bits(format)
-
-
-def _scale_dtype(format: str) -> np.dtype:
-    return np.dtype(np.float32 if format == "int8" else np.float16)
 
 
 def _integers(op: str, name: str, array: jax.Array) -> jax.Array:

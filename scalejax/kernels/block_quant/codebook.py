@@ -12,18 +12,58 @@ Source: H. Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 
 on each row; H. Wang & M. Song, "Ckmeans.1d.dp", The R Journal 3/2, 2011, for the recurrence.
 """
 
+import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scalejax.kernels.block_quant import xla
+from scalejax.kernels.block_quant import formats, xla
+from scalejax.kernels.block_quant.formats import ENCODINGS, Encoding
 from scalejax.numerics import bits as floats
 from scalejax.numerics.packing import unpack_bits
 
+CodebookFormat = Literal["kmeans4", "kmeans2"]
+CODEBOOK_FORMATS: tuple[CodebookFormat, ...] = ("kmeans4", "kmeans2")
 _ROWS = 512
 """Rows that are looked at together: their costs stay in the caches of a CPU."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CodebookRows:
+    """A table of V rows of D numbers under a codebook each.
+
+    Attributes:
+      codes: uint8[V, ceil(D * bits / 8)].
+      books: float16[V, 2^bits], ascending; what no number needs is zeros behind them.
+      format: of the rows.
+      dim: D.
+    """
+
+    codes: jax.Array
+    books: jax.Array
+    format: CodebookFormat = dataclasses.field(metadata={"static": True})
+    dim: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows."""
+        return self.codes.shape[0] * ENCODINGS[self.format].row_bytes(self.dim)
+
+    def dequantize(self) -> jax.Array:
+        """See `api.dequantize_rows`."""
+        return decode(self.codes, self.books, ENCODINGS[self.format].bits, self.dim)
+
+    def gather(self, ids: jax.Array) -> jax.Array:
+        """See `api.gather_quantized_rows`."""
+        return jax.tree.map(formats.taker(ids, self.codes.shape[0])[1], self).dequantize()
+
+    def poisoned(self) -> jax.Array:
+        """See `api.poisoned_rows`."""
+        return jnp.sum(~jnp.isfinite(self.books).all(axis=1), dtype=jnp.int32)
 
 
 def quantize(table: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
@@ -43,6 +83,11 @@ def decode(codes: jax.Array, books: jax.Array, bits: int, dim: int) -> jax.Array
     """uint8[V, ceil(D bits / 8)], float16[V, 2^bits] -> float32[V, D]."""
     numbers = unpack_bits(codes, bits, axis=1)[:, :dim]
     return jnp.take_along_axis(books.astype(jnp.float32), numbers.astype(jnp.int32), axis=1)
+
+
+for _format, _bits in zip(CODEBOOK_FORMATS, (4, 2), strict=True):
+    # Two numbers of float16 a word.
+    ENCODINGS[_format] = Encoding(bits=_bits, beside=2 << _bits, book_words=(1 << _bits) // 2, in_lanes=CodebookRows)
 
 
 @functools.partial(jax.jit, static_argnames=("bits",))

@@ -15,10 +15,13 @@ first word.
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from scalejax.kernels.block_quant.formats import ENCODINGS
 
 LANES = 128
 _LINES = 1024
@@ -60,6 +63,89 @@ def layout(bits: int, dim: int, *, book_words: int = 0) -> Layout:
         book = -(-codes // LANES) * LANES
         words = -(-(book + book_words) // LANES) * LANES
     return Layout(words, book if book_words else None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LaneRows:
+    """A table as a TPU's copies address it: rows side by side in lines of 128 lanes of 32 bits, from `pack_lanes`.
+
+    A row takes w words of 32 bits: its codes, ceil(D * bits / 32), and its codebook, 8 for kmeans4 and 2 for kmeans2.
+    floor(128 / w) rows share a line; w above 128 is filled up to a multiple of it, and the row has its lines alone.
+    What is left of a line is zeros:
+
+        bytes a row, scale and bias included, at D =    16     32     64     72     128    256
+        int8                                            24     40     72     81.1   136    264
+        int4                                            12     20     36     40.6   68     132
+
+    Attributes:
+      lines: int32[ceil(V / floor(128 / w)), 128], or int32[V, w] if w is above 128.
+      scales: float32[V] for int8, float16[V] for the other formats of rows, None for codebooks.
+      biases: as `scales`.
+      format: of the rows.
+      dim: D.
+      num_rows: V.
+    """
+
+    lines: jax.Array
+    scales: jax.Array | None
+    biases: jax.Array | None
+    format: str = dataclasses.field(metadata={"static": True})
+    dim: int = dataclasses.field(metadata={"static": True})
+    num_rows: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows, and of what is left of the lines."""
+        return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(self))
+
+    @property
+    def layout(self) -> Layout:
+        """Where rows lie."""
+        return layout_of(self.format, self.dim)
+
+    def dequantize(self) -> jax.Array:
+        """See `api.dequantize_rows`."""
+        return self.unpack().dequantize()
+
+    def gather(self, ids: jax.Array) -> jax.Array:
+        """See `api.gather_quantized_rows`."""
+        inside = (ids >= 0) & (ids < self.num_rows)
+        at = jnp.where(inside, ids, 0).astype(jnp.int32)
+        parameters = jax.tree.map(lambda array: array[at], (self.scales, self.biases))
+        found = self._decodable(take(self.lines, at, self.layout), *parameters).dequantize()
+        return jnp.where(inside[:, None], found, 0)
+
+    def unpack(self) -> Any:
+        """See `api.unpack_lanes`."""
+        return self._decodable(unpack(self.lines, self.num_rows, self.layout), self.scales, self.biases)
+
+    def _decodable(self, words: jax.Array, scales: jax.Array | None, biases: jax.Array | None) -> Any:
+        """Rows of words, int32[N, w], with scales and biases of their own and all else that of these."""
+        encoding = ENCODINGS[self.format]
+        assert encoding.in_lanes is not None
+        codes, own = codes_of(words, encoding.code_bytes(self.dim)), {"scales": scales, "biases": biases}
+        if encoding.book_words:
+            own = {"books": books_of(words, 2 * encoding.book_words, self.layout)}
+        return encoding.in_lanes(codes=codes, **own, format=self.format, dim=self.dim)
+
+
+def pack_rows(rows: Any) -> LaneRows:
+    """See `api.pack_lanes`."""
+    own = vars(rows)
+    return LaneRows(
+        lines=pack(rows.codes, own.get("books"), layout_of(rows.format, rows.dim)),
+        scales=own.get("scales"),
+        biases=own.get("biases"),
+        format=rows.format,
+        dim=rows.dim,
+        num_rows=rows.codes.shape[0],
+    )
+
+
+def layout_of(format: str, dim: int) -> Layout:
+    """Of rows of `dim` numbers in a format."""
+    return layout(ENCODINGS[format].bits, dim, book_words=ENCODINGS[format].book_words)
 
 
 @functools.partial(jax.jit, static_argnames=("where",))

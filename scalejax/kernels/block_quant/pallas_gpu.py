@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from scalejax.kernels.block_quant import xla
+from scalejax.kernels.block_quant.formats import ENCODINGS
+from scalejax.kernels.block_quant.scale_bias import QuantizedRows
 
 _ELEMENTS = 1024
 """Of the tile of a program; not tuned on a chip."""
@@ -25,20 +27,17 @@ _UNROLL = 4
 """Rows of each bag that are loaded before the first one is added."""
 
 
-@functools.partial(jax.jit, static_argnames=("bits", "dim", "pooling", "interpret"))
+@functools.partial(jax.jit, static_argnames=("pooling", "interpret"))
 def bag(
-    codes: jax.Array,
-    scales: jax.Array,
-    biases: jax.Array,
+    rows: QuantizedRows,
     ids: jax.Array,
     lengths: jax.Array,
     weights: jax.Array | None,
-    bits: int,
-    dim: int,
     pooling: str,
     interpret: bool,
 ) -> jax.Array:
-    """float32[B, D]; arguments as in `api.quantized_bag`, a table by its parts."""
+    """float32[B, D]; arguments as in `api.quantized_bag`."""
+    codes, scales, biases, bits, dim = rows.codes, rows.scales, rows.biases, ENCODINGS[rows.format].bits, rows.dim
     (num_rows, _), count, bags = codes.shape, ids.shape[0], lengths.shape[0]
     if not (num_rows and count and bags):
         return jnp.zeros((bags, dim), jnp.float32)

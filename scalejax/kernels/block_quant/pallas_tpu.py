@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.kernels.block_quant import xla
-from scalejax.kernels.block_quant.lanes import LANES, Layout
+from scalejax.kernels.block_quant.formats import ENCODINGS
+from scalejax.kernels.block_quant.lanes import LANES, LaneRows
 from scalejax.kernels.embedding_bag import pallas_tpu as copies
 from scalejax.kernels.interpretation import Interpret
 from scalejax.numerics import bits as floats
@@ -32,25 +33,21 @@ def most_bags(dim: int) -> int:
     return copies.most_bags(_columns(dim))
 
 
-@functools.partial(jax.jit, static_argnames=("where", "bits", "dim", "num_rows", "pooling", "interpret"))
+@functools.partial(jax.jit, static_argnames=("pooling", "interpret"))
 def bag(
-    lines: jax.Array,
-    scales: jax.Array | None,
-    biases: jax.Array | None,
+    table: LaneRows,
     ids: jax.Array,
     lengths: jax.Array,
     weights: jax.Array | None,
-    where: Layout,
-    bits: int,
-    dim: int,
-    num_rows: int,
     pooling: str,
     interpret: Interpret,
 ) -> jax.Array:
-    """float32[B, D]; arguments as in `api.quantized_bag`, a table by its parts."""
-    if not num_rows:
+    """float32[B, D]; arguments as in `api.quantized_bag`."""
+    where, bits, dim = table.layout, ENCODINGS[table.format].bits, table.dim
+    lines, scales, biases = table.lines, table.scales, table.biases
+    if not table.num_rows:
         return jnp.zeros((lengths.shape[0], dim), jnp.float32)
-    rows = copies.no_row_as_minus_one(ids, num_rows)
+    rows = copies.no_row_as_minus_one(ids, table.num_rows)
     line, first = where.place(rows)  # of -1 it is line -1, which is none
     of_ids = {"first": first}
     if scales is not None and biases is not None:

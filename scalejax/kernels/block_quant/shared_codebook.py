@@ -15,11 +15,18 @@ Source: H. Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 
 rows and gives each cluster a codebook; that rows are sorted first is chosen here.
 """
 
+import dataclasses
+from typing import Literal
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.kernels.block_quant import codebook
+from scalejax.kernels.block_quant import codebook, formats
+from scalejax.kernels.block_quant.formats import ENCODINGS, Encoding
 
+SharedCodebookFormat = Literal["kmeans4_shared", "kmeans2_shared"]
+SHARED_CODEBOOK_FORMATS: tuple[SharedCodebookFormat, ...] = ("kmeans4_shared", "kmeans2_shared")
 MOST = 255
 """Codebooks of a table: a byte says which one a row has, and one value of it that it has none."""
 BROKEN = 255
@@ -30,6 +37,51 @@ _SAMPLE = 64  # numbers of a cluster that its first codebook is made for, or a f
 _FITTED = 2**14  # rows that clusters are looked for among
 _PASSES_OVER_ROWS = 30  # at most
 _PASSES_OVER_NUMBERS = 100  # at most, over sorted ones, which are cheap
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedCodebookRows:
+    """A table of V rows of D numbers under K codebooks, which rows share.
+
+    Attributes:
+      codes: uint8[V, ceil(D * bits / 8)].
+      owners: uint8[V], the codebook of each row; one that there is not stands for NaN.
+      books: float16[K, 2^bits], ascending.
+      format: of the rows.
+      dim: D.
+    """
+
+    codes: jax.Array
+    owners: jax.Array
+    books: jax.Array
+    format: SharedCodebookFormat = dataclasses.field(metadata={"static": True})
+    dim: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows and codebooks."""
+        encoding = ENCODINGS[self.format]
+        return self.codes.shape[0] * encoding.row_bytes(self.dim) + self.books.shape[0] * encoding.shared
+
+    def dequantize(self) -> jax.Array:
+        """See `api.dequantize_rows`."""
+        own = self.books.at[self.owners].get(mode="fill", fill_value=jnp.nan)
+        return codebook.decode(self.codes, own, ENCODINGS[self.format].bits, self.dim)
+
+    def gather(self, ids: jax.Array) -> jax.Array:
+        """See `api.gather_quantized_rows`."""
+        inside, take = formats.taker(ids, self.codes.shape[0])
+        found = dataclasses.replace(self, codes=take(self.codes), owners=take(self.owners)).dequantize()
+        return jnp.where(inside[:, None], found, 0)  # no number of a codebook stands for zero
+
+    def poisoned(self) -> jax.Array:
+        """See `api.poisoned_rows`."""
+        return jnp.sum(self.owners >= self.books.shape[0], dtype=jnp.int32)
+
+
+for _format, _bits in zip(SHARED_CODEBOOK_FORMATS, (4, 2), strict=True):
+    ENCODINGS[_format] = Encoding(bits=_bits, beside=1, shared=2 << _bits)
 
 
 def count(rows: int) -> int:

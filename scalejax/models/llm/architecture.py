@@ -1,11 +1,10 @@
 """What inference and surgery know of a family of language models: one entry for each.
 
 An entry says for the configs of a family how the model is built, how its parameters lie in a checkpoint of Hugging
-Face, and what config.json says. `of(config)` and `of_folder(content, where)` find it; `register` adds one.
+Face, and what config.json says. `families` finds it.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, Self
 
@@ -14,10 +13,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from scalejax.data.text.tokens import TokenSchema
-from scalejax.errors import UserError
-from scalejax.models.llm.mapping import LAYER, Entry
+from scalejax.models.llm.mapping import Entry
 from scalejax.models.llm.special_tokens import SpecialTokens
-from scalejax.nn import counts
 from scalejax.nn.layers import Gather, whole
 from scalejax.numerics.dtypes import Dtypes
 
@@ -123,72 +120,3 @@ class Architecture:
     read_config: Callable[[Mapping[str, Any], str], tuple[Any, SpecialTokens, tuple[str, ...]]]
     write_config: Callable[[Any, SpecialTokens, str], dict[str, Any]]
     describe: Callable[[Any], dict[str, str]]
-
-
-_REGISTERED: list[Architecture] = []
-
-
-def register(entry: Architecture) -> None:
-    """Adds a family."""
-    _REGISTERED.append(entry)
-
-
-def known() -> tuple[Architecture, ...]:
-    """All families."""
-    from scalejax.models.llm.llama3.architecture import LLAMA  # which needs this file
-
-    return LLAMA, *_REGISTERED
-
-
-def find(config: object) -> Architecture | None:
-    """The family of a config, if it is that of a language model."""
-    return next((entry for entry in known() if type(config) is entry.config), None)
-
-
-def of(config: object) -> Architecture:
-    """The family of a config.
-
-    Raises:
-      UserError: there is none.
-    """
-    found = find(config)
-    if found is None:
-        names = ", ".join(entry.config.__name__ for entry in known())
-        raise UserError(f"{type(config).__name__} is no config of a language model that is known; {names} is.")
-    return found
-
-
-def of_folder(content: Mapping[str, Any], where: str) -> Architecture:
-    """The family that a config.json of Hugging Face names.
-
-    Args:
-      content: The file.
-      where: Its name, for messages.
-
-    Raises:
-      UserError: none is known by that name.
-    """
-    named, kind = content.get("architectures"), content.get("model_type")
-    for entry in known():
-        if kind == entry.model_type and named in ([entry.name], None):
-            return entry
-    shown = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
-    others = ", ".join(f"{entry.name} of model_type {entry.model_type!r}" for entry in known())
-    raise UserError(
-        f"{where}: architecture {shown or 'none named'} of model_type {kind!r} is not known; {others} is. Give the "
-        "folder of one that is."
-    )
-
-
-@functools.lru_cache(maxsize=16)
-def own_table(config: Any) -> tuple[tuple[Entry, ...], dict[str, int]]:
-    """(entries, sizes) of the parameters under our own paths, "layers/3/attention/query", and in our layout."""
-    entries, sizes = [], {}
-    for path, variable in nnx.to_flat_state(nnx.state(counts.abstract(of(config).build, config))):
-        name, shape = "/".join(map(str, path)), variable.get_value().shape
-        stacked = name.startswith("layers/")
-        own = {f"{name}.{i}": size for i, size in enumerate(shape[1:] if stacked else shape)}
-        stored = name.replace("layers/", f"layers/{LAYER}/", 1) if stacked else name
-        entries.append(Entry(name, stored, " -> ".join([" ".join(own)] * 2)))
-        sizes |= own
-    return tuple(entries), sizes

@@ -26,7 +26,7 @@ import scalejax
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text.tokenizer import TokenizerConfig
 from scalejax.errors import UserError
-from scalejax.models.llm import architecture, mapping, packed, safetensors
+from scalejax.models.llm import families, mapping, packed, safetensors
 from scalejax.models.llm.architecture import Architecture, LanguageConfig
 from scalejax.models.llm.mapping import LAYER, Entry, Source, Stored, TensorSource
 from scalejax.models.llm.packed import InputScale
@@ -91,12 +91,12 @@ class LanguageModel:
     @property
     def architecture(self) -> Architecture:
         """The family of its config."""
-        return architecture.of(self.config)
+        return families.of(self.config)
 
     @property
     def dtype(self) -> np.dtype:
         """Dtype of most of its parameters."""
-        entries, sizes = architecture.own_table(self.config)
+        entries, sizes = families.own_table(self.config)
         counted: dict[np.dtype, int] = {}
         for entry in entries:
             dtype = self.source.dtype(entry.path)
@@ -135,10 +135,10 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     remarks: tuple[str, ...] = ()
     if kind == "model":
         config, tokens = _read_model_json(content, str(folder / MODEL))
-        family = architecture.of(config)
-        entries, sizes = architecture.own_table(config)
+        family = families.of(config)
+        entries, sizes = families.own_table(config)
     else:
-        family = architecture.of_folder(content, str(folder / CONFIG))
+        family = families.of_folder(content, str(folder / CONFIG))
         config, tokens, unknown = family.read_config(content, str(folder / CONFIG))
         entries, sizes = family.entries(config), family.sizes(config)
         if unknown:
@@ -172,7 +172,7 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
 
 def as_trained(model: LanguageModel) -> Trained:
     """Its parameters under our paths, as a run can begin with them; read when they are indexed."""
-    entries, sizes = architecture.own_table(model.config)
+    entries, sizes = families.own_table(model.config)
     params = {}
     for entry in entries:
         own, layers = entry.shape(sizes), (model.config.layers,) if entry.stacked else ()
@@ -194,7 +194,7 @@ def _read_part(source: Source, entry: Entry, layers: tuple[int, ...], index: Any
 
 def weight_shapes(config: LanguageConfig, layers: int | None = None) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a folder of Hugging Face, by name; those of all layers, or of the first few."""
-    family = architecture.of(config)
+    family = families.of(config)
     sizes, found = family.sizes(config), {}
     for entry in family.entries(config):
         for layer in range(config.layers if layers is None else layers) if entry.stacked else (None,):
@@ -228,7 +228,7 @@ def convert(
     config, family = model.config, model.architecture
     if to == "model":
         content = model_json(config, model.tokens)
-        entries, sizes = architecture.own_table(config)
+        entries, sizes = families.own_table(config)
     else:
         entries, sizes = family.entries(config), family.sizes(config)
         content = family.write_config(config, model.tokens, str(model.dtype if dtype is None else dtype))
@@ -266,7 +266,7 @@ def model_json(config: LanguageConfig, tokens: SpecialTokens) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "scalejax": scalejax.__version__,
-        "model": {"type": _dotted(type(config)), "fields": _fields_as_data(config, architecture.of(config).parts)},
+        "model": {"type": _dotted(type(config)), "fields": _fields_as_data(config, families.of(config).parts)},
         "tokens": {"bos": tokens.bos, "eos": list(tokens.eos), "pad": tokens.pad},
     }
 
@@ -310,7 +310,7 @@ def _dotted(part: type) -> str:
 def parameter_bytes(model: LanguageModel, dtype: np.dtype | None = None) -> int:
     """Bytes of all parameters, as stored or in another dtype."""
     total = 0
-    entries, sizes = architecture.own_table(model.config)
+    entries, sizes = families.own_table(model.config)
     for entry in entries:
         width = (model.source.dtype(entry.path) if dtype is None else dtype).itemsize
         total += math.prod(entry.shape(sizes)) * width * (model.config.layers if entry.stacked else 1)
@@ -325,7 +325,7 @@ def _read_model_json(content: dict[str, Any], where: str) -> tuple[LanguageConfi
             "`pip install -U scalejax`."
         )
     try:
-        known = {entry.config: entry.parts for entry in architecture.known()}
+        known = {entry.config: entry.parts for entry in families.known()}
         config = _from_data(dict(content["model"]), known, where, "architecture")
         given = content["tokens"]
         tokens = read_special({f"{role}_token_id": given[role] for role in ("bos", "eos", "pad")}, where)

@@ -17,7 +17,8 @@ import numpy as np
 from scalejax.errors import UserError
 from scalejax.models.llm import safetensors
 from scalejax.models.llm.mapping import Stored
-from scalejax.models.llm.packed_layouts import InputPart, Layout, Part, Role, Shape, layout_of
+from scalejax.models.llm.packed_layouts.known import layout_of
+from scalejax.models.llm.packed_layouts.protocol import InputPart, PackedLayout, Role, Shape, TensorPart
 from scalejax.models.llm.safetensors import Tensor, some
 from scalejax.numerics import packing, static
 from scalejax.numerics.formats import BlockFormat
@@ -42,7 +43,7 @@ class PackedTensor:
     kind: str
     shape: Shape
     format: BlockFormat
-    layout: Layout
+    layout: PackedLayout
     parts: Mapping[Role, Tensor]
 
     @property
@@ -207,8 +208,8 @@ def _input_scale(
 def _check_format(
     name: str,
     format: BlockFormat,
-    layout: Layout,
-    parts: Mapping[Role, Part],
+    layout: PackedLayout,
+    parts: Mapping[Role, TensorPart],
     tensors: Mapping[str, Tensor],
     where: str,
 ) -> None:
@@ -245,7 +246,7 @@ def _check_format(
             )
 
 
-def _counted(named: Mapping[str, BlockFormat], layout: Layout) -> tuple[str, ...]:
+def _counted(named: Mapping[str, BlockFormat], layout: PackedLayout) -> tuple[str, ...]:
     counts: dict[str, int] = {}
     for format in named.values():
         counts[format.name] = counts.get(format.name, 0) + 1
@@ -263,7 +264,7 @@ def _counted_inputs(inputs: Mapping[str, InputScale]) -> tuple[str, ...]:
     )
 
 
-def _cut(part: Part, rows: list[tuple[int, int]], first: int, last: int) -> tuple[slice, ...]:
+def _cut(part: TensorPart, rows: list[tuple[int, int]], first: int, last: int) -> tuple[slice, ...]:
     """The slices of a part that hold some rows and blocks."""
     if not part.per_block:
         return (slice(None),) * len(part.shape)

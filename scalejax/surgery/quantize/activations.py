@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.models.llm import architecture
+from scalejax.models.llm import families
 from scalejax.models.llm.model_folder import LanguageModel
-from scalejax.models.llm.packed_layouts import Layout
+from scalejax.models.llm.packed_layouts.protocol import PackedLayout
 from scalejax.nn import counts
 from scalejax.numerics.quantize import dequantize
 from scalejax.surgery.quantize import diffusion
@@ -59,7 +59,7 @@ class ErrorDiffusion:
         if self.damping <= 0:
             raise UserError(f"--damping must be above 0; got {self.damping}. 0.01 is usual.")
 
-    def quantize(self, weight: Weight, layout: Layout) -> Result:
+    def quantize(self, weight: Weight, layout: PackedLayout) -> Result:
         """See `checkpoint.Quantizer`."""
         if weight.layer is None:
             exact = jnp.asarray(read_weight(self.model, weight))
@@ -72,11 +72,11 @@ class ErrorDiffusion:
             self._advance(weight.layer + 1, layout)
         return self._results.pop(weight.name)
 
-    def _advance(self, layers: int, layout: Layout) -> None:
+    def _advance(self, layers: int, layout: PackedLayout) -> None:
         """Takes the tokens through the layers before `layers`."""
         self._walk.advance(layers, lambda: self._outside(EMBEDDING, layout), lambda number: self._layer(number, layout))
 
-    def _outside(self, module: str, layout: Layout) -> dict[str, np.ndarray]:
+    def _outside(self, module: str, layout: PackedLayout) -> dict[str, np.ndarray]:
         """Parameters of a module outside the layers as the quantized model has them, by path in it."""
         made = {}
         for path, weight in outside(self.plan, module).items():
@@ -86,7 +86,7 @@ class ErrorDiffusion:
             made[path] = exact.reshape(weight.shape)
         return made
 
-    def _layer(self, number: int, layout: Layout) -> dict[str, np.ndarray]:
+    def _layer(self, number: int, layout: PackedLayout) -> dict[str, np.ndarray]:
         """Quantizes a layer; its parameters then."""
         sizes = self.model.architecture.sizes(self.model.config)
         own = {w.entry.path.removeprefix("layers/"): w for w in self.plan if w.layer == number}
@@ -114,7 +114,7 @@ class ErrorDiffusion:
         return ours()
 
     def _round(
-        self, weight: Weight, exact: jax.Array, hessian: np.ndarray, upper: np.ndarray, layout: Layout
+        self, weight: Weight, exact: jax.Array, hessian: np.ndarray, upper: np.ndarray, layout: PackedLayout
     ) -> Result:
         assert weight.format is not None
         direct = cast(exact, weight, layout, self.calibration)
@@ -198,7 +198,7 @@ class LayerShape:
 
     def __init__(self, config: Any) -> None:
         one = dataclasses.replace(config, layers=1)
-        self.model = counts.abstract(architecture.of(one).build, one)
+        self.model = counts.abstract(families.of(one).build, one)
         self.layer, self.norm = ModelShape.of(self.model.layers), ModelShape.of(self.model.final_norm)
 
 

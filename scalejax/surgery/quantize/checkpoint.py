@@ -13,7 +13,7 @@ import numpy as np
 
 from scalejax.models.llm import mapping, model_folder, safetensors
 from scalejax.models.llm.model_folder import LanguageModel
-from scalejax.models.llm.packed_layouts import Layout, Role
+from scalejax.models.llm.packed_layouts.protocol import PackedLayout, Role
 from scalejax.models.llm.safetensors import Written
 from scalejax.models.llm.special_tokens import write_generation_config
 from scalejax.numerics import packing, static
@@ -48,7 +48,7 @@ class Result:
 class Quantizer(Protocol):
     """Turns weights into codes and scales."""
 
-    def quantize(self, weight: Weight, layout: Layout) -> Result:
+    def quantize(self, weight: Weight, layout: PackedLayout) -> Result:
         """Called once for each weight that has a format, in the order of the plan."""
         ...
 
@@ -65,7 +65,7 @@ class DirectCast:
     model: LanguageModel
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
 
-    def quantize(self, weight: Weight, layout: Layout) -> Result:
+    def quantize(self, weight: Weight, layout: PackedLayout) -> Result:
         """See `Quantizer`."""
         exact = jnp.asarray(read_weight(self.model, weight))
         return Result(cast(exact, weight, layout, self.calibration))
@@ -102,7 +102,7 @@ class Row:
     input_scale: float | None = None
 
 
-def cast(exact: jax.Array, weight: Weight, layout: Layout, calibration: Calibration) -> Quantized:
+def cast(exact: jax.Array, weight: Weight, layout: PackedLayout, calibration: Calibration) -> Quantized:
     """A direct cast of float32[rows, columns], under a tensor scale that the layout can hold."""
     assert weight.format is not None
     scale = calibrations.choose_tensor_scale(exact, weight.format, calibration)
@@ -128,7 +128,7 @@ def write(
     target: pathlib.Path,
     plan: Sequence[Weight],
     quantizer: Quantizer,
-    layout: Layout,
+    layout: PackedLayout,
     *,
     shard_bytes: int = safetensors.SHARD_BYTES,
     wrote: Callable[[int], None] = lambda _: None,
@@ -198,7 +198,7 @@ def write(
 
 
 def _stored(
-    model: LanguageModel, weight: Weight, result: Result, layout: Layout
+    model: LanguageModel, weight: Weight, result: Result, layout: PackedLayout
 ) -> tuple[Row, dict[_Kept, np.ndarray]]:
     """A weight as its layout has it, and its line of the report."""
     format, quantized = weight.format, result.quantized

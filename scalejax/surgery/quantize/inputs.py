@@ -18,7 +18,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.models.llm.model_folder import LanguageModel
-from scalejax.models.llm.packed_layouts import Layout
+from scalejax.models.llm.packed_layouts.protocol import PackedLayout
 from scalejax.numerics import static
 from scalejax.numerics.quantize import dequantize
 from scalejax.surgery.quantize import calibration as calibrations
@@ -56,7 +56,7 @@ class WithInputs:
         if self.tokens.ndim != 2 or not self.tokens.size:
             raise UserError(f"calibration: tokens must be [rows, positions]; got {self.tokens.shape}. Give text.")
 
-    def quantize(self, weight: Weight, layout: Layout) -> Result:
+    def quantize(self, weight: Weight, layout: PackedLayout) -> Result:
         """See `checkpoint.Quantizer`."""
         if weight.layer is None:
             result = self.weights.quantize(weight, layout)
@@ -69,11 +69,11 @@ class WithInputs:
         self._advance(weight.layer + 1, layout)
         return self._results.pop(weight.name)
 
-    def _advance(self, layers: int, layout: Layout) -> None:
+    def _advance(self, layers: int, layout: PackedLayout) -> None:
         """Takes the tokens through the layers before `layers`."""
         self._walk.advance(layers, lambda: self._outside(EMBEDDING, layout), lambda number: self._layer(number, layout))
 
-    def _outside(self, module: str, layout: Layout) -> dict[str, np.ndarray]:
+    def _outside(self, module: str, layout: PackedLayout) -> dict[str, np.ndarray]:
         """Parameters of a module outside the layers as the quantized model has them, by path in it."""
         made = {}
         for path, weight in outside(self.plan, module).items():
@@ -84,7 +84,7 @@ class WithInputs:
             made[path] = value.reshape(weight.shape)
         return made
 
-    def _layer(self, number: int, layout: Layout) -> dict[str, np.ndarray]:
+    def _layer(self, number: int, layout: PackedLayout) -> dict[str, np.ndarray]:
         """Quantizes a layer and finds the scales of its inputs; its parameters then."""
         sizes = self.model.architecture.sizes(self.model.config)
         params: dict[str, np.ndarray] = {}

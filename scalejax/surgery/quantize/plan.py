@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from scalejax.errors import UserError
-from scalejax.models.llm import packed_layouts
 from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.models.llm.model_folder import LanguageModel
-from scalejax.models.llm.packed_layouts import Layout
+from scalejax.models.llm.packed_layouts.known import check_inputs
+from scalejax.models.llm.packed_layouts.protocol import PackedLayout
 from scalejax.numerics import formats, rules, static
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.rules import QuantizationRule
@@ -73,7 +73,7 @@ def make(
     model: LanguageModel,
     format: str,
     given: Sequence[tuple[str, str]],
-    layout: Layout,
+    layout: PackedLayout,
     inputs: static.Format | None = None,
 ) -> tuple[Weight, ...]:
     """Gives each weight its format, in the order in which a model passes them.
@@ -106,7 +106,7 @@ def make(
             layout.check(name, found, shape)
         met = inputs if found is not None and len(shape) == 2 and module != "embed" else None
         if met is not None:
-            packed_layouts.check_inputs(layout, name, met, shape)
+            check_inputs(layout, name, met, shape)
         made.append(Weight(name, module, entry, layer, shape, found, met))
     for rule in ordered:
         if rule not in used:

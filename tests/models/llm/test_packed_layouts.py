@@ -9,8 +9,9 @@ import pytest
 from quantized_cases import gaussian
 
 from scalejax.errors import UnsupportedError, UserError
-from scalejax.models.llm import packed, packed_layouts, safetensors
-from scalejax.models.llm.packed_layouts import LAYOUTS
+from scalejax.models.llm import packed, safetensors
+from scalejax.models.llm.packed_layouts.known import LAYOUTS, find_layout, layout_of
+from scalejax.models.llm.packed_layouts.protocol import inverted
 from scalejax.numerics import formats, packing
 from scalejax.numerics.quantize import dequantize, quantize
 
@@ -127,8 +128,8 @@ def test_a_global_scale_the_wrong_way_round_is_refused(tmp_path):
 
 def test_one_over_a_tensor_scale_is_kept_to_the_bit():
     scales = np.exp(np.random.default_rng(0).uniform(-20, 20, 100_000)).astype(np.float32)
-    kept = packed_layouts.inverted(packed_layouts.inverted(scales))
-    np.testing.assert_array_equal(packed_layouts.inverted(packed_layouts.inverted(kept)), kept)
+    kept = inverted(inverted(scales))
+    np.testing.assert_array_equal(inverted(inverted(kept)), kept)
     np.testing.assert_allclose(kept, scales, rtol=2e-7)
 
 
@@ -260,10 +261,10 @@ def test_sizes_of_a_layout_need_no_data():
     ],
 )
 def test_static_scales_of_activations_are_said_as_compressed_tensors_says_them(inputs, format, tensor, storage):
-    layout = packed_layouts.find_layout("compressed-tensors", inputs)
+    layout = find_layout("compressed-tensors", inputs)
     weights = {NAME: (formats.find(format), (8, 64)), NAME.replace("up", "gate"): (formats.find(format), (8, 64))}
     content = layout.write_config(weights, [], {NAME: inputs})
-    assert packed_layouts.layout_of(content, "config.json") == layout
+    assert layout_of(content, "config.json") == layout
     first, second = content["config_groups"].values()
     assert (first["format"], second["input_activations"]) == (storage, None)
     args = first["input_activations"]

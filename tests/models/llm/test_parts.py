@@ -16,7 +16,7 @@ from scalejax import nn
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.inference import generate
-from scalejax.models.llm import architecture, llama3, model_folder
+from scalejax.models.llm import families, llama3, model_folder
 from scalejax.models.llm.special_tokens import SpecialTokens
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.state import ModelShape
@@ -142,7 +142,7 @@ def test_folders_refuse_parts_that_they_cannot_name():
     with pytest.raises(UserError, match=r"model\.mlp is GeluMlp, which a model folder cannot name"):
         model_folder.model_json(OWN, SpecialTokens())
     with pytest.raises(UserError, match=r"model\.mlp is GeluMlp, which no Llama of Hugging Face has"):
-        architecture.of(OWN).entries(OWN)
+        families.of(OWN).entries(OWN)
 
 
 def test_it_is_generated_with():

@@ -10,7 +10,7 @@ from quantized_cases import MATRICES, SMALL, quantize, read_weights, write_model
 
 from scalejax.errors import UserError
 from scalejax.models.llm import model_folder
-from scalejax.models.llm.packed_layouts import find_layout
+from scalejax.models.llm.packed_layouts.known import find_layout
 from scalejax.surgery.quantize import activations, plan
 from scalejax.surgery.quantize.activations import ErrorDiffusion
 from scalejax.surgery.quantize.checkpoint import DirectCast

@@ -78,7 +78,7 @@ def test_a_quantized_folder_becomes_a_plain_one(theirs, tmp_path):
 
 
 def test_shards_and_rules(theirs, tmp_path):
-    from scalejax.models.llm.packed_layouts import find_layout
+    from scalejax.models.llm.packed_layouts.known import find_layout
     from scalejax.surgery.quantize import checkpoint, plan
 
     model, layout = model_folder.open_folder(theirs[0]), find_layout("scalejax")

@@ -5,7 +5,7 @@ from quantized_cases import SMALL, write_model
 
 from scalejax.errors import UserError
 from scalejax.models.llm import model_folder
-from scalejax.models.llm.packed_layouts import find_layout
+from scalejax.models.llm.packed_layouts.known import find_layout
 from scalejax.surgery.quantize import plan
 
 OWN = find_layout("scalejax")

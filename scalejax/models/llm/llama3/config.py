@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.kernels.flash_attention.api import Implementation
+from scalejax.models.llm.llama3 import model
 from scalejax.models.llm.llama3.parts import (
     AttentionPart,
     GatedMlp,
@@ -16,11 +17,9 @@ from scalejax.models.llm.llama3.parts import (
     RmsNorm,
 )
 from scalejax.models.llm.llama3.rope import RopeScaling
+from scalejax.models.llm.llama3.task import LlamaTask
 from scalejax.nn.layers import Remat
 from scalejax.parallel.context import METHODS, Method
-
-if TYPE_CHECKING:
-    from scalejax.models.llm.llama3.task import LlamaTask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,14 +118,12 @@ class LlamaConfig:
         """D, width of a head."""
         return self.dim // self.heads if self.head_dim is None else self.head_dim
 
-    def task(self, schema: TokenSchema) -> "LlamaTask":
+    def task(self, schema: TokenSchema) -> LlamaTask:
         """Binds the model to the tokens of a data set.
 
         Raises:
           UserError: the data has tokens that the vocabulary lacks, or rows that are longer than `max_positions`.
         """
-        from scalejax.models.llm.llama3.task import LlamaTask  # which needs this file
-
         return LlamaTask(config=self.bound(schema), schema=schema)
 
     def bound(self, schema: TokenSchema) -> "LlamaConfig":
@@ -153,8 +150,6 @@ class LlamaConfig:
         Raises:
           ValueError: the vocabulary is not known.
         """
-        from scalejax.models.llm.llama3 import model  # which needs this file
-
         return model.count_parameters(self)
 
     def flops_per_token(self, length: int, attention: Literal["causal", "full"] = "causal") -> int:
@@ -166,8 +161,6 @@ class LlamaConfig:
           length: S, positions of a row, all of one document.
           attention: "causal" counts the pairs that the mask keeps, as if they were half of S * S; "full" all of them.
         """
-        from scalejax.models.llm.llama3 import model  # which needs this file
-
         matrices, pairs = model.count_macs(self)
         return 6 * (matrices + pairs * length // (2 if attention == "causal" else 1))
 

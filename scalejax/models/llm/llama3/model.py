@@ -13,7 +13,7 @@ L layers.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,17 +22,19 @@ from jax.typing import DTypeLike
 
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
-from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.parts import Turns
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather, apply_layers, scan_layers, split_params, whole
 from scalejax.numerics import weights
 
+if TYPE_CHECKING:
+    from scalejax.models.llm.llama3.config import LlamaConfig
+
 
 class Block(nnx.Module):
     """Attention, then the MLP, each after a norm and added to its input; all layers, used one at a time."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.attention_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
         self.attention = config.self_attention.build(config, rngs, dtypes)
         self.mlp_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
@@ -73,7 +75,7 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """Tokens -> the residual stream after the last norm; `logits` and the loss of the task apply the head."""
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes):
         """Creates the parameters.
 
         Args:
@@ -217,13 +219,13 @@ class _Matrix(nnx.Module):
 
 
 @functools.lru_cache(maxsize=64)
-def count_parameters(config: LlamaConfig) -> int:
+def count_parameters(config: "LlamaConfig") -> int:
     """Of the model of a config."""
     return counts.parameters(counts.abstract(Llama, config))
 
 
 @functools.lru_cache(maxsize=64)
-def count_macs(config: LlamaConfig) -> tuple[int, int]:
+def count_macs(config: "LlamaConfig") -> tuple[int, int]:
     """Multiply-accumulates of a token's forward pass: (matrices, attention to one position).
 
     They are what rows of two lengths cost whose tokens attend to all positions, so that a row of S costs

@@ -3,17 +3,19 @@
 import dataclasses
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flax import nnx
 
 from scalejax import nn
 from scalejax.data.text.tokens import TokenSchema
-from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.model import Llama
 from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
+
+if TYPE_CHECKING:
+    from scalejax.models.llm.llama3.config import LlamaConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class LlamaTask(TaskBase):
       schema: Tokens of the data.
     """
 
-    config: LlamaConfig
+    config: "LlamaConfig"
     schema: TokenSchema
     fetches: Literal["whole", "blocks"] = "blocks"
     unit: str = "tokens"

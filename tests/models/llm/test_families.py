@@ -10,8 +10,8 @@ from llama_cases import CASES, F32, GQA, tensors, tokens, write_checkpoint
 
 from scalejax.errors import UserError
 from scalejax.inference import generate
-from scalejax.models.llm import architecture, llama3, model_folder
-from scalejax.models.llm.architecture import own_table
+from scalejax.models.llm import families, llama3, model_folder
+from scalejax.models.llm.families import own_table
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.state import ModelShape
 
@@ -38,13 +38,13 @@ def _write_config(*args):
 
 
 def _llama():
-    return architecture.of(GQA)
+    return families.of(GQA)
 
 
 @pytest.fixture
 def camel(monkeypatch):
     """A registered family."""
-    monkeypatch.setattr(architecture, "_REGISTERED", [])
+    monkeypatch.setattr(families, "_REGISTERED", [])
     entry = dataclasses.replace(
         _llama(),
         config=CamelConfig,
@@ -54,7 +54,7 @@ def camel(monkeypatch):
         read_config=_read_config,
         write_config=_write_config,
     )
-    architecture.register(entry)
+    families.register(entry)
     return entry
 
 
@@ -72,7 +72,7 @@ def test_a_registered_family_is_converted_read_and_generated_with(camel, tmp_pat
     assert (type(found.config), found.architecture) == (CamelConfig, camel)
     model_folder.convert(found, tmp_path / "ours", to="model")
     content = json.loads((tmp_path / "ours" / "model.json").read_text())
-    assert content["model"]["type"].endswith("test_architecture.CamelConfig")
+    assert content["model"]["type"].endswith("test_families.CamelConfig")
     ours = model_folder.open_folder(tmp_path / "ours")
     assert ours.config == found.config == config
     assert _continued(tmp_path / "ours") == _continued(tmp_path / "camel") == _continued(tmp_path / "llama")
@@ -80,10 +80,10 @@ def test_a_registered_family_is_converted_read_and_generated_with(camel, tmp_pat
 
 def test_what_is_no_family_is_refused(camel):
     with pytest.raises(UserError, match=r"LlamaForCausalLM of model_type 'llama', CamelForCausalLM of .*'camel' is"):
-        architecture.of_folder({"model_type": "mixtral"}, "config.json")
+        families.of_folder({"model_type": "mixtral"}, "config.json")
     with pytest.raises(UserError, match="tuple is no config of a language model that is known; LlamaConfig, Camel"):
-        architecture.of(())
-    assert architecture.find(()) is None
+        families.of(())
+    assert families.find(()) is None
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -107,7 +107,7 @@ def test_parts_that_a_folder_holds_are_written_and_read_by_name(monkeypatch, tmp
 
     config = dataclasses.replace(CASES["wide heads, scaled"], mlp=Wide(names=("c",)))
     entry = dataclasses.replace(_llama(), parts=(*_llama().parts, Wide))
-    monkeypatch.setattr(architecture, "known", lambda: (entry,))
+    monkeypatch.setattr(families, "known", lambda: (entry,))
     write_checkpoint(tmp_path / "theirs", CASES["wide heads, scaled"], tensors(config=CASES["wide heads, scaled"]))
     model = dataclasses.replace(model_folder.open_folder(tmp_path / "theirs"), config=config)
     model_folder.convert(model, tmp_path / "ours", to="model")

@@ -1,0 +1,63 @@
+"""How many bytes a row has in a format, by name, and how rows are taken from a table.
+
+A format is a file of its own: a dataclass of rows with the methods `dequantize`, `gather` and `poisoned`, which `api`
+calls, and an `Encoding` in `ENCODINGS`. `PackedRows` of this folder is the union of those classes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from scalejax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoding:
+    """How a format writes a row.
+
+    Attributes:
+      bits: Of a code.
+      beside: Bytes of a row beside its codes.
+      shared: Bytes of a codebook that rows share; 0 = they share none.
+      book_words: Words of a row's own codebook in lines of lanes; 0 = it has a scale and a bias instead.
+      in_lanes: Class of the rows that lines of lanes can hold; None = they do not have this format.
+    """
+
+    bits: int
+    beside: int
+    shared: int = 0
+    book_words: int = 0
+    in_lanes: Callable[..., Any] | None = None
+
+    def code_bytes(self, dim: int) -> int:
+        """Of a row of `dim` codes."""
+        return -(-dim * self.bits // 8)
+
+    def row_bytes(self, dim: int) -> int:
+        """Of a row of `dim` numbers; codebooks that rows share are apart."""
+        return self.code_bytes(dim) + self.beside
+
+
+ENCODINGS: dict[str, Encoding] = {}
+"""By the names of formats; the file of a format adds its own."""
+
+
+def bits_of(format: str, known: Collection[str]) -> int:
+    """Bits of a code.
+
+    Raises:
+      UserError: the format is none of the known ones.
+    """
+    if format not in known:
+        raise UserError(f"format must be one of {', '.join(known)}; got {format!r}.")
+    return ENCODINGS[format].bits
+
+
+def taker(ids: jax.Array, num_rows: int) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Whether ids are rows, bool[N], and what takes these rows of an array [V, ...], zeros for the others."""
+    inside = (ids >= 0) & (ids < num_rows)
+    at = jnp.where(inside, ids, num_rows)
+    return inside, lambda array: array.at[at].get(mode="fill", fill_value=0)

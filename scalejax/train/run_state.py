@@ -1,0 +1,260 @@
+"""The state that a run begins or goes on with: what the host knows, and arrays of other models and of other meshes."""
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from scalejax.errors import UserError
+from scalejax.parallel import offload
+from scalejax.parallel.embedding.collection import MAPS, EmbeddingCollection
+from scalejax.parallel.embedding.stored import logical as stored
+from scalejax.parallel.embedding.stored.tiers import Tiers
+from scalejax.train.checkpoints import manifest as manifests
+from scalejax.train.checkpoints import trained
+from scalejax.train.checkpoints.array_store import AnyArray, LazyArray
+from scalejax.train.checkpoints.trained import Trained
+from scalejax.train.experiment import Init, Surgery
+from scalejax.train.metrics import sums as metric_sums
+from scalejax.train.state import TrainState
+from scalejax.train.step import Program
+
+AnyTables = EmbeddingCollection | Tiers
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best evaluation so far on the split that is scored at intervals; the earliest of equals.
+
+    Attributes:
+      step: Where; 0 before the first.
+      value: On that split.
+      final: On the final split at that step, where it is scored there.
+    """
+
+    step: int = 0
+    value: float = 0.0
+    final: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class HostState:
+    """What a run knows on the host between two steps.
+
+    Attributes:
+      examples: Global example counter.
+      data_from: Its value when the training stream of these data began.
+      weight: Sum of the weights of all examples so far; of a language model the targets that it has learnt from.
+      lifetime: Sums of the metrics that have values for the whole run, over all windows so far.
+      progressive: The same over all days scored so far, before they were trained.
+      best: The best evaluation so far.
+    """
+
+    examples: int = 0
+    data_from: int = 0
+    weight: float = 0.0
+    lifetime: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    progressive: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    best: Best = Best()
+
+    @property
+    def position(self) -> int:
+        """In the training stream."""
+        return self.examples - self.data_from
+
+    def after(self, examples: int) -> "HostState":
+        """One step later."""
+        return dataclasses.replace(self, examples=self.examples + examples)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON values, exactly."""
+        return {
+            "examples": self.examples,
+            "data_from": self.data_from,
+            "weight": self.weight,
+            "lifetime": {name: metric_sums.to_json(sums) for name, sums in self.lifetime.items()},
+            "progressive": {name: metric_sums.to_json(sums) for name, sums in self.progressive.items()},
+            "best": dataclasses.asdict(self.best),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], like: Mapping[str, Any]) -> "HostState":
+        """The inverse of `to_dict`; `like` has host sums of each metric."""
+        lifetime, progressive = (
+            {name: metric_sums.from_json(sums, like[name]) for name, sums in values[key].items()}
+            for key in ("lifetime", "progressive")
+        )
+        best, data_from = Best(**values["best"]), int(values.get("data_from", 0))
+        return cls(int(values["examples"]), data_from, float(values["weight"]), lifetime, progressive, best)
+
+
+def placed(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Arrays on the devices, in the dtypes and shardings of `like`; of each a device's part is read at a time."""
+
+    def read(array: Any, dtype: Any) -> Callable[[Any], np.ndarray]:
+        return lambda index: np.asarray(array[index]).astype(dtype)
+
+    return {
+        path: jax.make_array_from_callback(x.shape, x.sharding, read(arrays[path], x.dtype)) for path, x in like.items()
+    }
+
+
+def _earlier(seen: AnyArray, updates: AnyArray | None) -> AnyArray:
+    """int32: when ids were seen last, by a clock that begins when the other one stood at `updates`."""
+    now = 0 if updates is None else int(updates[...])
+    return LazyArray(seen.shape, seen.dtype, lambda index: seen[index] - np.int32(now))
+
+
+def nothing(leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros, or any key."""
+    is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    make = (lambda: jax.random.key(0)) if is_key else (lambda: jnp.zeros(leaf.shape, leaf.dtype))
+    return jax.jit(make, out_shardings=leaf.sharding)()
+
+
+def opened(program: Program, init: Init) -> Trained:
+    """The model that parameters begin with.
+
+    Raises:
+      UserError: it is no run folder, or another one than was meant.
+    """
+    path = pathlib.Path(init.path)
+    if not trained.is_run(path):
+        if (init.step, init.average, init.digest) != (None, 1, None):
+            raise UserError(
+                f"init={path} is no run folder, and so step, average and digest mean nothing. Leave them out."
+            )
+        return program.task.open_folder(path)
+    found = trained.open_run(path, init.step, init.average)
+    if init.digest is not None and not (init.digest and found.digest.startswith(init.digest)):
+        raise UserError(
+            f"init={path}: {found.origin} has the digest {found.digest[:12]}..., and init.digest is "
+            f"{init.digest!r}. Give the run that was meant, or its digest."
+        )
+    return found
+
+
+def with_model(
+    program: Program, tables: AnyTables | None, state: TrainState, source: Trained, surgery: Surgery | None, where: str
+) -> TrainState:
+    """The state with parameters, variables and rows of tables of another model, one array at a time."""
+    model = program.model
+    if surgery is not None:
+        source = surgery.operate(source, as_trained(program, tables, state))
+    # Rows of the batch begin anew: they belong to examples.
+    variables = {path: v for path, v in state.variables.items() if model.variable_specs[path] == P()}
+    arrays = trained.matched(source, model.params | {path: model.variables[path] for path in variables}, where)
+    state = dataclasses.replace(
+        state,
+        params=placed(arrays, state.params),
+        variables=state.variables | placed(arrays, variables),
+    )
+    averages = {name: placed(arrays, average) for name, average in state.averages.items()}
+    state = dataclasses.replace(state, averages=averages)
+    return state if tables is None else with_rows(program, tables, state, source, where)
+
+
+def with_rows(program: Program, tables: AnyTables, state: TrainState, source: Trained, where: str) -> TrainState:
+    """The state with the rows of tables of another model, and its id maps."""
+    rest = tables.to_stored(state.tables)
+    return dataclasses.replace(state, tables=tables_of(program, tables, source, rest, where))
+
+
+def tables_of(program: Program, tables: AnyTables, source: Trained, rest: dict[str, Any], where: str) -> Any:
+    """Tables with the rows and id maps of another model, and all else of the stored tree `rest`."""
+    assert program.collection is not None
+    tree = {name: dict(leaves) for name, leaves in rest.items()}
+    for table in tables.tables:
+        rows, wanted = source.tables.get(table.name), (table.rows, table.dim)
+        if rows is None or tuple(rows.shape) != wanted:
+            has = "no such table" if rows is None else f"{list(rows.shape)}"
+            raise UserError(
+                f"{where}: table {table.name!r} is {list(wanted)} in the model, and {source.origin} has {has}. "
+                "Give a run of the same model and data."
+            )
+        start, leaves = 0, tree[table.name]
+        for part, count in stored.parts(table.rows).items():
+            own = trained.rows_of(rows, start, start + count)
+            leaves |= placed({f"rows_{part}": own}, {f"rows_{part}": leaves[f"rows_{part}"]})
+            start += count
+    for table in program.collection.mapped_tables:
+        if table.name not in source.maps:
+            raise UserError(
+                f"{where}: table {table.name!r} has an id map, and {source.origin} has none for it, so that "
+                "nobody knows whose its rows are. Give a run with the same tables.id_maps."
+            )
+        maps, leaves = tree[MAPS][table.name], dict(source.maps[table.name])
+        for leaf in leaves.keys() & {"seen", "candidate_seen"}:  # updates of these tables begin at 0
+            leaves[leaf] = _earlier(leaves[leaf], source.updates)
+        tree[MAPS][table.name] = maps | placed(leaves, {leaf: maps[leaf] for leaf in maps if leaf != "counts"})
+    return tables.from_stored(tree)
+
+
+def as_trained(program: Program, tables: AnyTables | None, state: TrainState) -> Trained:
+    """A state as an opened model; an array is brought to the host when it is indexed, and stays there."""
+    on_all = jax.jit(lambda x: x, out_shardings=program.replicated)
+
+    def lazy(arrays: Mapping[str, jax.Array]) -> dict[str, AnyArray]:
+        # Every process does this, in the same order: a surgery reads alike on all of them.
+        read = functools.cache(lambda path: np.asarray(on_all(offload.fetch(arrays[path], arrays[path].sharding))))
+        return {
+            path: LazyArray(x.shape, x.dtype, lambda index, path=path: read(path)[index]) for path, x in arrays.items()
+        }
+
+    logical = {} if tables is None else tables.to_logical(state.tables)
+    rows: dict[str, AnyArray] = lazy({name: leaves["rows"] for name, leaves in logical.items()})
+    if isinstance(tables, Tiers):
+        for name, x in tables.in_stores.items():
+            rows[name] = LazyArray(x.shape, x.dtype, functools.partial(tables.read, name))
+    return Trained(
+        params=lazy(state.params),
+        variables=lazy(state.variables),
+        tables=rows,
+        step=0,
+        origin="the model as it is drawn",
+    )
+
+
+def resized(program: Program, held: Mapping[str, tuple[int, ...]]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The state of the exchange as it is stored, if that was on another number of devices, by name; else {}.
+
+    Args:
+      held: Shapes of what is stored, by name.
+    """
+    own = manifests.named_leaves({"exchange": program.abstract_state().exchange})
+    found = {
+        name: jax.ShapeDtypeStruct(held.get(name, leaf.shape), leaf.dtype, sharding=program.replicated)
+        for name, leaf in own.items()
+    }
+    others = [name for name, leaf in own.items() if found[name].shape != leaf.shape]
+    if any(found[name].shape[1:] != own[name].shape[1:] for name in others):
+        return {}  # of another model: restoring says so
+    return found if others else {}
+
+
+def resize(program: Program, arrays: Mapping[str, jax.Array]) -> tuple[dict[str, jax.Array], tuple[str, ...]]:
+    """What of the state of the exchange is that of another number of devices, for those of this mesh; and remarks."""
+    abstract = program.abstract_state().exchange
+    scheme = program.gradients(1).scheme(program.model.params)
+    resized: dict[str, jax.Array] = {}
+    remarks: tuple[str, ...] = ()
+    for path, like in abstract.items():
+        own = manifests.named_leaves({"exchange": {path: like}})
+        stored = [arrays[name] for name in own if name in arrays]
+        if all(x.shape == leaf.shape for x, leaf in zip(stored, own.values(), strict=False)):
+            continue
+        before, devices = stored[0].shape[0], next(iter(own.values())).shape[0]
+        state = jax.tree.unflatten(jax.tree.structure(like), [np.asarray(x) for x in stored])
+        new = jax.tree.leaves(scheme.resized(path, state, devices))
+        resized |= {name: jax.device_put(x, leaf.sharding) for (name, leaf), x in zip(own.items(), new, strict=True)}
+        remarks = (
+            f"What the exchange of gradients remembers was that of {before} devices; on {devices} it is kept as "
+            f"{type(scheme).__name__} says.",
+        )
+    return resized, remarks
