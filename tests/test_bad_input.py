@@ -205,6 +205,7 @@ def test_fewer_steps_than_were_trained(recipe, run):
     assert_usable(recipe, run, 12)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_not_saved_however_seldom_the_log_is_written(recipe, run):
     diverging = [
         "steps=40",

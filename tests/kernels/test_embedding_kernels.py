@@ -57,6 +57,7 @@ def _assert_bags(case, table, stored, weights, pooling, implementation, interpre
     np.testing.assert_allclose(made, numpy_bags(table, case, weights, pooling), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -157,6 +158,7 @@ def test_ids_of_64_bits_do_not_wrap_into_rows(implementation, interpret, x64):
     np.testing.assert_array_equal(rows[:, 0], [1, 0, 0, 1])
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize(("implementation", "interpret"), [*BACKENDS, SIMULATED[0]])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_gradients_equal_those_of_the_reference(implementation, interpret, pooling):
@@ -214,6 +216,7 @@ def _occurrences(count, num_rows, hot):
     return rows.astype(np.int32), rng.normal(size=(count, 128)).astype(np.float32)
 
 
+@pytest.mark.default_cases("65-65", "700-600")
 @pytest.mark.parametrize(("count", "hot"), [(40, 0), (64, 64), (65, 65), (700, 600), (9000, 8500)])
 def test_sums_of_hot_rows_equal_literal_sums(count, hot):
     rows, grads = _occurrences(count, 30, hot)
@@ -277,6 +280,7 @@ def _arrays(optimizer, num_rows, dim=128):
             return table, jnp.asarray(rng.random(num_rows), jnp.float32)
 
 
+@pytest.mark.default_cases("adagrad-pallas_gpu-True", "row-wise*")
 @pytest.mark.parametrize(
     ("optimizer", "implementation", "interpret"),
     [

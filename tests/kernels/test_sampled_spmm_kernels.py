@@ -139,6 +139,7 @@ def test_a_tpu_sums_wide_features_in_ranges_and_many_slots_in_chunks(implementat
     _close(sampled(ell, h, reduce="sum", implementation=implementation, interpret=interpret), _matrix(ell.to_csr()) @ h)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize(("implementation", "interpret"), [*KERNELS, SIMULATED[0]])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.int8])
 def test_narrow_features_are_summed_in_float32(implementation, interpret, dtype):

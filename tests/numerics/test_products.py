@@ -197,6 +197,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.default_cases("blocks")
 @pytest.mark.parametrize("rule", EMPTY.values(), ids=EMPTY)
 def test_no_examples_give_no_results_and_a_gradient_of_zero(rule):
     x, w = arrays((0, 32), (32, 32))

@@ -42,6 +42,7 @@ def test_the_mean_of_many_rounds_is_the_value(dtype):
     assert (abs(rounds.mean(axis=0) - values) <= bound).all()
 
 
+@pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_updates_below_half_a_unit_add_up_where_rounding_to_nearest_stalls(dtype):
     unit = float(jnp.finfo(dtype).eps)

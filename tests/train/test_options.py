@@ -283,6 +283,7 @@ class Scales:
         return ScaledTask(width=self.net.width, schema=schema)
 
 
+@pytest.mark.slow
 def test_fields_that_the_host_draws_are_those_of_seed_and_step(tmp_path, monkeypatch):
     user = load("shapes.py")
     experiment = changed(user.shapes(), model=Scales(net=user.NetConfig()), steps=6, log_every=2, checkpoints__every=3)

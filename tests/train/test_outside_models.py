@@ -135,6 +135,7 @@ def train(name, folder):
     return experiment, folder, loop.train(experiment, workdir=folder)
 
 
+@pytest.mark.default_cases("segmenter", "inversion", "pruner", "preferences")
 @pytest.mark.parametrize("name", LEARNS)
 def test_it_learns_more_than_is_trivial(runs, name):
     _, folder, summary = runs(name)
@@ -147,6 +148,7 @@ def test_it_learns_more_than_is_trivial(runs, name):
     assert value.removeprefix("test_") in [measure["name"] for measure in measures]
 
 
+@pytest.mark.default_cases("segmenter", "pruner", "preferences")
 @pytest.mark.parametrize("name", LEARNS)
 def test_a_run_in_two_halves_has_the_same_bits(runs, name, tmp_path):
     experiment, folder, summary = runs(name)
@@ -226,12 +228,16 @@ FORMS = [
 ]
 
 
+@pytest.mark.default_cases(
+    "pair-ddp", "soft_targets-explicit", "segmenter-implicit", "detector-explicit", "diffusion-implicit"
+)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_eight_devices_learn_what_one_does(of_one_device, name, form):
     assert_close(of_devices(name, 8, STRATEGIES[form]), of_one_device(name))
 
 
+@pytest.mark.default_cases("detector", "diffusion", "soft_targets")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LEARNS)
 def test_an_evaluation_is_the_same_on_eight_devices_and_in_batches_of_another_size(name):
@@ -381,6 +387,7 @@ def test_noise_of_an_evaluation_is_that_of_each_example():
     assert loss(ahead) == loss(ahead) != loss(behind) != loss(ahead[::-1])
 
 
+@pytest.mark.default_cases("explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["explicit", "ddp"])
 def test_each_device_draws_noise_of_its_own_that_its_number_gives(form):
@@ -497,6 +504,7 @@ def test_a_policy_begins_as_its_reference_and_its_average_is_scored(runs):
 # A supernet.
 
 
+@pytest.mark.default_cases("explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_all_devices_and_parts_take_the_same_path(of_one_device, form):

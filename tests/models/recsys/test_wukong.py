@@ -101,6 +101,7 @@ def forward(model):
     return lambda *args, **kwargs: jax.jit(lambda s, *a, **k: nnx.merge(graph, s)(*a, **k))(state, *args, **kwargs)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("config", [TINY, FULL], ids=["plain_inputs", "important_and_narrow"])
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
 def test_forward_matches_a_literal_numpy_form(config, fm, schema, examples, randomised, numpy_parameters, x64):
@@ -292,6 +293,7 @@ def test_two_layers_learn_a_product_of_four_features_and_one_layer_cannot():
 # Counts.
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
 @pytest.mark.parametrize("config", [TINY, FULL, dataclasses.replace(TINY, normalization="none", head_hidden=())])
 def test_parameter_and_flop_counts_equal_the_real_model(config, fm, schema, examples, dot_flops, strict_promotion):

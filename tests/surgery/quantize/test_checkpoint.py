@@ -21,6 +21,7 @@ def theirs(tmp_path_factory):
     return folder, write_model(folder)
 
 
+@pytest.mark.default_cases("nvfp4")
 @pytest.mark.parametrize("name", ["bdr_mx9", "nvfp4", pytest.param("mxfp6_e3m2", marks=pytest.mark.slow)])
 def test_weights_read_back_as_the_format_has_them(theirs, tmp_path, name):
     source, weights = theirs

@@ -110,6 +110,7 @@ def test_training_is_equal_to_the_bit_where_sums_are_exact(devices, kind, weight
     equal(after, state)
 
 
+@pytest.mark.slow
 def test_gradients_that_add_without_rounding_give_equal_bits():
     tables, host = wide_tables(Sgd(learning_rate=0.5)), repetitive(False)
     host = dataclasses.replace(host, values=host.values % 3)  # many duplicates

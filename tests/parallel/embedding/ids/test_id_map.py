@@ -67,6 +67,7 @@ batches = st.lists(
 )
 
 
+@pytest.mark.default_cases("lfu", "ttl", "lru after 2")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @settings(max_examples=60, deadline=None)
 @given(trace=batches, gaps=st.lists(st.integers(0, 2), min_size=8, max_size=8))
@@ -166,6 +167,7 @@ def test_a_map_taken_to_numpy_and_back_continues_as_if_nothing_had_happened(conf
     assert_equal(state, whole)
 
 
+@pytest.mark.default_cases("lru after 2")
 @pytest.mark.parametrize("config", [CONFIGS["lfu"], CONFIGS["lru after 2"]], ids=["lfu", "lru after 2"])
 def test_eight_devices_and_one_assign_the_same_rows(config):
     config = IdMapConfig(
