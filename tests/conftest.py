@@ -62,7 +62,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(_Budgets(config))
+    if config.getoption("--store-durations"):
         config.pluginmanager.register(_Durations(_parts_of(config)))
 
 
@@ -133,6 +136,30 @@ class _Durations:
 
     def pytest_sessionfinish(self):
         tiers.store_durations(self.seconds)
+
+
+class _Budgets:
+    """Says which systems took more than tests/budgets.toml allows, in the process that others report to."""
+
+    def __init__(self, config):
+        self.full = "not slow" not in config.option.markexpr
+        self.parts_of = _parts_of(config)
+        self.seconds = collections.Counter()
+
+    def pytest_runtest_logreport(self, report):
+        file = report.nodeid.partition("::")[0]
+        if file not in self.parts_of:
+            self.seconds[file] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if not self.seconds or not tiers.DURATIONS.is_file():
+            return
+        known = {file: of for file, of in tiers.read_durations().items() if (tiers.ROOT / file).is_file()}
+        over = tiers.over_budget(self.seconds, self.full, known, tiers.read_budgets())
+        if over:
+            terminalreporter.section("over budget")
+            for line in over:
+                terminalreporter.line(line)
 
 
 @pytest.hookimpl(tryfirst=True)
