@@ -1,7 +1,6 @@
 """Eight virtual CPU devices, a compile cache inside the checkout, and strictness for every test."""
 
 import collections
-import fnmatch
 import gc
 import importlib.metadata
 import itertools
@@ -98,27 +97,17 @@ def pytest_pycollect_makeitem():
     cases = [item for item in found if isinstance(item, pytest.Function)] if isinstance(found, list) else []
     mark = cases[0].get_closest_marker("default_cases") if cases else None
     if mark is not None:
-        kept = _default_cases([case for case in cases if not case.get_closest_marker("slow")], mark.args)
+        if not hasattr(cases[0], "callspec"):
+            raise pytest.Collector.CollectError(f"{cases[0].name}: default_cases is for tests with parameters")
+        quick = {case.callspec.id: case.callspec.params for case in cases if not case.get_closest_marker("slow")}
+        try:
+            kept = tiers.default_cases(quick, mark.args)
+        except ValueError as error:
+            raise pytest.Collector.CollectError(f"{cases[0].originalname}: {error}") from None
         for case in cases:
-            if case not in kept:
+            if case.callspec.id not in kept:
                 case.add_marker(pytest.mark.slow)
     return found
-
-
-def _default_cases(cases, patterns):
-    """The cases whose names fit a pattern; without patterns so many that every value of every parameter has one."""
-    if patterns:
-        for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(case.callspec.id, pattern) for case in cases):
-                raise pytest.Collector.CollectError(f"{cases[0].originalname}: no case is named {pattern!r}")
-        return {case for case in cases if any(fnmatch.fnmatchcase(case.callspec.id, p) for p in patterns)}
-    values = {case: {(name, repr(value)) for name, value in case.callspec.params.items()} for case in cases}
-    missing, kept = set().union(*values.values()), set()
-    while missing:
-        best = max(cases, key=lambda case: len(values[case] & missing))
-        kept.add(best)
-        missing -= values[best]
-    return kept
 
 
 class _Durations:

@@ -185,6 +185,26 @@ def test_the_quick_tier_names_what_there_is_and_takes_less_than_three_minutes():
     assert 60 < seconds < 2 * 150
 
 
+@pytest.mark.parametrize(
+    ("patterns", "kept"),
+    [
+        ((), {"a-1", "b-2", "b-3"}),
+        (("*-1",), {"a-1", "b-1"}),
+        (("a-3", "b-*"), {"a-3", "b-1", "b-2", "b-3"}),
+    ],
+)
+def test_cases_of_the_default_tier_are_those_that_are_named_or_have_every_value(patterns, kept):
+    product = {f"{x}-{y}": {"x": x, "y": y} for x in "ab" for y in (1, 2, 3)}
+    found = tiers.default_cases(product, patterns)
+    if patterns:
+        assert found == kept
+    else:
+        assert len(found) == len(kept)
+        assert {value for name in found for value in product[name].values()} == {"a", "b", 1, 2, 3}
+    with pytest.raises(ValueError, match=r"no case is named 'c-\*', of a-1, "):
+        tiers.default_cases(product, ("a-1", "c-*"))
+
+
 NAMED = re.compile(r"(?<![\w./-])tests/[\w./-]*\w(?:::\w+)?")
 
 

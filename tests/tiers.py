@@ -188,6 +188,31 @@ def units(sources: Mapping[str, str], durations: Durations) -> list[Unit]:
     return result
 
 
+def default_cases(cases: Mapping[str, Mapping[str, object]], patterns: Sequence[str]) -> set[str]:
+    """Names of the cases of a test that run by default.
+
+    Args:
+      cases: Name -> parameter -> value.
+      patterns: Of names; none = so many cases that every value of every parameter has one.
+
+    Raises:
+      ValueError: no case has a name that fits a pattern.
+    """
+    fits = {pattern: set(fnmatch.filter(cases, pattern)) for pattern in patterns}
+    for pattern, found in fits.items():
+        if not found:
+            raise ValueError(f"no case is named {pattern!r}, of {', '.join(cases)}")
+    if patterns:
+        return set().union(*fits.values())
+    values = {name: {(key, repr(value)) for key, value in of.items()} for name, of in cases.items()}
+    missing, kept = set().union(*values.values()), set()
+    while missing:
+        best = max(values, key=lambda name: len(values[name] & missing))
+        kept.add(best)
+        missing -= values[best]
+    return kept
+
+
 def pack(pieces: Sequence[Unit], shards: int = SHARDS) -> list[list[Unit]]:
     """The longest first, each to the shard that has least."""
     found: list[list[Unit]] = [[] for _ in range(shards)]
