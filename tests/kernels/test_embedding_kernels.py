@@ -105,6 +105,7 @@ def test_a_tpu_takes_wide_rows_and_many_blocks_of_bags():
     _assert_bags(case, table, table, None, "sum", "pallas_tpu", True)
 
 
+@pytest.mark.default_cases("reference-False", "pallas_tpu-True")
 @pytest.mark.parametrize(
     ("implementation", "interpret"), [("xla", False), ("reference", False), BACKENDS[0], SIMULATED[0]]
 )
@@ -317,6 +318,7 @@ def test_updates_equal_those_of_the_reference_and_touch_nothing_else(optimizer, 
         np.testing.assert_array_equal(ours[untouched], before[untouched])
 
 
+@pytest.mark.default_cases("700-600")
 @pytest.mark.parametrize(("count", "hot"), [(40, 0), (700, 600)])
 def test_the_fused_update_equals_sums_and_update(count, hot):
     num_rows = 30
@@ -336,6 +338,7 @@ def test_the_fused_update_equals_sums_and_update(count, hot):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.default_cases("pallas_tpu-True", "xla-False")
 @pytest.mark.parametrize(("implementation", "interpret"), [BACKENDS[0], SIMULATED[0], ("xla", False)])
 def test_packed_rows_are_updated_in_float32_and_rounded_once(implementation, interpret):
     num_rows, capacity = 20, 20

@@ -59,6 +59,7 @@ def _rounded_once(ours, exact, dtype):
     assert np.all(np.abs(np.asarray(ours, np.float64) - exact) <= 1.01 * half_ulp * np.abs(exact) + sums_error)
 
 
+@pytest.mark.default_cases("native-True", "xla-False")
 @pytest.mark.parametrize(
     ("implementation", "weighted"), [*((name, True) for name in IMPLEMENTATIONS), ("xla", False), (None, False)]
 )
@@ -295,6 +296,7 @@ def test_sampled_product_takes_values_of_all_edges(form):
     _close(out, _picked_matrix(csr, 16, rule, np.asarray(values)) @ h)
 
 
+@pytest.mark.default_cases("degrees1")
 @pytest.mark.parametrize("degrees", [[9, 8, 30, 8, 12], [9, 8, 30, 7, 8, 12, 0, 400, 8]])
 def test_rows_of_few_slots_are_summed_slot_after_slot_on_a_cpu(degrees):
     csr = random_csr(5, degrees=degrees, columns=300)
@@ -358,6 +360,7 @@ def test_a_width_of_every_degree_is_exact(strategy, width):
     _close(out, _matrix(csr, csr.values) @ h, rtol=2.2e-6)
 
 
+@pytest.mark.default_cases("csr-native", "ell-xla")
 @pytest.mark.parametrize(("form", "implementation"), [("csr", "native"), ("ell", "xla"), ("plan", "native")])
 def test_sampled_gradients_equal_those_of_the_picked_matrix(form, implementation):
     csr = random_csr(5)
@@ -423,6 +426,7 @@ def _softmax_by_rows(csr, scores):
     return out
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("heads", [None, 3])
 def test_softmax_of_rows_equals_numpy(heads):
     csr = random_csr(0)
@@ -566,6 +570,7 @@ def test_picks_that_are_traced_are_not_planned():
         jax.jit(lambda e: plan_sample(e).edges)(ell)
 
 
+@pytest.mark.default_cases("int8")
 @pytest.mark.parametrize("dtype", [np.int8, np.uint64])
 def test_indices_of_any_integer_dtype_pick_the_same_edges(dtype):
     csr = random_csr(5, degrees=[0, 30, 300, 4])

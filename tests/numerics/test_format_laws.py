@@ -146,6 +146,7 @@ def test_the_same_key_gives_the_same_codes_in_any_layout():
 # Axes, tails, transformations.
 
 
+@pytest.mark.default_cases("bdr_mx6", "nvfp4")
 @pytest.mark.parametrize("name", ["bdr_mx6", "vsq4", "nvfp4", "mxfp6_e3m2"])
 def test_blocks_lie_along_any_axis(name):
     format = format_cases.small(name)
@@ -161,6 +162,7 @@ def test_blocks_lie_along_any_axis(name):
         )
 
 
+@pytest.mark.default_cases("bdr_mx9", "nvfp4")
 @pytest.mark.parametrize("name", ["bdr_mx9", "mxfp8_e4m3", "nvfp4"])
 def test_padding_changes_no_scale_and_is_cut_off_again(name):
     k1 = FORMATS[name].k1

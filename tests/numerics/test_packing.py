@@ -46,6 +46,7 @@ def numbers(format, *shape):
     return jnp.asarray(np.random.default_rng(3).standard_normal((*shape, 4 * format.k1)), jnp.float32)
 
 
+@pytest.mark.default_cases("1", "3", "5", "8", "11")
 @pytest.mark.parametrize("bits", range(1, 17))
 def test_a_stream_of_bits_begins_in_the_lowest_bits_of_its_first_byte(bits):
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (3, 24, 2))

@@ -214,6 +214,7 @@ def test_nan_stays_in_its_row():
     assert not np.isnan(np.delete(y, 3, axis=0)).any()
 
 
+@pytest.mark.default_cases("fp8_e4m3")
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_a_scale_for_each_row_or_for_the_tensor(name):
     x, w = arrays((10, 24), (24, 6))

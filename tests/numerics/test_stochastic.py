@@ -19,6 +19,7 @@ def neighbours(value, dtype):
     return tuple(sorted((float(nearest), float(step))))
 
 
+@pytest.mark.default_cases("bfloat16")
 @settings(max_examples=80, deadline=None)
 @given(st.floats(-60000, 60000, width=32), st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

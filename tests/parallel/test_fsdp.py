@@ -334,6 +334,7 @@ def init(key):
     }
 
 
+@pytest.mark.default_cases("hybrid")
 @pytest.mark.parametrize("strategy", [Fsdp(), Fsdp(sharding="HYBRID_SHARD"), Ddp()], ids=["full", "hybrid", "ddp"])
 def test_sharded_initialisation_equals_that_of_one_device_to_the_bit(strategy):
     mesh = meshes.make_mesh(MeshShape(replica=2, fsdp=4))

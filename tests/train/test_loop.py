@@ -149,6 +149,7 @@ def test_evaluate_gives_what_the_loop_logged(trained, rows):
     )
 
 
+@pytest.mark.slow
 def test_best_and_last_checkpoints_are_kept(rows, tmp_path):
     experiment = small_run.experiment(
         rows,

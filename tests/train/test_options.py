@@ -240,6 +240,7 @@ def test_a_skipped_step_changes_neither_parameters_nor_averages_nor_the_optimize
 # Optimizers by path, and what the host draws for a step.
 
 
+@pytest.mark.slow
 def test_optimizers_by_path_on_eight_devices_are_those_on_one(texts, x64):
     rules = (optim.For(paths="layers/.*", optimizer=optim.AdamW()), optim.For(paths=".*", optimizer=Sgd()))
     found = []

@@ -314,6 +314,7 @@ class Cases(MetricBase):
         return {"cases": len(collected["labels"])}
 
 
+@pytest.mark.default_cases("segmenter")
 @pytest.mark.parametrize("name", ["segmenter", "supernet"])
 def test_what_fills_up_a_batch_is_not_collected_for_a_metric_that_asks_for_no_weights(name):
     run = bound(recipe(name))
@@ -415,6 +416,7 @@ def test_each_device_draws_noise_of_its_own_that_its_number_gives(form):
 # A contrastive pair.
 
 
+@pytest.mark.default_cases("explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_negatives_are_those_of_the_whole_batch(form):

@@ -388,6 +388,7 @@ def test_a_surgery_reads_what_is_fresh_wherever_it_lies(texts, offload, tmp_path
         np.testing.assert_array_equal(np.asarray(state.averages["ema"][path]), wanted, err_msg=path)
 
 
+@pytest.mark.slow
 def test_scores_of_other_data_keep_no_checkpoint(user, tmp_path):
     """The best of a phase is kept, although that of easier data before was better."""
     easy = changed(
@@ -411,6 +412,7 @@ def test_scores_of_other_data_keep_no_checkpoint(user, tmp_path):
     assert trained.Checkpoint.read(tmp_path / "checkpoints" / "80").manifest.host["best"]["step"] == best
 
 
+@pytest.mark.default_cases("phases_1*")
 @pytest.mark.parametrize(
     ("phases_", "message"),
     [

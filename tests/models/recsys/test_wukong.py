@@ -179,6 +179,7 @@ def test_gram_is_recovered_from_the_low_rank_form_exactly_when_rank_suffices(n, 
         assert error > 1e-2
 
 
+@pytest.mark.default_cases("lowrank")
 @pytest.mark.parametrize("fm", ["lowrank", "attentive"])
 def test_no_kind_but_the_plain_one_forms_the_gram_matrix(fm):
     n, config = 53, dataclasses.replace(TINY, fm=fm)
@@ -226,6 +227,7 @@ def test_without_the_fm_block_the_stack_is_linear(x64):
     assert np.abs(np.diff(values, n=2, axis=0)).max() < 1e-13 * np.abs(values).max()
 
 
+@pytest.mark.default_cases("lowrank")
 @pytest.mark.parametrize("fm", ["lowrank", "attentive"])
 def test_permuting_inputs_and_the_matching_parameters_changes_nothing(fm, randomised, x64):
     config, n = dataclasses.replace(TINY, fm=fm), 6

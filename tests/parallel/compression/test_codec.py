@@ -69,6 +69,7 @@ def test_a_vector_takes_the_bytes_of_its_format(format):
     assert codec.encoded_bytes(many, format) == many * FORMATS[format].bits_per_element / 8
 
 
+@pytest.mark.default_cases("bdr_mx4", "fp8_e4m3")
 @pytest.mark.parametrize("format", MANY)
 def test_padding_changes_nothing_and_does_not_travel(format):
     x = numbers(23)

@@ -274,6 +274,7 @@ class Signs(Fsdp):
         return OneBit(super().exchange(layouts, axes))
 
 
+@pytest.mark.default_cases("communicate-4", "local-4")
 @pytest.mark.parametrize(("accumulate", "parts"), [("communicate", 1), ("communicate", 4), ("local", 4)])
 def test_a_run_goes_on_to_the_bit_with_the_state_of_an_exchange(accumulate, parts):
     strategy = Signs(sharding="HYBRID_SHARD", form="explicit", accumulate=accumulate)

@@ -40,6 +40,7 @@ def test_weights_read_back_as_the_format_has_them(theirs, tmp_path, name):
     assert sum(row.format == name for row in rows) == MATRICES
 
 
+@pytest.mark.default_cases("mxfp6*")
 @pytest.mark.parametrize(
     ("name", "each"),
     [

@@ -133,6 +133,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(rows, tmp_path, case):
     assert {key: again[key] for key in whole} == whole
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_through_a_cache(rows, tmp_path):
     *_, summary = train(rows, tmp_path / "run", placement__mesh=ONE)
     tiered = small_run.experiment(rows, tables__tiers=(ITEMS,), placement__mesh=ONE)

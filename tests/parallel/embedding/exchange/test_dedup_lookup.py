@@ -142,6 +142,7 @@ def test_more_distinct_rows_than_room_is_no_error_and_drops_nothing():
     assert on.pack_deduplicated(features, 8, on.layout(SCHEMA, SIZE, tight), tight) is None
 
 
+@pytest.mark.default_cases("4", "8")
 @pytest.mark.parametrize("factor", [1, 2, 4, 8])
 def test_bytes_on_the_wire_fall_by_the_factor(factor):
     def sent(groups):

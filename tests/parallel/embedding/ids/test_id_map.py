@@ -83,6 +83,7 @@ def test_rows_evictions_counters_and_state_follow_the_model(config, trace, gaps)
     assert_equal({name: leaf for name, leaf in state.items() if name != "counts"}, model.arrays())
 
 
+@pytest.mark.default_cases("lfu")
 @pytest.mark.parametrize("config", [CONFIGS["lfu after 3"], CONFIGS["lru after 2"]], ids=["lfu", "lru"])
 def test_an_entry_that_stands_for_several_occurrences_counts_like_them(config):
     rng, one, other = np.random.default_rng(5), id_map.init(config), id_map.init(config)
@@ -114,6 +115,7 @@ def test_finding_gives_the_rows_that_ids_have_and_zero_to_the_others(config):
     assert (found[: len(asked)] == 0).any()
 
 
+@pytest.mark.default_cases("lru")
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
 def test_large_batches_of_hashed_ids_follow_the_model(policy):
     config = IdMapConfig(rows=1 + 16 * 4, ways=4, policy=policy, admit_after=2, candidate_ways=4)
