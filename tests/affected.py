@@ -102,7 +102,11 @@ def module_of(file: str) -> str:
 def imported(file: pathlib.Path) -> frozenset[str]:
     """What a file imports by name: modules, names in them, which may be modules, and the packages that they are in."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    try:
+        tree = ast.parse(file.read_text())
+    except SyntaxError:  # in the middle of a change, which it is a part of
+        return frozenset()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -61,7 +61,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("--store-durations") and not hasattr(config, "workerinput"):
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(_Budgets(config))
+    if config.getoption("--store-durations"):
         config.pluginmanager.register(_Durations(_parts_of(config)))
 
 
@@ -87,6 +90,26 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(left)]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem():
+    """Cases that `default_cases` does not name are slow."""
+    found = yield
+    cases = [item for item in found if isinstance(item, pytest.Function)] if isinstance(found, list) else []
+    mark = cases[0].get_closest_marker("default_cases") if cases else None
+    if mark is not None:
+        if not hasattr(cases[0], "callspec"):
+            raise pytest.Collector.CollectError(f"{cases[0].name}: default_cases is for tests with parameters")
+        quick = {case.callspec.id: case.callspec.params for case in cases if not case.get_closest_marker("slow")}
+        try:
+            kept = tiers.default_cases(quick, mark.args)
+        except ValueError as error:
+            raise pytest.Collector.CollectError(f"{cases[0].originalname}: {error}") from None
+        for case in cases:
+            if case.callspec.id not in kept:
+                case.add_marker(pytest.mark.slow)
+    return found
+
+
 class _Durations:
     """Adds up the seconds of every test function, in the process that others report to."""
 
@@ -102,6 +125,30 @@ class _Durations:
 
     def pytest_sessionfinish(self):
         tiers.store_durations(self.seconds)
+
+
+class _Budgets:
+    """Says which systems took more than tests/budgets.toml allows, in the process that others report to."""
+
+    def __init__(self, config):
+        self.full = "not slow" not in config.option.markexpr
+        self.parts_of = _parts_of(config)
+        self.seconds = collections.Counter()
+
+    def pytest_runtest_logreport(self, report):
+        file = report.nodeid.partition("::")[0]
+        if file not in self.parts_of:
+            self.seconds[file] += report.duration
+
+    def pytest_terminal_summary(self, terminalreporter):
+        if not self.seconds or not tiers.DURATIONS.is_file():
+            return
+        known = {file: of for file, of in tiers.read_durations().items() if (tiers.ROOT / file).is_file()}
+        over = tiers.over_budget(self.seconds, self.full, known, tiers.read_budgets())
+        if over:
+            terminalreporter.section("over budget")
+            for line in over:
+                terminalreporter.line(line)
 
 
 @pytest.hookimpl(tryfirst=True)

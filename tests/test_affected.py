@@ -70,3 +70,12 @@ def test_a_base_or_checkout_that_does_not_exist_is_named(tmp_path, monkeypatch, 
     (tmp_path / "new").write_text("2")
     (tmp_path / "file").write_text("2")
     assert affected.changed("HEAD") == ["file", "new"]
+
+
+def test_a_file_that_cannot_be_parsed_is_among_its_own_tests(tmp_path, monkeypatch):
+    monkeypatch.setattr(affected, "ROOT", tmp_path)
+    monkeypatch.setattr(affected, "HUB", 2)
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_half.py").write_text("def test_half(:\n")
+    (tmp_path / "tests" / "test_other.py").write_text("def test_other(): ...\n")
+    assert affected.tests_of(["tests/test_half.py"]) == ["tests/test_half.py"]

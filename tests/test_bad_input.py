@@ -146,6 +146,7 @@ def test_missing_numbers_are_the_mean_or_refused_as_stated(tmp_path):
     assert invoke("train", recipe, "--workdir", tmp_path / "run", "--set", "steps=1").exit_code == 0
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model(recipe, run):
     before = (run / "metrics.jsonl").read_bytes()
     result = invoke("train", recipe, "--workdir", run, "--set", "model.layers=3")
@@ -205,6 +206,7 @@ def test_fewer_steps_than_were_trained(recipe, run):
     assert_usable(recipe, run, 12)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_not_saved_however_seldom_the_log_is_written(recipe, run):
     diverging = [
         "steps=40",
@@ -292,6 +294,7 @@ def test_split_without_examples(recipe, tmp_path, fraction, field):
     assert_one_message(result.exit_code, result.stderr, field, "no examples", "data.split")
 
 
+@pytest.mark.slow
 def test_two_runs_in_one_folder(recipe, run):
     with RunFolder(run):
         result = invoke("train", recipe, "--workdir", run)

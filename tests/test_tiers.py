@@ -2,13 +2,14 @@
 
 import datetime
 import json
+import re
 import subprocess
 import sys
 import zlib
 
 import pytest
 import tiers
-from tiers import Run, Unit
+from tiers import Budget, Run, Unit
 
 TODAY = datetime.date(2026, 3, 1)
 HISTORY = [f"{number:012x}" for number in range(300, 0, -1)]
@@ -51,7 +52,18 @@ def test_functions_and_files_that_were_never_measured_count_as_the_mean_of_the_o
     assert found[5] == Unit("new.py", 0, 1, (9.0 + 3.0 + 501.0) / 3)
 
 
-@pytest.mark.parametrize("text", [None, "{", '{"a.py": {"test_a": 3}}', '{"a.py": ["test_a"]}', "[]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "{",
+        '{"a.py": {"test_a": [NaN, 0]}}',
+        '{"a.py": {"test_a": [-3, 0]}}',
+        '{"a.py": {"test_a": 3}}',
+        '{"a.py": ["test_a"]}',
+        "[]",
+    ],
+)
 def test_durations_that_cannot_be_read_are_said_once_and_files_count_alike(text, tmp_path, capsys):
     path = tmp_path / "durations.json"
     if text is not None:
@@ -102,13 +114,38 @@ def test_a_record_is_read_as_it_is_written(tmp_path):
     assert tiers.read_record(path) == [Run(3, "abc", "2026-03-01", 612, "passed")]
 
 
+def test_lines_that_are_no_runs_are_said_and_do_not_count(tmp_path, capsys):
+    path, run = tmp_path / "full_tier.tsv", "3\tabc\t2026-03-01\t612\tpassed"
+    damaged = ["<<<<<<< HEAD", "3\tabc", "x\tabc\t2026-03-01\t612\tpassed", "4\tabc\tyesterday\t612\tpassed", ""]
+    path.write_text("\n".join(["header", *damaged, run]) + "\n")
+    assert tiers.read_record(path) == [Run(3, "abc", "2026-03-01", 612, "passed")]
+    said = capsys.readouterr().out.splitlines()
+    assert [re.search(r"line (\d) is no run", line).group(1) for line in said] == list("2345")
+
+
+def test_a_shard_is_run_and_recorded_outside_of_a_checkout_too_and_counts_as_never(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tiers, "RECORD", tmp_path / "full_tier.tsv")
+    monkeypatch.setattr(tiers, "run_shard", lambda shard, options: 1)
+    monkeypatch.setattr(tiers, "ROOT", tmp_path)
+    for path in ("/nowhere", "/usr/bin:/bin"):  # without git, and with one that finds no checkout
+        monkeypatch.setenv("PATH", path)
+        assert tiers.main(["full", "--next", "--record"]) == 1
+    lines = tiers.RECORD.read_text().splitlines()
+    assert [re.sub(r"\t[-0-9]+", "", line) for line in lines] == ["1\tunknown\tfailed"] * 2
+    assert tiers.main(["behind"]) == 0
+    assert capsys.readouterr().out.endswith("not run in the last 100 commits: shard 1, 2, 3, 4, 5\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["slow"], "invalid choice: 'slow'"),
         (["full"], "--shard N or --next"),
         (["full", "--shard", "6"], "invalid choice: 6"),
+        (["full", "--shard", "0"], "invalid choice: 0"),
+        (["full", "--shard", "one"], "invalid int value: 'one'"),
         (["quick", "--shard", "1"], "--shard N or --next"),
+        (["default", "--record"], "--record: a line is of a shard"),
         (["full", "--shard", "1", "--next"], "not allowed with"),
     ],
 )
@@ -130,11 +167,11 @@ def test_the_parts_of_a_file_are_all_of_it_and_their_tests_stay():
         assert done.returncode == 0, done.stdout + done.stderr
         return [line for line in done.stdout.splitlines() if "::" in line]
 
-    whole, parts = collected(), [collected(f"--part={file}={part}/3") for part in range(3)]
+    whole, parts = collected(), [collected(f"--part={file}={part}/2") for part in range(2)]
     assert sorted(test for part in parts for test in part) == sorted(whole)
     assert all(parts)
     for number, part in enumerate(parts):
-        assert [zlib.crc32(test.encode()) % 3 for test in part] == [number] * len(part)
+        assert [zlib.crc32(test.encode()) % 2 for test in part] == [number] * len(part)
 
 
 def test_the_quick_tier_names_what_there_is_and_takes_less_than_three_minutes():
@@ -146,3 +183,82 @@ def test_the_quick_tier_names_what_there_is_and_takes_less_than_three_minutes():
         assert not test or test in tiers.functions_of(texts[file]), name
         seconds += known.get(test, (0, 0))[0] if test else sum(unmarked for unmarked, _ in known.values())
     assert 60 < seconds < 2 * 150
+
+
+@pytest.mark.parametrize(
+    ("patterns", "kept"),
+    [
+        ((), {"a-1", "b-2", "b-3"}),
+        (("*-1",), {"a-1", "b-1"}),
+        (("a-3", "b-*"), {"a-3", "b-1", "b-2", "b-3"}),
+    ],
+)
+def test_cases_of_the_default_tier_are_those_that_are_named_or_have_every_value(patterns, kept):
+    product = {f"{x}-{y}": {"x": x, "y": y} for x in "ab" for y in (1, 2, 3)}
+    found = tiers.default_cases(product, patterns)
+    if patterns:
+        assert found == kept
+    else:
+        assert len(found) == len(kept)
+        assert {value for name in found for value in product[name].values()} == {"a", "b", 1, 2, 3}
+    with pytest.raises(ValueError, match=r"no case is named 'c-\*', of a-1, "):
+        tiers.default_cases(product, ("a-1", "c-*"))
+
+
+NAMED = re.compile(r"(?<![\w./-])tests/[\w./-]*\w(?:::\w+)?")
+
+
+def test_what_ci_names_is_there():
+    texts = tiers.sources()
+    named = {
+        (script.name, name) for script in (tiers.ROOT / ".ci").iterdir() for name in NAMED.findall(script.read_text())
+    }
+    assert len(named) > 80
+    for script, name in named:
+        file, _, test = name.partition("::")
+        assert (tiers.ROOT / file).exists(), f"{script}: {name}"
+        assert not test or test in tiers.functions_of(texts[file]), f"{script}: {name}"
+
+
+def test_every_file_is_in_one_system_and_every_pattern_is_of_some_file():
+    budgets, files = tiers.read_budgets(), tiers.sources()
+    for file in files:
+        assert len(tiers.systems_of(file, budgets)) == 1, file
+    for system, budget in budgets.items():
+        for pattern in budget.files:
+            assert any(tiers.fnmatch.fnmatchcase(file, f"tests/{pattern}") for file in files), (system, pattern)
+    assert [system for system, budget in budgets.items() if not budget.files] == ["house"]
+
+
+BUDGETS = {"one": Budget(("a/*",), 10.0, 100.0), "rest": Budget((), 5.0, 50.0)}
+KNOWN = {
+    "tests/a/test_a.py": {"test_a": [4.0, 9.0]},
+    "tests/a/test_slow.py": {"test_slow": [0.0, 9.0]},
+    "tests/test_b.py": {"test_b": [4.0, 0.0]},
+}
+
+
+@pytest.mark.parametrize(
+    ("measured", "full", "over"),
+    [
+        ({"tests/a/test_a.py": 11.0, "tests/test_b.py": 5.0}, False, ["one: 11 s of 10 s"]),
+        ({"tests/a/test_a.py": 11.0, "tests/a/test_new.py": 1.0}, False, ["one: 12 s of 10 s"]),
+        ({"tests/a/test_slow.py": 99.0}, False, []),  # a part of its files
+        ({"tests/a/test_a.py": 99.0}, True, []),
+        ({"tests/a/test_a.py": 90.0, "tests/a/test_slow.py": 11.0}, True, ["one: 101 s of 100 s"]),
+        ({"tests/test_b.py": 5.1}, False, ["rest: 5 s of 5 s"]),
+        ({}, False, []),
+    ],
+)
+def test_a_system_over_its_budget_is_named_if_all_of_it_ran(measured, full, over):
+    assert [line.removesuffix(" (budgets.toml)") for line in tiers.over_budget(measured, full, KNOWN, BUDGETS)] == over
+    assert tiers.over_budget(measured, full, KNOWN, {}) == []
+
+
+@pytest.mark.parametrize("text", [None, "[", '[one]\nfiles = ["a"]\n', "one = 3\n"])
+def test_budgets_that_cannot_be_read_are_none(text, tmp_path, capsys):
+    path = tmp_path / "budgets.toml"
+    if text is not None:
+        path.write_text(text)
+    assert tiers.read_budgets(path) == {}
+    assert capsys.readouterr().out.count("budgets.toml cannot be read") == 1

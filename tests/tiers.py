@@ -16,6 +16,7 @@ cut by a hash of the names of its tests, which stay where they are when others a
 import argparse
 import dataclasses
 import datetime
+import fnmatch
 import json
 import math
 import pathlib
@@ -23,10 +24,12 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Collection, Mapping, Sequence
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 DURATIONS, RECORD = ROOT / "tests" / "durations.json", ROOT / "tests" / "full_tier.tsv"
+BUDGETS = ROOT / "tests" / "budgets.toml"
 
 SHARDS = 5
 LONGEST = 240.0
@@ -125,7 +128,8 @@ def read_durations(path: pathlib.Path = DURATIONS) -> Durations:
         found = json.loads(path.read_text())
         for functions in found.values():
             for unmarked, marked in functions.values():
-                _ = float(unmarked) + float(marked)
+                if not 0 <= float(unmarked) + float(marked) < math.inf:
+                    raise ValueError(f"{unmarked}, {marked} are no seconds")
     except (OSError, ValueError, TypeError, AttributeError) as error:
         print(f"{path.name} cannot be read ({error}): all files count alike. Write it with --store-durations.")
         return {}
@@ -184,6 +188,31 @@ def units(sources: Mapping[str, str], durations: Durations) -> list[Unit]:
     return result
 
 
+def default_cases(cases: Mapping[str, Mapping[str, object]], patterns: Sequence[str]) -> set[str]:
+    """Names of the cases of a test that run by default.
+
+    Args:
+      cases: Name -> parameter -> value.
+      patterns: Of names; none = so many cases that every value of every parameter has one.
+
+    Raises:
+      ValueError: no case has a name that fits a pattern.
+    """
+    fits = {pattern: set(fnmatch.filter(cases, pattern)) for pattern in patterns}
+    for pattern, found in fits.items():
+        if not found:
+            raise ValueError(f"no case is named {pattern!r}, of {', '.join(cases)}")
+    if patterns:
+        return set().union(*fits.values())
+    values = {name: {(key, repr(value)) for key, value in of.items()} for name, of in cases.items()}
+    missing, kept = set().union(*values.values()), set()
+    while missing:
+        best = max(values, key=lambda name: len(values[name] & missing))
+        kept.add(best)
+        missing -= values[best]
+    return kept
+
+
 def pack(pieces: Sequence[Unit], shards: int = SHARDS) -> list[list[Unit]]:
     """The longest first, each to the shard that has least."""
     found: list[list[Unit]] = [[] for _ in range(shards)]
@@ -195,11 +224,75 @@ def pack(pieces: Sequence[Unit], shards: int = SHARDS) -> list[list[Unit]]:
     return [sorted(shard, key=lambda unit: (unit.file, unit.part)) for shard in found]
 
 
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What the tests of a system may take.
+
+    Attributes:
+      files: Patterns of paths from `tests`; none = what no other system has.
+      default: Seconds on one core, in the default tier.
+      full: The same in the full one.
+    """
+
+    files: tuple[str, ...]
+    default: float
+    full: float
+
+
+def read_budgets(path: pathlib.Path = BUDGETS) -> dict[str, Budget]:
+    """System -> its budget; none, with a line that says why, where the table is missing or damaged."""
+    try:
+        found = tomllib.loads(path.read_text())
+        return {name: Budget(tuple(own["files"]), own["default"], own["full"]) for name, own in found.items()}
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        print(f"{path.name} cannot be read ({error!r}): no system has a budget.")
+        return {}
+
+
+def systems_of(file: str, budgets: Mapping[str, Budget]) -> list[str]:
+    """The systems that a file of tests belongs to; one, if the table is right."""
+    path = file.removeprefix("tests/")
+    named = [system for system, own in budgets.items() if any(fnmatch.fnmatchcase(path, p) for p in own.files)]
+    return named or [system for system, own in budgets.items() if not own.files]
+
+
+def over_budget(
+    measured: Mapping[str, float], full: bool, durations: Durations, budgets: Mapping[str, Budget]
+) -> list[str]:
+    """A line for every system that took more than it may, if all of its files ran that have tests in the tier.
+
+    Args:
+      measured: File -> seconds of what ran of it.
+      full: The full tier ran, not the default one.
+      durations: Which files have tests in the tier.
+      budgets: The table.
+    """
+    wanted: dict[str, set[str]] = {system: set() for system in budgets}
+    if not budgets:
+        return []
+    for file, functions in durations.items():
+        if any(sum(seconds) if full else seconds[0] for seconds in functions.values()):
+            wanted[systems_of(file, budgets)[0]].add(file)
+    lines = []
+    for system, budget in budgets.items():
+        took = sum(seconds for file, seconds in measured.items() if system in systems_of(file, budgets))
+        allowed = budget.full if full else budget.default
+        if wanted[system] and wanted[system] <= measured.keys() and took > allowed:
+            lines.append(f"{system}: {took:.0f} s of {allowed:.0f} s ({BUDGETS.name})")
+    return lines
+
+
 def read_record(path: pathlib.Path = RECORD) -> list[Run]:
     """The runs of shards, in order."""
-    lines = path.read_text().splitlines()[1:] if path.is_file() else []
-    fields = [line.split("\t") for line in lines if line.strip()]
-    return [Run(int(shard), commit, date, int(seconds), result) for shard, commit, date, seconds, result in fields]
+    lines, runs = path.read_text().splitlines()[1:] if path.is_file() else [], []
+    for number, line in enumerate(lines, 2):
+        try:
+            shard, commit, date, seconds, result = line.split("\t")
+            runs.append(Run(int(shard), commit, str(datetime.date.fromisoformat(date)), int(seconds), result))
+        except ValueError as error:
+            if line.strip():
+                print(f"{path.name}, line {number} is no run of a shard ({error}): it does not count.")
+    return runs
 
 
 def ages(runs: Sequence[Run], history: Sequence[str], shards: int = SHARDS) -> dict[int, int | None]:
@@ -230,7 +323,10 @@ def next_shard(runs: Sequence[Run], history: Sequence[str], today: datetime.date
 
 def history() -> list[str]:
     """Commits from the newest on; empty outside of a git checkout."""
-    listed = subprocess.run(["git", "log", "--format=%h", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True)
+    try:
+        listed = subprocess.run(["git", "log", "--format=%h", "--abbrev=12"], cwd=ROOT, capture_output=True, text=True)
+    except OSError:  # no git
+        return []
     return listed.stdout.split()
 
 
@@ -275,6 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = parser.parse_args(own)
     if (chosen.tier == "full") != (chosen.shard is not None or chosen.next):
         parser.error("--shard N or --next: the full tier needs one of them, the others have no shards")
+    if chosen.record and chosen.tier != "full":
+        parser.error("--record: a line is of a shard of the full tier")
     if chosen.store_durations:
         options = ["--store-durations", *options]
     commits = history()

@@ -29,6 +29,7 @@ def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
     assert f"{summary['test_auc']:.4f}" in resized.stdout
 
 
+@pytest.mark.slow
 def test_what_eval_is_told_holds_for_a_run_of_phases_too(invoke, tmp_path):
     recipe, workdir = small_run.write_recipe(tmp_path).replace(":small", ":parted"), tmp_path / "run"
     trained = invoke("train", recipe, "--workdir", str(workdir))

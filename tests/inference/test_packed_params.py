@@ -34,6 +34,7 @@ def packed(on):
     return {name: value for name, value in on.params.items() if isinstance(value, PackedWeight)}
 
 
+@pytest.mark.default_cases("bdr_mx9-*")
 @pytest.mark.parametrize(
     ("format", "each"),
     [

@@ -81,6 +81,7 @@ def test_broken_rows_decode_to_nan_and_are_counted():
         assert np.array_equal(np.asarray(block_quant.fuse_rows(rows)), row_oracle.quantize(table, format))
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize("layout", ["training", "inference"])
 @pytest.mark.parametrize("align", [1, 16])
@@ -113,6 +114,7 @@ def test_a_range_of_the_encoder_s_epsilon_has_half_of_the_codes():
     assert rows.codes.tolist() == [[0, 128, 64]]
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -57,6 +57,7 @@ def _assert_bags(case, table, stored, weights, pooling, implementation, interpre
     np.testing.assert_allclose(made, numpy_bags(table, case, weights, pooling), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize(
     ("name", "implementation"),
     [
@@ -104,6 +105,7 @@ def test_a_tpu_takes_wide_rows_and_many_blocks_of_bags():
     _assert_bags(case, table, table, None, "sum", "pallas_tpu", True)
 
 
+@pytest.mark.default_cases("reference-False", "pallas_tpu-True")
 @pytest.mark.parametrize(
     ("implementation", "interpret"), [("xla", False), ("reference", False), BACKENDS[0], SIMULATED[0]]
 )
@@ -157,6 +159,7 @@ def test_ids_of_64_bits_do_not_wrap_into_rows(implementation, interpret, x64):
     np.testing.assert_array_equal(rows[:, 0], [1, 0, 0, 1])
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize(("implementation", "interpret"), [*BACKENDS, SIMULATED[0]])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_gradients_equal_those_of_the_reference(implementation, interpret, pooling):
@@ -214,6 +217,7 @@ def _occurrences(count, num_rows, hot):
     return rows.astype(np.int32), rng.normal(size=(count, 128)).astype(np.float32)
 
 
+@pytest.mark.default_cases("65-65", "700-600")
 @pytest.mark.parametrize(("count", "hot"), [(40, 0), (64, 64), (65, 65), (700, 600), (9000, 8500)])
 def test_sums_of_hot_rows_equal_literal_sums(count, hot):
     rows, grads = _occurrences(count, 30, hot)
@@ -277,6 +281,7 @@ def _arrays(optimizer, num_rows, dim=128):
             return table, jnp.asarray(rng.random(num_rows), jnp.float32)
 
 
+@pytest.mark.default_cases("adagrad-pallas_gpu-True", "row-wise*")
 @pytest.mark.parametrize(
     ("optimizer", "implementation", "interpret"),
     [
@@ -313,6 +318,7 @@ def test_updates_equal_those_of_the_reference_and_touch_nothing_else(optimizer, 
         np.testing.assert_array_equal(ours[untouched], before[untouched])
 
 
+@pytest.mark.default_cases("700-600")
 @pytest.mark.parametrize(("count", "hot"), [(40, 0), (700, 600)])
 def test_the_fused_update_equals_sums_and_update(count, hot):
     num_rows = 30
@@ -332,6 +338,7 @@ def test_the_fused_update_equals_sums_and_update(count, hot):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.default_cases("pallas_tpu-True", "xla-False")
 @pytest.mark.parametrize(("implementation", "interpret"), [BACKENDS[0], SIMULATED[0], ("xla", False)])
 def test_packed_rows_are_updated_in_float32_and_rounded_once(implementation, interpret):
     num_rows, capacity = 20, 20

@@ -15,6 +15,7 @@ from scalejax.kernels.flash_attention.cases import CASES, Case
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
 
+@pytest.mark.default_cases("window with*", "documents, both ways", "permuted queries", "all at once")
 @pytest.mark.parametrize("name", CASES)
 def test_the_reference_equals_loops_in_float64(name, x64):
     case = CASES[name]
@@ -58,6 +59,7 @@ def test_chunks_of_xla_equal_the_reference_with_gradients(name):
     assert_matches_reference("xla", CASES[name])
 
 
+@pytest.mark.default_cases("all at once")
 @pytest.mark.parametrize(
     "name",
     [pytest.param("no multiples of a block", marks=pytest.mark.slow), "all at once", "queries before the keys"],
@@ -291,6 +293,7 @@ def test_a_scale_is_used_as_given():
     np.testing.assert_allclose(given, wanted, atol=1e-5)
 
 
+@pytest.mark.default_cases("xla")
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_every_row_of_a_batch_and_every_group_of_heads_is_on_its_own(implementation):
     """What a shard of the batch and of the heads computes is what it would be in the whole."""

@@ -63,6 +63,7 @@ def _programs(rows):
     }
 
 
+@pytest.mark.default_cases("lookup")
 @pytest.mark.parametrize("name", ["lookup", "gather", "update"])
 def test_offsets_into_tables_beyond_32_bits_have_64_bits(name):
     # A tile of 8 rows of 128 columns is addressed at once.

@@ -33,6 +33,7 @@ def check_all_maxima(name, rule):
     equal(packed, pack(quantize(x, format, axis=1, scale_rule=rule)))
 
 
+@pytest.mark.default_cases("bdr_mx9", "msfp12", "mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_e2m1")
 @pytest.mark.parametrize("name", EXPONENTS)
 def test_every_bfloat16_as_the_largest_of_a_block_gives_the_codes_of_numerics(name):
     check_all_maxima(name, "floor")
@@ -176,6 +177,7 @@ def exact_product(x, weights):
     return np.asarray(x, np.float64) @ (decoded if weights.axis == -2 else decoded.T)
 
 
+@pytest.mark.default_cases("bdr_mx9-*", "nvfp4-bfloat16-*")
 @pytest.mark.parametrize(
     ("name", "dtype", "product"),
     [
@@ -223,6 +225,7 @@ def test_leading_axes_tails_and_the_dtype_of_x_are_kept():
     )
 
 
+@pytest.mark.default_cases("nvfp4-1")
 @pytest.mark.parametrize(("name", "axis"), [("mxfp6_e2m3", 0), ("nvfp4", 1)])
 def test_the_gradient_of_x_is_that_of_the_decoded_weights(name, axis):
     x, matrix = jnp.nan_to_num(numbers((4, 5, 64), seed=4)), jnp.nan_to_num(numbers((64, 24), seed=5))

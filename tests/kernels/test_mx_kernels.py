@@ -54,6 +54,7 @@ def test_every_format_on_every_axis(backend, case, name):
     check(numbers(case.shape, case.dtype), name, case.axis, backend)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("name", "axis"),
@@ -84,6 +85,7 @@ def test_roundings_and_rules(backend, name, options):
     check(numbers((6, 96), "bfloat16"), name, 1, backend, **options)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("name", "axis", "dtype", "product"),

@@ -59,6 +59,7 @@ def _rounded_once(ours, exact, dtype):
     assert np.all(np.abs(np.asarray(ours, np.float64) - exact) <= 1.01 * half_ulp * np.abs(exact) + sums_error)
 
 
+@pytest.mark.default_cases("native-True", "xla-False")
 @pytest.mark.parametrize(
     ("implementation", "weighted"), [*((name, True) for name in IMPLEMENTATIONS), ("xla", False), (None, False)]
 )
@@ -136,6 +137,7 @@ def test_gradient_for_features_alone_takes_the_values_of_the_plan():
     _close(d_h, _matrix(csr, csr.values).T @ np.repeat(share[:, None], FEATURES, axis=1))
 
 
+@pytest.mark.default_cases("native")
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_derivatives_agree_with_finite_differences_twice(implementation, x64):
     csr = random_csr(4, degrees=[2, 0, 5, 1], columns=4)
@@ -182,6 +184,7 @@ def test_narrow_features_get_gradients_in_their_own_dtype():
     _close(d_h, _matrix(csr, csr.values).T @ np.ones((csr.shape[0], FEATURES)), rtol=2**-8)
 
 
+@pytest.mark.default_cases("xla-True", "native-False")
 @pytest.mark.parametrize(
     ("implementation", "weighted"), [*((name, True) for name in IMPLEMENTATIONS), ("native", False)]
 )
@@ -244,6 +247,7 @@ def _sampled(form, csr, h, width, rule, **options):
     return sampled_product(FORMS[form](csr, width, **rule), h, **options)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize(
     ("form", "strategy", "implementation"),
     [
@@ -292,6 +296,7 @@ def test_sampled_product_takes_values_of_all_edges(form):
     _close(out, _picked_matrix(csr, 16, rule, np.asarray(values)) @ h)
 
 
+@pytest.mark.default_cases("degrees1")
 @pytest.mark.parametrize("degrees", [[9, 8, 30, 8, 12], [9, 8, 30, 7, 8, 12, 0, 400, 8]])
 def test_rows_of_few_slots_are_summed_slot_after_slot_on_a_cpu(degrees):
     csr = random_csr(5, degrees=degrees, columns=300)
@@ -346,6 +351,7 @@ def test_sampled_derivatives_agree_with_finite_differences(x64):
     check_grads(mean, (h, values), order=1, modes=["rev"], rtol=1e-5)
 
 
+@pytest.mark.default_cases("bucket-3000", "fastrand-3001")
 @pytest.mark.parametrize(("strategy", "width"), [("bucket", 3000), ("bucket", 3001), ("fastrand", 3001)])
 def test_a_width_of_every_degree_is_exact(strategy, width):
     csr = random_csr(6)
@@ -354,6 +360,7 @@ def test_a_width_of_every_degree_is_exact(strategy, width):
     _close(out, _matrix(csr, csr.values) @ h, rtol=2.2e-6)
 
 
+@pytest.mark.default_cases("csr-native", "ell-xla")
 @pytest.mark.parametrize(("form", "implementation"), [("csr", "native"), ("ell", "xla"), ("plan", "native")])
 def test_sampled_gradients_equal_those_of_the_picked_matrix(form, implementation):
     csr = random_csr(5)
@@ -398,6 +405,7 @@ def test_edge_products_equal_numpy_and_have_gradients():
         _close(d_b, _matrix(csr, ct).T @ np.asarray(a))
 
 
+@pytest.mark.slow
 def test_edge_products_of_two_dtypes_have_gradients_in_the_wider_one(x64):
     csr = random_csr(0)
     a = jnp.asarray(np.random.default_rng(0).standard_normal((csr.shape[0], FEATURES)), jnp.float32)
@@ -418,6 +426,7 @@ def _softmax_by_rows(csr, scores):
     return out
 
 
+@pytest.mark.default_cases("3")
 @pytest.mark.parametrize("heads", [None, 3])
 def test_softmax_of_rows_equals_numpy(heads):
     csr = random_csr(0)
@@ -467,6 +476,7 @@ def test_vmap_over_heads_equals_one_head_at_a_time():
     _close(d_values[1], np.asarray(h[1], np.float64).sum(axis=1)[csr.indices])
 
 
+@pytest.mark.default_cases("shape2")
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (4, 4)])
 def test_graphs_without_rows_columns_or_edges_give_zeros(shape):
     csr = Csr(np.zeros(shape[0] + 1, np.int32), np.zeros(0, np.int32), shape=shape)
@@ -560,6 +570,7 @@ def test_picks_that_are_traced_are_not_planned():
         jax.jit(lambda e: plan_sample(e).edges)(ell)
 
 
+@pytest.mark.default_cases("int8")
 @pytest.mark.parametrize("dtype", [np.int8, np.uint64])
 def test_indices_of_any_integer_dtype_pick_the_same_edges(dtype):
     csr = random_csr(5, degrees=[0, 30, 300, 4])
@@ -597,6 +608,7 @@ def test_more_edges_than_int32_counts_want_64_bit_indices():
         csr.check()
 
 
+@pytest.mark.slow
 def test_64_bit_indices_give_the_same_product(x64):
     csr = random_csr(0)
     wide = Csr(csr.indptr.astype(np.int64), csr.indices.astype(np.int64), csr.values, shape=csr.shape)
@@ -666,6 +678,7 @@ def test_arguments_that_do_not_fit_are_refused(call, message):
         call(plan(csr), csr, jnp.asarray(_features(csr)))
 
 
+@pytest.mark.default_cases("native")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_nothing_is_promoted_implicitly(implementation, strict_promotion):
     csr = random_csr(0, degrees=[3, 0, 300, 5])

@@ -131,6 +131,7 @@ def test_any_number_of_features_is_summed(implementation, interpret, features):
     _close(sampled(ell, h, reduce="sum", implementation=implementation, interpret=interpret), _matrix(ell.to_csr()) @ h)
 
 
+@pytest.mark.default_cases("*-True")
 @pytest.mark.parametrize(("implementation", "interpret"), [("pallas_tpu", WAIT), SIMULATED[1], KERNELS[0]])
 def test_a_tpu_sums_wide_features_in_ranges_and_many_slots_in_chunks(implementation, interpret):
     csr = random_csr(4, degrees=[90, 0, 9, *[0] * 127, 4])
@@ -139,6 +140,7 @@ def test_a_tpu_sums_wide_features_in_ranges_and_many_slots_in_chunks(implementat
     _close(sampled(ell, h, reduce="sum", implementation=implementation, interpret=interpret), _matrix(ell.to_csr()) @ h)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize(("implementation", "interpret"), [*KERNELS, SIMULATED[0]])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow), jnp.int8])
 def test_narrow_features_are_summed_in_float32(implementation, interpret, dtype):

@@ -31,6 +31,7 @@ def gradients(x, weight, targets, weights):
     return jax.value_and_grad(loss, argnums=(0, 1))(x, weight)
 
 
+@pytest.mark.default_cases("two", "context", "three")
 @pytest.mark.parametrize(
     "shape",
     [

@@ -210,6 +210,7 @@ def test_rematerialisation_quantizes_nothing_twice(remat, gather, count):
     assert quantizations(traced.jaxpr) == count
 
 
+@pytest.mark.default_cases("dots")
 @pytest.mark.parametrize("remat", ["full", "dots"])
 def test_rematerialisation_changes_no_gradient(remat):
     x, w = normal(16, D), normal(L, D, D) / D**0.5

@@ -20,6 +20,7 @@ EXPONENTS = [name for name, format in FORMATS.items() if format.scale == "expone
 SYMMETRIC = ("ties_to_even", "ties_away", "toward_zero")
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 @pytest.mark.parametrize("name", [*OCP, "bdr_mx9", "bdr_mx6", "bdr_mx4"])
 def test_casting_twice_is_casting_once(name, rule):
@@ -71,6 +72,7 @@ def test_numbers_of_a_format_are_themselves():
     np.testing.assert_array_equal(np.asarray(api.cast(y, "mxfp4_e2m1", axis=0)), np.asarray(y))
 
 
+@pytest.mark.default_cases("bdr_mx6", "msfp12", "int4", "vsq4", "fp8_e5m2", "mxfp6_e2m3", "nvfp4")
 @pytest.mark.parametrize("name", FORMATS)
 def test_zeros_stay_zeros(name):
     format = format_cases.small(name)
@@ -110,6 +112,7 @@ def test_both_codes_of_nan_are_counted_as_poison():
     np.testing.assert_array_equal(np.isnan(np.asarray(api.dequantize(got))), np.arange(32) >= 16)
 
 
+@pytest.mark.default_cases("bdr_mx9", "msfp12", "mxfp8_e4m3", "mxfp6_e2m3")
 @pytest.mark.parametrize("name", EXPONENTS)
 def test_subnormal_numbers_keep_what_the_lowest_scale_holds(name):
     """2^-127 is the lowest scale, itself a subnormal float32; neither numbers nor scales are taken for zero."""
@@ -143,6 +146,7 @@ def test_the_same_key_gives_the_same_codes_in_any_layout():
 # Axes, tails, transformations.
 
 
+@pytest.mark.default_cases("bdr_mx6", "nvfp4")
 @pytest.mark.parametrize("name", ["bdr_mx6", "vsq4", "nvfp4", "mxfp6_e3m2"])
 def test_blocks_lie_along_any_axis(name):
     format = format_cases.small(name)
@@ -158,6 +162,7 @@ def test_blocks_lie_along_any_axis(name):
         )
 
 
+@pytest.mark.default_cases("bdr_mx9", "nvfp4")
 @pytest.mark.parametrize("name", ["bdr_mx9", "mxfp8_e4m3", "nvfp4"])
 def test_padding_changes_no_scale_and_is_cut_off_again(name):
     k1 = FORMATS[name].k1

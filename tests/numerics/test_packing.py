@@ -46,6 +46,7 @@ def numbers(format, *shape):
     return jnp.asarray(np.random.default_rng(3).standard_normal((*shape, 4 * format.k1)), jnp.float32)
 
 
+@pytest.mark.default_cases("1", "3", "5", "8", "11")
 @pytest.mark.parametrize("bits", range(1, 17))
 def test_a_stream_of_bits_begins_in_the_lowest_bits_of_its_first_byte(bits):
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (3, 24, 2))
@@ -65,6 +66,7 @@ def test_layouts_as_documented():
     assert [int(b) for b in pack_bits(jnp.array([1, 2, 3, 0], jnp.uint8), 2, axis=0)] == [0b00_11_10_01]
 
 
+@pytest.mark.default_cases("bdr_mx6", "msfp12", "int4", "vsq6", "fp8_e4m3", "mxfp6_e2m3", "nvfp4")
 @pytest.mark.parametrize("name", FORMATS)
 def test_unpacking_gives_what_was_packed(name):
     format = format_cases.small(name)
@@ -74,6 +76,7 @@ def test_unpacking_gives_what_was_packed(name):
     assert packed.nbytes == int(3 * 4 * format.k1 * format.bits_per_element) // 8 + (4 if name == "nvfp4" else 0)
 
 
+@pytest.mark.default_cases("bdr_mx9*", "bdr_mx4*", "mxfp6_e2m3*")
 @pytest.mark.parametrize(("name", "bytes_per_element"), BYTES.items())
 def test_blocks_come_back_from_their_bytes(name, bytes_per_element):
     format = FORMATS[name]

@@ -197,6 +197,7 @@ EMPTY = {
 }
 
 
+@pytest.mark.default_cases("blocks")
 @pytest.mark.parametrize("rule", EMPTY.values(), ids=EMPTY)
 def test_no_examples_give_no_results_and_a_gradient_of_zero(rule):
     x, w = arrays((0, 32), (32, 32))
@@ -213,6 +214,7 @@ def test_nan_stays_in_its_row():
     assert not np.isnan(np.delete(y, 3, axis=0)).any()
 
 
+@pytest.mark.default_cases("fp8_e4m3")
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_a_scale_for_each_row_or_for_the_tensor(name):
     x, w = arrays((10, 24), (24, 6))

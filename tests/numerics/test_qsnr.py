@@ -59,6 +59,7 @@ def worst_start(format, rng, count):
     return x * rng.choice([-1, 1], x.shape)
 
 
+@pytest.mark.default_cases("bdr_mx9", "bdr_mx4", "msfp12")
 @pytest.mark.parametrize(
     "format",
     [

@@ -64,6 +64,7 @@ def some_maxima():
     return every[chosen & (np.arange(1 << 16) % 3 != 1)]
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize(("name", "rule", "rounding"), list(covering()))
 def test_codes_scales_and_values_are_those_of_the_oracle(name, rule, rounding):
     format = format_cases.small(name)
@@ -126,6 +127,7 @@ def test_any_member_of_the_family_is_that_of_the_oracle(format, rounding):
     check(format, rule, rounding, np.concatenate([x, format_cases.random_bits(2048, format.k1, seed=6)]))
 
 
+@pytest.mark.default_cases("bdr_mx6", "nvfp4")
 @pytest.mark.parametrize("name", ["bdr_mx6", "mxfp4_e2m1", "fp8_e4m3", "vsq8", "nvfp4"])
 def test_the_last_bit_of_chance_decides(name):
     """By bisection, where the oracle begins to round each number up: exactly there the package does so too."""
@@ -176,6 +178,7 @@ def test_nvfp4_by_a_given_scale_of_the_tensor():
         np.testing.assert_array_equal(np.asarray(api.dequantize(got)), want.values)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", ["bdr_mx9", "mxfp4_e2m1", "nvfp4", "int8"])
 def test_sixteen_bit_inputs_are_the_same_numbers(name, dtype):

@@ -19,6 +19,7 @@ def neighbours(value, dtype):
     return tuple(sorted((float(nearest), float(step))))
 
 
+@pytest.mark.default_cases("bfloat16")
 @settings(max_examples=80, deadline=None)
 @given(st.floats(-60000, 60000, width=32), st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -42,6 +43,7 @@ def test_the_mean_of_many_rounds_is_the_value(dtype):
     assert (abs(rounds.mean(axis=0) - values) <= bound).all()
 
 
+@pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_updates_below_half_a_unit_add_up_where_rounding_to_nearest_stalls(dtype):
     unit = float(jnp.finfo(dtype).eps)

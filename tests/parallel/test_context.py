@@ -87,6 +87,7 @@ def assert_equal(got, want, **tolerance):
 SLOW = pytest.mark.slow  # to compile
 
 
+@pytest.mark.default_cases("2-all_gather", "4-ring")
 @pytest.mark.parametrize(
     ("ranks", "method"),
     [
@@ -140,6 +141,7 @@ def test_parts_differentiated_one_by_one_have_the_right_result_and_wrong_gradien
         assert np.abs(got[name] - want[name]).max() > 0.01, name
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("nested", [False, True], ids=["jit", "shard_map"])
 def test_whole_arrays_under_a_mesh_in_any_order_of_tokens(x64, method, nested):
@@ -214,6 +216,7 @@ def sent(ranks, method, dtype, *, gradients, compiled):
     return kinds
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("compiled", [False, True], ids=["stated", "compiled"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("method", METHODS)

@@ -45,6 +45,7 @@ def expected():
     return *run(residual_stack.params(), batch), batch["weights"].sum()
 
 
+@pytest.mark.default_cases
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("bucket_bytes", "accumulate", "parts"),

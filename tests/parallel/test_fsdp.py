@@ -113,6 +113,18 @@ PRODUCT = [
 ]
 
 
+@pytest.mark.default_cases(
+    "NO_SHARD-mode1-*",
+    "SHARD_GRAD_OP-mode2-*",
+    "FULL_SHARD-mode3-*",
+    "FULL_SHARD-mode9-*",
+    "HYBRID_SHARD-mode4-*",
+    "HYBRID_SHARD-mode5-*",
+    "HYBRID_SHARD_ZERO2-mode6-*",
+    "HYBRID_SHARD_ZERO2-mode7-*",
+    "DDP-mode10-*",
+    "DDP-mode17-*",
+)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("sharding", "mode", "shape", "parts", "optimizer"), covering(PRODUCT))
 def test_equals_one_device(sharding, mode, shape, parts, optimizer):
@@ -134,6 +146,7 @@ LONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.default_cases("HYBRID_SHARD-*")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("sharding", "mode", "optimizer"), LONG)
 def test_equals_one_device_for_fifty_steps(sharding, mode, optimizer):
@@ -244,6 +257,7 @@ def test_refuses_a_batch_that_does_not_divide():
         fsdp.gradients(residual_stack.loss, Fsdp(), mesh=mesh, specs=specs, parts=0)
 
 
+@pytest.mark.default_cases("explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["explicit", "implicit"])
 def test_masters_stay_wide_while_narrow_copies_travel(form):
@@ -264,6 +278,7 @@ def test_masters_stay_wide_while_narrow_copies_travel(form):
         assert np.abs(np.asarray(g) - np.float32(g)).max() > 0 or form == "implicit" or g.ndim == 1
 
 
+@pytest.mark.default_cases("FULL_SHARD-explicit")
 @pytest.mark.parametrize(("sharding", "form"), [("FULL_SHARD", "explicit"), ("HYBRID_SHARD", "implicit")])
 def test_float16_overflow_on_one_device_skips_the_step_everywhere(sharding, form):
     mesh = meshes.make_mesh(MeshShape(replica=2, fsdp=4))
@@ -319,6 +334,7 @@ def init(key):
     }
 
 
+@pytest.mark.default_cases("hybrid")
 @pytest.mark.parametrize("strategy", [Fsdp(), Fsdp(sharding="HYBRID_SHARD"), Ddp()], ids=["full", "hybrid", "ddp"])
 def test_sharded_initialisation_equals_that_of_one_device_to_the_bit(strategy):
     mesh = meshes.make_mesh(MeshShape(replica=2, fsdp=4))
@@ -349,6 +365,7 @@ def test_refuses_random_numbers_that_depend_on_the_sharding():
         fsdp.sharded_init(init, mesh=mesh, specs={})
 
 
+@pytest.mark.default_cases("HYBRID_SHARD")
 @pytest.mark.parametrize(
     "strategy",
     ["HYBRID_SHARD", "DDP", *(pytest.param(s, marks=pytest.mark.slow) for s in ("FULL_SHARD", "NO_SHARD"))],

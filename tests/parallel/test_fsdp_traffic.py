@@ -60,6 +60,7 @@ def expected(sharding, replica, shards):
 STRATEGIES = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("sharding", STRATEGIES)
 @pytest.mark.parametrize("replica", [1, 2])
 def test_stated_bytes_equal_the_formulas(sharding, replica):
@@ -100,6 +101,7 @@ def test_parameters_travel_in_their_dtype_and_gradients_in_theirs():
         assert found["reduce-scatter", "fsdp"][0] == (INSIDE + OUTSIDE) * reduce_width // NUMBER
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("form", ["explicit", "implicit"])
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 def test_arguments_take_what_is_sharded_over_f_and_what_is_whole(form, sharding):
@@ -111,6 +113,7 @@ def test_arguments_take_what_is_sharded_over_f_and_what_is_whole(form, sharding)
     assert memory.argument_size_in_bytes == (INSIDE + OUTSIDE - norms) // shards + norms + batch
 
 
+@pytest.mark.default_cases("remat")
 @pytest.mark.parametrize("loss", [residual_stack.loss, residual_stack.without_remat], ids=["remat", "no remat"])
 def test_temporaries_grow_by_whole_layers_only_if_gathered_copies_are_kept(loss):
     mesh = meshes.make_mesh(MeshShape(fsdp=8))
@@ -144,6 +147,7 @@ def test_temporaries_grow_with_the_largest_block():
     assert added < temporaries(1024) - temporaries(512) < 4 * added
 
 
+@pytest.mark.default_cases("sizes0", "sizes3", "sizes6")
 @pytest.mark.parametrize("sizes", [(1, 8, 1), (8, 1, 1), (2, 4, 1), (4, 2, 1), (2, 2, 2), (1, 4, 2), (4, 1, 2)])
 def test_reduce_scatter_inside_and_all_reduce_across_are_the_global_sum(sizes):
     replica, shards, expert = sizes
@@ -192,6 +196,7 @@ class _BrokenExchange(blocks.Plain):
         return super()._reduce(path, x)
 
 
+@pytest.mark.default_cases("a gather is missing", "a mean of means")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("mistake", ["", "a gather is missing", "a mean of means", "a sum over one axis is missing"])
 def test_mistakes_of_an_exchange_show_in_gradients(mistake):

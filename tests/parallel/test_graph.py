@@ -32,6 +32,7 @@ def _on_mesh(h, mesh):
     return jax.device_put(pad_nodes(jnp.asarray(h), DEVICES), everywhere(mesh))
 
 
+@pytest.mark.default_cases("halo-native-sum", "all_gather-xla-sum")
 @pytest.mark.parametrize(
     ("exchange", "implementation", "reduce"),
     [
@@ -54,6 +55,7 @@ def test_eight_devices_equal_one(mesh, exchange, implementation, reduce):
     assert not np.asarray(out[csr.shape[0] :]).any()
 
 
+@pytest.mark.default_cases("halo-native", "all_gather-native")
 @pytest.mark.parametrize(
     ("exchange", "implementation"), [("halo", "native"), ("all_gather", "native"), ("halo", "xla")]
 )

@@ -66,6 +66,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.default_cases("*stage4-8", "*stage2-tensor2-1")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("shape", "parts"), [("stage4", 4), ("stage4", 8), ("stage8", 2), ("stage2-tensor2", 1)])
 @pytest.mark.parametrize("remat", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["remat", "no remat"])
@@ -138,6 +139,7 @@ def explicit_loss(params, batch, key, gather):
     return pipeline.on_last_stage(residual_stack.loss(params, batch, key, gather, scan=stages_by_hand))
 
 
+@pytest.mark.default_cases("FULL_SHARD*")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("strategy", "shape"),

@@ -84,6 +84,9 @@ CASES: dict[str, tuple[MeshShape, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.default_cases(
+    "full over three axes", "hybrid, kept", "by rules, beside tensor", "clipped", "in host memory"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_eight_devices_are_one(name: str, path: str, x64: None) -> None:
     shape, pieces, changes = CASES[name]
@@ -205,6 +208,7 @@ class ScaledSage(GraphSageConfig):
         return ScaledTask(config=self, schema=schema)
 
 
+@pytest.mark.default_cases("mini-batches on eight")
 @pytest.mark.parametrize(("fanouts", "mesh"), [((), None), ((3, 2), HYBRID)], ids=["whole", "mini-batches on eight"])
 def test_fields_that_the_host_draws_are_those_of_seed_and_step(
     fanouts: tuple[int, ...], mesh: MeshShape | None, path: str
@@ -274,6 +278,7 @@ def test_rules_are_not_for_vectors_of_attention(path: str) -> None:
         bind(changed(experiment, quantization=(vectors,)), data)
 
 
+@pytest.mark.slow
 def test_number_formats_on_eight_devices_are_those_on_one(path: str) -> None:
     formats = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "bdr_mx9")
     changes: dict[str, Any] = {"optimizer": ADAM, "model": GcnConfig(hidden=8, dropout=0.0)}
@@ -309,6 +314,7 @@ def test_parameters_begin_with_those_of_another_run(path: str, tmp_path: pathlib
         other.begin()
 
 
+@pytest.mark.default_cases("id_maps*", "pipeline*")
 @pytest.mark.parametrize(
     ("field", "value"),
     [

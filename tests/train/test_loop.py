@@ -131,6 +131,7 @@ def test_a_plan_for_another_mesh_is_left_out_of_scoring_and_refused_in_training(
         loop.train(dataclasses.replace(planned, steps=18), workdir=run)
 
 
+@pytest.mark.slow
 def test_evaluate_gives_what_the_loop_logged(trained, rows):
     folder, summary = trained
     experiment = small_run.experiment(rows)
@@ -148,6 +149,7 @@ def test_evaluate_gives_what_the_loop_logged(trained, rows):
     )
 
 
+@pytest.mark.slow
 def test_best_and_last_checkpoints_are_kept(rows, tmp_path):
     experiment = small_run.experiment(
         rows,
@@ -322,6 +324,7 @@ def test_prefetch_raises_at_the_batch_and_ends_when_left_early(rows):
         assert len(list(prefetched)) == 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_the_same_on_any_number_of_devices(trained, rows):
     experiment = small_run.experiment(rows)
     eight = stored(experiment, trained[0], devices=8)

@@ -239,6 +239,7 @@ def test_a_skipped_step_changes_neither_parameters_nor_averages_nor_the_optimize
 # Optimizers by path, and what the host draws for a step.
 
 
+@pytest.mark.slow
 def test_optimizers_by_path_on_eight_devices_are_those_on_one(texts, x64):
     rules = (optim.For(paths="layers/.*", optimizer=optim.AdamW()), optim.For(paths=".*", optimizer=Sgd()))
     found = []
@@ -282,6 +283,7 @@ class Scales:
         return ScaledTask(width=self.net.width, schema=schema)
 
 
+@pytest.mark.slow
 def test_fields_that_the_host_draws_are_those_of_seed_and_step(tmp_path, monkeypatch):
     user = load("shapes.py")
     experiment = changed(user.shapes(), model=Scales(net=user.NetConfig()), steps=6, log_every=2, checkpoints__every=3)

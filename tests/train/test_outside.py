@@ -76,6 +76,7 @@ def test_it_goes_on_to_the_same_bits_with_its_running_means(user, trained, tmp_p
     assert again["test_accuracy"] == trained[1]["test_accuracy"]
 
 
+@pytest.mark.default_cases("explicit", "hybrid")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("strategy", "mesh"),

@@ -134,6 +134,7 @@ def train(name, folder):
     return experiment, folder, loop.train(experiment, workdir=folder)
 
 
+@pytest.mark.default_cases("segmenter", "inversion", "pruner", "preferences")
 @pytest.mark.parametrize("name", LEARNS)
 def test_it_learns_more_than_is_trivial(runs, name):
     _, folder, summary = runs(name)
@@ -146,6 +147,7 @@ def test_it_learns_more_than_is_trivial(runs, name):
     assert value.removeprefix("test_") in [measure["name"] for measure in measures]
 
 
+@pytest.mark.default_cases("segmenter", "pruner", "preferences")
 @pytest.mark.parametrize("name", LEARNS)
 def test_a_run_in_two_halves_has_the_same_bits(runs, name, tmp_path):
     experiment, folder, summary = runs(name)
@@ -225,12 +227,16 @@ FORMS = [
 ]
 
 
+@pytest.mark.default_cases(
+    "pair-ddp", "soft_targets-explicit", "segmenter-implicit", "detector-explicit", "diffusion-implicit"
+)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_eight_devices_learn_what_one_does(of_one_device, name, form):
     assert_close(of_devices(name, 8, STRATEGIES[form]), of_one_device(name))
 
 
+@pytest.mark.default_cases("detector", "diffusion", "soft_targets")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LEARNS)
 def test_an_evaluation_is_the_same_on_eight_devices_and_in_batches_of_another_size(name):
@@ -307,6 +313,7 @@ class Cases(MetricBase):
         return {"cases": len(collected["labels"])}
 
 
+@pytest.mark.default_cases("segmenter")
 @pytest.mark.parametrize("name", ["segmenter", "supernet"])
 def test_what_fills_up_a_batch_is_not_collected_for_a_metric_that_asks_for_no_weights(name):
     run = bound(recipe(name))
@@ -380,6 +387,7 @@ def test_noise_of_an_evaluation_is_that_of_each_example():
     assert loss(ahead) == loss(ahead) != loss(behind) != loss(ahead[::-1])
 
 
+@pytest.mark.default_cases("explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["explicit", "ddp"])
 def test_each_device_draws_noise_of_its_own_that_its_number_gives(form):
@@ -407,6 +415,7 @@ def test_each_device_draws_noise_of_its_own_that_its_number_gives(form):
 # A contrastive pair.
 
 
+@pytest.mark.default_cases("explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_negatives_are_those_of_the_whole_batch(form):
@@ -496,6 +505,7 @@ def test_a_policy_begins_as_its_reference_and_its_average_is_scored(runs):
 # A supernet.
 
 
+@pytest.mark.default_cases("explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_all_devices_and_parts_take_the_same_path(of_one_device, form):

@@ -174,6 +174,7 @@ def test_a_surgery_keeps_the_function_and_the_run_goes_on(user, whole):
     np.testing.assert_array_equal(np.asarray(state.averages["ema"]["head"]), np.asarray(state.params["head"]))
 
 
+@pytest.mark.default_cases("step 5", "step 16")
 @pytest.mark.parametrize("step", [5, 9, 11, 16, 18], ids="step {}".format)
 def test_a_run_that_is_killed_in_any_phase_goes_on_to_the_same_bits(step, user, whole, tmp_path):
     summary = killed_run.train(grown(user), tmp_path, at=step)
@@ -295,6 +296,7 @@ def tables_of(folder: Any, experiment: Experiment, step: int) -> dict[str, Any]:
     return jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x), stored)
 
 
+@pytest.mark.slow
 def test_tables_go_on_with_their_states_and_maps_in_a_phase_that_leaves_them_alone(rows, tmp_path):
     plain = click_experiment(rows, steps=9)
     phase = Phase(name="more", steps=4, changes={"gradients.clip": 1e9})
@@ -335,6 +337,7 @@ def test_another_optimizer_of_the_tables_takes_their_rows_alone(rows, tmp_path):
         np.testing.assert_array_equal(np.asarray(after["(id maps)"]["item"][leaf]), wanted, err_msg=leaf)
 
 
+@pytest.mark.slow
 def test_a_language_model_may_begin_with_a_model_folder(texts, tmp_path):
     experiment = small.experiment(texts, steps=2)
     loop.train(experiment, workdir=tmp_path / "run")
@@ -366,6 +369,7 @@ class FreshHead:
         return dataclasses.replace(trained, params={**trained.params, "head/weight": fresh.params["head/weight"]})
 
 
+@pytest.mark.default_cases("optimizer and parameters")
 @pytest.mark.parametrize("offload", ["none", "optimizer and parameters"])
 def test_a_surgery_reads_what_is_fresh_wherever_it_lies(texts, offload, tmp_path):
     mesh = MeshShape(fsdp=8)
@@ -384,6 +388,7 @@ def test_a_surgery_reads_what_is_fresh_wherever_it_lies(texts, offload, tmp_path
         np.testing.assert_array_equal(np.asarray(state.averages["ema"][path]), wanted, err_msg=path)
 
 
+@pytest.mark.slow
 def test_scores_of_other_data_keep_no_checkpoint(user, tmp_path):
     """The best of a phase is kept, although that of easier data before was better."""
     easy = changed(
@@ -407,6 +412,7 @@ def test_scores_of_other_data_keep_no_checkpoint(user, tmp_path):
     assert trained.Checkpoint.read(tmp_path / "checkpoints" / "80").manifest.host["best"]["step"] == best
 
 
+@pytest.mark.default_cases("phases_1*")
 @pytest.mark.parametrize(
     ("phases_", "message"),
     [
@@ -455,6 +461,7 @@ def test_a_model_that_was_written_is_begun_with_and_not_trained_on(user, tmp_pat
         loop.train(changed(experiment, steps=4), workdir=tmp_path / "written", resume="must")
 
 
+@pytest.mark.slow
 def test_a_graph_network_goes_on_in_a_phase(tmp_path):
     plain = configs.load("gcn-smoke", ["steps=8", "log_every=2", "evaluation.every=0"])
     parted = dataclasses.replace(plain, steps=5, phases=(Phase(name="more", steps=3),))

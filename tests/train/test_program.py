@@ -44,6 +44,7 @@ def _run(experiment, devices, steps=STEPS):
     return np.array(losses), stored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [MeshShape(fsdp=4, tensor=2), pytest.param(MeshShape(), marks=pytest.mark.slow)], ids=str
 )

@@ -28,6 +28,7 @@ def test_scores_that_are_not_finite_are_refused(tmp_path):
         scoring.score(program, state, batches)
 
 
+@pytest.mark.default_cases("count")
 @pytest.mark.parametrize("spill", ["fail", "count"])
 def test_ids_without_room_are_counted_or_refused(tmp_path, spill):
     # Row r of the t-th table of a stack lives on device (r + t) % 8: all ids go to one device.

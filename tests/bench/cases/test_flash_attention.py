@@ -10,6 +10,7 @@ from scalejax.bench.cases.flash_attention import Size
 SMALL = Size(2, 24, 4, 2)
 
 
+@pytest.mark.default_cases("True")
 @pytest.mark.parametrize("gradients", [False, True])
 def test_both_sides_are_compared_timed_and_rated(gradients):
     contest = flash_attention.contest(SMALL, 16, gradients=gradients, against="jax")

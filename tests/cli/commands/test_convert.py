@@ -64,6 +64,7 @@ def run(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_generates_what_its_export_generates(invoke, run, tmp_path):
     exported, back = tmp_path / "exported", tmp_path / "back"
     done = invoke("convert", str(run), str(exported))

@@ -60,6 +60,7 @@ def assert_same(one: Batch, other: Batch) -> None:
     assert one.features.keys == other.features.keys
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("groups", [LOG.groups, (("user_2_0", "user_0_1"), ("item_0",)), (LOG.names,)])
 @pytest.mark.parametrize("name", ["short", "whole"])
 @pytest.mark.parametrize("access", ["memory", "windows"])

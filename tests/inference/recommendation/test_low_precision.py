@@ -41,6 +41,7 @@ def run(lowered, one):
     return np.asarray(lowered.score(lowered.arrays, click_model.inputs_of(one, click_cases.SCHEMA)))
 
 
+@pytest.mark.default_cases("wukong")
 @pytest.mark.parametrize("name", MODELS)
 def test_float_scores_are_those_of_pooling_by_hand(name):
     model, one = click_cases.model(name), click_cases.batch()

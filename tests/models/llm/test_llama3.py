@@ -93,6 +93,7 @@ def test_rotation_turns_pairs_half_a_head_apart(x64):
 # Logits.
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("name", scenarios(GQA))
 @pytest.mark.parametrize("case", CASES)
 def test_logits_are_those_of_transformers(case, name, strict_promotion):
@@ -102,6 +103,7 @@ def test_logits_are_those_of_transformers(case, name, strict_promotion):
     np.testing.assert_allclose(got, GOLDEN[f"{case}: {name}"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.default_cases("gqa", "tied*")
 @pytest.mark.parametrize("case", CASES)
 def test_bfloat16_logits_say_what_those_of_transformers_in_float32_say(case):
     """The mean divergence that MaxText asks of a conversion, and the same first choice unless two are as good."""
@@ -118,6 +120,7 @@ def test_bfloat16_logits_say_what_those_of_transformers_in_float32_say(case):
     assert same.mean() >= 0.9
 
 
+@pytest.mark.default_cases("none", "dots")
 @pytest.mark.parametrize("remat", ["none", "full", "dots"])
 def test_rematerialisation_changes_no_gradient(remat, x64):
     ids, segments, positions = scenarios(GQA)["packed, positions restart"]
@@ -133,6 +136,7 @@ def test_rematerialisation_changes_no_gradient(remat, x64):
         np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.default_cases("restart")
 @pytest.mark.parametrize("kind", ["restart", "run through"])
 def test_a_packed_row_equals_its_documents_one_by_one(kind, x64):
     config, lengths = CASES["wide heads, scaled"], (7, 4, 7)

@@ -90,6 +90,7 @@ def test_a_config_with_parts_of_its_own_trains_and_all_its_parameters_move():
     assert jax.jit(loss)(moved) < value
 
 
+@pytest.mark.default_cases("full")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_its_stack_equals_its_layers_one_by_one(remat, x64):
     config = dataclasses.replace(OWN, remat=remat)
@@ -105,6 +106,7 @@ def test_its_stack_equals_its_layers_one_by_one(remat, x64):
     np.testing.assert_allclose(model(ids, positions, segments), want, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_its_cache_gives_the_logits_of_the_whole_row():
     model = llama3.Llama(OWN, nnx.Rngs(0), F32)
     ids = tokens(OWN, 2, 9)
@@ -145,6 +147,7 @@ def test_folders_refuse_parts_that_they_cannot_name():
         families.of(OWN).entries(OWN)
 
 
+@pytest.mark.slow
 def test_it_is_generated_with():
     params = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(OWN, nnx.Rngs(0), F32))).take_apart(
         llama3.Llama(OWN, nnx.Rngs(0), F32)

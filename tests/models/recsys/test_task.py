@@ -46,6 +46,7 @@ def test_cross_entropy_equals_its_definition_and_stays_finite(x64):
     assert (value, slope) == (1e4, 1.0)
 
 
+@pytest.mark.default_cases("WukongConfig", "DlrmConfig")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_loss_is_the_weighted_sum_of_the_mean_over_tasks(config, schema, examples, randomised, x64):
     task = config.task(schema)
@@ -64,6 +65,7 @@ def test_loss_is_the_weighted_sum_of_the_mean_over_tasks(config, schema, example
     assert found.outputs["logits"].shape == (6, 2)
 
 
+@pytest.mark.default_cases("WukongConfig")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_padding_of_weight_zero_adds_nothing_to_loss_or_gradient(config, schema, examples):
     task = config.task(schema)
@@ -85,6 +87,7 @@ def test_padding_of_weight_zero_adds_nothing_to_loss_or_gradient(config, schema,
     assert all(not np.any(g[3:]) for g in jax.tree.leaves(rows))
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_strict_promotion_holds_and_gradients_are_finite(config, dtype, schema, examples, strict_promotion):
@@ -116,6 +119,7 @@ def test_counts_equal_the_real_model(config, schema, examples, dot_flops):
     assert 3 * forward == 4 * task.flops_per_example()
 
 
+@pytest.mark.default_cases("wukong", "dlrm", "dcnv2")
 @pytest.mark.parametrize(
     "config",
     [*CONFIGS, dataclasses.replace(WUKONG, fm="attentive"), dataclasses.replace(WUKONG, fm="plain")],

@@ -101,6 +101,7 @@ def forward(model):
     return lambda *args, **kwargs: jax.jit(lambda s, *a, **k: nnx.merge(graph, s)(*a, **k))(state, *args, **kwargs)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("config", [TINY, FULL], ids=["plain_inputs", "important_and_narrow"])
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
 def test_forward_matches_a_literal_numpy_form(config, fm, schema, examples, randomised, numpy_parameters, x64):
@@ -178,6 +179,7 @@ def test_gram_is_recovered_from_the_low_rank_form_exactly_when_rank_suffices(n, 
         assert error > 1e-2
 
 
+@pytest.mark.default_cases("lowrank")
 @pytest.mark.parametrize("fm", ["lowrank", "attentive"])
 def test_no_kind_but_the_plain_one_forms_the_gram_matrix(fm):
     n, config = 53, dataclasses.replace(TINY, fm=fm)
@@ -225,6 +227,7 @@ def test_without_the_fm_block_the_stack_is_linear(x64):
     assert np.abs(np.diff(values, n=2, axis=0)).max() < 1e-13 * np.abs(values).max()
 
 
+@pytest.mark.default_cases("lowrank")
 @pytest.mark.parametrize("fm", ["lowrank", "attentive"])
 def test_permuting_inputs_and_the_matching_parameters_changes_nothing(fm, randomised, x64):
     config, n = dataclasses.replace(TINY, fm=fm), 6
@@ -292,6 +295,7 @@ def test_two_layers_learn_a_product_of_four_features_and_one_layer_cannot():
 # Counts.
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
 @pytest.mark.parametrize("config", [TINY, FULL, dataclasses.replace(TINY, normalization="none", head_hidden=())])
 def test_parameter_and_flop_counts_equal_the_real_model(config, fm, schema, examples, dot_flops, strict_promotion):

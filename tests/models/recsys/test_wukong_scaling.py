@@ -31,6 +31,7 @@ def test_dense_parameters_added_between_published_sizes_are_within_the_stated_ba
         assert 0.65 < ours / published < 1.45
 
 
+@pytest.mark.slow
 def test_flops_grow_monotonically_over_two_orders_of_magnitude():
     flops = [gflop(row.config) for row in TABLE_5.values()]
     assert flops == sorted(flops)
@@ -53,6 +54,7 @@ def test_the_largest_published_size_is_counted_without_an_array():
     assert task.flops_per_example() is task.flops_per_example()  # traced once
 
 
+@pytest.mark.slow
 def test_upscaling_grows_depth_first_and_then_everything_together():
     start = TABLE_5["0.53"].config
     sizes = [upscale(start, step) for step in range(5)]

@@ -46,6 +46,7 @@ def there_and_back(x, format, dtype=jnp.float32):
     return codec.decode(codec.encode(x, format), format, length=x.shape[-1], dtype=dtype)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("format", MANY)
 @pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
@@ -68,6 +69,7 @@ def test_a_vector_takes_the_bytes_of_its_format(format):
     assert codec.encoded_bytes(many, format) == many * FORMATS[format].bits_per_element / 8
 
 
+@pytest.mark.default_cases("bdr_mx4", "fp8_e4m3")
 @pytest.mark.parametrize("format", MANY)
 def test_padding_changes_nothing_and_does_not_travel(format):
     x = numbers(23)
@@ -87,6 +89,7 @@ def test_every_vector_begins_a_block():
             np.testing.assert_array_equal(together[i, j], codec.encode(x[i, j], "bdr_mx6"))
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("format", MANY)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_no_number_makes_nan_of_its_block_alone(format, value):

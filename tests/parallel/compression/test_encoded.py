@@ -60,6 +60,7 @@ def put_together(rows, shape, dim):
     return np.moveaxis(np.asarray(rows).reshape(first), 0, dim)
 
 
+@pytest.mark.default_cases("*mxfp6_e3m2")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     "axes",
@@ -122,6 +123,7 @@ def reduced(mesh, axes, format, each):
     return jax.jit(reduce)(each)
 
 
+@pytest.mark.default_cases("bdr_mx9")
 @pytest.mark.parametrize("format", FORMATS)
 def test_reduced_gradients_are_those_of_one_device_to_the_bit(format):
     mesh, each = meshes.make_mesh(MESHES["fsdp8"]), uneven()

@@ -54,6 +54,7 @@ def smooth(embedded):
     return {name: jnp.sin(40 * x) + 0.3 for name, x in embedded.items()}
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("devices", [1, 8])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_lookup_equals_numpy(devices, weighted):

@@ -118,6 +118,15 @@ def _cases():
     assert number == len(default)
 
 
+@pytest.mark.default_cases(
+    "row_wise-shard-*",
+    "table_wise-*",
+    "column_wise-shard-*",
+    "table_row_wise-*",
+    "table_column_wise-*",
+    "grid-*",
+    "data_parallel-*",
+)
 @pytest.mark.parametrize(("kind", "replicas", "name", "weighted", "devices"), [*_cases()])
 def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted, devices):
     tables = wide_tables(OPTIMIZERS[name])
@@ -245,6 +254,7 @@ SHARES = {
 }
 
 
+@pytest.mark.default_cases("row_wise", "column_wise", "grid")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_holds_its_share_and_moves_data_by_the_collectives_of_its_kind(kind):
     compiled, text = _compiled(kind)

@@ -165,6 +165,7 @@ def lies(x, spec, mesh=None):
     return x.sharding.is_equivalent_to(NamedSharding(mesh or make_mesh(), spec), x.ndim)
 
 
+@pytest.mark.default_cases
 @in_every_way
 def test_losses_and_sums_equal_one_device(sharding, form, accumulate, parts, trained):
     found, expected = on_devices(sharding, form, accumulate, parts, trained), on_one_device(parts)
@@ -203,6 +204,7 @@ def test_variables_go_from_part_to_part_and_rows_of_them_with_the_batch(sharding
     assert lies(found.variables["queue"], ROWS)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_inputs_and_variables_keep_shardings_over_other_axes(form, parts):
@@ -272,6 +274,7 @@ class Signs(Fsdp):
         return OneBit(super().exchange(layouts, axes))
 
 
+@pytest.mark.default_cases("communicate-4", "local-4")
 @pytest.mark.parametrize(("accumulate", "parts"), [("communicate", 1), ("communicate", 4), ("local", 4)])
 def test_a_run_goes_on_to_the_bit_with_the_state_of_an_exchange(accumulate, parts):
     strategy = Signs(sharding="HYBRID_SHARD", form="explicit", accumulate=accumulate)
@@ -365,6 +368,7 @@ def test_keys_of_examples_are_those_that_evaluation_gave():
     assert len(set(map(int, jax.vmap(jax.random.bits)(Keys(each[0], each[0]).of_examples(5))))) == 5
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize(("sharding", "form"), sorted({case[:2] for case in PRODUCT}))
 def test_a_parameter_that_was_never_fetched_is_named(sharding, form, parts):
@@ -399,6 +403,7 @@ def towers(given):
     return Loss(((x.reshape(len(x), -1) @ head) ** 2).sum(), jnp.asarray(1.0 * len(x))), {}
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("parts", [1, 4])
 @pytest.mark.parametrize("accumulate", ["communicate", "local"])
 @pytest.mark.parametrize("sharding", SHARDINGS)
@@ -431,6 +436,7 @@ def staged(given):
     return Loss(losses.sum(), pipeline.on_last_stage(jnp.float64(len(x))), {}, {"losses": losses}), {}
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("sharding", ["NO_SHARD", "FULL_SHARD"])
 def test_inputs_of_a_pipeline_get_the_gradients_of_all_stages(sharding, parts):

@@ -21,6 +21,7 @@ def theirs(tmp_path_factory):
     return folder, write_model(folder)
 
 
+@pytest.mark.default_cases("nvfp4")
 @pytest.mark.parametrize("name", ["bdr_mx9", "nvfp4", pytest.param("mxfp6_e3m2", marks=pytest.mark.slow)])
 def test_weights_read_back_as_the_format_has_them(theirs, tmp_path, name):
     source, weights = theirs
@@ -39,6 +40,7 @@ def test_weights_read_back_as_the_format_has_them(theirs, tmp_path, name):
     assert sum(row.format == name for row in rows) == MATRICES
 
 
+@pytest.mark.default_cases("mxfp6*")
 @pytest.mark.parametrize(
     ("name", "each"),
     [

@@ -63,6 +63,7 @@ def test_the_factor_is_cholesky_s_of_the_inverse():
     np.testing.assert_array_equal(np.tril(upper, -1), 0)
 
 
+@pytest.mark.default_cases
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "format",

@@ -138,6 +138,7 @@ def test_a_click_model_is_what_the_trainer_restores(click, rows):
     assert (open_run(click, step=2).tables["many"][...] != expected["many"]).any()
 
 
+@pytest.mark.default_cases("language")
 @pytest.mark.parametrize("run", ["language", "graph"])
 def test_a_model_without_tables_is_what_orbax_reads(run, request):
     folder = request.getfixturevalue(run)
@@ -330,6 +331,7 @@ def test_a_written_run_of_a_click_model_is_served(click, served, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, (one.tables, one.params), (other.tables, other.params))
 
 
+@pytest.mark.default_cases("eight")
 @pytest.mark.parametrize("mesh", [None, MeshShape(fsdp=8)], ids=["one", "eight"])
 def test_a_written_run_of_a_click_model_is_scored_and_begun_with(click, rows, mesh, tmp_path):
     """Its rows of full checkpoints and of deltas, and those of ids without bound; no state of an optimizer."""
@@ -480,6 +482,7 @@ print(grown(lambda: write_run(folder / "copy", open_run(folder / "made"))))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_a_run_is_written_with_about_two_of_its_arrays_in_memory(tmp_path):
     rows, count = 6 * 1024, 6  # 24 MiB each

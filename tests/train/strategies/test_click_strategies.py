@@ -115,6 +115,9 @@ def compare(rows, strategy, parts, extra):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[part], state[part])
 
 
+@pytest.mark.default_cases(
+    "implicit HYBRID_SHARD-2-clip", "explicit FULL_SHARD-1-id maps", "explicit HYBRID_SHARD-2-stale", "ddp-1-frozen"
+)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("strategy", "parts", "extra"), DEFAULT)
 def test_equals_one_device(rows, strategy, parts, extra):
@@ -141,6 +144,7 @@ def gathers(rows, sharding):
     ]
 
 
+@pytest.mark.slow
 def test_a_model_that_is_fetched_whole_gathers_again_where_gathered_copies_are_dropped(rows):
     kept, sharded = gathers(rows, "SHARD_GRAD_OP")
     dropped, _ = gathers(rows, "FULL_SHARD")
@@ -153,6 +157,7 @@ def test_a_model_that_is_fetched_whole_gathers_again_where_gathered_copies_are_d
     assert len(matrices) >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("mesh", "strategy"),
@@ -195,6 +200,7 @@ OVERFLOWS_BY_DEFAULT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "parts", "accumulate", "pipeline"),
     [
@@ -247,6 +253,7 @@ def test_an_overflow_leaves_everything_as_it_was_but_the_factor(rows, strategy, 
     assert (int(sums.skipped), int(sums.nonfinite), int(sums.steps)) == (skipped, 0, number)
 
 
+@pytest.mark.slow
 def test_a_run_with_averages_and_frozen_parameters_goes_on_to_the_same_bits(rows, tmp_path):
     options = {
         "averages": (optim.Average(name="slow", decay=0.9),),
@@ -269,6 +276,7 @@ def test_a_run_with_averages_and_frozen_parameters_goes_on_to_the_same_bits(rows
     assert scored["val_logloss"] != plain["val_logloss"]
 
 
+@pytest.mark.slow
 def test_quantized_modules_train_under_an_explicit_strategy(rows):
     rule = QuantizationRule(module_path="head/.*", weight_qtype="mxint8", act_qtype="mxint8", tail="pad")
     experiment = small_run.experiment(rows, quantization=(rule,), strategy=Fsdp(form="explicit"))
@@ -296,6 +304,7 @@ def test_mistakes_are_named(rows, changes, message):
         binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape())).abstract_state()
 
 
+@pytest.mark.slow
 def test_parameters_and_rows_begin_with_those_of_another_run(rows, tmp_path):
     experiment = small_run.experiment(rows, steps=6)
     loop.train(experiment, workdir=tmp_path)

@@ -210,6 +210,7 @@ def whole(rows, tmp_path_factory):
     return run
 
 
+@pytest.mark.default_cases("Differing *")
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -305,6 +306,7 @@ def test_residuals_of_a_run_that_goes_on_with_other_devices_keep_their_sum(
         np.testing.assert_array_equal(later[1][path]["residual"].sum(0), state["residual"].sum(0))
 
 
+@pytest.mark.slow
 def test_residuals_of_a_phase_on_other_devices_keep_their_sum_and_the_run_says_so(rows, whole, tmp_path):
     strategy = Signs(**FULL)
     shutil.copytree(whole(strategy), tmp_path, dirs_exist_ok=True)
@@ -406,6 +408,7 @@ def losses_of(experiment, steps=8):
     return found, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [Signs(**HYBRID), pytest.param(Signs(**FULL, accumulate="local"), marks=pytest.mark.slow)], ids=str_of
 )

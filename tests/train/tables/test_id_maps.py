@@ -92,6 +92,7 @@ def test_a_pipelined_run_that_was_stopped_equals_one_that_was_not_and_scoring_ch
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_eight_devices_is_the_same_on_one_and_scores_there(trained, rows):
     folder, _ = trained
     whole = experiment(rows, checkpoints=Checkpoints(every=6), tables__full_every=6)

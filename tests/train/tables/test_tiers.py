@@ -94,6 +94,7 @@ MARKS = {
 }
 
 
+@pytest.mark.default_cases("one device")
 @pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
 def test_a_table_in_a_store_of_files_has_the_bits_of_one_on_the_devices(rows, tmp_path, case):
     """Losses, scores, rows and their optimizer states; read from the checkpoint by a run without tiers."""
@@ -107,6 +108,7 @@ def test_a_table_in_a_store_of_files_has_the_bits_of_one_on_the_devices(rows, tm
         np.testing.assert_array_equal(kept[1024:], flat[0]["tables"]["item"]["rows_tail"])
 
 
+@pytest.mark.default_cases("then tiers")
 @pytest.mark.parametrize(
     ("before", "after"),
     [((), (ITEMS,)), ((ITEMS,), ()), pytest.param((ITEMS,), (ITEMS,), marks=pytest.mark.slow)],
@@ -131,6 +133,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(rows, tmp_path, case):
     assert {key: again[key] for key in whole} == whole
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_through_a_cache(rows, tmp_path):
     *_, summary = train(rows, tmp_path / "run", placement__mesh=ONE)
     tiered = small_run.experiment(rows, tables__tiers=(ITEMS,), placement__mesh=ONE)

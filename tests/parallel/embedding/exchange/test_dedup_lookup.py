@@ -110,6 +110,7 @@ def test_training_is_equal_to_the_bit_where_sums_are_exact(devices, kind, weight
     equal(after, state)
 
 
+@pytest.mark.slow
 def test_gradients_that_add_without_rounding_give_equal_bits():
     tables, host = wide_tables(Sgd(learning_rate=0.5)), repetitive(False)
     host = dataclasses.replace(host, values=host.values % 3)  # many duplicates
@@ -141,6 +142,7 @@ def test_more_distinct_rows_than_room_is_no_error_and_drops_nothing():
     assert on.pack_deduplicated(features, 8, on.layout(SCHEMA, SIZE, tight), tight) is None
 
 
+@pytest.mark.default_cases("4", "8")
 @pytest.mark.parametrize("factor", [1, 2, 4, 8])
 def test_bytes_on_the_wire_fall_by_the_factor(factor):
     def sent(groups):

@@ -159,6 +159,7 @@ def test_pack_refuses_what_does_not_fit():
         jagged.pack(host, small, 8)
 
 
+@pytest.mark.default_cases("8")
 @pytest.mark.parametrize("devices", [1, 8])
 def test_the_device_counts_bad_ids_and_neither_reads_nor_updates_a_row(devices):
     each = on((ONE,), devices=devices)

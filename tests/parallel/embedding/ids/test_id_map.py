@@ -67,6 +67,7 @@ batches = st.lists(
 )
 
 
+@pytest.mark.default_cases("lfu", "ttl", "lru after 2")
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @settings(max_examples=60, deadline=None)
 @given(trace=batches, gaps=st.lists(st.integers(0, 2), min_size=8, max_size=8))
@@ -82,6 +83,7 @@ def test_rows_evictions_counters_and_state_follow_the_model(config, trace, gaps)
     assert_equal({name: leaf for name, leaf in state.items() if name != "counts"}, model.arrays())
 
 
+@pytest.mark.default_cases("lfu")
 @pytest.mark.parametrize("config", [CONFIGS["lfu after 3"], CONFIGS["lru after 2"]], ids=["lfu", "lru"])
 def test_an_entry_that_stands_for_several_occurrences_counts_like_them(config):
     rng, one, other = np.random.default_rng(5), id_map.init(config), id_map.init(config)
@@ -113,6 +115,7 @@ def test_finding_gives_the_rows_that_ids_have_and_zero_to_the_others(config):
     assert (found[: len(asked)] == 0).any()
 
 
+@pytest.mark.default_cases("lru")
 @pytest.mark.parametrize("policy", ["lfu", "lru"])
 def test_large_batches_of_hashed_ids_follow_the_model(policy):
     config = IdMapConfig(rows=1 + 16 * 4, ways=4, policy=policy, admit_after=2, candidate_ways=4)
@@ -166,6 +169,7 @@ def test_a_map_taken_to_numpy_and_back_continues_as_if_nothing_had_happened(conf
     assert_equal(state, whole)
 
 
+@pytest.mark.default_cases("lru after 2")
 @pytest.mark.parametrize("config", [CONFIGS["lfu"], CONFIGS["lru after 2"]], ids=["lfu", "lru after 2"])
 def test_eight_devices_and_one_assign_the_same_rows(config):
     config = IdMapConfig(

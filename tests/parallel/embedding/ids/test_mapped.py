@@ -380,6 +380,7 @@ def crowd():
     return bag, table, KeyedJagged.from_dense({"item": own[:320].reshape(16, 20)})
 
 
+@pytest.mark.default_cases("fail")
 @pytest.mark.parametrize("spill", ["fail", "count"])
 def test_ids_without_room_on_their_way_to_the_map_are_refused_or_counted(spill):
     schema, table, host = crowd()

@@ -19,6 +19,7 @@ def test_more_rows_than_int32_can_number_are_refused(rows):
         TableConfig(name="huge", rows=rows, dim=4, features=("f",))
 
 
+@pytest.mark.default_cases("5")
 @pytest.mark.parametrize("devices", [3, 5, 8])
 def test_the_last_rows_of_the_largest_table_have_the_addresses_of_whole_numbers(devices):
     sizes = (7, 2, MOST_ROWS)  # third in its stack, so that row 0 is on device 2
