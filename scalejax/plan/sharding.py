@@ -18,7 +18,7 @@ from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import planner
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.stored.tiers import cached
+from scalejax.parallel.embedding.tiers import cached
 from scalejax.parallel.planner import Constants, Planned, Report, TableConstraints, TableStatistics, Zipf
 from scalejax.plan import planner_machines
 from scalejax.units import duration, size

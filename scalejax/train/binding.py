@@ -17,7 +17,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel import pipeline
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.stored.tiers import cached, cached_schema
+from scalejax.parallel.embedding.tiers import cached, cached_schema
 from scalejax.parallel.gradients.blocks import axes_of
 from scalejax.train.experiment import Experiment, Tables
 from scalejax.train.metrics.protocol import Metric, Value, names_of

@@ -18,8 +18,8 @@ from scalejax.errors import UserError
 from scalejax.parallel import offload
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.plan.placement import PlanRefused, ShardingPlan
-from scalejax.parallel.embedding.stored.tiers import Cache, Tiers
-from scalejax.parallel.embedding.update.tracking import touched_rows
+from scalejax.parallel.embedding.stored.tracking import touched_rows
+from scalejax.parallel.embedding.tiers import Cache, Tiers
 from scalejax.train import binding, distributed, phases, run_state, scoring
 from scalejax.train import state as states
 from scalejax.train.batches.convert import prefetch

@@ -15,7 +15,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import offload
 from scalejax.parallel.embedding.collection import MAPS, EmbeddingCollection
 from scalejax.parallel.embedding.stored import logical as stored
-from scalejax.parallel.embedding.stored.tiers import Tiers
+from scalejax.parallel.embedding.tiers import Tiers
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
 from scalejax.train.checkpoints.array_store import AnyArray, LazyArray

@@ -34,7 +34,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.ids.jagged import FeatureLayout, KeyedJagged
-from scalejax.parallel.embedding.ids.mapped import Assignment
+from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.parallel.gradients import scaling as gradient_scaling
 from scalejax.parallel.gradients.compute import Given, Gradients, Keys, Loss, gradients
 from scalejax.parallel.rules import ParameterPlacement

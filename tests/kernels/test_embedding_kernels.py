@@ -12,8 +12,8 @@ from scalejax.errors import UnsupportedError
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import packing
 from scalejax.kernels.embedding_bag.cases import CASES
-from scalejax.parallel.embedding import config
-from scalejax.parallel.embedding.update import optimizers, rounding
+from scalejax.parallel.embedding import config, rounding
+from scalejax.parallel.embedding.update import optimizers
 
 WAIT = pltpu.InterpretParams()  # copies happen when they are waited for; unwritten memory is NaN
 EAGER = pltpu.InterpretParams(dma_execution_mode="eager")

@@ -15,7 +15,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan
-from scalejax.parallel.embedding.stored.tiers import Tier
+from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh

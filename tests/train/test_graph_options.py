@@ -20,7 +20,7 @@ from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel import rules
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
-from scalejax.parallel.embedding.stored.tiers import Tier
+from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh

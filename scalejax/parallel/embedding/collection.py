@@ -36,10 +36,11 @@ from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels.embedding_bag import RowPlan, plan_rows, sum_by_row
+from scalejax.parallel.embedding import mapped
 from scalejax.parallel.embedding.config import UPDATED, TableConfig
-from scalejax.parallel.embedding.exchange import ragged
+from scalejax.parallel.embedding.exchange import host_check, ragged
 from scalejax.parallel.embedding.exchange.routed import Route, exchange_may_lack_room, fetch, route
-from scalejax.parallel.embedding.ids import host_check, id_map, mapped
+from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import (
     DedupGroup,
     FeatureLayout,
@@ -51,14 +52,14 @@ from scalejax.parallel.embedding.ids.jagged import (
     pack_deduplicated,
     to_device,
 )
-from scalejax.parallel.embedding.ids.mapped import Assignment
 from scalejax.parallel.embedding.ids.occurrences import Lookup, Shard, lookups
+from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.parallel.embedding.plan import memory
 from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, place
 from scalejax.parallel.embedding.plan.stacks import Stack, stack_tables
-from scalejax.parallel.embedding.stored import initial, logical
-from scalejax.parallel.embedding.update import host_plan, tracking
-from scalejax.parallel.embedding.update.rounding import runtime_zero
+from scalejax.parallel.embedding.rounding import runtime_zero
+from scalejax.parallel.embedding.stored import initial, logical, tracking
+from scalejax.parallel.embedding.update import host_plan
 from scalejax.parallel.embedding.update.rows import (
     Accumulate,
     Place,

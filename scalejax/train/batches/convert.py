@@ -15,7 +15,7 @@ from scalejax.parallel import context
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.ids import jagged
-from scalejax.parallel.embedding.stored.tiers import Cache
+from scalejax.parallel.embedding.tiers import Cache
 from scalejax.parallel.embedding.update.host_plan import Room
 from scalejax.train.batches.prefetch import Prefetch
 from scalejax.train.step import Program, is_field

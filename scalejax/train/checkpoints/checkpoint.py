@@ -34,8 +34,8 @@ import jax.numpy as jnp
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import UPDATED
-from scalejax.parallel.embedding.update import tracking
-from scalejax.parallel.embedding.update.tracking import Rows
+from scalejax.parallel.embedding.stored import tracking
+from scalejax.parallel.embedding.stored.tracking import Rows
 from scalejax.train import disk, distributed
 from scalejax.train.checkpoints import chain, rows_file
 from scalejax.train.checkpoints import manifest as manifests

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.parallel.embedding.update.tracking import Rows
+from scalejax.parallel.embedding.stored.tracking import Rows
 from scalejax.train import disk
 
 FOLDER = "rows"

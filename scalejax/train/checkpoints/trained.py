@@ -24,7 +24,7 @@ import numpy as np
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.collection import COUNTS, MAPS
 from scalejax.parallel.embedding.stored import logical
-from scalejax.parallel.embedding.update.tracking import Rows
+from scalejax.parallel.embedding.stored.tracking import Rows
 from scalejax.train import disk, distributed
 from scalejax.train.checkpoints import array_store, chain, checkpoint, rows_file
 from scalejax.train.checkpoints import manifest as manifests

@@ -15,7 +15,7 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
-from scalejax.parallel.embedding.update import tracking
+from scalejax.parallel.embedding.stored import tracking
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.checkpoints import chain, publish, rows_file
@@ -411,7 +411,7 @@ def test_files_of_rows_are_read_by_numpy_alone(runs):
 
 
 def test_rows_of_bfloat16_come_back(tmp_path):
-    from scalejax.parallel.embedding.update.tracking import Rows
+    from scalejax.parallel.embedding.stored.tracking import Rows
 
     values = np.arange(6, dtype=np.float32).reshape(3, 2).astype(jax.numpy.bfloat16)
     given = Rows(

@@ -18,7 +18,7 @@ from scalejax.parallel.embedding import config
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, TablePlan
-from scalejax.parallel.embedding.stored.tiers import ArrayRows, Tier
+from scalejax.parallel.embedding.tiers import ArrayRows, Tier
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.batches import convert

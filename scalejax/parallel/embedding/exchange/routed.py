@@ -45,7 +45,7 @@ from scalejax.parallel.embedding.ids.occurrences import (
 )
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
-from scalejax.parallel.embedding.update.rounding import rounded
+from scalejax.parallel.embedding.rounding import rounded
 
 SLACK = 8
 """Slots per destination on top of the factor: small batches scatter more around their mean."""

@@ -21,7 +21,7 @@ from jax import lax
 from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding.ids.jagged import FeatureLayout, slot_positions
 from scalejax.parallel.embedding.plan.stacks import Member, Stack
-from scalejax.parallel.embedding.update.rounding import rounded
+from scalejax.parallel.embedding.rounding import rounded
 
 Channel = Literal["here", "rows", "bags"]
 

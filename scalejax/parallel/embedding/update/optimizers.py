@@ -17,7 +17,7 @@ from scalejax.parallel.embedding.config import (
     RowwiseAdagrad,
     Sgd,
 )
-from scalejax.parallel.embedding.update.rounding import rounded
+from scalejax.parallel.embedding.rounding import rounded
 
 Arrays = tuple[jax.Array, ...]
 

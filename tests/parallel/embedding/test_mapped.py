@@ -15,9 +15,10 @@ from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding import mapped
 from scalejax.parallel.embedding.collection import COUNTS, MAPS, EmbeddingCollection
 from scalejax.parallel.embedding.config import Adagrad, IdMapConfig, MappedFeatures, RowwiseAdagrad, TableConfig
-from scalejax.parallel.embedding.ids import id_map, mapped
+from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape

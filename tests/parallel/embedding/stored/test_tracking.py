@@ -22,7 +22,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
-from scalejax.parallel.embedding.update import tracking
+from scalejax.parallel.embedding.stored import tracking
 from scalejax.parallel.mesh import MeshShape
 
 
