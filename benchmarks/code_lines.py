@@ -15,6 +15,32 @@ import tokenize
 
 from scalejax.bench import machine
 
+PATHS = [
+    "click_run",
+    "dense",
+    "dense_run",
+    "graph",
+    "graph_run",
+    "program",
+    "runs",
+    "snapshot",
+    "protocols",
+    "state",
+    "experiment",
+    "pipeline",
+    "run",
+    "run_state",
+    "step",
+    "task",
+    "binding",
+    "phases",
+    "batches/pipeline",
+]
+TRAINING = {f"scalejax/train/{name}.py" for name in PATHS} | {
+    f"scalejax/models/{kind}/task.py" for kind in ("recsys", "graph")
+}
+"""What stood three times, as program, run and task, and what stands in its place; a commit has some of them."""
+
 KINDS = ("code", "docstrings", "comments", "blank")
 
 
@@ -45,7 +71,8 @@ def at(commit: str) -> dict[str, dict[str, int]]:
         if path.endswith(".py"):
             source = subprocess.run(["git", "show", f"{commit}:{path}"], capture_output=True, text=True, check=True)
             parts = path.split("/")
-            for folder in ("all", parts[1] if len(parts) > 2 else "(root)"):
+            folders = ["all", parts[1] if len(parts) > 2 else "(root)"]
+            for folder in [*folders, "program, run, task"] if path in TRAINING else folders:
                 found[folder].update({**count(source.stdout), "files": 1})
     return {folder: dict(counts) for folder, counts in found.items()}
 
@@ -54,7 +81,7 @@ def main(commits: list[str]) -> None:
     """Prints the tables."""
     print(
         f"# Lines of the package\n\n`python benchmarks/code_lines.py {' '.join(commits)}`, {machine.today()}; "
-        f"read from git, so any CPU prints the same.\n"
+        f"read from git on an AMD EPYC; any CPU prints the same.\n"
     )
     counted = {commit: at(commit) for commit in commits}
     print("| commit | files | " + " | ".join(KINDS) + " |\n|---|---|---|---|---|---|")
@@ -66,8 +93,14 @@ def main(commits: list[str]) -> None:
             + " |"
         )
     print("\nLines of code by folder:\n\n| folder | " + " | ".join(commits) + " |\n|---|" + "---|" * len(commits))
-    for folder in sorted({folder for folders in counted.values() for folder in folders} - {"all"}):
+    for folder in sorted(
+        {folder for folders in counted.values() for folder in folders} - {"all", "program, run, task"}
+    ):
         print(f"| {folder} | " + " | ".join(f"{f.get(folder, {}).get('code', 0):,}" for f in counted.values()) + " |")
+    print("\nProgram, run and task (once three times):\n\n| commit | files | code | docstrings |\n|---|---|---|---|")
+    for commit, folders in counted.items():
+        one = folders["program, run, task"]
+        print(f"| {commit} | {one['files']} | {one['code']:,} | {one['docstrings']:,} |")
 
 
 if __name__ == "__main__":
