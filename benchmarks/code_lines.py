@@ -15,27 +15,10 @@ import tokenize
 
 from scalejax.bench import machine
 
-PATHS = [
-    "click_run",
-    "dense",
-    "dense_run",
-    "graph",
-    "graph_run",
-    "program",
-    "runs",
-    "snapshot",
-    "protocols",
-    "state",
-    "experiment",
-    "pipeline",
-    "run",
-    "run_state",
-    "step",
-    "task",
-    "binding",
-    "phases",
-    "batches/pipeline",
-]
+PATHS = (
+    *("click_run", "dense", "dense_run", "graph", "graph_run", "program", "runs", "snapshot", "protocols", "state"),
+    *("experiment", "pipeline", "batches/pipeline", "run", "run_state", "step", "task", "binding", "phases"),
+)
 TRAINING = {f"scalejax/train/{name}.py" for name in PATHS} | {
     f"scalejax/models/{kind}/task.py" for kind in ("recsys", "graph")
 }
