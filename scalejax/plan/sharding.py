@@ -181,7 +181,7 @@ def _statistics(
     return counted, f"counted in the first {sample_batches} batches of the data"
 
 
-def _default_mesh(machine_name: str, topology: planner.Topology) -> "MeshShape":
+def _default_mesh(machine_name: str, topology: planner.HostTopology) -> "MeshShape":
     from scalejax.parallel.mesh import MeshShape
     from scalejax.plan import topology as tpus
 

@@ -62,7 +62,7 @@ class CodebookRows:
         return jax.tree.map(formats.taker(ids, self.codes.shape[0])[1], self).dequantize()
 
     def poisoned(self) -> jax.Array:
-        """See `api.poisoned_rows`."""
+        """See `api.nonfinite_rows`."""
         return jnp.sum(~jnp.isfinite(self.books).all(axis=1), dtype=jnp.int32)
 
 

@@ -47,7 +47,7 @@ class QuantizedRows:
         return jax.tree.map(formats.taker(ids, self.codes.shape[0])[1], self).dequantize()
 
     def poisoned(self) -> jax.Array:
-        """See `api.poisoned_rows`."""
+        """See `api.nonfinite_rows`."""
         finite = jnp.isfinite(self.scales) & jnp.isfinite(self.biases)
         return jnp.sum(~finite, dtype=jnp.int32)
 

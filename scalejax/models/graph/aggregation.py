@@ -53,7 +53,7 @@ class Sampling:
     draws: int = 1
 
     def __post_init__(self) -> None:
-        rule = sampling.Sampling(strategy=self.strategy, prime=self.prime, seed=self.seed, rate=self.rate)
+        rule = sampling.EdgeSampling(strategy=self.strategy, prime=self.prime, seed=self.seed, rate=self.rate)
         if self.width is None and not rule.by_rate:
             raise UserError(f"Sampling: width must be a number of edges for strategy {self.strategy!r}; got None.")
         if self.width is not None and self.width < 1:

@@ -74,7 +74,7 @@ from scalejax.parallel.mesh import check_batch, device_memory_bytes
 State = dict[str, Any]
 """{"stacks": {stack: {"rows": [N * L, dim], "accumulator": ...}}, "updates": int32[], "faults": int32[M, 2]}.
 
-Stacks are sharded on dimension 0 over the devices that they are dealt out over, or copied. Updates are counted since
+Stacks are sharded on dimension 0 over the devices that they are striped over, or copied. Updates are counted since
 the tables began; faults count, per device, bad ids and ids that an exchange had no room for, since the state was made.
 
 Where tables have id maps, also {"maps": {table: see `id_map.State`}, "key": uint32[...]}: the maps, sharded on
@@ -750,14 +750,14 @@ class EmbeddingCollection:
     def check_faults(self, counts: np.ndarray) -> None:
         """Raises if the counts of `faults` are not zero.
 
-        With `Exchange(spill="count")` ids without room may be any: whoever has the counts says how many, as training
-        and scoring do ("spilled_ids").
+        With `Exchange(overflow="count")` ids without room may be any: whoever has the counts says how many, as training
+        and scoring do ("overflow_ids").
 
         Raises:
           UserError: some are not.
         """
         bad, lost = (int(c) for c in counts)
-        if bad or (lost and self.exchange.spill == "fail"):
+        if bad or (lost and self.exchange.overflow == "fail"):
             rooms = "make every batch with it, and see --set tables.exchange.capacity_factor."
             if self.mapped_tables:
                 rooms = (

@@ -61,7 +61,7 @@ class Assignment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class MappedFeature:
     """One feature of a mapped table: its place in `values`, in `high` and in `lengths`."""
 
     feature: FeatureLayout
@@ -80,7 +80,7 @@ class Request:
     """
 
     table: TableConfig
-    parts: tuple[Part, ...]
+    parts: tuple[MappedFeature, ...]
 
     @property
     def config(self) -> IdMapConfig:
@@ -95,11 +95,11 @@ class Request:
 
 def requests(tables: Sequence[TableConfig], layout: tuple[FeatureLayout, ...]) -> tuple[Request, ...]:
     """The tables with a map that a batch looks up, in order."""
-    of: dict[str, list[Part]] = {}
+    of: dict[str, list[MappedFeature]] = {}
     start = high = first_bag = 0
     for feature in layout:
         if feature.map is not None:
-            of.setdefault(feature.map, []).append(Part(feature, start, high, first_bag))
+            of.setdefault(feature.map, []).append(MappedFeature(feature, start, high, first_bag))
             high += feature.capacity
         start, first_bag = start + feature.capacity, first_bag + feature.bags
     return tuple(Request(table, tuple(of[table.name])) for table in tables if table.name in of)
@@ -124,7 +124,7 @@ def check_room(
       UserError: more than the exchange has room for.
     """
     asked = requests(tables, layout)
-    if exchange.spill == "count" or devices == 1:
+    if exchange.overflow == "count" or devices == 1:
         return
     for request, room in zip(asked, rooms(asked, exchange, devices), strict=True):
         if room == request.slots:
@@ -255,7 +255,7 @@ def reset(
       update: int32[], number of the update that touches them.
       devices: All devices.
       axes: Their mesh axes.
-      group: Mesh axes of the devices that stacks are dealt out over.
+      group: Mesh axes of the devices that stacks are striped over.
     """
     rows_of = {member.config.name: member.config.rows for stack in stacks for member in stack.members}
     lists, rounds = {}, jnp.zeros((), jnp.int32)
@@ -380,7 +380,7 @@ def _words(features: KeyedJagged, request: Request) -> tuple[jax.Array, jax.Arra
     return jnp.concatenate(hi), jnp.concatenate(lo), jnp.concatenate(times)
 
 
-def _occurrences(features: KeyedJagged, part: Part) -> jax.Array:
+def _occurrences(features: KeyedJagged, part: MappedFeature) -> jax.Array:
     """How often each slot occurs among the examples: once, or as often as examples have its distinct row.
 
     Ids beyond the positions of their bag occur 0 times: they will not be looked up, and are counted there.

@@ -20,4 +20,4 @@ from scalejax.parallel.planner.statistics import Zipf as Zipf
 from scalejax.parallel.planner.statistics import assumed as assumed
 from scalejax.parallel.planner.statistics import from_batches as from_batches
 from scalejax.parallel.planner.topology import Constants as Constants
-from scalejax.parallel.planner.topology import Topology as Topology
+from scalejax.parallel.planner.topology import HostTopology as HostTopology

@@ -16,14 +16,14 @@ from scalejax.parallel.planner import estimators
 from scalejax.parallel.planner.estimators import Option, Seconds
 from scalejax.parallel.planner.report import DeviceReport, Report, TableReport
 from scalejax.parallel.planner.statistics import TableStatistics
-from scalejax.parallel.planner.topology import Topology
+from scalejax.parallel.planner.topology import HostTopology
 
 
 def evaluate(
     plan: ShardingPlan,
     tables: Sequence[TableConfig],
     statistics: Sequence[TableStatistics],
-    topology: Topology,
+    topology: HostTopology,
     batch_size: int,
     *,
     exchange: Exchange | None = None,
@@ -107,7 +107,7 @@ def evaluate(
 
 def works_of(
     tables: Sequence[TableConfig], statistics: Sequence[TableStatistics], batch_size: int
-) -> dict[str, estimators.Work]:
+) -> dict[str, estimators.TableWork]:
     """The work of every table, by name.
 
     Raises:

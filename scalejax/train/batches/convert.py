@@ -15,7 +15,7 @@ from scalejax.parallel import context
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.ids import jagged
-from scalejax.parallel.embedding.tiers import Cache
+from scalejax.parallel.embedding.tiers import RowCache
 from scalejax.parallel.embedding.update.host_plan import Room
 from scalejax.train.batches.prefetch import Prefetch
 from scalejax.train.step import Program, is_field
@@ -117,7 +117,7 @@ def prefetch(
     depth: int = 2,
     purpose: Literal["training", "scoring"] = "training",
     first_step: int = 1,
-    cache: Cache | None = None,
+    cache: RowCache | None = None,
 ) -> Prefetch:
     """(Host batch, its device form) pairs that a thread prepares ahead; a context manager.
 

@@ -149,7 +149,7 @@ def test_folders_refuse_parts_that_they_cannot_name():
 
 @pytest.mark.slow
 def test_it_is_generated_with():
-    params = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(OWN, nnx.Rngs(0), F32))).take_apart(
+    params = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(OWN, nnx.Rngs(0), F32))).split(
         llama3.Llama(OWN, nnx.Rngs(0), F32)
     )
 

@@ -86,7 +86,7 @@ def test_a_plan_never_exceeds_the_memory_and_is_whole(seed, shape, tight):
         planned = plan(tables, statistics, topology, BATCH)
     except UserError as error:
         assert "do not fit" in str(error)
-        assert tight < 1, "rows dealt out over all devices would have fitted"
+        assert tight < 1, "rows striped over all devices would have fitted"
         return
     check_valid(planned.plan, tables, topology)
     held = memory_by_hand(planned.plan, tables, statistics, topology, BATCH)

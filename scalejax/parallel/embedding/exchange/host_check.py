@@ -65,7 +65,7 @@ def check_room(
     Raises:
       UserError: more than an exchange has room for.
     """
-    if exchange.spill == "count" or exchange.all_to_all == "ragged":
+    if exchange.overflow == "count" or exchange.all_to_all == "ragged":
         return
     for stack in stacks:
         found = lookups(stack, layout)
