@@ -33,7 +33,7 @@ from scalejax.parallel.compression.formatted import FormattedGather
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.ids.jagged import FeatureLayout, KeyedJagged
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.parallel.gradients import scaling as gradient_scaling
 from scalejax.parallel.gradients.compute import GradientFunction, Keys, Loss, LossInputs, gradients
@@ -357,7 +357,7 @@ class Program:
         features = None if self.collection is None else self._abstract_features()
         return Placed(fields, features, jax.tree.map(_as_shape, self.constants))
 
-    def _abstract_features(self) -> KeyedJagged:
+    def _abstract_features(self) -> DeviceJagged:
         size, groups = self.experiment.data.batch_size, self.experiment.tables.dedup
         slots = sum(feature.capacity for feature in self.layout)
         wide = sum(feature.capacity for feature in self.layout if feature.map is not None)
@@ -366,7 +366,7 @@ class Program:
         def leaf(shape: tuple[int, ...], dtype: Any) -> Any:
             return jax.ShapeDtypeStruct((self.mesh.size, *shape), dtype, sharding=each)
 
-        return KeyedJagged(
+        return DeviceJagged(
             values=leaf((slots,), jnp.int32),
             lengths=leaf((sum(f.bags for f in self.layout),), jnp.int32),
             weights=None,

@@ -28,7 +28,7 @@ from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding.config import UPDATED, IdMapConfig, TableConfig
 from scalejax.parallel.embedding.exchange.routed import SLACK
 from scalejax.parallel.embedding.ids import id_map
-from scalejax.parallel.embedding.ids.jagged import FeatureLayout, KeyedJagged, Packed, slot_positions
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout, PackedIds, slot_positions
 from scalejax.parallel.embedding.ids.occurrences import LOST, locate
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
@@ -116,7 +116,11 @@ def rooms(asked: Sequence[Request], exchange: Exchange, devices: int) -> tuple[i
 
 
 def check_room(
-    tables: Sequence[TableConfig], packed: Packed, layout: tuple[FeatureLayout, ...], exchange: Exchange, devices: int
+    tables: Sequence[TableConfig],
+    packed: PackedIds,
+    layout: tuple[FeatureLayout, ...],
+    exchange: Exchange,
+    devices: int,
 ) -> None:
     """Counts, on the host, the distinct ids from each shard to each device.
 
@@ -140,7 +144,7 @@ def check_room(
                 )
 
 
-def _loads(request: Request, packed: Packed, shard: int, devices: int) -> np.ndarray:
+def _loads(request: Request, packed: PackedIds, shard: int, devices: int) -> np.ndarray:
     assert packed.high is not None
     found = []
     for part in request.parts:
@@ -157,7 +161,7 @@ def _loads(request: Request, packed: Packed, shard: int, devices: int) -> np.nda
 def assign(
     asked: Sequence[Request],
     maps: Maps,
-    features: KeyedJagged,
+    features: DeviceJagged,
     step: jax.Array,
     *,
     exchange: Exchange,
@@ -196,7 +200,7 @@ def assign(
 def find(
     asked: Sequence[Request],
     maps: Maps,
-    features: KeyedJagged,
+    features: DeviceJagged,
     *,
     exchange: Exchange,
     devices: int,
@@ -325,7 +329,7 @@ Serve = Callable[[Request, jax.Array, jax.Array, jax.Array, jax.Array | int], ja
 
 def _through_maps(
     asked: Sequence[Request],
-    features: KeyedJagged,
+    features: DeviceJagged,
     serve: Serve,
     *,
     exchange: Exchange,
@@ -367,7 +371,7 @@ def _through_maps(
     return values[None], lost
 
 
-def _words(features: KeyedJagged, request: Request) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _words(features: DeviceJagged, request: Request) -> tuple[jax.Array, jax.Array, jax.Array]:
     """High words, low words and occurrences of all slots of a table, uint32 each; unused slots occur 0 times."""
     assert features.high is not None
     hi, lo, times = [], [], []
@@ -380,7 +384,7 @@ def _words(features: KeyedJagged, request: Request) -> tuple[jax.Array, jax.Arra
     return jnp.concatenate(hi), jnp.concatenate(lo), jnp.concatenate(times)
 
 
-def _occurrences(features: KeyedJagged, part: MappedFeature) -> jax.Array:
+def _occurrences(features: DeviceJagged, part: MappedFeature) -> jax.Array:
     """How often each slot occurs among the examples: once, or as often as examples have its distinct row.
 
     Ids beyond the positions of their bag occur 0 times: they will not be looked up, and are counted there.

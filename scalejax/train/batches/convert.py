@@ -91,7 +91,7 @@ def _of_process(field: Field, array: np.ndarray, sharding: NamedSharding, *, pro
 
 def _packed(
     batch: AnyBatch, program: Program, collection: EmbeddingCollection, shards: int
-) -> tuple[jagged.Packed, tuple[jagged.FeatureLayout, ...]]:
+) -> tuple[jagged.PackedIds, tuple[jagged.FeatureLayout, ...]]:
     features, groups = getattr(batch, "features", None), program.experiment.tables.dedup
     if features is None:
         raise UserError(
