@@ -1,4 +1,4 @@
-"""What a run folder records of its experiment, and the way back: by running the recipe again.
+"""The record of an experiment in its run folder, and the way back: by running the recipe again.
 
 Nothing is ever instantiated from a file: a command on a run folder re-runs the recipe that the folder names, with the
 recorded overrides, and compares the result with the recorded data (of earlier versions too, see `earlier`). One thing

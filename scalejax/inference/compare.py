@@ -1,4 +1,4 @@
-"""How well a language model predicts a text, and how far another one's predictions are from its."""
+"""Scores of a language model on a text, and the divergence of another model's predictions from its own."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""How faithful a format is: the ratio of quantization noise to signal, its guaranteed bound, and studies over vectors.
+"""Fidelity of formats: ratio of signal to quantization noise, its guaranteed bound, and studies over vectors.
 
     QSNR = -10 log10( sum ||Q(X) - X||^2 / sum ||X||^2 )  dB
 

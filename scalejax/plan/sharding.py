@@ -1,4 +1,4 @@
-"""Where the tables of a recipe should live on a machine: the planner of `parallel.planner` on an experiment.
+"""The planner of `parallel.planner` on an experiment: where the tables of a recipe should live.
 
     found = shard(experiment, "h100:2x8", sample_batches=4)
     found.planned.report.render(console)

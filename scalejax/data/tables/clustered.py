@@ -1,4 +1,4 @@
-"""What says that a log clustered by session is complete: a manifest beside its files, written last.
+"""The manifest of a log that is clustered by session: it lies beside the files and is written last.
 
 Every Parquet file of such a log names the rewrite it belongs to in its footer (`KEY`). A file that does is only read
 where the manifest of the same rewrite stands beside it and all files of it are there with their sizes. So neither what

@@ -1,4 +1,4 @@
-"""Which operator loses what: signal to quantization noise of every output, alone and in the whole.
+"""Signal to quantization noise of every operator's output, alone and in the whole model.
 
     SQNR = 10 log10( sum y^2 / sum (y - y')^2 ) dB
 

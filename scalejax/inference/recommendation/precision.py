@@ -1,4 +1,4 @@
-"""Which precision every table and operator has: plain data, in a file if need be."""
+"""The precision of every table and operator: plain data, in a file if need be."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What low precision did to a model: bytes, time, normalised entropy, and where it was lost; as JSON and as tables."""
+"""A report on low precision: bytes, time, normalised entropy and where it was lost; as JSON and as tables."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""How many bytes a row has in a format, by name, and how rows are taken from a table.
+"""Bytes of a row by the name of its format, and taking rows from a table.
 
 A format is a file of its own: a dataclass of rows with the methods `dequantize`, `gather` and `poisoned`, which `api`
 calls, and an `Encoding` in `ENCODINGS`. `PackedRows` of this folder is the union of those classes.

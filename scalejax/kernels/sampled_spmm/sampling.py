@@ -1,4 +1,4 @@
-"""Which edges of a row are kept: fixed rules, no random numbers, the same on host and device to the bit.
+"""Rules that keep some edges of a row: no random numbers, the same on host and device to the bit.
 
 Of a row of n edges, slot k = 0 ... slots - 1 takes the edge at this position, with a width of S:
 

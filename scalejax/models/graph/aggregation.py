@@ -1,4 +1,4 @@
-"""What a layer reads of a graph: all edges of each row, or a few that were drawn.
+"""Aggregation over the edges of a graph: all edges of each row, or a few that were drawn.
 
 A layer is given one of three things and does not care which: a `SparsePlan`, of a whole graph or of edges that were
 drawn from it once; the same cut into blocks of rows over the devices of the ambient mesh, a `ShardedGraph`; or an

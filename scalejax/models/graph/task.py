@@ -1,4 +1,4 @@
-"""What training minimises: the cross-entropy of the classes of nodes, or of their labels in binary tasks."""
+"""The task of graph networks: cross-entropy of the classes of nodes, or of their labels in binary tasks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

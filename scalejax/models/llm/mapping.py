@@ -88,7 +88,7 @@ class Stored(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the tensor."""
         ...
 
     @property
@@ -103,12 +103,12 @@ class Stored(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the tensor."""
         ...
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype."""
+        """The dtype of the tensor."""
         ...
 
     def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What every click model shares: the loss, and the task that training and planning see."""
+"""The task of click models: the loss, and what training and planning see."""
 
 import dataclasses
 import difflib

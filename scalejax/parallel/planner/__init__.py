@@ -1,4 +1,4 @@
-"""Where each embedding table should live: a plan and a readable report, from statistics and a machine's figures.
+"""The planner of embedding tables: a sharding plan and a report, from statistics and a machine's figures.
 
     topology = planner_machines.topology("v5p:4x4x4")                     # scalejax.plan
     statistics = from_batches(tables, batches)

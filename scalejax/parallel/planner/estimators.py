@@ -1,4 +1,4 @@
-"""What a way of sharding a table costs: bytes of memory and seconds of a step, as explicit formulas.
+"""Costs of a way of sharding a table: bytes of memory and seconds of a step, as explicit formulas.
 
 Every piece ("shard") of one option is alike, so an option is described by one shard, the number of shards, and what
 every device pays, owner or not. With

@@ -1,4 +1,4 @@
-"""What a plan costs, whoever made it: memory and seconds of every device, from the plan alone.
+"""Costs of a whole plan, whoever made it: memory and seconds of every device.
 
 Works on any `ShardingPlan` that the engine builds, so that a plan written by hand, by another planner or by a search is
 judged by one measure. Where the rows lie is asked of the engine (`embedding.plan.place`), tables without ranks

@@ -1,4 +1,4 @@
-"""Which devices hold the pieces, once it is settled how each table is cut.
+"""Partitioning: devices for the slices of tables, once it is settled how each table is cut.
 
 Memory is that of SPMD arrays: all devices have arrays of one shape, so a stack (pieces of equal width, dtype and
 optimizer) takes on *every* device what the fullest device needs, and so do the buffers of the exchanges:

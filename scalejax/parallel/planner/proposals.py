@@ -1,4 +1,4 @@
-"""Which option each table takes: proposals, each of which is then partitioned and judged by its busiest device.
+"""Proposals: an option for each table, to be partitioned and judged by the busiest device.
 
 A proposal is one option for every table. In the order in which they are tried:
 

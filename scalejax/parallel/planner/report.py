@@ -1,4 +1,4 @@
-"""What a plan costs and why it is as it is: tables for people, JSON for programs."""
+"""The report of a plan: its costs and reasons, as tables for people and JSON for programs."""
 
 import dataclasses
 from collections import Counter

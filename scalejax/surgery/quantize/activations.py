@@ -1,4 +1,4 @@
-"""What the matrices of a language model multiply in calibration text, and error diffusion with it, layer by layer.
+"""Inputs of a language model's matrices in calibration text, and error diffusion with them, layer by layer.
 
 One layer is in memory at a time, with the activations of all tokens before it. Inside a layer matrices that share an
 input are rounded together, in the order in which tokens pass them, and whatever comes later sees what the rounded ones

@@ -1,4 +1,4 @@
-"""What one checkpoint is, of which run, and the digest of each of its files."""
+"""The manifest of a checkpoint: its run, its arrays, and the digest of each of its files."""
 
 import concurrent.futures
 import dataclasses

@@ -1,4 +1,4 @@
-"""How sure a metric is: percentile bootstrap intervals, of one model and of the difference between two.
+"""Percentile bootstrap intervals of a metric, of one model and of the difference between two.
 
 A resample draws N of the N examples with replacement; a metric is computed on each resample, and its interval spans the
 middle 95 % of the values. Two models are compared on the *same* resamples (paired), which removes the variation that

@@ -1,4 +1,4 @@
-"""What training minimises: the cross-entropy of the next token."""
+"""The task of language models: cross-entropy of the next token."""
 
 import dataclasses
 import pathlib

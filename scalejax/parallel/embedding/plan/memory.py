@@ -1,4 +1,4 @@
-"""Whether the tables fit, before anything is allocated.
+"""A check that the tables fit, before anything is allocated.
 
 Counts rows, row states and id maps of the fullest device, padding included, as they are allocated; what a step needs
 comes on top.

@@ -1,4 +1,4 @@
-"""Where the rows of each table live, and how ids, rows and gradients travel.
+"""Placement of the rows of each table, and the settings of the exchange of ids, rows and gradients.
 
     kind                 rows of a table                            columns                         ranks name
     row_wise             striped over the ranks        whole                           the devices (all)
@@ -58,7 +58,7 @@ class Exchange:
         along the vector, each vector beginning one.
       backward: What gradients travel as.
       loss_scale: Gradients are multiplied by it before they travel and divided after; for float16 and float8.
-      spill: Ids that find no room embed as zeros and update nothing. "fail": training or scoring stops; "count": it
+      overflow: Ids that find no capacity embed as zeros and update nothing. "fail": training or scoring stops; "count": it
         goes on, and their number is the metric "overflow_ids", of training and of every evaluation.
       all_to_all: "padded": every device sends every other one buckets of fixed size; everywhere. "ragged": only what
         there is travels; TPU and GPU. The results are equal to the bit while every id has room. "padded" has room for a

@@ -1,4 +1,4 @@
-"""Which row of which table a local row of a stack is."""
+"""Row of a table <-> local row of a stack."""
 
 import zlib
 

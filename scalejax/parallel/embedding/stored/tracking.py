@@ -1,4 +1,4 @@
-"""Which rows updates touched, and those rows in coordinates of their tables, free of mesh and plan.
+"""Rows that updates touched, in coordinates of their tables, free of mesh and plan.
 
 A tracked table (`TableConfig(track="updates")`) carries one more row state, "updated": the number of the update that
 last touched each row. Rows touched since update u are those with a greater number, on every optimizer and plan, because
