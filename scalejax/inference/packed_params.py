@@ -162,7 +162,7 @@ def plan(
 
 
 def nbytes(parts: Mapping[str, jax.ShapeDtypeStruct]) -> int:
-    """Of codes and scales on each device."""
+    """Bytes of codes and scales on each device."""
     total = 0
     for part in parts.values():
         assert part.sharding is not None

@@ -160,7 +160,7 @@ def statistics_of_schema(
 
 
 def _positions(schema: Schema, table: TableConfig) -> tuple[int, ...]:
-    """Of an unpooled table with jagged features, as `TableStatistics` wants them."""
+    """Positions of an unpooled table with jagged features, as `TableStatistics` takes them."""
     if table.pooling != "none" or all(schema[name].max_length is None for name in table.features):
         return ()
     return tuple(schema[name].length or schema[name].max_length or 1 for name in table.features)

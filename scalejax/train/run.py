@@ -480,7 +480,7 @@ class Run:
         return summary.of_evaluation(split, scores.measure(intervals="bootstrap"))
 
     def _scores(self, state: TrainState, split: str) -> Scores:
-        """Of a split; what one state had is found once."""
+        """Scores of a split; those of one state are computed once."""
         if self._last is None or self._last[0]() is not state:
             self._last = (weakref.ref(state), {})
         found = self._last[1]

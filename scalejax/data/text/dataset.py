@@ -143,7 +143,7 @@ class Counts:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> "Counts":
-        """Of a batch."""
+        """The counts of a batch."""
         return cls(
             rows=len(batch),
             tokens=int(np.count_nonzero(batch.segment_ids)),

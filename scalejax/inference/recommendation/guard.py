@@ -123,7 +123,7 @@ class Guard:
         )
 
     def state(self) -> State:
-        """Of the window so far; NaN where there is nothing yet."""
+        """Figures of the window so far; NaN where there is nothing yet."""
         sums, nan = self._sums, float("nan")
         alarm: Literal["none", "gap", "nonfinite"] = "nonfinite" if self._nonfinite else "none"
         if not sums.examples:

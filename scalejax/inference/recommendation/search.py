@@ -73,7 +73,7 @@ def narrowest(study: PrecisionStudy) -> Precisions:
 
 
 def cost(study: PrecisionStudy, precisions: Precisions) -> float:
-    """Of the whole."""
+    """The cost of the whole model."""
     return sum(study.cost(name, precisions.of(name)) for name in study.names)
 
 

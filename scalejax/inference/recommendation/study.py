@@ -198,7 +198,7 @@ def latencies(
 
 
 def median_seconds(function: Any, *args: Any, turns: int) -> float:
-    """Of one call, compiled and warm, awaited."""
+    """Median seconds of a call that is compiled, warm and awaited."""
     jax.block_until_ready(function(*args))
     taken = []
     for _ in range(turns):

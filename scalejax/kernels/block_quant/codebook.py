@@ -50,7 +50,7 @@ class CodebookRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.codes.shape[0] * ENCODINGS[self.format].row_bytes(self.dim)
 
     def dequantize(self) -> jax.Array:

@@ -33,11 +33,11 @@ class Encoding:
     in_lanes: Callable[..., Any] | None = None
 
     def code_bytes(self, dim: int) -> int:
-        """Of a row of `dim` codes."""
+        """Bytes of the codes of a row of `dim` elements."""
         return -(-dim * self.bits // 8)
 
     def row_bytes(self, dim: int) -> int:
-        """Of a row of `dim` numbers; codebooks that rows share are apart."""
+        """Bytes of a row of `dim` elements, without codebooks that rows share."""
         return self.code_bytes(dim) + self.beside
 
 

@@ -96,7 +96,7 @@ class LaneRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows, and of what is left of the lines."""
+        """Bytes of all rows, with what is left of each 128 lanes."""
         return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(self))
 
     @property
@@ -144,7 +144,7 @@ def pack_rows(rows: Any) -> LaneRows:
 
 
 def layout_of(format: str, dim: int) -> LaneLayout:
-    """Of rows of `dim` numbers in a format."""
+    """The layout of rows of `dim` elements in a format."""
     return layout(ENCODINGS[format].bits, dim, book_words=ENCODINGS[format].book_words)
 
 

@@ -35,7 +35,7 @@ class QuantizedRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.codes.shape[0] * ENCODINGS[self.format].row_bytes(self.dim)
 
     def dequantize(self) -> jax.Array:
@@ -53,7 +53,7 @@ class QuantizedRows:
 
 
 def scale_dtype(format: str) -> np.dtype:
-    """Of scales and biases."""
+    """The dtype of scales and biases."""
     return np.dtype(np.float32 if format == "int8" else np.float16)
 
 

@@ -60,7 +60,7 @@ class SharedCodebookRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows and codebooks."""
+        """Bytes of all rows and codebooks."""
         encoding = ENCODINGS[self.format]
         return self.codes.shape[0] * encoding.row_bytes(self.dim) + self.books.shape[0] * encoding.shared
 

@@ -288,7 +288,7 @@ class _Tile:
         return _Place((leading, block * per_block + offset, column), inside)
 
     def numbers(self, length: int) -> "_Place":
-        """Of the tile itself; what is beyond the length is none."""
+        """Places of the elements of the tile; none beyond the length."""
         shape = self.shape(self.subs, self.format.k2)
         first = 1 if self.is_last else 0
         sub, within = (lax.broadcasted_iota(jnp.int32, shape, first + i) for i in range(2))

@@ -307,7 +307,7 @@ class _View:
         return self.leading, steps, pl.cdiv(self.trailing, other)
 
     def spec(self, format: BlockFormat, numerator: int, denominator: int) -> pl.BlockSpec:
-        """Of an array that has numerator / denominator entries for one along L."""
+        """Blocks of an array that has numerator / denominator entries for one along L."""
         along, other = self.tile(format)
         own = along * numerator // denominator
         if self.is_last:

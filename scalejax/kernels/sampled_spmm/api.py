@@ -79,7 +79,7 @@ class _Call:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the functions of its module."""
+        """Keyword arguments of the functions of its module."""
         return {"interpret": self.interpret} if self.name in _KERNELS else {}
 
 

@@ -383,7 +383,7 @@ class _Cut:
         return self.layers * self.tokens * kept * self.training.compute_bytes * self.sizes["stage"]
 
     def layer_bytes(self) -> int:
-        """Of one layer at the peak of its backward pass, and of the gathered parameters."""
+        """Bytes of one layer at the peak of its backward pass, with the gathered parameters."""
         t, d, tensor = self.training, self.decoder, self.sizes["tensor"]
         gathered = 2 * self.layer * t.gather_bytes + self.layer * t.reduce_bytes
         if t.reshard == "keep":
@@ -408,7 +408,7 @@ class _Cut:
         return (t.logits_bytes + t.compute_bytes) * logits + (t.compute_bytes + t.gradient_bytes) * head
 
     def product_flops(self) -> int:
-        """Of all devices: forward, backward, and what is computed again."""
+        """FLOPs of the products on all devices: forward, backward, and what is computed again."""
         d, remat = self.decoder, self.training.remat
         once = d.product_flops()
         layer = 3 * sum(once.values())

@@ -235,7 +235,7 @@ def _chunked(function: Any, x: jax.Array, format: BlockFormat) -> jax.Array:
 
 
 def rank(count: int, percentile: float) -> int:
-    """Of `count` sorted numbers, the first that at least so many per cent do not exceed."""
+    """The place, among `count` sorted values, of the first that at least so many per cent do not exceed."""
     return max(0, math.ceil(percentile * count / 100) - 1)
 
 

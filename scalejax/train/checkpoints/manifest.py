@@ -35,7 +35,7 @@ class Manifest:
     arrays: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
     updates: int | None = None
-    """Of the tables, where rows know which update last touched them."""
+    """Count of the updates of the tables, where rows know which update last touched them."""
     delta: dict[str, Any] | None = None
     """See `chain.Delta`; None for a full checkpoint, which needs no other."""
     frozen: dict[str, Any] | None = None
