@@ -87,50 +87,7 @@ class Fsdp:
     replicate_below: int = 0
 
     def __post_init__(self) -> None:
-        if self.sharding not in _SHARDED_OVER:
-            raise UserError(f"Fsdp: sharding must be one of {', '.join(_SHARDED_OVER)}; got {self.sharding!r}.")
-        if self.form not in ("implicit", "explicit"):
-            raise UserError(f"Fsdp: form must be 'implicit' or 'explicit'; got {self.form!r}.")
-        if self.accumulate not in ("communicate", "local"):
-            raise UserError(f"Fsdp: accumulate must be 'communicate' or 'local'; got {self.accumulate!r}.")
-        blocks.check_dtypes(
-            "Fsdp", param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, output_dtype=self.output_dtype
-        )
-        if self.form == "implicit" and self.accumulate == "local":
-            raise UserError(
-                "Fsdp: accumulate='local' needs form='explicit': under jit with shardings a gradient that is not yet "
-                "summed over devices cannot be said. Set form='explicit', or accumulate='communicate'."
-            )
-        if self.form == "implicit" and self.reduce_dtype is not None:
-            raise UserError(
-                f"Fsdp: reduce_dtype={self.reduce_dtype!r} needs form='explicit': in the implicit form the compiler "
-                "sums in the dtype of the matrix product. Set form='explicit', or leave reduce_dtype out."
-            )
-        if self.replicate_below < 0:
-            raise UserError(f"Fsdp: replicate_below must be at least 0; got {self.replicate_below}.")
-        check_formats("Fsdp", gather_format=self.gather_format, reduce_format=self.reduce_format)
-        for field, format in self.formats.items():
-            if self.form == "implicit":
-                raise UserError(
-                    f"Fsdp: {field}={format!r} needs form='explicit': in the implicit form the compiler places the "
-                    f"collectives and knows dtypes alone. Set form='explicit', or leave {field} out."
-                )
-            if self.sharding == "NO_SHARD":
-                raise UserError(
-                    f"Fsdp: {field}={format!r} needs parameters that are sharded: under NO_SHARD nothing is gathered, "
-                    "and whole gradients are summed by all-reduces, which cannot add up encoded numbers. Name another "
-                    f"sharding, such as FULL_SHARD, or leave {field} out."
-                )
-        if self.gather_format is not None and self.param_dtype == "float64":
-            raise UserError(
-                f"Fsdp: gather_format={self.gather_format!r} decodes to 32 bits at most; got param_dtype='float64'. "
-                "Leave one of them out."
-            )
-        if self.reduce_format is not None and self.reduce_dtype not in (None, "float32"):
-            raise UserError(
-                f"Fsdp: what travels in reduce_format={self.reduce_format!r} is added up in float32; got "
-                f"reduce_dtype={self.reduce_dtype!r}. Leave one of them out."
-            )
+        _check_options(self)
 
     @property
     def after_forward(self) -> Literal["drop", "keep"]:
@@ -301,6 +258,74 @@ def check_random() -> None:
             "jax_threefry_partitionable is off, so that parameters would depend on the mesh and each device would "
             "compute all of them. Leave it at its default, True."
         )
+
+
+def _check_options(own: Fsdp) -> None:
+    """Refuses options that do not go together.
+
+                             implicit    explicit    NO_SHARD    beside
+        param_dtype          yes         yes         yes         gather_format: not "float64"
+        reduce_dtype         refused     yes         yes         reduce_format: "float32" alone
+        accumulate="local"   refused     yes         yes
+        gather_format        refused     yes         refused
+        reduce_format        refused     yes         refused
+
+    What a mesh adds is refused in `_check_specs` (shardings of another strategy) and `_check_blocks` (blocks of a
+    format that would lie on several devices); what a model adds, see docs/parallelism.md, "What composes with what".
+
+    Raises:
+      UserError: names the fields.
+    """
+
+    def refuse(when: bool, why: str) -> None:
+        if when:
+            raise UserError(f"Fsdp: {why}")
+
+    implicit = own.form == "implicit"
+    shardings = ", ".join(_SHARDED_OVER)
+    refuse(own.sharding not in _SHARDED_OVER, f"sharding must be one of {shardings}; got {own.sharding!r}.")
+    refuse(own.form not in ("implicit", "explicit"), f"form must be 'implicit' or 'explicit'; got {own.form!r}.")
+    refuse(
+        own.accumulate not in ("communicate", "local"),
+        f"accumulate must be 'communicate' or 'local'; got {own.accumulate!r}.",
+    )
+    blocks.check_dtypes(
+        "Fsdp", param_dtype=own.param_dtype, reduce_dtype=own.reduce_dtype, output_dtype=own.output_dtype
+    )
+    refuse(
+        implicit and own.accumulate == "local",
+        "accumulate='local' needs form='explicit': under jit with shardings a gradient that is not yet "
+        "summed over devices cannot be said. Set form='explicit', or accumulate='communicate'.",
+    )
+    refuse(
+        implicit and own.reduce_dtype is not None,
+        f"reduce_dtype={own.reduce_dtype!r} needs form='explicit': in the implicit form the compiler "
+        "sums in the dtype of the matrix product. Set form='explicit', or leave reduce_dtype out.",
+    )
+    refuse(own.replicate_below < 0, f"replicate_below must be at least 0; got {own.replicate_below}.")
+    check_formats("Fsdp", gather_format=own.gather_format, reduce_format=own.reduce_format)
+    for field, format in own.formats.items():
+        refuse(
+            implicit,
+            f"{field}={format!r} needs form='explicit': in the implicit form the compiler places the "
+            f"collectives and knows dtypes alone. Set form='explicit', or leave {field} out.",
+        )
+        refuse(
+            own.sharding == "NO_SHARD",
+            f"{field}={format!r} needs parameters that are sharded: under NO_SHARD nothing is gathered, "
+            "and whole gradients are summed by all-reduces, which cannot add up encoded numbers. Name another "
+            f"sharding, such as FULL_SHARD, or leave {field} out.",
+        )
+    refuse(
+        own.gather_format is not None and own.param_dtype == "float64",
+        f"gather_format={own.gather_format!r} decodes to 32 bits at most; got param_dtype='float64'. "
+        "Leave one of them out.",
+    )
+    refuse(
+        own.reduce_format is not None and own.reduce_dtype not in (None, "float32"),
+        f"what travels in reduce_format={own.reduce_format!r} is added up in float32; got "
+        f"reduce_dtype={own.reduce_dtype!r}. Leave one of them out.",
+    )
 
 
 def _check_specs(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:

@@ -17,6 +17,36 @@ it. It travels beside its parameter, in a `ShardWithState`, so that a model only
 Gathering the whole tree before the loss would be ZeRO-2; only a gather inside the scanned body can drop a layer before
 the next comes. There, rematerialisation decides what is kept: `ParamGather.remat` names the primitive of the gather,
 since naming the gathered value (`checkpoint_name`) makes jax keep the unnamed one instead.
+
+An exchange of one's own, whose gradients travel in bfloat16, on whatever devices there are:
+
+    >>> import dataclasses, jax, jax.numpy as jnp
+    >>> from jax.sharding import NamedSharding, PartitionSpec as P
+    >>> from scalejax.parallel import fsdp
+    >>> from scalejax.parallel.gradients import blocks
+    >>> from scalejax.parallel.mesh import MeshShape, make_mesh
+    >>> @dataclasses.dataclass(frozen=True, eq=False)
+    ... class Narrow(blocks.Stateless):
+    ...     plain: blocks.UncompressedExchange
+    ...     def gather(self, shards, state):
+    ...         return self.plain.gather(shards, state)
+    ...     def reduce(self, gradients, state, kept):
+    ...         narrow = {path: g.astype(jnp.bfloat16) for path, g in gradients.items()}
+    ...         return self.plain.reduce(narrow, state, kept)
+    >>> class NarrowFsdp(fsdp.Fsdp):
+    ...     def exchange(self, layouts, axes):
+    ...         return Narrow(super().exchange(layouts, axes))
+    >>> def loss(params, batch, key, gather):
+    ...     whole = gather(params)
+    ...     return (batch @ whole["w"]).sum(), jnp.float32(batch.shape[0]), {}
+    >>> mesh = make_mesh(MeshShape(fsdp=len(jax.devices())))
+    >>> strategy, specs = NarrowFsdp(form="explicit"), {"w": P("fsdp")}
+    >>> w = jax.device_put(jnp.ones((8, 2)), NamedSharding(mesh, specs["w"]))
+    >>> batch = jax.device_put(jnp.full((16, 8), 0.5), NamedSharding(mesh, P("fsdp")))
+    >>> run = jax.jit(fsdp.gradients(loss, strategy, mesh=mesh, specs=specs))
+    >>> total, weight, _, gradients = run({"w": w}, batch)
+    >>> float(total), float(weight), gradients["w"].dtype.name, gradients["w"].tolist()[0]
+    (128.0, 16.0, 'float32', [8.0, 8.0])
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
 import dataclasses
+import doctest
 
 import jax
 import jax.numpy as jnp
@@ -215,3 +216,10 @@ def test_a_layout_speaks_of_the_master_and_of_one_layer():
 def test_data_axes_leave_out_axes_of_one_device():
     assert blocks.data_axes(meshes.make_mesh(MeshShape(replica=2, tensor=4, fsdp=1))) == ("replica",)
     assert BATCH_AXES == ("replica", "fsdp", "expert")
+
+
+def test_the_worked_example_runs():
+    with jax.enable_x64(False):
+        found = doctest.testmod(blocks)
+    assert found.attempted
+    assert not found.failed
