@@ -1,6 +1,9 @@
 """Documents name things that exist."""
 
+import ast
 import collections
+import importlib
+import json
 import pathlib
 import re
 
@@ -122,3 +125,61 @@ def test_every_test_in_a_document_exists():
         known = "".join(files[file] for file, _ in named if file)
         for file, test in named:
             assert f"def {test}(" in (files[file] if file else known), f"{document.name}: {file}::{test}"
+
+
+def _python_of(path: pathlib.Path) -> list[str]:
+    """The code cells of a notebook, the blocks of a document that are Python, or all of a script."""
+    text = path.read_text()
+    if path.suffix == ".py":
+        return [text]
+    if path.suffix == ".ipynb":
+        return ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+    return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def _imported(code: str) -> list[tuple[str, str | None]]:
+    """(module, name) of each import of scalejax in `code`; name is None for `import module`."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "scalejax":
+            found += [(node.module, alias.name) for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(alias.name, None) for alias in node.names if alias.name.split(".")[0] == "scalejax"]
+    return found
+
+
+def _exists(module: str, name: str | None) -> bool:
+    try:
+        package = importlib.import_module(module)
+        if name is not None and not hasattr(package, name):
+            importlib.import_module(f"{module}.{name}")
+    except ModuleNotFoundError as error:
+        return not (error.name or "").startswith("scalejax")  # a peer that is not installed here
+    return True
+
+
+def _with_python() -> list[pathlib.Path]:
+    """Nothing else finds a name that has moved here, before CI executes the notebook or someone runs the benchmark."""
+    patterns = ("notebooks/*.ipynb", "docs/*.md", "*.md", "benchmarks/*.py", "examples/*.py")
+    return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+
+
+@pytest.mark.parametrize("path", _with_python(), ids=lambda path: path.name)
+def test_what_is_imported_outside_of_the_package_exists(path):
+    lacking = [each for code in _python_of(path) for each in _imported(code) if not _exists(*each)]
+    assert not lacking
+
+
+@pytest.mark.parametrize(
+    ("code", "exists"),
+    [
+        ("from scalejax.plan import explain_sharding", True),
+        ("from scalejax.train import loop", True),
+        ("from scalejax.train import bootstrap", False),
+        ("import scalejax.train.loop", True),
+        ("import scalejax.train.bootstrap", False),
+    ],
+)
+def test_an_import_of_what_has_moved_is_found(code, exists):
+    ((module, name),) = _imported(code)
+    assert _exists(module, name) is exists

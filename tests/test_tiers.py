@@ -98,13 +98,13 @@ def test_what_was_measured_takes_the_place_of_what_was_known(tmp_path):
     ],
 )
 def test_the_next_shard_is_the_one_that_ran_longest_ago(runs, shard):
-    assert tiers.next_shard(runs, HISTORY, TODAY) == shard
+    assert tiers.next_shard(runs, HISTORY, TODAY, 5) == shard
 
 
 def test_lines_of_commits_that_are_not_in_the_history_count_as_never():
     runs = [ran(1, 120), Run(2, "not a commit", "2026-03-01", 1, "passed"), ran(3, 2)]
-    assert tiers.ages(runs, HISTORY) == {1: 120, 2: None, 3: 2, 4: None, 5: None}
-    assert tiers.ages(runs, []) == dict.fromkeys(range(1, 6))
+    assert tiers.ages(runs, HISTORY, 5) == {1: 120, 2: None, 3: 2, 4: None, 5: None}
+    assert tiers.ages(runs, [], 5) == dict.fromkeys(range(1, 6))
 
 
 def test_a_record_is_read_as_it_is_written(tmp_path):
@@ -133,7 +133,8 @@ def test_a_shard_is_run_and_recorded_outside_of_a_checkout_too_and_counts_as_nev
     lines = tiers.RECORD.read_text().splitlines()
     assert [re.sub(r"\t[-0-9]+", "", line) for line in lines] == ["1\tunknown\tfailed"] * 2
     assert tiers.main(["behind"]) == 0
-    assert capsys.readouterr().out.endswith("not run in the last 100 commits: shard 1, 2, 3, 4, 5\n")
+    every = ", ".join(str(shard) for shard in range(1, tiers.SHARDS + 1))
+    assert capsys.readouterr().out.endswith(f"commits: shard {every}\n")
 
 
 @pytest.mark.parametrize(
@@ -141,7 +142,7 @@ def test_a_shard_is_run_and_recorded_outside_of_a_checkout_too_and_counts_as_nev
     [
         (["slow"], "invalid choice: 'slow'"),
         (["full"], "--shard N or --next"),
-        (["full", "--shard", "6"], "invalid choice: 6"),
+        (["full", "--shard", str(tiers.SHARDS + 1)], f"invalid choice: {tiers.SHARDS + 1}"),
         (["full", "--shard", "0"], "invalid choice: 0"),
         (["full", "--shard", "one"], "invalid int value: 'one'"),
         (["quick", "--shard", "1"], "--shard N or --next"),
