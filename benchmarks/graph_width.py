@@ -168,7 +168,7 @@ def run(case: Case, repeats: int, known: dict[str, Any] | None) -> dict[str, Any
 
 
 def _model(trainer: Trainer, state: Any) -> Any:
-    return trainer.program.model.put_together(state.params)
+    return trainer.program.model.merge(state.params)
 
 
 def _ratio(pass_: Any, state: Any, exact: Any, sampled: Any, repeats: int) -> float:

@@ -1,4 +1,4 @@
-"""What one chip can do, as data: memory, peak rates and links.
+"""Data sheets of chips: memory, peak rates and links.
 
 A plan compares a compiled step with these peaks. Nobody reaches them; they say which resource a step runs out of first
 and how far from the limit it may be at best. Figures are per *chip*. Where jax shows several devices per chip (tpu7x:

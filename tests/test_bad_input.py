@@ -246,18 +246,18 @@ def test_ids_that_an_exchange_has_no_room_for(tmp_path):
 
 
 @pytest.mark.slow
-def test_ids_without_room_are_a_metric_where_that_is_chosen(tmp_path):
-    settings = ["tables.exchange.roomy_below_bytes=0", "tables.exchange.spill=count"]
+def test_overflow_ids_are_a_metric_where_that_is_chosen(tmp_path):
+    settings = ["tables.exchange.roomy_below_bytes=0", "tables.exchange.overflow=count"]
     arguments = [word for one in settings for word in ("--set", one)]
     result = invoke("train", hot_rows(tmp_path), "--workdir", tmp_path / "run", *arguments)
     assert result.exit_code == 0, result.stderr
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    spilled = {(line["kind"], line["split"], line["step"]): line["spilled_ids"] for line in lines}
+    overflowed = {(line["kind"], line["split"], line["step"]): line["overflow_ids"] for line in lines}
     # 8 devices send 8 examples x 3 ids to one that has room for 8 + 3 x 2 of each: 10 are left on each, every batch.
     windows = {("window", "train", step): 80 * step for step in (4, 8, 12)}
     scored = {("evaluation", split, step): 80 for split, step in (("validation", 6), ("validation", 12), ("test", 12))}
-    assert spilled == windows | scored
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_spilled_ids"] == 80
+    assert overflowed == windows | scored
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["test_overflow_ids"] == 80
     assert "ids without room" in result.stdout
 
 

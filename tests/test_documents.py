@@ -6,6 +6,7 @@ import importlib
 import json
 import pathlib
 import re
+import textwrap
 
 import pytest
 
@@ -128,13 +129,22 @@ def test_every_test_in_a_document_exists():
 
 
 def _python_of(path: pathlib.Path) -> list[str]:
-    """The code cells of a notebook, the blocks of a document that are Python, or all of a script."""
+    """The code cells of a notebook, the Python blocks of a document, or a script and the code in its strings."""
     text = path.read_text()
     if path.suffix == ".py":
-        return [text]
+        texts = [n.value for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+        return [text, *(code for code in map(textwrap.dedent, texts) if "import" in code and _parses(code))]
     if path.suffix == ".ipynb":
         return ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
     return re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def _parses(code: str) -> bool:
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def _imported(code: str) -> list[tuple[str, str | None]]:
@@ -160,11 +170,11 @@ def _exists(module: str, name: str | None) -> bool:
 
 def _with_python() -> list[pathlib.Path]:
     """Nothing else finds a name that has moved here, before CI executes the notebook or someone runs the benchmark."""
-    patterns = ("notebooks/*.ipynb", "docs/*.md", "*.md", "benchmarks/*.py", "examples/*.py")
-    return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+    patterns = ("notebooks/*.ipynb", "docs/*.md", "*.md", "benchmarks/*.py", "tests/**/*.py")
+    return sorted(path for pattern in patterns for path in ROOT.glob(pattern) if path.name != "test_documents.py")
 
 
-@pytest.mark.parametrize("path", _with_python(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", _with_python(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_what_is_imported_outside_of_the_package_exists(path):
     lacking = [each for code in _python_of(path) for each in _imported(code) if not _exists(*each)]
     assert not lacking

@@ -1,4 +1,4 @@
-"""What a number was measured on: device, threads, date and commit."""
+"""The device, threads, date and commit that a measurement is reported with."""
 
 import contextlib
 import datetime

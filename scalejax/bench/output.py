@@ -1,4 +1,4 @@
-"""How results leave: a table for people while they are made, JSON for programs, Markdown for the repository."""
+"""Results of benchmarks: a table while they are made, JSON for programs, Markdown for the repository."""
 
 import dataclasses
 import json

@@ -15,7 +15,7 @@ import numpy as np
 from scalejax import optim
 from scalejax.bench import machine, peers
 from scalejax.bench.harness import Contest, OutputsDiffer
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
@@ -53,7 +53,7 @@ LOSS_TOLERANCE = 1e-4
 class Peer(Protocol):
     """A training step in another library."""
 
-    def place(self, batch: Batch) -> Any: ...
+    def place(self, batch: ClickBatch) -> Any: ...
 
     def step(self, batch: Any) -> Any:
         """One step, complete when it returns."""
@@ -81,7 +81,7 @@ class Given:
         raise NotImplementedError("the batches of a benchmark come from the benchmark")
 
 
-def contest(model: ModelConfig, schema: Schema, batches: Sequence[Batch], make_peer: MakePeer | None) -> Contest:
+def contest(model: ModelConfig, schema: Schema, batches: Sequence[ClickBatch], make_peer: MakePeer | None) -> Contest:
     """The training step of `model` on one device, and the peer's.
 
     Raises:
@@ -169,7 +169,7 @@ def check_peer_device(device: Any) -> None:
 def check_equal(
     ours: np.ndarray,
     peer: np.ndarray,
-    batch: Batch,
+    batch: ClickBatch,
     when: str,
     tolerance: float,
     size: Callable[[np.ndarray], float] = np.max,
@@ -193,7 +193,7 @@ def check_equal(
 class _Ours:
     """Our side: a program, its state, and the batches on the device."""
 
-    def __init__(self, built: Program, batches: Sequence[Batch]) -> None:
+    def __init__(self, built: Program, batches: Sequence[ClickBatch]) -> None:
         self._program = built
         self._state = built.init()
         self._batches = [convert.to_device(batch, built) for batch in batches]

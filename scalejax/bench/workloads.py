@@ -6,7 +6,7 @@ import pathlib
 import numpy as np
 
 from scalejax.data import FlightsData
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import expand_batch
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
@@ -52,11 +52,11 @@ def columns(schema: Schema, examples: int, seed: int) -> tuple[np.ndarray, np.nd
     return ids, dense, labels
 
 
-def batches(schema: Schema, batch_size: int, count: int, seed: int = 0) -> list[Batch]:
+def batches(schema: Schema, batch_size: int, count: int, seed: int = 0) -> list[ClickBatch]:
     """`count` made batches of one-hot features."""
     ids, dense, labels = columns(schema, batch_size * count, seed)
     return [
-        Batch(
+        ClickBatch(
             features=KeyedJagged(
                 keys=schema.keys,
                 values=np.ascontiguousarray(ids[:, part]).reshape(-1),
@@ -70,7 +70,7 @@ def batches(schema: Schema, batch_size: int, count: int, seed: int = 0) -> list[
     ]
 
 
-def for_case(case: str, data: pathlib.Path | None) -> tuple[Schema, list[Batch]]:
+def for_case(case: str, data: pathlib.Path | None) -> tuple[Schema, list[ClickBatch]]:
     """Schema and batches of a case of a training step: "b1024" and "b8192" (flights, real) or "criteo" (made).
 
     Raises:
@@ -89,7 +89,7 @@ def for_case(case: str, data: pathlib.Path | None) -> tuple[Schema, list[Batch]]
     return flights.schema, [expand_batch(batch) for batch in first]
 
 
-def one_hot_ids(batch: Batch) -> np.ndarray:
+def one_hot_ids(batch: ClickBatch) -> np.ndarray:
     """int64[B, F] ids of a batch whose features all have exactly one id an example."""
     assert (batch.features.lengths == 1).all(), "benchmarks use one-hot features"
     return np.ascontiguousarray(batch.features.values.reshape(len(batch.features.keys), -1).T, np.int64)

@@ -1,4 +1,4 @@
-"""What jax reads from the environment when it is imported, set before it is.
+"""Settings that jax reads from the environment when it is imported, made before it is.
 
 Every variable is only a default: what the user has set stays. Three things are decided here.
 

@@ -1,4 +1,4 @@
-"""What commands print and write."""
+"""Printing and writing the output of commands."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Which packages each extra of scalejax asks for, and which of them are missing."""
+"""The packages that each extra of scalejax asks for, and those of them that are missing."""
 
 import importlib.metadata
 import pathlib

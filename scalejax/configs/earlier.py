@@ -7,7 +7,10 @@ recipe is run again and compared (`serialization.reload`). It is not trained fur
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_MOVED = {
+_RENAMED = {"tables.exchange.spill": "tables.exchange.overflow", "exchange.spill": "tables.exchange.overflow"}
+"""Of records since then, too."""
+
+_MOVED = _RENAMED | {
     "mesh": "placement.mesh",
     "rules": "placement.rules",
     "offload": "placement.offload",
@@ -38,6 +41,23 @@ def path(given: str) -> str:
         if given == old or given.startswith(f"{old}."):
             return new + given.removeprefix(old)
     return given
+
+
+def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """What `serialization.record` wrote since then, with fields that have been renamed as they are called now."""
+    parts = [text.partition("=") for text in recorded["sets"]]
+    sets = [f"{_RENAMED.get(given.strip(), given)}={value}" if equals else given for given, equals, value in parts]
+    return {**recorded, "sets": sets, "experiment": _with_new_names(recorded["experiment"])}
+
+
+def _with_new_names(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_with_new_names(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    kind = str(data.get("type")).rpartition(".")[2].lower()  # the name of the field that holds one
+    names = {name: (_RENAMED.get(f"{kind}.{name}") or str(name)).rpartition(".")[2] for name in data["fields"]}
+    return {**data, "fields": {names[name]: _with_new_names(value) for name, value in data["fields"].items()}}
 
 
 def as_now(recorded: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""What a run folder records of its experiment, and the way back: by running the recipe again.
+"""The record of an experiment in its run folder, and the way back: by running the recipe again.
 
 Nothing is ever instantiated from a file: a command on a run folder re-runs the recipe that the folder names, with the
 recorded overrides, and compares the result with the recorded data (of earlier versions too, see `earlier`). One thing
@@ -59,7 +59,8 @@ def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pat
     Raises:
       UserError: the file is not given, not the same file, or the recipe now gives another experiment.
     """
-    written, recorded = recorded, earlier.as_now(recorded)
+    written = earlier.renamed(recorded)
+    recorded = earlier.as_now(written)
     named, sets, sha256 = recorded["recipe"], recorded["sets"], recorded["file_sha256"]
     if sha256 is None:
         if recipe is not None and discovery.find(recipe) != discovery.find(named):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from scalejax.data.click_logs.criteo_terabyte import CriteoTerabyteData as CriteoTerabyteData
     from scalejax.data.click_logs.flights import FlightsData as FlightsData
     from scalejax.data.click_logs.movielens import MovielensData as MovielensData
-    from scalejax.data.examples.batch import Batch as Batch
+    from scalejax.data.examples.batch import ClickBatch as ClickBatch
     from scalejax.data.examples.coding import Counted as Counted
     from scalejax.data.examples.coding import Hashed as Hashed
     from scalejax.data.examples.dataset import BatchedDataSet as BatchedDataSet
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ArrowData": "tables.arrow",
     "AvazuData": "click_logs.avazu",
-    "Batch": "examples.batch",
+    "ClickBatch": "examples.batch",
     "BatchedDataSet": "examples.dataset",
     "ByPosition": "splits",
     "ByTime": "splits",

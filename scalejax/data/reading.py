@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Source(Generic[T]):
+class BatchSource(Generic[T]):
     """Random access to batches by number, the form in which Grain takes data."""
 
     make: Callable[[int], T]
@@ -30,7 +30,7 @@ class Source(Generic[T]):
         return "scalejax batches"
 
 
-def read_ahead(source: Source[T], threads: int) -> Iterator[T]:
+def read_ahead(source: BatchSource[T], threads: int) -> Iterator[T]:
     """The batches of a source in order, made ahead of use by `threads` threads."""
     import grain
 

@@ -1,4 +1,4 @@
-"""How examples are divided into train, validation and test."""
+"""Splits of examples into train, validation and test."""
 
 import dataclasses
 from collections.abc import Mapping

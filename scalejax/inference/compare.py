@@ -1,4 +1,4 @@
-"""How well a language model predicts a text, and how far another one's predictions are from its."""
+"""Scores of a language model on a text, and the divergence of another model's predictions from its own."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class Score:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Comparison:
+class ModelComparison:
     """Two models on the same tokens.
 
     Attributes:
@@ -59,7 +59,7 @@ def score(engine: Engine, rows: np.ndarray) -> Score:
     return Score(tokens=_predicted(rows), loss=float(sums["loss"][0]) / _predicted(rows))
 
 
-def compare(before: Engine, after: Engine, rows: np.ndarray) -> Comparison:
+def compare(before: Engine, after: Engine, rows: np.ndarray) -> ModelComparison:
     """Scores two models of one vocabulary.
 
     Raises:
@@ -73,7 +73,7 @@ def compare(before: Engine, after: Engine, rows: np.ndarray) -> Comparison:
         )
     sums, count = _sums((before, after), rows), _predicted(rows)
     first, second = (Score(tokens=count, loss=float(loss) / count) for loss in sums["loss"])
-    return Comparison(
+    return ModelComparison(
         before=first,
         after=second,
         divergence=float(sums["divergence"]) / count,

@@ -29,7 +29,7 @@ from scalejax import nn, units
 from scalejax.errors import UserError
 from scalejax.inference import packed_params, static_inputs
 from scalejax.inference import sampling as samplings
-from scalejax.inference.sampling import GREEDY, Sampling
+from scalejax.inference.sampling import GREEDY, TokenSampling
 from scalejax.models.llm import loading
 from scalejax.models.llm.architecture import LanguageConfig, LanguageModule
 from scalejax.models.llm.model_folder import LanguageModel
@@ -112,7 +112,7 @@ class Engine:
         prompts: Sequence[Sequence[int]],
         *,
         max_tokens: int,
-        sampling: Sampling = GREEDY,
+        sampling: TokenSampling = GREEDY,
         stop: Sequence[int] = (),
         samples: Sequence[int] | None = None,
         progress: Callable[[list[list[int]]], bool] | None = None,
@@ -278,7 +278,7 @@ class Engine:
         return jax.jit(read, donate_argnums=3)
 
     def _steps(
-        self, state: _State, keys: jax.Array, stops: np.ndarray, sampling: Sampling, max_tokens: int, block: int
+        self, state: _State, keys: jax.Array, stops: np.ndarray, sampling: TokenSampling, max_tokens: int, block: int
     ) -> Iterator[np.ndarray]:
         """Blocks of new tokens, int32[B, n]."""
         sampling = dataclasses.replace(sampling, seed=0)  # which the keys have: another seed is no other program
@@ -303,7 +303,7 @@ class Engine:
             stops: jax.Array,
             made: jax.Array,
             limit: jax.Array,
-            sampling: Sampling,
+            sampling: TokenSampling,
         ) -> tuple[_State, jax.Array]:
             def unfinished(carry: tuple[jax.Array, _State, jax.Array]) -> jax.Array:
                 i, state, _ = carry
@@ -341,7 +341,7 @@ class Engine:
         return FormattedGather(packed_params.whole, self.formats) if self.formats else packed_params.whole
 
     def _model(self, params: Any) -> LanguageModule:
-        model: Any = self.shape.put_together(params)
+        model: Any = self.shape.merge(params)
         return model
 
     def _on_mesh(self) -> Any:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.models.llm import loading
-from scalejax.models.llm.mapping import LAYER, Entry, Index, Source, TensorSource
+from scalejax.models.llm.mapping import LAYER, Entry, Index, ParamSource, TensorSource
 from scalejax.models.llm.packed import PackedTensor
 from scalejax.nn.layers import Arrays
 from scalejax.numerics import packing
@@ -70,19 +70,19 @@ def _decoded(value: Any) -> Any:
 
 @dataclasses.dataclass
 class _Parts:
-    """Codes and scales as parameters of their own, "PATH ROLE"; a `mapping.Source`."""
+    """Codes and scales as parameters of their own, "PATH ROLE"; a `mapping.ParamSource`."""
 
     layers: Mapping[str, tuple[PackedTensor, ...]]
     _held: tuple[Any, Packed] | None = None
 
     def dtype(self, path: str) -> np.dtype:
-        """See `mapping.Source`."""
+        """See `mapping.ParamSource`."""
         name, role = path.split(" ")
         floats = role == "tensor_scale" or (role == "scales" and self.layers[name][0].format.scale == "float32")
         return np.dtype(np.float32 if floats else np.uint8)
 
     def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
-        """See `mapping.Source`."""
+        """See `mapping.ParamSource`."""
         assert layer is not None
         assert index is not None
         name, role = path.split(" ")
@@ -100,7 +100,7 @@ class _Parts:
 
 
 def load(
-    source: Source,
+    source: ParamSource,
     targets: Mapping[str, jax.ShapeDtypeStruct],
     *,
     loaded: Callable[[int], None] = lambda _: None,
@@ -138,7 +138,7 @@ def load(
 
 
 def plan(
-    source: Source, targets: Mapping[str, jax.ShapeDtypeStruct]
+    source: ParamSource, targets: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, tuple[tuple[PackedTensor, ...], dict[str, jax.ShapeDtypeStruct]]]:
     """{path: (its layers, shapes and shardings of codes and scales)} of the parameters that can stay packed."""
     found = {}
@@ -162,7 +162,7 @@ def plan(
 
 
 def nbytes(parts: Mapping[str, jax.ShapeDtypeStruct]) -> int:
-    """Of codes and scales on each device."""
+    """Bytes of codes and scales on each device."""
     total = 0
     for part in parts.values():
         assert part.sharding is not None

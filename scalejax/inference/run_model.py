@@ -33,7 +33,7 @@ _UNDER_RULES = (
 
 @dataclasses.dataclass
 class ParamsSource:
-    """Implements `mapping.Source`: parameters of a run, of which one is held whole at a time.
+    """Implements `mapping.ParamSource`: parameters of a run, of which one is held whole at a time.
 
     Attributes:
       params: By path.
@@ -49,7 +49,7 @@ class ParamsSource:
         return self.params[path].dtype
 
     def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
-        """See `mapping.Source`."""
+        """See `mapping.ParamSource`."""
         if self._held is None or self._held[0] != path:
             self._held = None  # before the next one comes
             array = self.params[path][...]

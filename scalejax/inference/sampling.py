@@ -16,7 +16,7 @@ from scalejax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
+class TokenSampling:
     """How tokens are chosen.
 
     Attributes:
@@ -43,11 +43,11 @@ class Sampling:
             raise UserError(f"seed must be at least 0 and less than 2**32; got {self.seed}.")
 
 
-GREEDY = Sampling()
+GREEDY = TokenSampling()
 """Always the most probable token."""
 
 
-def keys(sampling: Sampling, prompts: jax.Array, samples: jax.Array) -> jax.Array:
+def keys(sampling: TokenSampling, prompts: jax.Array, samples: jax.Array) -> jax.Array:
     """One key a row, for prompts of these digests, uint32[B], and samples of these numbers, int32[B]."""
 
     def one(prompt: jax.Array, number: jax.Array) -> jax.Array:
@@ -61,7 +61,7 @@ def digest(prompt: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(prompt, "<i4").tobytes())
 
 
-def choose(logits: jax.Array, row_keys: jax.Array, position: jax.Array, sampling: Sampling) -> jax.Array:
+def choose(logits: jax.Array, row_keys: jax.Array, position: jax.Array, sampling: TokenSampling) -> jax.Array:
     """The next token of every row.
 
     Args:

@@ -10,7 +10,7 @@ from scalejax.data.text.tokenizer import TextStream, Tokenizer, check_vocabulary
 from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.inference.generate import Continuation, Ended, Engine
-from scalejax.inference.sampling import GREEDY, Sampling
+from scalejax.inference.sampling import GREEDY, TokenSampling
 from scalejax.models.llm.model_folder import LanguageModel
 
 _CONTEXT = 8  # tokens of a prompt on which the text of the next may depend
@@ -54,7 +54,7 @@ class Writer:
         prompts: Sequence[str],
         *,
         max_tokens: int,
-        sampling: Sampling = GREEDY,
+        sampling: TokenSampling = GREEDY,
         stop: Sequence[str] = (),
         samples: int = 1,
         batch_size: int = 8,
@@ -104,7 +104,7 @@ class Writer:
         *,
         max_tokens: int,
         show: Callable[[str], None],
-        sampling: Sampling = GREEDY,
+        sampling: TokenSampling = GREEDY,
         stop: Sequence[str] = (),
     ) -> Completion:
         """Continues one prompt and shows the text as it comes; arguments as of `complete`.

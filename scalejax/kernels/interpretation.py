@@ -1,4 +1,4 @@
-"""How a kernel for a TPU runs where there is none."""
+"""Running a kernel for a TPU where there is none."""
 
 from jax.experimental.pallas import tpu as pltpu
 

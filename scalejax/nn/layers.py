@@ -170,13 +170,13 @@ def _one_layer(
 
     It is (carry, ((parameters of a layer, its other variables), x)) -> (carry, (y, the next variables)).
     """
-    values, put_together = split_params(layers, prefix)
+    values, merge = split_params(layers, prefix)
     others = {f"{prefix}/{'/'.join(map(str, path))}": path for path in _variables(layers)}
 
     def step(carry: Any, scanned: Any) -> tuple[Any, Any]:
         (params, variables), x = scanned
         own = {name: variables[path] for name, path in others.items()}
-        layer = put_together({**gather(params), **own})
+        layer = merge({**gather(params), **own})
         carry, y = body(layer, carry, x)
         return carry, (y, {path: variable[...] for path, variable in _variables(layer).items()})
 
@@ -195,8 +195,8 @@ def split_params(module: Any, prefix: str) -> tuple[dict[str, Any], Callable[[di
     graph, state = nnx.split(module)
     variables = {f"{prefix}/{'/'.join(map(str, path))}": (path, v) for path, v in nnx.to_flat_state(state)}
 
-    def put_together(params: dict[str, Any]) -> Any:
+    def merge(params: dict[str, Any]) -> Any:
         flat = [(path, variable.replace(params[name])) for name, (path, variable) in variables.items()]
         return nnx.merge(graph, nnx.from_flat_state(flat))
 
-    return {name: variable.get_value() for name, (_, variable) in variables.items()}, put_together
+    return {name: variable.get_value() for name, (_, variable) in variables.items()}, merge

@@ -36,7 +36,7 @@ E4M3_NAN = 0x7F
 """The code, under either sign."""
 
 
-class Encoded(NamedTuple):
+class EncodedBlocks(NamedTuple):
     """What encode_blocks gives.
 
     Attributes:
@@ -59,7 +59,7 @@ def encode_blocks(
     rounding: Rounding,
     chance: jax.Array | None = None,
     tensor_scale: jax.Array | None = None,
-) -> Encoded:
+) -> EncodedBlocks:
     """Quantizes blocks.
 
     Args:
@@ -131,12 +131,12 @@ def encode_blocks(
         step_significand, step_exponent = float32.parts(step)
         divisor = jnp.where(step == 0, 0, (step_significand >> 20) * significand)
         codes = elements.encode_ratio(bits, divisor, step_exponent + exponent, element, rounding, chance, extra_bits=3)
-    return Encoded(jnp.where(poisoned, 0, codes), stored, sub_scales)
+    return EncodedBlocks(jnp.where(poisoned, 0, codes), stored, sub_scales)
 
 
 def encode_under(
     bits: jax.Array,
-    scales_of: Encoded,
+    scales_of: EncodedBlocks,
     format: BlockFormat,
     *,
     rounding: Rounding,
@@ -205,7 +205,7 @@ def tensor_scale_of(bits: jax.Array, format: BlockFormat, *, axis: int) -> jax.A
     return lax.bitcast_convert_type(g, jnp.float32)
 
 
-def decode_blocks(encoded: Encoded, format: BlockFormat, tensor_scale: jax.Array | None = None) -> jax.Array:
+def decode_blocks(encoded: EncodedBlocks, format: BlockFormat, tensor_scale: jax.Array | None = None) -> jax.Array:
     """int32[..., k1 / k2, k2, ...], bits of the float32 numbers that codes and scales stand for.
 
     Exact for scales of kind "exponent", also among subnormal numbers, and an infinity beyond float32 (rules that round

@@ -107,7 +107,7 @@ class BlockFormat:
 
     @property
     def bits_per_element(self) -> float:
-        """Of storage, with scales; the float32 of a whole tensor is left out."""
+        """Bits of storage an element, with scales; the float32 of a whole tensor is left out."""
         return self.element.bits + self.d1 / self.k1 + self.d2 / self.k2
 
 

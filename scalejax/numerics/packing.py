@@ -62,7 +62,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         arrays = (self.codes, self.scales, self.sub_scales, self.tensor_scale)
         return sum(array.size * array.dtype.itemsize for array in arrays if array is not None)
 

@@ -1,4 +1,4 @@
-"""How faithful a format is: the ratio of quantization noise to signal, its guaranteed bound, and studies over vectors.
+"""Fidelity of formats: ratio of signal to quantization noise, its guaranteed bound, and studies over vectors.
 
     QSNR = -10 log10( sum ||Q(X) - X||^2 / sum ||X||^2 )  dB
 
@@ -69,7 +69,7 @@ DISTRIBUTIONS: dict[str, Callable[[np.random.Generator, int, int], np.ndarray]] 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Study:
+class QsnrStudy:
     """QSNR of a format over many vectors.
 
     Attributes:
@@ -83,7 +83,7 @@ class Study:
 
 def study(
     format: str | BlockFormat, vectors: np.ndarray, *, scale_rule: ScaleRule | None = None, chunk: int = 1000
-) -> Study:
+) -> QsnrStudy:
     """Measures a format, ties to even, blocks along the last axis.
 
     Args:
@@ -107,7 +107,7 @@ def study(
         signal.append((exact**2).sum(axis=-1))
     noise, signal = np.concatenate(noise), np.concatenate(signal)
     lowest = min(decibel(n, s) for n, s in zip(noise, signal, strict=True))
-    return Study(overall=decibel(noise.sum(), signal.sum()), lowest=lowest)
+    return QsnrStudy(overall=decibel(noise.sum(), signal.sum()), lowest=lowest)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -145,7 +145,7 @@ def dequantize(quantized: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) 
 def _dequantized(quantized: Quantized, dtype: jnp.dtype) -> jax.Array:
     format = quantized.format
     axis = quantized.axis + quantized.codes.ndim
-    encoded = blocks.Encoded(
+    encoded = blocks.EncodedBlocks(
         blocks.split(quantized.codes.astype(jnp.int32), format, axis),
         blocks.apart(quantized.scales, 1, 1, axis),
         None if quantized.sub_scales is None else blocks.apart(quantized.sub_scales, format.k1 // format.k2, 1, axis),

@@ -1,4 +1,4 @@
-"""Which parameters and products take which number format: rules by path, in qwix's vocabulary."""
+"""Rules that give parameters and products their number formats by path, in qwix's vocabulary."""
 
 import dataclasses
 import difflib

@@ -87,7 +87,7 @@ class FormattedWeight(_Weight):
         return dot(x, self)
 
     def _check_matrices(self, *operands: "jax.Array | FormattedWeight") -> None:
-        """Of more axes `@` is many products, which `mx_dot_general` says by batch axes."""
+        """Refuses more than two axes, where `@` is many products: `mx_dot_general` has batch axes for them."""
         if any(operand.ndim != 2 for operand in operands):
             shapes = " and ".join(str(operand.shape) for operand in operands)
             raise TypeError(f"FormattedWeight: @ with {self.path} needs matrices; got {shapes}. Use `weights.dot`.")

@@ -121,7 +121,7 @@ class ByPath:
 
     @property
     def learning_rate(self) -> Schedule:
-        """Of the last rule, which mostly is that for all others: what a run reports."""
+        """The schedule that a run reports: that of the last rule, which mostly is the one for all other parameters."""
         return self.rules[-1].optimizer.learning_rate
 
     def build(self, steps: int) -> optax.GradientTransformation:

@@ -1,4 +1,4 @@
-"""Where activations live: logical axis -> mesh axes, for the mesh at hand.
+"""Sharding of activations: logical axis -> mesh axes, for the mesh at hand.
 
 batch    rows                      sequence   positions, inside attention
 stream   positions, between blocks: also over `tensor`, which shards norms and residuals ("sequence parallelism",

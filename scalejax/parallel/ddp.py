@@ -1,4 +1,4 @@
-"""Data parallelism with gradient buckets (Li et al. 2020, arXiv 2006.15704), as a `blocks.Exchange`.
+"""Data parallelism with gradient buckets (Li et al. 2020, arXiv 2006.15704), as a `blocks.ParamExchange`.
 
 Every device holds all parameters. Gradients are laid end to end into buckets, and each bucket is summed over devices by
 one all-reduce: few large messages instead of many small ones, and several instead of one, so that the first can travel
@@ -27,8 +27,8 @@ from scalejax.parallel.gradients.blocks import (
     Accumulate,
     Arrays,
     DTypeName,
-    Exchange,
-    Layout,
+    ParamExchange,
+    ParamLayout,
     Stateless,
     States,
     axes_of,
@@ -96,7 +96,7 @@ class Ddp:
         """
         check_specs(specs, mesh)
 
-    def exchange(self, layouts: Mapping[str, Layout], axes: tuple[str, ...]) -> Exchange:
+    def exchange(self, layouts: Mapping[str, ParamLayout], axes: tuple[str, ...]) -> ParamExchange:
         """How parameters travel: they do not, and gradients go in buckets."""
         return Bucketed(
             layouts=layouts,
@@ -116,7 +116,7 @@ class Bucketed(Stateless):
       axes: The data axes of the mesh.
     """
 
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, ParamLayout]
     axes: tuple[str, ...]
     bucket_bytes: int
     param_dtype: Any = None

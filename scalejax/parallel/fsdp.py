@@ -30,7 +30,7 @@ from scalejax.parallel.compression.wire_formats import WireFormat, check_formats
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.blocks import Accumulate, Arrays, DTypeName, Gather
-from scalejax.parallel.gradients.compute import Given, Keys, Loss
+from scalejax.parallel.gradients.compute import Keys, Loss, LossInputs
 from scalejax.parallel.gradients.compute import gradients as every_gradient
 from scalejax.parallel.mesh import BATCH_AXES
 from scalejax.parallel.rules import LogicalAxes, ParameterPlacement, Rules
@@ -98,12 +98,14 @@ class Fsdp:
         """The mesh axes over which this strategy shards parameters; those of size 1 left out."""
         return tuple(axis for axis in _SHARDED_OVER[self.sharding] if mesh.shape.get(axis, 1) > 1)
 
-    def exchange(self, layouts: Mapping[str, blocks.Layout], axes: tuple[str, ...]) -> blocks.Exchange:
+    def exchange(self, layouts: Mapping[str, blocks.ParamLayout], axes: tuple[str, ...]) -> blocks.ParamExchange:
         """How parameters travel in the explicit form."""
-        plain = blocks.Plain(layouts=layouts, axes=axes, param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        plain = blocks.UncompressedExchange(
+            layouts=layouts, axes=axes, param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype
+        )
         if not self.formats:
             return plain
-        return encoded.Encoded(plain=plain, gather_format=self.gather_format, reduce_format=self.reduce_format)
+        return encoded.EncodedExchange(plain=plain, gather_format=self.gather_format, reduce_format=self.reduce_format)
 
     def check_specs(self, specs: Mapping[str, P], mesh: Mesh) -> None:
         """Refuses shardings of parameters that are not this strategy's.
@@ -209,7 +211,7 @@ def gradients(
       UserError: the parameters are not sharded as the strategy says, or, on call, the batch does not divide.
     """
 
-    def of_given(given: Given) -> tuple[Loss, Arrays]:
+    def of_given(given: LossInputs) -> tuple[Loss, Arrays]:
         total, weight, sums = loss(given.params, given.batch, given.keys and given.keys.examples, given.gather)
         return Loss(total, weight, sums), {}
 

@@ -47,7 +47,7 @@ def fetch(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.device_put(x, s.with_memory_kind("device")), tree, shardings)
 
 
-def stow(tree: Any, shardings: Any) -> Any:
+def put_back(tree: Any, shardings: Any) -> Any:
     """Copies state to where it rests, inside a jitted step whose `out_shardings` are these.
 
     Args:

@@ -18,14 +18,14 @@ import re
 from scalejax import chips
 from scalejax.chips import Chip
 from scalejax.errors import UserError
-from scalejax.parallel.planner import Topology
+from scalejax.parallel.planner import HostTopology
 from scalejax.plan import topology as tpus
 
 _TPU_ROW_BYTES = 512
 _GPU_BURST_BYTES = 64
 
 
-def topology(name: str, *, reserved_bytes: int = 0) -> Topology:
+def topology(name: str, *, reserved_bytes: int = 0) -> HostTopology:
     """The machine of a name.
 
     Args:
@@ -39,7 +39,7 @@ def topology(name: str, *, reserved_bytes: int = 0) -> Topology:
         chip, hosts, in_host = chips.GPUS[gpu.group(1).lower()], int(gpu.group(2)), int(gpu.group(3))
         if hosts < 1 or in_host < 1:
             raise UserError(f"topology: hosts and GPUs of a host must be at least 1; got {name!r}. Try h100:2x8.")
-        return Topology(
+        return HostTopology(
             devices=hosts * in_host,
             devices_per_host=in_host,
             memory_bytes=_left(chip.usable_hbm_bytes, reserved_bytes, name),
@@ -58,7 +58,7 @@ def topology(name: str, *, reserved_bytes: int = 0) -> Topology:
     in_slice = found.devices // found.slices
     links = _exchange_bytes_per_s(chip, shape) / chip.devices_per_chip
     in_block = math.prod(min(axis, block) for axis, block in zip(shape, chip.host_block, strict=True))
-    return Topology(
+    return HostTopology(
         devices=found.devices,
         devices_per_host=in_slice if found.slices > 1 else in_block * chip.devices_per_chip,
         memory_bytes=_left(chip.usable_hbm_bytes // chip.devices_per_chip, reserved_bytes, name),

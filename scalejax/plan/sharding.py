@@ -1,4 +1,4 @@
-"""Where the tables of a recipe should live on a machine: the planner of `parallel.planner` on an experiment.
+"""The planner of `parallel.planner` on an experiment: where the tables of a recipe should live.
 
     found = shard(experiment, "h100:2x8", sample_batches=4)
     found.planned.report.render(console)
@@ -160,7 +160,7 @@ def statistics_of_schema(
 
 
 def _positions(schema: Schema, table: TableConfig) -> tuple[int, ...]:
-    """Of an unpooled table with jagged features, as `TableStatistics` wants them."""
+    """Positions of an unpooled table with jagged features, as `TableStatistics` takes them."""
     if table.pooling != "none" or all(schema[name].max_length is None for name in table.features):
         return ()
     return tuple(schema[name].length or schema[name].max_length or 1 for name in table.features)
@@ -181,7 +181,7 @@ def _statistics(
     return counted, f"counted in the first {sample_batches} batches of the data"
 
 
-def _default_mesh(machine_name: str, topology: planner.Topology) -> "MeshShape":
+def _default_mesh(machine_name: str, topology: planner.HostTopology) -> "MeshShape":
     from scalejax.parallel.mesh import MeshShape
     from scalejax.plan import topology as tpus
 

@@ -135,7 +135,7 @@ def abstract_devices(topology: Topology) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Layout:
+class DeviceLayout:
     """Where the devices of a mesh lie: as much of a `Mesh` as collectives are timed by.
 
     Attributes:
@@ -177,7 +177,7 @@ def stand_in_devices(topology: Topology) -> list[Any]:
     ]
 
 
-def lay_out(topology: Topology, shape: "MeshShape | None" = None) -> tuple[Layout, list[str]]:
+def lay_out(topology: Topology, shape: "MeshShape | None" = None) -> tuple[DeviceLayout, list[str]]:
     """What `make_mesh` gives, on stand-ins: needs no libtpu.
 
     Raises:
@@ -186,7 +186,7 @@ def lay_out(topology: Topology, shape: "MeshShape | None" = None) -> tuple[Layou
     from scalejax.parallel.mesh import AXES
 
     grid, warnings = _arrange(topology, shape, stand_in_devices(topology))
-    return Layout(grid, AXES), warnings
+    return DeviceLayout(grid, AXES), warnings
 
 
 def make_mesh(topology: Topology, shape: "MeshShape | None" = None) -> "tuple[Mesh, list[str]]":

@@ -96,10 +96,10 @@ class Tables:
                 "Tables: pipeline='stale' fetches rows a step before tables.tiers bring them to the devices. Set "
                 "tables.pipeline='ids', or 'none'."
             )
-        if self.exchange.spill == "count" and self.tiers:
+        if self.exchange.overflow == "count" and self.tiers:
             raise UserError(
                 "Tables: which ids find no room in an exchange depends on the slots that tables.tiers give them, and "
-                "with tables.exchange.spill='count' they are left out. Set tables.exchange.spill='fail'."
+                "with tables.exchange.overflow='count' they are left out. Set tables.exchange.overflow='fail'."
             )
 
 

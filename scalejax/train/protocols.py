@@ -1,4 +1,4 @@
-"""What training knows of a data set, and of what describes a model; what it knows of a model itself is `task`."""
+"""Protocols of data sets and of configs of models, as training sees them; that of a model itself is `task`."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable

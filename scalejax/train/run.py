@@ -19,7 +19,7 @@ from scalejax.parallel import offload
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.plan.placement import PlanRefused, ShardingPlan
 from scalejax.parallel.embedding.stored.tracking import touched_rows
-from scalejax.parallel.embedding.tiers import Cache, Tiers
+from scalejax.parallel.embedding.tiers import RowCache, Tiers
 from scalejax.train import binding, distributed, phases, run_state, scoring
 from scalejax.train import state as states
 from scalejax.train.batches.convert import prefetch
@@ -338,7 +338,7 @@ class Run:
         with prefetch(batches, self.program, first_step=first_step, cache=cache) as prefetched:
             yield Pipeline(self.program, prefetched, steps, cache)
 
-    def _reading(self, state: TrainState) -> Cache | None:
+    def _reading(self, state: TrainState) -> RowCache | None:
         """Through which the tables of the newest state are scored, where they have tiers."""
         return self.tables.scoring(state.tables) if isinstance(self.tables, Tiers) else None
 
@@ -480,7 +480,7 @@ class Run:
         return summary.of_evaluation(split, scores.measure(intervals="bootstrap"))
 
     def _scores(self, state: TrainState, split: str) -> Scores:
-        """Of a split; what one state had is found once."""
+        """Scores of a split; those of one state are computed once."""
         if self._last is None or self._last[0]() is not state:
             self._last = (weakref.ref(state), {})
         found = self._last[1]
@@ -575,8 +575,8 @@ class Run:
             )
         if collection is None or faults is None or counts is None:
             return {}
-        spilled = {"spilled_ids": int(faults[1])} if collection.exchange.spill == "count" else {}
-        return spilled | {
+        overflowed = {"overflow_ids": int(faults[1])} if collection.exchange.overflow == "count" else {}
+        return overflowed | {
             f"id_{counter}/{table}": number
             for table, found in collection.id_totals(counts).items()
             for counter, number in found.items()

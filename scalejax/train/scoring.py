@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.tiers import Cache
+from scalejax.parallel.embedding.tiers import RowCache
 from scalejax.parallel.gradients.compute import ROWS
 from scalejax.train.batches.convert import prefetch
 from scalejax.train.metrics import sums as metric_sums
@@ -28,19 +28,19 @@ class Scores:
       metrics: The metrics by name.
       sums: Their sums over the split, on the host.
       collected: {name: [N, ...]} of the examples that count, in the order of the file.
-      spilled_ids: Ids that found no room in an exchange and were embedded as zeros, in the whole pass; None unless
-        there may be any (`Exchange(spill="count")`).
+      overflow_ids: Ids that found no room in an exchange and were embedded as zeros, in the whole pass; None unless
+        there may be any (`Exchange(overflow="count")`).
     """
 
     metrics: Mapping[str, Metric]
     sums: Mapping[str, Any]
     collected: Mapping[str, np.ndarray]
-    spilled_ids: int | None = None
+    overflow_ids: int | None = None
 
     def measure(self, *, intervals: Literal["none", "bootstrap"] = "none") -> dict[str, float]:
         """All values of all metrics, exact ones in place of those of sums.
 
-        "spilled_ids" is among them where ids may find no room: what was scored then is not quite the model.
+        "overflow_ids" is among them where ids may find no room: what was scored then is not quite the model.
         """
         values: dict[str, float] = {}
         for name, metric in self.metrics.items():
@@ -49,8 +49,8 @@ class Scores:
         return values | self.counted()
 
     def counted(self) -> dict[str, float]:
-        """{"spilled_ids": ...}, or nothing where there are none by agreement."""
-        return {} if self.spilled_ids is None else {"spilled_ids": self.spilled_ids}
+        """{"overflow_ids": ...}, or nothing where there are none by agreement."""
+        return {} if self.overflow_ids is None else {"overflow_ids": self.overflow_ids}
 
 
 def score(
@@ -59,7 +59,7 @@ def score(
     batches: Iterator[Any],
     *,
     of: str = "these examples",
-    cache: Cache | None = None,
+    cache: RowCache | None = None,
 ) -> Scores:
     """Runs the model over one pass of batches; every process passes its slices and gets all scores.
 
@@ -72,7 +72,7 @@ def score(
 
     Raises:
       UserError: a loss is not finite, an id is out of range, or an exchange had no room for one; with
-        `Exchange(spill="count")` the latter are in the result instead.
+        `Exchange(overflow="count")` the latter are in the result instead.
     """
     found: list[Scored] = []
     slices: list[Any] = []
@@ -93,11 +93,11 @@ def score(
             found.append(scored)
             slices.append(host)
             seen += rows
-    spilled = None
+    overflowed = None
     if program.collection is not None:
         faults = np.sum([np.asarray(scored.faults) for scored in found], axis=0)
         program.collection.check_faults(faults)
-        spilled = int(faults[1]) if program.collection.exchange.spill == "count" else None
+        overflowed = int(faults[1]) if program.collection.exchange.overflow == "count" else None
     losses, parts = metric_sums.to_host(([scored.loss for scored in found], [scored.metrics for scored in found]))
     if not np.isfinite(losses).all():
         raise UserError(
@@ -108,7 +108,7 @@ def score(
     for of_batch in parts:
         for name, part in of_batch.items():
             sums[name] = metric_sums.merge(sums[name], part) if name in sums else part
-    return Scores(program.metrics, sums, _collected(program, found, slices), spilled)
+    return Scores(program.metrics, sums, _collected(program, found, slices), overflowed)
 
 
 def _numbers(program: Program, first: int, rows: int) -> jax.Array:

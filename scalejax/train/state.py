@@ -100,7 +100,7 @@ class ModelShape:
                 statistics.append(name)
         return cls(params, variables, axes, graph, tuple(names), jax.tree.structure(state), tuple(statistics))
 
-    def take_apart(self, model: nnx.Module) -> Params:
+    def split(self, model: nnx.Module) -> Params:
         """Parameters of a model by path."""
         return self._leaves(model, self.params)
 
@@ -112,7 +112,7 @@ class ModelShape:
         leaves = zip(self.names, jax.tree.leaves(nnx.state(model)), strict=True)
         return {name: leaf for name, leaf in leaves if name in wanted}
 
-    def put_together(self, params: Mapping[str, Any], variables: Mapping[str, Any] | None = None) -> nnx.Module:
+    def merge(self, params: Mapping[str, Any], variables: Mapping[str, Any] | None = None) -> nnx.Module:
         """A model with these parameters, and variables if it has any."""
         values = {**params, **(variables or {})}
         state = jax.tree.unflatten(self.treedef, [values[name] for name in self.names])

@@ -33,10 +33,10 @@ from scalejax.parallel.compression.formatted import FormattedGather
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.ids.jagged import FeatureLayout, KeyedJagged
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.mapped import Assignment
 from scalejax.parallel.gradients import scaling as gradient_scaling
-from scalejax.parallel.gradients.compute import Given, Gradients, Keys, Loss, gradients
+from scalejax.parallel.gradients.compute import GradientFunction, Keys, Loss, LossInputs, gradients
 from scalejax.parallel.rules import ParameterPlacement
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics import steps as step_sums
@@ -183,7 +183,7 @@ class Program:
         """Sharding per parameter, between steps."""
         return {placed.name: placed.spec for placed in self.placements}
 
-    def gradients(self, parts: int) -> Gradients:
+    def gradients(self, parts: int) -> GradientFunction:
         """Gradients of the sum of losses by the run's strategy.
 
         Raises:
@@ -272,7 +272,7 @@ class Program:
         def create() -> TrainState:
             key = jax.random.key(self.experiment.seed)
             model = init_model(self.task, nnx.Rngs(jax.random.fold_in(key, 0)), self.experiment.precision, self.mesh)
-            params, variables = self.model.take_apart(model), self.model.variables_of(model)
+            params, variables = self.model.split(model), self.model.variables_of(model)
             if isinstance(self.experiment.strategy, Ddp) and jax.process_count() > 1:
                 # Every process computed its own copy, perhaps on other hardware.
                 params = ddp.broadcast(params, self.mesh)
@@ -289,7 +289,7 @@ class Program:
                 metrics=self._zeros(),
                 key=jax.random.fold_in(key, 1),
             )
-            return self._moved(state, offload.stow)
+            return self._moved(state, offload.put_back)
 
         shardings = dataclasses.replace(self.state_shardings, tables={})
         state = jax.jit(create, out_shardings=shardings)()
@@ -317,7 +317,7 @@ class Program:
         return what in self.experiment.placement.offload.split(" and ")
 
     def _moved(self, state: TrainState, move: Callable[[Any, Any], Any]) -> TrainState:
-        """The state with what rests on the host brought to the devices or back: `move` is `offload.fetch` or `stow`."""
+        """The state with what rests on the host brought to the devices or put back: `move` is one of `offload`."""
         if self._offloads("parameters"):
             state = dataclasses.replace(state, params=move(state.params, self.state_shardings.params))
         if self._offloads("optimizer"):
@@ -357,7 +357,7 @@ class Program:
         features = None if self.collection is None else self._abstract_features()
         return Placed(fields, features, jax.tree.map(_as_shape, self.constants))
 
-    def _abstract_features(self) -> KeyedJagged:
+    def _abstract_features(self) -> DeviceJagged:
         size, groups = self.experiment.data.batch_size, self.experiment.tables.dedup
         slots = sum(feature.capacity for feature in self.layout)
         wide = sum(feature.capacity for feature in self.layout if feature.map is not None)
@@ -366,7 +366,7 @@ class Program:
         def leaf(shape: tuple[int, ...], dtype: Any) -> Any:
             return jax.ShapeDtypeStruct((self.mesh.size, *shape), dtype, sharding=each)
 
-        return KeyedJagged(
+        return DeviceJagged(
             values=leaf((slots,), jnp.int32),
             lengths=leaf((sum(f.bags for f in self.layout),), jnp.int32),
             weights=None,
@@ -573,7 +573,7 @@ class Program:
             },
             key=state.key,
         )
-        return self._moved(state, offload.stow), found.sum / found.weight.astype(found.sum.dtype)
+        return self._moved(state, offload.put_back), found.sum / found.weight.astype(found.sum.dtype)
 
     def _divided(self, batch: Batch) -> tuple[dict[str, Any], Any]:
         """What of a batch has rows, and what all devices and parts share."""
@@ -582,7 +582,7 @@ class Program:
         rest = {name: x for name, x in batch.fields.items() if name not in own}
         return {"fields": own, "lengths": batch.lengths}, {"fields": rest, "constants": batch.constants}
 
-    def _loss(self, given: Given) -> tuple[Loss, Params]:
+    def _loss(self, given: LossInputs) -> tuple[Loss, Params]:
         own, shared = given.batch, given.constants
         batch = Batch({**own["fields"], **shared["fields"]}, given.inputs, own["lengths"], shared["constants"])
         found = self._task_loss(given.params, given.variables, batch, given.keys, given.gather)
@@ -596,11 +596,11 @@ class Program:
             gather = FormattedGather(gather, self.formats)
 
         def by_blocks(params: Any, variables: Params, batch: Batch) -> tuple[Loss, Params]:
-            model = self.model.put_together(params, variables)
+            model = self.model.merge(params, variables)
             return self.task.loss(model, batch, keys=keys, gather=gather), self.model.variables_of(model)
 
         def fetched(params: Any, variables: Params, batch: Batch) -> tuple[Loss, Params]:
-            model = self.model.put_together(gather(params), variables)
+            model = self.model.merge(gather(params), variables)
             return self.task.loss(model, batch, keys=keys, gather=whole), self.model.variables_of(model)
 
         if self.task.fetches == "blocks":

@@ -46,7 +46,7 @@ from scalejax.errors import UserError
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.ids.jagged import KeyedJagged
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.gradients.blocks import Gather
 from scalejax.parallel.gradients.compute import Keys, Loss
 from scalejax.parallel.mesh import AXES, BATCH_AXES, check_batch
@@ -154,7 +154,7 @@ class Placed:
     """
 
     fields: dict[str, Any]
-    features: KeyedJagged | None = None
+    features: DeviceJagged | None = None
     constants: Any = None
 
 

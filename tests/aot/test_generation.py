@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.inference import generate
-from scalejax.inference.sampling import Sampling
+from scalejax.inference.sampling import TokenSampling
 from scalejax.models.llm import llama3
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape
@@ -39,7 +39,7 @@ def compiled():
 
     placed = shape.shardings(mesh, LLM)
     params = {name: leaf(p.shape, p.dtype, placed[name]) for name, p in shape.params.items()}
-    cache = jax.eval_shape(lambda: shape.put_together(shape.params).cache(1, POSITIONS))
+    cache = jax.eval_shape(lambda: shape.merge(shape.params).cache(1, POSITIONS))
     spread = on._cache_shardings(cache).keys
     keys = leaf(cache.keys.shape, cache.keys.dtype, spread)
     state = generate._State(
@@ -49,7 +49,7 @@ def compiled():
     )
     number = leaf((), jnp.int32)
     draws = leaf((1,), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-    sampling = Sampling(temperature=0.8)  # the sort of a vocabulary for top_p compiles for minutes
+    sampling = TokenSampling(temperature=0.8)  # the sort of a vocabulary for top_p compiles for minutes
     programs = {
         "read": on._read_piece.lower(params, leaf((1, 512), jnp.int32), leaf((1,), jnp.int32), state),
         "decode": on._decode.lower(params, state, draws, leaf((2,), jnp.int32), number, number, sampling),

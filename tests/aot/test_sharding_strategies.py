@@ -97,7 +97,7 @@ def test_offloaded_state_is_an_argument_in_host_memory(chip):
 
     def step(state):
         fetched = offload.fetch(state, places)
-        return offload.stow({"mu": fetched["mu"] * 0.9, "count": fetched["count"] + 1}, rest)
+        return offload.put_back({"mu": fetched["mu"] * 0.9, "count": fetched["count"] + 1}, rest)
 
     given = {name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=rest[name]) for name, s in state.items()}
     compiled = jax.jit(step, out_shardings=rest, donate_argnums=0).lower(given).compile()

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.inference.recommendation import click_model
@@ -50,7 +50,7 @@ def model(name="dlrm", seed=0):
         rows[3] = 0
     built = task.init(nnx.Rngs(seed), Dtypes())
     shape = click_model.ModelShape.of(built)
-    params = {n: np.array(p) for n, p in shape.take_apart(built).items()}
+    params = {n: np.array(p) for n, p in shape.split(built).items()}
     for value in params.values():  # biases and what starts at zero
         value += 0.05 * rng.normal(size=value.shape).astype(np.float32)
     return click_model.bind(task, tables, params, step=7)
@@ -63,7 +63,7 @@ def batch(examples=64, seed=0, labels=None):
     features = KeyedJagged(SCHEMA.keys, np.concatenate(values).astype(np.int32), lengths)
     dense = rng.normal(size=(examples, 3)).astype(np.float32)
     made = np.zeros((examples, 1), np.float32) if labels is None else labels
-    return Batch(features, dense, made, np.ones(examples, np.float32))
+    return ClickBatch(features, dense, made, np.ones(examples, np.float32))
 
 
 def labelled(model, examples=1024, seed=0, size=256):
@@ -90,5 +90,5 @@ def by_hand(model, one):
             ]
             embedded[feature] = jnp.asarray(np.stack(pooled).astype(np.float32))
     params = {name: jnp.asarray(value) for name, value in model.params.items()}
-    module = model.shape.put_together(params)
+    module = model.shape.merge(params)
     return np.asarray(jax.jit(lambda e, d: module(e, d, key=None))(embedded, jnp.asarray(one.dense)))  # pyright: ignore

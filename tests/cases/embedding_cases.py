@@ -113,7 +113,7 @@ def device_features(collection, host, size, schema=SCHEMA):
     everywhere = meshes.everywhere(collection.mesh)
     if host is None:
         slots = sum(f.capacity for f in layout)
-        return jagged.KeyedJagged(
+        return jagged.DeviceJagged(
             jax.ShapeDtypeStruct((shards, slots), np.int32, sharding=everywhere),
             jax.ShapeDtypeStruct((shards, len(layout) * size // shards), np.int32, sharding=everywhere),
             None,

@@ -76,7 +76,7 @@ def model(config, weights=None, *, dtypes=F32):
     """A Llama with these weights (names of Hugging Face)."""
     shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), dtypes)))
     params = parameters(config, tensors(config) if weights is None else weights)
-    return shape.put_together({name: jnp.asarray(params[name], dtypes.params) for name in shape.names})
+    return shape.merge({name: jnp.asarray(params[name], dtypes.params) for name in shape.names})
 
 
 def rows(*lengths, positions="restart"):

@@ -3,13 +3,13 @@
 from collections import defaultdict
 
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.planner import Reuse, TableStatistics, Topology
+from scalejax.parallel.planner import HostTopology, Reuse, TableStatistics
 from scalejax.parallel.planner.evaluation import works_of
 
 STATE = {"Sgd": lambda d: 0, "RowwiseAdagrad": lambda d: 4, "Adagrad": lambda d: 4 * d}
 
 
-def machine(devices=8, in_host=4, memory=2**34, **changes) -> Topology:
+def machine(devices=8, in_host=4, memory=2**34, **changes) -> HostTopology:
     fields = dict(
         devices=devices,
         devices_per_host=in_host,
@@ -18,7 +18,7 @@ def machine(devices=8, in_host=4, memory=2**34, **changes) -> Topology:
         intra_host_bandwidth=1e11,
         inter_host_bandwidth=1e10,
     )
-    return Topology(**(fields | changes))
+    return HostTopology(**(fields | changes))
 
 
 def table(name, rows, dim=32, pooling=1.0, reuse=2.0, **changes):

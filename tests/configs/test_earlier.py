@@ -118,3 +118,19 @@ def test_a_checkpoint_of_then_is_scored_if_its_data_are_those_of_now(tmp_path):
     manifests.write(path, dataclasses.replace(manifest, identity=before | {"data": "others"}))
     with pytest.raises(UserError, match="data is 'others' in the checkpoint"):
         loop.evaluate(experiment, workdir=tmp_path)
+
+
+def test_a_field_that_has_been_renamed_since_is_read_by_both_names():
+    now = serialization.record(
+        "wukong-smoke",
+        ["tables.exchange.overflow=count"],
+        configs.load("wukong-smoke", ["tables.exchange.overflow=count"]),
+    )
+    before = json.loads(json.dumps(now).replace("overflow", "spill"))
+    assert before["sets"] == ["tables.exchange.spill=count"]
+    assert serialization.reload(before).tables.exchange.overflow == "count"
+    before["experiment"]["fields"]["tables"]["fields"]["exchange"]["fields"]["spill"] = "fail"
+    with pytest.raises(UserError, match=r"tables\.exchange\.overflow: 'fail' -> 'count'"):
+        serialization.reload(before)
+    with pytest.raises(UserError, match=r"It is tables\.exchange\.overflow now\."):
+        configs.load("wukong-smoke", ["tables.exchange.spill=count"])

@@ -11,7 +11,7 @@ from llama_cases import CASES, F32, GQA, model, tensors, tokens, write_checkpoin
 
 from scalejax.errors import UserError
 from scalejax.inference import generate
-from scalejax.inference.sampling import GREEDY, Sampling
+from scalejax.inference.sampling import GREEDY, TokenSampling
 from scalejax.models.llm import llama3, model_folder
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
@@ -63,7 +63,7 @@ def test_long_prompts_are_read_in_pieces(tmp_path, want, monkeypatch):
 
 
 def test_the_company_of_a_prompt_changes_nothing(tmp_path):
-    on, chosen = engine(tmp_path), Sampling(temperature=1.0, top_p=0.9, seed=5)
+    on, chosen = engine(tmp_path), TokenSampling(temperature=1.0, top_p=0.9, seed=5)
     together = on.generate(PROMPTS, max_tokens=10, sampling=chosen)
     for prompt, expected in zip(PROMPTS, together, strict=True):
         assert on.generate([prompt], max_tokens=10, sampling=chosen) == [expected]
@@ -100,13 +100,13 @@ def test_tokens_under_rules_are_those_of_full_forward_passes(tmp_path, name):
 
 
 def test_samples_of_one_prompt_differ_by_their_number(tmp_path):
-    on, chosen = engine(tmp_path), Sampling(temperature=1.0)
+    on, chosen = engine(tmp_path), TokenSampling(temperature=1.0)
     got = on.generate([PROMPTS[0]] * 3, max_tokens=10, sampling=chosen, samples=[0, 1, 0])
     assert got[0] == got[2] != got[1]
 
 
 def test_draws_go_by_the_place_in_the_text_and_not_in_a_block(tmp_path):
-    on, options = engine(tmp_path), {"max_tokens": 12, "sampling": Sampling(temperature=1.0, seed=3)}
+    on, options = engine(tmp_path), {"max_tokens": 12, "sampling": TokenSampling(temperature=1.0, seed=3)}
     one_by_one = on.generate(PROMPTS[:1], **options, progress=lambda rows: True)
     assert one_by_one == on.generate(PROMPTS[:1], **options)
 
@@ -146,11 +146,11 @@ def test_progress_sees_each_token_and_can_end(tmp_path, want):
 
 def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
     on = engine(tmp_path)
-    on.generate([PROMPTS[0]], max_tokens=4, sampling=Sampling(temperature=1.0, seed=1))
+    on.generate([PROMPTS[0]], max_tokens=4, sampling=TokenSampling(temperature=1.0, seed=1))
     sizes = on._read_piece._cache_size(), on._decode._cache_size()
     for length in (1, 5, 30):
         prompt = tokens(GQA, 1, 40)[0, :length].tolist()
-        on.generate([prompt], max_tokens=20, sampling=Sampling(temperature=1.0, seed=length))
+        on.generate([prompt], max_tokens=20, sampling=TokenSampling(temperature=1.0, seed=length))
     assert (on._read_piece._cache_size(), on._decode._cache_size()) == sizes == (1, 1)
 
 
@@ -159,7 +159,7 @@ def test_a_step_changes_the_cache_in_place():
     config = dataclasses.replace(GQA, layers=8)
     shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), F32)))
     on = generate.Engine(config, shape, {}, make_mesh(MeshShape(), jax.devices()[:1]))
-    cache = jax.eval_shape(lambda: shape.put_together(shape.params).cache(1, 16_384))
+    cache = jax.eval_shape(lambda: shape.merge(shape.params).cache(1, 16_384))
     flags = jax.ShapeDtypeStruct((1,), bool)
     state = generate._State(cache, jax.ShapeDtypeStruct((1, 96), jnp.float32), flags, flags)
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
@@ -175,7 +175,7 @@ def test_the_stored_dtype_is_the_default(tmp_path):
     write_checkpoint(tmp_path / "theirs", GQA, dtype="bfloat16")
     on = engine(tmp_path)
     assert {p.dtype for p in on.params.values()} == {jnp.dtype("bfloat16")}
-    assert on.shape.put_together(on.params).compute_dtype == jnp.bfloat16
+    assert on.shape.merge(on.params).compute_dtype == jnp.bfloat16
     wide = engine(tmp_path, dtype="float32")
     assert {p.dtype for p in wide.params.values()} == {jnp.dtype("float32")}
 
@@ -249,7 +249,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_chosen(tmp_path):
     whole = engine(tmp_path)
     limit = 5
     fewer = dataclasses.replace(whole, choices=limit)
-    for sampling in (Sampling(), Sampling(temperature=5.0, seed=1)):
+    for sampling in (TokenSampling(), TokenSampling(temperature=5.0, seed=1)):
         free = [token for row in whole.generate([[1, 2]], max_tokens=24, sampling=sampling) for token in row.tokens]
         assert max(free) >= limit, "nothing to be kept from"
         kept = [token for row in fewer.generate([[1, 2]], max_tokens=24, sampling=sampling) for token in row.tokens]

@@ -8,7 +8,7 @@ from scipy import stats
 
 from scalejax.errors import UserError
 from scalejax.inference import sampling
-from scalejax.inference.sampling import Sampling
+from scalejax.inference.sampling import TokenSampling
 
 
 def distribution(logits, temperature, top_p):
@@ -48,7 +48,7 @@ def test_draws_follow_the_distribution(temperature, top_p):
     logits = np.random.default_rng(1).normal(size=12)
     count = 20_000
     want = distribution(logits, temperature, top_p)
-    seen = np.bincount(draw(logits, Sampling(temperature=temperature, top_p=top_p), count), minlength=12)
+    seen = np.bincount(draw(logits, TokenSampling(temperature=temperature, top_p=top_p), count), minlength=12)
     assert (seen[want == 0] == 0).all()
     expected = want[want > 0] * count
     # One seed, so this is one experiment: it fails by chance for one seed in a thousand, and for this one it does not.
@@ -66,14 +66,14 @@ def test_greedy_takes_the_first_of_the_most_probable():
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 def test_next_to_no_temperature_is_next_to_greedy(top_p):
     logits = np.array([30.0, 89.9, 90.0, -np.inf])
-    assert set(draw(logits, Sampling(temperature=1e-37, top_p=top_p), 20).tolist()) == {2}
+    assert set(draw(logits, TokenSampling(temperature=1e-37, top_p=top_p), 20).tolist()) == {2}
 
 
 def test_a_draw_depends_on_seed_prompt_sample_and_position_alone():
     logits = jnp.asarray(np.random.default_rng(2).normal(size=(1, 1000)), jnp.float32)
 
     def one(seed=3, prompt=(1, 2), number=0, position=7, rows=1, row=0):
-        chosen = Sampling(temperature=1.0, seed=seed)
+        chosen = TokenSampling(temperature=1.0, seed=seed)
         digests = jnp.full(rows, 77, jnp.uint32).at[row].set(np.uint32(sampling.digest(prompt)))
         numbers = jnp.full(rows, 99, jnp.int32).at[row].set(number)
         many = jnp.broadcast_to(logits, (rows, 1000)).at[:row].add(1.0)
@@ -97,4 +97,4 @@ def test_a_draw_depends_on_seed_prompt_sample_and_position_alone():
 )
 def test_what_cannot_be_is_refused(fields, words):
     with pytest.raises(UserError, match=words):
-        Sampling(**fields)
+        TokenSampling(**fields)

@@ -12,7 +12,7 @@ from scalejax.data.text.tokenizer import ByteTokenizer
 from scalejax.errors import UserError
 from scalejax.inference import text
 from scalejax.inference.generate import Continuation
-from scalejax.inference.sampling import Sampling
+from scalejax.inference.sampling import TokenSampling
 from scalejax.models.llm import model_folder
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
@@ -104,7 +104,7 @@ def test_the_space_between_a_prompt_and_the_first_new_word_is_kept(stop):
 
 
 def test_every_prompt_has_its_samples_in_order_whatever_the_batch(writer):
-    hot = Sampling(temperature=3.0, seed=1)
+    hot = TokenSampling(temperature=3.0, seed=1)
     found = writer.complete(["a", "b"], max_tokens=6, sampling=hot, samples=3, batch_size=8)
     assert [c.prompt for c in found] == ["a"] * 3 + ["b"] * 3
     assert len({c.text for c in found}) == 6

@@ -74,7 +74,7 @@ def test_broken_rows_decode_to_nan_and_are_counted():
     table[4, 1], table[4, 2] = 3e38, -3e38  # its range overflows
     for format in ROW_FORMATS:
         rows = block_quant.quantize_rows(jnp.asarray(table), format)
-        assert int(block_quant.poisoned_rows(rows)) == 4
+        assert int(block_quant.nonfinite_rows(rows)) == 4
         decoded = np.asarray(block_quant.dequantize_rows(rows))
         assert np.isnan(decoded[1:5]).all()
         assert np.isfinite(decoded[[0, 5]]).all()
@@ -246,7 +246,7 @@ def test_the_greedy_range_keeps_broken_rows_broken_and_small_rows_exact():
         (lambda t: block_quant.fuse_rows(block_quant.quantize_rows(t, "int8"), layout="gpu"), "got 'gpu'"),
         (lambda t: block_quant.fuse_rows(block_quant.quantize_rows(t, "int8"), align=0), "got 0"),
         (
-            lambda t: block_quant.fuse_rows(block_quant.cluster_rows(t, "kmeans2")),
+            lambda t: block_quant.fuse_rows(block_quant.quantize_rows_kmeans(t, "kmeans2")),
             "rows must be from quantize_rows; got kmeans2",
         ),
         (

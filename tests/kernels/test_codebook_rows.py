@@ -22,7 +22,7 @@ CASES = row_oracle.rows(24)
 
 
 def decoded(table, format):
-    return np.asarray(block_quant.dequantize_rows(block_quant.cluster_rows(jnp.asarray(table), format)))
+    return np.asarray(block_quant.dequantize_rows(block_quant.quantize_rows_kmeans(jnp.asarray(table), format)))
 
 
 def errors(table, found):
@@ -77,7 +77,7 @@ def test_few_different_numbers_come_back_as_they_were(format):
     some = rng.normal(size=(50, 1 << BITS[format])).astype(np.float16).astype(np.float32)
     table = np.take_along_axis(some, rng.integers(0, some.shape[1], (50, 9)), axis=1)
     table[0], table[1, 1:] = 0, 2.5
-    rows = block_quant.cluster_rows(jnp.asarray(table), format)
+    rows = block_quant.quantize_rows_kmeans(jnp.asarray(table), format)
     np.testing.assert_array_equal(block_quant.dequantize_rows(rows), table)
     books = np.asarray(rows.books[1], np.float32)
     assert sorted(books[:2].tolist()) == books[:2].tolist()
@@ -97,7 +97,7 @@ def test_errors_are_below_those_of_a_scale_and_a_bias():
 @pytest.mark.parametrize("format", BOTH)
 def test_widths_that_fill_no_whole_bytes(format, dim):
     table = row_oracle.rows(dim)["normal"][:60]
-    rows = block_quant.cluster_rows(jnp.asarray(table), format)
+    rows = block_quant.quantize_rows_kmeans(jnp.asarray(table), format)
     assert rows.codes.shape == (60, -(-dim * BITS[format] // 8))
     assert rows.nbytes == rows.codes.nbytes + rows.books.nbytes == 60 * block_quant.row_bytes(format, dim)
     places = np.arange(dim) * BITS[format]
@@ -120,8 +120,8 @@ def test_bytes_of_a_row():
 def test_broken_rows_decode_to_nan_and_are_counted(format):
     table = np.ones((6, 9), np.float32) * np.arange(9)
     table[1, 3], table[2, 0], table[3, 5], table[4, 1] = np.nan, np.inf, -np.inf, 1e6
-    rows = block_quant.cluster_rows(jnp.asarray(table), format)
-    assert int(block_quant.poisoned_rows(rows)) == 4
+    rows = block_quant.quantize_rows_kmeans(jnp.asarray(table), format)
+    assert int(block_quant.nonfinite_rows(rows)) == 4
     found = np.asarray(block_quant.dequantize_rows(rows))
     assert np.isnan(found[1:5]).all()
     assert np.isfinite(found[[0, 5]]).all()
@@ -132,7 +132,7 @@ def test_broken_rows_decode_to_nan_and_are_counted(format):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_lookup_is_that_of_the_decoded_table_to_the_bit(format, weighted):
     rng = np.random.default_rng(3)
-    rows = block_quant.cluster_rows(jnp.asarray(CASES["normal"]), format)
+    rows = block_quant.quantize_rows_kmeans(jnp.asarray(CASES["normal"]), format)
     lengths = jnp.asarray([3, 0, 20, 1, 6], jnp.int32)
     ids = jnp.asarray(rng.integers(-3, 204, 32), jnp.int32)  # some are no rows
     weights = jnp.asarray(rng.normal(size=32).astype(np.float32)) if weighted else None
@@ -143,7 +143,7 @@ def test_a_lookup_is_that_of_the_decoded_table_to_the_bit(format, weighted):
         jnp.asarray(np.asarray(block_quant.dequantize_rows(rows))), ids, lengths, weights=weights, pooling="mean"
     )
     np.testing.assert_allclose(found, plain, rtol=1e-6, atol=1e-6)
-    none = block_quant.cluster_rows(jnp.ones((0, 4)), format)
+    none = block_quant.quantize_rows_kmeans(jnp.ones((0, 4)), format)
     assert block_quant.quantized_bag(none, ids, lengths).shape == (5, 4)
     np.testing.assert_array_equal(jax.jit(block_quant.dequantize_rows)(rows), block_quant.dequantize_rows(rows))
 
@@ -151,12 +151,15 @@ def test_a_lookup_is_that_of_the_decoded_table_to_the_bit(format, weighted):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda t: block_quant.cluster_rows(t, "kmeans3"), "one of kmeans4, kmeans2; got 'kmeans3'"),
-        (lambda t: block_quant.cluster_rows(t.astype(jnp.int32), "kmeans4"), "cluster_rows: table must be float32"),
-        (lambda t: block_quant.cluster_rows(t[:, :0], "kmeans4"), "must have a number at least"),
+        (lambda t: block_quant.quantize_rows_kmeans(t, "kmeans3"), "one of kmeans4, kmeans2; got 'kmeans3'"),
+        (
+            lambda t: block_quant.quantize_rows_kmeans(t.astype(jnp.int32), "kmeans4"),
+            "quantize_rows_kmeans: table must be float32",
+        ),
+        (lambda t: block_quant.quantize_rows_kmeans(t[:, :0], "kmeans4"), "must have a number at least"),
         (
             lambda t: block_quant.quantized_bag(
-                block_quant.cluster_rows(t, "kmeans2"),
+                block_quant.quantize_rows_kmeans(t, "kmeans2"),
                 jnp.zeros(2, jnp.int32),
                 jnp.ones(2, jnp.int32),
                 implementation="pallas_gpu",

@@ -249,7 +249,7 @@ def test_rows_of_another_layout_are_refused_by_name(implementation, pack, words)
 def test_codebooks_that_rows_share_are_refused():
     scalar = jnp.zeros((1, 4), jnp.float16)
     shared: Any = block_quant.SharedCodebookRows(
-        codes=scalar, owners=scalar, books=scalar, format="kmeans2_shared", dim=4
+        codes=scalar, codebook_ids=scalar, books=scalar, format="kmeans2_shared", dim=4
     )
     with pytest.raises(UnsupportedError, match="got SharedCodebookRows"):
         block_quant.pack_lanes(shared)

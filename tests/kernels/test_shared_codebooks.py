@@ -36,9 +36,9 @@ def errors(table, found):
 @pytest.mark.parametrize("format", BOTH)
 def test_a_codebook_for_each_row_is_that_of_the_row(format):
     table = spread(60, WIDTH)
-    alone = errors(table, decoded(block_quant.cluster_rows(jnp.asarray(table), OWN[format])))
+    alone = errors(table, decoded(block_quant.quantize_rows_kmeans(jnp.asarray(table), OWN[format])))
     rows = block_quant.share_codebooks(jnp.asarray(table), format, books=60)
-    assert sorted(np.asarray(rows.owners)) == list(range(60))
+    assert sorted(np.asarray(rows.codebook_ids)) == list(range(60))
     np.testing.assert_allclose(errors(table, decoded(rows)), alone, rtol=1e-6, atol=1e-9)
 
 
@@ -46,14 +46,14 @@ def test_a_codebook_for_each_row_is_that_of_the_row(format):
 def test_every_number_has_the_nearest_entry_of_the_codebook_of_its_row(format):
     table = spread(100, WIDTH, seed=1)
     rows = block_quant.share_codebooks(jnp.asarray(table), format, books=7)
-    books, owners = np.asarray(rows.books, np.float64), np.asarray(rows.owners)
+    books, codebook_ids = np.asarray(rows.books, np.float64), np.asarray(rows.codebook_ids)
     assert (np.diff(books, axis=1) >= 0).all()
-    assert set(owners) <= set(range(7))
-    nearest = np.abs(table[:, :, None] - books[owners][:, None, :]).min(axis=2)
+    assert set(codebook_ids) <= set(range(7))
+    nearest = np.abs(table[:, :, None] - books[codebook_ids][:, None, :]).min(axis=2)
     np.testing.assert_array_equal(np.abs(decoded(rows).astype(np.float64) - table), nearest)
     # Entries are the means of their numbers, so that k-means has come to rest but for the rounding to float16.
-    for book in set(owners):
-        numbers, found = table[owners == book].astype(np.float64), decoded(rows)[owners == book]
+    for book in set(codebook_ids):
+        numbers, found = table[codebook_ids == book].astype(np.float64), decoded(rows)[codebook_ids == book]
         for entry in np.unique(found):
             assert numbers[found == entry].mean() == pytest.approx(entry, rel=2.0**-11 * 1.01, abs=2.0**-25)
 
@@ -63,9 +63,9 @@ def test_rows_of_like_size_go_together():
     table = np.random.default_rng(2).normal(size=(64, WIDTH)).astype(np.float32)
     table[::2] *= 50
     rows = block_quant.share_codebooks(jnp.asarray(table), "kmeans2_shared", books=2)
-    owners = np.asarray(rows.owners)
-    assert len(set(owners[::2])) == len(set(owners[1::2])) == 1
-    assert owners[0] != owners[1]
+    codebook_ids = np.asarray(rows.codebook_ids)
+    assert len(set(codebook_ids[::2])) == len(set(codebook_ids[1::2])) == 1
+    assert codebook_ids[0] != codebook_ids[1]
     one = block_quant.share_codebooks(jnp.asarray(table), "kmeans2_shared", books=1)
     assert errors(table, decoded(rows))[1::2].sum() < 0.1 * errors(table, decoded(one))[1::2].sum()
 
@@ -114,7 +114,7 @@ def test_bytes_of_a_table():
     table = spread(40, WIDTH)
     rows = block_quant.share_codebooks(jnp.asarray(table), "kmeans2_shared")
     assert rows.books.shape == (3, 4)  # one for 16 rows
-    assert rows.nbytes == rows.codes.nbytes + rows.owners.nbytes + rows.books.nbytes == 40 * (3 + 1) + 3 * 8
+    assert rows.nbytes == rows.codes.nbytes + rows.codebook_ids.nbytes + rows.books.nbytes == 40 * (3 + 1) + 3 * 8
     assert block_quant.table_bytes("kmeans2_shared", 40, WIDTH) == rows.nbytes
     assert block_quant.table_bytes("kmeans4_shared", 10**6, 64) == 10**6 * 33 + 255 * 32
     shares = {d: block_quant.table_bytes("kmeans4_shared", 10**6, d) / 10**6 / (4 * d) for d in (32, 64, 128)}
@@ -128,12 +128,12 @@ def test_broken_rows_decode_to_nan_are_counted_and_bear_on_no_codebook():
     sound = decoded(block_quant.share_codebooks(jnp.asarray(table[5:]), "kmeans2_shared", books=2))
     table[0, 3], table[1, 0], table[2, 5], table[3, 1], table[4] = np.nan, np.inf, -np.inf, 65520, np.nan
     rows = block_quant.share_codebooks(jnp.asarray(table), "kmeans2_shared", books=2)
-    assert int(block_quant.poisoned_rows(rows)) == 5
+    assert int(block_quant.nonfinite_rows(rows)) == 5
     assert np.isnan(decoded(rows)[:5]).all()
     np.testing.assert_array_equal(decoded(rows)[5:], sound)
     none = block_quant.share_codebooks(jnp.asarray(table[:5]), "kmeans2_shared", books=255)
     assert np.isnan(decoded(none)).all()
-    assert int(block_quant.poisoned_rows(none)) == 5
+    assert int(block_quant.nonfinite_rows(none)) == 5
 
 
 def test_ids_of_no_row_give_zeros_though_no_code_stands_for_zero():
@@ -167,7 +167,7 @@ def test_widths_that_fill_no_whole_bytes(format, dim):
     assert rows.codes.shape == (60, -(-dim * BITS[format] // 8))
     places = np.arange(dim) * BITS[format]
     codes = (np.asarray(rows.codes)[:, places // 8] >> (places % 8).astype(np.uint8)) & ((1 << BITS[format]) - 1)
-    books = np.asarray(rows.books, np.float32)[np.asarray(rows.owners)]
+    books = np.asarray(rows.books, np.float32)[np.asarray(rows.codebook_ids)]
     np.testing.assert_array_equal(decoded(rows), np.take_along_axis(books, codes.astype(int), axis=1))
 
 

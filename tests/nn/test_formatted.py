@@ -15,7 +15,7 @@ from scalejax.numerics import products, weights
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.rules import QuantizationRule
 from scalejax.parallel.compression.formatted import FormattedGather
-from scalejax.parallel.gradients.blocks import Fetch
+from scalejax.parallel.gradients.blocks import ParamGather
 
 WEIGHTS = QuantizationRule(weight_qtype="bdr_mx4")
 ALL = QuantizationRule(weight_qtype="bdr_mx6", act_qtype="bdr_mx6", bwd_qtype="bdr_mx9")
@@ -186,7 +186,7 @@ class Drops:
 
 
 def gather_of(kind):
-    whole = nn.layers.whole if kind == "whole" else Fetch(Drops(), "drop", ("sharding_constraint",))
+    whole = nn.layers.whole if kind == "whole" else ParamGather(Drops(), "drop", ("sharding_constraint",))
     return FormattedGather(whole, {"layers": ALL})
 
 

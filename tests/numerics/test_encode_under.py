@@ -33,7 +33,7 @@ def test_codes_under_their_own_scales_are_the_same(name):
 def test_what_lies_beyond_a_scale_saturates():
     format = formats.find("mxfp4_e2m1")
     words = bits.float_bits(jnp.asarray([[[[0.5, 7.0, -1e30, 3.0]]]]))
-    scales = blocks.Encoded(words, jnp.full((1, 1, 1, 1), 127, jnp.uint8), None)
+    scales = blocks.EncodedBlocks(words, jnp.full((1, 1, 1, 1), 127, jnp.uint8), None)
     codes = blocks.encode_under(words, scales, format, rounding="ties_to_even")
     decoded = blocks.decode_blocks(scales._replace(codes=codes), format)
     values = jax.lax.bitcast_convert_type(decoded, jnp.float32)

@@ -179,7 +179,7 @@ class Broken(Fsdp):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class _BrokenExchange(blocks.Plain):
+class _BrokenExchange(blocks.UncompressedExchange):
     mistake: str
 
     def _gather(self, path, x):

@@ -84,7 +84,7 @@ def steps(what, count=3):
         total, weight, _, grads = gradients(params, batch)
         updates, state = optimizer.update(jax.tree.map(lambda g: g / weight, grads), state, params)
         params = optax.apply_updates(params, updates)
-        return *offload.stow((params, state), rest), total / weight
+        return *offload.put_back((params, state), rest), total / weight
 
     run = jax.jit(step, out_shardings=(*rest, whole), donate_argnums=(0, 1))
     params, state = jax.device_put(params, rest[0]), jax.device_put(state, rest[1])
@@ -113,7 +113,7 @@ def test_fetch_and_stow_are_copies():
     x = {"w": jax.device_put(jnp.arange(16.0), sharding["w"])}
 
     def there_and_back(x):
-        away = offload.stow(x, rest)
+        away = offload.put_back(x, rest)
         return offload.fetch(away, sharding), away
 
     rest = offload.on_host(x)

@@ -56,7 +56,7 @@ def test_a_step_is_the_optimizer_on_the_gradient_of_the_mean_over_all_targets(te
     state, batch = program.init(), batch_of(data, program)
 
     def mean(params):
-        model, fields = program.model.put_together(params), batch.fields
+        model, fields = program.model.merge(params), batch.fields
         logits = model(fields["tokens"], fields["positions"], fields["segment_ids"])
         nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), fields["targets"][..., None], axis=-1)[..., 0]
         return (nats * fields["weights"]).sum() / fields["weights"].sum()
@@ -156,7 +156,7 @@ def test_a_validation_loss_is_the_mean_over_the_targets_of_the_split(whole, text
     assert host.best.step == 12
     assert host.best.value == summary["val_loss"]
     total = weight = 0.0
-    model = program.model.put_together(state.params)
+    model = program.model.merge(state.params)
     for batch in data.eval_batches("validation"):
         logits = np.asarray(model(batch.tokens, batch.positions, batch.segment_ids), np.float64)
         logits -= logits.max(-1, keepdims=True)

@@ -245,7 +245,7 @@ def test_options_of_tables_are_refused_without_tables(texts, field):
         "optimizer": RowwiseAdagrad(learning_rate=1.0),
         "schedule": optim.Constant(value=0.5),
         "sharding": ShardingPlan(replicas="copy"),
-        "exchange": Exchange(spill="count"),
+        "exchange": Exchange(overflow="count"),
         "accumulate": "exact",
         "id_maps": (MappedFeatures(features=("item",), id_map=IdMapConfig(rows=1217)),),
         "tiers": (Tier(features=("item",), slots=100),),

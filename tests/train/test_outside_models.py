@@ -106,7 +106,7 @@ def assert_close(found, wanted):
 
 def loss_of(run, state, fields, *, keys=None, purpose="training"):
     """(Loss, the model after it), of a batch on no mesh."""
-    model = run.program.model.put_together(host(state.params), host(state.variables))
+    model = run.program.model.merge(host(state.params), host(state.variables))
     batch = Batch(jax.tree.map(jnp.asarray, run.program.task.host_fields(fields, {})), purpose=purpose)
     return run.program.task.loss(model, batch, keys=keys, gather=whole), model
 
@@ -353,7 +353,7 @@ def test_boxes_that_are_not_there_teach_nothing_and_are_not_to_be_found():
 def test_lesions_are_found_by_the_three_best_cells(runs):
     experiment, folder, summary = runs("detector")
     run, state, _ = restored(experiment, folder, experiment.steps // 2)
-    model, found, boxes = run.program.model.put_together(host(state.params)), 0, 0
+    model, found, boxes = run.program.model.merge(host(state.params)), 0, 0
     for batch in run.data.eval_batches("test"):
         heat = np.asarray(model(jnp.asarray(batch["images"])))[:, -1]
         presence = batch["presence"] * batch["weights"][:, None]
@@ -401,7 +401,7 @@ def test_each_device_draws_noise_of_its_own_that_its_number_gives(form):
         for device, rows in enumerate(parts):
             fields = jax.tree.map(jnp.asarray, {name: array[rows] for name, array in batch.items()})
             keys = Keys(step=key, examples=jax.random.fold_in(key, device))
-            model = alone.program.model.put_together(params)
+            model = alone.program.model.merge(params)
             total += alone.program.task.loss(model, Batch(fields), keys=keys, gather=whole).sum
         return total / len(batch["weights"])
 

@@ -29,25 +29,25 @@ def test_scores_that_are_not_finite_are_refused(tmp_path):
 
 
 @pytest.mark.default_cases("count")
-@pytest.mark.parametrize("spill", ["fail", "count"])
-def test_ids_without_room_are_counted_or_refused(tmp_path, spill):
+@pytest.mark.parametrize("overflow", ["fail", "count"])
+def test_overflow_ids_are_counted_or_refused(tmp_path, overflow):
     # Row r of the t-th table of a stack lives on device (r + t) % 8: all ids go to one device.
     hot = {"shop": 0, "hour": 7, "item": 6}
     rows = small_run.write(
         tmp_path / "rows.parquet", {name: np.full(small_run.ROWS, row, np.int32) for name, row in hot.items()}
     )
-    experiment = small_run.experiment(rows, model=LogisticConfig(), tables__exchange=Exchange(spill=spill))
+    experiment = small_run.experiment(rows, model=LogisticConfig(), tables__exchange=Exchange(overflow=overflow))
     data = experiment.data.build()
     program = binding.bind(experiment, data.schema, make_mesh(experiment.placement.mesh))
     state = program.init()
     batches = data.eval_batches("validation", process_index=0, process_count=1)
-    if spill == "fail":
+    if overflow == "fail":
         with pytest.raises(UserError, match="room for"):
             scoring.score(program, state, batches)
         return
     scores = scoring.score(program, state, batches)
     # A batch: 8 devices send 8 examples x 3 ids to one that has room for 8 + 3 x 2 of each.
-    assert scores.spilled_ids == 8 * (24 - 14) * -(-data.num_examples("validation") // 64)
+    assert scores.overflow_ids == 8 * (24 - 14) * -(-data.num_examples("validation") // 64)
     summary = summaries.of_evaluation("validation", scores.measure())
-    assert summary["val_spilled_ids"] == scores.spilled_ids
+    assert summary["val_overflow_ids"] == scores.overflow_ids
     assert [row.value for row in summaries.quality(summary)[0].rows if row.name == "ids without room"] == ["80"]

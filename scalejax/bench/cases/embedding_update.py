@@ -31,7 +31,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.ids import jagged
-from scalejax.parallel.embedding.ids.jagged import KeyedJagged
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.embedding.update.host_plan import Room
 from scalejax.parallel.mesh import MeshShape
 
@@ -113,7 +113,7 @@ def zipf_ids(tables: int, rows: int, seed: int) -> np.ndarray:
 @dataclasses.dataclass(frozen=True)
 class _Placed:
     host: HostKeyedJagged
-    features: KeyedJagged
+    features: DeviceJagged
 
 
 class _Ours:
@@ -136,7 +136,7 @@ class _Ours:
         step = jax.jit(self._step, donate_argnums=0)
         self._compiled = step.lower(self._state, self._batches[0].features, self._grads).compile()
 
-    def _step(self, state: Any, features: KeyedJagged, grads: Any) -> Any:
+    def _step(self, state: Any, features: DeviceJagged, grads: Any) -> Any:
         embedded, routing = self.collection.lookup(state, features)
         # The update comes after the lookups, as in a model that mixes features. Without anything that says so the
         # compiler copies all rows, to look them up after they are updated.
@@ -148,7 +148,7 @@ class _Ours:
         )
         return embedded, self.collection.update(state, routing, grads, 1.0 + after)
 
-    def _features(self, host: HostKeyedJagged) -> KeyedJagged:
+    def _features(self, host: HostKeyedJagged) -> DeviceJagged:
         packed = self.collection.pack(host, 1, self._layout)
         packed = self.collection.with_plans(packed, self._layout, self._room)
         return jagged.to_device(packed, self._layout, self.collection.mesh)

@@ -139,7 +139,7 @@ class _Side:
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(self.program(*self.operands))]
 
     def seconds(self) -> float:
-        """Of one unit, over the turns that were long."""
+        """Seconds of one unit, over the turns that were long."""
         longest = max(count for count, _ in self.turns)
         return statistics.median(seconds for count, seconds in self.turns if count == longest)
 

@@ -100,7 +100,7 @@ def _engine(config: LlamaConfig, device: Any, dtype: Any) -> Engine:
 
     shape = ModelShape.of(nnx.eval_shape(build))
     mesh = meshes.make_mesh(meshes.MeshShape(), [device])
-    params = jax.jit(lambda: shape.take_apart(build()))()
+    params = jax.jit(lambda: shape.split(build()))()
     return Engine(config, shape, params, mesh)
 
 

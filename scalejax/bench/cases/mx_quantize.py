@@ -105,7 +105,7 @@ class _Timed:
         self.turns.append((count, (time.perf_counter() - start) / count))
 
     def seconds(self) -> float:
-        """Of one unit, over the turns that were long."""
+        """Seconds of one unit, over the turns that were long."""
         longest = max(count for count, _ in self.turns)
         return statistics.median(seconds for count, seconds in self.turns if count == longest)
 

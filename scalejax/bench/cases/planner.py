@@ -23,7 +23,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import planner
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan.placement import ShardingPlan
-from scalejax.parallel.planner import Reuse, TableStatistics, Topology
+from scalejax.parallel.planner import HostTopology, Reuse, TableStatistics
 from scalejax.parallel.planner.options import MIN_SLICE_WIDTH
 from scalejax.plan import planner_machines
 
@@ -50,7 +50,7 @@ class Task:
 
     tables: tuple[TableConfig, ...]
     statistics: tuple[TableStatistics, ...]
-    topology: Topology
+    topology: HostTopology
     batch_size: int
 
 

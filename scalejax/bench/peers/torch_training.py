@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from scalejax.bench import workloads
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TrainingStep:
         objective: Callable[..., torch.Tensor] = self._objective
         self._loss = torch.compile(objective) if settings.compiled else objective
 
-    def place(self, batch: Batch) -> Tensors:
+    def place(self, batch: ClickBatch) -> Tensors:
         """The tensors of a batch."""
         return Tensors(
             ids=torch.from_numpy(workloads.one_hot_ids(batch) + self._first),

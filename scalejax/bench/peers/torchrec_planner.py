@@ -20,8 +20,8 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.planner import HostTopology as Machine
 from scalejax.parallel.planner import TableStatistics
-from scalejax.parallel.planner import Topology as Machine
 
 _SHARDERS = [EmbeddingBagCollectionSharder()]
 

@@ -78,10 +78,10 @@ def generate(
     check_dtype(dtype)
     if weights not in ("packed", "decoded"):
         raise UserError(f"--weights must be packed or decoded; got {weights!r}.")
-    from scalejax.inference.sampling import Sampling
+    from scalejax.inference.sampling import TokenSampling
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    sampling = TokenSampling(temperature=temperature, top_p=top_p, seed=seed)
     # Without a word, every device holds a part of each matrix.
     made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
     model = folders.open_model(folder, recipe=recipe, step=step)

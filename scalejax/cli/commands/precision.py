@@ -10,7 +10,7 @@ from scalejax.errors import UserError
 
 if TYPE_CHECKING:
     from scalejax.inference.recommendation.calibration import Limits
-    from scalejax.inference.recommendation.click_model import ClickModel
+    from scalejax.inference.recommendation.click_model import ServedModel
     from scalejax.train.experiment import Experiment
 
 Step = Annotated[int | None, typer.Option("--step", metavar="N", min=0, help="Which checkpoint. Default: the newest.")]
@@ -91,7 +91,7 @@ def find(
         output.write_json(json, measured)
 
 
-def open_run(run_folder: pathlib.Path, recipe: str | None, step: int | None) -> "tuple[Experiment, ClickModel]":
+def open_run(run_folder: pathlib.Path, recipe: str | None, step: int | None) -> "tuple[Experiment, ServedModel]":
     """The experiment of a run of a click model and the model.
 
     Raises:
@@ -105,7 +105,7 @@ def open_run(run_folder: pathlib.Path, recipe: str | None, step: int | None) -> 
     return experiment, click_model.load(run_folder, experiment, step)
 
 
-def calibrated(model: "ClickModel", batches: Any) -> "Limits":
+def calibrated(model: "ServedModel", batches: Any) -> "Limits":
     """Ranges of activations from up to eight batches."""
     from scalejax.inference.recommendation import calibration
 

@@ -14,7 +14,7 @@ from scalejax.errors import UserError
 if TYPE_CHECKING:
     from scalejax.models.llm.model_folder import LanguageModel
     from scalejax.models.llm.packed_layouts.protocol import PackedLayout
-    from scalejax.surgery.quantize.checkpoint import Quantizer, Row
+    from scalejax.surgery.quantize.checkpoint import Quantizer, TensorReport
     from scalejax.surgery.quantize.plan import Weight
 
 
@@ -183,7 +183,7 @@ def _stored_bytes(weight: "Weight", layout: "PackedLayout", model: "LanguageMode
     return inputs + sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
 
 
-def _table(rows: Sequence["Row"]) -> Any:
+def _table(rows: Sequence["TensorReport"]) -> Any:
     """A line for each quantized tensor, one for the others, and one for all."""
     from rich import box, table
 
@@ -199,7 +199,7 @@ def _table(rows: Sequence["Row"]) -> Any:
     if scaled:
         shown.add_column("scale of activations", justify="right")
 
-    def add(name: str, format: str, part: Sequence["Row"], *more: str) -> None:
+    def add(name: str, format: str, part: Sequence["TensorReport"], *more: str) -> None:
         before, after = sum(row.bytes_before for row in part), sum(row.bytes_after for row in part)
         each = after / max(1, sum(row.numbers for row in part))
         cells = [name, format, units.size(before), units.size(after), f"{each:.4g}", *more]

@@ -1,4 +1,4 @@
-"""What all recipes of graph networks share."""
+"""Settings that all recipes of graph networks share."""
 
 from scalejax import optim
 from scalejax.data.graphs import NodeData

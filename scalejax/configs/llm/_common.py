@@ -1,4 +1,4 @@
-"""What all recipes of language models share."""
+"""Settings that all recipes of language models share."""
 
 from scalejax import optim
 from scalejax.parallel.fsdp import Fsdp, Strategy

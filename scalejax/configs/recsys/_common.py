@@ -1,4 +1,4 @@
-"""What all recipes of click models share.
+"""Settings that all recipes of click models share.
 
 Parameters of the dense part are few beside the tables and lie whole on every device.
 """

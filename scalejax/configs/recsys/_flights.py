@@ -1,4 +1,4 @@
-"""How every click model is trained on the flights: equal columns, equal steps, equal regularisation.
+"""Training click models on the flights: equal columns, equal steps, equal regularisation.
 
 Two epochs: in a third all models overfit. What helps all of them: the numbers also as 64 quantile bins, L2 on the rows
 that a step touches (most rows of `tailnum` and `flight` are seen a few dozen times), a high learning rate of the rows,

@@ -1,4 +1,4 @@
-"""How every click model is trained on MovieLens 100K."""
+"""Training click models on MovieLens 100K."""
 
 from scalejax import optim
 from scalejax.configs.recsys import _common

@@ -8,7 +8,7 @@ from scalejax.data.examples.jagged import KeyedJagged
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class ClickBatch:
     """Examples as NumPy arrays; B examples, D dense columns, T labels.
 
     Attributes:

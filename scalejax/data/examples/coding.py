@@ -1,4 +1,4 @@
-"""How values of a column become ids, by one of two codings, in both of which id 0 stands for a missing value:
+"""Codings of a column's values as ids, in both of which id 0 stands for a missing value:
 
   Hashed   id = 1 + hash(column, value) % (rows - 1); needs no pass over the data, different values may share an id.
   Counted  values seen at least `min_count` times get the ids 2, 3, ... from the most frequent on (ties by value), at

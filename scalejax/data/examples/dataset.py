@@ -8,11 +8,11 @@ from typing import Protocol
 import numpy as np
 
 from scalejax.data.examples.dedup import AnyBatch
-from scalejax.data.examples.records import RecordLayout, Rows, Table
+from scalejax.data.examples.records import ExampleRecords, RecordLayout, Table
 from scalejax.data.examples.runs import RunOrder
 from scalejax.data.examples.schema import Schema
 from scalejax.data.permutation import Permutation
-from scalejax.data.reading import Source, check_sizes, check_start, read_ahead, share
+from scalejax.data.reading import BatchSource, check_sizes, check_start, read_ahead, share
 from scalejax.data.splits import rows_of
 from scalejax.errors import UserError
 
@@ -30,11 +30,11 @@ class Examples(Protocol):
 
     def num_examples(self, split: str) -> int: ...
 
-    def stream(self, start: int, stop: int) -> Rows:
+    def stream(self, start: int, stop: int) -> ExampleRecords:
         """Positions [start, stop) of the infinite training stream."""
         ...
 
-    def held(self, split: str, start: int, stop: int) -> Rows:
+    def held(self, split: str, start: int, stop: int) -> ExampleRecords:
         """Examples [start, stop) of a split in file order."""
         ...
 
@@ -80,7 +80,7 @@ class TableExamples:
     def num_examples(self, split: str) -> int:
         return rows_of(self._splits, split).size
 
-    def stream(self, start: int, stop: int) -> Rows:
+    def stream(self, start: int, stop: int) -> ExampleRecords:
         train = self._splits["train"]
         if self._seed is None:
             return self._table.take(train[np.arange(start, stop) % train.size])
@@ -92,7 +92,7 @@ class TableExamples:
             start += rows[-1].size
         return self._table.take(rows[0] if len(rows) == 1 else np.concatenate(rows))
 
-    def held(self, split: str, start: int, stop: int) -> Rows:
+    def held(self, split: str, start: int, stop: int) -> ExampleRecords:
         return self._table.take(rows_of(self._splits, split)[start:stop])
 
     def days(self) -> tuple[Day, ...]:
@@ -187,7 +187,7 @@ class BatchedDataSet:
             start = first + number * self.batch_size
             return self.examples.layout.batch(self.examples.stream(start, start + local), local)
 
-        return read_ahead(Source(make, sys.maxsize), self.threads)
+        return read_ahead(BatchSource(make, sys.maxsize), self.threads)
 
     def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[AnyBatch]:
         """One pass over a split in file order; the last batch is filled up with examples of weight 0."""
@@ -206,7 +206,7 @@ class BatchedDataSet:
         return self._pass(self.examples.stream, start, stop, process_index, process_count)
 
     def _pass(
-        self, read: Callable[[int, int], Rows], start: int, stop: int, process_index: int, process_count: int
+        self, read: Callable[[int, int], ExampleRecords], start: int, stop: int, process_index: int, process_count: int
     ) -> Iterator[AnyBatch]:
         local = share(self.batch_size, process_index, process_count)
         layout = self.examples.layout
@@ -217,4 +217,4 @@ class BatchedDataSet:
             rows = read(a, b) if a < b else read(stop - 1, stop).take(np.zeros(0, np.int64))
             return layout.batch(rows, local)
 
-        return read_ahead(Source(make, -(-(stop - start) // self.batch_size)), self.threads)
+        return read_ahead(BatchSource(make, -(-(stop - start) // self.batch_size)), self.threads)

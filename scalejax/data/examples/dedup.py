@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.jagged import KeyedJagged, gather_runs, lengths_to_offsets
 from scalejax.data.permutation import mix
 from scalejax.errors import UserError
@@ -132,7 +132,7 @@ class DedupBatch:
         return self.labels.shape[0]
 
 
-AnyBatch = Batch | DedupBatch
+AnyBatch = ClickBatch | DedupBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,11 +155,11 @@ class Deduplicate:
         return DedupBatch(features, batch.dense, batch.labels, batch.weights, batch.groups)
 
 
-def expand_batch(batch: AnyBatch) -> Batch:
+def expand_batch(batch: AnyBatch) -> ClickBatch:
     """The batch that was deduplicated; one that is not deduplicated as it is."""
-    if isinstance(batch, Batch):
+    if isinstance(batch, ClickBatch):
         return batch
-    return Batch(expand(batch.features), batch.dense, batch.labels, batch.weights, batch.groups)
+    return ClickBatch(expand(batch.features), batch.dense, batch.labels, batch.weights, batch.groups)
 
 
 def hash_rows(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from scalejax.data.examples.jagged import check_ids, check_lengths, signed_ids
-from scalejax.data.examples.records import Ragged, RecordLayout, Rows, Shared
+from scalejax.data.examples.records import ExampleRecords, Ragged, RecordLayout, Shared
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 
@@ -148,7 +148,7 @@ class _Unscaled(Numbers):
 
 def encode(
     columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: str, shared: SharedLists | None = None
-) -> Rows:
+) -> ExampleRecords:
     """Checks columns and packs them into records.
 
     Args:
@@ -189,7 +189,7 @@ def encode(
     for group in layout.groups:
         assert shared is not None
         groups.append(_shared(shared[group], [schema[name] for name in group], where))
-    return Rows(records, tuple(jagged), tuple(groups))
+    return ExampleRecords(records, tuple(jagged), tuple(groups))
 
 
 def _shared(rows: Shared, features: list[Categorical], where: str) -> Shared:

@@ -17,8 +17,8 @@ from scalejax.data.examples.encode import (
     fit_numbers,
     missing_column,
 )
-from scalejax.data.examples.records import Ragged, RecordLayout, Rows
-from scalejax.data.examples.runs import Runs, check_divides, check_whole
+from scalejax.data.examples.records import ExampleRecords, Ragged, RecordLayout
+from scalejax.data.examples.runs import SessionRuns, check_divides, check_whole
 from scalejax.data.examples.schema import Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, ByPosition, ByTime, Fractions, Split
 from scalejax.errors import UserError
@@ -82,7 +82,7 @@ def from_columns(
     examples = sizes[schema.labels[0]]
     if examples == 0:
         raise UserError(f"{where}: there are no rows. Point the data at a file that has some.")
-    runs = None if session is None else Runs.of(array_of(columns, session), session, where)
+    runs = None if session is None else SessionRuns.of(array_of(columns, session), session, where)
     if runs is not None:
         check_whole([runs], session or "", [where])
         check_divides(split)
@@ -124,11 +124,11 @@ def array_of(columns: Columns, name: str) -> np.ndarray:
 
 def _fingerprint(
     schema: Schema,
-    rows: Rows,
+    rows: ExampleRecords,
     splits: dict[str, np.ndarray],
     order: Order,
     seed: int,
-    runs: Runs | None,
+    runs: SessionRuns | None,
 ) -> str:
     digest = hashlib.sha256(repr((schema, order, seed)).encode())
     arrays = [rows.records, *(a for r in rows.jagged for a in (r.offsets, r.values)), *splits.values()]

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import AnyBatch, DedupBatch, DedupKeyedJagged, Groups
 from scalejax.data.examples.jagged import KeyedJagged, gather_runs, lengths_to_offsets, signed_ids
 from scalejax.data.examples.schema import Categorical, Schema
@@ -100,7 +100,7 @@ def _numbered_by_first_use(index: np.ndarray, count: int) -> tuple[np.ndarray, n
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class ExampleRecords:
     """N decoded examples.
 
     Attributes:
@@ -116,22 +116,22 @@ class Rows:
     def __len__(self) -> int:
         return self.records.shape[0]
 
-    def take(self, rows: np.ndarray) -> "Rows":
+    def take(self, rows: np.ndarray) -> "ExampleRecords":
         """Examples number `rows`, int[R], in that order."""
-        return Rows(
+        return ExampleRecords(
             self.records.take(rows, axis=0),
             tuple(r.take(rows) for r in self.jagged),
             tuple(s.take(rows) for s in self.shared),
         )
 
     @staticmethod
-    def concatenate(parts: Sequence["Rows"]) -> "Rows":
+    def concatenate(parts: Sequence["ExampleRecords"]) -> "ExampleRecords":
         """The examples of all parts."""
         if len(parts) == 1:
             return parts[0]
         jagged = zip(*(part.jagged for part in parts), strict=True)
         shared = zip(*(part.shared for part in parts), strict=True)
-        return Rows(
+        return ExampleRecords(
             np.concatenate([p.records for p in parts]),
             tuple(Ragged.concatenate(j) for j in jagged),
             tuple(Shared.concatenate(s) for s in shared),
@@ -139,11 +139,11 @@ class Rows:
 
 
 class Table(Protocol):
-    """Examples that can be fetched by number; `Rows` in memory, `arrow.MappedTable` on disk."""
+    """Examples that can be fetched by number; `ExampleRecords` in memory, `arrow.MappedTable` on disk."""
 
     def __len__(self) -> int: ...
 
-    def take(self, rows: np.ndarray) -> Rows: ...
+    def take(self, rows: np.ndarray) -> ExampleRecords: ...
 
 
 class RecordLayout:
@@ -190,11 +190,11 @@ class RecordLayout:
         """Columns that are read example by example: all but the features of groups."""
         return (*(c.name for c in self.plain), *self.schema.dense, *self.schema.labels)
 
-    def batch(self, rows: Rows, size: int) -> AnyBatch:
+    def batch(self, rows: ExampleRecords, size: int) -> AnyBatch:
         """The first examples of a batch of `size`; the rest is padding: weight 0, label 0, id 0, empty lists."""
         missing = size - len(rows)
         if missing:
-            rows = Rows.concatenate([rows, self._padding(rows, missing)])
+            rows = ExampleRecords.concatenate([rows, self._padding(rows, missing)])
         weights = np.ones(size, np.float32)
         weights[size - missing :] = 0
         floats = rows.records.view(np.float32)
@@ -204,13 +204,13 @@ class RecordLayout:
         of_groups = None if group is None else self.ids_of(rows.records, group)[:, 0].astype(np.int64)
         plain = self._features(rows)
         if not self.groups:
-            return Batch(plain, dense, labels, weights, of_groups)
+            return ClickBatch(plain, dense, labels, weights, of_groups)
         distinct = tuple(_keyed(names, s.lists) for names, s in zip(self.groups, rows.shared, strict=True))
         inverse = tuple(s.index for s in rows.shared)
         features = DedupKeyedJagged(self.schema.keys, self.groups, distinct, inverse, plain)
         return DedupBatch(features, dense, labels, weights, of_groups)
 
-    def _padding(self, like: Rows, examples: int) -> Rows:
+    def _padding(self, like: ExampleRecords, examples: int) -> ExampleRecords:
         empty = tuple(Ragged(np.zeros(examples + 1, np.int64), r.values[:0]) for r in like.jagged)
         shared = tuple(
             Shared(
@@ -219,7 +219,7 @@ class RecordLayout:
             )
             for s in like.shared
         )
-        return Rows(np.zeros((examples, self.width), np.int32), empty, shared)
+        return ExampleRecords(np.zeros((examples, self.width), np.int32), empty, shared)
 
     def put_ids(self, records: np.ndarray, name: str, ids: np.ndarray) -> None:
         """Writes the ids of a feature of fixed length, int[N] or int[N, L], into records."""
@@ -233,7 +233,7 @@ class RecordLayout:
         words = records[:, self.ids[name]]
         return np.ascontiguousarray(words).view(np.int64) if name in self.wide else words
 
-    def _features(self, rows: Rows) -> KeyedJagged:
+    def _features(self, rows: ExampleRecords) -> KeyedJagged:
         examples = len(rows)
         lengths = self._fixed_lengths(examples)
         keys = tuple(c.name for c in self.plain)

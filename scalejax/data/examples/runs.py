@@ -37,7 +37,7 @@ class RunOrder:
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
+class SessionRuns:
     """The sessions of a part of a log, in file order.
 
     Attributes:
@@ -49,7 +49,7 @@ class Runs:
     lengths: np.ndarray
 
     @classmethod
-    def of(cls, session: np.ndarray, name: str, where: str) -> "Runs":
+    def of(cls, session: np.ndarray, name: str, where: str) -> "SessionRuns":
         """The runs of equal values of a column, int[N].
 
         Args:
@@ -79,7 +79,7 @@ class Runs:
         return counts[counts > 0]
 
 
-def check_whole(parts: Sequence[Runs], name: str, where: Sequence[str]) -> None:
+def check_whole(parts: Sequence[SessionRuns], name: str, where: Sequence[str]) -> None:
     """Refuses a log of which a session has rows in more than one place.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a table of examples holds: its categorical features, numbers, labels and optional group.
+"""The schema of a table of examples: categorical features, dense features, labels and an optional group.
 
 A `Schema` is plain data. It is the only thing that a model and a data source must agree on.
 """

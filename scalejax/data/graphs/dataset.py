@@ -14,7 +14,7 @@ from scalejax.data.graphs.neighbors import Neighborhood, NeighborSampler
 from scalejax.data.graphs.ogb import Edges, read_ogb
 from scalejax.data.graphs.planetoid import read_planetoid
 from scalejax.data.permutation import Permutation
-from scalejax.data.reading import Source, check_sizes, check_start, read_ahead
+from scalejax.data.reading import BatchSource, check_sizes, check_start, read_ahead
 from scalejax.errors import UserError
 
 _ORDER = 0x6EA9
@@ -141,7 +141,7 @@ class NodeDataSet:
             )
         share = parts // process_count
         own = slice(process_index * share, (process_index + 1) * share)
-        source = Source(lambda k: self._make(start_example + k * self.batch_size, parts, own), sys.maxsize)
+        source = BatchSource(lambda k: self._make(start_example + k * self.batch_size, parts, own), sys.maxsize)
         return read_ahead(source, self.threads)
 
     def _make(self, start: int, parts: int, own: slice) -> NodeBatch:

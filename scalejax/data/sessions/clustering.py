@@ -47,7 +47,7 @@ from scalejax.data.examples.encode import missing_column
 from scalejax.data.examples.jagged import lengths_to_offsets
 from scalejax.data.permutation import key_of, mix
 from scalejax.data.tables import clustered
-from scalejax.data.tables.clustered import File, Manifest
+from scalejax.data.tables.clustered import ClusteredManifest, File
 from scalejax.data.tables.parquet_files import ParquetFiles, lists_of
 from scalejax.errors import UserError
 
@@ -109,7 +109,7 @@ def cluster_by_session(
     groups: Sequence[Sequence[str]] = (),
     leftovers: Literal["refuse", "remove"] = "refuse",
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Manifest:
+) -> ClusteredManifest:
     """Writes the rows of a log clustered by session (see the module).
 
     Args:
@@ -168,7 +168,7 @@ def cluster_by_session(
     )
     try:
         parts = rewrite.run(progress)
-        manifest = Manifest(
+        manifest = ClusteredManifest(
             identity=rewrite.identity,
             session=session,
             time=time,
@@ -359,7 +359,7 @@ def _make_partial(target: pathlib.Path, leftovers: Literal["refuse", "remove"]) 
     return partial
 
 
-def _publish(partial: pathlib.Path, target: pathlib.Path, manifest: Manifest) -> None:
+def _publish(partial: pathlib.Path, target: pathlib.Path, manifest: ClusteredManifest) -> None:
     with open(partial / clustered.FILE, "w") as file:
         file.write(manifest.to_json())
         file.flush()

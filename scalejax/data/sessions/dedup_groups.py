@@ -1,4 +1,4 @@
-"""Which features to deduplicate, and which of them together, by the bytes of a batch.
+"""Choosing which features to deduplicate, and which of them together, by the bytes of a batch.
 
 Over B examples, with r_f(b) the bytes of the ids, the weights and the length of feature f in example b:
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 from scalejax.data.examples.dataset import BatchedDataSet, TableExamples
 from scalejax.data.examples.jagged import check_ids, gather_runs, lengths_to_offsets
 from scalejax.data.examples.memory import Order
-from scalejax.data.examples.records import Ragged, RecordLayout, Rows
+from scalejax.data.examples.records import ExampleRecords, Ragged, RecordLayout
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import SPLITS
 from scalejax.data.tables.parquet_files import find_files, first_line
@@ -181,7 +181,7 @@ class MappedTable:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    def take(self, rows: np.ndarray) -> Rows:
+    def take(self, rows: np.ndarray) -> ExampleRecords:
         """Examples number `rows`, int[R], in that order.
 
         Raises:
@@ -201,7 +201,7 @@ class MappedTable:
             values = gather_runs(self._words, values_at[batch] + words * begins, words * lengths)
             values = values.view(np.int64) if words == 2 else values
             jagged.append(Ragged(lengths_to_offsets(lengths), values))
-        return Rows(records, tuple(jagged))
+        return ExampleRecords(records, tuple(jagged))
 
     def verify(self) -> None:
         """Compares the checksum of every record batch.
@@ -218,7 +218,7 @@ class MappedTable:
                     f"{self.path}, record batch {b} is damaged (its checksum differs). Convert the source again."
                 )
 
-    def take_batch(self, number: int) -> Rows:
+    def take_batch(self, number: int) -> ExampleRecords:
         """All examples of one record batch, as views of the file."""
         batch = self._reader.get_batch(number)
         records = batch.column(0).flatten().to_numpy().reshape(-1, self.layout.width)
@@ -226,10 +226,10 @@ class MappedTable:
         for c in range(1, 1 + len(self.layout.jagged)):
             column = batch.column(c)
             jagged.append(Ragged(column.offsets.to_numpy().astype(np.int64), column.values.to_numpy()))
-        return Rows(records, tuple(jagged))
+        return ExampleRecords(records, tuple(jagged))
 
 
-def _to_arrow(rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
+def _to_arrow(rows: ExampleRecords, schema: pa.Schema) -> pa.RecordBatch:
     width = rows.records.shape[1]
     columns: list[pa.Array] = [pa.FixedSizeListArray.from_arrays(pa.array(rows.records.reshape(-1)), width)]
     for lists in rows.jagged:
@@ -243,7 +243,7 @@ def _to_arrow(rows: Rows, schema: pa.Schema) -> pa.RecordBatch:
     )
 
 
-def _checksum(rows: Rows) -> int:
+def _checksum(rows: ExampleRecords) -> int:
     crc = zlib.crc32(np.ascontiguousarray(rows.records).data)
     for lists in rows.jagged:
         crc = zlib.crc32(lists.offsets.astype(np.int32).data, crc)

@@ -1,4 +1,4 @@
-"""What says that a log clustered by session is complete: a manifest beside its files, written last.
+"""The manifest of a log that is clustered by session: it lies beside the files and is written last.
 
 Every Parquet file of such a log names the rewrite it belongs to in its footer (`KEY`). A file that does is only read
 where the manifest of the same rewrite stands beside it and all files of it are there with their sizes. So neither what
@@ -43,7 +43,7 @@ class File:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Manifest:
+class ClusteredManifest:
     """What a rewrite by session made, and of what.
 
     Attributes:
@@ -95,7 +95,7 @@ class Manifest:
         return json.dumps({"sha256": _digest(content), "content": content}, indent=1) + "\n"
 
 
-def read_manifest(folder: str | pathlib.Path) -> Manifest:
+def read_manifest(folder: str | pathlib.Path) -> ClusteredManifest:
     """The manifest of a clustered log.
 
     Raises:
@@ -120,10 +120,12 @@ def read_manifest(folder: str | pathlib.Path) -> Manifest:
         raise UserError(f"{path}: has another format than {_FORMAT}, which this version reads. Run the rewrite again.")
     files = tuple(File(**file) for file in content.pop("files"))
     groups = tuple(tuple(group) for group in content.pop("groups"))
-    return Manifest(**{**content, "source_codecs": tuple(content["source_codecs"])}, groups=groups, files=files)
+    return ClusteredManifest(
+        **{**content, "source_codecs": tuple(content["source_codecs"])}, groups=groups, files=files
+    )
 
 
-def check_complete(path: pathlib.Path, rewritten: Mapping[pathlib.Path, bytes | None]) -> Manifest | None:
+def check_complete(path: pathlib.Path, rewritten: Mapping[pathlib.Path, bytes | None]) -> ClusteredManifest | None:
     """Refuses files of a clustered log that is not complete; files of other origin pass.
 
     Returns the manifest of a clustered log, None for other files.
@@ -153,7 +155,7 @@ def check_complete(path: pathlib.Path, rewritten: Mapping[pathlib.Path, bytes | 
     return manifest
 
 
-def verify(folder: str | pathlib.Path) -> Manifest:
+def verify(folder: str | pathlib.Path) -> ClusteredManifest:
     """Reads every file of a clustered log and compares its digest; returns the manifest.
 
     Raises:

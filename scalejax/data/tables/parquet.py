@@ -14,7 +14,7 @@ from scalejax.data.examples.jagged import lengths_to_offsets
 from scalejax.data.examples.memory import Order, array_of, from_columns
 from scalejax.data.examples.records import Ragged, RecordLayout, Shared
 from scalejax.data.examples.row_transforms import FirstIds, HashIds, map_columns
-from scalejax.data.examples.runs import Runs, check_divides, check_whole
+from scalejax.data.examples.runs import SessionRuns, check_divides, check_whole
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, SPLITS, ByPosition, ByTime, Fractions, Split
 from scalejax.errors import UserError
@@ -187,15 +187,15 @@ def _build_windows(
     return BatchedDataSet(examples, batch_size=data.batch_size, threads=data.threads)
 
 
-def _sessions(files: "ParquetFiles", name: str) -> list[Runs]:
+def _sessions(files: "ParquetFiles", name: str) -> list[SessionRuns]:
     """The sessions of each row group, in one pass over their column."""
-    runs = [Runs.of(array_of(files.read(group, [name]), name), name, group.where) for group in files.groups]
+    runs = [SessionRuns.of(array_of(files.read(group, [name]), name), name, group.where) for group in files.groups]
     check_whole(runs, name, [group.where for group in files.groups])
     return runs
 
 
 def _split_by_group(
-    data: ParquetData, files: "ParquetFiles", placed: dict[str, list[np.ndarray]], runs: list[Runs] | None
+    data: ParquetData, files: "ParquetFiles", placed: dict[str, list[np.ndarray]], runs: list[SessionRuns] | None
 ) -> tuple[Callable[[str, int], np.ndarray], dict[str, np.ndarray]]:
     """(split, row group) -> rows, and the number of rows per split and row group."""
     split = data.split

@@ -23,7 +23,7 @@ import numpy as np
 from scalejax.data.examples.dataset import Day
 from scalejax.data.examples.encode import Numbers, encode
 from scalejax.data.examples.jagged import lengths_to_offsets
-from scalejax.data.examples.records import RecordLayout, Rows
+from scalejax.data.examples.records import ExampleRecords, RecordLayout
 from scalejax.data.examples.row_transforms import RowTransform, map_columns
 from scalejax.data.examples.runs import RunOrder
 from scalejax.data.permutation import Permutation
@@ -41,7 +41,7 @@ def decode(
     layout: RecordLayout,
     numbers: Numbers,
     transforms: Sequence[tuple[str, RowTransform]] = (),
-) -> Rows:
+) -> ExampleRecords:
     """The examples of a row group; the lists of the layout's groups are decoded and transformed once per row of lists.
 
     Raises:
@@ -92,7 +92,7 @@ class WindowExamples:
         self._fingerprint, self._days, self._runs = fingerprint, days, runs
         # Kept while batches of a window are cut; the following window may be begun by another thread.
         self._order = functools.lru_cache(maxsize=_KEPT_WINDOWS)(self._make_order)
-        self._decoded: collections.OrderedDict[Hashable, Future[Rows]] = collections.OrderedDict()
+        self._decoded: collections.OrderedDict[Hashable, Future[ExampleRecords]] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._decoders = ThreadPoolExecutor(max_workers=1, thread_name_prefix="scalejax-decode")
 
@@ -107,7 +107,7 @@ class WindowExamples:
     def fingerprint(self) -> str:
         return self._fingerprint
 
-    def stream(self, start: int, stop: int) -> Rows:
+    def stream(self, start: int, stop: int) -> ExampleRecords:
         size = self.num_examples("train")
         parts = []
         while start < stop:
@@ -122,9 +122,9 @@ class WindowExamples:
             following = groups[w + 1] if w + 1 < len(groups) else self._plan(epoch + 1)[0][0]
             self._request("train", following)
             start += count
-        return Rows.concatenate(parts) if parts else self._nothing()
+        return ExampleRecords.concatenate(parts) if parts else self._nothing()
 
-    def held(self, split: str, start: int, stop: int) -> Rows:
+    def held(self, split: str, start: int, stop: int) -> ExampleRecords:
         stop = min(stop, self.num_examples(split))
         bounds = lengths_to_offsets(self._sizes[split])
         parts = []
@@ -135,7 +135,7 @@ class WindowExamples:
             if g + 1 < len(self._files.groups):
                 self._request(split, (g + 1,))
             start = end
-        return Rows.concatenate(parts) if parts else self._nothing()
+        return ExampleRecords.concatenate(parts) if parts else self._nothing()
 
     def _make_order(self, epoch: int, w: int, groups: tuple[int, ...]) -> Callable[[np.ndarray], np.ndarray]:
         assert self._seed is not None
@@ -143,7 +143,7 @@ class WindowExamples:
             return RunOrder(np.concatenate([self._runs(g) for g in groups]), self._seed, epoch, w + 1)
         return Permutation(int(self._sizes["train"][list(groups)].sum()), self._seed, epoch, w + 1)
 
-    def _nothing(self) -> Rows:
+    def _nothing(self) -> ExampleRecords:
         return self._decode("train", (0,)).take(np.zeros(0, np.int64))
 
     def _plan(self, epoch: int) -> tuple[list[tuple[int, ...]], np.ndarray]:
@@ -156,10 +156,10 @@ class WindowExamples:
         groups = [tuple(order[a : a + self._window].tolist()) for a in firsts]
         return groups, lengths_to_offsets(np.array([self._sizes["train"][list(g)].sum() for g in groups], np.int64))
 
-    def _decode(self, split: str, groups: tuple[int, ...]) -> Rows:
+    def _decode(self, split: str, groups: tuple[int, ...]) -> ExampleRecords:
         return self._request(split, groups).result()
 
-    def _request(self, split: str, groups: tuple[int, ...]) -> "Future[Rows]":
+    def _request(self, split: str, groups: tuple[int, ...]) -> "Future[ExampleRecords]":
         with self._lock:
             found = self._decoded.get((split, groups))
             if found is None:
@@ -170,11 +170,11 @@ class WindowExamples:
                 self._decoded.popitem(last=False)
             return found
 
-    def _read(self, split: str, groups: tuple[int, ...]) -> Rows:
+    def _read(self, split: str, groups: tuple[int, ...]) -> ExampleRecords:
         parts = []
         for g in groups:
             group = self._files.groups[g]
             rows = decode(self._files, group, self.layout, self._numbers, self._transforms)
             wanted = self._split_rows(split, g)
             parts.append(rows if wanted.size == group.rows else rows.take(wanted))
-        return Rows.concatenate(parts)
+        return ExampleRecords.concatenate(parts)

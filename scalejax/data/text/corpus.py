@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from scalejax.data.kept_arrays import ArrayWriter, Verify, kept, open_arrays
-from scalejax.data.text.sources import Block, TextFile, read_documents
+from scalejax.data.text.sources import DocumentPiece, TextFile, read_documents
 from scalejax.data.text.tokenizer import Tokenizer
 from scalejax.errors import UserError
 
@@ -163,12 +163,12 @@ class _Encoder:
     def __init__(self, out: ArrayWriter, tokenizer: Tokenizer, begin: list[int], end: list[int]) -> None:
         self._out, self._tokenizer = out, tokenizer
         self._begin, self._end = np.array(begin, np.int32), np.array(end, np.int32)
-        self._blocks: list[Block] = []
+        self._blocks: list[DocumentPiece] = []
         self._held = 0
         self._hash = hashlib.blake2b(digest_size=8)
         self._opens = True  # the next block begins a document
 
-    def add(self, block: Block) -> bool:
+    def add(self, block: DocumentPiece) -> bool:
         """Takes a block; returns whether blocks were written."""
         self._blocks.append(block)
         self._held += len(block.text)
@@ -198,7 +198,7 @@ class _Encoder:
         self._out.append("offsets", offsets)
         self._out.append("hashes", hashes)
 
-    def _encode(self, blocks: list[Block]) -> list[np.ndarray]:
+    def _encode(self, blocks: list[DocumentPiece]) -> list[np.ndarray]:
         try:
             return self._tokenizer.encode_many([block.text for block in blocks])
         except UserError:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from scalejax.data.reading import Source, check_sizes, check_start, read_ahead, share
+from scalejax.data.reading import BatchSource, check_sizes, check_start, read_ahead, share
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
 
@@ -86,7 +86,7 @@ class TokenDataSet:
             start = first + number * self.batch_size
             return self.examples.stream(start, start + local)
 
-        return read_ahead(Source(make, sys.maxsize), self.threads)
+        return read_ahead(BatchSource(make, sys.maxsize), self.threads)
 
     def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[TokenBatch]:
         """One pass over a split in file order; the last batch is filled up with rows of weight 0."""
@@ -124,7 +124,7 @@ class TokenDataSet:
                 batch.place(slice(0, b - a), read(a, b))
             return batch
 
-        return read_ahead(Source(make, -(-(stop - start) // self.batch_size)), self.threads)
+        return read_ahead(BatchSource(make, -(-(stop - start) // self.batch_size)), self.threads)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Counts:
 
     @classmethod
     def of(cls, batch: TokenBatch) -> "Counts":
-        """Of a batch."""
+        """The counts of a batch."""
         return cls(
             rows=len(batch),
             tokens=int(np.count_nonzero(batch.segment_ids)),

@@ -1,4 +1,4 @@
-"""Which document lies in which row, on disk beside the tokens: fitted once, window by window, then mapped.
+"""Rows of fitted documents on disk beside the tokens: fitted once, window by window, then mapped.
 
 A folder holds the arrays of `packing.FittedRows`: 13 bytes a piece and 8 a row (`kept_arrays.py`).
 """

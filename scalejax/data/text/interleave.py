@@ -1,4 +1,4 @@
-"""Which source each row of a mixture comes from: a fixed order in which every prefix holds the right shares.
+"""The order of sources in a mixture: fixed, and every prefix of it holds the right shares.
 
 After t rows, source k with share w_k has given floor(w_k t) or ceil(w_k t) rows, so it is never a whole row off. That
 asks of its row j (from 0) to come after row floor(j / w_k) - 1 of the mixture and before row ceil((j + 1) / w_k): jobs

@@ -50,7 +50,7 @@ class TextFile:
 
 
 @dataclasses.dataclass(frozen=True)
-class Block:
+class DocumentPiece:
     """A stretch of a document.
 
     Attributes:
@@ -118,7 +118,7 @@ def _standard_library() -> tuple[TextFile, ...]:
     return tuple(TextFile(file, names[file]) for file in sorted(names, key=names.__getitem__))
 
 
-def read_documents(file: TextFile, column: str) -> Iterator[Block]:
+def read_documents(file: TextFile, column: str) -> Iterator[DocumentPiece]:
     """The documents of a file, block after block.
 
     Args:
@@ -146,16 +146,16 @@ def read_text(path: pathlib.Path) -> Iterator[str]:
             yield block
 
 
-def _whole(path: pathlib.Path) -> Iterator[Block]:
+def _whole(path: pathlib.Path) -> Iterator[DocumentPiece]:
     held = ""  # so that the block that ends the document is known to be the last
     for block in read_text(path):
         if held:
-            yield Block(held, False, str(path))
+            yield DocumentPiece(held, False, str(path))
         held = block
-    yield Block(held, True, str(path))
+    yield DocumentPiece(held, True, str(path))
 
 
-def _json_lines(path: pathlib.Path, column: str) -> Iterator[Block]:
+def _json_lines(path: pathlib.Path, column: str) -> Iterator[DocumentPiece]:
     with _reading(path) as stream:
         for number, line in enumerate(stream, start=1):
             if not line.strip():
@@ -175,7 +175,7 @@ def _json_lines(path: pathlib.Path, column: str) -> Iterator[Block]:
             yield from _blocks(text, where)
 
 
-def _parquet(path: pathlib.Path, column: str) -> Iterator[Block]:
+def _parquet(path: pathlib.Path, column: str) -> Iterator[DocumentPiece]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -205,14 +205,14 @@ def _parquet(path: pathlib.Path, column: str) -> Iterator[Block]:
         ) from error
 
 
-def _blocks(text: str, where: str) -> Iterator[Block]:
+def _blocks(text: str, where: str) -> Iterator[DocumentPiece]:
     if len(text) <= PIECE_CHARACTERS:
-        yield Block(text, True, where)
+        yield DocumentPiece(text, True, where)
         return
     cut = list(pieces(text))
     for piece in cut[:-1]:
-        yield Block(piece, False, where)
-    yield Block(cut[-1], True, where)
+        yield DocumentPiece(piece, False, where)
+    yield DocumentPiece(cut[-1], True, where)
 
 
 @contextlib.contextmanager

@@ -32,12 +32,12 @@ class StagedData:
 
     @property
     def batch_size(self) -> int:
-        """Of the largest batch."""
+        """Rows of the largest batch."""
         return max(self.batch_sizes)
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
-        """Of every stage."""
+        """Rows of the batches of every stage."""
         return tuple(stage.data.batch_size for stage in self.stages)
 
     def schema(self) -> TokenSchema:

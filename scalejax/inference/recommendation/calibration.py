@@ -14,7 +14,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.inference.recommendation import operators
-from scalejax.inference.recommendation.click_model import ClickModel, Inputs, logits
+from scalejax.inference.recommendation.click_model import Inputs, ServedModel, logits
 
 Limits = dict[str, tuple[float, float]]
 """Path of a linear operator -> least and largest number of the range of its inputs."""
@@ -37,7 +37,7 @@ class Histogram:
     counts: np.ndarray
 
 
-def limits(model: ClickModel, batches: Sequence[Inputs], *, method: Literal["l2", "minmax"] = "l2") -> Limits:
+def limits(model: ServedModel, batches: Sequence[Inputs], *, method: Literal["l2", "minmax"] = "l2") -> Limits:
     """A range for the inputs of every linear operator.
 
     Raises:
@@ -53,7 +53,7 @@ def limits(model: ClickModel, batches: Sequence[Inputs], *, method: Literal["l2"
     return {path: least_error(histogram) for path, histogram in found.items()}
 
 
-def histograms(model: ClickModel, batches: Sequence[Inputs]) -> dict[str, Histogram]:
+def histograms(model: ServedModel, batches: Sequence[Inputs]) -> dict[str, Histogram]:
     """The inputs of every linear operator, counted."""
     ends: Limits = {}
     for batch in batches:
@@ -101,9 +101,9 @@ def least_error(histogram: Histogram) -> tuple[float, float]:
     return best
 
 
-def _inputs(model: ClickModel, batch: Inputs) -> dict[str, np.ndarray]:
+def _inputs(model: ServedModel, batch: Inputs) -> dict[str, np.ndarray]:
     tables, params = model.arrays
-    module = model.shape.put_together(params)
+    module = model.shape.merge(params)
     linear = {path: o for path, o in operators.find(model.shape).items() if o.kind == "linear"}
     recorders = operators.record(module, linear)
     logits(model, tables, module, batch)

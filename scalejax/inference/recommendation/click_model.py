@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import AnyBatch, expand_batch
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
@@ -51,7 +51,7 @@ class Inputs:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ClickModel:
+class ServedModel:
     """A model at one step of its training.
 
     Attributes:
@@ -88,12 +88,12 @@ class ClickModel:
         """jitted (tables, params, inputs) -> logits float32[B, T]."""
 
         def score(tables: dict[str, Table], params: dict[str, jax.Array], inputs: Inputs) -> jax.Array:
-            return logits(self, tables, self.shape.put_together(params), inputs)
+            return logits(self, tables, self.shape.merge(params), inputs)
 
         return jax.jit(score)
 
 
-def load(run_folder: pathlib.Path, experiment: Experiment, step: int | None = None) -> ClickModel:
+def load(run_folder: pathlib.Path, experiment: Experiment, step: int | None = None) -> ServedModel:
     """Reads a checkpoint of a run.
 
     Args:
@@ -123,7 +123,7 @@ def load(run_folder: pathlib.Path, experiment: Experiment, step: int | None = No
     return bind(task, tables, params, model.step)
 
 
-def bind(task: Task, tables: dict[str, np.ndarray], params: dict[str, np.ndarray], step: int = 0) -> ClickModel:
+def bind(task: Task, tables: dict[str, np.ndarray], params: dict[str, np.ndarray], step: int = 0) -> ServedModel:
     """A model from its arrays.
 
     Raises:
@@ -145,7 +145,7 @@ def bind(task: Task, tables: dict[str, np.ndarray], params: dict[str, np.ndarray
                 "recipe that the run was trained with."
             )
     as_float32 = {name: np.asarray(array, np.float32) for name, array in tables.items()}
-    return ClickModel(
+    return ServedModel(
         task, configs, shape, as_float32, {name: np.asarray(array, np.float32) for name, array in params.items()}, step
     )
 
@@ -156,7 +156,7 @@ def inputs_of(batch: AnyBatch, schema: Schema) -> Inputs:
     Raises:
       UserError: an id out of range, or weighted ids.
     """
-    plain: Batch = expand_batch(batch)
+    plain: ClickBatch = expand_batch(batch)
     features = plain.features
     features.validate(schema)
     if features.weights is not None:
@@ -205,7 +205,7 @@ def _rows(table: Table, ids: jax.Array) -> jax.Array:
     return bags.gather_rows(table, ids, implementation="xla").astype(jnp.float32)
 
 
-def logits(model: ClickModel, tables: Mapping[str, AnyTable], module: Any, inputs: Inputs) -> jax.Array:
+def logits(model: ServedModel, tables: Mapping[str, AnyTable], module: Any, inputs: Inputs) -> jax.Array:
     """float32[B, T] of a dense part that may have been changed, see `operators`."""
     return module(embed(model.configs, tables, inputs), inputs.dense, key=None).astype(jnp.float32)
 

@@ -1,4 +1,4 @@
-"""Which operator loses what: signal to quantization noise of every output, alone and in the whole.
+"""Signal to quantization noise of every operator's output, alone and in the whole model.
 
     SQNR = 10 log10( sum y^2 / sum (y - y')^2 ) dB
 
@@ -52,7 +52,7 @@ def diagnose(lowered: Lowered, batches: Sequence[Inputs]) -> list[Line]:
             for feature in config.features:
                 for where in ("alone", "within"):
                     sums.add(("table", config.name, where), theirs[feature], ours[feature])
-        module, low = model.shape.put_together(params), lowering.module_of(model, lowered.arrays)
+        module, low = model.shape.merge(params), lowering.module_of(model, lowered.arrays)
         float_calls, low_calls = operators.record(module, found), operators.record(low, found)
         score = logits(model, tables, module, batch)
         sums.add((SCORE, SCORE, "within"), score, logits(model, lowered.arrays.tables, low, batch))

@@ -18,7 +18,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.inference.recommendation import lowering, reload
-from scalejax.inference.recommendation.click_model import ClickModel, Inputs
+from scalejax.inference.recommendation.click_model import Inputs, ServedModel
 from scalejax.inference.recommendation.lowering import Arrays, Lowered
 from scalejax.kernels.block_quant import PackedRows
 from scalejax.kernels.block_quant.dense import Int8Weight
@@ -129,7 +129,7 @@ def _parts(rows: PackedRows) -> list[str]:
     return [field.name for field in dataclasses.fields(rows) if field.name not in ("format", "dim")]
 
 
-def _abstract_inputs(model: ClickModel) -> dict[str, jax.ShapeDtypeStruct]:
+def _abstract_inputs(model: ServedModel) -> dict[str, jax.ShapeDtypeStruct]:
     scope = jax.export.SymbolicScope()
     (batch,) = jax.export.symbolic_shape("batch", scope=scope)
     found: dict[str, jax.ShapeDtypeStruct] = {}

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.inference.recommendation.click_model import ClickModel, Inputs
+from scalejax.inference.recommendation.click_model import Inputs, ServedModel
 from scalejax.inference.recommendation.lowering import Lowered
 from scalejax.train.metrics import exact
 
@@ -47,7 +47,7 @@ class State:
 class Guard:
     """Compares a lowered model with its float model on sampled traffic, window after window."""
 
-    def __init__(self, model: ClickModel, lowered: Lowered, *, budget: float, share: float = 0.01, seed: int = 0):
+    def __init__(self, model: ServedModel, lowered: Lowered, *, budget: float, share: float = 0.01, seed: int = 0):
         """Begins a window.
 
         Args:
@@ -123,7 +123,7 @@ class Guard:
         )
 
     def state(self) -> State:
-        """Of the window so far; NaN where there is nothing yet."""
+        """Figures of the window so far; NaN where there is nothing yet."""
         sums, nan = self._sums, float("nan")
         alarm: Literal["none", "gap", "nonfinite"] = "nonfinite" if self._nonfinite else "none"
         if not sums.examples:

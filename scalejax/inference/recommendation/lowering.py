@@ -11,7 +11,7 @@ import numpy as np
 from scalejax.errors import UserError
 from scalejax.inference.recommendation import operators, precision
 from scalejax.inference.recommendation.calibration import Limits
-from scalejax.inference.recommendation.click_model import ClickModel, Inputs, Table, logits
+from scalejax.inference.recommendation.click_model import Inputs, ServedModel, Table, logits
 from scalejax.inference.recommendation.precision import Precisions, TablePrecision
 from scalejax.kernels import block_quant
 from scalejax.kernels.block_quant import dense
@@ -46,7 +46,7 @@ class Lowered:
       arrays: Its arrays.
     """
 
-    model: ClickModel
+    model: ServedModel
     precisions: Precisions
     arrays: Arrays
 
@@ -56,7 +56,7 @@ class Lowered:
         return jax.jit(functools.partial(scores, self.model))
 
 
-def lower(model: ClickModel, precisions: Precisions, limits: Limits | None = None, *, rows: Any = "minmax") -> Lowered:
+def lower(model: ServedModel, precisions: Precisions, limits: Limits | None = None, *, rows: Any = "minmax") -> Lowered:
     """Quantizes a trained model.
 
     Args:
@@ -99,7 +99,7 @@ def lower(model: ClickModel, precisions: Precisions, limits: Limits | None = Non
     )
 
 
-def table_in(model: ClickModel, name: str, chosen: TablePrecision, rows: Any = "minmax") -> Table:
+def table_in(model: ServedModel, name: str, chosen: TablePrecision, rows: Any = "minmax") -> Table:
     """A table in a precision.
 
     Raises:
@@ -115,25 +115,25 @@ def table_in(model: ClickModel, name: str, chosen: TablePrecision, rows: Any = "
         return _narrowed(f"table {name!r}", table, chosen)
     whole = jnp.asarray(table)
     if chosen == "kmeans4" or chosen == "kmeans2":
-        made = block_quant.cluster_rows(whole, chosen)
+        made = block_quant.quantize_rows_kmeans(whole, chosen)
     elif chosen == "kmeans4_shared" or chosen == "kmeans2_shared":
         made = block_quant.share_codebooks(whole, chosen)
     else:
         made = block_quant.quantize_rows(whole, chosen, range="minmax" if chosen == "int8" else rows)
-    if count := int(block_quant.poisoned_rows(made)):
+    if count := int(block_quant.nonfinite_rows(made)):
         raise UserError(f"Table {name!r}: the range of {count} rows is too large for {chosen}. Keep it in float32.")
     return made
 
 
-def scores(model: ClickModel, arrays: Arrays, inputs: Inputs) -> jax.Array:
+def scores(model: ServedModel, arrays: Arrays, inputs: Inputs) -> jax.Array:
     """Logits float32[B, T] of a lowered model."""
     return logits(model, arrays.tables, module_of(model, arrays), inputs)
 
 
-def module_of(model: ClickModel, arrays: Arrays) -> Any:
+def module_of(model: ServedModel, arrays: Arrays) -> Any:
     """The dense part with its int8 operators in place."""
     unused = {name: jnp.zeros(()) for name in model.shape.names if name not in arrays.params}
-    module = model.shape.put_together({**arrays.params, **unused})
+    module = model.shape.merge({**arrays.params, **unused})
     found = operators.find(model.shape)
     for path, weight in arrays.int8.items():
 

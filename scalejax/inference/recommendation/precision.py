@@ -1,4 +1,4 @@
-"""Which precision every table and operator has: plain data, in a file if need be."""
+"""The precision of every table and operator: plain data, in a file if need be."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from scalejax.errors import UserError
 from scalejax.inference.recommendation import operators
-from scalejax.inference.recommendation.click_model import ClickModel
+from scalejax.inference.recommendation.click_model import ServedModel
 from scalejax.kernels import block_quant
 from scalejax.train import disk
 
@@ -56,12 +56,12 @@ class Precisions:
         disk.write_json(path, {"format": _FORMAT, **dataclasses.asdict(self)})
 
 
-def names(model: ClickModel) -> list[tuple[str, str]]:
+def names(model: ServedModel) -> list[tuple[str, str]]:
     """All that has a precision: ("table", name) and ("operator", path)."""
     return [("table", c.name) for c in model.configs] + [("operator", path) for path in operators.find(model.shape)]
 
 
-def choices(model: ClickModel, name: tuple[str, str]) -> Sequence[str]:
+def choices(model: ServedModel, name: tuple[str, str]) -> Sequence[str]:
     """Precisions that a table or operator can have, the widest first."""
     kind, key = name
     if kind == "table":
@@ -69,7 +69,7 @@ def choices(model: ClickModel, name: tuple[str, str]) -> Sequence[str]:
     return DENSE if operators.find(model.shape)[key].kind == "linear" else DENSE[:2]
 
 
-def uniform(model: ClickModel, *, tables: TablePrecision = "float32", dense: DensePrecision = "float32") -> Precisions:
+def uniform(model: ServedModel, *, tables: TablePrecision = "float32", dense: DensePrecision = "float32") -> Precisions:
     """One precision for all tables and one for all operators; float16 for those that have no int8.
 
     Raises:
@@ -85,7 +85,7 @@ def uniform(model: ClickModel, *, tables: TablePrecision = "float32", dense: Den
     )
 
 
-def load(path: pathlib.Path, model: ClickModel) -> Precisions:
+def load(path: pathlib.Path, model: ServedModel) -> Precisions:
     """Reads what `Precisions.save` wrote.
 
     Raises:
@@ -104,7 +104,7 @@ def load(path: pathlib.Path, model: ClickModel) -> Precisions:
     return found
 
 
-def check(precisions: Precisions, model: ClickModel, *, where: str = "precisions") -> None:
+def check(precisions: Precisions, model: ServedModel, *, where: str = "precisions") -> None:
     """Raises UserError unless every table and operator of a model, and nothing else, has a precision for it."""
     given = {("table", name) for name in precisions.tables} | {("operator", path) for path in precisions.operators}
     wanted = names(model)
@@ -119,7 +119,7 @@ def check(precisions: Precisions, model: ClickModel, *, where: str = "precisions
             )
 
 
-def bytes_of(model: ClickModel, name: tuple[str, str], precision: str) -> int:
+def bytes_of(model: ServedModel, name: tuple[str, str], precision: str) -> int:
     """Bytes at rest of a table or operator in a precision, scales, biases and codebooks included."""
     kind, key = name
     if kind == "table":
@@ -135,7 +135,7 @@ def bytes_of(model: ClickModel, name: tuple[str, str], precision: str) -> int:
     return max(sizes) + 8 * outputs + 4 * outputs  # codes; scale and sum of a column; a float32 bias
 
 
-def total_bytes(model: ClickModel, precisions: Precisions) -> int:
+def total_bytes(model: ServedModel, precisions: Precisions) -> int:
     """Bytes at rest of the whole model."""
     return sum(bytes_of(model, name, precisions.of(name)) for name in names(model))
 

@@ -1,4 +1,4 @@
-"""What low precision did to a model: bytes, time, normalised entropy, and where it was lost; as JSON and as tables."""
+"""A report on low precision: bytes, time, normalised entropy and where it was lost; as JSON and as tables."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from scalejax import units
 from scalejax.inference.recommendation import diagnosis, precision
 from scalejax.inference.recommendation.click_model import Inputs, Labelled
 from scalejax.inference.recommendation.lowering import Lowered
-from scalejax.inference.recommendation.search import Found
+from scalejax.inference.recommendation.search import PrecisionChoice
 
 
 def measure(
@@ -90,7 +90,7 @@ def measure(
     }
 
 
-def with_search(measured: dict[str, Any], found: Found, budget: float) -> dict[str, Any]:
+def with_search(measured: dict[str, Any], found: PrecisionChoice, budget: float) -> dict[str, Any]:
     """The same with what a search did."""
     return measured | {
         "search": {

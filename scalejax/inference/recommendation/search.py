@@ -23,7 +23,7 @@ Name = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
+class PrecisionStudy:
     """What a search asks of a model.
 
     Attributes:
@@ -44,7 +44,7 @@ class Study:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class PrecisionChoice:
     """The end of a search.
 
     Attributes:
@@ -62,22 +62,22 @@ class Found:
     path: list[dict[str, Any]]
 
 
-def widest(study: Study) -> Precisions:
+def widest(study: PrecisionStudy) -> Precisions:
     """Everything in its first choice."""
     return _all(study, 0)
 
 
-def narrowest(study: Study) -> Precisions:
+def narrowest(study: PrecisionStudy) -> Precisions:
     """Everything in its last choice."""
     return _all(study, -1)
 
 
-def cost(study: Study, precisions: Precisions) -> float:
-    """Of the whole."""
+def cost(study: PrecisionStudy, precisions: Precisions) -> float:
+    """The cost of the whole model."""
     return sum(study.cost(name, precisions.of(name)) for name in study.names)
 
 
-def search(study: Study, *, budget: float, told: Callable[[str], None] = lambda _: None) -> Found:
+def search(study: PrecisionStudy, *, budget: float, told: Callable[[str], None] = lambda _: None) -> PrecisionChoice:
     """Runs it.
 
     Args:
@@ -126,30 +126,30 @@ def search(study: Study, *, budget: float, told: Callable[[str], None] = lambda 
                 break
             before, current, now = current.of(name), trial, then
             move("lower", name, before, narrower, now, current)
-    return Found(current, now, study.gap_held_out(current), sensitivity, path)
+    return PrecisionChoice(current, now, study.gap_held_out(current), sensitivity, path)
 
 
-def _all(study: Study, index: int) -> Precisions:
+def _all(study: PrecisionStudy, index: int) -> Precisions:
     precisions = study.start
     for name in study.names:
         precisions = precisions.with_one(name, study.choices(name)[index])
     return precisions
 
 
-def _wider(study: Study, name: Name, chosen: str) -> str | None:
+def _wider(study: PrecisionStudy, name: Name, chosen: str) -> str | None:
     known = study.choices(name)
     at = known.index(chosen)
     return known[at - 1] if at else None
 
 
-def _narrower(study: Study, name: Name, chosen: str) -> str | None:
+def _narrower(study: PrecisionStudy, name: Name, chosen: str) -> str | None:
     known = study.choices(name)
     at = known.index(chosen)
     return known[at + 1] if at + 1 < len(known) else None
 
 
 def _worth(
-    study: Study, sensitivity: dict[tuple[Name, str], float], current: Precisions, name: Name, wider: str
+    study: PrecisionStudy, sensitivity: dict[tuple[Name, str], float], current: Precisions, name: Name, wider: str
 ) -> float:
     """NE given back by a raise, by the additive estimate, over what it costs."""
     chosen = current.of(name)

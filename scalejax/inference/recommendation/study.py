@@ -18,7 +18,7 @@ from scalejax.errors import UserError
 from scalejax.inference.recommendation import lowering, operators, precision
 from scalejax.inference.recommendation import search as searches
 from scalejax.inference.recommendation.calibration import Limits
-from scalejax.inference.recommendation.click_model import ClickModel, Inputs, Labelled, embed, logits
+from scalejax.inference.recommendation.click_model import Inputs, Labelled, ServedModel, embed, logits
 from scalejax.inference.recommendation.precision import Precisions
 from scalejax.kernels import block_quant
 from scalejax.kernels.block_quant import PackedRows, dense
@@ -39,7 +39,7 @@ class Emulation:
       rows: "minmax" or "greedy", see `lowering.lower`.
     """
 
-    model: ClickModel
+    model: ServedModel
     limits: Limits
     rows: str = "minmax"
 
@@ -52,7 +52,7 @@ class Emulation:
         """jitted (tables, params, on, inputs) -> logits float32[B, T]."""
 
         def score(tables: Any, params: Any, on: dict[str, jax.Array], inputs: Inputs) -> jax.Array:
-            module = self.model.shape.put_together(params)
+            module = self.model.shape.merge(params)
             for path, operator in operators.find(self.model.shape).items():
                 if operator.kind == "linear":
                     ends = tuple(map(jnp.float32, self.limits[path]))
@@ -95,7 +95,7 @@ class Emulation:
 
 
 def study(
-    model: ClickModel,
+    model: ServedModel,
     limits: Limits,
     calibration: Labelled,
     held_out: Labelled,
@@ -103,7 +103,7 @@ def study(
     objective: Objective = "bytes",
     tables: tuple[str, ...] = TABLE_CHOICES,
     dense_choices: tuple[str, ...] = DENSE_CHOICES,
-) -> searches.Study:
+) -> searches.PrecisionStudy:
     """What `search.search` wants.
 
     Args:
@@ -149,7 +149,7 @@ def study(
         wanted = emulation.scores(precision.uniform(model), examples)
         return lambda precisions: examples.gap(wanted, emulation.scores(precisions, examples))
 
-    return searches.Study(
+    return searches.PrecisionStudy(
         start=precision.uniform(model),
         names=precision.names(model),
         choices=choices,
@@ -160,7 +160,7 @@ def study(
 
 
 def latencies(
-    model: ClickModel, limits: Limits, inputs: Inputs, choices: Any, *, turns: int = 15
+    model: ServedModel, limits: Limits, inputs: Inputs, choices: Any, *, turns: int = 15
 ) -> dict[tuple[tuple[str, str], str], float]:
     """Seconds of every table's lookups and every operator by itself in each of its precisions, medians of `turns`.
 
@@ -169,7 +169,7 @@ def latencies(
     """
     found = operators.find(model.shape)
     tables, params = model.arrays
-    module = model.shape.put_together(params)
+    module = model.shape.merge(params)
     recorders = operators.record(module, found)
     logits(model, tables, module, inputs)
     times: dict[tuple[tuple[str, str], str], float] = {}
@@ -198,7 +198,7 @@ def latencies(
 
 
 def median_seconds(function: Any, *args: Any, turns: int) -> float:
-    """Of one call, compiled and warm, awaited."""
+    """Median seconds of a call that is compiled, warm and awaited."""
     jax.block_until_ready(function(*args))
     taken = []
     for _ in range(turns):

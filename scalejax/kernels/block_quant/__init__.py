@@ -2,13 +2,13 @@
 a row's own or shared; lookups in them."""
 
 from scalejax.kernels.block_quant.api import book_bytes as book_bytes
-from scalejax.kernels.block_quant.api import cluster_rows as cluster_rows
 from scalejax.kernels.block_quant.api import dequantize_rows as dequantize_rows
 from scalejax.kernels.block_quant.api import fuse_rows as fuse_rows
 from scalejax.kernels.block_quant.api import gather_quantized_rows as gather_quantized_rows
+from scalejax.kernels.block_quant.api import nonfinite_rows as nonfinite_rows
 from scalejax.kernels.block_quant.api import pack_lanes as pack_lanes
-from scalejax.kernels.block_quant.api import poisoned_rows as poisoned_rows
 from scalejax.kernels.block_quant.api import quantize_rows as quantize_rows
+from scalejax.kernels.block_quant.api import quantize_rows_kmeans as quantize_rows_kmeans
 from scalejax.kernels.block_quant.api import quantized_bag as quantized_bag
 from scalejax.kernels.block_quant.api import row_bytes as row_bytes
 from scalejax.kernels.block_quant.api import share_codebooks as share_codebooks

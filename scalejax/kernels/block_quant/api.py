@@ -9,7 +9,7 @@ smallest number of the row itself, not an integer zero point, so that decoding i
     int4        2 in a byte, first one low    float16 each    ceil(D / 2) + 4
     int2        4 in a byte, first one low    float16 each    ceil(D / 4) + 4
 
-or a codebook of numbers of its own, value = book[code] (`cluster_rows`):
+or a codebook of numbers of its own, value = book[code] (`quantize_rows_kmeans`):
 
     kmeans4     as int4                       16 of float16   ceil(D / 2) + 32
     kmeans2     as int2                        4 of float16   ceil(D / 4) + 8
@@ -98,7 +98,7 @@ def quantize_rows(
     On CPUs scales, biases and codes are those of FBGEMM to the bit, subnormal numbers included. A row with a NaN gets a
     scale and a bias of NaN and codes of zero, so that all of it decodes to NaN; a row with an infinity, or with a range
     that overflows float32 (float16 after division, for all but int8), gets a scale that is infinite, and decodes to NaN
-    as well. `poisoned_rows` counts both.
+    as well. `nonfinite_rows` counts both.
 
     Args:
       table: float32, bfloat16 or float16 [V, D].
@@ -118,11 +118,11 @@ def quantize_rows(
     return QuantizedRows(codes=codes, scales=scales, biases=biases, format=format, dim=table.shape[1])
 
 
-def cluster_rows(table: jax.Array, format: CodebookFormat) -> CodebookRows:
+def quantize_rows_kmeans(table: jax.Array, format: CodebookFormat) -> CodebookRows:
     """Quantizes every row under a codebook of its own, that of least squared error before its numbers are float16.
 
     Numbers of a row that are at most 16 (4) different ones, and are float16, come back as they were. A row that holds
-    NaN, an infinity, or more than float16 does, gets a codebook of NaN and decodes to NaN; `poisoned_rows` counts
+    NaN, an infinity, or more than float16 does, gets a codebook of NaN and decodes to NaN; `nonfinite_rows` counts
     them. float16 has 11 digits: rows whose spread is far less than their mean are better off in `quantize_rows`.
 
     Args:
@@ -133,7 +133,7 @@ def cluster_rows(table: jax.Array, format: CodebookFormat) -> CodebookRows:
       UserError: an unknown format, or a table of another dtype or rank.
     """
     bits = formats.bits_of(format, CODEBOOK_FORMATS)
-    _check_table("cluster_rows", table)
+    _check_table("quantize_rows_kmeans", table)
     codes, books = codebook.quantize(table.astype(jnp.float32), bits)
     return CodebookRows(codes=codes, books=books, format=format, dim=table.shape[1])
 
@@ -142,7 +142,7 @@ def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: in
     """Quantizes rows under codebooks that they share: rows of like numbers together, see `shared_codebook`.
 
     A row that holds NaN, an infinity, or more than float16 does, decodes to NaN and bears on no codebook;
-    `poisoned_rows` counts them.
+    `nonfinite_rows` counts them.
 
     Args:
       table: float32, bfloat16 or float16 [V, D], not traced: clusters are looked for on the host.
@@ -159,10 +159,10 @@ def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: in
     if books is not None and not 1 <= books <= shared_codebook.MOST:
         raise UserError(f"share_codebooks: books must lie in [1, {shared_codebook.MOST}], or be None; got {books}.")
     chosen = shared_codebook.count(table.shape[0]) if books is None else books
-    codes, made, owners = shared_codebook.quantize(np.asarray(table.astype(jnp.float32)), bits, chosen)
+    codes, made, codebook_ids = shared_codebook.quantize(np.asarray(table.astype(jnp.float32)), bits, chosen)
     return SharedCodebookRows(
         codes=xla.packed(jnp.asarray(codes, jnp.int32), bits),
-        owners=jnp.asarray(owners),
+        codebook_ids=jnp.asarray(codebook_ids),
         books=jnp.asarray(made),
         format=format,
         dim=table.shape[1],
@@ -250,8 +250,8 @@ def gather_quantized_rows(rows: "PackedRows | LaneRows", ids: jax.Array) -> jax.
     return rows.gather(ids) if jax.tree.leaves(rows)[0].size else jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
 
 
-def poisoned_rows(rows: "PackedRows") -> jax.Array:
-    """int32[]: rows that decode to NaN, see `quantize_rows`, `cluster_rows` and `share_codebooks`."""
+def nonfinite_rows(rows: "PackedRows") -> jax.Array:
+    """int32[]: rows that decode to NaN, see `quantize_rows`, `quantize_rows_kmeans` and `share_codebooks`."""
     return rows.poisoned()
 
 
@@ -264,7 +264,7 @@ def pack_lanes(rows: QuantizedRows | CodebookRows) -> LaneRows:
     if isinstance(rows, LaneRows) or ENCODINGS[rows.format].in_lanes is None:
         raise UnsupportedError(
             f"pack_lanes: lines have no codebooks that rows share; got {type(rows).__name__}. Look such rows up as "
-            "they are, or take cluster_rows or quantize_rows."
+            "they are, or take quantize_rows_kmeans or quantize_rows."
         )
     return lanes.pack_rows(rows)
 

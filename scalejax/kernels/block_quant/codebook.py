@@ -50,7 +50,7 @@ class CodebookRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.codes.shape[0] * ENCODINGS[self.format].row_bytes(self.dim)
 
     def dequantize(self) -> jax.Array:
@@ -62,7 +62,7 @@ class CodebookRows:
         return jax.tree.map(formats.taker(ids, self.codes.shape[0])[1], self).dequantize()
 
     def poisoned(self) -> jax.Array:
-        """See `api.poisoned_rows`."""
+        """See `api.nonfinite_rows`."""
         return jnp.sum(~jnp.isfinite(self.books).all(axis=1), dtype=jnp.int32)
 
 

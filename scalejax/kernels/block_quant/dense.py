@@ -37,7 +37,7 @@ class Int8Weight:
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays."""
+        """Bytes of all arrays."""
         return sum(x.size * x.dtype.itemsize for x in (self.codes, self.scales, self.sums))
 
 

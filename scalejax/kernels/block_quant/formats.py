@@ -1,4 +1,4 @@
-"""How many bytes a row has in a format, by name, and how rows are taken from a table.
+"""Bytes of a row by the name of its format, and taking rows from a table.
 
 A format is a file of its own: a dataclass of rows with the methods `dequantize`, `gather` and `poisoned`, which `api`
 calls, and an `Encoding` in `ENCODINGS`. `PackedRows` of this folder is the union of those classes.
@@ -33,11 +33,11 @@ class Encoding:
     in_lanes: Callable[..., Any] | None = None
 
     def code_bytes(self, dim: int) -> int:
-        """Of a row of `dim` codes."""
+        """Bytes of the codes of a row of `dim` elements."""
         return -(-dim * self.bits // 8)
 
     def row_bytes(self, dim: int) -> int:
-        """Of a row of `dim` numbers; codebooks that rows share are apart."""
+        """Bytes of a row of `dim` elements, without codebooks that rows share."""
         return self.code_bytes(dim) + self.beside
 
 

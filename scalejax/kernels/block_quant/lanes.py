@@ -29,7 +29,7 @@ _LINES = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class LaneLayout:
     """Where rows lie.
 
     Attributes:
@@ -55,14 +55,14 @@ class Layout:
         return rows // self.per_line, rows % self.per_line * self.words
 
 
-def layout(bits: int, dim: int, *, book_words: int = 0) -> Layout:
+def layout(bits: int, dim: int, *, book_words: int = 0) -> LaneLayout:
     """Of rows of `dim` codes of `bits` bits, and a codebook of so many words if there are any."""
     codes = -(-dim * bits // 32)
     words, book = codes + book_words, codes
     if words > LANES:
         book = -(-codes // LANES) * LANES
         words = -(-(book + book_words) // LANES) * LANES
-    return Layout(words, book if book_words else None)
+    return LaneLayout(words, book if book_words else None)
 
 
 @jax.tree_util.register_dataclass
@@ -96,11 +96,11 @@ class LaneRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows, and of what is left of the lines."""
+        """Bytes of all rows, with what is left of each 128 lanes."""
         return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(self))
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> LaneLayout:
         """Where rows lie."""
         return layout_of(self.format, self.dim)
 
@@ -143,13 +143,13 @@ def pack_rows(rows: Any) -> LaneRows:
     )
 
 
-def layout_of(format: str, dim: int) -> Layout:
-    """Of rows of `dim` numbers in a format."""
+def layout_of(format: str, dim: int) -> LaneLayout:
+    """The layout of rows of `dim` elements in a format."""
     return layout(ENCODINGS[format].bits, dim, book_words=ENCODINGS[format].book_words)
 
 
 @functools.partial(jax.jit, static_argnames=("where",))
-def pack(codes: jax.Array, books: jax.Array | None, where: Layout) -> jax.Array:
+def pack(codes: jax.Array, books: jax.Array | None, where: LaneLayout) -> jax.Array:
     """uint8[V, n], float16[V, 2^bits] or None -> int32[lines, width]."""
     block = _LINES * where.per_line
     whole, rest = divmod(codes.shape[0], block)
@@ -166,7 +166,7 @@ def pack(codes: jax.Array, books: jax.Array | None, where: Layout) -> jax.Array:
     return jnp.concatenate([lines.reshape(-1, where.width), _pack(*last, where=where)])
 
 
-def _pack(codes: jax.Array, books: jax.Array | None = None, *, where: Layout) -> jax.Array:
+def _pack(codes: jax.Array, books: jax.Array | None = None, *, where: LaneLayout) -> jax.Array:
     words = _words(codes)
     if books is not None:
         assert where.book is not None
@@ -178,12 +178,12 @@ def _pack(codes: jax.Array, books: jax.Array | None = None, *, where: Layout) ->
     return jnp.pad(lines, ((0, 0), (0, where.width - used)))
 
 
-def unpack(lines: jax.Array, num_rows: int, where: Layout) -> jax.Array:
+def unpack(lines: jax.Array, num_rows: int, where: LaneLayout) -> jax.Array:
     """int32[lines, width] -> int32[V, words]."""
     return lines[:, : where.per_line * where.words].reshape(-1, where.words)[:num_rows]
 
 
-def take(lines: jax.Array, rows: jax.Array, where: Layout) -> jax.Array:
+def take(lines: jax.Array, rows: jax.Array, where: LaneLayout) -> jax.Array:
     """int32[N, words] of int32[N], which are rows."""
 
     def one(line: jax.Array, first: jax.Array) -> jax.Array:
@@ -199,7 +199,7 @@ def codes_of(words: jax.Array, count: int) -> jax.Array:
     return (spread >> (byte % 4 * 8)[None, :] & 0xFF).astype(jnp.uint8)
 
 
-def books_of(words: jax.Array, size: int, where: Layout) -> jax.Array:
+def books_of(words: jax.Array, size: int, where: LaneLayout) -> jax.Array:
     """int32[V, words] -> float16[V, size]."""
     assert where.book is not None
     own = words[:, where.book : where.book + size // 2]

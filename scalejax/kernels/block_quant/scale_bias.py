@@ -35,7 +35,7 @@ class QuantizedRows:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.codes.shape[0] * ENCODINGS[self.format].row_bytes(self.dim)
 
     def dequantize(self) -> jax.Array:
@@ -47,13 +47,13 @@ class QuantizedRows:
         return jax.tree.map(formats.taker(ids, self.codes.shape[0])[1], self).dequantize()
 
     def poisoned(self) -> jax.Array:
-        """See `api.poisoned_rows`."""
+        """See `api.nonfinite_rows`."""
         finite = jnp.isfinite(self.scales) & jnp.isfinite(self.biases)
         return jnp.sum(~finite, dtype=jnp.int32)
 
 
 def scale_dtype(format: str) -> np.dtype:
-    """Of scales and biases."""
+    """The dtype of scales and biases."""
     return np.dtype(np.float32 if format == "int8" else np.float16)
 
 

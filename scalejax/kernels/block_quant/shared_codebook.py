@@ -53,31 +53,31 @@ class SharedCodebookRows:
     """
 
     codes: jax.Array
-    owners: jax.Array
+    codebook_ids: jax.Array
     books: jax.Array
     format: SharedCodebookFormat = dataclasses.field(metadata={"static": True})
     dim: int = dataclasses.field(metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
-        """Of all rows and codebooks."""
+        """Bytes of all rows and codebooks."""
         encoding = ENCODINGS[self.format]
         return self.codes.shape[0] * encoding.row_bytes(self.dim) + self.books.shape[0] * encoding.shared
 
     def dequantize(self) -> jax.Array:
         """See `api.dequantize_rows`."""
-        own = self.books.at[self.owners].get(mode="fill", fill_value=jnp.nan)
+        own = self.books.at[self.codebook_ids].get(mode="fill", fill_value=jnp.nan)
         return codebook.decode(self.codes, own, ENCODINGS[self.format].bits, self.dim)
 
     def gather(self, ids: jax.Array) -> jax.Array:
         """See `api.gather_quantized_rows`."""
         inside, take = formats.taker(ids, self.codes.shape[0])
-        found = dataclasses.replace(self, codes=take(self.codes), owners=take(self.owners)).dequantize()
+        found = dataclasses.replace(self, codes=take(self.codes), codebook_ids=take(self.codebook_ids)).dequantize()
         return jnp.where(inside[:, None], found, 0)  # no number of a codebook stands for zero
 
     def poisoned(self) -> jax.Array:
-        """See `api.poisoned_rows`."""
-        return jnp.sum(self.owners >= self.books.shape[0], dtype=jnp.int32)
+        """See `api.nonfinite_rows`."""
+        return jnp.sum(self.codebook_ids >= self.books.shape[0], dtype=jnp.int32)
 
 
 for _format, _bits in zip(SHARED_CODEBOOK_FORMATS, (4, 2), strict=True):
@@ -96,17 +96,17 @@ def quantize(table: np.ndarray, bits: int, books: int) -> tuple[np.ndarray, np.n
     """
     with np.errstate(over="ignore"):
         sound = np.isfinite(table.astype(np.float16)).all(axis=1)
-    owners = np.full(len(table), BROKEN, np.uint8)
-    owners[sound] = clusters(np.sort(table[sound], axis=1), books)
+    codebook_ids = np.full(len(table), BROKEN, np.uint8)
+    codebook_ids[sound] = clusters(np.sort(table[sound], axis=1), books)
     codes = np.zeros(table.shape, np.uint8)
     made = np.zeros((books, 1 << bits), np.float16)
-    held = np.unique(owners[sound])
-    numbers = [np.sort(table[owners == book], axis=None) for book in held]
+    held = np.unique(codebook_ids[sound])
+    numbers = [np.sort(table[codebook_ids == book], axis=None) for book in held]
     for book, own, starts in zip(held, numbers, _starts(numbers, table.shape[1], bits), strict=True):
         settled = [_settled(own, start, 1 << bits) for start in starts]
         made[book] = min(settled, key=lambda entries: _error(own, entries))
-        codes[owners == book] = np.searchsorted(_middles(made[book]), table[owners == book])
-    return codes, made, owners
+        codes[codebook_ids == book] = np.searchsorted(_middles(made[book]), table[codebook_ids == book])
+    return codes, made, codebook_ids
 
 
 def clusters(rows: np.ndarray, books: int) -> np.ndarray:

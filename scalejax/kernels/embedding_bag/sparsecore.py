@@ -1,6 +1,6 @@
 """Row gathers on the SparseCores of a TPU (v5p, v6e and 7x have them), by indirect streams.
 
-Ids are dealt out to all vector subcores of a chip in contiguous pieces. A subcore takes 128 at a time, or fewer where
+Ids are striped to all vector subcores of a chip in contiguous pieces. A subcore takes 128 at a time, or fewer where
 rows are wide: ids into its memory, one indirect stream for their rows, one copy out. Pooling is left to XLA.
 
 No interpreter runs indirect streams, and this has not run on a chip: it is compiled for every chip in the tests, and

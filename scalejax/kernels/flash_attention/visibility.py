@@ -1,4 +1,4 @@
-"""Which keys a query sees, as data that every implementation shares.
+"""The keys that each query sees, as data that every implementation shares.
 
 Query i of a row sees key j where all that is asked for holds:
 

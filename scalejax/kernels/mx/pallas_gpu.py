@@ -137,7 +137,7 @@ def dequantize(packed: Packed, dtype: jax.typing.DTypeLike, *, interpret: bool =
         subs = None if packed.sub_scales is None else tile.load_stream(given.pop(0), format.d2, 1)
         scale = None if packed.tensor_scale is None else jnp.full((1, 1, 1), given.pop(0)[0])
         subs = None if subs is None else subs.astype(jnp.uint8)
-        bits = blocks.decode_blocks(blocks.Encoded(codes, scales, subs), format, scale)
+        bits = blocks.decode_blocks(blocks.EncodedBlocks(codes, scales, subs), format, scale)
         tile.numbers(view.length).store(out, float32.to_dtype(bits, dtype))
 
     out = _call(
@@ -288,7 +288,7 @@ class _Tile:
         return _Place((leading, block * per_block + offset, column), inside)
 
     def numbers(self, length: int) -> "_Place":
-        """Of the tile itself; what is beyond the length is none."""
+        """Places of the elements of the tile; none beyond the length."""
         shape = self.shape(self.subs, self.format.k2)
         first = 1 if self.is_last else 0
         sub, within = (lax.broadcasted_iota(jnp.int32, shape, first + i) for i in range(2))

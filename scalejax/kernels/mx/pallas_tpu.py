@@ -162,7 +162,7 @@ def dequantize(packed: Packed, dtype: jax.typing.DTypeLike, *, interpret: Interp
         @pl.loop(0, along // (_AT_ONCE * format.k1))
         def _(step: jax.Array) -> None:
             codes, scales, subs = _parts(inputs, step, format, other)
-            encoded = blocks.Encoded(codes, scales, None if subs is None else subs.astype(jnp.uint8))
+            encoded = blocks.EncodedBlocks(codes, scales, None if subs is None else subs.astype(jnp.uint8))
             bits = blocks.decode_blocks(encoded, format, scale)
             decoded[_span(step, _AT_ONCE * format.k1), :] = bits.reshape(_AT_ONCE * format.k1, other)
 
@@ -307,7 +307,7 @@ class _View:
         return self.leading, steps, pl.cdiv(self.trailing, other)
 
     def spec(self, format: BlockFormat, numerator: int, denominator: int) -> pl.BlockSpec:
-        """Of an array that has numerator / denominator entries for one along L."""
+        """Blocks of an array that has numerator / denominator entries for one along L."""
         along, other = self.tile(format)
         own = along * numerator // denominator
         if self.is_last:

@@ -21,7 +21,7 @@ from jax import lax
 
 from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks, elements, scales
-from scalejax.numerics.blocks import Encoded
+from scalejax.numerics.blocks import EncodedBlocks
 from scalejax.numerics.elements import Element
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.rounding import Rounding
@@ -43,7 +43,7 @@ def encode(
     rounding: Rounding,
     chance: jax.Array | None = None,
     tensor_scale: jax.Array | None = None,
-) -> Encoded:
+) -> EncodedBlocks:
     """Quantizes blocks: the arguments and the results of `blocks.encode_blocks`."""
     if rule is None or not has_short_way(format, rounding):
         return blocks.encode_blocks(
@@ -56,7 +56,7 @@ def encode(
 
 def encode_exponents(
     bits: jax.Array, sub_largest: jax.Array, exponent: jax.Array, format: BlockFormat, rule: ScaleRule
-) -> Encoded:
+) -> EncodedBlocks:
     """Quantizes blocks whose maxima are known, ties to even.
 
     Args:
@@ -76,7 +76,7 @@ def encode_exponents(
         own = scales.scale_exponent(sub_largest, format.element, rule)
         tau = jnp.clip(exponent - own, 0, format.max_microexponent)
         sub_scales, exponent = tau.astype(jnp.uint8), exponent - tau
-    return Encoded(codes(bits, exponent, format.element) & kept, stored.astype(jnp.uint8), sub_scales)
+    return EncodedBlocks(codes(bits, exponent, format.element) & kept, stored.astype(jnp.uint8), sub_scales)
 
 
 def block_exponent(largest: jax.Array, format: BlockFormat, rule: ScaleRule) -> jax.Array:

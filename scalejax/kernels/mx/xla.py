@@ -67,7 +67,7 @@ def dequantize(packed: Packed, dtype: jax.typing.DTypeLike) -> jax.Array:
     subs = format.k1 // format.k2
     codes = unpack(packed.codes, format.element.bits, axis)
     sub_scales = None if packed.sub_scales is None else unpack(packed.sub_scales, format.d2, axis).astype(jnp.uint8)
-    encoded = blocks.Encoded(
+    encoded = blocks.EncodedBlocks(
         blocks.apart(codes, subs, format.k2, axis),
         blocks.apart(packed.scales, 1, 1, axis),
         None if sub_scales is None else blocks.apart(sub_scales, subs, 1, axis),

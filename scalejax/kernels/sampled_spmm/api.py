@@ -41,7 +41,7 @@ from scalejax.kernels.sampled_spmm.balance import Balance
 from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.features import Int8Rows
 from scalejax.kernels.sampled_spmm.plan import SampledPlan, SparsePlan, check_plan, transposed_values
-from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling, Strategy, check_width, pick
+from scalejax.kernels.sampled_spmm.sampling import EdgeSampling, Ell, Strategy, check_width, pick
 
 if TYPE_CHECKING:
     from scalejax.kernels.interpretation import Interpret
@@ -79,7 +79,7 @@ class _Call:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the functions of its module."""
+        """Keyword arguments of the functions of its module."""
         return {"interpret": self.interpret} if self.name in _KERNELS else {}
 
 
@@ -222,14 +222,14 @@ def sampled_spmm(
             f'{op}: self_loop_bias must be at least 0, finite, and 0 for reduce="sum", which has no divisor; '
             f"got {self_loop_bias}."
         )
-    sampling = Sampling(strategy=strategy or "bucket", prime=prime, seed=seed, rate=rate)
+    sampling = EdgeSampling(strategy=strategy or "bucket", prime=prime, seed=seed, rate=rate)
     picks: Csr | Ell | SampledPlan = graph
     if isinstance(graph, Csr):
         graph, values = _checked(op, graph, width, values), None
         assert width is not None
         inside = _choose(op, implementation, h, _PICKS, interpret).name in _PICKING and not isinstance(h, Int8Rows)
         picks = graph if inside else pick(graph, width, sampling)
-    elif width is not None or strategy is not None or sampling != Sampling():
+    elif width is not None or strategy is not None or sampling != EdgeSampling():
         raise UserError(
             f"{op}: width, strategy, prime, seed and rate are of a CSR; edges of an Ell or SampledPlan are picked "
             "already. Leave them out, or pass them to presample."
@@ -411,7 +411,7 @@ _picked_sum.defvjp(_picked_sum_forward, _picked_sum_backward)
 class _Rule:
     """How a kernel picks edges of a CSR."""
 
-    sampling: Sampling
+    sampling: EdgeSampling
     width: int
 
 

@@ -31,7 +31,7 @@ from scalejax.kernels.sampled_spmm import blocks
 from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows
 from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.features import check_kernel
-from scalejax.kernels.sampled_spmm.sampling import Ell, Sampling
+from scalejax.kernels.sampled_spmm.sampling import EdgeSampling, Ell
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def sampled_sum(
 
 def picking_sum(
     csr: Csr,
-    sampling: Sampling,
+    sampling: EdgeSampling,
     width: int,
     h: jax.Array,
     divisor: jax.Array | None,

@@ -1,4 +1,4 @@
-"""What is found out about a graph once, on the host, for every product with it and for their derivatives."""
+"""The plan of a graph, made once on the host for every product with it and for their derivatives."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Which edges of a row are kept: fixed rules, no random numbers, the same on host and device to the bit.
+"""Rules that keep some edges of a row: no random numbers, the same on host and device to the bit.
 
 Of a row of n edges, slot k = 0 ... slots - 1 takes the edge at this position, with a width of S:
 
@@ -41,7 +41,7 @@ _DENOMINATOR = 10_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
+class EdgeSampling:
     """A rule; static. Its methods take NumPy or JAX arrays of int32 that broadcast, and kernels may call them.
 
     Attributes:
@@ -215,7 +215,7 @@ def presample(
     Raises:
       UserError: an argument is out of range, or does not fit the strategy, or the graph is not well formed.
     """
-    sampling = Sampling(strategy=strategy, prime=prime, seed=seed, rate=rate)
+    sampling = EdgeSampling(strategy=strategy, prime=prime, seed=seed, rate=rate)
     if not isinstance(csr, Csr):
         raise UserError(f"presample: csr must be a Csr; got {type(csr).__name__}. Pass the one that you would plan.")
     on_host = isinstance(csr.indptr, np.ndarray) and isinstance(csr.indices, np.ndarray)
@@ -223,7 +223,7 @@ def presample(
     return pick(csr, _width(csr, width, sampling, on_host), sampling, np if on_host else jnp)
 
 
-def pick(csr: Csr, width: int, sampling: Sampling, numpy: Any = jnp) -> Ell:
+def pick(csr: Csr, width: int, sampling: EdgeSampling, numpy: Any = jnp) -> Ell:
     """`presample` by a rule, in NumPy or JAX."""
     dtype = index_dtype(csr.nnz, csr.shape)
     indptr, indices = (array.astype(dtype, copy=False) for array in (csr.indptr, csr.indices))
@@ -266,7 +266,7 @@ def _is_whole(number: Any) -> bool:
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
-def _width(csr: Csr, width: int | None, sampling: Sampling, on_host: bool) -> int:
+def _width(csr: Csr, width: int | None, sampling: EdgeSampling, on_host: bool) -> int:
     if width is None and sampling.by_rate and on_host:
         degrees = np.diff(csr.indptr).astype(np.int32)
         return max(1, int(sampling.slots(degrees, 2**31 - 1).max(initial=0)))

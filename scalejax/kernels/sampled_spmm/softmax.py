@@ -42,7 +42,7 @@ def segment_softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
-    """Of [nnz, heads]."""
+    """Softmax over the edges of each row, scores [nnz, heads]."""
     most = reduce_edges(plan, scores, "max")
     raised = jnp.exp(scores - take(jnp.where(jnp.isneginf(most), 0, most), plan.row_ids))
     total = reduce_edges(plan, raised, "sum")

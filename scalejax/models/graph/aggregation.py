@@ -1,4 +1,4 @@
-"""What a layer reads of a graph: all edges of each row, or a few that were drawn.
+"""Aggregation over the edges of a graph: all edges of each row, or a few that were drawn.
 
 A layer is given one of three things and does not care which: a `SparsePlan`, of a whole graph or of edges that were
 drawn from it once; the same cut into blocks of rows over the devices of the ambient mesh, a `ShardedGraph`; or an
@@ -53,7 +53,7 @@ class Sampling:
     draws: int = 1
 
     def __post_init__(self) -> None:
-        rule = sampling.Sampling(strategy=self.strategy, prime=self.prime, seed=self.seed, rate=self.rate)
+        rule = sampling.EdgeSampling(strategy=self.strategy, prime=self.prime, seed=self.seed, rate=self.rate)
         if self.width is None and not rule.by_rate:
             raise UserError(f"Sampling: width must be a number of edges for strategy {self.strategy!r}; got None.")
         if self.width is not None and self.width < 1:

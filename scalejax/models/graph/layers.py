@@ -1,4 +1,4 @@
-"""What the networks have in common."""
+"""Parts that the graph networks have in common."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What training minimises: the cross-entropy of the classes of nodes, or of their labels in binary tasks."""
+"""The task of graph networks: cross-entropy of the classes of nodes, or of their labels in binary tasks."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -298,7 +298,7 @@ def _of_device(*shape: int | None, dtype: Any = "int32") -> Field:
 
 
 def _wide() -> np.dtype:
-    """Of positions among edges: 64 bits where jax has them."""
+    """The dtype of positions among edges: 64 bits where jax has them."""
     return np.dtype(jnp.result_type(int))
 
 

@@ -1,4 +1,4 @@
-"""What inference and surgery know of a family of language models: one entry for each.
+"""The entry of a family of language models: all that inference and surgery know of it.
 
 An entry says for the configs of a family how the model is built, how its parameters lie in a checkpoint of Hugging
 Face, and what config.json says. `families` finds it.

@@ -10,11 +10,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.models.llm import mapping
-from scalejax.models.llm.mapping import Index, Source
+from scalejax.models.llm.mapping import Index, ParamSource
 
 
 def load(
-    source: Source,
+    source: ParamSource,
     targets: Mapping[str, jax.ShapeDtypeStruct],
     *,
     stacked: Callable[[str], bool] = lambda path: path.startswith("layers/"),
@@ -46,7 +46,7 @@ def load(
     return params
 
 
-def _stacked(source: Source, path: str, target: jax.ShapeDtypeStruct, loaded: Callable[[int], None]) -> jax.Array:
+def _stacked(source: ParamSource, path: str, target: jax.ShapeDtypeStruct, loaded: Callable[[int], None]) -> jax.Array:
     whole: Any = target.sharding
     one = NamedSharding(whole.mesh, P(*whole.spec[1:]), memory_kind=whole.memory_kind)
     shape = target.shape[1:]
@@ -65,7 +65,7 @@ def _stacked(source: Source, path: str, target: jax.ShapeDtypeStruct, loaded: Ca
 
 
 def _place(
-    source: Source, path: str, layer: int | None, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+    source: ParamSource, path: str, layer: int | None, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
 ) -> jax.Array:
     """One tensor: the box around the parts of this process's devices is read once, and cut for each."""
     local = [

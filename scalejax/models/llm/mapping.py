@@ -88,7 +88,7 @@ class Stored(Protocol):
 
     @property
     def name(self) -> str:
-        """Its name."""
+        """The name of the tensor."""
         ...
 
     @property
@@ -103,12 +103,12 @@ class Stored(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """The shape of the tensor."""
         ...
 
     @property
     def dtype(self) -> np.dtype:
-        """Its dtype."""
+        """The dtype of the tensor."""
         ...
 
     def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
@@ -116,7 +116,7 @@ class Stored(Protocol):
         ...
 
 
-class Source(Protocol):
+class ParamSource(Protocol):
     """Where parameters come from."""
 
     def dtype(self, path: str) -> np.dtype:
@@ -151,7 +151,7 @@ class TensorSource:
         return self.tensors[self.entries[path].name.replace(LAYER, "0")].dtype
 
     def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
-        """See `Source`."""
+        """See `ParamSource`."""
         entry = self.entries[path]
         tensor = self.tensors[entry.name.replace(LAYER, str(layer))]
         ours = entry.ours()

@@ -28,7 +28,7 @@ from scalejax.data.text.tokenizer import TokenizerConfig
 from scalejax.errors import UserError
 from scalejax.models.llm import families, mapping, packed, safetensors
 from scalejax.models.llm.architecture import Architecture, LanguageConfig
-from scalejax.models.llm.mapping import LAYER, Entry, Source, Stored, TensorSource
+from scalejax.models.llm.mapping import LAYER, Entry, ParamSource, Stored, TensorSource
 from scalejax.models.llm.packed import InputScale
 from scalejax.models.llm.safetensors import Tensor, Written
 from scalejax.models.llm.special_tokens import SpecialTokens, read_special, write_generation_config
@@ -78,7 +78,7 @@ class LanguageModel:
     kind: Kind
     config: LanguageConfig
     tokens: SpecialTokens
-    source: Source
+    source: ParamSource
     tokenizer: TokenizerConfig | None
     begins: Literal["bos", "nothing"] = "bos"
     inputs: Mapping[str, InputScale] = dataclasses.field(default_factory=dict)
@@ -181,7 +181,7 @@ def as_trained(model: LanguageModel) -> Trained:
     return Trained(params=params, step=0, origin=f"model folder {model.path}")
 
 
-def _read_part(source: Source, entry: Entry, layers: tuple[int, ...], index: Any) -> np.ndarray:
+def _read_part(source: ParamSource, entry: Entry, layers: tuple[int, ...], index: Any) -> np.ndarray:
     if not layers:
         return source.read(entry.path, None)[index]
     first, *rest = index if isinstance(index, tuple) else (index,)

@@ -239,7 +239,7 @@ class Written:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes."""
+        """Bytes of the data of the tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

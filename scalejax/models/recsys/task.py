@@ -1,4 +1,4 @@
-"""What every click model shares: the loss, and the task that training and planning see."""
+"""The task of click models: the loss, and what training and planning see."""
 
 import dataclasses
 import difflib
@@ -82,7 +82,7 @@ class CtrTask(TaskBase):
         return (ClickQuality(tasks=self.schema.labels),)
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
-        """Of the dense part."""
+        """FLOPs of the dense part."""
         rows = shapes["labels"][0]
         return Work(flops=rows * self.flops_per_example(), count=rows)
 

@@ -1,4 +1,4 @@
-"""How Wukong is made larger: the recipe of section 5 of the paper, the sizes of its Table 5, and the fitted law.
+"""Scaling Wukong: the recipe of section 5 of the paper, the sizes of its Table 5, and the fitted law.
 
 Our arithmetic against the published one, on 720 embeddings of width 160 and no numbers (`TABLE_5_SCHEMA`); the paper
 documents neither the kind of Y nor the head, so the rows below take the low-rank FM and a head with the FM block's MLP:

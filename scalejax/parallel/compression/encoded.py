@@ -9,7 +9,7 @@ piece is one stream of numbers, the sharded dimension first, and begins a block:
 block divides a piece, blocks are those of the whole parameter and do not depend on the number of devices.
 
 What does not travel is not rounded: parameters that are whole on every device, and their gradients, are summed as by
-`blocks.Plain`; so is the sum over copies of a shard (`replica` under HYBRID_SHARD).
+`blocks.UncompressedExchange`; so is the sum over copies of a shard (`replica` under HYBRID_SHARD).
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ from scalejax.parallel.gradients.blocks import Arrays, States
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Encoded(blocks.Stateless):
+class EncodedExchange(blocks.Stateless):
     """The exchange; see above.
 
     Attributes:
@@ -40,7 +40,7 @@ class Encoded(blocks.Stateless):
       reduce_format: Of gradients that are reduced; None = in their dtype.
     """
 
-    plain: blocks.Plain
+    plain: blocks.UncompressedExchange
     gather_format: WireFormat | None
     reduce_format: WireFormat | None
 

@@ -8,7 +8,7 @@ import jax
 
 from scalejax.numerics import products, weights
 from scalejax.numerics.rules import QuantizationRule
-from scalejax.parallel.gradients.blocks import Fetch
+from scalejax.parallel.gradients.blocks import ParamGather
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +39,11 @@ class FormattedGather:
         policy = policy if adapt is None else adapt(policy)
         if policy is None:
             return None
-        drops = isinstance(self.gather, Fetch) and self.gather.after_forward == "drop" and bool(self.gather.primitives)
+        drops = (
+            isinstance(self.gather, ParamGather)
+            and self.gather.after_forward == "drop"
+            and bool(self.gather.primitives)
+        )
         names = (products.ACTIVATIONS,) if drops else (products.ACTIVATIONS, products.WEIGHTS)
         named = jax.checkpoint_policies.save_only_these_names(*names)
         return jax.checkpoint_policies.save_from_both_policies(policy, named)

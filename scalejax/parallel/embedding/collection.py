@@ -43,9 +43,9 @@ from scalejax.parallel.embedding.exchange.routed import Route, exchange_may_lack
 from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import (
     DedupGroup,
+    DeviceJagged,
     FeatureLayout,
-    KeyedJagged,
-    Packed,
+    PackedIds,
     expand,
     expanded_fits,
     pack,
@@ -74,7 +74,7 @@ from scalejax.parallel.mesh import check_batch, device_memory_bytes
 State = dict[str, Any]
 """{"stacks": {stack: {"rows": [N * L, dim], "accumulator": ...}}, "updates": int32[], "faults": int32[M, 2]}.
 
-Stacks are sharded on dimension 0 over the devices that they are dealt out over, or copied. Updates are counted since
+Stacks are sharded on dimension 0 over the devices that they are striped over, or copied. Updates are counted since
 the tables began; faults count, per device, bad ids and ids that an exchange had no room for, since the state was made.
 
 Where tables have id maps, also {"maps": {table: see `id_map.State`}, "key": uint32[...]}: the maps, sharded on
@@ -97,7 +97,7 @@ class Routing:
         updated. (Fixed point needs every occurrence by itself: sums over the examples of a distinct row are rounded.)
     """
 
-    features: KeyedJagged
+    features: DeviceJagged
     routes: dict[str, Route]
     plans: dict[str, RowPlan | tuple[RowPlan, ...]]
     faults: jax.Array
@@ -265,7 +265,7 @@ class EmbeddingCollection:
                 group_of[name] = number
         return group_of
 
-    def to_device(self, features: HostKeyedJagged, layout: tuple[FeatureLayout, ...]) -> KeyedJagged:
+    def to_device(self, features: HostKeyedJagged, layout: tuple[FeatureLayout, ...]) -> DeviceJagged:
         """This process's slice of a global batch, checked and on its devices: what `lookup` takes.
 
         Args:
@@ -278,7 +278,7 @@ class EmbeddingCollection:
         processes = len({device.process_index for device in self.mesh.devices.flat})
         return to_device(self.pack(features, self.mesh.size // processes, layout), layout, self.mesh)
 
-    def pack(self, features: HostKeyedJagged, shards: int, layout: tuple[FeatureLayout, ...]) -> Packed:
+    def pack(self, features: HostKeyedJagged, shards: int, layout: tuple[FeatureLayout, ...]) -> PackedIds:
         """The device form of this process's examples, as NumPy, checked exactly before it travels.
 
         Args:
@@ -295,7 +295,7 @@ class EmbeddingCollection:
         self._check_room(packed, layout)
         return packed
 
-    def _check_room(self, packed: Packed, layout: tuple[FeatureLayout, ...]) -> None:
+    def _check_room(self, packed: PackedIds, layout: tuple[FeatureLayout, ...]) -> None:
         host_check.check_room(self.stacks, packed, layout, self.exchange)
         mapped.check_room(self.tables, packed, layout, self.exchange, self.mesh.size)
 
@@ -305,7 +305,7 @@ class EmbeddingCollection:
         shards: int,
         layout: tuple[FeatureLayout, ...],
         groups: tuple[DedupGroup, ...],
-    ) -> Packed | None:
+    ) -> PackedIds | None:
         """As `pack`, of deduplicated features; None if they have more distinct rows, or ids, than there is room for.
 
         Args:
@@ -410,12 +410,12 @@ class EmbeddingCollection:
 
         return jax.jit(create, out_shardings=self._shardings(shapes))(key)
 
-    def lookup(self, state: State, features: KeyedJagged) -> tuple[dict[str, jax.Array], Routing]:
+    def lookup(self, state: State, features: DeviceJagged) -> tuple[dict[str, jax.Array], Routing]:
         """Rows of all features: `exchange_ids`, then `fetch`."""
         routing = self.exchange_ids(features)
         return self.fetch(state, routing), routing
 
-    def map_ids(self, state: State, features: KeyedJagged, *, steps_ahead: int = 0) -> tuple[KeyedJagged, Assignment]:
+    def map_ids(self, state: State, features: DeviceJagged, *, steps_ahead: int = 0) -> tuple[DeviceJagged, Assignment]:
         """Gives the ids of tables with an id map their rows, for a training step.
 
         Reads the maps and the count of updates alone, and changes neither: `admit` does, before rows are fetched.
@@ -432,7 +432,7 @@ class EmbeddingCollection:
             return features, Assignment({}, {}, jnp.zeros((self.mesh.size, 2), jnp.int32))
         step = state["updates"] + steps_ahead
 
-        def local(maps: mapped.Maps, features: KeyedJagged, step: jax.Array) -> Any:
+        def local(maps: mapped.Maps, features: DeviceJagged, step: jax.Array) -> Any:
             asked = mapped.requests(self.tables, features.layout)
             where = {"exchange": self.exchange, "devices": self.mesh.size, "axes": self.axes}
             return mapped.assign(asked, maps, features, step, **where)
@@ -489,7 +489,7 @@ class EmbeddingCollection:
         )
         return self.admit(state, Assignment(maps, evicted, jnp.zeros((self.mesh.size, 2), jnp.int32)))
 
-    def find_ids(self, state: State, features: KeyedJagged) -> tuple[KeyedJagged, jax.Array]:
+    def find_ids(self, state: State, features: DeviceJagged) -> tuple[DeviceJagged, jax.Array]:
         """As `map_ids`, for evaluation: changes nothing, and ids without a row get row 0.
 
         Returns:
@@ -498,7 +498,7 @@ class EmbeddingCollection:
         if not self.mapped_tables:
             return features, jnp.zeros((self.mesh.size, 2), jnp.int32)
 
-        def local(maps: mapped.Maps, features: KeyedJagged) -> Any:
+        def local(maps: mapped.Maps, features: DeviceJagged) -> Any:
             asked = mapped.requests(self.tables, features.layout)
             where = {"exchange": self.exchange, "devices": self.mesh.size, "axes": self.axes}
             return mapped.find(asked, maps, features, **where)
@@ -508,7 +508,7 @@ class EmbeddingCollection:
         values, faults = self._everywhere(local, in_specs=all_axes, out_specs=all_axes)(state["maps"], ids)
         return dataclasses.replace(features, values=values, high=None), faults
 
-    def exchange_ids(self, features: KeyedJagged) -> Routing:
+    def exchange_ids(self, features: DeviceJagged) -> Routing:
         """Sends ids to the devices that own their rows, and sorts what arrives by row. Reads no state.
 
         Bad ids and ids without room are counted in the result; they will embed as zeros. Of deduplicated features only
@@ -527,10 +527,10 @@ class EmbeddingCollection:
         plain = self._everywhere(lambda f: expand(f, layout), in_specs=P(self.axes), out_specs=P(self.axes))(features)
         return dataclasses.replace(routing, plain=self._exchange(plain))
 
-    def _exchange(self, features: KeyedJagged) -> Routing:
+    def _exchange(self, features: DeviceJagged) -> Routing:
         found = self._found(features)
 
-        def local(features: KeyedJagged) -> Any:
+        def local(features: DeviceJagged) -> Any:
             shard = _shard(features)
             routes, plans, faults = {}, {}, jnp.zeros(2, jnp.int32)
             for stack in self.stacks:
@@ -563,7 +563,7 @@ class EmbeddingCollection:
         """
         features, found = routing.features, self._found(routing.features)
 
-        def local(tables: dict[str, jax.Array], routes: Any, features: KeyedJagged) -> Any:
+        def local(tables: dict[str, jax.Array], routes: Any, features: DeviceJagged) -> Any:
             shard = _shard(features)
             zero = runtime_zero(shard.lengths[0])
             slices: dict[str, list[tuple[int, jax.Array]]] = {}
@@ -599,7 +599,7 @@ class EmbeddingCollection:
         # The order of the configuration, whatever a pytree made of it.
         return {name: embedded[name] for table in self.tables for name in table.features}
 
-    def lengths(self, features: KeyedJagged) -> dict[str, jax.Array]:
+    def lengths(self, features: DeviceJagged) -> dict[str, jax.Array]:
         """How many positions of unpooled features hold rows, for masks. Nothing moves; reads neither ids nor tables.
 
             positions = jnp.arange(embedded["clicks"].shape[1])
@@ -661,7 +661,7 @@ class EmbeddingCollection:
             routing = dataclasses.replace(routing.plain, faults=routing.faults + routing.plain.faults)
         features, found = routing.features, self._found(routing.features)
 
-        def local(stacks: Any, routes: Any, plans: Any, features: KeyedJagged, grads: Any, rest: Any) -> Any:
+        def local(stacks: Any, routes: Any, plans: Any, features: DeviceJagged, grads: Any, rest: Any) -> Any:
             shard = _shard(features)
             scale, updates, when = rest
             inputs = StepInputs(scale, updates, runtime_zero(shard.lengths[0]), self.accumulate, self.exchange, when)
@@ -707,7 +707,7 @@ class EmbeddingCollection:
         taken = 1 if when is None else when.astype(jnp.int32)
         return {**state, "stacks": stacks, "updates": state["updates"] + taken, "faults": faults}
 
-    def _check_grads(self, features: KeyedJagged, grads: dict[str, jax.Array]) -> None:
+    def _check_grads(self, features: DeviceJagged, grads: dict[str, jax.Array]) -> None:
         looked_up = {feature.name: feature for feature in features.layout}
         if set(grads) != set(looked_up):
             raise ValueError(
@@ -750,14 +750,14 @@ class EmbeddingCollection:
     def check_faults(self, counts: np.ndarray) -> None:
         """Raises if the counts of `faults` are not zero.
 
-        With `Exchange(spill="count")` ids without room may be any: whoever has the counts says how many, as training
-        and scoring do ("spilled_ids").
+        With `Exchange(overflow="count")` ids without room may be any: whoever has the counts says how many, as training
+        and scoring do ("overflow_ids").
 
         Raises:
           UserError: some are not.
         """
         bad, lost = (int(c) for c in counts)
-        if bad or (lost and self.exchange.spill == "fail"):
+        if bad or (lost and self.exchange.overflow == "fail"):
             rooms = "make every batch with it, and see --set tables.exchange.capacity_factor."
             if self.mapped_tables:
                 rooms = (
@@ -918,7 +918,7 @@ class EmbeddingCollection:
             shapes[name] = (shape, stack.leaf_dtype(name))
         return shapes
 
-    def _found(self, features: KeyedJagged) -> dict[str, tuple[Lookup, ...]]:
+    def _found(self, features: DeviceJagged) -> dict[str, tuple[Lookup, ...]]:
         return {stack.name: lookups(stack, features.layout) for stack in self.stacks}
 
     def _plans_ahead(self, stack: Stack) -> bool:
@@ -932,8 +932,8 @@ class EmbeddingCollection:
         return self.mesh.size == 1 and self.mesh.devices.flat[0].platform == "cpu"
 
     def with_plans(
-        self, packed: Packed, layout: tuple[FeatureLayout, ...], room: host_plan.Room | None = None
-    ) -> Packed:
+        self, packed: PackedIds, layout: tuple[FeatureLayout, ...], room: host_plan.Room | None = None
+    ) -> PackedIds:
         """The device form with row plans where the host makes them; for batches that rows will be updated by.
 
         `room` is one for all batches of a run; None = for whatever ids there may be.
@@ -1030,12 +1030,12 @@ def _plain_layout(layout: tuple[FeatureLayout, ...], examples: int) -> tuple[Fea
     )
 
 
-def _shard(features: KeyedJagged) -> Shard:
+def _shard(features: DeviceJagged) -> Shard:
     """The part of this device, inside a shard_map."""
     return Shard(features.values[0], features.lengths[0], None if features.weights is None else features.weights[0])
 
 
-def _by_distinct_row(grads: dict[str, jax.Array], features: KeyedJagged) -> dict[str, jax.Array]:
+def _by_distinct_row(grads: dict[str, jax.Array], features: DeviceJagged) -> dict[str, jax.Array]:
     """Gradients of examples -> of the distinct rows of features in groups, added in the order of examples.
 
     Examples of one distinct row have the same positions without a row, whose sums nobody reads.

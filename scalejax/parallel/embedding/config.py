@@ -188,7 +188,7 @@ def row_state_bytes(optimizer: RowOptimizer, dim: int) -> int:
 
 MOST_ROWS = 2**31 - 2**24
 """Rows of a table, and of a stack on one device, that int32 can number. Fillers of an update, and the padding of tables
-that are dealt out, need numbers above the last row."""
+that are striped, need numbers above the last row."""
 
 UPDATED = "updated"
 """Name of the row state of tracked tables: int32[rows], the number of the update that last touched a row; 0 = none."""

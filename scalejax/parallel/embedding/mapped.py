@@ -28,7 +28,7 @@ from scalejax.kernels import embedding_bag as ops
 from scalejax.parallel.embedding.config import UPDATED, IdMapConfig, TableConfig
 from scalejax.parallel.embedding.exchange.routed import SLACK
 from scalejax.parallel.embedding.ids import id_map
-from scalejax.parallel.embedding.ids.jagged import FeatureLayout, KeyedJagged, Packed, slot_positions
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout, PackedIds, slot_positions
 from scalejax.parallel.embedding.ids.occurrences import LOST, locate
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
@@ -61,7 +61,7 @@ class Assignment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class MappedFeature:
     """One feature of a mapped table: its place in `values`, in `high` and in `lengths`."""
 
     feature: FeatureLayout
@@ -80,7 +80,7 @@ class Request:
     """
 
     table: TableConfig
-    parts: tuple[Part, ...]
+    parts: tuple[MappedFeature, ...]
 
     @property
     def config(self) -> IdMapConfig:
@@ -95,11 +95,11 @@ class Request:
 
 def requests(tables: Sequence[TableConfig], layout: tuple[FeatureLayout, ...]) -> tuple[Request, ...]:
     """The tables with a map that a batch looks up, in order."""
-    of: dict[str, list[Part]] = {}
+    of: dict[str, list[MappedFeature]] = {}
     start = high = first_bag = 0
     for feature in layout:
         if feature.map is not None:
-            of.setdefault(feature.map, []).append(Part(feature, start, high, first_bag))
+            of.setdefault(feature.map, []).append(MappedFeature(feature, start, high, first_bag))
             high += feature.capacity
         start, first_bag = start + feature.capacity, first_bag + feature.bags
     return tuple(Request(table, tuple(of[table.name])) for table in tables if table.name in of)
@@ -116,7 +116,11 @@ def rooms(asked: Sequence[Request], exchange: Exchange, devices: int) -> tuple[i
 
 
 def check_room(
-    tables: Sequence[TableConfig], packed: Packed, layout: tuple[FeatureLayout, ...], exchange: Exchange, devices: int
+    tables: Sequence[TableConfig],
+    packed: PackedIds,
+    layout: tuple[FeatureLayout, ...],
+    exchange: Exchange,
+    devices: int,
 ) -> None:
     """Counts, on the host, the distinct ids from each shard to each device.
 
@@ -124,7 +128,7 @@ def check_room(
       UserError: more than the exchange has room for.
     """
     asked = requests(tables, layout)
-    if exchange.spill == "count" or devices == 1:
+    if exchange.overflow == "count" or devices == 1:
         return
     for request, room in zip(asked, rooms(asked, exchange, devices), strict=True):
         if room == request.slots:
@@ -140,7 +144,7 @@ def check_room(
                 )
 
 
-def _loads(request: Request, packed: Packed, shard: int, devices: int) -> np.ndarray:
+def _loads(request: Request, packed: PackedIds, shard: int, devices: int) -> np.ndarray:
     assert packed.high is not None
     found = []
     for part in request.parts:
@@ -157,7 +161,7 @@ def _loads(request: Request, packed: Packed, shard: int, devices: int) -> np.nda
 def assign(
     asked: Sequence[Request],
     maps: Maps,
-    features: KeyedJagged,
+    features: DeviceJagged,
     step: jax.Array,
     *,
     exchange: Exchange,
@@ -196,7 +200,7 @@ def assign(
 def find(
     asked: Sequence[Request],
     maps: Maps,
-    features: KeyedJagged,
+    features: DeviceJagged,
     *,
     exchange: Exchange,
     devices: int,
@@ -255,7 +259,7 @@ def reset(
       update: int32[], number of the update that touches them.
       devices: All devices.
       axes: Their mesh axes.
-      group: Mesh axes of the devices that stacks are dealt out over.
+      group: Mesh axes of the devices that stacks are striped over.
     """
     rows_of = {member.config.name: member.config.rows for stack in stacks for member in stack.members}
     lists, rounds = {}, jnp.zeros((), jnp.int32)
@@ -325,7 +329,7 @@ Serve = Callable[[Request, jax.Array, jax.Array, jax.Array, jax.Array | int], ja
 
 def _through_maps(
     asked: Sequence[Request],
-    features: KeyedJagged,
+    features: DeviceJagged,
     serve: Serve,
     *,
     exchange: Exchange,
@@ -367,7 +371,7 @@ def _through_maps(
     return values[None], lost
 
 
-def _words(features: KeyedJagged, request: Request) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _words(features: DeviceJagged, request: Request) -> tuple[jax.Array, jax.Array, jax.Array]:
     """High words, low words and occurrences of all slots of a table, uint32 each; unused slots occur 0 times."""
     assert features.high is not None
     hi, lo, times = [], [], []
@@ -380,7 +384,7 @@ def _words(features: KeyedJagged, request: Request) -> tuple[jax.Array, jax.Arra
     return jnp.concatenate(hi), jnp.concatenate(lo), jnp.concatenate(times)
 
 
-def _occurrences(features: KeyedJagged, part: Part) -> jax.Array:
+def _occurrences(features: DeviceJagged, part: MappedFeature) -> jax.Array:
     """How often each slot occurs among the examples: once, or as often as examples have its distinct row.
 
     Ids beyond the positions of their bag occur 0 times: they will not be looked up, and are counted there.

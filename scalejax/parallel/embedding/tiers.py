@@ -1,7 +1,7 @@
 """Tables that are larger than the memory of the devices: these cache rows of a store on the host.
 
-    thread that prepares batches   ids of batch i -> slots of the cache; what must be swapped   `Cache.prepare`
-    before step i                  rows that leave are read, rows that arrive are written       `Cache.advance`
+    thread that prepares batches   ids of batch i -> slots of the cache; what must be swapped   `RowCache.prepare`
+    before step i                  rows that leave are read, rows that arrive are written       `RowCache.advance`
     before they are read again     rows that left are written to their store                    `Tiers.finish`
 
 On the devices a table has `Tier.slots` rows, sharded and updated like those of any other table, and a row has its
@@ -382,14 +382,14 @@ class Tiers:
 
     # Caches.
 
-    def training(self) -> "Cache":
+    def training(self) -> "RowCache":
         """The cache of a run's batches, from the newest state on."""
-        return Cache(self, self._resident, writes=True)
+        return RowCache(self, self._resident, writes=True)
 
-    def scoring(self, state: State) -> "Cache":
+    def scoring(self, state: State) -> "RowCache":
         """An empty cache, to score the newest state through."""
         self._write_cached(state)
-        return Cache(self, {name: np.full_like(slots, -1) for name, slots in self._resident.items()}, writes=False)
+        return RowCache(self, {name: np.full_like(slots, -1) for name, slots in self._resident.items()}, writes=False)
 
     def _write_cached(self, state: State) -> None:
         """Brings the stores up to date with the newest state."""
@@ -490,7 +490,7 @@ class Tiers:
             self._left[name].clear()
 
 
-class Cache:
+class RowCache:
     """The cached rows of batches, in their order.
 
     Args:

@@ -6,16 +6,17 @@ The explicit way to run a step is a shard_map over the data axes in which a mode
     whole = gather(shards, state)          forward; once more in the backward pass where gathered copies are dropped
     d shards, next state = reduce(d whole, state)          the derivative of that: a reduction over devices
 
-An `Exchange` is this pair. Plain sharding, data parallelism and compressed schemes are exchanges, and nothing else of a
-step knows which it runs. Because the reduction *is* the derivative, it runs inside the backward scan, layer by layer.
+A `ParamExchange` is this pair. Plain sharding, data parallelism and compressed schemes are exchanges, and nothing else
+of a step knows which it runs. Because the reduction *is* the derivative, it runs inside the backward scan, layer by
+layer.
 
 What an exchange remembers (residuals of error feedback, say) is an input of the gather, and its next value is the
 "cotangent" of that input: through a scan it is stacked by layer as gradients are, and rematerialisation does not touch
-it. It travels beside its parameter, in a `Bundle`, so that a model only has to scan over what it was given.
+it. It travels beside its parameter, in a `ShardWithState`, so that a model only has to scan over what it was given.
 
 Gathering the whole tree before the loss would be ZeRO-2; only a gather inside the scanned body can drop a layer before
-the next comes. There, rematerialisation decides what is kept: `Fetch.remat` names the primitive of the gather, since
-naming the gathered value (`checkpoint_name`) makes jax keep the unnamed one instead.
+the next comes. There, rematerialisation decides what is kept: `ParamGather.remat` names the primitive of the gather,
+since naming the gathered value (`checkpoint_name`) makes jax keep the unnamed one instead.
 
 An exchange of one's own, whose gradients travel in bfloat16, on whatever devices there are:
 
@@ -26,7 +27,7 @@ An exchange of one's own, whose gradients travel in bfloat16, on whatever device
     >>> from scalejax.parallel.mesh import MeshShape, make_mesh
     >>> @dataclasses.dataclass(frozen=True, eq=False)
     ... class Narrow(blocks.Stateless):
-    ...     plain: blocks.Plain
+    ...     plain: blocks.UncompressedExchange
     ...     def gather(self, shards, state):
     ...         return self.plain.gather(shards, state)
     ...     def reduce(self, gradients, state, kept):
@@ -97,7 +98,7 @@ _MOVES = frozenset(
 """Names of primitives that give an array another form: cheap to do again, of activations, too."""
 
 
-class Exchange(Protocol):
+class ParamExchange(Protocol):
     """How the parameters of a block travel; runs inside a shard_map over the data axes.
 
     One that remembers nothing inherits `Stateless`.
@@ -186,7 +187,7 @@ class Exchange(Protocol):
 
 
 class Stateless:
-    """The part of an `Exchange` that remembers nothing between steps."""
+    """The part of an `ParamExchange` that remembers nothing between steps."""
 
     def init(self, shards: Arrays) -> States:
         del shards
@@ -216,7 +217,7 @@ class Stateless:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Bundle:
+class ShardWithState:
     """A parameter and what travels beside it.
 
     Attributes:
@@ -229,7 +230,7 @@ class Bundle:
     state: Any = None
     sink: Any = None
 
-    def __getitem__(self, index: Any) -> "Bundle":
+    def __getitem__(self, index: Any) -> "ShardWithState":
         """The bundle itself: modules read a parameter as `p[...]`, and leave it at that until it is gathered."""
         if index is not Ellipsis:
             raise TypeError(f"A parameter must be gathered before it is used; got the index {index!r}.")
@@ -237,8 +238,8 @@ class Bundle:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Fetch:
-    """The `gather` that a loss is given: {path: shard or `Bundle`} of one block to {path: whole parameter}.
+class ParamGather:
+    """The `gather` that a loss is given: {path: shard or `ShardWithState`} of one block to {path: whole parameter}.
 
     Attributes:
       exchange: How parameters travel.
@@ -249,7 +250,7 @@ class Fetch:
       order: Paths in the order in which a loss, as it was traced, fetched them.
     """
 
-    exchange: Exchange
+    exchange: ParamExchange
     after_forward: Literal["drop", "keep"] = "drop"
     primitives: tuple[str, ...] = GATHERS
     frozen: frozenset[str] = frozenset()
@@ -260,7 +261,11 @@ class Fetch:
         whole: Arrays = {}
         if frozen := {path: p for path, p in params.items() if path in self.frozen}:
             whole = jax.lax.stop_gradient(self.exchange.gather(frozen, {})[0])
-        bundles = {path: p if isinstance(p, Bundle) else Bundle(p) for path, p in params.items() if path not in frozen}
+        bundles = {
+            path: p if isinstance(p, ShardWithState) else ShardWithState(p)
+            for path, p in params.items()
+            if path not in frozen
+        }
         if bundles:
             whole |= _fetch(
                 self.exchange,
@@ -292,18 +297,18 @@ class Fetch:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fetch(exchange: Exchange, shards: Arrays, state: States, sinks: Arrays) -> Arrays:
+def _fetch(exchange: ParamExchange, shards: Arrays, state: States, sinks: Arrays) -> Arrays:
     return exchange.gather(shards, state)[0]
 
 
-def _fetch_forward(exchange: Exchange, shards: Arrays, state: States, sinks: Arrays) -> tuple[Arrays, Any]:
+def _fetch_forward(exchange: ParamExchange, shards: Arrays, state: States, sinks: Arrays) -> tuple[Arrays, Any]:
     gathered, kept = exchange.gather(shards, state)
     # Of shards and sinks shapes and dtypes are all that the backward pass needs.
     like = jax.tree.map(lambda x: _Static((x.shape, x.dtype)), (shards, sinks))
     return gathered, (like, None if sinks else kept, state)
 
 
-def _fetch_backward(exchange: Exchange, saved: Any, gradients: Arrays) -> tuple[Arrays, States, Arrays]:
+def _fetch_backward(exchange: ParamExchange, saved: Any, gradients: Arrays) -> tuple[Arrays, States, Arrays]:
     (shards, sinks), kept, state = saved
     if sinks:
         zeros = {path: jnp.zeros(*like.value) for path, like in shards.items()}
@@ -339,7 +344,7 @@ def _unchanged(x: jax.Array) -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
+class ParamLayout:
     """Where a parameter lies on the data axes.
 
     Attributes:
@@ -359,7 +364,7 @@ class Layout:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Plain(Stateless):
+class UncompressedExchange(Stateless):
     """The exchange without any compression: all_gather forward, reduce-scatter backward, all-reduce of what is whole.
 
     Attributes:
@@ -370,7 +375,7 @@ class Plain(Stateless):
         the master parameters where they have been added up over parts before.
     """
 
-    layouts: Mapping[str, Layout]
+    layouts: Mapping[str, ParamLayout]
     axes: tuple[str, ...]
     param_dtype: Any = None
     reduce_dtype: Any = None
@@ -424,7 +429,7 @@ def layouts(
     mesh: Mesh,
     handled: tuple[str, ...] = (),
     apart: Mapping[str, tuple[str, ...]] | None = None,
-) -> dict[str, Layout]:
+) -> dict[str, ParamLayout]:
     """Where parameters lie on the data axes.
 
     Args:
@@ -454,7 +459,7 @@ def layouts(
                 )
             if mine:
                 sharded.append((dim, mine))
-        found[path] = Layout(ndim=ndims[path], sharded=tuple(sharded), apart=tuple(kept))
+        found[path] = ParamLayout(ndim=ndims[path], sharded=tuple(sharded), apart=tuple(kept))
     return found
 
 

@@ -5,7 +5,7 @@
 Two forms, which a strategy chooses between:
 
     implicit   shardings under jit; parameters of a block are asked for whole, and the compiler places the collectives
-    explicit   a shard_map over the data axes; parameters travel block by block through a `blocks.Exchange`
+    explicit   a shard_map over the data axes; parameters travel block by block through a `blocks.ParamExchange`
 
 In both, `jax.vjp` takes the trained parameters, what the exchange remembers of them, and the `inputs`: arrays of the
 examples whose gradients somebody else uses (embedding rows). Inputs enter and leave with their own sharding and are
@@ -32,11 +32,11 @@ from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.blocks import (
     Accumulate,
     Arrays,
-    Bundle,
-    Exchange,
-    Fetch,
     Gather,
-    Layout,
+    ParamExchange,
+    ParamGather,
+    ParamLayout,
+    ShardWithState,
     States,
     axes_of,
 )
@@ -85,7 +85,7 @@ class Keys:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Found:
+class LossAndGradients:
     """Of the global batch; sums are over all devices and parts.
 
     Attributes:
@@ -107,7 +107,7 @@ class Found:
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class LossInputs:
     """What a loss function is given.
 
     Attributes:
@@ -133,7 +133,7 @@ class Given:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """What a part of the batch brings, or all of it, and what goes from part to part; see `Gradients.__call__`."""
+    """What a part of the batch brings, or all of it, and what goes from part to part; see `GradientFunction`."""
 
     inputs: Any
     variables: Arrays
@@ -143,7 +143,7 @@ class _Part:
     keys: Keys | None
 
 
-LossFunction = Callable[[Given], tuple[Loss, Arrays]]
+LossFunction = Callable[[LossInputs], tuple[Loss, Arrays]]
 """Returns what it found out and the next variables."""
 
 
@@ -166,7 +166,7 @@ class Strategy(Protocol):
         """The mesh axes over which parameters are sharded."""
         ...
 
-    def exchange(self, layouts: Mapping[str, Layout], axes: tuple[str, ...]) -> Exchange:
+    def exchange(self, layouts: Mapping[str, ParamLayout], axes: tuple[str, ...]) -> ParamExchange:
         """How parameters travel in the explicit form."""
         ...
 
@@ -176,7 +176,7 @@ class Strategy(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Gradients:
+class GradientFunction:
     """The gradients of a loss; call it under jit. See `gradients`, which makes and checks it."""
 
     loss: LossFunction
@@ -201,7 +201,7 @@ class Gradients:
         constants: Any = None,
         keys: Keys | None = None,
         scale: Any = 1.0,
-    ) -> Found:
+    ) -> LossAndGradients:
         """Takes the gradients of one global batch.
 
         Args:
@@ -239,7 +239,7 @@ class Gradients:
 
         Args:
           params: The new master parameters.
-          exchange: As `Found.exchange`.
+          exchange: As `LossAndGradients.exchange`.
         """
         if not exchange:
             return exchange
@@ -290,12 +290,12 @@ class Gradients:
         """What a sharding says of the manual axes."""
         return P(*(tuple(a for a in axes_of(entry) if a in self._manual) or None for entry in spec))
 
-    def _where(self, params: Mapping[str, Any]) -> dict[str, Layout]:
+    def _where(self, params: Mapping[str, Any]) -> dict[str, ParamLayout]:
         specs = {path: self.specs[path] for path in params}
         ndims = {path: len(p.shape) for path, p in params.items()}
         return blocks.layouts(specs, ndims, self.mesh, self.handled, self.apart)
 
-    def scheme(self, params: Mapping[str, Any]) -> Exchange:
+    def scheme(self, params: Mapping[str, Any]) -> ParamExchange:
         """The exchange of these parameters, arrays or shapes."""
         return self.strategy.exchange(self._where(params), self._over + self.handled)
 
@@ -312,7 +312,7 @@ class Gradients:
             local, mesh=self.mesh, in_specs=(inside, each), out_specs=each, axis_names=self._manual, check_vma=False
         )(params, state)
 
-    def _laid_out(self, found: Found) -> Found:
+    def _laid_out(self, found: LossAndGradients) -> LossAndGradients:
         """Says of what goes round from step to step that it stays where it was: parts are joined on data axes alone."""
         sharding = functools.partial(NamedSharding, self.mesh)
         by_input = jax.tree.map(sharding, self.input_specs, is_leaf=lambda x: isinstance(x, P))
@@ -323,11 +323,13 @@ class Gradients:
             variables=jax.lax.with_sharding_constraint(found.variables, by_variable),
         )
 
-    def _pulled(self, params: Callable[[Any], Any], moving: Any, part: _Part, fetch: Gather, scale: jax.Array) -> Found:
+    def _pulled(
+        self, params: Callable[[Any], Any], moving: Any, part: _Part, fetch: Gather, scale: jax.Array
+    ) -> LossAndGradients:
         """Of one part, with the gradients of `moving` for those of the parameters, which `params` makes of it."""
 
         def value(moving: Any, inputs: Any) -> tuple[jax.Array, Any]:
-            given = Given(params(moving), inputs, part.variables, part.constants, part.batch, part.keys, fetch)
+            given = LossInputs(params(moving), inputs, part.variables, part.constants, part.batch, part.keys, fetch)
             loss, new = self.loss(given)
             if set(new) != set(part.variables):
                 raise UserError(
@@ -338,9 +340,9 @@ class Gradients:
 
         total, pull, (loss, new) = jax.vjp(value, moving, part.inputs, has_aux=True)
         pulled, of_inputs = pull(scale.astype(total.dtype))
-        return Found(total, loss.weight, loss.sums, loss.outputs, pulled, of_inputs, new, part.exchange)
+        return LossAndGradients(total, loss.weight, loss.sums, loss.outputs, pulled, of_inputs, new, part.exchange)
 
-    def _explicit(self, params: Arrays, whole: _Part, scale: jax.Array) -> Found:
+    def _explicit(self, params: Arrays, whole: _Part, scale: jax.Array) -> LossAndGradients:
         where, over, handled = self._where(params), self._over, self.handled
         scheme = self.scheme(params)
         inside = {path: self._inside(self.specs[path]) for path in params}
@@ -349,12 +351,12 @@ class Gradients:
         input_specs = jax.tree.map(self._inside, self.input_specs, is_leaf=lambda x: isinstance(x, P))
         once = self.strategy.accumulate == "local"
 
-        def local(params: Arrays, own: _Part, scale: jax.Array) -> Found:
+        def local(params: Arrays, own: _Part, scale: jax.Array) -> LossAndGradients:
             state, keys = jax.tree.map(lambda x: x[0], own.exchange), own.keys
             if keys is not None and over:
                 keys = Keys(keys.step, jax.random.fold_in(keys.examples, jax.lax.axis_index(over)))
             frozen = frozenset(params) - self.trained
-            fetch = Fetch(scheme, self.strategy.after_forward, frozen=frozen)
+            fetch = ParamGather(scheme, self.strategy.after_forward, frozen=frozen)
             one = functools.partial(self._explicit_part, fetch, where, params, scale)
 
             def cut(x: jax.Array) -> jax.Array:
@@ -377,7 +379,7 @@ class Gradients:
             outputs, inputs = found.outputs, found.inputs
             if handled:
                 outputs, inputs = jax.lax.psum((outputs, inputs), handled)
-            return Found(
+            return LossAndGradients(
                 *total,
                 outputs=outputs,
                 params=gradients,
@@ -398,14 +400,14 @@ class Gradients:
             local,
             mesh=self.mesh,
             in_specs=(inside, _Part(**part_specs), P()),
-            out_specs=Found(**found_specs),
+            out_specs=LossAndGradients(**found_specs),
             axis_names=self._manual,
             check_vma=False,  # what a gather returns is equal everywhere and its derivative is written out
         )(params, whole, scale)
 
     def _explicit_part(
-        self, fetch: Fetch, where: Mapping[str, Layout], params: Arrays, scale: jax.Array, part: _Part
-    ) -> Found:
+        self, fetch: ParamGather, where: Mapping[str, ParamLayout], params: Arrays, scale: jax.Array, part: _Part
+    ) -> LossAndGradients:
         """Of one part: gradients of the shards, or of whole parameters if they are not to be reduced yet."""
         sizes = {axis: jax.lax.axis_size(axis) for axis in self._over}
         state, once = part.exchange, self.strategy.accumulate == "local"
@@ -418,9 +420,9 @@ class Gradients:
 
         def bundled(moving: dict[str, Any]) -> dict[str, Any]:
             if once:
-                given = {path: Bundle(params[path], state.get(path), moving[path]) for path in moving}
+                given = {path: ShardWithState(params[path], state.get(path), moving[path]) for path in moving}
             else:
-                given = {path: Bundle(*moving[path]) if path in state else moving[path][0] for path in moving}
+                given = {path: ShardWithState(*moving[path]) if path in state else moving[path][0] for path in moving}
             return {**params, **given}
 
         trained = [path for path in params if path in self.trained]
@@ -432,7 +434,7 @@ class Gradients:
         changed = blocks.changed_states(state, {path: found.params[path][1] for path in state})
         return dataclasses.replace(found, params=gradients, exchange=changed)
 
-    def _implicit(self, params: Arrays, whole: _Part, scale: jax.Array) -> Found:
+    def _implicit(self, params: Arrays, whole: _Part, scale: jax.Array) -> LossAndGradients:
         """Shardings and constraints: parameters of a block are asked for whole, their gradients in shards."""
         strategy, mesh, specs = self.strategy, self.mesh, self.specs
         ndims = {path: p.ndim for path, p in params.items()}
@@ -440,16 +442,16 @@ class Gradients:
         # Where nothing is sharded there is nothing to drop, and no rematerialisation is to be asked for.
         primitives = ("sharding_constraint",) if strategy.axes(mesh) else ()
         frozen = frozenset(params) - self.trained
-        moving = Fetch(constrained(param_dtype=strategy.param_dtype), "drop", primitives, frozen)
+        moving = ParamGather(constrained(param_dtype=strategy.param_dtype), "drop", primitives, frozen)
         # Of all layers at once, before the loss; its blocks then find whole parameters, and only cut their gradients.
-        cutting = Fetch(constrained(moves=False), "keep", (), frozen)
+        cutting = ParamGather(constrained(moves=False), "keep", (), frozen)
         keep = strategy.after_forward == "keep"
         fetch = cutting if keep else moving
 
         def given(trained: Arrays) -> Any:
             return moving({**params, **trained}) if keep else {**params, **trained}
 
-        def one(part: _Part) -> Found:
+        def one(part: _Part) -> LossAndGradients:
             trained = {path: p for path, p in params.items() if path in self.trained}
             found = self._pulled(given, trained, part, fetch, scale)
             grads = {
@@ -470,11 +472,11 @@ class Gradients:
 
     def _in_parts(
         self,
-        one: Callable[[_Part], Found],
+        one: Callable[[_Part], LossAndGradients],
         whole: _Part,
         cut: Callable[[jax.Array], jax.Array],
         join: Callable[[jax.Array], jax.Array],
-    ) -> Found:
+    ) -> LossAndGradients:
         """Adds up what `one` returns for each of `parts` equal cuts of the batch.
 
         `cut` is [B, ...] -> [parts, B / parts, ...], and `join` puts rows together again.
@@ -488,12 +490,12 @@ class Gradients:
         numbers = jnp.arange(self.parts)
         each = None if keys is None else jax.vmap(lambda i: jax.random.fold_in(keys.examples, i))(numbers)
 
-        def part(state: States, carried: Arrays, scanned: Any) -> Found:
+        def part(state: States, carried: Arrays, scanned: Any) -> LossAndGradients:
             inputs, rows, batch, key = scanned
             own = None if keys is None else Keys(keys.step, key)
             return one(_Part(inputs, {**carried, **rows}, state, whole.constants, batch, own))
 
-        def added(found: Found) -> Any:
+        def added(found: LossAndGradients) -> Any:
             return found.sum, found.weight, found.sums, found.params
 
         def step(carry: Any, scanned: Any) -> tuple[Any, Any]:
@@ -511,7 +513,7 @@ class Gradients:
         begun = (zeros, whole.exchange, carried)
         ((total, weight, sums, params), state, carried), stacked = jax.lax.scan(step, begun, scanned)
         outputs, inputs, rows = jax.tree.map(join, stacked)
-        return Found(total, weight, sums, outputs, params, inputs, {**carried, **rows}, state)
+        return LossAndGradients(total, weight, sums, outputs, params, inputs, {**carried, **rows}, state)
 
 
 def gradients(
@@ -526,11 +528,11 @@ def gradients(
     apart: Mapping[str, tuple[str, ...]] | None = None,
     input_specs: Any = ROWS,
     variable_specs: Mapping[str, P] | None = None,
-) -> Gradients:
+) -> GradientFunction:
     """Gradients of a loss under a strategy.
 
     Args:
-      loss: (`Given`) -> (`Loss`, next variables).
+      loss: (`LossInputs`) -> (`Loss`, next variables).
       strategy: How parameters and gradients travel.
       mesh: The devices.
       specs: Path -> sharding of the master parameter, see `fsdp.place`. No state or gradient of a scanned block may be
@@ -576,7 +578,7 @@ def gradients(
             f"gradients: apart={apart} needs form='explicit': in the implicit form a model sees the parameters of all "
             "devices at once. Set form='explicit'."
         )
-    return Gradients(
+    return GradientFunction(
         loss=loss,
         strategy=strategy,
         mesh=mesh,
@@ -640,7 +642,7 @@ def check_cut(rows: Any, mesh: Mesh, parts: int) -> None:
             )
 
 
-def _check_fetched(fetch: Fetch, params: Mapping[str, Any]) -> None:
+def _check_fetched(fetch: ParamGather, params: Mapping[str, Any]) -> None:
     """Gradients of a parameter that did not go through `gather` would be summed over no device, without a word."""
     missing = [path for path in params if path not in fetch.order]
     if missing:

@@ -1,4 +1,4 @@
-"""Where each embedding table should live: a plan and a readable report, from statistics and a machine's figures.
+"""The planner of embedding tables: a sharding plan and a report, from statistics and a machine's figures.
 
     topology = planner_machines.topology("v5p:4x4x4")                     # scalejax.plan
     statistics = from_batches(tables, batches)
@@ -20,4 +20,4 @@ from scalejax.parallel.planner.statistics import Zipf as Zipf
 from scalejax.parallel.planner.statistics import assumed as assumed
 from scalejax.parallel.planner.statistics import from_batches as from_batches
 from scalejax.parallel.planner.topology import Constants as Constants
-from scalejax.parallel.planner.topology import Topology as Topology
+from scalejax.parallel.planner.topology import HostTopology as HostTopology

@@ -1,4 +1,4 @@
-"""What a way of sharding a table costs: bytes of memory and seconds of a step, as explicit formulas.
+"""Costs of a way of sharding a table: bytes of memory and seconds of a step, as explicit formulas.
 
 Every piece ("shard") of one option is alike, so an option is described by one shard, the number of shards, and what
 every device pays, owner or not. With
@@ -11,7 +11,7 @@ every device pays, owner or not. With
     g(b)  bytes fetched for a row of b bytes (whole granules)          S(d)  optimizer state of a row
 
 a shard gets O/n ids and U/n distinct rows. What travels per shard are T vectors: pooled ones (T = V, of w bytes a
-number) where rows lie whole on their owner, and one row per id (T = O/n, of e bytes a number) where rows are dealt out.
+number) where rows lie whole on their owner, and one row per id (T = O/n, of e bytes a number) where rows are striped.
 Seconds:
 
     forward compute   (4 O/n + g(d e) O/n + w d T) / memory + c O/n          ids, rows, vectors written
@@ -20,7 +20,7 @@ Seconds:
     backward compute  (w d O/n + 64 O/n + 2 (g(d e) + S(d)) U/n) / memory + c O/n
                                                      gradients in row order, the sort, rows and states read and written
 
-and every device, for tables dealt out by rows and pooled by the readers:
+and every device, for tables striped by rows and pooled by the readers:
 
     forward compute   (e D O/N + w D V/N) / memory         backward compute   (w D V/N + w D O/N) / memory
 
@@ -47,7 +47,7 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan.placement import Kind, StackKey, itemsize, row_bytes, stack_key
 from scalejax.parallel.planner.statistics import TableStatistics
-from scalejax.parallel.planner.topology import Topology
+from scalejax.parallel.planner.topology import HostTopology
 
 SORT_BYTES = 64
 """Memory traffic of sorting one id: see the module."""
@@ -71,7 +71,7 @@ class Seconds:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
+class TableWork:
     """What a step asks of one table, wherever it lies.
 
     Attributes:
@@ -151,7 +151,7 @@ class Option:
         return self.shards * self.shard.total + devices * self.everywhere.total
 
 
-def work(table: TableConfig, statistics: TableStatistics, batch_size: int) -> Work:
+def work(table: TableConfig, statistics: TableStatistics, batch_size: int) -> TableWork:
     """The work of a table in a step of `batch_size` examples over all devices.
 
     Raises:
@@ -165,7 +165,7 @@ def work(table: TableConfig, statistics: TableStatistics, batch_size: int) -> Wo
     occurrences = batch_size * statistics.ids_per_example
     vectors = occurrences if table.pooling == "none" else float(batch_size * len(table.features))
     spread = table.pooling == "none" and statistics.positions
-    return Work(
+    return TableWork(
         table=table,
         itemsize=itemsize(table.dtype),
         occurrences=occurrences,
@@ -176,7 +176,13 @@ def work(table: TableConfig, statistics: TableStatistics, batch_size: int) -> Wo
 
 
 def estimate(
-    asked: Work, topology: Topology, *, kind: Kind, columns: int = 1, row_parts: int = 1, capacity_factor: float = 2.0
+    asked: TableWork,
+    topology: HostTopology,
+    *,
+    kind: Kind,
+    columns: int = 1,
+    row_parts: int = 1,
+    capacity_factor: float = 2.0,
 ) -> Option:
     """Costs of one way of sharding.
 
@@ -196,7 +202,7 @@ def estimate(
         kind=kind,
         columns=columns,
         row_parts=row_parts,
-        stack=stack_key(asked.table, width, spread="dealt" if owned else "copied"),
+        stack=stack_key(asked.table, width, spread="striped" if owned else "copied"),
         rows=rows,
         row_bytes=asked.row_bytes(width),
         shard=_shard_seconds(asked, topology, kind, width, row_parts) if owned else Seconds(),
@@ -207,26 +213,26 @@ def estimate(
     )
 
 
-def dealt_by_rows(kind: Kind) -> bool:
+def sharded_by_rows(kind: Kind) -> bool:
     """Whether the rows of a slice lie on several devices, so that rows travel and not pooled vectors."""
     return kind in ("row_wise", "table_row_wise", "grid")
 
 
-def _travelling(asked: Work, kind: Kind, row_parts: int) -> tuple[float, int]:
+def _travelling(asked: TableWork, kind: Kind, row_parts: int) -> tuple[float, int]:
     """T, and the bytes of a number on the way back."""
-    if dealt_by_rows(kind):
+    if sharded_by_rows(kind):
         return asked.occurrences / row_parts, asked.itemsize
     return asked.vectors, asked.wide_itemsize
 
 
-def _update_s(asked: Work, topology: Topology, width: int, row_parts: int) -> float:
+def _update_s(asked: TableWork, topology: HostTopology, width: int, row_parts: int) -> float:
     ids, wide = asked.occurrences / row_parts, asked.wide_itemsize
     row = topology.fetched_bytes(width * asked.itemsize) + asked.state_bytes(width)
     moved = (wide * width + SORT_BYTES) * ids + 2 * row * asked.distinct / row_parts
     return moved / topology.memory_bandwidth + topology.occurrence_s * ids
 
 
-def _shard_seconds(asked: Work, topology: Topology, kind: Kind, width: int, row_parts: int) -> Seconds:
+def _shard_seconds(asked: TableWork, topology: HostTopology, kind: Kind, width: int, row_parts: int) -> Seconds:
     ids, wide = asked.occurrences / row_parts, asked.wide_itemsize
     vectors, number = _travelling(asked, kind, row_parts)
     read = (ID_BYTES + topology.fetched_bytes(width * asked.itemsize)) * ids
@@ -238,7 +244,7 @@ def _shard_seconds(asked: Work, topology: Topology, kind: Kind, width: int, row_
     )
 
 
-def _everywhere_seconds(asked: Work, topology: Topology, kind: Kind) -> Seconds:
+def _everywhere_seconds(asked: TableWork, topology: HostTopology, kind: Kind) -> Seconds:
     n, dim, wide = topology.devices, asked.table.dim, asked.wide_itemsize
     ids, vectors, held = asked.occurrences / n, asked.vectors / n, asked.held / n
     if kind == "data_parallel":
@@ -248,7 +254,7 @@ def _everywhere_seconds(asked: Work, topology: Topology, kind: Kind) -> Seconds:
             backward_comm=(ID_BYTES + wide * dim) * asked.occurrences * topology.gather_s_per_byte,
             backward_compute=_update_s(asked, topology, dim, 1),
         )
-    if dealt_by_rows(kind) and asked.table.pooling != "none":
+    if sharded_by_rows(kind) and asked.table.pooling != "none":
         return Seconds(
             forward_compute=(asked.itemsize * dim * ids + wide * dim * vectors) / topology.memory_bandwidth,
             backward_compute=wide * dim * (vectors + ids) / topology.memory_bandwidth,
@@ -261,7 +267,7 @@ def _everywhere_seconds(asked: Work, topology: Topology, kind: Kind) -> Seconds:
     return Seconds()
 
 
-def _shard_buffers(asked: Work, kind: Kind, width: int, row_parts: int, capacity_factor: float) -> int:
+def _shard_buffers(asked: TableWork, kind: Kind, width: int, row_parts: int, capacity_factor: float) -> int:
     """Ids, vectors and their gradients in the slots of the exchange, and the gradients in row order."""
     ids, wide = asked.occurrences / row_parts, asked.wide_itemsize
     vectors, number = _travelling(asked, kind, row_parts)
@@ -269,12 +275,12 @@ def _shard_buffers(asked: Work, kind: Kind, width: int, row_parts: int, capacity
     return math.ceil(capacity_factor * slots + wide * width * ids)
 
 
-def _everywhere_buffers(asked: Work, topology: Topology, kind: Kind, capacity_factor: float) -> int:
+def _everywhere_buffers(asked: TableWork, topology: HostTopology, kind: Kind, capacity_factor: float) -> int:
     """What a reader holds: its vectors and their gradients; by kind also rows on the way, or all gathered gradients."""
     dim, wide = asked.table.dim, asked.wide_itemsize
     held = 2 * wide * dim * asked.held / topology.devices
     if kind == "data_parallel":
         held += (ID_BYTES + 2 * wide * dim) * asked.occurrences  # gathered, and once more in row order
-    elif dealt_by_rows(kind):
+    elif sharded_by_rows(kind):
         held += capacity_factor * (asked.itemsize + wide) * dim * asked.occurrences / topology.devices
     return math.ceil(held)

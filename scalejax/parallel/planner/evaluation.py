@@ -1,4 +1,4 @@
-"""What a plan costs, whoever made it: memory and seconds of every device, from the plan alone.
+"""Costs of a whole plan, whoever made it: memory and seconds of every device.
 
 Works on any `ShardingPlan` that the engine builds, so that a plan written by hand, by another planner or by a search is
 judged by one measure. Where the rows lie is asked of the engine (`embedding.plan.place`), tables without ranks
@@ -16,14 +16,14 @@ from scalejax.parallel.planner import estimators
 from scalejax.parallel.planner.estimators import Option, Seconds
 from scalejax.parallel.planner.report import DeviceReport, Report, TableReport
 from scalejax.parallel.planner.statistics import TableStatistics
-from scalejax.parallel.planner.topology import Topology
+from scalejax.parallel.planner.topology import HostTopology
 
 
 def evaluate(
     plan: ShardingPlan,
     tables: Sequence[TableConfig],
     statistics: Sequence[TableStatistics],
-    topology: Topology,
+    topology: HostTopology,
     batch_size: int,
     *,
     exchange: Exchange | None = None,
@@ -107,7 +107,7 @@ def evaluate(
 
 def works_of(
     tables: Sequence[TableConfig], statistics: Sequence[TableStatistics], batch_size: int
-) -> dict[str, estimators.Work]:
+) -> dict[str, estimators.TableWork]:
     """The work of every table, by name.
 
     Raises:

@@ -8,8 +8,8 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.plan.placement import SLICED, Accumulate, Kind, TablePlan, refusal, refused_map
 from scalejax.parallel.planner import estimators
-from scalejax.parallel.planner.estimators import Option, Work
-from scalejax.parallel.planner.topology import Topology
+from scalejax.parallel.planner.estimators import Option, TableWork
+from scalejax.parallel.planner.topology import HostTopology
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -76,8 +76,8 @@ def check_constraints(tables: Sequence[TableConfig], constraints: Sequence[Table
 
 
 def options(
-    asked: Work,
-    topology: Topology,
+    asked: TableWork,
+    topology: HostTopology,
     constraint: TableConstraints | None = None,
     *,
     capacity_factor: float = 2.0,

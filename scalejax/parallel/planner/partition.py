@@ -1,4 +1,4 @@
-"""Which devices hold the pieces, once it is settled how each table is cut.
+"""Partitioning: devices for the slices of tables, once it is settled how each table is cut.
 
 Memory is that of SPMD arrays: all devices have arrays of one shape, so a stack (pieces of equal width, dtype and
 optimizer) takes on *every* device what the fullest device needs, and so do the buffers of the exchanges:
@@ -7,7 +7,7 @@ optimizer) takes on *every* device what the fullest device needs, and so do the 
 
 Pieces are stacked as the engine stacks them (`embedding.plan.stack_key`).
 
-Three partitioners with one contract: a `Placement` that fits, or `DoesNotFit`.
+Three partitioners with one contract: a `ShardPlacement` that fits, or `DoesNotFit`.
 
 - `greedy`: pieces by descending seconds, each to the device with the fewest seconds so far that has room (longest
   processing time first: at most 4/3 - 1/(3N) of the optimum for whole tables and enough memory, Graham 1969).
@@ -28,7 +28,7 @@ import numpy as np
 from scalejax.parallel.embedding.config import MOST_ROWS
 from scalejax.parallel.embedding.plan.placement import StackKey
 from scalejax.parallel.planner.estimators import Option
-from scalejax.parallel.planner.topology import Topology
+from scalejax.parallel.planner.topology import HostTopology
 
 _LOOKED_AT = 64
 """Steps that are checked for room before the search for a better placement ends."""
@@ -50,7 +50,7 @@ class DoesNotFit(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class ShardPlacement:
     """Where the pieces of all tables lie.
 
     Attributes:
@@ -66,7 +66,7 @@ class Placement:
     memory_bytes: int
 
 
-Partitioner = Callable[[Sequence[Option], Topology], Placement]
+Partitioner = Callable[[Sequence[Option], HostTopology], ShardPlacement]
 
 _Choose = Callable[[Option, np.ndarray], int]
 """Picks one of the devices where the array is at most 0: a piece fits there."""
@@ -75,7 +75,7 @@ _Choose = Callable[[Option, np.ndarray], int]
 class _Load:
     """What the devices hold so far."""
 
-    def __init__(self, topology: Topology) -> None:
+    def __init__(self, topology: HostTopology) -> None:
         self.topology = topology
         self.seconds = np.zeros(topology.devices)
         self.buffers = np.zeros(topology.devices, np.int64)
@@ -195,7 +195,7 @@ class _Load:
         self.stacks_bytes += option.row_bytes * (after - before)
 
 
-def greedy(options: Sequence[Option], topology: Topology) -> Placement:
+def greedy(options: Sequence[Option], topology: HostTopology) -> ShardPlacement:
     """Longest first, each to the least busy device with room.
 
     Raises:
@@ -206,7 +206,7 @@ def greedy(options: Sequence[Option], topology: Topology) -> Placement:
     return _place_all(options, order, load, lambda option, lacking: load.least_busy(lacking))
 
 
-def mixed(options: Sequence[Option], topology: Topology) -> Placement:
+def mixed(options: Sequence[Option], topology: HostTopology) -> ShardPlacement:
     """Largest share of seconds or memory first.
 
     Raises:
@@ -226,7 +226,7 @@ def mixed(options: Sequence[Option], topology: Topology) -> Placement:
     return _place_all(options, order, load, choose)
 
 
-def memory_balanced(options: Sequence[Option], topology: Topology) -> Placement:
+def memory_balanced(options: Sequence[Option], topology: HostTopology) -> ShardPlacement:
     """Largest first, each where memory grows least, below the lowest limit of seconds that can be kept.
 
     Raises:
@@ -246,10 +246,10 @@ def memory_balanced(options: Sequence[Option], topology: Topology) -> Placement:
     return best
 
 
-def improve(placement: Placement, topology: Topology, most_steps: int = 1000) -> Placement:
+def improve(placement: ShardPlacement, topology: HostTopology, most_steps: int = 1000) -> ShardPlacement:
     """Moves a piece of the busiest device away, or swaps it, while its seconds fall and everything still fits.
 
-    Tables that lie whole or in column slices move; those bound to a host move inside it; rows that are dealt out stay.
+    Tables that lie whole or in column slices move; those bound to a host move inside it; rows that are striped stay.
     """
     load = _Load(topology)
     for option, devices in zip(placement.options, placement.ranks, strict=True):
@@ -261,7 +261,7 @@ def improve(placement: Placement, topology: Topology, most_steps: int = 1000) ->
         if step is None:
             break
         pieces.take(step, busiest)
-    return Placement(placement.options, pieces.ranks(), load.seconds.copy(), load.memory_bytes)
+    return ShardPlacement(placement.options, pieces.ranks(), load.seconds.copy(), load.memory_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,7 +276,7 @@ class _Step:
 class _Pieces:
     """The pieces that may move, each with its owner."""
 
-    def __init__(self, placement: Placement, load: _Load) -> None:
+    def __init__(self, placement: ShardPlacement, load: _Load) -> None:
         self._options, self._load = placement.options, load
         self._ranks = [list(devices) for devices in placement.ranks]
         movable = [i for i, option in enumerate(self._options) if option.kind in _MOVABLE]
@@ -287,7 +287,7 @@ class _Pieces:
         self._owner = np.array([self._ranks[i][s] for i, s in zip(self._table, self._slot, strict=True)], np.int64)
 
     def ranks(self) -> tuple[tuple[int, ...], ...]:
-        """As in `Placement`."""
+        """As in `ShardPlacement`."""
         return tuple(tuple(devices) for devices in self._ranks)
 
     def best_step(self, busiest: int) -> _Step | None:
@@ -341,7 +341,7 @@ class _Pieces:
         return fits
 
 
-def _place_all(options: Sequence[Option], order: Sequence[int], load: _Load, choose: _Choose) -> Placement:
+def _place_all(options: Sequence[Option], order: Sequence[int], load: _Load, choose: _Choose) -> ShardPlacement:
     """First what leaves no choice, tables on all devices; then the others in order."""
     ranks: list[tuple[int, ...]] = [()] * len(options)
     everywhere = {i for i, option in enumerate(options) if _on_all(option, load.topology)}
@@ -352,10 +352,10 @@ def _place_all(options: Sequence[Option], order: Sequence[int], load: _Load, cho
     for index in order:
         if index not in everywhere:
             ranks[index] = load.place(options[index], choose)
-    return Placement(tuple(options), tuple(ranks), load.seconds.copy(), load.memory_bytes)
+    return ShardPlacement(tuple(options), tuple(ranks), load.seconds.copy(), load.memory_bytes)
 
 
-def _by_memory(options: Sequence[Option], topology: Topology, limit: float) -> Placement:
+def _by_memory(options: Sequence[Option], topology: HostTopology, limit: float) -> ShardPlacement:
     load = _Load(topology)
 
     def choose(option: Option, lacking: np.ndarray) -> int:
@@ -368,7 +368,7 @@ def _by_memory(options: Sequence[Option], topology: Topology, limit: float) -> P
     return _place_all(options, order, load, choose)
 
 
-def _on_all(option: Option, topology: Topology) -> bool:
+def _on_all(option: Option, topology: HostTopology) -> bool:
     return option.kind == "data_parallel" or (option.kind == "row_wise" and option.row_parts == topology.devices)
 
 

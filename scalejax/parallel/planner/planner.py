@@ -19,11 +19,11 @@ from scalejax.parallel.embedding.plan.placement import Accumulate, Exchange, Sha
 from scalejax.parallel.planner import evaluation, options, partition, proposals
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import TableConstraints
-from scalejax.parallel.planner.partition import DoesNotFit, Partitioner, Placement
+from scalejax.parallel.planner.partition import DoesNotFit, Partitioner, ShardPlacement
 from scalejax.parallel.planner.proposals import Choices, Proposal
 from scalejax.parallel.planner.report import Attempt, Report
 from scalejax.parallel.planner.statistics import TableStatistics
-from scalejax.parallel.planner.topology import Topology
+from scalejax.parallel.planner.topology import HostTopology
 from scalejax.units import duration, size
 
 
@@ -56,7 +56,7 @@ class AnalyticPlanner:
         self,
         tables: Sequence[TableConfig],
         statistics: Sequence[TableStatistics],
-        topology: Topology,
+        topology: HostTopology,
         batch_size: int,
         constraints: Sequence[TableConstraints] = (),
     ) -> Planned:
@@ -120,7 +120,7 @@ class AnalyticPlanner:
 def plan(
     tables: Sequence[TableConfig],
     statistics: Sequence[TableStatistics],
-    topology: Topology,
+    topology: HostTopology,
     batch_size: int,
     constraints: Sequence[TableConstraints] = (),
 ) -> Planned:
@@ -131,13 +131,13 @@ def plan(
 class _Search:
     """Tries proposals and remembers the best."""
 
-    def __init__(self, choices: Choices, topology: Topology) -> None:
+    def __init__(self, choices: Choices, topology: HostTopology) -> None:
         self.choices, self.topology = choices, topology
         self.attempts: list[Attempt] = []
         self.failures: list[DoesNotFit] = []
         self.tried: dict[Proposal, str] = {}
-        self.found: dict[Proposal, Placement] = {}
-        self.best: Placement | None = None
+        self.found: dict[Proposal, ShardPlacement] = {}
+        self.best: ShardPlacement | None = None
 
     def run(self, greedy_steps: int, polished: int) -> None:
         quick = (partition.greedy, partition.mixed)
@@ -162,7 +162,7 @@ class _Search:
             self.attempts.append(Attempt(proposal=self.tried[proposal], partitioner="moves and swaps", max_s=seconds))
             self._keep(placement)
 
-    def attempt(self, name: str, proposal: Proposal, partitioners: Sequence[Partitioner]) -> Placement | None:
+    def attempt(self, name: str, proposal: Proposal, partitioners: Sequence[Partitioner]) -> ShardPlacement | None:
         """The placement of the first partitioner that finds room."""
         if proposal in self.found:
             return self.found[proposal]
@@ -184,7 +184,7 @@ class _Search:
                 return placement
         return None
 
-    def _keep(self, placement: Placement) -> None:
+    def _keep(self, placement: ShardPlacement) -> None:
         if self.best is None or _merit(placement) < _merit(self.best):
             self.best = placement
 
@@ -200,7 +200,7 @@ class _Search:
             left = patience if self.best is not before else left - 1
 
 
-def _merit(placement: Placement) -> tuple[float, int, float]:
+def _merit(placement: ShardPlacement) -> tuple[float, int, float]:
     return float(placement.seconds.max()), placement.memory_bytes, float(placement.seconds.sum())
 
 
@@ -212,7 +212,7 @@ def _spreads_rows(option: Option) -> bool:
     return option.row_parts > 1
 
 
-def _why(found: Sequence[Option], chosen: Option, report: Report, topology: Topology) -> str:
+def _why(found: Sequence[Option], chosen: Option, report: Report, topology: HostTopology) -> str:
     """One clause: what speaks for the chosen option against the one with least work."""
     n = topology.devices
     if len(found) == 1:

@@ -1,4 +1,4 @@
-"""Which option each table takes: proposals, each of which is then partitioned and judged by its busiest device.
+"""Proposals: an option for each table, to be partitioned and judged by the busiest device.
 
 A proposal is one option for every table. In the order in which they are tried:
 
@@ -19,8 +19,8 @@ from collections.abc import Iterator, Sequence
 from scalejax.parallel.embedding.plan.placement import Kind
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import KINDS
-from scalejax.parallel.planner.partition import Placement
-from scalejax.parallel.planner.topology import Topology
+from scalejax.parallel.planner.partition import ShardPlacement
+from scalejax.parallel.planner.topology import HostTopology
 
 Choices = Sequence[Sequence[Option]]
 """All options of every table."""
@@ -52,7 +52,7 @@ def uniform(choices: Choices, devices: int) -> Iterator[tuple[str, Proposal]]:
             yield f"uniform {kind}", tuple(_cheapest_of_kind(found, kind, devices) for found in choices)
 
 
-def limited(choices: Choices, topology: Topology) -> Iterator[tuple[str, list[Proposal]]]:
+def limited(choices: Choices, topology: HostTopology) -> Iterator[tuple[str, list[Proposal]]]:
     """For each limit on the seconds of a piece proposals with ever lower limits on its bytes: a lower one is more work,
     and of use only where the others do not fit."""
     least = lower_bound(choices, topology.devices)
@@ -72,7 +72,7 @@ def least_memory(choices: Choices, devices: int) -> Iterator[tuple[str, Proposal
     yield "least memory", tuple(min(range(len(found)), key=lambda i: bytes_left(found[i])) for found in choices)
 
 
-def finer(choices: Choices, proposal: Proposal, placement: Placement, devices: int) -> Proposal | None:
+def finer(choices: Choices, proposal: Proposal, placement: ShardPlacement, devices: int) -> Proposal | None:
     """The proposal with the largest piece of the busiest device cut finer; None if nothing there can be."""
     busiest = int(placement.seconds.argmax())
     pieces = [

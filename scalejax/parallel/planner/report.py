@@ -1,4 +1,4 @@
-"""What a plan costs and why it is as it is: tables for people, JSON for programs."""
+"""The report of a plan: its costs and reasons, as tables for people and JSON for programs."""
 
 import dataclasses
 from collections import Counter
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from scalejax.parallel.embedding.plan.placement import Kind
 from scalejax.parallel.planner.estimators import Seconds
-from scalejax.parallel.planner.topology import Topology
+from scalejax.parallel.planner.topology import HostTopology
 from scalejax.units import duration, size
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Report:
       planner_s: Seconds that planning took; None = not planned here. Not part of `to_json`, which is deterministic.
     """
 
-    topology: Topology
+    topology: HostTopology
     batch_size: int
     tables: tuple[TableReport, ...]
     devices: tuple[DeviceReport, ...]

@@ -1,4 +1,4 @@
-"""What is known about the ids of each table: how many an example has, and how often they repeat.
+"""Statistics of the ids of each table: how many an example has, and how often they repeat.
 
     statistics = from_batches(tables, batches)          # measured
     statistics = assumed(tables, pooling_factor=10.0)   # made up, and said so

@@ -68,7 +68,7 @@ class Constants:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Topology:
+class HostTopology:
     """Hosts of equally many equal devices. Device d is number d mod devices_per_host of host d div devices_per_host.
 
     A "host" is a group of devices with fast links between them: an NVLink domain, a TPU host, or a whole TPU slice
@@ -163,7 +163,7 @@ class Topology:
         """Bytes of memory traffic for one row: whole granules."""
         return -(-row_bytes // self.row_granule_bytes) * self.row_granule_bytes
 
-    def with_constants(self, constants: Constants) -> "Topology":
+    def with_constants(self, constants: Constants) -> "HostTopology":
         """The same machine with measured rates in place of those it has."""
         found = dataclasses.asdict(constants)
         device, date = found.pop("device"), found.pop("date")

@@ -1,1 +1,1 @@
-"""What arithmetic says of a step before anything is compiled."""
+"""Estimates of a step by arithmetic, before anything is compiled."""

@@ -43,7 +43,7 @@ class DecoderConfig(Protocol):
 
     @property
     def width(self) -> int:
-        """Of a head."""
+        """Width of a head."""
         ...
 
     @property

@@ -29,7 +29,7 @@ from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
 from scalejax.plan.arithmetic.transformer import Decoder, Pairs
 from scalejax.plan.compiled import collectives, roofline
 from scalejax.plan.compiled.collectives import Kind
-from scalejax.plan.topology import Layout, Topology, lay_out
+from scalejax.plan.topology import DeviceLayout, Topology, lay_out
 
 Kept = Literal["input", "query", "key_value", "context", "out", "gate_up", "down", "elementwise"]
 """Results within a layer: the residual stream that enters it, of its products, of attention ("context"), and of all
@@ -228,7 +228,7 @@ def check_divides(decoder: Decoder, training: Training, devices: int) -> tuple[s
 
 
 def estimate(
-    decoder: Decoder, training: Training, machine: Topology, *, share: float = 1.0, layout: Layout | None = None
+    decoder: Decoder, training: Training, machine: Topology, *, share: float = 1.0, layout: DeviceLayout | None = None
 ) -> StepEstimate:
     """Estimates a step.
 
@@ -335,7 +335,7 @@ class _Cut:
         ends = (decoder.end_parameters - decoder.dim) // sizes["tensor"] + decoder.dim
         shards = math.prod(sizes[axis] for axis in training.sharded_over)
         layers = decoder.layers // sizes["stage"]
-        # Experts that are dealt out over `expert` are not cut over it once more.
+        # Experts that are striped over `expert` are not cut over it once more.
         again = sizes["expert"] if "expert" in training.sharded_over else 1
         dealt = experts // sizes["expert"] // sizes["tensor"] * again
         resting = layers * (layer - experts // sizes["expert"] // sizes["tensor"] + dealt) + ends
@@ -383,7 +383,7 @@ class _Cut:
         return self.layers * self.tokens * kept * self.training.compute_bytes * self.sizes["stage"]
 
     def layer_bytes(self) -> int:
-        """Of one layer at the peak of its backward pass, and of the gathered parameters."""
+        """Bytes of one layer at the peak of its backward pass, with the gathered parameters."""
         t, d, tensor = self.training, self.decoder, self.sizes["tensor"]
         gathered = 2 * self.layer * t.gather_bytes + self.layer * t.reduce_bytes
         if t.reshard == "keep":
@@ -408,7 +408,7 @@ class _Cut:
         return (t.logits_bytes + t.compute_bytes) * logits + (t.compute_bytes + t.gradient_bytes) * head
 
     def product_flops(self) -> int:
-        """Of all devices: forward, backward, and what is computed again."""
+        """FLOPs of the products on all devices: forward, backward, and what is computed again."""
         d, remat = self.decoder, self.training.remat
         once = d.product_flops()
         layer = 3 * sum(once.values())
@@ -490,7 +490,7 @@ def _moved(cut: _Cut) -> list[Moved]:
     return found
 
 
-def _seconds(machine: Topology, layout: Layout, moved: Moved) -> float:
+def _seconds(machine: Topology, layout: DeviceLayout, moved: Moved) -> float:
     groups = _groups(layout, moved.axes)
     collective = collectives.Collective(
         kind=moved.kind,
@@ -506,5 +506,5 @@ def _seconds(machine: Topology, layout: Layout, moved: Moved) -> float:
 
 
 @functools.lru_cache(maxsize=256)
-def _groups(layout: Layout, axes: tuple[str, ...]) -> collectives.Groups:
+def _groups(layout: DeviceLayout, axes: tuple[str, ...]) -> collectives.Groups:
     return collectives.positions_along(axes, layout)

@@ -1,1 +1,1 @@
-"""What a compiled program says of itself: collectives, memory, bytes moved, least time."""
+"""Figures read from a compiled program: collectives, memory, bytes moved, least time."""

@@ -20,7 +20,7 @@ from scalejax.plan.compiled import hlo
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from scalejax.plan.topology import Layout
+    from scalejax.plan.topology import DeviceLayout
 
 Kind = Literal[
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
@@ -151,7 +151,7 @@ def minimum_bytes(kind: Kind, payload: int, group_size: int) -> int:
     return 2 * once if kind == "all-reduce" else once
 
 
-def axes_of(groups: Sequence[Sequence[int]], mesh: "Mesh | Layout") -> tuple[str, ...]:
+def axes_of(groups: Sequence[Sequence[int]], mesh: "Mesh | DeviceLayout") -> tuple[str, ...]:
     """Mesh axes along which the members of a group differ."""
     shape = mesh.devices.shape
     varies = np.zeros(len(shape), bool)
@@ -161,7 +161,7 @@ def axes_of(groups: Sequence[Sequence[int]], mesh: "Mesh | Layout") -> tuple[str
     return tuple(name for name, differs in zip(mesh.axis_names, varies, strict=True) if differs)
 
 
-def positions_along(axes: tuple[str, ...], mesh: "Mesh | Layout") -> Groups:
+def positions_along(axes: tuple[str, ...], mesh: "Mesh | DeviceLayout") -> Groups:
     """Groups of positions in the flattened mesh that differ along these axes only."""
     grid = np.arange(mesh.devices.size).reshape(mesh.devices.shape)
     along = [mesh.axis_names.index(axis) for axis in axes]

@@ -1,4 +1,4 @@
-"""What a step keeps in the memory of one chip, by kind, and whether it fits."""
+"""Memory of a step on one chip, by kind, and whether it fits."""
 
 import dataclasses
 import re

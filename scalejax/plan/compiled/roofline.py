@@ -14,7 +14,7 @@ import numpy as np
 from scalejax.numerics.flops import MatmulFlops
 from scalejax.plan.compiled.collectives import Collective, Groups
 from scalejax.plan.compiled.traffic import Traffic
-from scalejax.plan.topology import Layout, Topology
+from scalejax.plan.topology import DeviceLayout, Topology
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -49,7 +49,11 @@ class Roofline:
 
 
 def predict(
-    topology: Topology, mesh: "Mesh | Layout", flops: MatmulFlops, traffic: Traffic, collectives: Sequence[Collective]
+    topology: Topology,
+    mesh: "Mesh | DeviceLayout",
+    flops: MatmulFlops,
+    traffic: Traffic,
+    collectives: Sequence[Collective],
 ) -> Roofline:
     """Divides the work of a step by the peaks of the chips.
 
@@ -77,7 +81,7 @@ def predict(
     )
 
 
-def collective_seconds(collective: Collective, topology: Topology, mesh: "Mesh | Layout") -> tuple[float, float]:
+def collective_seconds(collective: Collective, topology: Topology, mesh: "Mesh | DeviceLayout") -> tuple[float, float]:
     """Seconds on the links between chips and on the network between slices.
 
     On a torus a group that spans k axes can use all their links at once: two an axis that closes to a ring, one
@@ -111,7 +115,7 @@ class _Group:
     extents: tuple[int, ...]
 
 
-def _place(groups: Groups, mesh: "Mesh | Layout") -> _Group:
+def _place(groups: Groups, mesh: "Mesh | DeviceLayout") -> _Group:
     """Where the widest group lies (of a permute: the pair that is furthest apart)."""
     devices: list[Any] = list(mesh.devices.flat)
     coordinates = np.array([tuple(d.coords) for d in devices])

@@ -1,4 +1,4 @@
-"""What the matrices of a language model multiply in calibration text, and error diffusion with it, layer by layer.
+"""Inputs of a language model's matrices in calibration text, and error diffusion with them, layer by layer.
 
 One layer is in memory at a time, with the activations of all tokens before it. Inside a layer matrices that share an
 input are rounded together, in the order in which tokens pass them, and whatever comes later sees what the rounded ones
@@ -23,7 +23,7 @@ from scalejax.nn import counts
 from scalejax.numerics.quantize import dequantize
 from scalejax.surgery.quantize import diffusion
 from scalejax.surgery.quantize.calibration import Calibration
-from scalejax.surgery.quantize.checkpoint import Result, cast, read_weight
+from scalejax.surgery.quantize.checkpoint import QuantizedWeight, cast, read_weight
 from scalejax.surgery.quantize.plan import Weight
 from scalejax.train.state import ModelShape
 
@@ -51,7 +51,7 @@ class ErrorDiffusion:
     tokens: np.ndarray
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
     damping: float = diffusion.DAMPING
-    _results: dict[str, Result] = dataclasses.field(default_factory=dict)
+    _results: dict[str, QuantizedWeight] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 2 or not self.tokens.size:
@@ -59,12 +59,12 @@ class ErrorDiffusion:
         if self.damping <= 0:
             raise UserError(f"--damping must be above 0; got {self.damping}. 0.01 is usual.")
 
-    def quantize(self, weight: Weight, layout: PackedLayout) -> Result:
+    def quantize(self, weight: Weight, layout: PackedLayout) -> QuantizedWeight:
         """See `checkpoint.Quantizer`."""
         if weight.layer is None:
             exact = jnp.asarray(read_weight(self.model, weight))
             if weight.module != "head":
-                return Result(cast(exact, weight, layout, self.calibration))
+                return QuantizedWeight(cast(exact, weight, layout, self.calibration))
             self._advance(self.model.config.layers, layout)
             hessian = _covariance(self._walk.normed(self._outside(FINAL_NORM, layout)), self._walk.streams)
             return self._round(weight, exact, hessian, diffusion.factor(hessian, self.damping), layout)
@@ -93,7 +93,7 @@ class ErrorDiffusion:
         exact = {path: read_weight(self.model, weight) for path, weight in own.items()}
         params = dict(exact)
 
-        def replace(path: str, result: Result) -> None:
+        def replace(path: str, result: QuantizedWeight) -> None:
             self._results[own[path].name] = result
             params[path] = np.asarray(dequantize(result.quantized))
 
@@ -103,7 +103,7 @@ class ErrorDiffusion:
         staged = {path for stage in self._walk.stages for path in stage}
         for path, weight in own.items():
             if weight.format is not None and path not in staged:
-                replace(path, Result(cast(jnp.asarray(exact[path]), weight, layout, self.calibration)))
+                replace(path, QuantizedWeight(cast(jnp.asarray(exact[path]), weight, layout, self.calibration)))
         for stage, paths in enumerate(self._walk.stages):
             wanted = [path for path in paths if own[path].format is not None]
             if wanted:
@@ -115,14 +115,14 @@ class ErrorDiffusion:
 
     def _round(
         self, weight: Weight, exact: jax.Array, hessian: np.ndarray, upper: np.ndarray, layout: PackedLayout
-    ) -> Result:
+    ) -> QuantizedWeight:
         assert weight.format is not None
         direct = cast(exact, weight, layout, self.calibration)
         found = diffusion.diffuse(exact, upper, weight.format, self.calibration, direct.tensor_scale)
         errors = [
             diffusion.output_error(np.asarray(exact), np.asarray(dequantize(q)), hessian) for q in (found, direct)
         ]
-        return Result(found, errors[0] / errors[1] if errors[1] > 0 else 1.0)
+        return QuantizedWeight(found, errors[0] / errors[1] if errors[1] > 0 else 1.0)
 
     @functools.cached_property
     def _walk(self) -> "Walk":
@@ -173,7 +173,7 @@ class Walk:
 
     def normed(self, params: dict[str, np.ndarray]) -> Callable[[np.ndarray], jax.Array]:
         """What the head multiplies, as a function of what comes behind the layers; of the last norm's parameters."""
-        norm: Any = self._shape.norm.put_together({path: jnp.asarray(value) for path, value in params.items()})
+        norm: Any = self._shape.norm.merge({path: jnp.asarray(value) for path, value in params.items()})
         return lambda x: norm(jnp.asarray(x))
 
     @functools.cached_property
@@ -212,7 +212,7 @@ def run_layer(shape: LayerShape, params: dict[str, jax.Array], x: jax.Array, sta
       x: What comes before it.
       stage: Which; None = behind the layer.
     """
-    return shape.model.run_layer(shape.layer.put_together(params), x, stage)
+    return shape.model.run_layer(shape.layer.merge(params), x, stage)
 
 
 def _covariance(inputs: Any, streams: Sequence[np.ndarray]) -> np.ndarray:

@@ -23,7 +23,7 @@ import numpy as np
 from scalejax.errors import UserError
 from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks, scales, static
-from scalejax.numerics.blocks import Encoded
+from scalejax.numerics.blocks import EncodedBlocks
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.quantize import Quantized
 from scalejax.numerics.scales import ScaleRule
@@ -112,7 +112,7 @@ def choose_scales(
     calibration: Calibration,
     tensor_scale: jax.Array | None,
     percentiles: jax.Array,
-) -> Encoded:
+) -> EncodedBlocks:
     """Codes and scales of blocks; the tensor scale of NVFP4 has been chosen before.
 
     Args:
@@ -137,7 +137,7 @@ def choose_scales(
     exponents = format.scale == "exponent"
     moves = jnp.asarray((-1, 1) if exponents else FACTORS[1:], jnp.int32 if exponents else jnp.float32)
 
-    def compare(best: tuple[Encoded, jax.Array], move: jax.Array) -> tuple[tuple[Encoded, jax.Array], None]:
+    def compare(best: tuple[EncodedBlocks, jax.Array], move: jax.Array) -> tuple[tuple[EncodedBlocks, jax.Array], None]:
         candidate = (
             _moved(bits, found, format, calibration, move) if exponents else found._replace(scales=found.scales * move)
         )
@@ -187,7 +187,7 @@ def encode(
     return join(parts, format, x.shape[1], scale)
 
 
-def join(parts: list[Encoded], format: BlockFormat, length: int, tensor_scale: jax.Array | None) -> Quantized:
+def join(parts: list[EncodedBlocks], format: BlockFormat, length: int, tensor_scale: jax.Array | None) -> Quantized:
     """Rows one below the other."""
 
     def flat(arrays: list[Any]) -> jax.Array:
@@ -207,7 +207,9 @@ def join(parts: list[Encoded], format: BlockFormat, length: int, tensor_scale: j
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _encode(x: jax.Array, tensor_scale: jax.Array | None, format: BlockFormat, calibration: Calibration) -> Encoded:
+def _encode(
+    x: jax.Array, tensor_scale: jax.Array | None, format: BlockFormat, calibration: Calibration
+) -> EncodedBlocks:
     return choose_scales(split(x, format), format, calibration, tensor_scale, ranks(x.shape[1], format, calibration))
 
 
@@ -233,16 +235,16 @@ def _chunked(function: Any, x: jax.Array, format: BlockFormat) -> jax.Array:
 
 
 def rank(count: int, percentile: float) -> int:
-    """Of `count` sorted numbers, the first that at least so many per cent do not exceed."""
+    """The place, among `count` sorted values, of the first that at least so many per cent do not exceed."""
     return max(0, math.ceil(percentile * count / 100) - 1)
 
 
-def _under(bits: jax.Array, found: Encoded, format: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
+def _under(bits: jax.Array, found: EncodedBlocks, format: BlockFormat, tensor_scale: jax.Array | None) -> jax.Array:
     return blocks.encode_under(bits, found, format, rounding="ties_to_even", tensor_scale=tensor_scale)
 
 
 def _error(
-    bits: jax.Array, found: Encoded, format: BlockFormat, tensor_scale: jax.Array | None, axes: tuple[int, ...]
+    bits: jax.Array, found: EncodedBlocks, format: BlockFormat, tensor_scale: jax.Array | None, axes: tuple[int, ...]
 ) -> jax.Array:
     """Squared, summed."""
     decoded = blocks.decode_blocks(found, format, tensor_scale)
@@ -250,7 +252,9 @@ def _error(
     return jnp.sum((inexact - exact) ** 2, axis=axes, keepdims=True)
 
 
-def _moved(bits: jax.Array, found: Encoded, format: BlockFormat, calibration: Calibration, step: jax.Array) -> Encoded:
+def _moved(
+    bits: jax.Array, found: EncodedBlocks, format: BlockFormat, calibration: Calibration, step: jax.Array
+) -> EncodedBlocks:
     """The exponents of all blocks moved, as far as they can be stored, and microexponents that go with them."""
     low, high = scales.exponent_range(format.d1)
     rule = calibration.rule(format)

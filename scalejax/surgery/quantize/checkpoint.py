@@ -30,7 +30,7 @@ _Kept = Role | Literal["input"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class QuantizedWeight:
     """A quantized weight.
 
     Attributes:
@@ -48,7 +48,7 @@ class Result:
 class Quantizer(Protocol):
     """Turns weights into codes and scales."""
 
-    def quantize(self, weight: Weight, layout: PackedLayout) -> Result:
+    def quantize(self, weight: Weight, layout: PackedLayout) -> QuantizedWeight:
         """Called once for each weight that has a format, in the order of the plan."""
         ...
 
@@ -65,14 +65,14 @@ class DirectCast:
     model: LanguageModel
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
 
-    def quantize(self, weight: Weight, layout: PackedLayout) -> Result:
+    def quantize(self, weight: Weight, layout: PackedLayout) -> QuantizedWeight:
         """See `Quantizer`."""
         exact = jnp.asarray(read_weight(self.model, weight))
-        return Result(cast(exact, weight, layout, self.calibration))
+        return QuantizedWeight(cast(exact, weight, layout, self.calibration))
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TensorReport:
     """What became of a tensor.
 
     Attributes:
@@ -84,9 +84,9 @@ class Row:
       bytes_after: Of codes and scales.
       padding: Numbers that rows were filled up with.
       qsnr: dB, of the weight; None where it stayed.
-      output_error: See `Result`.
+      output_error: See `QuantizedWeight`.
       inputs: Format of what it multiplies; None where that stays as it is.
-      input_scale: See `Result`.
+      input_scale: See `QuantizedWeight`.
     """
 
     name: str
@@ -132,7 +132,7 @@ def write(
     *,
     shard_bytes: int = safetensors.SHARD_BYTES,
     wrote: Callable[[int], None] = lambda _: None,
-) -> tuple[Row, ...]:
+) -> tuple[TensorReport, ...]:
     """Writes a folder of Hugging Face with packed weights.
 
     Args:
@@ -152,7 +152,7 @@ def write(
     """
     sizes = model.architecture.sizes(model.config)
     written: list[Written] = []
-    owners: dict[str, tuple[Weight, _Kept | None]] = {}
+    codebook_ids: dict[str, tuple[Weight, _Kept | None]] = {}
     parts: dict[_Kept | None, Written]
     for weight in plan:
         if weight.format is None:
@@ -164,15 +164,15 @@ def write(
                 parts[_INPUT] = Written(own.name, np.dtype(np.float32), own.shape)
         for role, part in parts.items():
             written.append(part)
-            owners[part.name] = (weight, role)
-    rows: list[Row] = []
+            codebook_ids[part.name] = (weight, role)
+    rows: list[TensorReport] = []
     held: dict[_Kept, np.ndarray] = {}
 
     def produce(name: str) -> np.ndarray:
-        weight, role = owners[name]
+        weight, role = codebook_ids[name]
         if role is None:
             array = model.source.read(weight.entry.path, weight.layer)
-            rows.append(Row(weight.name, weight.module, None, array.size, array.nbytes, array.nbytes))
+            rows.append(TensorReport(weight.name, weight.module, None, array.size, array.nbytes, array.nbytes))
             return weight.entry.to_tensor(array, sizes)
         if not held:
             row, arrays = _stored(model, weight, quantizer.quantize(weight, layout), layout)
@@ -198,8 +198,8 @@ def write(
 
 
 def _stored(
-    model: LanguageModel, weight: Weight, result: Result, layout: PackedLayout
-) -> tuple[Row, dict[_Kept, np.ndarray]]:
+    model: LanguageModel, weight: Weight, result: QuantizedWeight, layout: PackedLayout
+) -> tuple[TensorReport, dict[_Kept, np.ndarray]]:
     """A weight as its layout has it, and its line of the report."""
     format, quantized = weight.format, result.quantized
     assert format is not None
@@ -214,7 +214,7 @@ def _stored(
         assert part is not None
         assert result.input_scale is not None
         arrays[_INPUT] = part.store(result.input_scale)
-    row = Row(
+    row = TensorReport(
         name=weight.name,
         module=weight.module,
         format=format.name,
@@ -248,7 +248,7 @@ def _qsnr(exact: np.ndarray, quantized: Quantized) -> float:
     return 10 * math.log10(signal / noise)
 
 
-def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[TensorReport]) -> list[dict[str, Any]]:
     """The report for a file; a QSNR without noise is null."""
     made = [dataclasses.asdict(row) for row in rows]
     for row in made:

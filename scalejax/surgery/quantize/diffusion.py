@@ -29,7 +29,7 @@ import scipy.linalg
 from scalejax.errors import UserError
 from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks
-from scalejax.numerics.blocks import Encoded
+from scalejax.numerics.blocks import EncodedBlocks
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.quantize import Quantized
 from scalejax.surgery.quantize import calibration as calibrations
@@ -115,13 +115,13 @@ def _diffuse(
     percentiles: jax.Array,
     format: BlockFormat,
     calibration: Calibration,
-) -> Encoded:
+) -> EncodedBlocks:
     """Codes [rows, blocks, k1 / k2, k2] and scales alike."""
     rows, columns = weight.shape
     k1, k2 = format.k1, format.k2
     within = jnp.arange(k1)
 
-    def block(weight: jax.Array, number: jax.Array) -> tuple[jax.Array, Encoded]:
+    def block(weight: jax.Array, number: jax.Array) -> tuple[jax.Array, EncodedBlocks]:
         start = number * k1
         own = jax.lax.dynamic_slice(weight, (0, start), (rows, k1))
         passed = jax.lax.dynamic_slice(upper, (start, 0), (k1, columns))

@@ -24,7 +24,7 @@ from scalejax.numerics.quantize import dequantize
 from scalejax.surgery.quantize import calibration as calibrations
 from scalejax.surgery.quantize.activations import EMBEDDING, FINAL_NORM, Walk, outside
 from scalejax.surgery.quantize.calibration import Calibration
-from scalejax.surgery.quantize.checkpoint import Quantizer, Result, read_weight
+from scalejax.surgery.quantize.checkpoint import QuantizedWeight, Quantizer, read_weight
 from scalejax.surgery.quantize.plan import Weight
 
 _BIN_BITS = 13  # of the 23 of a mantissa, which numbers of a bin may differ in
@@ -50,13 +50,13 @@ class WithInputs:
     tokens: np.ndarray
     weights: Quantizer
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
-    _results: dict[str, Result] = dataclasses.field(default_factory=dict)
+    _results: dict[str, QuantizedWeight] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 2 or not self.tokens.size:
             raise UserError(f"calibration: tokens must be [rows, positions]; got {self.tokens.shape}. Give text.")
 
-    def quantize(self, weight: Weight, layout: PackedLayout) -> Result:
+    def quantize(self, weight: Weight, layout: PackedLayout) -> QuantizedWeight:
         """See `checkpoint.Quantizer`."""
         if weight.layer is None:
             result = self.weights.quantize(weight, layout)

@@ -1,4 +1,4 @@
-"""Which weights of a model take which format."""
+"""The plan of a quantization: the format of every weight of a model."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence

@@ -15,7 +15,7 @@ from scalejax.parallel import context
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.ids import jagged
-from scalejax.parallel.embedding.tiers import Cache
+from scalejax.parallel.embedding.tiers import RowCache
 from scalejax.parallel.embedding.update.host_plan import Room
 from scalejax.train.batches.prefetch import Prefetch
 from scalejax.train.step import Program, is_field
@@ -91,7 +91,7 @@ def _of_process(field: Field, array: np.ndarray, sharding: NamedSharding, *, pro
 
 def _packed(
     batch: AnyBatch, program: Program, collection: EmbeddingCollection, shards: int
-) -> tuple[jagged.Packed, tuple[jagged.FeatureLayout, ...]]:
+) -> tuple[jagged.PackedIds, tuple[jagged.FeatureLayout, ...]]:
     features, groups = getattr(batch, "features", None), program.experiment.tables.dedup
     if features is None:
         raise UserError(
@@ -117,7 +117,7 @@ def prefetch(
     depth: int = 2,
     purpose: Literal["training", "scoring"] = "training",
     first_step: int = 1,
-    cache: Cache | None = None,
+    cache: RowCache | None = None,
 ) -> Prefetch:
     """(Host batch, its device form) pairs that a thread prepares ahead; a context manager.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from scalejax.parallel.embedding.tiers import Cache
+from scalejax.parallel.embedding.tiers import RowCache
 from scalejax.train.state import TrainState
 from scalejax.train.step import Ahead, Program
 from scalejax.train.task import Placed
@@ -37,7 +37,7 @@ class Pipeline:
         program: Program,
         batches: Iterator[tuple[Any, Placed]],
         steps: int,
-        cache: Cache | None = None,
+        cache: RowCache | None = None,
     ) -> None:
         self._program, self._batches, self._left, self._cache = program, batches, steps, cache
         self._ahead: Ahead | None = None

@@ -1,1 +1,1 @@
-"""What runs save, and the one way into it."""
+"""Checkpoints: saving, restoring, publishing, and the one way into what runs have saved."""

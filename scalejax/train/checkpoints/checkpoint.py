@@ -35,7 +35,7 @@ import jax.numpy as jnp
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.stored import tracking
-from scalejax.parallel.embedding.stored.tracking import Rows
+from scalejax.parallel.embedding.stored.tracking import TableRows
 from scalejax.train import disk, distributed
 from scalejax.train.checkpoints import chain, rows_file
 from scalejax.train.checkpoints import manifest as manifests
@@ -147,7 +147,7 @@ class Checkpointer:
         self,
         step: int,
         tree: Any,
-        rows: Iterable[Rows],
+        rows: Iterable[TableRows],
         host: dict[str, Any],
         metrics: dict[str, float] | None = None,
         *,
@@ -218,7 +218,7 @@ class Checkpointer:
         *,
         updates: int | None,
         delta: chain.Delta | None,
-        rows: Iterable[Rows],
+        rows: Iterable[TableRows],
     ) -> None:
         self.wait()
         if metrics is not None and (best := self._policy.best_metric) is not None and best not in metrics:
@@ -413,7 +413,7 @@ class Checkpointer:
                 raise
             raise explanation from error
 
-    def _write_rows(self, step: int, rows: Iterable[Rows]) -> None:
+    def _write_rows(self, step: int, rows: Iterable[TableRows]) -> None:
         try:
             rows_file.write(self.folder / f"{_SAVING}{step}", jax.process_index(), rows)
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What one checkpoint is, of which run, and the digest of each of its files."""
+"""The manifest of a checkpoint: its run, its arrays, and the digest of each of its files."""
 
 import concurrent.futures
 import dataclasses
@@ -35,7 +35,7 @@ class Manifest:
     arrays: dict[str, dict[str, Any]]
     files: dict[str, dict[str, Any]]
     updates: int | None = None
-    """Of the tables, where rows know which update last touched them."""
+    """Count of the updates of the tables, where rows know which update last touched them."""
     delta: dict[str, Any] | None = None
     """See `chain.Delta`; None for a full checkpoint, which needs no other."""
     frozen: dict[str, Any] | None = None

@@ -90,7 +90,7 @@ def apply(served: Served, folder: pathlib.Path) -> Served:
             "different runs. Load a full checkpoint of the same run."
         )
     link.check()
-    arrived = _in_memory(trained.put_together([link]))
+    arrived = _in_memory(trained.merge([link]))
     for rows in link.rows():
         if "rows" in rows.leaves:
             columns, values = rows.leaves["rows"]

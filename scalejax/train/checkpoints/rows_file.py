@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.parallel.embedding.stored.tracking import Rows
+from scalejax.parallel.embedding.stored.tracking import TableRows
 from scalejax.train import disk
 
 FOLDER = "rows"
@@ -24,7 +24,7 @@ FOLDER = "rows"
 _ALIGNED = 64
 
 
-def write(folder: pathlib.Path, process: int, blocks: Iterable[Rows]) -> dict[str, int]:
+def write(folder: pathlib.Path, process: int, blocks: Iterable[TableRows]) -> dict[str, int]:
     """Writes the rows of one process.
 
     Args:
@@ -63,7 +63,7 @@ def write(folder: pathlib.Path, process: int, blocks: Iterable[Rows]) -> dict[st
     return counts
 
 
-def read(folder: pathlib.Path) -> Iterator[Rows]:
+def read(folder: pathlib.Path) -> Iterator[TableRows]:
     """The rows of all processes, in one order, block by block. Check the digests of the files first."""
     return (read_block(path, block) for path, block in blocks(folder))
 
@@ -74,10 +74,10 @@ def blocks(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
     return [(path.with_suffix(".bin"), block) for path in indices for block in disk.read_json(path)["blocks"]]
 
 
-def read_block(path: pathlib.Path, block: dict[str, Any]) -> Rows:
+def read_block(path: pathlib.Path, block: dict[str, Any]) -> TableRows:
     """The rows of one block."""
     with disk.explained(f"cannot read {path}"), open(path, "rb") as file:
-        return Rows(
+        return TableRows(
             block["table"],
             _read(file, block["numbers"], "int64", [block["rows"]]),
             {

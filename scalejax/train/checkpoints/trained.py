@@ -24,7 +24,7 @@ import numpy as np
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.collection import COUNTS, MAPS
 from scalejax.parallel.embedding.stored import logical
-from scalejax.parallel.embedding.stored.tracking import Rows
+from scalejax.parallel.embedding.stored.tracking import TableRows
 from scalejax.train import disk, distributed
 from scalejax.train.checkpoints import array_store, chain, checkpoint, rows_file
 from scalejax.train.checkpoints import manifest as manifests
@@ -118,10 +118,10 @@ def open_checkpoints(folder: pathlib.Path, step: int | None = None, average: int
             f"there are {', '.join(map(str, checkpoint.listed(folder)))}."
         ) from damage
     averaged = [opened[number] for number in steps]
-    found = put_together(links, averaged[-1].frozen())
+    found = merge(links, averaged[-1].frozen())
     origin = f"{'step' if average == 1 else 'the mean of steps'} {', '.join(map(str, steps))} in {folder}"
     each = averaged if average > 1 else []
-    params = _means([put_together([one], one.frozen()).params for one in each], origin) if each else found.params
+    params = _means([merge([one], one.frozen()).params for one in each], origin) if each else found.params
     return dataclasses.replace(found, params=params, checkpoints=tuple(one.folder for one in averaged), origin=origin)
 
 
@@ -190,7 +190,7 @@ def matched(trained: Trained, shapes: Mapping[str, jax.ShapeDtypeStruct], where:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """One folder of arrays, and of rows where it builds on another. `put_together` makes a model of them.
+    """One folder of arrays, and of rows where it builds on another. `merge` makes a model of them.
 
     Attributes:
       folder: Its folder, anywhere.
@@ -211,7 +211,7 @@ class Checkpoint:
         """Compares all files with their digests, as `manifest.check_files`."""
         manifests.check_files(self.folder, self.manifest.files)
 
-    def rows(self, table: str | None = None) -> Iterator[Rows]:
+    def rows(self, table: str | None = None) -> Iterator[TableRows]:
         """Rows that were updated since the checkpoint before, of one table or of all."""
         return (rows_file.read_block(*one) for one in self._blocks if table in (None, one[1]["table"]))
 
@@ -240,7 +240,7 @@ class Checkpoint:
         }
 
 
-def put_together(links: Sequence[Checkpoint], frozen: Checkpoint | None = None) -> Trained:
+def merge(links: Sequence[Checkpoint], frozen: Checkpoint | None = None) -> Trained:
     """The model of a checkpoint and those that it builds on, whose files have been checked.
 
     Args:
@@ -358,7 +358,7 @@ def _existing(folder: pathlib.Path, step: int | None, average: int) -> list[int]
 
 
 def _by_name(trained: Trained) -> dict[str, AnyArray]:
-    """Arrays under the names that they have in a checkpoint: the inverse of `put_together`."""
+    """Arrays under the names that they have in a checkpoint: the inverse of `merge`."""
     arrays: dict[str, AnyArray] = {"step": np.array(trained.step, np.int32)}
     arrays |= {_PARAMS + path: array for path, array in trained.params.items()}
     arrays |= {_VARIABLES + path: array for path, array in trained.variables.items()}

@@ -1,4 +1,4 @@
-"""How sure a metric is: percentile bootstrap intervals, of one model and of the difference between two.
+"""Percentile bootstrap intervals of a metric, of one model and of the difference between two.
 
 A resample draws N of the N examples with replacement; a metric is computed on each resample, and its interval spans the
 middle 95 % of the values. Two models are compared on the *same* resamples (paired), which removes the variation that
@@ -42,7 +42,7 @@ class Interval:
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """Model b against model a in one metric.
 
     Attributes:
@@ -105,7 +105,7 @@ def compare(
     resamples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
-) -> dict[Metric, Comparison]:
+) -> dict[Metric, PairedComparison]:
     """Judges model b against model a on the same examples.
 
     Args:
@@ -118,11 +118,11 @@ def compare(
     differences = np.stack([second.metrics(counts) - first.metrics(counts) for counts in draws])
     ones = np.ones(len(first))
     value_a, value_b = first.metrics(ones), second.metrics(ones)
-    result: dict[Metric, Comparison] = {}
+    result: dict[Metric, PairedComparison] = {}
     for i, metric in enumerate(METRICS):
         interval = _interval(value_b[i] - value_a[i], differences[:, i], level)
         verdict = _verdict(interval, _HIGH_IS_GOOD[metric])
-        result[metric] = Comparison(metric, float(value_a[i]), float(value_b[i]), interval, verdict)
+        result[metric] = PairedComparison(metric, float(value_a[i]), float(value_b[i]), interval, verdict)
     return result
 
 

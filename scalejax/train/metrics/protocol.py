@@ -1,4 +1,4 @@
-"""What a metric is: sums on the devices, exact values on the host where sums do not do, and how its values are shown.
+"""The protocol of a metric: sums on devices, exact values on the host where sums do not do, names and units.
 
     sums = metric.update(metric.zeros(), loss, batch)       in the compiled step, window by window
     values = metric.compute(to_host(sums))                  {"accuracy": 0.81}

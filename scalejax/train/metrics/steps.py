@@ -1,4 +1,4 @@
-"""What every run counts of its steps.
+"""Counts of steps, which every run keeps.
 
 grad_norm    mean over steps of the global norm of the gradient, before clipping; grad_norm_max the largest
 clipped      share of steps whose gradient was scaled down

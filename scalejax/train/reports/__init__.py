@@ -1,1 +1,1 @@
-"""What people see of a run: the terminal, its records, its pages."""
+"""Reports of a run: the terminal, its records, its pages."""

@@ -14,7 +14,7 @@ from scalejax.train import disk
 from scalejax.train.metrics import bootstrap, evaluation
 from scalejax.train.reports import console, figures, page
 from scalejax.train.reports import summary as summaries
-from scalejax.train.reports.report import Run, flatten, read_run
+from scalejax.train.reports.report import RunFiles, flatten, read_run
 
 _TITLES = {"logloss": "LogLoss", "ne": "NE", "auc": "AUC"}
 """Of what `bootstrap.compare` compares."""
@@ -41,7 +41,7 @@ def write_comparison(folders: Sequence[pathlib.Path], target: pathlib.Path | Non
     return target
 
 
-def _render(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _render(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     return page.document(
         "Comparison of runs",
         [
@@ -54,7 +54,7 @@ def _render(runs: Sequence[Run], names: Sequence[str]) -> str:
     )
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def _names(runs: Sequence[RunFiles]) -> list[str]:
     """Folder names, with as many parents as it takes to tell them apart."""
     parts = [run.path.absolute().parts for run in runs]
     for depth in range(1, max(map(len, parts)) + 1):
@@ -64,7 +64,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
     raise UserError(f"Comparison: a run folder was named twice among {', '.join(str(r.path) for r in runs)}.")
 
 
-def _results(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
+def _results(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
     titles = dict.fromkeys(_kind(s) for run in runs for s in summaries.quality(run.summary, run.described))
     for title in titles:
         head: list[page.Cell] = ["run", "recipe"]
@@ -92,7 +92,7 @@ def _kind(section: summaries.Section) -> str:
     return section.title.split(":")[0]
 
 
-def _differences(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
+def _differences(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
     for content in runs[0].diagrams:
         split = content["split"]
         reference = evaluation.read_predictions(runs[0].path, split)
@@ -140,7 +140,7 @@ def _judged(
     return rows
 
 
-def _curves(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
+def _curves(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
     described = {value.name: value for run in runs for value in run.described.values}
     for value in described.values():
         if value.shown != "table and curve":
@@ -158,7 +158,7 @@ def _curves(runs: Sequence[Run], names: Sequence[str]) -> Iterator[str]:
             yield page.picture(figures.overlay(label, evaluated), label, f"{label} of the evaluations at intervals.")
 
 
-def _configuration(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _configuration(runs: Sequence[RunFiles], names: Sequence[str]) -> str:
     flat = [dict(flatten(run.experiment.get("experiment", run.experiment))) for run in runs]
     keys = [key for key in dict.fromkeys(k for f in flat for k in f) if len({f.get(key) for f in flat}) > 1]
     if not keys:

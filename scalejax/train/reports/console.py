@@ -1,4 +1,4 @@
-"""What a run shows in a terminal: one line of progress, and the closing table beside the base rate."""
+"""Output of a run in a terminal: one line of progress, and the closing table beside the base rate."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Where a run writes, saves and books its time."""
+"""The places where a run writes, saves and books its time."""
 
 import dataclasses
 

@@ -25,7 +25,7 @@ _STEPS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunFiles:
     """What the files of a run folder say; a missing file is empty.
 
     Attributes:
@@ -55,7 +55,7 @@ class Run:
         return str(self.summary.get("recipe") or self.experiment.get("recipe") or self.path.name)
 
 
-def read_run(folder: pathlib.Path) -> Run:
+def read_run(folder: pathlib.Path) -> RunFiles:
     """Reads a run folder.
 
     Raises:
@@ -69,7 +69,7 @@ def read_run(folder: pathlib.Path) -> Run:
         )
     lines = run_folder.read_lines(folder / "metrics.jsonl")
     summary = _read_object(folder / "summary.json")
-    return Run(
+    return RunFiles(
         path=folder,
         summary=summary,
         experiment=_read_object(folder / "experiment.json"),
@@ -120,7 +120,7 @@ def write_report(folder: pathlib.Path, target: pathlib.Path | None = None) -> pa
     return target
 
 
-def render(run: Run) -> str:
+def render(run: RunFiles) -> str:
     """The report of a run as HTML."""
     return page.document(
         f"{run.name}: report",
@@ -139,7 +139,7 @@ def render(run: Run) -> str:
     )
 
 
-def _facts(run: Run) -> list[tuple[str, str]]:
+def _facts(run: RunFiles) -> list[tuple[str, str]]:
     devices = run.environment.get("devices")
     device = run.summary.get("device") or (f"{devices['count']} x {devices['kind']}" if devices else None)
     mesh = run.summary.get("mesh") or " ".join(f"{a}={n}" for a, n in run.environment.get("mesh", {}).items())
@@ -153,7 +153,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     return [(name, str(value)) for name, value in facts if value]
 
 
-def _tiles(run: Run) -> str:
+def _tiles(run: RunFiles) -> str:
     sections = summaries.quality(run.summary, run.described)
     items = []
     if sections:
@@ -177,7 +177,7 @@ def _tiles(run: Run) -> str:
     return page.tiles(items)
 
 
-def _results(run: Run) -> Iterator[str]:
+def _results(run: RunFiles) -> Iterator[str]:
     for section in summaries.quality(run.summary, run.described):
         rows = [[row.name, (row.value, "n"), (row.interval, "n dim"), (row.base, "n dim")] for row in section.rows]
         head = ["", ("value", "n"), ("95 % interval", "n"), ("base rate", "n")]
@@ -187,7 +187,7 @@ def _results(run: Run) -> Iterator[str]:
         yield page.card("work, speed and memory", page.table([], [[name, (value, "n")] for name, value in speed]))
 
 
-def _curves(run: Run) -> Iterator[str]:
+def _curves(run: RunFiles) -> Iterator[str]:
     named = [r for r in run.evaluations if not _is_progressive(r)]
     splits = list(dict.fromkeys(r["split"] for r in named))
     for value in (*run.described.values, *_STEPS):
@@ -215,7 +215,7 @@ def _curves(run: Run) -> Iterator[str]:
         yield page.picture(figures.learning_rate(rates), "learning rate", "Learning rate of the optimizer.")
 
 
-def _phases(run: Run) -> dict[str, int]:
+def _phases(run: RunFiles) -> dict[str, int]:
     """Where each phase begins, as the record of the experiment has it."""
     recorded = run.experiment.get("experiment")
     fields = recorded.get("fields", {}) if isinstance(recorded, Mapping) else {}
@@ -245,7 +245,7 @@ def _is_progressive(record: Mapping[str, Any]) -> bool:
     return any(key == "auc_hist" or key.startswith("auc_hist/") for key in record)
 
 
-def _progressive(run: Run) -> Iterator[str]:
+def _progressive(run: RunFiles) -> Iterator[str]:
     slices = [r for r in run.evaluations if _is_progressive(r)]
     for value in run.described.values if slices else ():
         key = value.window or value.name
@@ -257,12 +257,12 @@ def _progressive(run: Run) -> Iterator[str]:
         yield page.picture(svg, f"{title} by day", f"{title} of each slice, scored before it was trained on.")
 
 
-def _pictures(run: Run) -> Iterator[str]:
+def _pictures(run: RunFiles) -> Iterator[str]:
     for picture in run.pictures:
         yield page.picture(picture.svg, picture.name, f"{picture.caption} ({picture.split})")
 
 
-def _diagrams(run: Run) -> Iterator[str]:
+def _diagrams(run: RunFiles) -> Iterator[str]:
     for content in run.diagrams:
         for task in content["tasks"]:
             of = f"{content['split']}, {task['name']}" if len(content["tasks"]) > 1 else content["split"]
@@ -289,7 +289,7 @@ _PHASES = {
 }
 
 
-def _time(run: Run) -> Iterator[str]:
+def _time(run: RunFiles) -> Iterator[str]:
     usable = [r for r in run.timing if r.get("step_p50_s") is not None and r.get("step_p95_s") is not None]
     if not usable:
         return
@@ -307,7 +307,7 @@ def _time(run: Run) -> Iterator[str]:
     yield page.picture(svg, "time by what it was spent on", "Wall time of the loop, from its first to its last window.")
 
 
-def _configuration(run: Run) -> Iterator[str]:
+def _configuration(run: RunFiles) -> Iterator[str]:
     if run.experiment:
         rows = flatten(run.experiment.get("experiment", run.experiment))
         sets = run.experiment.get("sets") or []

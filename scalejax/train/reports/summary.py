@@ -14,9 +14,9 @@
 
 Which metrics there are the metrics of the run say (`measures.json` keeps it): those of a click model are logloss, ne,
 auc, gauc, calibration and base_rate, with auc_hist and auc_error_bound in place of auc in progressive validation; with
-several tasks the key ends in "/task": "test_auc_low/click". With `Exchange(spill="count")` there is also spilled_ids:
-those that the pass embedded as zeros, for all tasks together. An undefined value is null. All fields are optional for a
-reader.
+several tasks the key ends in "/task": "test_auc_low/click". With `Exchange(overflow="count")` there is also
+overflow_ids: those that the pass embedded as zeros, for all tasks together. An undefined value is null. All fields are
+optional for a reader.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def of_evaluation(split: str, values: Mapping[str, float]) -> dict[str, float]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class MetricRow:
     """One metric as texts: its value, its interval ("" if none) and what the base rate scores ("" if nothing)."""
 
     name: str
@@ -58,7 +58,7 @@ class Section:
     """The metrics of one split and task."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: tuple[MetricRow, ...]
 
 
 def quality(summary: Mapping[str, Any], described: Described | None = None) -> list[Section]:
@@ -78,9 +78,9 @@ def quality(summary: Mapping[str, Any], described: Described | None = None) -> l
                 continue
             if (at_best := _row_at_best(summary, start, values)) is not None:
                 rows.append(at_best)
-            spilled = summary.get(f"{start}_spilled_ids")
-            if spilled is not None:
-                rows.append(Row("ids without room", f"{spilled:,}", "", ""))
+            overflowed = summary.get(f"{start}_overflow_ids", summary.get(f"{start}_spilled_ids"))  # as it was called
+            if overflowed is not None:
+                rows.append(MetricRow("ids without room", f"{overflowed:,}", "", ""))
             sections.append(Section(_title(summary, start, split, ending, described), tuple(rows)))
     return sections
 
@@ -105,7 +105,7 @@ def _ending(value: Value) -> str:
     return slash + task
 
 
-def _row(summary: Mapping[str, Any], start: str, value: Value) -> Row | None:
+def _row(summary: Mapping[str, Any], start: str, value: Value) -> MetricRow | None:
     if value.shown == "records":
         return None
     key, interval = f"{start}_{value.name}", ""
@@ -121,13 +121,13 @@ def _row(summary: Mapping[str, Any], start: str, value: Value) -> Row | None:
     if low is not None and high is not None:
         interval = f"{low:.4f} to {high:.4f}"
     base = value.base if value.base is not None else summary.get(f"{start}_{name}_base{end}")
-    return Row(value.title, number(summary[key]), interval, "" if base is None else number(base))
+    return MetricRow(value.title, number(summary[key]), interval, "" if base is None else number(base))
 
 
-def _row_at_best(summary: Mapping[str, Any], start: str, values: Sequence[Value]) -> Row | None:
+def _row_at_best(summary: Mapping[str, Any], start: str, values: Sequence[Value]) -> MetricRow | None:
     for value in values:
         if (best := summary.get(f"{start}_{value.name}_at_best")) is not None:
-            return Row(f"{value.title} at step {summary.get('best_step')}, the best", number(best), "", "")
+            return MetricRow(f"{value.title} at step {summary.get('best_step')}, the best", number(best), "", "")
     return None
 
 

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, measured without waiting for the device after every step.
+"""Timing of a run, measured without waiting for the device after every step.
 
 A step is dispatched long before it is done. The timer is handed one small output of each step (not donated, such as the
 mean loss) and waits for the output of the step `in_flight` steps back: the device always has work queued, yet the

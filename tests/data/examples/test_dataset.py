@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dataset import BatchedDataSet
 from scalejax.data.examples.memory import Order, from_columns
 from scalejax.data.examples.records import Ragged
@@ -45,7 +45,7 @@ def make(batch_size: int = 8, order: Order = "shuffled", **options: object) -> B
     return from_columns(columns(), SCHEMA, batch_size=batch_size, order=order, scaling="none", **options)  # pyright: ignore
 
 
-def rows_of(batch: Batch) -> list[int]:
+def rows_of(batch: ClickBatch) -> list[int]:
     """Row numbers of the examples that count; checks that all columns belong together."""
     size = len(batch)
     real = int(batch.weights.sum())

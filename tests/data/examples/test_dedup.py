@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import (
     DedupKeyedJagged,
     Deduplicate,
@@ -194,7 +194,7 @@ def test_bytes_are_those_of_the_arrays() -> None:
 
 def test_a_batch_keeps_what_is_not_a_feature() -> None:
     features = KeyedJagged.from_lists({"a": [[1], [1]]})
-    batch = Batch(features, np.ones((2, 1), np.float32), np.ones((2, 1), np.float32), np.ones(2, np.float32))
+    batch = ClickBatch(features, np.ones((2, 1), np.float32), np.ones((2, 1), np.float32), np.ones(2, np.float32))
     found = Deduplicate(groups=(("a",),))(batch)
     assert len(found) == 2
     assert found.features.inverse[0].tolist() == [0, 0]

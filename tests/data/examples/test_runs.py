@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import Deduplicate
-from scalejax.data.examples.runs import RunOrder, Runs, check_whole
+from scalejax.data.examples.runs import RunOrder, SessionRuns, check_whole
 from scalejax.data.examples.schema import Categorical
 from scalejax.data.permutation import Permutation
 from scalejax.data.sessions.clustering import cluster_by_session
@@ -40,7 +40,7 @@ def test_run_order_is_the_concatenation_of_permuted_runs(lengths: list[int], see
 @given(st.lists(st.integers(0, 3), max_size=20), st.data())
 def test_runs_equal_grouping_by_hand(column: list[int], data: st.DataObject) -> None:
     by_hand = [(key, [row for row, _ in rows]) for key, rows in itertools.groupby(enumerate(column), lambda x: x[1])]
-    runs = Runs.of(np.array(column, np.int64), "s", "here")
+    runs = SessionRuns.of(np.array(column, np.int64), "s", "here")
     assert runs.sessions.tolist() == [key for key, _ in by_hand]
     assert runs.lengths.tolist() == [len(rows) for _, rows in by_hand]
     chosen = data.draw(st.lists(st.integers(0, max(0, len(by_hand) - 1)), max_size=5 if by_hand else 0, unique=True))
@@ -82,7 +82,7 @@ def session_of_row(path: pathlib.Path) -> np.ndarray:
     return out
 
 
-def rows_of(batch: Batch) -> list[int]:
+def rows_of(batch: ClickBatch) -> list[int]:
     return batch.features["row"].values[: int(batch.weights.sum())].tolist()
 
 
@@ -239,7 +239,7 @@ def test_the_session_column_is_part_of_the_fingerprint(folder: pathlib.Path) -> 
 
 
 def test_check_whole_names_both_places() -> None:
-    parts = [Runs.of(np.array(ids), "s", "") for ids in ([1, 1, 2], [3], [4, 2])]
+    parts = [SessionRuns.of(np.array(ids), "s", "") for ids in ([1, 1, 2], [3], [4, 2])]
     with pytest.raises(UserError, match=r"first: session 2 .*again in third"):
         check_whole(parts, "s", ["first", "second", "third"])
     check_whole(parts[:2], "s", ["first", "second"])

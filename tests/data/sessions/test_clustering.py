@@ -159,7 +159,7 @@ def test_clustering_saves_bytes_and_says_how_many(tmp_path: pathlib.Path) -> Non
 CHILD = """
 import os, signal, sys
 source, target, kill_at = sys.argv[1], sys.argv[2], int(sys.argv[3])
-from scalejax.data import clustering
+from scalejax.data.sessions import clustering
 seen = 0
 def count(event, args):
     global seen

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scalejax.data.examples import dedup
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import DedupBatch, expand_batch
 from scalejax.data.examples.jagged import KeyedJagged
-from scalejax.data.examples.records import Ragged, RecordLayout, Rows, Shared
+from scalejax.data.examples.records import ExampleRecords, Ragged, RecordLayout, Shared
 from scalejax.data.examples.row_transforms import FirstIds, HashIds
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.sessions.clustering import cluster_by_session
@@ -51,7 +51,7 @@ def data(folder: pathlib.Path, name: str = "short", groups: dedup.Groups = (), *
     return ParquetData(path=str(folder / name), categorical=FEATURES, dense=LOG.dense_names, dedup=groups, **fields)
 
 
-def assert_same(one: Batch, other: Batch) -> None:
+def assert_same(one: ClickBatch, other: ClickBatch) -> None:
     """To the bit, types included."""
     pairs = [(getattr(one, name), getattr(other, name)) for name in ("dense", "labels", "weights")]
     pairs += [(one.features.values, other.features.values), (one.features.lengths, other.features.lengths)]
@@ -221,7 +221,7 @@ def test_a_batch_that_is_filled_up_has_empty_lists_there() -> None:
     schema = Schema(categorical=(Categorical(name="a", rows=9, length=None, capacity=2.0),))
     layout = RecordLayout(schema, (("a",),))
     shared = Shared((Ragged(np.array([0, 2]), np.array([4, 5], np.int32)),), np.zeros(2, np.int32))
-    batch = layout.batch(Rows(np.zeros((2, layout.width), np.int32), (), (shared,)), 4)
+    batch = layout.batch(ExampleRecords(np.zeros((2, layout.width), np.int32), (), (shared,)), 4)
     assert expand_batch(batch).features.to_lists() == {"a": [[4, 5], [4, 5], [], []]}
     assert batch.weights.tolist() == [1, 1, 0, 0]
 

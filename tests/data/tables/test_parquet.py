@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scalejax.data.examples.batch import Batch
+from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.schema import Categorical
 from scalejax.data.permutation import Permutation
 from scalejax.data.splits import ByTime, Fractions
@@ -45,7 +45,7 @@ def data(path: pathlib.Path, **options: object) -> ParquetData:
     return ParquetData(path=str(path), **({"categorical": CATEGORICAL} | defaults | options))
 
 
-def rows_of(batch: Batch) -> list[int]:
+def rows_of(batch: ClickBatch) -> list[int]:
     real = int(batch.weights.sum())
     lists = batch.features.to_lists()
     rows = [ids[0] for ids in lists["row"]][:real]

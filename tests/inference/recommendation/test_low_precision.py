@@ -174,7 +174,7 @@ def made_up(losses, prices, unsure=0.0):
         value = sum(losses[n].get(precisions.tables[n], 0.0) for n in losses)
         return click_model.Gap(value, value - unsure, value + unsure * (value > 0))
 
-    return search.Study(
+    return search.PrecisionStudy(
         start, names, lambda n: ("float32", "int8", "int4"), lambda n, p: prices[n[1]][p], gap, gap_held_out=gap
     )
 

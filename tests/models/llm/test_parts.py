@@ -101,7 +101,7 @@ def test_its_stack_equals_its_layers_one_by_one(remat, x64):
     for number in range(config.layers):
         graph, state = nnx.split(model.layers)
         block = nnx.merge(graph, jax.tree.map(lambda p, number=number: p[number], state))
-        x = block(x, model._turns(jnp.asarray(positions)), segments, positions)
+        x = block(x, model._cos_sin(jnp.asarray(positions)), segments, positions)
     want = model.final_norm(x) @ model.head.weight[...]
     np.testing.assert_allclose(model(ids, positions, segments), want, rtol=1e-9, atol=1e-12)
 
@@ -149,7 +149,7 @@ def test_folders_refuse_parts_that_they_cannot_name():
 
 @pytest.mark.slow
 def test_it_is_generated_with():
-    params = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(OWN, nnx.Rngs(0), F32))).take_apart(
+    params = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(OWN, nnx.Rngs(0), F32))).split(
         llama3.Llama(OWN, nnx.Rngs(0), F32)
     )
 

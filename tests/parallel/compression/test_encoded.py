@@ -55,7 +55,7 @@ def pieces(x, dim, count):
     return np.moveaxis(np.asarray(x), dim, 0).reshape(count, -1)
 
 
-def put_together(rows, shape, dim):
+def merge(rows, shape, dim):
     first = (shape[dim], *shape[:dim], *shape[dim + 1 :])
     return np.moveaxis(np.asarray(rows).reshape(first), 0, dim)
 
@@ -76,7 +76,7 @@ def test_gathered_parameters_are_the_cast_to_the_bit(format, axes):
     )  # fmt: skip
     for path, got in jax.jit(gather)(params).items():
         expected = cast(jnp.asarray(pieces(params[path], SPECS[path], count)), format, axis=-1, tail="pad")
-        expected = put_together(expected, SHAPES[path], SPECS[path]).view(np.uint32)
+        expected = merge(expected, SHAPES[path], SPECS[path]).view(np.uint32)
         for device in range(8):
             np.testing.assert_array_equal(np.asarray(got)[device].view(np.uint32), expected)
 
@@ -131,14 +131,14 @@ def test_reduced_gradients_are_those_of_one_device_to_the_bit(format):
         dim = SPECS[path]
         contributions = np.stack([pieces(each[path][device], dim, 8) for device in range(8)])  # from, to, numbers
         rows = [one_device_sum(contributions[:, to], format) for to in range(8)]
-        expected = put_together(np.stack(rows), SHAPES[path], dim)
+        expected = merge(np.stack(rows), SHAPES[path], dim)
         assert got.dtype == jnp.float32
         np.testing.assert_array_equal(np.asarray(got).view(np.uint32), expected.view(np.uint32))
         assert not np.array_equal(expected, each[path].sum(0))
         if path != "ragged":  # too few to tell
             backward = slice(None, None, -1)
             rows = [one_device_sum(contributions[:, to], format, backward) for to in range(8)]
-            assert not np.array_equal(put_together(np.stack(rows), SHAPES[path], dim), expected)
+            assert not np.array_equal(merge(np.stack(rows), SHAPES[path], dim), expected)
 
 
 @pytest.mark.slow
@@ -148,7 +148,7 @@ def test_scales_in_float32_are_those_of_one_device_but_for_a_rounding(format):
     for path, got in reduced(mesh, ("fsdp",), format, each).items():
         contributions = np.stack([pieces(each[path][device], SPECS[path], 8) for device in range(8)])
         rows = [one_device_sum(contributions[:, to], format) for to in range(8)]
-        expected = put_together(np.stack(rows), SHAPES[path], SPECS[path])
+        expected = merge(np.stack(rows), SHAPES[path], SPECS[path])
         # A product may be fused with the sum that follows it.
         np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6 * abs(expected).max())
 
@@ -210,7 +210,7 @@ def test_a_step_exchanges_every_block_as_its_formats_say(parts, accumulate):
     cuts = x.reshape(8, parts, 2 // parts, 64, 16).sum(2)  # device, part
     cuts = cuts if accumulate == "communicate" else cuts.sum(1, keepdims=True)
     table = [
-        put_together(
+        merge(
             np.stack([one_device_sum(cuts[:, part].reshape(8, 8, -1)[:, to], "bdr_mx4") for to in range(8)]),
             (64, 16),
             0,
@@ -238,10 +238,10 @@ def test_the_model_sees_the_cast_and_the_masters_stay_exact():
         """As each device's shard is seen, layer by layer."""
         (dim,) = (d for d, axes in enumerate(specs[path]) if axes == "fsdp")
         if not path.startswith("layers/"):
-            return put_together(cast(jnp.asarray(pieces(p, dim, 8)), "bdr_mx6", axis=-1, tail="pad"), p.shape, dim)
+            return merge(cast(jnp.asarray(pieces(p, dim, 8)), "bdr_mx6", axis=-1, tail="pad"), p.shape, dim)
         return np.stack(
             [
-                put_together(cast(jnp.asarray(pieces(x, dim - 1, 8)), "bdr_mx6", axis=-1, tail="pad"), x.shape, dim - 1)
+                merge(cast(jnp.asarray(pieces(x, dim - 1, 8)), "bdr_mx6", axis=-1, tail="pad"), x.shape, dim - 1)
                 for x in p
             ]
         )

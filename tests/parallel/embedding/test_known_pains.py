@@ -27,7 +27,7 @@ from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, T
 from scalejax.parallel.mesh import MeshShape
 
 BATCH, ROWS, RATE = 16, 11, 0.5
-KINDS = {"dealt": "row_wise", "whole": "table_wise", "copied": "data_parallel"}
+KINDS = {"striped": "row_wise", "whole": "table_wise", "copied": "data_parallel"}
 ROOM = Exchange(capacity_factor=8.0)
 
 

@@ -382,14 +382,14 @@ def crowd():
 
 
 @pytest.mark.default_cases("fail")
-@pytest.mark.parametrize("spill", ["fail", "count"])
-def test_ids_without_room_on_their_way_to_the_map_are_refused_or_counted(spill):
+@pytest.mark.parametrize("overflow", ["fail", "count"])
+def test_overflow_ids_on_their_way_to_the_map_are_refused_or_counted(overflow):
     schema, table, host = crowd()
     mesh = meshes.make_mesh(MeshShape(), jax.devices()[:2])
-    exchange = dataclasses.replace(CROWDED, spill=spill)
+    exchange = dataclasses.replace(CROWDED, overflow=overflow)
     each = EmbeddingCollection(tables=(table,), mesh=mesh, exchange=exchange)
     layout = each.layout(schema, 16)
-    if spill == "fail":
+    if overflow == "fail":
         with pytest.raises(UserError, match=r"has 160 distinct ids of table 't' .* room for 88 .*capacity_factor=1.9"):
             each.pack(host, 2, layout)
         return

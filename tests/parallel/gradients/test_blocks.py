@@ -32,7 +32,7 @@ def mesh():
 class Rounding(blocks.Stateless):
     """A toy compressed exchange: each device rounds its gradient to multiples of STEP and remembers what it dropped."""
 
-    inner: blocks.Plain
+    inner: blocks.UncompressedExchange
 
     def gather(self, shards, state):
         return self.inner.gather(shards, state)
@@ -197,7 +197,7 @@ def test_a_policy_on_a_name_keeps_the_unnamed_copy(mesh):
 
 
 def test_a_bundle_can_be_read_as_modules_read_parameters():
-    bundle = blocks.Bundle(jnp.ones(3), state=jnp.zeros(2))
+    bundle = blocks.ShardWithState(jnp.ones(3), state=jnp.zeros(2))
     assert bundle[...] is bundle
     with pytest.raises(TypeError, match="must be gathered before it is used"):
         bundle[0]

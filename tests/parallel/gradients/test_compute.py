@@ -16,7 +16,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients import blocks
-from scalejax.parallel.gradients.compute import ROWS, Found, Given, Keys, Loss, gradients
+from scalejax.parallel.gradients.compute import ROWS, Keys, Loss, LossAndGradients, LossInputs, gradients
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
 from scalejax.parallel.rules import Rules
 from scalejax.plan.compiled import stablehlo
@@ -129,7 +129,7 @@ def on_one_device(parts=1, devices=DEVICES):
     params, batch, others = example()
 
     def value(params, inputs, variables, batch):
-        given = Given(params, inputs, variables, others["constants"], batch, None, lambda block: block)
+        given = LossInputs(params, inputs, variables, others["constants"], batch, None, lambda block: block)
         found, new = loss(given)
         return found.sum, (found, new)
 
@@ -145,7 +145,7 @@ def on_one_device(parts=1, devices=DEVICES):
         inputs["rows"][rows], queue[rows], mean = of_rows["rows"], new["queue"], new["mean"]
         for name, x in found.outputs.items():
             outputs[name][rows] = x
-    return Found(*total[:3], outputs, total[3], inputs, {"mean": mean, "queue": queue}, {})
+    return LossAndGradients(*total[:3], outputs, total[3], inputs, {"mean": mean, "queue": queue}, {})
 
 
 @functools.cache
@@ -248,7 +248,7 @@ def test_nothing_is_reduced_of_frozen_layers():
 class OneBit(blocks.Stateless):
     """A toy exchange: signs of gradients and their mean size travel, and each device remembers what that leaves out."""
 
-    inner: blocks.Plain
+    inner: blocks.UncompressedExchange
 
     def gather(self, shards, state):
         return self.inner.gather(shards, state)
@@ -417,7 +417,9 @@ def test_parameters_of_one_replica_alone_get_the_gradients_of_one_device(shardin
     specs = {"towers": towers_spec, "head": head.spec}
     run = jax.jit(gradients(towers, strategy, mesh=mesh, specs=specs, parts=parts, apart={"towers": ("replica",)}))
     found = run({path: jax.device_put(p, NamedSharding(mesh, specs[path])) for path, p in params.items()}, {"x": x})
-    whole = functools.partial(Given, inputs=None, variables={}, constants=None, batch={"x": x}, keys=None, gather=dict)
+    whole = functools.partial(
+        LossInputs, inputs=None, variables={}, constants=None, batch={"x": x}, keys=None, gather=dict
+    )
     expected = jax.jit(jax.grad(lambda params: towers(whole(params))[0].sum))(params)
     for path, gradient in expected.items():
         np.testing.assert_allclose(found.params[path], gradient, rtol=0, atol=4e-14 * np.abs(gradient).max())

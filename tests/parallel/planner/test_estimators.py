@@ -6,7 +6,7 @@ import pytest
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import Adagrad, Adam, PartialRowwiseAdam, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.planner import Reuse, TableStatistics, Topology
+from scalejax.parallel.planner import HostTopology, Reuse, TableStatistics
 from scalejax.parallel.planner.estimators import estimate, work
 
 # Two hosts of four. Seconds for each byte sent in an exchange, and for each byte that a gather brings:
@@ -14,7 +14,7 @@ EXCHANGE = 3 / 8 / 1e11 + 4 / 8 / 1e10
 GATHER = 3 / 4 / 1e11 + 4 / (8 * 4) / 1e10
 MEMORY = 1e12
 PER_ID = 2e-10
-MACHINE = Topology(
+MACHINE = HostTopology(
     devices=8,
     devices_per_host=4,
     memory_bytes=2**34,

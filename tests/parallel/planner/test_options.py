@@ -6,13 +6,13 @@ import pytest
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.planner import Reuse, TableConstraints, TableStatistics, Topology
+from scalejax.parallel.planner import HostTopology, Reuse, TableConstraints, TableStatistics
 from scalejax.parallel.planner.estimators import work
 from scalejax.parallel.planner.options import check_constraints, divisors, options
 
 
 def machine(devices=16, in_host=4):
-    return Topology(
+    return HostTopology(
         devices=devices,
         devices_per_host=in_host,
         memory_bytes=2**34,

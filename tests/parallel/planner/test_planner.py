@@ -86,7 +86,7 @@ def test_a_plan_never_exceeds_the_memory_and_is_whole(seed, shape, tight):
         planned = plan(tables, statistics, topology, BATCH)
     except UserError as error:
         assert "do not fit" in str(error)
-        assert tight < 1, "rows dealt out over all devices would have fitted"
+        assert tight < 1, "rows striped over all devices would have fitted"
         return
     check_valid(planned.plan, tables, topology)
     held = memory_by_hand(planned.plan, tables, statistics, topology, BATCH)
@@ -304,9 +304,9 @@ def test_planning_needs_neither_jax_nor_flax():
     import sys
     for name in ("jax", "jaxlib", "flax"): sys.modules[name] = None
     from scalejax.parallel.embedding.config import TableConfig
-    from scalejax.parallel.planner import Topology, assumed, plan
+    from scalejax.parallel.planner import HostTopology, assumed, plan
     tables = (TableConfig(name="t", rows=10, dim=32, features=("f",), dtype="bfloat16"),)
-    machine = Topology(devices=2, devices_per_host=2, memory_bytes=2**20, memory_bandwidth=1e12,
+    machine = HostTopology(devices=2, devices_per_host=2, memory_bytes=2**20, memory_bandwidth=1e12,
                        intra_host_bandwidth=1e11, inter_host_bandwidth=1e10)
     print(len(plan(tables, assumed(tables), machine, 8).plan.tables))
     """

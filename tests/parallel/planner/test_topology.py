@@ -5,10 +5,10 @@ import json
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.parallel.planner import Constants, Topology
+from scalejax.parallel.planner import Constants, HostTopology
 
 
-def machine(**changes) -> Topology:
+def machine(**changes) -> HostTopology:
     fields = dict(
         devices=8,
         devices_per_host=4,
@@ -17,7 +17,7 @@ def machine(**changes) -> Topology:
         intra_host_bandwidth=1e11,
         inter_host_bandwidth=1e10,
     )
-    return Topology(**(fields | changes))
+    return HostTopology(**(fields | changes))
 
 
 def test_an_exchange_sends_each_byte_where_it_goes():

@@ -411,10 +411,10 @@ def test_files_of_rows_are_read_by_numpy_alone(runs):
 
 
 def test_rows_of_bfloat16_come_back(tmp_path):
-    from scalejax.parallel.embedding.stored.tracking import Rows
+    from scalejax.parallel.embedding.stored.tracking import TableRows
 
     values = np.arange(6, dtype=np.float32).reshape(3, 2).astype(jax.numpy.bfloat16)
-    given = Rows(
+    given = TableRows(
         "t", np.array([1, 5, 2**33]), {"rows": ((2, 4), values), "updated": (None, np.arange(3, dtype=np.int32))}
     )
     assert rows_file.write(tmp_path, 0, [given]) == {"t": 3}

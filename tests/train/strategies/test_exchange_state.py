@@ -45,7 +45,7 @@ SGD = optim.Sgd(learning_rate=optim.Constant(value=0.1))
 class OneBit(blocks.Stateless):
     """What signs leave out of a gradient, of each device, is added to its next one."""
 
-    inner: blocks.Exchange
+    inner: blocks.ParamExchange
     layouts: dict
 
     def gather(self, shards, state):

@@ -13,7 +13,7 @@ from flax import nnx
 
 from scalejax import optim
 from scalejax.data import FlightsData
-from scalejax.data.examples.batch import Batch as HostBatch
+from scalejax.data.examples.batch import ClickBatch as HostBatch
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.models.recsys.task import bce_with_logits

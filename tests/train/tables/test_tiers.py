@@ -148,7 +148,7 @@ def test_a_run_is_scored_through_a_cache(rows, tmp_path):
         ({"tiers": (Tier(features=("items",), slots=40),)}, "no table looks up the feature 'items'; there are shop"),
         ({"tiers": (ITEMS, ITEMS)}, "name all of them in one Tier"),
         ({"tiers": (ITEMS,), "pipeline": "stale"}, "Set tables.pipeline='ids'"),
-        ({"tiers": (ITEMS,), "exchange": Exchange(spill="count")}, "Set tables.exchange.spill='fail'"),
+        ({"tiers": (ITEMS,), "exchange": Exchange(overflow="count")}, "Set tables.exchange.overflow='fail'"),
         ({"tiers": (ITEMS,), "full_every": 12}, "Set --set tables.full_every=None"),
         ({"tiers": (ITEMS,), "dtype": "bfloat16"}, "Set --set tables.dtype=float32"),
         (

@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
-from scalejax.models.llm.llama3.parts import Turns
+from scalejax.models.llm.llama3.parts import CosSin
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather, apply_layers, scan_layers, split_params, whole
 from scalejax.numerics import weights
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from scalejax.models.llm.llama3.config import LlamaConfig
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     """Attention, then the MLP, each after a norm and added to its input; all layers, used one at a time."""
 
     def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes):
@@ -40,14 +40,14 @@ class Block(nnx.Module):
         self.mlp_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
         self.mlp = config.mlp.build(config, rngs, dtypes)
 
-    def __call__(self, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
-        h = nn.constrain(x + self.attention(self.attention_norm(x), turns, segment_ids, positions), _STREAM)
+        h = nn.constrain(x + self.attention(self.attention_norm(x), cos_sin, segment_ids, positions), _STREAM)
         return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM)
 
-    def extend(self, x: jax.Array, turns: Turns, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
+    def extend(self, x: jax.Array, cos_sin: CosSin, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
         """The same with a cache, see `parts.AttentionModule`."""
-        mixed, cache = self.attention.extend(self.attention_norm(x), turns, cache, layer)
+        mixed, cache = self.attention.extend(self.attention_norm(x), cos_sin, cache, layer)
         h = nn.constrain(x + mixed, _STREAM)
         return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM), cache
 
@@ -61,14 +61,16 @@ class Block(nnx.Module):
             for stage in getattr(part, "stages", ())
         )
 
-    def inputs(self, stage: int, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def inputs(
+        self, stage: int, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
         """What the matrices of a stage multiply, x [B, S, E] -> [B, S, ...]."""
         attention: Any = self.attention
         mlp: Any = self.mlp
         normed, first = self.attention_norm(x), len(getattr(attention, "stages", ()))
         if stage < first:
-            return attention.inputs(stage, normed, turns, segment_ids, positions)
-        h = x + attention(normed, turns, segment_ids, positions)
+            return attention.inputs(stage, normed, cos_sin, segment_ids, positions)
+        h = x + attention(normed, cos_sin, segment_ids, positions)
         return mlp.inputs(stage - first, self.mlp_norm(h))
 
 
@@ -87,7 +89,7 @@ class Llama(nnx.Module):
             raise ValueError("Llama: config.vocabulary is None; take `config.bound(schema)`, or set it.")
         std = config.init_scale
         self.embed = _Matrix(rngs, (config.vocabulary, config.dim), ("vocabulary", "embed"), std, dtypes.params)
-        self.layers = Block(config, rngs, dtypes)
+        self.layers = DecoderBlock(config, rngs, dtypes)
         self.final_norm = config.norm.build(config, rngs, dtypes, layers=None)
         self.head = (
             None
@@ -114,7 +116,7 @@ class Llama(nnx.Module):
         """
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
-        turns = self._turns(positions)
+        cos_sin = self._cos_sin(positions)
 
         def body(layer: Any, x: jax.Array, beside: Any) -> jax.Array:
             return layer(x, *beside)
@@ -124,7 +126,7 @@ class Llama(nnx.Module):
             self.layers,
             body,
             x,
-            (turns, segment_ids, positions),
+            (cos_sin, segment_ids, positions),
             remat=c.remat,
             gather=gather,
             stage_parts=c.stage_parts,
@@ -144,7 +146,7 @@ class Llama(nnx.Module):
         """Matrices of a layer by path, in the order in which tokens pass them; those of a stage share their input."""
         return self.layers.stages
 
-    def run_layer(self, layer: Block, x: jax.Array, stage: int | None = None) -> jax.Array:
+    def run_layer(self, layer: DecoderBlock, x: jax.Array, stage: int | None = None) -> jax.Array:
         """What comes behind a layer, or what the matrices of a stage of it multiply.
 
         Args:
@@ -153,7 +155,7 @@ class Llama(nnx.Module):
           stage: A number of `stages`; None = behind the layer.
         """
         positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
-        beside = (self._turns(positions), jnp.ones_like(positions), positions)
+        beside = (self._cos_sin(positions), jnp.ones_like(positions), positions)
         return layer(x, *beside) if stage is None else layer.inputs(stage, x, *beside)
 
     def cache(self, rows: int, positions: int) -> Any:
@@ -179,13 +181,13 @@ class Llama(nnx.Module):
           Logits after the last token read of each row, wide[B, V] (of no meaning where none is), and the cache.
         """
         offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        turns = self._turns(cache.lengths[:, None] + offsets[None, :])
+        cos_sin = self._cos_sin(cache.lengths[:, None] + offsets[None, :])
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
 
         # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
         def body(block: Any, carry: tuple[jax.Array, Any], layer: jax.Array) -> Any:
-            return block.extend(carry[0], turns, carry[1], layer), None
+            return block.extend(carry[0], cos_sin, carry[1], layer), None
 
         numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
         (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers, gather=gather)
@@ -195,13 +197,13 @@ class Llama(nnx.Module):
 
     def _finish(self, x: jax.Array, table: jax.Array, gather: Gather) -> tuple[jax.Array, jax.Array]:
         """The residual stream after the last norm, and the matrix of the head, which may be the turned `table`."""
-        last, put_together = split_params(self.final_norm, "final_norm")
+        last, merge = split_params(self.final_norm, "final_norm")
         if self.head is not None:
             last["head/weight"] = self.head.weight[...]
         last = gather(last)
-        return put_together(last)(x), table.T if self.head is None else last["head/weight"]
+        return merge(last)(x), table.T if self.head is None else last["head/weight"]
 
-    def _turns(self, positions: jax.Array) -> Turns:
+    def _cos_sin(self, positions: jax.Array) -> CosSin:
         c = self.config
         return rope.angles(positions, rope.frequencies(c.width, c.rope_theta, c.rope_scaling))
 

@@ -29,7 +29,7 @@ from scalejax.models.llm.llama3 import rope
 if TYPE_CHECKING:
     from scalejax.models.llm.llama3.config import LlamaConfig
 
-Turns = tuple[jax.Array, jax.Array]
+CosSin = tuple[jax.Array, jax.Array]
 """Cosines and sines of rotary angles, float32[B, S, D / 2] each."""
 
 
@@ -62,7 +62,7 @@ class AttentionPart(Protocol):
 class AttentionModule(Protocol):
     """Attention with the parameters of one layer, and the cache of all."""
 
-    def __call__(self, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """x compute_dtype[B, S, E], segment_ids and positions int32[B, S] -> [B, S, E]."""
         ...
 
@@ -74,7 +74,7 @@ class AttentionModule(Protocol):
         """Names of the axes of its arrays, see `parallel.activations`."""
         ...
 
-    def extend(self, x: jax.Array, turns: Turns, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
+    def extend(self, x: jax.Array, cos_sin: CosSin, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
         """Attends to what this layer has in the cache, after writing what it keeps of x behind it."""
         ...
 
@@ -158,7 +158,7 @@ def _gated(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Cache:
+class KVCache:
     """Keys and values of what a model has read.
 
     Attributes:
@@ -196,17 +196,17 @@ class AttentionLayers(nnx.Module):
         self.config = config
         self.compute_dtype = dtypes.compute
 
-    def project(self, x: jax.Array, turns: Turns) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def project(self, x: jax.Array, cos_sin: CosSin) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, S, E] -> queries [B, S, H, D], keys and values [B, S, K, D], the first two rotated."""
         q, k, v = (
             nn.constrain(nn.project(x, p[...].astype(self.compute_dtype)), ("batch", "sequence", heads, None))
             for p, heads in ((self.query, "heads"), (self.key, "kv_heads"), (self.value, "kv_heads"))
         )
-        return rope.rotate(q, *turns), rope.rotate(k, *turns), v
+        return rope.rotate(q, *cos_sin), rope.rotate(k, *cos_sin), v
 
-    def mix(self, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def mix(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """x [B, S, E] -> mixed values [B, S, H, D]."""
-        q, k, v = self.project(x, turns)
+        q, k, v = self.project(x, cos_sin)
         return nn.attend(
             q,
             k,
@@ -221,23 +221,25 @@ class AttentionLayers(nnx.Module):
         """[B, S, H, D] -> [B, S, E]."""
         return nn.project(mixed, self.out[...].astype(self.compute_dtype), contract=2)
 
-    def __call__(self, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """See `AttentionModule`."""
-        return self.combine(self.mix(x, turns, segment_ids, positions))
+        return self.combine(self.mix(x, cos_sin, segment_ids, positions))
 
-    def inputs(self, stage: int, x: jax.Array, turns: Turns, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def inputs(
+        self, stage: int, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array
+    ) -> jax.Array:
         """What the matrices of a stage multiply."""
         if stage == 0:
             return x
-        mixed = self.mix(x, turns, segment_ids, positions)
+        mixed = self.mix(x, cos_sin, segment_ids, positions)
         return mixed.reshape(*mixed.shape[:2], -1)
 
-    def cache(self, rows: int, positions: int) -> Cache:
+    def cache(self, rows: int, positions: int) -> KVCache:
         """See `AttentionModule`."""
         c = self.config
         shape = (c.layers, rows, positions, c.kv_heads, c.width)
         # Two arrays: a cache is donated.
-        return Cache(
+        return KVCache(
             jnp.zeros(shape, self.compute_dtype), jnp.zeros(shape, self.compute_dtype), jnp.zeros(rows, jnp.int32)
         )
 
@@ -245,11 +247,11 @@ class AttentionLayers(nnx.Module):
         """See `AttentionModule`."""
         axes: Any = (None, "batch", None, "kv_heads", None)
         lengths: Any = (None,)
-        return Cache(axes, axes, lengths)
+        return KVCache(axes, axes, lengths)
 
-    def extend(self, x: jax.Array, turns: Turns, cache: Cache, layer: jax.Array) -> tuple[jax.Array, Cache]:
+    def extend(self, x: jax.Array, cos_sin: CosSin, cache: KVCache, layer: jax.Array) -> tuple[jax.Array, KVCache]:
         """See `AttentionModule`."""
-        q, k, v = self.project(x, turns)
+        q, k, v = self.project(x, cos_sin)
 
         rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
         places = (layer, rows, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :])
@@ -257,7 +259,7 @@ class AttentionLayers(nnx.Module):
             old.at[places].set(new.astype(old.dtype), unique_indices=True, mode="promise_in_bounds")
             for old, new in ((cache.keys, k), (cache.values, v))
         )
-        cache = Cache(keys, values, cache.lengths)
+        cache = KVCache(keys, values, cache.lengths)
         mixed = nn.attend(
             q, keys[layer], values[layer], query_offset=cache.lengths, implementation=self.config.attention
         )

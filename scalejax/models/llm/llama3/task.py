@@ -1,4 +1,4 @@
-"""What training minimises: the cross-entropy of the next token."""
+"""The task of language models: cross-entropy of the next token."""
 
 import dataclasses
 import pathlib
@@ -70,7 +70,7 @@ class LlamaTask(TaskBase):
         return (MeanLoss(unit="targets", of="nats"),)
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
-        """Of rows, each by its own length, attention by its causal half."""
+        """FLOPs of rows, each by its own length, attention by its causal half."""
         rows, tokens = shapes["tokens"]
         return Work(flops=rows * self.flops_per_example(tokens), count=rows * tokens)
 

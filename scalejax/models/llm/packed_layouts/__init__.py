@@ -1,4 +1,4 @@
-"""How checkpoints store quantized weights: which tensors a weight becomes, and what config.json says of it.
+"""Layouts of quantized checkpoints: the tensors that a weight becomes, and what config.json says of it.
 
 A weight [rows, columns] is quantized along its columns, over which products sum. n blocks of k1 numbers cover a row:
 

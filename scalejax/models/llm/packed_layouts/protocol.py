@@ -1,4 +1,4 @@
-"""What a layout of quantized weights can do, and what layouts have in common: parts, shapes and whole blocks."""
+"""The protocol of a layout of quantized weights, and what layouts share: parts, shapes and whole blocks."""
 
 import dataclasses
 import math

@@ -8,7 +8,7 @@ import numpy as np
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.exchange.routed import bucket_capacity
-from scalejax.parallel.embedding.ids.jagged import FeatureLayout, Packed, check_sizes
+from scalejax.parallel.embedding.ids.jagged import FeatureLayout, PackedIds, check_sizes
 from scalejax.parallel.embedding.ids.occurrences import Lookup, lookups
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
@@ -55,7 +55,7 @@ def check_ids(
 
 
 def check_room(
-    stacks: tuple[Stack, ...], packed: Packed, layout: tuple[FeatureLayout, ...], exchange: Exchange
+    stacks: tuple[Stack, ...], packed: PackedIds, layout: tuple[FeatureLayout, ...], exchange: Exchange
 ) -> None:
     """Counts the ids from each device to each other one.
 
@@ -65,7 +65,7 @@ def check_room(
     Raises:
       UserError: more than an exchange has room for.
     """
-    if exchange.spill == "count" or exchange.all_to_all == "ragged":
+    if exchange.overflow == "count" or exchange.all_to_all == "ragged":
         return
     for stack in stacks:
         found = lookups(stack, layout)
@@ -100,7 +100,7 @@ def _check_range(look: Lookup, ids: np.ndarray, lengths: np.ndarray, bag: str) -
         )
 
 
-def _load(look: Lookup, packed: Packed, devices: int) -> np.ndarray:
+def _load(look: Lookup, packed: PackedIds, devices: int) -> np.ndarray:
     """int64[shards, devices]: ids of one feature from each shard to each owner."""
     ids = packed.values[:, look.start : look.start + look.feature.capacity]
     shards = ids.shape[0]

@@ -33,7 +33,7 @@ GRANULE = 128
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Runs:
+class RaggedSplits:
     """Who sends what to whom, on one device of N. All int32[N], by the other device, in slots.
 
     Attributes:
@@ -58,7 +58,7 @@ def slots_for(occurrences: int, devices: int) -> int:
     return _aligned(occurrences) + devices * GRANULE
 
 
-def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> Runs:
+def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> RaggedSplits:
     """What is sent, of what each device wants to send.
 
     Args:
@@ -71,16 +71,16 @@ def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> Runs:
     begins = jnp.minimum(_begins(asked[:, 0]), room)
     granted = jnp.minimum(asked[:, 0], room - begins)
     answer = lax.all_to_all(jnp.stack([granted, begins], axis=1), axes, 0, 0, tiled=True)
-    return Runs(starts, answer[:, 0], answer[:, 1], begins, granted, asked[:, 1])
+    return RaggedSplits(starts, answer[:, 0], answer[:, 1], begins, granted, asked[:, 1])
 
 
-def to_owners(values: jax.Array, runs: Runs, *, room: int, fill: int, axes: tuple[str, ...]) -> jax.Array:
+def to_owners(values: jax.Array, runs: RaggedSplits, *, room: int, fill: int, axes: tuple[str, ...]) -> jax.Array:
     """[slots, ...] by destination, `fill` between the runs -> [room, ...] arrivals, `fill` where nothing arrived."""
     sent = (runs.starts, runs.sizes, runs.places, runs.arrival_sizes)
     return _move(values, jnp.full((room, *values.shape[1:]), fill, values.dtype), sent, axes)
 
 
-def to_senders(values: jax.Array, runs: Runs, *, count: int, axes: tuple[str, ...]) -> jax.Array:
+def to_senders(values: jax.Array, runs: RaggedSplits, *, count: int, axes: tuple[str, ...]) -> jax.Array:
     """[room, ...] arrivals -> [count, ...] slots, where `to_owners` had them from; else anything or zero."""
     sent = (runs.arrival_starts, runs.arrival_sizes, runs.origins, runs.sizes)
     return _move(values, jnp.zeros((count, *values.shape[1:]), values.dtype), sent, axes)

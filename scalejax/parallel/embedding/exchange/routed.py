@@ -73,7 +73,7 @@ class Route:
     inverse: jax.Array | None = None
     bags: jax.Array | None = None
     weights: jax.Array | None = None
-    runs: ragged.Runs | None = None
+    runs: ragged.RaggedSplits | None = None
 
 
 def exchange_may_lack_room(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> bool:

@@ -1,4 +1,4 @@
-"""What vectors travel as: fewer bits on the wire, one collective each.
+"""Formats of vectors on the wire: fewer bits, one collective each.
 
     bfloat16, float16       rounded to nearest; float16 after clamping to its range, +-65504
     float8_*, int8          vector / scale, rounded to nearest, with scale = largest magnitude / largest code, or the

@@ -33,7 +33,7 @@ resets them (`Evicted.rows`) before the row is looked up.
 The hash is fixed, since states are stored: h = mix(lo + mix(hi + 0x9e3779b9)) mod 2**32, bucket = h mod buckets, with
 mix the finalizer of MurmurHash3 (`fmix32`, Austin Appleby, public domain).
 
-Rows are counted way after way because tables are dealt out row by row: the first ways fill first, and what follows a
+Rows are counted way after way because tables are striped by rows: the first ways fill first, and what follows a
 hash lies evenly on every number of devices.
 
 Over several devices the buckets are cut into equal consecutive ranges (`owner_of` says where an id belongs), inside a

@@ -78,7 +78,7 @@ class DedupGroup:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class KeyedJagged:
+class DeviceJagged:
     """Ids of F features over B examples, cut into S shards of B / S consecutive examples.
 
     Within a shard each feature owns `capacity` consecutive slots and `bags` consecutive lengths (in the order of
@@ -109,8 +109,8 @@ class KeyedJagged:
 
 
 @dataclasses.dataclass(frozen=True)
-class Packed:
-    """The device form of the examples of one process, as NumPy; fields as in `KeyedJagged`."""
+class PackedIds:
+    """The device form of the examples of one process, as NumPy; fields as in `DeviceJagged`."""
 
     values: np.ndarray
     lengths: np.ndarray
@@ -120,7 +120,7 @@ class Packed:
     high: np.ndarray | None = None
 
 
-def to_device(packed: Packed, layout: tuple[FeatureLayout, ...], mesh: Mesh) -> KeyedJagged:
+def to_device(packed: PackedIds, layout: tuple[FeatureLayout, ...], mesh: Mesh) -> DeviceJagged:
     """Puts the shards of this process's examples on its devices of the mesh; every process brings its own.
 
     Args:
@@ -138,10 +138,10 @@ def to_device(packed: Packed, layout: tuple[FeatureLayout, ...], mesh: Mesh) -> 
     assert values is not None
     assert lengths is not None
     plans = None if packed.plans is None else jax.device_put(packed.plans, NamedSharding(mesh, P()))
-    return KeyedJagged(values, lengths, put(packed.weights), layout, put(packed.inverse), plans, put(packed.high))
+    return DeviceJagged(values, lengths, put(packed.weights), layout, put(packed.inverse), plans, put(packed.high))
 
 
-def pack(features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> Packed:
+def pack(features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> PackedIds:
     """The device form of B examples in `shards` shards.
 
     Args:
@@ -169,7 +169,7 @@ def pack(features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: i
 
 def pack_deduplicated(
     features: DedupKeyedJagged, layout: tuple[FeatureLayout, ...], groups: tuple[DedupGroup, ...], shards: int
-) -> Packed | None:
+) -> PackedIds | None:
     """The device form of deduplicated features; None if a shard has more distinct rows, or ids, than there is room for.
 
     Args:
@@ -233,11 +233,11 @@ def _rows_of_shards(inverse: np.ndarray, rows: int, shards: int) -> tuple[np.nda
     return np.nonzero(present)[1], present.sum(axis=1), np.take_along_axis(number, own, axis=1)
 
 
-def _empty(layout: tuple[FeatureLayout, ...], shards: int, *, weighted: bool) -> Packed:
+def _empty(layout: tuple[FeatureLayout, ...], shards: int, *, weighted: bool) -> PackedIds:
     slots, bags = sum(f.capacity for f in layout), sum(f.bags for f in layout)
     weights = np.zeros((shards, slots), np.float32) if weighted else None
     wide = sum(f.capacity for f in layout if f.map is not None)
-    return Packed(
+    return PackedIds(
         np.zeros((shards, slots), np.int32),
         np.zeros((shards, bags), np.int32),
         weights,
@@ -246,7 +246,7 @@ def _empty(layout: tuple[FeatureLayout, ...], shards: int, *, weighted: bool) ->
 
 
 def _fill(
-    packed: Packed, features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], names: set[str], counts: np.ndarray
+    packed: PackedIds, features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], names: set[str], counts: np.ndarray
 ) -> None:
     """Writes some features; `counts` are the bags of each shard."""
     ends = np.cumsum(features.lengths.sum(axis=1, dtype=np.int64))
@@ -329,7 +329,7 @@ def check_sizes(features: HostKeyedJagged) -> None:
         )
 
 
-def expand(features: KeyedJagged, plain: tuple[FeatureLayout, ...]) -> KeyedJagged:
+def expand(features: DeviceJagged, plain: tuple[FeatureLayout, ...]) -> DeviceJagged:
     """The same features without groups, on the device: bags of every example, gathered by the inverse.
 
     Runs on one shard (S = 1), inside a shard_map.
@@ -359,7 +359,7 @@ def expand(features: KeyedJagged, plain: tuple[FeatureLayout, ...]) -> KeyedJagg
         lengths.append(counts)
         weights.append(slots)
     joined = None if features.weights is None else jnp.concatenate(weights)[None]
-    return KeyedJagged(jnp.concatenate(values)[None], jnp.concatenate(lengths)[None], joined, plain)
+    return DeviceJagged(jnp.concatenate(values)[None], jnp.concatenate(lengths)[None], joined, plain)
 
 
 def slot_positions(counts: jax.Array, bags: jax.Array) -> jax.Array:

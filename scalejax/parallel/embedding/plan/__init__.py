@@ -1,1 +1,1 @@
-"""Where the rows of each table live, and whether they fit."""
+"""Plans of embedding tables: the placement of rows, and whether they fit."""

@@ -1,4 +1,4 @@
-"""Whether the tables fit, before anything is allocated.
+"""A check that the tables fit, before anything is allocated.
 
 Counts rows, row states and id maps of the fullest device, padding included, as they are allocated; what a step needs
 comes on top.
@@ -70,9 +70,9 @@ def check_fits(stacks: tuple[Stack, ...], room: int, devices: int, *, copies: in
 
 def _what_helps(tables: Sequence[TableConfig], room: int, devices: int, copies: int) -> str:
     for over, how in ((devices // copies, "kind='row_wise'"), (devices, "replicas='shard' and kind='row_wise'")):
-        if (each := _dealt_bytes(tables, over, devices)) <= room:
+        if (each := _sharded_bytes(tables, over, devices)) <= room:
             return (
-                f"Rows that are dealt out over {over} devices take {size(each)} on each: set {how} in the "
+                f"Rows that are striped over {over} devices take {size(each)} on each: set {how} in the "
                 "ShardingPlan, or let `scalejax shard` choose a plan."
             )
     least = _fewest_devices(tables, room)
@@ -80,23 +80,23 @@ def _what_helps(tables: Sequence[TableConfig], room: int, devices: int, copies: 
         more = "Not even a row of each has room on one device"
     else:
         alone = "" if copies == 1 else " and replicas='shard'"
-        more = f"Rows that are dealt out evenly need at least {least} such devices{alone}"
+        more = f"Rows that are striped evenly need at least {least} such devices{alone}"
     return (
         f"{more}; otherwise set fewer rows, a narrower dtype (--set tables.dtype=bfloat16) or an optimizer with less "
         "state."
     )
 
 
-def _dealt_bytes(tables: Sequence[TableConfig], over: int, devices: int) -> int:
-    """Bytes on the fullest device if every table is dealt out row by row over `over` of the devices of a mesh."""
+def _sharded_bytes(tables: Sequence[TableConfig], over: int, devices: int) -> int:
+    """Bytes on the fullest device if every table is striped by rows over `over` of the devices of a mesh."""
     return sum(-(-table.rows // over) * row_bytes(table) + _map_bytes(table, devices) for table in tables)
 
 
 def _fewest_devices(tables: Sequence[TableConfig], room: int) -> int | None:
-    """The smallest mesh with room for one copy, dealt out over all of it; None where no number is enough."""
+    """The smallest mesh with room for one copy, striped over all of it; None where no number is enough."""
     most = max(table.rows for table in tables)
     numbers = range(1, most + 1)
-    before = bisect.bisect_left(numbers, True, key=lambda number: _dealt_bytes(tables, number, number) <= room)
+    before = bisect.bisect_left(numbers, True, key=lambda number: _sharded_bytes(tables, number, number) <= room)
     return None if before == most else before + 1
 
 

@@ -1,12 +1,12 @@
-"""Where the rows of each table live, and how ids, rows and gradients travel.
+"""Placement of the rows of each table, and the settings of the exchange of ids, rows and gradients.
 
     kind                 rows of a table                            columns                         ranks name
-    row_wise             dealt out one by one over the ranks        whole                           the devices (all)
+    row_wise             striped over the ranks        whole                           the devices (all)
     table_wise           on one device                              whole                           that device
     column_wise          whole on each of its devices               one slice a device              one per slice
-    table_row_wise       dealt out over the devices of one host     whole                           those devices
+    table_row_wise       striped over the devices of one host     whole                           those devices
     table_column_wise    whole on each of its devices               one slice a device of a host    one per slice
-    grid                 dealt out over the devices of one host,    one slice a host                slice after slice
+    grid                 striped over the devices of one host,    one slice a host                slice after slice
                          for each slice another host or the same
     data_parallel        whole on every device                      whole                           (nothing)
 
@@ -58,8 +58,8 @@ class Exchange:
         along the vector, each vector beginning one.
       backward: What gradients travel as.
       loss_scale: Gradients are multiplied by it before they travel and divided after; for float16 and float8.
-      spill: Ids that find no room embed as zeros and update nothing. "fail": training or scoring stops; "count": it
-        goes on, and their number is the metric "spilled_ids", of training and of every evaluation.
+      overflow: Ids that find no capacity embed as zeros and update nothing. "fail": training or scoring stops; "count":
+        it goes on, and their number is the metric "overflow_ids", of training and of every evaluation.
       all_to_all: "padded": every device sends every other one buckets of fixed size; everywhere. "ragged": only what
         there is travels; TPU and GPU. The results are equal to the bit while every id has room. "padded" has room for a
         number of ids from each device to each other, "ragged" for as many in all at each owner: a batch that is too
@@ -71,7 +71,7 @@ class Exchange:
     forward: Wire = "full"
     backward: Wire = "full"
     loss_scale: float = 1.0
-    spill: Literal["fail", "count"] = "fail"
+    overflow: Literal["fail", "count"] = "fail"
     all_to_all: Literal["padded", "ragged"] = "padded"
 
     def __post_init__(self) -> None:
@@ -87,8 +87,8 @@ class Exchange:
                 )
         if not (self.loss_scale > 0 and math.isfinite(self.loss_scale)):
             raise UserError(f"Exchange: loss_scale must be a positive number; got {self.loss_scale}.")
-        if self.spill not in ("fail", "count"):
-            raise UserError(f"Exchange: spill must be 'fail' or 'count'; got {self.spill!r}.")
+        if self.overflow not in ("fail", "count"):
+            raise UserError(f"Exchange: overflow must be 'fail' or 'count'; got {self.overflow!r}.")
         if self.all_to_all not in ("padded", "ragged"):
             raise UserError(f"Exchange: all_to_all must be 'padded' or 'ragged'; got {self.all_to_all!r}.")
 
@@ -241,7 +241,7 @@ def _entry_of(found: object, where: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Columns [start, stop) of a table and the devices that its rows are dealt out over.
+    """Columns [start, stop) of a table and the devices that its rows are striped over.
 
     Attributes:
       start, stop: Columns.
@@ -330,7 +330,7 @@ class StackKey(NamedTuple):
       optimizer: The row optimizer.
       track: As in `TableConfig`.
       reads: As in `TableConfig`.
-      spread: "dealt" out over devices, or "copied": whole on every device.
+      spread: "striped" over devices, or "copied": whole on every device.
       update: As in `TablePlan`.
     """
 
@@ -340,7 +340,7 @@ class StackKey(NamedTuple):
     optimizer: RowOptimizer
     track: Literal["nothing", "updates"]
     reads: "QuantizationRule | None"
-    spread: Literal["dealt", "copied"]
+    spread: Literal["striped", "copied"]
     update: Literal["gather", "psum"]
 
 
@@ -348,7 +348,7 @@ def stack_key(
     table: TableConfig,
     width: int,
     *,
-    spread: Literal["dealt", "copied"],
+    spread: Literal["striped", "copied"],
     update: Literal["gather", "psum"] = "gather",
 ) -> StackKey:
     """The stack of a slice of `width` columns; the rest as in `StackKey`."""

@@ -1,4 +1,4 @@
-"""Which row of which table a local row of a stack is."""
+"""Row of a table <-> local row of a stack."""
 
 import zlib
 
@@ -15,7 +15,7 @@ def row_numbers(stack: Stack, local: jax.Array, device: jax.Array | int) -> tupl
     Args:
       stack: The tables.
       local: int32[U].
-      device: Number of the device among those that the stack is dealt out over.
+      device: Number of the device among those that the stack is striped over.
 
     Returns:
       int32[U] each.

@@ -1,7 +1,7 @@
 """Stacked tables: geometry of the arrays that hold them, without any array.
 
 Tables, or column slices of tables, of equal width, dtype and optimizer lie in one array, so that a hundred tables cost
-one exchange. A member is dealt out over its ranks, n devices: row r lies on ranks[(r + shift) mod n], at local row
+one exchange. A member is striped over its ranks, n devices: row r lies on ranks[(r + shift) mod n], at local row
 offset + r div n, where each of the ranks has an offset of its own:
 
     table 0, 5 rows, ranks (0, 1)     table 1, 3 rows, ranks (1, 0)      local rows of device 0    of device 1
@@ -46,7 +46,7 @@ class Member:
       config: The table.
       start, stop: Its columns.
       number: Place in the stack.
-      ranks: Devices that its rows are dealt out over; empty = on every device.
+      ranks: Devices that its rows are striped over; empty = on every device.
       offsets: First local row, on each of the ranks (one number if there are none).
       shift: Row 0 is on ranks[shift].
       local_rows: Local rows it occupies on each of the ranks.
@@ -63,7 +63,7 @@ class Member:
 
     @property
     def parts(self) -> int:
-        """Devices that the rows are dealt out over."""
+        """Devices that the rows are striped over."""
         return max(1, len(self.ranks))
 
     @property
@@ -79,9 +79,9 @@ class Stack:
     Attributes:
       name: Key of the stack in the state.
       members: The tables.
-      devices: Devices that the array is dealt out over; 1 = no exchange is needed.
+      devices: Devices that the array is striped over; 1 = no exchange is needed.
       local_rows: Rows of one device.
-      spread: "dealt" out over the devices, or "copied": whole on every device.
+      spread: "striped" over the devices, or "copied": whole on every device.
       update: For copied stacks, see `TablePlan`.
     """
 
@@ -186,7 +186,7 @@ def stack_tables(
     groups: dict[StackKey, list[tuple[TableConfig, Slice]]] = {}
     for table in tables:
         for part in slices[table.name]:
-            spread = "dealt" if part.ranks else "copied"
+            spread = "striped" if part.ranks else "copied"
             key = stack_key(table, part.stop - part.start, spread=spread, update=part.update)
             groups.setdefault(key, []).append((table, part))
     return tuple(_stack(number, key, parts, devices) for number, (key, parts) in enumerate(groups.items()))
@@ -194,7 +194,7 @@ def stack_tables(
 
 def _stack(number: int, key: StackKey, parts: list[tuple[TableConfig, Slice]], devices: int) -> Stack:
     dim, dtype, *_, spread, update = key
-    ends = [0] * (devices if spread == "dealt" else 1)
+    ends = [0] * (devices if spread == "striped" else 1)
     members = []
     for index, (config, part) in enumerate(parts):
         ranks = part.ranks
@@ -212,5 +212,10 @@ def _stack(number: int, key: StackKey, parts: list[tuple[TableConfig, Slice]], d
             f"{MOST_ROWS:,} can be addressed. Use more devices, or another plan."
         )
     return Stack(
-        f"stack{number}_{dim}_{dtype}", tuple(members), len(ends) if spread == "dealt" else 1, max(ends), spread, update
+        f"stack{number}_{dim}_{dtype}",
+        tuple(members),
+        len(ends) if spread == "striped" else 1,
+        max(ends),
+        spread,
+        update,
     )

@@ -21,7 +21,7 @@ def local_leaves(stack: Stack, key: jax.Array, device: jax.Array | int) -> dict[
     Args:
       stack: The tables.
       key: Of the collection.
-      device: Number of this device among those that the stack is dealt out over.
+      device: Number of this device among those that the stack is striped over.
     """
     local = lax.iota(jnp.int32, stack.local_rows)
     real = exists(stack, local, device)

@@ -5,7 +5,7 @@ So a table is stored in two parts: a body of the first floor(V / 1024) * 1024 ro
 consecutive ranges, and a tail of the remaining rows (fewer than 1024), whole on every device. A part without rows is
 left out. Where N does not divide 1024 the body is whole on every device too. Column slices are joined.
 
-The body moves by one all_to_all per array: consecutive ranges <-> rows dealt out one by one over the ranks of a table.
+The body moves by one all_to_all per array: consecutive ranges <-> rows striped over the ranks of a table.
 Bits are only moved.
 """
 
@@ -161,7 +161,7 @@ def _slice_to_stored(stack: Stack, member: Member, view: jax.Array, axes: Axes) 
     block = lax.dynamic_slice_in_dim(view, offset, member.local_rows)
     if "body" in present:
         found["body"] = (
-            _deal_in(block, stack, member, present["body"], axes)
+            _stripe(block, stack, member, present["body"], axes)
             if axes.cuts_bodies
             else gather_range(block, stack, member, 0, present["body"], axes)
         )
@@ -176,7 +176,7 @@ def _slice_from_stored(stack: Stack, member: Member, found: dict[str, jax.Array]
         if body is not None and axes.cuts_bodies:
             body = lax.all_gather(body, axes.everywhere, tiled=True)
         return jnp.concatenate([part for part in (body, tail) if part is not None])
-    return _deal_out(stack, member, body, tail, axes)
+    return _unstripe(stack, member, body, tail, axes)
 
 
 def gather_range(block: jax.Array, stack: Stack, member: Member, low: int, high: int, axes: Axes) -> jax.Array:
@@ -191,7 +191,7 @@ def gather_range(block: jax.Array, stack: Stack, member: Member, low: int, high:
     return everyone[owner, row // n - _first_at_or_above(low, row % n, n)]
 
 
-def _deal_in(block: jax.Array, stack: Stack, member: Member, body: int, axes: Axes) -> jax.Array:
+def _stripe(block: jax.Array, stack: Stack, member: Member, body: int, axes: Axes) -> jax.Array:
     """Rows dealt out one by one -> this device's consecutive range of the body."""
     n, span = member.parts, body // axes.devices
     width = -(-span // n)
@@ -207,7 +207,7 @@ def _deal_in(block: jax.Array, stack: Stack, member: Member, body: int, axes: Ax
     return arrived[owner, row // n - _first_at_or_above(own * span, row % n, n)]
 
 
-def _deal_out(stack: Stack, member: Member, body: jax.Array | None, tail: jax.Array | None, axes: Axes) -> jax.Array:
+def _unstripe(stack: Stack, member: Member, body: jax.Array | None, tail: jax.Array | None, axes: Axes) -> jax.Array:
     """This device's local rows, from its range of the body (or the whole body) and the tail."""
     n = member.parts
     device, own = lax.axis_index(axes.group), lax.axis_index(axes.everywhere)

@@ -1,4 +1,4 @@
-"""Which rows updates touched, and those rows in coordinates of their tables, free of mesh and plan.
+"""Rows that updates touched, in coordinates of their tables, free of mesh and plan.
 
 A tracked table (`TableConfig(track="updates")`) carries one more row state, "updated": the number of the update that
 last touched each row. Rows touched since update u are those with a greater number, on every optimizer and plan, because
@@ -38,7 +38,7 @@ Columns = tuple[int, int] | None
 
 
 @dataclasses.dataclass(frozen=True)
-class Rows:
+class TableRows:
     """Some rows of a table, or of a range of its columns.
 
     Attributes:
@@ -69,7 +69,7 @@ def mark(
     return lax.pmax(marks, axes) if axes else marks
 
 
-def touched_rows(collection: "EmbeddingCollection", state: "State", since: int) -> Iterator[Rows]:
+def touched_rows(collection: "EmbeddingCollection", state: "State", since: int) -> Iterator[TableRows]:
     """Rows of tracked tables that updates after `since` touched, with all their states, in blocks of a few MiB.
 
     Every process gives the rows of its own devices; of equal copies one is read. Reads the state as it is when a block
@@ -95,7 +95,7 @@ def touched_rows(collection: "EmbeddingCollection", state: "State", since: int) 
 
 def _of_device(
     collection: "EmbeddingCollection", stack: Stack, device: int, local: dict[str, jax.Array], since: int
-) -> Iterator[Rows]:
+) -> Iterator[TableRows]:
     per_row = sum(array.nbytes // array.shape[0] for array in local.values())
     block = max(1, _BLOCK_BYTES // per_row)
     for begin in range(0, stack.local_rows, _MARKS):
@@ -118,7 +118,7 @@ def _rows(
     local: dict[str, jax.Array],
     places: np.ndarray,
     block: int,
-) -> Rows:
+) -> TableRows:
     table = member.config
     residue = (int(stack.places[device, member.number]) - member.shift) % member.parts
     numbers = (places - int(stack.offsets[device, member.number])).astype(np.int64) * member.parts + residue
@@ -134,7 +134,7 @@ def _rows(
             number = slices.index(member.start)
             columns, values = (number, number + 1), values[:, None]
         leaves[name] = (columns, values)
-    return Rows(table.name, numbers, leaves)
+    return TableRows(table.name, numbers, leaves)
 
 
 def read_rows(array: jax.Array, places: np.ndarray, *, room: int) -> np.ndarray:
@@ -162,7 +162,7 @@ def _take(array: jax.Array, places: jax.Array) -> jax.Array:
     return array[places]
 
 
-def write_stored(leaves: dict[str, Any], rows: Rows) -> dict[str, Any]:
+def write_stored(leaves: dict[str, Any], rows: TableRows) -> dict[str, Any]:
     """Rows into the stored form of their table, in place: the arrays that are written are donated.
 
     All processes call it with the same rows.

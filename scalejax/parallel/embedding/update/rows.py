@@ -29,7 +29,7 @@ class Place:
     """Mesh axes, as a stack sees them.
 
     Attributes:
-      route_axes: Devices that its rows are dealt out over.
+      route_axes: Devices that its rows are striped over.
       copy_axes: Devices that hold equal copies; updates are gathered over them.
     """
 

@@ -180,7 +180,7 @@ def test_the_device_counts_bad_ids_and_neither_reads_nor_updates_a_row(devices):
         each.check_faults(np.asarray(each.faults(state)))
 
 
-def test_the_device_counts_ids_without_room():
+def test_the_device_counts_overflow_ids():
     each = on((ONE,))
     features = device_features(on((ONE,), 8.0), ids_of(np.full(2 * SIZE, 9)), SIZE, schema=_schema())
     logical = random_logical(each)

@@ -104,7 +104,7 @@ def test_room_is_for_all_arrivals_together_and_what_has_none_is_counted(all_to_a
     on = EmbeddingCollection(
         tables=(table,),
         mesh=meshes.make_mesh(MeshShape(), jax.devices()[:8]),
-        exchange=Exchange(capacity_factor=1.0, spill="count", all_to_all=all_to_all),
+        exchange=Exchange(capacity_factor=1.0, overflow="count", all_to_all=all_to_all),
     )
     ids = np.arange(8 * 512).reshape(8, 512)
     ids[:skewed] = ids[:skewed] // 8 * 8  # all on the first device

@@ -302,7 +302,7 @@ def test_no_type_is_promoted_and_nothing_depends_on_64_bit_types(strict_promotio
 
 
 def test_rows_of_the_first_ways_lie_evenly_on_every_number_of_devices():
-    """Tables are dealt out row by row; in a young map most ids have the first way of their bucket."""
+    """Tables are striped by rows; in a young map most ids have the first way of their bucket."""
     config = IdMapConfig(rows=1 + 512 * 8, ways=8)
     rows, _, _ = jax.jit(functools.partial(id_map.apply, config))(
         id_map.init(config), *split_ids(np.arange(512)), np.ones(512, bool), 0

@@ -113,7 +113,7 @@ def test_a_plan_that_wastes_room_is_told_what_rows_dealt_out_take(kind):
     dealt = collection(ONE_BIG)
     memory.check_fits(dealt.stacks, room, 8)
     each = size(memory.device_bytes(dealt.stacks, 8))
-    assert f"dealt out over 8 devices take {each} on each: set kind='row_wise'" in str(refusal.value)
+    assert f"striped over 8 devices take {each} on each: set kind='row_wise'" in str(refusal.value)
     assert "such devices" not in str(refusal.value)
 
 

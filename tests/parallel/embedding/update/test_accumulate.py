@@ -148,10 +148,10 @@ def test_small_updates_of_a_bfloat16_table_add_up():
     assert (got["stochastic"][1:] == 1).all()
 
 
-def test_ids_without_room_are_counted_and_left_out_where_that_is_chosen():
+def test_overflow_ids_are_counted_and_left_out_where_that_is_chosen():
     table = TableConfig(name="t", rows=64, dim=4, features=("one",), optimizer=RowwiseAdagrad(learning_rate=0.1))
     host = KeyedJagged(("one",), np.full(1024, 8), np.ones((1, 1024), np.int32))
-    on = collection((table,), 8, exchange=Exchange(capacity_factor=1.0, spill="count"))
+    on = collection((table,), 8, exchange=Exchange(capacity_factor=1.0, overflow="count"))
     from embedding_cases import schema_of
 
     features = device_features(on, host, 1024, schema=schema_of({"one": 1}, rows=64))

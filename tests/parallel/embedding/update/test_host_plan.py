@@ -10,7 +10,7 @@ from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, TableConfig
-from scalejax.parallel.embedding.ids.jagged import KeyedJagged
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.embedding.update.host_plan import Room
 
 SIZE, DIM = 512, 16
@@ -44,7 +44,7 @@ def planned(host, room):
 
 def features(host, room):
     packed = planned(host, room)
-    found = KeyedJagged(packed.values, packed.lengths, None, COLLECTION.layout(SCHEMA, SIZE), None, packed.plans)
+    found = DeviceJagged(packed.values, packed.lengths, None, COLLECTION.layout(SCHEMA, SIZE), None, packed.plans)
     return jax.device_put(found, meshes.everywhere(COLLECTION.mesh))
 
 
