@@ -4,6 +4,7 @@ import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+from scalejax.configs import as_data
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}. Give another run folder, or train again.") from error
-    if not isinstance(record, dict) or not {"recipe", "sets", "file_sha256", "scalejax", "experiment"} <= record.keys():
+    types = {"recipe": str, "sets": list, "file_sha256": str | None, "scalejax": str, "experiment": dict}
+    known = isinstance(record, dict) and all(isinstance(record.get(name, ...), kind) for name, kind in types.items())
+    if not known or not as_data.is_data(record["experiment"]) or not all(isinstance(s, str) for s in record["sets"]):
         raise UserError(
             f"{path}: is no record of a run (recipe, sets, file_sha256, scalejax, experiment). Train again."
         )

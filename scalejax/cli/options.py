@@ -31,7 +31,7 @@ RecipeFile = Annotated[
     typer.Option(
         "--recipe",
         metavar="PATH.PY:FUNCTION",
-        help="The file again, if the run came from a file of yours: code is never run because a folder names it.",
+        help="The recipe again, if the run came from one of yours: code is never run because a folder names it.",
     ),
 ]
 MeshSizes = Annotated[

@@ -21,6 +21,14 @@ def to_data(value: object) -> Json:
     return _to_data(value, "experiment")
 
 
+def is_data(value: object) -> bool:
+    """Whether a value that came from JSON has the form that `to_data` gives."""
+    if isinstance(value, dict):
+        fields = value.get("fields")
+        return isinstance(value.get("type"), str) and isinstance(fields, dict) and all(map(is_data, fields.values()))
+    return all(map(is_data, value)) if isinstance(value, list) else True
+
+
 def diff(a: object, b: object) -> list[str]:
     """Paths that differ, as `path: a -> b`. Takes experiments or their data."""
     return list(_diff(of(a), of(b), ""))

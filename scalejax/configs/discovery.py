@@ -97,6 +97,16 @@ def listing() -> list[Recipe]:
     return found
 
 
+def is_bundled(recipe: str) -> bool:
+    """Whether a text names a recipe of this package, decided without importing or opening what it names.
+
+    A short name does, and `scalejax.configs.FAMILY.FILE:FUNCTION`; every other module, and every path, is a user's.
+    """
+    if ":" not in recipe and not recipe.endswith(".py"):
+        return True
+    return recipe in {f"{one.module}:{one.function}" for one in listing()}
+
+
 def find(recipe: str) -> Recipe:
     """Finds one recipe by short name, `module:function`, `path.py:function` or `path.py`.
 

@@ -8,6 +8,7 @@ and the file may have gone or be another by now.
 
 import dataclasses
 import pathlib
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -52,34 +53,29 @@ def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pat
 
     Args:
       recorded: What `record` wrote.
-      recipe: The user's file again, `path.py:function`; required if, and only if, the run came from one: code is run
-        because the user names it, never because a folder does.
+      recipe: The user's own recipe again, `path.py:function` or `module:function`; required if the run came from one,
+        refused otherwise: code is run because the user names it, never because a folder does.
       where: Run folder, for messages.
 
     Raises:
-      UserError: the file is not given, not the same file, or the recipe now gives another experiment.
+      UserError: the user's recipe is not given, not the same one, or the recipe now gives another experiment.
     """
-    written = earlier.renamed(recorded)
-    recorded = earlier.as_now(written)
-    named, sets, sha256 = recorded["recipe"], recorded["sets"], recorded["file_sha256"]
-    if sha256 is None:
-        if recipe is not None and discovery.find(recipe) != discovery.find(named):
+    named = recorded["recipe"]
+    if discovery.is_bundled(named):
+        if recipe is not None and not (
+            discovery.is_bundled(recipe) and discovery.find(recipe) == discovery.find(named)
+        ):
             raise UserError(f"--recipe {recipe}: the run {where} came from {named!r}. Leave --recipe out.")
     elif recipe is None:
         raise UserError(
-            f"The run {where} came from a file of yours, {named!r}. Say which file to run again: --recipe {named}"
+            f"The run {where} came from {named!r}, which is no recipe of scalejax; what a folder names is not run by "
+            f"itself. If that is a file or module of yours, name it: --recipe {shlex.quote(named)}"
         )
-    else:
-        found, function = discovery.find(recipe), _function(named)
-        if found.sha256() != sha256 and recorded is written:  # a file of before cannot be run as it was
-            raise UserError(
-                f"--recipe {recipe}: this file is not the one that the run {where} was made with (SHA-256 "
-                f"{(found.sha256() or 'none: not a file')[:12]}, recorded {sha256[:12]}). Give the original file, or "
-                "train again."
-            )
-        if function and found.function != function:
-            raise UserError(f"--recipe {recipe}: the run {where} came from function {function!r} of this file.")
-    experiment = _build(recipe or named, sets, recorded["experiment"], where)
+    written = earlier.renamed(recorded)
+    recorded = earlier.as_now(written)
+    if recipe is not None:
+        _check_same(recipe, named, recorded["file_sha256"], where, brought_forward=recorded is not written)
+    experiment = _build(recipe or named, recorded["sets"], recorded["experiment"], where)
     differences = as_data.diff(_completed(recorded["experiment"], experiment), experiment)
     if differences:
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
@@ -89,6 +85,36 @@ def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pat
             f"{scalejax.__version__}: use the version that made it, or train again."
         )
     return experiment
+
+
+def _check_same(
+    recipe: str, named: str, sha256: str | None, where: pathlib.Path | str, *, brought_forward: bool
+) -> None:
+    """Raises UserError unless the recipe that the user names is the one that the run came from.
+
+    A file is known by its digest, so that a copy elsewhere will do; a module by its name. What the record names is
+    compared as text: looking for it would import the packages that it lies in. A file of an earlier version cannot be
+    run as it was (`brought_forward`), so it may be another.
+    """
+    if not _is_file(named) or not _is_file(recipe):
+        if recipe != named:
+            raise UserError(f"--recipe {recipe}: the run {where} came from {named!r}. Give that one, or train again.")
+        return
+    if sha256 is None:
+        raise UserError(f"The run {where}: experiment.json has no SHA-256 of {named!r}. It is damaged; train again.")
+    found = discovery.find(recipe)
+    if found.sha256() != sha256 and not brought_forward:
+        raise UserError(
+            f"--recipe {recipe}: this file is not the one that the run {where} was made with (SHA-256 "
+            f"{(found.sha256() or '')[:12]}, recorded {sha256[:12]}). Give the original file, or train again."
+        )
+    function = named.rpartition(":")[2]
+    if not function.endswith(".py") and found.function != function:
+        raise UserError(f"--recipe {recipe}: the run {where} came from function {function!r} of this file.")
+
+
+def _is_file(recipe: str) -> bool:
+    return (recipe.rpartition(":")[0] or recipe).endswith(".py")
 
 
 def _build(recipe: str, sets: Sequence[str], recorded: Any, where: pathlib.Path | str) -> "Experiment":
@@ -126,8 +152,3 @@ def _plain(data: Json) -> Json:
         fields = data.get("fields")
         return {name: _plain(value) for name, value in fields.items()} if isinstance(fields, dict) else None
     return [_plain(item) for item in data] if isinstance(data, list) else data
-
-
-def _function(recipe: str) -> str:
-    head, colon, function = recipe.rpartition(":")
-    return function if colon and head.endswith(".py") else ""

@@ -80,7 +80,7 @@ def _recorded(recipe, *sets):
 
 def test_a_user_file_is_run_again_only_when_it_is_named():
     recorded = _recorded(RECIPE, "steps=7")
-    with pytest.raises(UserError, match=r"Say which file to run again: --recipe .*example_recipes\.py:first"):
+    with pytest.raises(UserError, match=r"is no recipe of scalejax.* name it: --recipe .*example_recipes\.py:first"):
         serialization.reload(recorded)
     assert serialization.reload(recorded, recipe=RECIPE).steps == 7
 
@@ -121,12 +121,30 @@ def test_a_field_that_the_record_lacks_counts_as_its_default():
         serialization.reload(recorded)
 
 
-def test_an_importable_recipe_is_run_again_by_itself(tmp_path, monkeypatch):
+def test_a_module_of_the_user_is_run_again_only_when_it_is_named(tmp_path, monkeypatch):
     shutil.copy(EXAMPLES, tmp_path / "recipes_of_a_module.py")
     monkeypatch.syspath_prepend(tmp_path)
-    recorded = _recorded("recipes_of_a_module:second")
+    named = "recipes_of_a_module:second"
+    recorded = _recorded(named)
     assert recorded["file_sha256"] is None
-    assert serialization.reload(recorded).steps == 3
+    assert serialization.reload(recorded, recipe=named).steps == 3
+    with pytest.raises(UserError, match=f"name it: --recipe {named}"):
+        serialization.reload(recorded)
+    for other in (RECIPE, "recipes_of_a_module:first"):
+        with pytest.raises(UserError, match=f"came from '{named}'. Give that one"):
+            serialization.reload(recorded, recipe=other)
+
+
+def test_a_file_without_its_digest_is_refused():
+    recorded = _recorded(RECIPE) | {"file_sha256": None}
+    with pytest.raises(UserError, match="has no SHA-256"):
+        serialization.reload(recorded, recipe=RECIPE)
+
+
+@pytest.mark.parametrize("named", ["wukong-smoke", "scalejax.configs.recsys.wukong:smoke"])
+def test_a_recipe_of_the_package_is_run_again_by_itself(named):
+    recorded = _recorded(named)
+    assert serialization.reload(recorded) == configs.load(named)
     with pytest.raises(UserError, match="Leave --recipe out"):
         serialization.reload(recorded, recipe=RECIPE)
 

@@ -105,7 +105,7 @@ def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment") -> 
     from scalejax.configs import discovery
     from scalejax.train.reports import report
 
-    own = [] if discovery.find(recipe).module else ["--recipe", recipe]  # a file of the user's is run when it is named
+    own = [] if discovery.is_bundled(recipe) else ["--recipe", recipe]  # the user's code is run when the user names it
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
     commands = {
