@@ -68,6 +68,8 @@ def train(
         _checkpointer(folder.checkpoints, runs[0]) as checkpoints,
     ):
         start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.total_steps)
+        if start is not None and resume == "auto":
+            start = _back_to_intact(checkpoints, start, console)
         run, *later = [run for run in runs[:-1] if (start or 0) < run.phase.stop] + runs[-1:]
         with timer.phase("compile"):
             state, host = _state_of(run, runs, checkpoints, start, console)
@@ -93,6 +95,8 @@ def train(
                 state, host = _steps(run, records, state, host, run.phase.start, show)
             closing = run.close(state, host)
             closing |= _what_ran(run, recipe, environment)
+            if damaged := checkpoints.damaged():
+                closing["damaged_checkpoints"] = ", ".join(damaged)
             if distributed.is_primary():
                 folder.write_summary(closing)
                 report.write_report(folder.path)
@@ -181,6 +185,20 @@ def evaluate(
 
 def _checkpointer(folder: pathlib.Path, run: Run) -> Checkpointer:
     return Checkpointer(folder, run.experiment.checkpoints, run.identity(), full_every=run.experiment.tables.full_every)
+
+
+def _back_to_intact(checkpoints: Checkpointer, newest: int, console: Console | None) -> int:
+    """The step to go on from, where the newest checkpoint may be damaged."""
+    start = checkpoints.back_to_intact()
+    if start != newest and console is not None:
+        console.print(
+            f"The checkpoint of step {newest} is damaged: going on from step {start}, the newest intact one. Kept in "
+            f"{checkpoints.folder}: {', '.join(checkpoints.damaged())}.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    return start
 
 
 def _become(checkpoints: Checkpointer, run: Run) -> None:

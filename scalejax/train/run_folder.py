@@ -97,8 +97,8 @@ class RunFolder:
         """The step to restore; None = begin.
 
         Args:
-          resume: "auto" goes on from the newest checkpoint or begins; "never" begins, and only in a folder without
-            a run; "must" goes on, and needs a checkpoint.
+          resume: "auto" goes on from the newest intact checkpoint or begins; "never" begins, and only in a folder
+            without a run; "must" goes on from the newest one, which must be there and intact.
           latest: The newest checkpoint in the folder; None if there is none.
           steps: How many the run is to have.
         Raises:

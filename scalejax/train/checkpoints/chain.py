@@ -8,7 +8,6 @@ import dataclasses
 import pathlib
 from typing import Any
 
-from scalejax.errors import UserError
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints.manifest import Damaged, Manifest
 
@@ -50,8 +49,7 @@ def chain_to(folder: pathlib.Path, step: int) -> list[Manifest]:
       step: Of the last.
 
     Raises:
-      Damaged: A manifest is missing or is not as it was written.
-      UserError: A base is missing, or another checkpoint stands in its place.
+      Damaged: A manifest or a base is missing, is not as it was written, or another checkpoint stands in its place.
     """
     found = [manifests.read(folder / str(step))]
     while (delta := delta_of(found[0])) is not None:
@@ -60,15 +58,15 @@ def chain_to(folder: pathlib.Path, step: int) -> list[Manifest]:
         if not base.is_dir():
             raise Damaged(f"{only}, and {base} is missing")
         if delta.base_step >= found[0].step:
-            raise UserError(f"{only}, which is not before it. Bring {here} back from a copy.")
+            raise Damaged(f"{only}, which is not before it. Bring {here} back from a copy.")
         manifest = manifests.read(base)
         if manifests.stored_digest(base) != delta.base_digest:
-            raise UserError(
+            raise Damaged(
                 f"{only}, but {base} is another checkpoint of that step than the one it was made from. Bring the "
                 f"right one back from a copy, or move {here} away to restore an earlier step."
             )
         if manifest.arrays != found[0].arrays:
-            raise UserError(f"{only}, but {base} holds other arrays or tables. Bring the right one back from a copy.")
+            raise Damaged(f"{only}, but {base} holds other arrays or tables. Bring the right one back from a copy.")
         found.insert(0, manifest)
     return found
 

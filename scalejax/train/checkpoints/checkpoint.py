@@ -5,6 +5,7 @@
     checkpoints/1000/rows/             in checkpoints of touched rows (`save_delta`): those rows, see `rows_file`
     checkpoints/frozen-1000/           arrays that do not change, stored once for the checkpoints that name it
     checkpoints/saving-2000/           being written, or left behind by a process that was killed
+    checkpoints/damaged-3000/          was found damaged, and an older one was restored in its place
 
 A checkpoint appears by one rename after its last byte, digests included, is on disk; only then are older ones
 removed. So at any moment, whatever is killed, the folder lists complete checkpoints only, and never fewer than before.
@@ -46,6 +47,7 @@ from scalejax.train.experiment import Checkpoints
 _SAVING = "saving-"
 _REMOVING = "removing-"
 _FROZEN = "frozen-"
+_DAMAGED = "damaged-"
 _ARRAYS = "arrays"
 _TABLES = "tables"
 
@@ -90,6 +92,7 @@ class Checkpointer:
         self._error: BaseException | None = None
         self._newest_saved: int | None = None
         self._base: tuple[int, int] | None = None  # step and updates of the checkpoint that the state comes from
+        self._intact: int | None = None  # the step whose files have been compared with their digests
         self.become(policy, identity, better=better, frozen=frozen)
 
     def become(
@@ -130,6 +133,54 @@ class Checkpointer:
     def latest(self) -> int | None:
         """The newest step with a complete checkpoint; None if there is none."""
         return max(self.steps(), default=None)
+
+    def back_to_intact(self) -> int:
+        """The newest step whose checkpoint is intact, with all that it builds on.
+
+        Those above it are renamed to damaged-STEP (`damaged` lists them): they are damaged, or build on one that is. So
+        a run goes on, and what might yet be repaired stays.
+
+        Raises:
+          UserError: no checkpoint is intact, or one is of a newer scalejax or cannot be read; nothing is renamed.
+        """
+        steps, damages = self.steps(), []
+        for step in reversed(steps):
+            if (damage := self._damage(step)) is None:
+                break
+            damages.append(damage)
+        else:
+            raise UserError(
+                f"{self.folder}: no checkpoint is intact ({', '.join(map(str, steps))}); of the newest: {damages[0]}. "
+                "Bring the file back from a copy, or begin a new run in another --workdir."
+            )
+        above = [other for other in steps if other > step]
+        distributed.on_primary(lambda: self._set_aside(above))
+        self._intact = step
+        return step
+
+    def damaged(self) -> list[str]:
+        """Names of the folders of checkpoints that were found damaged, see `back_to_intact`."""
+        return distributed.on_primary(lambda: sorted(path.name for path in self.folder.glob(f"{_DAMAGED}*")))
+
+    def _damage(self, step: int) -> str | None:
+        """What is wrong with a checkpoint or what it builds on; every process reads its part of the files."""
+
+        def found() -> str | None:
+            try:
+                links = chain.chain_to(self.folder, step)
+                check_files(self.folder, links, (jax.process_index(), jax.process_count()))
+            except Damaged as damage:
+                return str(damage)
+            return None
+
+        return next((damage for damage in distributed.gather(distributed.together(found)) if damage), None)
+
+    def _set_aside(self, steps: list[int]) -> None:
+        with disk.explained(f"cannot rename damaged checkpoints in {self.folder}"):
+            for step in reversed(steps):  # never a base before what builds on it
+                name = f"{_DAMAGED}{step}"
+                times = sum(path.name == name or path.name.startswith(f"{name}-") for path in self.folder.iterdir())
+                os.rename(self.folder / str(step), self.folder / (f"{name}-{times + 1}" if times else name))
 
     def base_updates(self, step: int) -> int | None:
         """Updates of the tables at the checkpoint that a delta at this step would be made from.
@@ -314,7 +365,8 @@ class Checkpointer:
         self.wait()
         step = self._existing(step)
         links = distributed.together(lambda: self._checked_chain(step, abstract_tree, identity, others))
-        distributed.together(lambda: self._check_files(step, links))
+        if step != self._intact:
+            distributed.together(lambda: self._check_files(step, links))
         manifest = links[-1]
         targets = manifests.named_leaves(abstract_tree)
         fresh = _untracked_marks(manifest, targets)
@@ -659,6 +711,7 @@ def listed(folder: pathlib.Path) -> list[int]:
     """Steps with a complete checkpoint in a folder, ascending; none if there is no such folder."""
     try:
         with disk.explained(f"cannot list checkpoints in {folder}"):
-            return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+            names = [path.name for path in folder.iterdir()]
+            return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
     except FileNotFoundError:
         return []

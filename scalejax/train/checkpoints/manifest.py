@@ -110,7 +110,7 @@ def read(folder: pathlib.Path) -> Manifest:
             record = json.loads(path.read_bytes())
         content = record["content"]
         intact = record["sha256"] == _content_digest(content)
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"file {path} is missing") from error
     except UserError:
         raise
@@ -125,7 +125,10 @@ def read(folder: pathlib.Path) -> Manifest:
             f"{FORMAT_VERSION}: it was written by a newer version. Upgrade with `pip install -U scalejax`."
         )
     known = [field.name for field in dataclasses.fields(Manifest)]
-    return Manifest(**{name: content[name] for name in known if name in content})
+    manifest = Manifest(**{name: content[name] for name in known if name in content})
+    if folder.name.isdecimal() and folder.name != str(manifest.step):
+        raise Damaged(f"folder {folder} holds the checkpoint of step {manifest.step}")
+    return manifest
 
 
 def stored_digest(folder: pathlib.Path) -> str:
