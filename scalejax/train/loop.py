@@ -1,8 +1,9 @@
 """The train loop: restore or begin, then step, log, evaluate, save.
 
 Nothing in the loop waits for the step it has just dispatched. The order within a step is fixed, because it is what
-makes a killed run go on to the same bits: score the days that the next batch begins, step, write the window, write the
-evaluation, then save. Whatever checkpoint survives, every line up to its step is in `metrics.jsonl`.
+makes a killed run go on to the same bits: score the days that the next batch begins, step, write the window, save,
+write the evaluation and add it to the checkpoint. Whatever checkpoint survives, the windows up to its step are in
+`metrics.jsonl`, and an evaluation that it lacks is made again.
 
 What a step computes is `step.Program`, and what is written between steps `run.Run`; neither knows a model.
 """
@@ -70,7 +71,9 @@ def train(
         start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.total_steps)
         if start is not None and resume == "auto":
             start = _back_to_intact(checkpoints, start, console)
-        run, *later = [run for run in runs[:-1] if (start or 0) < run.phase.stop] + runs[-1:]
+        # A run that was killed between a save and the evaluation after it makes up for that evaluation first.
+        unscored = start is not None and checkpoints.metrics(start) is None
+        run, *later = [r for r in runs[:-1] if (start or 0) < r.phase.stop + unscored] + runs[-1:]
         with timer.phase("compile"):
             state, host = _state_of(run, runs, checkpoints, start, console)
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
@@ -84,6 +87,9 @@ def train(
         ):
             records = Records(checkpoints, events, timer)
             run.attach(records)
+            if start is not None and unscored and run.scores_at(start):
+                with timer.phase("evaluation"):
+                    host = run.evaluate(state, host, start, saved=True)
             state, host = _steps(run, records, state, host, start or 0, show)
             for following in later:
                 del state
@@ -211,7 +217,7 @@ def _become(checkpoints: Checkpointer, run: Run) -> None:
 def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, show: Any) -> tuple[Any, HostState]:
     """Runs the steps of a phase after `start`."""
     experiment, stop = run.experiment, run.phase.stop
-    timer, every, scoring = records.timer, experiment.checkpoints.every, experiment.evaluation.every
+    timer, every = records.timer, experiment.checkpoints.every
     with run.feed(host, stop - start, start + 1) as feed:
         for step in range(start + 1, stop + 1):
             host = run.before_step(state, host, step)
@@ -227,13 +233,14 @@ def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, 
             if last or step % experiment.log_every == 0:
                 state, host, fields = run.log(state, host, step)
                 show(step, fields, run.phase.name)
-            scored = None
-            if last or (scoring and step % scoring == 0):
-                with timer.phase("evaluation"):
-                    host, scored = run.evaluate(state, host, step)
-            if last or (every and step % every == 0):
+            saved = last or bool(every and step % every == 0)
+            if saved:
                 with timer.phase("checkpoint"):
-                    run.save(state, host, step, scored)
+                    run.save(state, host, step)
+            if run.scores_at(step):
+                with timer.phase("evaluation"):
+                    host = run.evaluate(state, host, step, saved)
+            if saved:
                 feed.drain()
     return state, host
 

@@ -411,8 +411,20 @@ class Run:
         three = dict(list(shown.items())[:3])
         return consoles.progress_fields(rate=f"{consoles.count(speed)} {unit}/s", **three, lr=rate)
 
-    def evaluate(self, state: TrainState, host: HostState, step: int) -> tuple[HostState, dict[str, float]]:
-        """Scores the split of intervals; where it is better than before, perhaps the final one too."""
+    def scores_at(self, step: int) -> bool:
+        """Whether the split of intervals is scored after a step."""
+        every = self.experiment.evaluation.every
+        return step == self.phase.stop or bool(every and step % every == 0)
+
+    def evaluate(self, state: TrainState, host: HostState, step: int, saved: bool) -> HostState:
+        """Scores the split of intervals; where it is better than before, perhaps the final one too.
+
+        Args:
+          state: After the step.
+          host: What the host knew then.
+          step: Which.
+          saved: The step has a checkpoint, which gets the scores.
+        """
         evaluation = self.experiment.evaluation
         values = self._scores(state, evaluation.split).measure()
         self.records.events.evaluation(step, evaluation.split, values)
@@ -422,25 +434,27 @@ class Run:
             if evaluation.final == "best":
                 final = self._scores(state, evaluation.final_split).measure()[self.best.name]
             host = dataclasses.replace(host, best=Best(step, value, final))
-        return host, values
+        if saved:
+            self.records.events.sync()
+            self.records.checkpoints.add_scores(step, host.to_dict(), {self.best.name: value})
+        return host
 
-    def save(self, state: TrainState, host: HostState, step: int, scored: dict[str, float] | None) -> None:
+    def save(self, state: TrainState, host: HostState, step: int) -> None:
         """Begins to save a checkpoint."""
         self._check(state, step)
         checkpoints, collection = self.records.checkpoints, self.program.collection
         self.records.events.sync()
-        kept = None if scored is None else {self.best.name: scored[self.best.name]}
         updates = None
         if collection is not None and self.experiment.tables.full_every:
             updates = int(np.asarray(state.tables["updates"]))
         since = checkpoints.base_updates(step)
         if collection is None or updates is None or since is None:
-            checkpoints.save(step, self.to_stored(state), host.to_dict(), kept, updates=updates)
+            checkpoints.save(step, self.to_stored(state), host.to_dict(), updates=updates)
             return
         tree = {**states.to_stored(state), "tables": collection.untracked_to_stored(state.tables)}
         rows = touched_rows(collection, state.tables, since)
         abstract = self.abstract_stored()
-        checkpoints.save_delta(step, tree, rows, host.to_dict(), kept, abstract_tree=abstract, updates=updates)
+        checkpoints.save_delta(step, tree, rows, host.to_dict(), abstract_tree=abstract, updates=updates)
 
     def close(self, state: TrainState, host: HostState) -> dict[str, Any]:
         """Scores the final split, with intervals, and adds up the run; returns what the summary says of it."""

@@ -10,8 +10,9 @@
 Which folder: `--workdir DIR` names it, and a run found there goes on by default (`--resume auto`). Without it every
 start gets a new folder, runs/NAME-001, runs/NAME-002, ..., so that running a recipe twice never mixes two runs.
 
-The order that makes a killed run go on to the same bits: write the lines of step k, then save checkpoint k. Whatever
-checkpoint survives, every line up to its step is in the file, and `begin` removes those after it.
+The order that makes a killed run go on to the same bits: write the window of step k, save checkpoint k, then write the
+evaluation of step k and add it to the checkpoint. Whatever checkpoint survives, the windows up to its step are in the
+file, and `begin` removes what comes after it.
 """
 
 import datetime

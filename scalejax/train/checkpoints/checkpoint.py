@@ -2,6 +2,7 @@
 
     checkpoints/1000/manifest.json     what this is, of which run, and the SHA-256 of every other file
     checkpoints/1000/arrays/           the arrays, in orbax's format
+    checkpoints/1000/scores.json       the evaluation at this step, which comes after the save
     checkpoints/1000/rows/             in checkpoints of touched rows (`save_delta`): those rows, see `rows_file`
     checkpoints/frozen-1000/           arrays that do not change, stored once for the checkpoints that name it
     checkpoints/saving-2000/           being written, or left behind by a process that was killed
@@ -249,7 +250,8 @@ class Checkpointer:
           tree: Pytree of jax.Array in any sharding; what is stored is the global array.
           host: JSON values to store beside the arrays.
           metrics: The evaluation at this step, holding `policy.best_metric`, or with that first where the policy names
-            none; None where there was none, and then the checkpoint can only be kept as one of the last.
+            none; None where there was none, or it comes later (`add_scores`): until then the checkpoint can only be
+            kept as one of the last.
           updates: Of the tables, where their rows are tracked; `save_delta` can then build on this checkpoint.
         Raises:
           UserError: The disk refused this save or the one before. Earlier checkpoints are intact.
@@ -272,8 +274,7 @@ class Checkpointer:
         rows: Iterable[TableRows],
     ) -> None:
         self.wait()
-        if metrics is not None and (best := self._policy.best_metric) is not None and best not in metrics:
-            raise ValueError(f"save: metrics must hold {best!r}; got {sorted(metrics)}.")
+        self._check_metrics(metrics)
         if self._newest_saved is None:
             self._prepare()
         if self._newest_saved is not None and step <= self._newest_saved:
@@ -301,6 +302,39 @@ class Checkpointer:
         self._finisher.start()
         self._newest_saved = step
         self._base = None if updates is None else (step, updates)
+
+    def add_scores(self, step: int, host: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Adds the evaluation at the step that was saved last, in the background, when that save is complete.
+
+        Args:
+          step: Of a checkpoint.
+          host: JSON values that take the place of those that were saved.
+          metrics: As in `save`.
+
+        Raises:
+          ValueError: `metrics` lacks the metric of the policy.
+        """
+        self._check_metrics(metrics)
+        saving, host = self._finisher, json.loads(json.dumps(host))
+
+        def finish() -> None:
+            if saving is not None:
+                saving.join()
+            if self._error is None and distributed.is_primary():
+                try:
+                    manifests.write_scores(self.folder / str(step), {k: float(v) for k, v in metrics.items()}, host)
+                    self._remove_others()
+                except BaseException as error:
+                    self._error = (
+                        disk.explain(error, f"cannot add scores to checkpoint {self.folder / str(step)}") or error
+                    )
+
+        self._finisher = threading.Thread(target=finish, name=f"scores-{step}")
+        self._finisher.start()
+
+    def _check_metrics(self, metrics: dict[str, float] | None) -> None:
+        if metrics is not None and (best := self._policy.best_metric) is not None and best not in metrics:
+            raise ValueError(f"save: metrics must hold {best!r}; got {sorted(metrics)}.")
 
     def wait(self) -> None:
         """Returns when the save in progress, if any, is complete.
@@ -401,7 +435,10 @@ class Checkpointer:
 
     def metrics(self, step: int) -> dict[str, float] | None:
         """The evaluation that was saved with a step; None where there was none."""
-        return manifests.read(self.folder / str(step)).metrics
+        try:
+            return manifests.read(self.folder / str(step)).metrics
+        except Damaged as damage:
+            raise self._damaged(step, damage) from damage
 
     def _arrays_store(self) -> ArrayStore:
         if self._store is None:

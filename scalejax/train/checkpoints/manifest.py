@@ -22,6 +22,8 @@ FORMAT_VERSION = 3
 _FULL_VERSION, _DELTA_VERSION = 1, 2
 
 FILE = "manifest.json"
+SCORES = "scores.json"
+"""Evaluations come after a save, and a manifest does not change: checkpoints that build on it name its digest."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +106,38 @@ def read(folder: pathlib.Path) -> Manifest:
       Damaged: It is missing, cut short or altered.
       UserError: A newer scalejax wrote it, or the disk refuses.
     """
-    path = folder / FILE
+    content = _content(folder / FILE)
+    # The digest is right, so this is a statement and not an accident.
+    if content["format_version"] > FORMAT_VERSION:
+        raise UserError(
+            f"checkpoint {folder} has format {content['format_version']} and this scalejax reads up to "
+            f"{FORMAT_VERSION}: it was written by a newer version. Upgrade with `pip install -U scalejax`."
+        )
+    known = [field.name for field in dataclasses.fields(Manifest)]
+    manifest = Manifest(**{name: content[name] for name in known if name in content})
+    if folder.name.isdecimal() and folder.name != str(manifest.step):
+        raise Damaged(f"folder {folder} holds the checkpoint of step {manifest.step}")
+    if (folder / SCORES).exists():
+        scores = _content(folder / SCORES)
+        manifest = dataclasses.replace(manifest, metrics=scores["metrics"], host=scores["host"])
+    return manifest
+
+
+def write_scores(folder: pathlib.Path, metrics: dict[str, float], host: dict[str, Any]) -> None:
+    """Adds an evaluation to a checkpoint, and what the host knows since then, which `read` then gives.
+
+    Args:
+      folder: Of the complete checkpoint.
+      metrics: Name -> value.
+      host: JSON values.
+    """
+    content = {"metrics": metrics, "host": host}
+    record = {"sha256": _content_digest(content), "content": content}
+    disk.write_atomically(folder / SCORES, json.dumps(record, indent=1) + "\n")
+
+
+def _content(path: pathlib.Path) -> dict[str, Any]:
+    """What a file with a digest of itself holds."""
     try:
         with disk.explained(f"cannot read {path}"):
             record = json.loads(path.read_bytes())
@@ -118,17 +151,7 @@ def read(folder: pathlib.Path) -> Manifest:
         raise Damaged(f"file {path} is damaged") from error
     if not intact:
         raise Damaged(f"file {path} is damaged")
-    # The digest is right, so this is a statement and not an accident.
-    if content["format_version"] > FORMAT_VERSION:
-        raise UserError(
-            f"checkpoint {folder} has format {content['format_version']} and this scalejax reads up to "
-            f"{FORMAT_VERSION}: it was written by a newer version. Upgrade with `pip install -U scalejax`."
-        )
-    known = [field.name for field in dataclasses.fields(Manifest)]
-    manifest = Manifest(**{name: content[name] for name in known if name in content})
-    if folder.name.isdecimal() and folder.name != str(manifest.step):
-        raise Damaged(f"folder {folder} holds the checkpoint of step {manifest.step}")
-    return manifest
+    return content
 
 
 def stored_digest(folder: pathlib.Path) -> str:

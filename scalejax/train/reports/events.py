@@ -41,8 +41,8 @@ class EventWriter:
 
     Opening cuts the files back to `step`, the restored step (0 = nothing was restored, so nothing stays). A
     record that is already there is not written a second time: a run that was stopped between its last checkpoint and
-    its end repeats the final evaluation. Each line is handed to the operating system at once; write the window and the
-    evaluation of a step *before* saving its checkpoint.
+    its end repeats the final evaluation. Each line is handed to the operating system at once; write the window of a
+    step *before* saving its checkpoint.
 
     Raises:
       UserError: a file holds a line that is not a record, or the disk refuses.

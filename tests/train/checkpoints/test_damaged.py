@@ -54,6 +54,7 @@ def resumed(rows, run, **changes):
     return summary, console.export_text()
 
 
+@pytest.mark.default_cases("full-damage1*", "full-damage3*", "deltas-damage7*")
 @pytest.mark.parametrize(
     ("form", "damage", "goes_on", "moved"),
     [
