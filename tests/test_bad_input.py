@@ -179,7 +179,7 @@ def test_damaged_checkpoint(recipe, run, harm, tmp_path):
     newest = run / "checkpoints" / "12"
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     harm(largest)
-    result = invoke("train", recipe, "--workdir", run, "--set", "steps=14")
+    result = invoke("train", recipe, "--workdir", run, "--set", "steps=14", "--resume", "must")
     advice = f"move the folder {newest} away and run the same command again"
     assert_one_message(result.exit_code, result.stderr, largest.name, "before it is step 6", advice)
     assert_usable(recipe, run, 6)
