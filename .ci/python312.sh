@@ -20,7 +20,7 @@ JAX_COMPILATION_CACHE_DIR="$scratch/cache312" timeout 1200 "$scratch/venv312/bin
   tests/kernels/test_embedding_kernels.py::test_gradients_equal_those_of_the_reference \
   tests/kernels/test_block_quant.py::test_a_lookup_is_that_of_the_decoded_table_to_the_bit \
   tests/nn/test_attention.py tests/nn/test_linear.py tests/nn/test_norm.py tests/nn/test_layers.py tests/nn/test_cross_entropy_sharded.py \
-  tests/numerics/test_products.py \
+  tests/numerics/quantized/test_products.py \
   tests/models/recsys/test_dlrm.py tests/models/recsys/test_dcnv2.py \
   tests/models/recsys/test_wukong.py::test_forward_matches_a_literal_numpy_form \
   tests/models/llm/test_llama3.py::test_logits_are_those_of_transformers \

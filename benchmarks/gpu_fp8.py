@@ -25,8 +25,8 @@ import jax
 import jax.numpy as jnp
 
 from scalejax.bench import machine
-from scalejax.numerics.products import mx_dot_general
-from scalejax.numerics.rules import QuantizationRule, Scales
+from scalejax.numerics.quantized.products import mx_dot_general
+from scalejax.numerics.quantized.rules import QuantizationRule, Scales
 
 CONTRACT = (((1,), (0,)), ((), ()))
 LIBRARY = "__cublas$lt$matmul$f8"

@@ -33,10 +33,10 @@ from scalejax import configs, optim
 from scalejax.data import graphs
 from scalejax.models.graph import GcnConfig, Sampling, presampled
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import binding
 from scalejax.train.batches.convert import to_device
 from scalejax.train.experiment import Experiment, Placement
 from scalejax.train.metrics import sums as metric_sums
+from scalejax.train.runs import binding
 
 STRATEGIES = ("bucket", "fastrand")
 

@@ -26,11 +26,11 @@ import numpy as np
 
 from scalejax import configs
 from scalejax.bench import machine
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, scoring
 from scalejax.train.experiment import Experiment
-from scalejax.train.run import Run
+from scalejax.train.runs import binding, scoring
+from scalejax.train.runs.run import Run
 
 MODELS: dict[str, tuple[str, ...]] = {
     "llama": (

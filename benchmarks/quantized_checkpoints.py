@@ -33,10 +33,10 @@ from scalejax import configs
 from scalejax.bench import machine
 from scalejax.cli.app import app
 from scalejax.data.text import sources
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, scoring
-from scalejax.train.run import Run
+from scalejax.train.runs import binding, scoring
+from scalejax.train.runs.run import Run
 
 HELD_OUT = 20  # one file in so many
 PIECE = 2048  # characters of a file that are compared or calibrated on, so that many files take part

@@ -33,8 +33,9 @@ from scalejax.data.text.files import TextData, TextSplit
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan import explain_sharding
-from scalejax.train import binding, loop
+from scalejax.train import loop
 from scalejax.train.experiment import Checkpoints, Experiment
+from scalejax.train.runs import binding
 
 ROWS, LENGTH = 16, 64
 

@@ -21,10 +21,10 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.train import binding
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment, Gradients, Tables
 from scalejax.train.protocols import ModelConfig
+from scalejax.train.runs import binding
 from scalejax.train.step import Program
 
 _CONSTANT = optim.Constant(value=1e-3)

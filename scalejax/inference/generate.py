@@ -35,8 +35,8 @@ from scalejax.models.llm.architecture import LanguageConfig, LanguageModule
 from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather
-from scalejax.numerics.rules import QuantizationRule, assign
-from scalejax.numerics.weights import weights_of
+from scalejax.numerics.quantized.rules import QuantizationRule, assign
+from scalejax.numerics.quantized.weights import weights_of
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.compression.formatted import FormattedGather

@@ -24,7 +24,7 @@ from scalejax.nn.layers import Arrays
 from scalejax.numerics import packing
 from scalejax.numerics.packing import Packed
 from scalejax.numerics.quantize import dequantize
-from scalejax.numerics.weights import StaticWeight
+from scalejax.numerics.quantized.weights import StaticWeight
 
 
 @functools.partial(

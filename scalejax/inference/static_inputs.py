@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.models.llm.packed import InputScale
-from scalejax.numerics import static
-from scalejax.numerics.rules import module_of
-from scalejax.numerics.weights import StaticWeight
+from scalejax.numerics.quantized import static
+from scalejax.numerics.quantized.rules import module_of
+from scalejax.numerics.quantized.weights import StaticWeight
 
 
 def attach(

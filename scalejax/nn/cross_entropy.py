@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from scalejax.nn.linear import wide
-from scalejax.numerics import products
-from scalejax.numerics.rules import QuantizationRule
-from scalejax.numerics.weights import FormattedWeight
+from scalejax.numerics.quantized import products
+from scalejax.numerics.quantized.rules import QuantizationRule
+from scalejax.numerics.quantized.weights import FormattedWeight
 from scalejax.parallel.mesh import BATCH_AXES
 
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from scalejax.numerics import weights
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
+from scalejax.numerics.quantized import weights
 
 
 def wide(*dtypes: DTypeLike) -> jnp.dtype:

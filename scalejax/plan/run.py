@@ -140,7 +140,7 @@ def plan_on(experiment: "Experiment", machine: Topology, mesh: "MeshShape | None
       UserError: as `plan`.
     """
     from scalejax.parallel.embedding.plan.memory import describe_largest
-    from scalejax.train import binding
+    from scalejax.train.runs import binding
 
     device_mesh, warnings = topology.make_mesh(machine, mesh)
     schema = experiment.data.schema()

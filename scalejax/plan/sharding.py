@@ -110,7 +110,7 @@ def shard(
         raise UserError(f"--table-memory must be a share above 0 and at most 1; got {table_memory}. Try 0.8.")
     topology = planner_machines.topology(machine_name)
     from scalejax.parallel import mesh as meshes
-    from scalejax.train import binding
+    from scalejax.train.runs import binding
 
     schema = experiment.data.schema()
     whole = binding.tables_of(experiment, binding.bound_task(experiment, schema))

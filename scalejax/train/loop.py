@@ -32,9 +32,9 @@ from scalejax.train.reports import report
 from scalejax.train.reports.events import EventWriter
 from scalejax.train.reports.records import Records
 from scalejax.train.reports.timing import StepTimer
-from scalejax.train.run import Run
 from scalejax.train.run_folder import Resume, RunFolder
-from scalejax.train.run_state import HostState
+from scalejax.train.runs.run import Run
+from scalejax.train.runs.run_state import HostState
 
 
 def train(

@@ -25,8 +25,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.numerics import rules, weights
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized import rules, weights
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel import context, ddp, fsdp, offload, pipeline, xla_flags
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.compression.formatted import FormattedGather

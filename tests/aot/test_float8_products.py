@@ -11,8 +11,8 @@ from aot import cuda_topology
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.numerics.products import mx_dot_general
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.products import mx_dot_general
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel import mesh as meshes
 from scalejax.plan import topology
 

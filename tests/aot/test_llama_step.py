@@ -14,7 +14,7 @@ from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import plan_program, topology
 from scalejax.plan.compiled import memory
-from scalejax.train import binding
+from scalejax.train.runs import binding
 
 pytestmark = pytest.mark.aot
 

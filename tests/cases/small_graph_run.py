@@ -10,8 +10,8 @@ from scalejax import optim
 from scalejax.data import graphs
 from scalejax.models.graph import GcnConfig
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import binding, scoring
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Placement
+from scalejax.train.runs import binding, scoring
 from scalejax.train.step import Program
 
 CLASSES = 3

@@ -14,8 +14,8 @@ from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.rules import LLM
 from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Gradients, Placement
-from scalejax.train.run import Run
-from scalejax.train.run_state import HostState
+from scalejax.train.runs.run import Run
+from scalejax.train.runs.run_state import HostState
 from scalejax.train.state import TrainState
 
 MODEL = LlamaConfig(

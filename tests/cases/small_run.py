@@ -13,10 +13,10 @@ from scalejax import optim
 from scalejax.configs.recsys import wukong
 from scalejax.data import Categorical, ParquetData
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
-from scalejax.train.run import Run
+from scalejax.train.runs import binding
+from scalejax.train.runs.run import Run
 
 ROWS = 640
 FEATURES = (Categorical(name="shop", rows=37), Categorical(name="hour", rows=11), Categorical(name="item", rows=1101))

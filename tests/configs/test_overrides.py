@@ -8,7 +8,7 @@ import pytest
 from scalejax import optim
 from scalejax.configs import discovery, overrides
 from scalejax.errors import UserError
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
 
 EXAMPLES = pathlib.Path(__file__).parent / "example_recipes.py"

@@ -12,9 +12,9 @@ from changes import changed
 from scalejax import configs
 from scalejax.data.examples.dedup import DedupBatch
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import binding, scoring
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment
+from scalejax.train.runs import binding, scoring
 from scalejax.train.state import TrainState
 
 

@@ -11,7 +11,8 @@ from scalejax.configs import discovery
 from scalejax.data.text import stages
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop
+from scalejax.train import loop
+from scalejax.train.runs import binding
 
 RECIPES = {recipe.name: recipe for recipe in discovery.listing()}
 LANGUAGE = [name for name, recipe in RECIPES.items() if recipe.path.parent.name == "llm"]

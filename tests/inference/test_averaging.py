@@ -9,7 +9,7 @@ import small_language_run as small
 
 from scalejax.errors import UserError
 from scalejax.inference import run_model
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.train import loop
 from scalejax.train.experiment import Checkpoints
 

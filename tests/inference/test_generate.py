@@ -14,7 +14,7 @@ from scalejax.inference import generate
 from scalejax.inference.sampling import GREEDY, TokenSampling
 from scalejax.models.llm import llama3, model_folder
 from scalejax.numerics.quantize import cast
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.state import ModelShape
 

@@ -25,7 +25,7 @@ from scalejax import nn
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.inference import generate
 from scalejax.models.llm import model_folder
-from scalejax.numerics.weights import StaticWeight
+from scalejax.numerics.quantized.weights import StaticWeight
 from scalejax.parallel.mesh import MeshShape, make_mesh
 
 ROWS = tokens(SMALL, 2, 24)

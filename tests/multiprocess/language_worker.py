@@ -19,9 +19,10 @@ from jax.experimental import multihost_utils
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, distributed
+from scalejax.train import distributed
 from scalejax.train.experiment import Precision
-from scalejax.train.run import Run
+from scalejax.train.runs import binding
+from scalejax.train.runs.run import Run
 
 STEPS = 10
 STRATEGIES = {

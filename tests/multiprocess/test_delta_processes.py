@@ -10,7 +10,7 @@ from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.checkpoints import chain
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints
-from scalejax.train.run import Run
+from scalejax.train.runs.run import Run
 
 pytestmark = pytest.mark.multiprocess
 

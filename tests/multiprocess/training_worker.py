@@ -20,7 +20,7 @@ from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import distributed
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Precision
-from scalejax.train.run import Run
+from scalejax.train.runs.run import Run
 
 STEPS = 50
 

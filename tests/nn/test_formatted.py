@@ -11,9 +11,9 @@ from jax.sharding import SingleDeviceSharding
 
 from scalejax import nn
 from scalejax.nn import scan_layers
-from scalejax.numerics import products, weights
 from scalejax.numerics.quantize import cast
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized import products, weights
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.compression.formatted import FormattedGather
 from scalejax.parallel.gradients.blocks import ParamGather
 

@@ -135,7 +135,7 @@ def test_compressed_tensors_quantizes_activations_alike(theirs, tmp_path, inputs
     from compressed_tensors.quantization.lifecycle import forward, initialize_module_for_quantization
 
     from scalejax.models.llm import model_folder
-    from scalejax.numerics import static
+    from scalejax.numerics.quantized import static
 
     quantize_with_inputs(theirs, tmp_path / "out", format, inputs, layout="compressed-tensors")
     content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]

@@ -11,8 +11,8 @@ from scalejax.errors import UserError
 from scalejax.models.graph import GcnConfig, GraphSageConfig, Sampling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan.compiled import memory
-from scalejax.train import binding
 from scalejax.train.batches.convert import to_device
+from scalejax.train.runs import binding
 
 MINI = {"normalization": "none", "fanouts": (3, 2), "batch_size": 16}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {

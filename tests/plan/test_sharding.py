@@ -17,7 +17,7 @@ from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.planner import Zipf
 from scalejax.plan.sharding import shard, statistics_of_schema
-from scalejax.train import binding
+from scalejax.train.runs import binding
 
 MACHINE = "h100:2x4"
 

@@ -19,13 +19,14 @@ from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.rules import REPLICATED
-from scalejax.train import binding, loop
+from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints, Precision
 from scalejax.train.reports import summary as summaries
-from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
+from scalejax.train.runs import binding
+from scalejax.train.runs.run import Run
 
 
 @pytest.fixture(scope="module")

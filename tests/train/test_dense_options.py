@@ -19,11 +19,12 @@ from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop, scoring
+from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Gradients, Precision, Tables
 from scalejax.train.run_folder import environment_record, read_lines
+from scalejax.train.runs import binding, scoring
 
 EIGHT = MeshShape(replica=2, fsdp=4)
 BOTH = "optimizer and parameters"

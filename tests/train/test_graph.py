@@ -19,9 +19,10 @@ from scalejax.models.graph import GcnConfig, GraphSageConfig, Sampling
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
-from scalejax.train import loop, scoring
+from scalejax.train import loop
 from scalejax.train.batches.convert import to_device
 from scalejax.train.experiment import Checkpoints, Experiment, Precision
+from scalejax.train.runs import scoring
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from scalejax.errors import UserError
 from scalejax.models.graph import GatConfig, GcnConfig, GraphSageConfig
 from scalejax.models.graph.task import NodeTask
 from scalejax.numerics.quantize import cast
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel import rules
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
@@ -28,7 +28,7 @@ from scalejax.train import loop
 from scalejax.train.batches.convert import to_device
 from scalejax.train.checkpoints import trained
 from scalejax.train.experiment import Experiment, Placement, Precision
-from scalejax.train.run import Run
+from scalejax.train.runs.run import Run
 from scalejax.train.state import TrainState
 from scalejax.train.step import Program
 from scalejax.train.task import Batch, Field, Loss

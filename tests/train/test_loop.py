@@ -19,11 +19,12 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop
+from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.reports import summary as summaries
 from scalejax.train.run_folder import read_lines
+from scalejax.train.runs import binding
 
 FROZEN = {
     "optimizer": optim.Adam(learning_rate=optim.Constant(value=0.0)),

@@ -19,12 +19,13 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop, scoring
+from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Evaluation, Gradients, Precision
-from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
+from scalejax.train.runs import binding, scoring
+from scalejax.train.runs.run import Run
 from scalejax.train.task import Field
 
 ONE, EIGHT = MeshShape(fsdp=1), MeshShape(replica=2, fsdp=4)

@@ -29,8 +29,8 @@ from scalejax.train import loop, phases
 from scalejax.train.checkpoints import array_store, trained
 from scalejax.train.checkpoints.array_store import LazyArray
 from scalejax.train.experiment import Checkpoints, Experiment, Init, Phase
-from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
+from scalejax.train.runs.run import Run
 
 EMA = optim.Average(name="ema", decay=0.9)
 

@@ -11,10 +11,10 @@ from changes import changed
 from scalejax.errors import UserError
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Checkpoints, Precision
-from scalejax.train.run import Run
+from scalejax.train.runs import binding
+from scalejax.train.runs.run import Run
 
 STEPS = 12
 FLOAT64 = {"precision": Precision(params="float64", compute="float64"), "tables__dtype": "float64"}

@@ -20,9 +20,9 @@ from scalejax.data.graphs import NodeData
 from scalejax.errors import UserError
 from scalejax.models.graph import GcnConfig
 from scalejax.parallel import mesh as meshes
-from scalejax.train import binding
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment
+from scalejax.train.runs import binding
 
 CASES = ("cora16", "cora256")
 PEERS = ("torch",)

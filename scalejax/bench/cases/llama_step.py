@@ -27,9 +27,9 @@ from scalejax.models.llm.llama3 import SIZES, LlamaConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.rules import LLM
-from scalejax.train import binding
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment, Gradients, Placement
+from scalejax.train.runs import binding
 
 CASES = ("tiny", "small", "1b")
 PEERS = ("transformers", "transformers-compile")

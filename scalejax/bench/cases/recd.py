@@ -42,9 +42,9 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.train import binding
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment, Gradients, Tables
+from scalejax.train.runs import binding
 from scalejax.train.state import TrainState
 
 _SETTINGS = ((1, 0.0), (4, 0.0), (4, 0.5), (4, 0.9), (16, 0.0), (16, 0.5), (16, 0.8), (16, 0.9))

@@ -113,7 +113,7 @@ def quantize(
     if not 0 < shard_size < float("inf"):
         raise UserError(f"--shard-size must be above 0 GB and finite; got {shard_size}.")
     from scalejax.models.llm.packed_layouts.known import find_layout
-    from scalejax.numerics import static
+    from scalejax.numerics.quantized import static
     from scalejax.surgery.quantize import checkpoint as writing
     from scalejax.surgery.quantize import plan as planning
     from scalejax.surgery.quantize.calibration import Calibration

@@ -22,10 +22,11 @@ from scalejax.kernels import embedding_bag as bags
 from scalejax.kernels.block_quant import LaneRows, PackedRows
 from scalejax.nn import counts
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.train import binding, phases
+from scalejax.train import phases
 from scalejax.train.checkpoints import trained
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics import exact
+from scalejax.train.runs import binding
 from scalejax.train.state import ModelShape
 from scalejax.train.task import Task
 

@@ -32,7 +32,7 @@ from scalejax.models.llm.mapping import LAYER, Entry, ParamSource, Stored, Tenso
 from scalejax.models.llm.packed import InputScale
 from scalejax.models.llm.safetensors import Tensor, Written
 from scalejax.models.llm.special_tokens import SpecialTokens, read_special, write_generation_config
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.train import disk
 from scalejax.train.checkpoints.array_store import LazyArray
 from scalejax.train.checkpoints.trained import Trained

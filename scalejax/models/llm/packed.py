@@ -20,10 +20,11 @@ from scalejax.models.llm.mapping import Stored
 from scalejax.models.llm.packed_layouts.known import layout_of
 from scalejax.models.llm.packed_layouts.protocol import InputPart, PackedLayout, Role, Shape, TensorPart
 from scalejax.models.llm.safetensors import Tensor, some
-from scalejax.numerics import packing, static
+from scalejax.numerics import packing
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
 from scalejax.numerics.quantize import dequantize
+from scalejax.numerics.quantized import static
 
 
 @dataclasses.dataclass(frozen=True)

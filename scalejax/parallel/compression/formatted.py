@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from scalejax.numerics import products, weights
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized import products, weights
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.gradients.blocks import ParamGather
 
 
@@ -17,7 +17,7 @@ class FormattedGather:
 
     Attributes:
       gather: What makes parameters whole.
-      rules: {path of a module: its rule}, see `numerics.rules.assign`.
+      rules: {path of a module: its rule}, see `numerics.quantized.rules.assign`.
     """
 
     gather: Callable[[Any], Any]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.numerics.rules import QuantizationRule
+    from scalejax.numerics.quantized.rules import QuantizationRule
 
 Pooling = Literal["sum", "mean", "none"]
 WeightDecay = Literal["l2", "decoupled"]

@@ -22,10 +22,11 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.numerics import bits as float32
-from scalejax.numerics import blocks, scales, static
+from scalejax.numerics import blocks, scales
 from scalejax.numerics.blocks import EncodedBlocks
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.quantize import Quantized
+from scalejax.numerics.quantized import static
 from scalejax.numerics.scales import ScaleRule
 
 Method = Literal["max", "percentile", "mse"]

@@ -16,8 +16,9 @@ from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts.protocol import PackedLayout, Role
 from scalejax.models.llm.safetensors import Written
 from scalejax.models.llm.special_tokens import write_generation_config
-from scalejax.numerics import packing, static
+from scalejax.numerics import packing
 from scalejax.numerics.quantize import Quantized, dequantize, poisoned_blocks
+from scalejax.numerics.quantized import static
 from scalejax.surgery.quantize import calibration as calibrations
 from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.plan import Weight

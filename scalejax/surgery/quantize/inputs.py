@@ -19,8 +19,8 @@ import numpy as np
 from scalejax.errors import UserError
 from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts.protocol import PackedLayout
-from scalejax.numerics import static
 from scalejax.numerics.quantize import dequantize
+from scalejax.numerics.quantized import static
 from scalejax.surgery.quantize import calibration as calibrations
 from scalejax.surgery.quantize.activations import EMBEDDING, FINAL_NORM, Walk, outside
 from scalejax.surgery.quantize.calibration import Calibration

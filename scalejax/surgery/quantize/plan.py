@@ -8,9 +8,10 @@ from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts.known import check_inputs
 from scalejax.models.llm.packed_layouts.protocol import PackedLayout
-from scalejax.numerics import formats, rules, static
+from scalejax.numerics import formats
 from scalejax.numerics.formats import BlockFormat
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized import rules, static
+from scalejax.numerics.quantized.rules import QuantizationRule
 
 KEPT = QuantizationRule(module_path="embed|head|(.*/)?[a-z_]*norm")
 """What stays as it is unless a rule names it: embeddings, the head and norms."""

@@ -12,7 +12,7 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.plan.placement import ShardingPlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.planner import Constants
-from scalejax.train import binding
+from scalejax.train.runs import binding
 
 
 def test_a_saved_plan_is_read_again_for_the_mesh_that_it_was_made_for(invoke, tmp_path):

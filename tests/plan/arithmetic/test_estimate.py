@@ -19,8 +19,8 @@ from scalejax.parallel.rules import LLM
 from scalejax.plan import check_fits
 from scalejax.plan.arithmetic import estimate
 from scalejax.plan.compiled import memory
-from scalejax.train import binding
 from scalejax.train.experiment import Experiment, Gradients, Placement
+from scalejax.train.runs import binding
 
 SMALL = llama3.LlamaConfig(
     layers=4, dim=64, ffn_dim=128, heads=8, kv_heads=4, vocabulary=256, max_positions=512, remat="none"

@@ -9,7 +9,7 @@ from quantized_cases import MATRICES, SMALL, gaussian, write_model
 from scalejax.errors import UserError
 from scalejax.models.llm import model_folder
 from scalejax.models.llm.packed_layouts.known import find_layout
-from scalejax.numerics import static
+from scalejax.numerics.quantized import static
 from scalejax.surgery.quantize import inputs, plan
 from scalejax.surgery.quantize.activations import ErrorDiffusion
 from scalejax.surgery.quantize.calibration import FACTORS, Calibration

@@ -11,9 +11,10 @@ from changes import changed
 
 from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop
+from scalejax.train import loop
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
+from scalejax.train.runs import binding
 
 
 @pytest.fixture(scope="module")

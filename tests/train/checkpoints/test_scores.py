@@ -9,7 +9,7 @@ from scalejax.train import loop
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints, Phase
-from scalejax.train.run import Run
+from scalejax.train.runs.run import Run
 
 
 class Killed(Exception):

@@ -34,7 +34,7 @@ from scalejax.train.checkpoints.array_store import LazyArray
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.checkpoints.trained import Trained, matched, open_run, write_run
 from scalejax.train.experiment import Checkpoints
-from scalejax.train.run import Run
+from scalejax.train.runs.run import Run
 
 MAP = IdMapConfig(rows=1 + 64 * 2, ways=2, policy="lru", admit_after=2)
 DELTAS = {"checkpoints": Checkpoints(every=2, keep_last=20, keep_best=0), "tables__full_every": 8}
@@ -455,7 +455,7 @@ _CHILD = """
 import pathlib, sys
 import numpy as np
 from scalejax.train.checkpoints.array_store import LazyArray
-from scalejax.train.run import Run
+from scalejax.train.runs.run import Run
 from scalejax.train.checkpoints.trained import Trained, open_run, write_run
 
 def made(rows):

@@ -17,7 +17,7 @@ from covering import covering
 from scalejax import optim
 from scalejax.data import Categorical
 from scalejax.errors import UserError
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
@@ -25,11 +25,12 @@ from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan.compiled import stablehlo
-from scalejax.train import binding, loop
+from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.batches.pipeline import Pipeline
 from scalejax.train.experiment import Checkpoints, Precision
-from scalejax.train.run import Run
+from scalejax.train.runs import binding
+from scalejax.train.runs.run import Run
 
 SHARDINGS = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD")
 STRATEGIES = {

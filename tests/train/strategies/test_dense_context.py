@@ -12,11 +12,11 @@ from scalejax.parallel import context
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan.compiled import collectives, hlo
-from scalejax.train import binding
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Precision
 from scalejax.train.metrics import sums
-from scalejax.train.run import Run
+from scalejax.train.runs import binding
+from scalejax.train.runs.run import Run
 
 
 @pytest.fixture(scope="module")

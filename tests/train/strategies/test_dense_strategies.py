@@ -16,9 +16,9 @@ from scalejax import optim
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding
 from scalejax.train.experiment import Precision
-from scalejax.train.run import Run
+from scalejax.train.runs import binding
+from scalejax.train.runs.run import Run
 
 SHARDINGS = ("NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 STRATEGIES = {

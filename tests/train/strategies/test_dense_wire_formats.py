@@ -10,8 +10,8 @@ import small_language_run as small
 from scalejax import configs
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding
-from scalejax.train.run import Run
+from scalejax.train.runs import binding
+from scalejax.train.runs.run import Run
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Checkpoints, Phase, Precision
-from scalejax.train.run import Run
+from scalejax.train.runs.run import Run
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -15,14 +15,15 @@ from scalejax.configs.recsys import dlrm
 from scalejax.errors import UserError
 from scalejax.numerics import formats
 from scalejax.numerics.quantize import cast
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop
+from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.metrics import sums
 from scalejax.train.run_folder import read_lines
+from scalejax.train.runs import binding
 
 MX9 = QuantizationRule(weight_qtype="bdr_mx9", act_qtype="bdr_mx9", bwd_qtype="bdr_mx9", tail="pad")
 

@@ -13,11 +13,12 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan.compiled import stablehlo
-from scalejax.train import binding, loop
+from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Precision
-from scalejax.train.run import Run
+from scalejax.train.runs import binding
+from scalejax.train.runs.run import Run
 
 ONE = MeshShape(fsdp=1)
 EIGHT = MeshShape(fsdp=8)

@@ -15,10 +15,11 @@ from scalejax.parallel.embedding.collection import MAPS
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding, loop
+from scalejax.train import loop
 from scalejax.train.checkpoints import publish
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
+from scalejax.train.runs import binding
 
 MAP = IdMapConfig(rows=1 + 64 * 2, ways=2, policy="lru", admit_after=2)
 HASHED = (

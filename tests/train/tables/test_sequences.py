@@ -22,10 +22,10 @@ from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, Roww
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import binding
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment, Gradients, Placement, Tables
 from scalejax.train.metrics.click import ClickQuality
+from scalejax.train.runs import binding
 from scalejax.train.task import Batch, Field, Loss, TaskBase
 
 SIZE, DIM = 32, 8

@@ -23,8 +23,8 @@ from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Checkpoints, Phase
-from scalejax.train.run import Run
 from scalejax.train.run_folder import read_lines
+from scalejax.train.runs.run import Run
 
 ITEMS = Tier(features=("item",), slots=70)
 """A batch has up to 64 of the 1,101 items: most steps bring rows and take others away."""

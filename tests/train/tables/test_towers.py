@@ -29,7 +29,7 @@ from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.experiment import Checkpoints, Precision
-from scalejax.train.run import Run
+from scalejax.train.runs.run import Run
 
 DIM, WIDTH, TOWERS = 8, 12, 2
 MESH = MeshShape(replica=TOWERS, fsdp=4)

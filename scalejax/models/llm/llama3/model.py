@@ -25,7 +25,7 @@ from scalejax.models.llm.llama3 import rope
 from scalejax.models.llm.llama3.parts import CosSin
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather, apply_layers, scan_layers, split_params, whole
-from scalejax.numerics import weights
+from scalejax.numerics.quantized import weights
 
 if TYPE_CHECKING:
     from scalejax.models.llm.llama3.config import LlamaConfig

@@ -12,9 +12,10 @@ import numpy as np
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.models.llm.packed_layouts import protocol
 from scalejax.models.llm.packed_layouts.protocol import InputFormats, InputPart, Role, Shape, TensorPart
-from scalejax.numerics import formats, static
+from scalejax.numerics import formats
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
+from scalejax.numerics.quantized import static
 
 _U8, _I8, _F32, _I32, _I64 = (np.dtype(kind) for kind in (np.uint8, np.int8, np.float32, np.int32, np.int64))
 _F8 = np.dtype(ml_dtypes.float8_e4m3fn)

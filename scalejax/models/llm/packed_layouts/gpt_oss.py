@@ -9,9 +9,10 @@ import numpy as np
 from scalejax.errors import UnsupportedError
 from scalejax.models.llm.packed_layouts import protocol
 from scalejax.models.llm.packed_layouts.protocol import InputFormats, InputPart, Role, Shape, TensorPart
-from scalejax.numerics import formats, static
+from scalejax.numerics import formats
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
+from scalejax.numerics.quantized import static
 
 
 @dataclasses.dataclass(frozen=True)

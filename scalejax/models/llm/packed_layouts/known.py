@@ -7,7 +7,8 @@ from scalejax.models.llm.packed_layouts.compressed_tensors import BYTES, Compres
 from scalejax.models.llm.packed_layouts.gpt_oss import GptOss
 from scalejax.models.llm.packed_layouts.protocol import PackedLayout, Shape
 from scalejax.models.llm.packed_layouts.scalejax_layout import ScalejaxLayout
-from scalejax.numerics import formats, static
+from scalejax.numerics import formats
+from scalejax.numerics.quantized import static
 
 LAYOUTS: dict[str, PackedLayout] = {layout.name: layout for layout in (ScalejaxLayout(), CompressedTensors(), GptOss())}
 _INT8 = CompressedTensors(integers="bytes")

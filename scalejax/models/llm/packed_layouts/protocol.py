@@ -8,9 +8,9 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from scalejax.errors import UnsupportedError, UserError
-from scalejax.numerics import static
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
+from scalejax.numerics.quantized import static
 
 Role = Literal["codes", "scales", "sub_scales", "tensor_scale", "shape"]
 Shape = tuple[int, ...]

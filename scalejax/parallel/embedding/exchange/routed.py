@@ -30,7 +30,7 @@ from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import xla
-from scalejax.numerics import products
+from scalejax.numerics.quantized import products
 from scalejax.parallel.embedding.exchange import ragged, wire
 from scalejax.parallel.embedding.ids.occurrences import (
     Lookup,

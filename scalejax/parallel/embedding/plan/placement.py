@@ -35,7 +35,7 @@ from scalejax.parallel.embedding.config import (
 )
 
 if TYPE_CHECKING:
-    from scalejax.numerics.rules import QuantizationRule
+    from scalejax.numerics.quantized.rules import QuantizationRule
 
 Kind = Literal["row_wise", "table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "data_parallel"]
 KINDS: tuple[str, ...] = get_args(Kind)

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.embedding.config import (
     MOST_ROWS,
     UPDATED,

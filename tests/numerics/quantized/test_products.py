@@ -11,10 +11,11 @@ import pytest
 from jax import lax
 
 from scalejax.errors import UserError
-from scalejax.numerics import float8, formats, products
-from scalejax.numerics.products import mx_dot_general
+from scalejax.numerics import float8, formats
 from scalejax.numerics.quantize import cast
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized import products
+from scalejax.numerics.quantized.products import mx_dot_general
+from scalejax.numerics.quantized.rules import QuantizationRule
 
 MATRICES = (((1,), (0,)), ((), ()))
 THREE = QuantizationRule(weight_qtype="bdr_mx9", act_qtype="bdr_mx6", bwd_qtype="mxfp8_e5m2")

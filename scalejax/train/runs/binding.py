@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
-from scalejax.numerics import rules
+from scalejax.numerics.quantized import rules
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel import pipeline
 from scalejax.parallel.embedding.collection import EmbeddingCollection

@@ -8,8 +8,8 @@ import pytest
 from quantized_cases import gaussian
 
 from scalejax.errors import UserError
-from scalejax.numerics import static, weights
-from scalejax.numerics.weights import StaticWeight
+from scalejax.numerics.quantized import static, weights
+from scalejax.numerics.quantized.weights import StaticWeight
 
 LARGEST = {"fp8_e4m3": 448, "int8": 127, "nvfp4": 2688}
 

@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.numerics import float8, formats, quantize
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized.rules import QuantizationRule
 
 DimensionNumbers = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
 Side = Literal["lhs", "rhs"]

@@ -14,8 +14,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from scalejax.numerics import products, static
-from scalejax.numerics.rules import QuantizationRule, module_of
+from scalejax.numerics.quantized import products, static
+from scalejax.numerics.quantized.rules import QuantizationRule, module_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class StaticWeight(_Weight):
 
     Attributes:
       scale: float32[]; 0 = the operand stays as it is.
-      format: Of the operand, see `numerics.static`.
+      format: Of the operand, see `numerics.quantized.static`.
     """
 
     scale: jax.Array

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.numerics import rules, weights
-from scalejax.numerics.rules import QuantizationRule
+from scalejax.numerics.quantized import rules, weights
+from scalejax.numerics.quantized.rules import QuantizationRule
 
 FIRST, LAST = (
     QuantizationRule(module_path="layers/0/.*"),

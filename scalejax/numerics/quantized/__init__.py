@@ -1,0 +1,1 @@
+"""Number formats in models: rules by path, products, weights, static scales."""
