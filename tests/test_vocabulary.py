@@ -2,8 +2,10 @@
 
 import ast
 import collections
+import json
 import pathlib
 import re
+import subprocess
 
 import pytest
 
@@ -14,8 +16,13 @@ ROOT = PACKAGE.parent
 DOCUMENT = ROOT / "docs" / "vocabulary.md"
 
 TWICE = {"Adam", "Sgd"}
-GIVEN_UP = ("take_apart", "put_together", "cluster_rows", "poisoned_rows", "spill", "spilled_ids", "dealt", "turns_of")
-"""Words that no public name has any more."""
+GIVEN_UP = {
+    *("take_apart", "put_together", "cluster_rows", "poisoned_rows", "spill", "spilled", "spilled_ids", "dealt"),
+    *("dealt_by_rows", "stow", "turns_of", "PackedIds", "MappedFeature"),
+}
+"""Names that nothing has any more."""
+TELL_OF_THEM = ("docs/vocabulary.md", "CHANGELOG.md", "docs/log.md", "tools/", "benchmarks/results/")
+"""Documents that speak of what was."""
 
 
 def sources():
@@ -43,6 +50,33 @@ def test_no_name_is_a_word_that_was_given_up():
             defined = isinstance(node, ast.FunctionDef | ast.ClassDef)
             name = node.name if defined else node.arg if isinstance(node, ast.arg) else ""
             assert name not in GIVEN_UP, f"{file}: {name}"
+
+
+def code_in(path):
+    """What a document or a notebook shows as code: code cells, fenced blocks and text in backticks."""
+    text = path.read_text()
+    if path.suffix == ".ipynb":
+        cells = json.loads(text)["cells"]
+        code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
+        return "\n".join([*code, code_of(text)])
+    return text if path.suffix == ".py" else code_of(text)
+
+
+def code_of(text):
+    fenced = re.findall(r"^```.*?^```", text, re.MULTILINE | re.DOTALL)
+    return "\n".join([*fenced, *re.findall(r"`[^`\n]+`", text)])
+
+
+@pytest.mark.skipif(not DOCUMENT.exists(), reason="runs in a checkout")
+def test_documents_notebooks_and_benchmarks_show_no_name_that_was_given_up():
+    listed = ["git", "ls-files", "*.md", "notebooks/*.ipynb", "benchmarks/*.py", "examples/*.py"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    looked_at = [file for file in files if not file.startswith(TELL_OF_THEM)]
+    assert {"README.md", "notebooks/llm.ipynb", "docs/architecture.md"} <= set(looked_at)
+    for file in looked_at:
+        found = set(re.findall(r"\w+", code_in(ROOT / file))) & GIVEN_UP
+        assert not found, f"{file}: {', '.join(sorted(found))}"
 
 
 @pytest.mark.skipif(not DOCUMENT.exists(), reason="runs in a checkout")
