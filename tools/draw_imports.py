@@ -3,9 +3,9 @@
     python tools/draw_imports.py            # rewrites the pictures
     python tools/draw_imports.py --check    # says what is out of date, and names circles
 
-An arrow goes from a file or folder to what it imports, inside of functions too; imports for type checkers alone do not
-count. Arrows that follow from others are left out. A circle inside of a picture is an error; `EXCUSED` names what would
-make one and is drawn dotted.
+An arrow goes from a file or folder to what it imports, inside of functions and for type checkers too. Arrows that
+follow from others are left out. A circle inside of a picture is an error; `EXCUSED` names what would make one and is
+drawn dotted.
 """
 
 import collections
@@ -16,11 +16,16 @@ from collections.abc import Mapping
 
 import grimp
 
-DOCUMENT = pathlib.Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs" / "architecture.md"
 BEGIN, END = "<!-- imports: begin -->", "<!-- imports: end -->"
 
-EXCUSED = {"scalejax.models.llm": {("llama3", "model_folder")}}
-"""A task opens a folder of any family inside of a function; the list of families names the tasks of each."""
+EXCUSED = {
+    "scalejax.models.llm": {("llama3", "model_folder")},
+    "scalejax.models.llm.llama3": {("model", "config"), ("parts", "config"), ("task", "config")},
+}
+"""A task opens a folder of any family inside of a function; the list of families names the tasks of each. A config has
+parts of its model as default values and makes its task; for these it is a type alone."""
 
 Edges = Mapping[str, set[str]]
 
@@ -80,7 +85,8 @@ def picture(wing: str, edges: Edges) -> str:
 
 def draw() -> tuple[str, list[str]]:
     """All pictures, and the circles that there are."""
-    graph = grimp.build_graph("scalejax", cache_dir=None, exclude_type_checking_imports=True)
+    sys.path.insert(0, str(ROOT))  # the package of this checkout, whichever is installed
+    graph = grimp.build_graph("scalejax", cache_dir=None)
     wings = sorted({module.rpartition(".")[0] for module in graph.modules if "." in module})
     pictures, circles = [], []
     for wing in wings:

@@ -7,20 +7,27 @@ from rich.markup import escape
 from rich.table import Table
 
 from scalejax.parallel.mesh import mesh_text
+from scalejax.plan.arithmetic.mesh_search import Candidate, SearchResult
+from scalejax.plan.run import PlanResult
 from scalejax.units import duration, size
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-    from scalejax.plan.arithmetic.mesh_search import Candidate, SearchResult
-    from scalejax.plan.run import PlanResult
 
 _BAR = 30
 _MOST = 8
 _TERMS = {"compute": "matrix products", "hbm": "memory", "ici": "links between chips", "dcn": "network between slices"}
 
 
-def render(result: "PlanResult", console: "Console") -> None:
+def render(result: PlanResult | SearchResult, console: "Console") -> None:
+    """Prints a plan or a search as tables."""
+    if isinstance(result, SearchResult):
+        _render_search(result, console)
+    else:
+        _render_plan(result, console)
+
+
+def _render_plan(result: PlanResult, console: "Console") -> None:
     """Prints what fits, what moves, and what a step waits for."""
     machine, room = result.topology, result.memory
     mesh = ", ".join(f"{axis}={size}" for axis, size in result.mesh.items()) or "one device"
@@ -45,7 +52,7 @@ def render(result: "PlanResult", console: "Console") -> None:
     console.print(f"compiled in {result.compile_s:.1f} s")
 
 
-def render_search(result: "SearchResult", console: "Console") -> None:
+def _render_search(result: SearchResult, console: "Console") -> None:
     """Prints what was compiled, what arithmetic ranks behind it, and what was dropped."""
     machine = result.topology
     console.print(f"[bold]{machine.name}[/bold]: {machine.chips} chips; products at {result.share:.3g} of their peak")
@@ -62,11 +69,11 @@ def render_search(result: "SearchResult", console: "Console") -> None:
             console.print(f"[yellow]Warning:[/yellow] {escape(_stated(candidate))}: {escape(warning)}")
 
 
-def _stated(candidate: "Candidate") -> str:
+def _stated(candidate: Candidate) -> str:
     return f"{mesh_text(candidate.mesh)}, remat {candidate.remat}"
 
 
-def _ranked(result: "SearchResult") -> Table:
+def _ranked(result: SearchResult) -> Table:
     table = Table(title="Compiled, best first", title_justify="left")
     for name in ("mesh, rematerialisation", "memory", "products", "memory s", "links", "step", "MFU", "by arithmetic"):
         table.add_column(name, justify="left" if name.startswith("mesh") else "right")
@@ -83,7 +90,7 @@ def _ranked(result: "SearchResult") -> Table:
     return table
 
 
-def _others(others: "Sequence[Candidate]") -> Table:
+def _others(others: Sequence[Candidate]) -> Table:
     table = Table(title="Not compiled, by arithmetic", title_justify="left")
     for name in ("mesh, rematerialisation", "memory", "step", "MFU"):
         table.add_column(name, justify="left" if name.startswith("mesh") else "right")
@@ -93,7 +100,7 @@ def _others(others: "Sequence[Candidate]") -> Table:
     return table
 
 
-def _dropped(result: "SearchResult") -> Table:
+def _dropped(result: SearchResult) -> Table:
     table = Table(title=f"Dropped by arithmetic: {len(result.dropped)}", title_justify="left")
     for name in ("mesh", "rematerialisation", "why"):
         table.add_column(name)
@@ -104,7 +111,7 @@ def _dropped(result: "SearchResult") -> Table:
     return table
 
 
-def _memory(result: "PlanResult") -> Table:
+def _memory(result: PlanResult) -> Table:
     table = Table(title="Memory of a chip", title_justify="left")
     table.add_column("kind")
     table.add_column("bytes", justify="right")
@@ -116,7 +123,7 @@ def _memory(result: "PlanResult") -> Table:
     return table
 
 
-def _collectives(result: "PlanResult") -> Table:
+def _collectives(result: PlanResult) -> Table:
     table = Table(title="Collectives of a step, per device", title_justify="left")
     for name in ("kind", "axis", "devices", "count", "bytes", "least to send"):
         table.add_column(name, justify="left" if name in ("kind", "axis") else "right")
@@ -127,7 +134,7 @@ def _collectives(result: "PlanResult") -> Table:
     return table
 
 
-def _roofline(result: "PlanResult") -> Table:
+def _roofline(result: PlanResult) -> Table:
     assert result.roofline is not None
     table = Table(title="Least time of a step", title_justify="left")
     table.add_column("resource")
@@ -139,7 +146,7 @@ def _roofline(result: "PlanResult") -> Table:
     return table
 
 
-def _unsharded(result: "PlanResult") -> Table:
+def _unsharded(result: PlanResult) -> Table:
     table = Table(title="Parameters whole on every device because they do not divide", title_justify="left")
     for name in ("parameter", "shape", "why"):
         table.add_column(name)

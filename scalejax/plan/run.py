@@ -17,14 +17,13 @@ from scalejax.units import size
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
-    from rich.console import Console
 
     from scalejax.parallel.mesh import MeshShape
     from scalejax.train.experiment import Experiment
 
 
 class StepProgram(Protocol):
-    """What a plan needs of `train.step.Program`."""
+    """The part of `train.step.Program` that a plan needs."""
 
     @property
     def mesh(self) -> "Mesh": ...
@@ -41,7 +40,7 @@ class StepProgram(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanResult:
-    """What a step needs on a topology.
+    """The needs of a step on a topology: memory, products, collectives, time.
 
     Attributes:
       topology: The machine.
@@ -107,12 +106,6 @@ class PlanResult:
             "compiler_message": self.memory.message,
             "warnings": list(self.warnings),
         }
-
-    def render(self, console: "Console") -> None:
-        """Prints the result as tables."""
-        from scalejax.plan import render
-
-        render.render(self, console)
 
 
 def plan(experiment: "Experiment", topology_name: str, mesh: "str | MeshShape | None" = None) -> PlanResult:

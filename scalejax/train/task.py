@@ -30,7 +30,6 @@ kind of model:
 """
 
 import dataclasses
-import functools
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, Protocol
@@ -50,7 +49,9 @@ from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.gradients.blocks import Gather
 from scalejax.parallel.gradients.compute import Keys, Loss
 from scalejax.parallel.mesh import AXES, BATCH_AXES, check_batch
+from scalejax.train.batch import Batch
 from scalejax.train.checkpoints.trained import Trained
+from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import Metric
 
 __all__ = ["Batch", "Field", "Gather", "Keys", "Loss", "Task", "TaskBase", "Work", "whole"]
@@ -111,35 +112,6 @@ class Field:
 def whole(params: Any) -> Any:
     """The gather of parameters that are whole already."""
     return params
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("fields", "embedded", "lengths", "constants"),
-    meta_fields=("purpose",),
-)
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """A batch, or a part of one, as a loss sees it.
-
-    Attributes:
-      fields: {name: array [B, ...]} of scope "example", whole arrays of scope "step", [devices, ...] of scope "device".
-      embedded: Rows of embedding tables, {feature: float[B, dim]}, [B, positions, dim] where they are not pooled.
-      lengths: int32[B] of unpooled features: how many of the positions hold rows.
-      constants: What `Task.constants` placed.
-      purpose: Whether the model learns from it or is scored on it, or is to set its running means (`nnx.BatchStat`) to
-        those of this batch alone: "statistics", see `Evaluation.statistics`.
-    """
-
-    fields: dict[str, Any]
-    embedded: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    lengths: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    constants: Any = None
-    purpose: Literal["training", "evaluation", "statistics"] = "training"
-
-    def __getitem__(self, name: str) -> Any:
-        """A field."""
-        return self.fields[name]
 
 
 @jax.tree_util.register_dataclass
@@ -372,8 +344,6 @@ class TaskBase:
         return batch["weights"].astype(jnp.promote_types(batch["weights"].dtype, jnp.float32)).sum()
 
     def metrics(self) -> tuple[Metric, ...]:
-        from scalejax.train.metrics.loss import MeanLoss
-
         return (MeanLoss(),)
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:

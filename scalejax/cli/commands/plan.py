@@ -41,6 +41,7 @@ def plan(
 
     experiment = configs.load(recipe, sets or [])
     import scalejax.plan
+    from scalejax.plan import render
     from scalejax.train import phases
 
     resolved = {one.name: one.experiment for one in phases.resolved(experiment)}
@@ -62,6 +63,6 @@ def plan(
         result = scalejax.plan.search(experiment, topology, progress=lambda line: typer.echo(line, err=True))
     else:
         result = scalejax.plan.plan(experiment, topology, experiment.placement.mesh if named else mesh)
-    result.render(output.console())
+    render.render(result, output.console())
     if json is not None:
         output.write_json(json, result.to_json())

@@ -1,6 +1,7 @@
 """Rows of embedding tables in 8, 4 or 2 bits with a scale and a bias each, in the bytes of FBGEMM, or with codebooks,
 a row's own or shared; lookups in them."""
 
+from scalejax.kernels.block_quant.api import PackedRows as PackedRows
 from scalejax.kernels.block_quant.api import book_bytes as book_bytes
 from scalejax.kernels.block_quant.api import dequantize_rows as dequantize_rows
 from scalejax.kernels.block_quant.api import fuse_rows as fuse_rows
@@ -25,6 +26,3 @@ from scalejax.kernels.block_quant.scale_bias import RowFormat as RowFormat
 from scalejax.kernels.block_quant.shared_codebook import SHARED_CODEBOOK_FORMATS as SHARED_CODEBOOK_FORMATS
 from scalejax.kernels.block_quant.shared_codebook import SharedCodebookFormat as SharedCodebookFormat
 from scalejax.kernels.block_quant.shared_codebook import SharedCodebookRows as SharedCodebookRows
-
-PackedRows = QuantizedRows | CodebookRows | SharedCodebookRows
-"""Rows as they are; `LaneRows` lie in lines besides."""

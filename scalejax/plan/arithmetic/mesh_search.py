@@ -30,8 +30,6 @@ from scalejax.plan.topology import Topology
 from scalejax.units import size
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from scalejax.train.experiment import Experiment
 
 MOST_COMPILES = 5
@@ -88,7 +86,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
       topology: The machine.
@@ -114,12 +112,6 @@ class SearchResult:
             "others": [_candidate_json(c) for c in self.others],
             "dropped": [{"mesh": mesh_text(d.mesh), "remat": d.remat, "reason": d.reason} for d in self.dropped],
         }
-
-    def render(self, console: "Console") -> None:
-        """Prints the result as tables."""
-        from scalejax.plan import render
-
-        render.render_search(self, console)
 
 
 def search(

@@ -29,7 +29,7 @@ import threading
 import time
 import types
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,6 @@ from scalejax.train.checkpoints import chain, rows_file
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints.array_store import ArrayStore
 from scalejax.train.checkpoints.manifest import Damaged, Manifest
-from scalejax.train.experiment import Checkpoints
 
 _SAVING = "saving-"
 _REMOVING = "removing-"
@@ -51,6 +50,19 @@ _FROZEN = "frozen-"
 _DAMAGED = "damaged-"
 _ARRAYS = "arrays"
 _TABLES = "tables"
+
+
+class RetentionPolicy(Protocol):
+    """Which checkpoints are kept: attributes as in `train.experiment.Checkpoints`."""
+
+    @property
+    def keep_last(self) -> int: ...
+
+    @property
+    def keep_best(self) -> int: ...
+
+    @property
+    def best_metric(self) -> str | None: ...
 
 
 class Checkpointer:
@@ -62,7 +74,7 @@ class Checkpointer:
     def __init__(
         self,
         folder: pathlib.Path,
-        policy: Checkpoints,
+        policy: RetentionPolicy,
         identity: dict[str, str],
         *,
         full_every: int | None = None,
@@ -98,7 +110,7 @@ class Checkpointer:
 
     def become(
         self,
-        policy: Checkpoints,
+        policy: RetentionPolicy,
         identity: dict[str, str],
         *,
         better: Literal["low", "high"] = "low",
@@ -716,7 +728,9 @@ def _zeros(leaf: Any) -> jax.Array:
     return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
 
-def retained(scores: dict[int, float | None], policy: Checkpoints, better: Literal["low", "high"] = "low") -> set[int]:
+def retained(
+    scores: dict[int, float | None], policy: RetentionPolicy, better: Literal["low", "high"] = "low"
+) -> set[int]:
     """The steps to keep: the last ones and the best ones.
 
     Args:

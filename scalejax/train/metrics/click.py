@@ -30,7 +30,7 @@ from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
 
 if TYPE_CHECKING:
     from scalejax.parallel.gradients.compute import Loss
-    from scalejax.train.task import Batch
+    from scalejax.train.batch import Batch
 
 BINS = 4096
 """Default bins of the histogram of scores: the bound is about 3e-4 on click logs and 64 kB a task on the device."""

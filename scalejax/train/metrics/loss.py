@@ -12,7 +12,7 @@ from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
 
 if TYPE_CHECKING:
     from scalejax.parallel.gradients.compute import Loss
-    from scalejax.train.task import Batch
+    from scalejax.train.batch import Batch
 
 
 @jax.tree_util.register_dataclass

@@ -17,7 +17,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from scalejax.parallel.gradients.compute import Loss
-    from scalejax.train.task import Batch
+    from scalejax.train.batch import Batch
 
 Collected = Mapping[str, np.ndarray]
 """Outputs and fields of all examples that count, {name: [N, ...]}, in the order of the file."""

@@ -20,6 +20,7 @@ from scalejax.plan.arithmetic import published_runs as runs
 from scalejax.plan.compiled.collectives import Collective
 from scalejax.plan.compiled.memory import MemoryPlan
 from scalejax.plan.compiled.roofline import Roofline
+from scalejax.plan.render import render
 from scalejax.train.experiment import Experiment, Gradients, Placement
 
 V6E = topology.parse("v6e:4x4")
@@ -217,7 +218,7 @@ def test_a_search_as_tables_and_json(compiled):
     assert stored["ranked"][0]["compiled"]["topology"] == "v6e:4x4"
     assert {row["reason"] for row in stored["dropped"]} == {d.reason for d in found.dropped}
     out = io.StringIO()
-    found.render(Console(file=out, width=200))
+    render(found, Console(file=out, width=200))
     text = out.getvalue()
     for expected in ("v6e:4x4", "best first", "Not compiled, by arithmetic", "Dropped by arithmetic", "remat full"):
         assert expected in text
