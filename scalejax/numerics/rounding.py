@@ -2,12 +2,18 @@
 
 The magnitude is rounded, so that Q(-x) = -Q(x). By chance, a number that lies a fraction d above its lower neighbour
 goes up with probability d: with 32 random bits r it does where floor(r / 2) + floor(2^31 d) >= 2^31.
+
+And intermediate results that are rounded by themselves. A compiler may turn a * b + c into one fused multiply-add with
+one rounding instead of two, and whether it does depends on what else is in the program: the same update compiled for
+one device and for eight then differs in its last bit. On a CPU `optimization_barrier` does not prevent it (it is taken
+out before code is generated).
 """
 
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from scalejax.errors import UserError
 
@@ -45,3 +51,23 @@ def shift_right(significand: jax.Array, drop: jax.Array, rounding: Rounding, cha
     if rounding == "ties_to_even":
         return (significand + (1 << (drop - 1)) - 1 + ((significand >> drop) & 1)) >> drop
     raise UserError(f"rounding: must be one of {', '.join(get_args(Rounding))}; got {rounding!r}.")
+
+
+def runtime_zero(count: jax.Array) -> jax.Array:
+    """int32[] 0, of which the compiler does not know that it is 0.
+
+    Args:
+      count: int32[], never negative, and an *input* of the program: of a computed value a compiler may find out.
+    """
+    return (count < 0).astype(jnp.int32)
+
+
+def rounded(value: jax.Array, zero: jax.Array) -> jax.Array:
+    """`value` with the same bits, but opaque to the operation that uses it.
+
+    Args:
+      value: float32 or float64.
+      zero: From `runtime_zero`.
+    """
+    bits = jnp.int64 if value.dtype == jnp.float64 else jnp.int32
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ zero.astype(bits), value.dtype)

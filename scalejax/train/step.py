@@ -31,10 +31,11 @@ from scalejax.parallel import context, ddp, fsdp, offload, pipeline, xla_flags
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.compression.formatted import FormattedGather
 from scalejax.parallel.ddp import Ddp
-from scalejax.parallel.embedding.collection import EmbeddingCollection, Routing
+from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.exchange.through_maps import Assignment
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
-from scalejax.parallel.embedding.mapped import Assignment
+from scalejax.parallel.embedding.lookup import Routing
 from scalejax.parallel.gradients import scaling as gradient_scaling
 from scalejax.parallel.gradients.compute import GradientFunction, Keys, Loss, LossInputs, gradients
 from scalejax.parallel.rules import ParameterPlacement

@@ -119,12 +119,12 @@ def device_features(collection, host, size, schema=SCHEMA):
             None,
             layout,
         )
-    return placed(collection, collection.pack(host, shards, layout), layout)
+    return placed(collection, collection.pack(host, shards, layout))
 
 
-def placed(collection, packed, layout):
+def placed(collection, packed):
     """What was packed, on the devices."""
-    return jagged.to_device(packed, layout, collection.mesh)
+    return jagged.to_device(packed, collection.mesh)
 
 
 def occurrences(tables, host):
@@ -262,7 +262,7 @@ def places(collection):
     A device is numbered among those that hold one copy of the tables.
     """
     for stack in collection.stacks:
-        ends = [0] * collection.group_devices
+        ends = [0] * collection.sharded.group_devices
         for number, member in enumerate(stack.members):
             ranks = member.ranks or (0,)
             n = len(ranks)

@@ -12,7 +12,8 @@ from scalejax.errors import UnsupportedError
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import packing
 from scalejax.kernels.embedding_bag.cases import CASES
-from scalejax.parallel.embedding import config, rounding
+from scalejax.numerics import rounding
+from scalejax.parallel.embedding import config
 from scalejax.parallel.embedding.update import optimizers
 
 WAIT = pltpu.InterpretParams()  # copies happen when they are waited for; unwritten memory is NaN
@@ -53,7 +54,7 @@ def _assert_bags(case, table, stored, weights, pooling, implementation, interpre
         stored, case.ids, case.lengths, weights, pooling=pooling, implementation=implementation, interpret=interpret
     )
     assert made.dtype == jnp.float32
-    # Sums of up to 1100 numbers of size 1 in float32.
+    # Sums of up to 1100 values of size 1 in float32.
     np.testing.assert_allclose(made, numpy_bags(table, case, weights, pooling), rtol=1e-4, atol=1e-4)
 
 
@@ -226,7 +227,7 @@ def test_sums_of_hot_rows_equal_literal_sums(count, hot):
         lambda g: ops.sum_by_row(g, jax.tree.map(jnp.asarray, plan), implementation="pallas_gpu", interpret=True)
     )(grads)
     expected = np.stack([grads[rows == row].astype(np.float64).sum(axis=0) for row in plan.rows])
-    # Float32 sums of n numbers of size 1 by runs of 64: errors of about 64 + n / 64 roundings.
+    # Float32 sums of n values of size 1 by runs of 64: errors of about 64 + n / 64 roundings.
     np.testing.assert_allclose(sums, expected, rtol=1e-4, atol=2e-4)
 
 

@@ -150,8 +150,8 @@ class _Ours:
 
     def _features(self, host: HostKeyedJagged) -> DeviceJagged:
         packed = self.collection.pack(host, 1, self._layout)
-        packed = self.collection.with_plans(packed, self._layout, self._room)
-        return jagged.to_device(packed, self._layout, self.collection.mesh)
+        packed = self.collection.with_plans(packed, self._room)
+        return jagged.to_device(packed, self.collection.mesh)
 
     def steps(self, count: int) -> None:
         """Looks up and updates, `count` batches."""

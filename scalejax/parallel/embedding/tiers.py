@@ -32,10 +32,11 @@ from scalejax.data.examples.jagged import KeyedJagged, check_ids
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.parallel import offload
-from scalejax.parallel.embedding.collection import EmbeddingCollection, State
+from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.ids.occurrences import locate
 from scalejax.parallel.embedding.plan.stacks import Member, Stack
+from scalejax.parallel.embedding.sharded_tables import State
 from scalejax.parallel.embedding.stored import initial
 from scalejax.parallel.embedding.stored import logical as stored
 from scalejax.parallel.mesh import MeshShape, make_mesh, steps_in_flight
@@ -287,7 +288,7 @@ class Tiers:
 
     @functools.cached_property
     def _read_caches(self) -> Any:
-        return self.collection.part_to_stored(tuple(member.config for _, member in self._places.values()))
+        return self.collection.stored.tables_to_stored(tuple(member.config for _, member in self._places.values()))
 
     def _shapes(self, name: str) -> dict[str, jax.ShapeDtypeStruct]:
         """The arrays of a whole table."""
@@ -346,7 +347,7 @@ class Tiers:
     def abstract_stored(self) -> stored.Tree:
         """Shapes, dtypes and shardings of `to_stored`."""
         tree = self.collection.abstract_stored()
-        specs, mesh = {"body": stored.body_spec(self.collection.moves), "tail": P()}, self.collection.mesh
+        specs, mesh = {"body": stored.body_spec(self.collection.sharded), "tail": P()}, self.collection.mesh
         for name, table in self._whole.items():
             tree[name] = {
                 f"{leaf}_{part}": jax.ShapeDtypeStruct(
@@ -464,7 +465,7 @@ class Tiers:
         if (name, donates) in self._swappers:
             return self._swappers[name, donates]
         (stack, member), collection = self._places[name], self.collection
-        axes = collection.group if stack.devices > 1 else ()
+        axes = collection.sharded.group if stack.devices > 1 else ()
 
         def local(leaves: dict[str, jax.Array], slots: jax.Array, arriving: dict[str, jax.Array]) -> Any:
             device, place = locate(member, slots)

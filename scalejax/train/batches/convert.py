@@ -45,10 +45,10 @@ def to_device(
     processes = len({device.process_index for device in program.mesh.devices.flat})
     features = None
     if program.collection is not None:
-        packed, layout = _packed(batch, program, program.collection, program.mesh.size // processes)
+        packed = _packed(batch, program, program.collection, program.mesh.size // processes)
         if purpose == "training":
-            packed = program.collection.with_plans(packed, layout, room)
-        features = jagged.to_device(packed, layout, program.mesh)
+            packed = program.collection.with_plans(packed, room)
+        features = jagged.to_device(packed, program.mesh)
     return Placed(place_fields(program, batch, processes, step), features, program.constants)
 
 
@@ -89,9 +89,7 @@ def _of_process(field: Field, array: np.ndarray, sharding: NamedSharding, *, pro
     return jax.make_array_from_process_local_data(sharding, array, shape)
 
 
-def _packed(
-    batch: AnyBatch, program: Program, collection: EmbeddingCollection, shards: int
-) -> tuple[jagged.PackedIds, tuple[jagged.FeatureLayout, ...]]:
+def _packed(batch: AnyBatch, program: Program, collection: EmbeddingCollection, shards: int) -> jagged.DeviceJagged:
     features, groups = getattr(batch, "features", None), program.experiment.tables.dedup
     if features is None:
         raise UserError(
@@ -104,10 +102,10 @@ def _packed(
             features = deduplicate(features, wanted)
         packed = collection.pack_deduplicated(features, shards, program.layout, groups)
         if packed is not None:
-            return packed, program.layout
+            return packed
     features = batch.features
     plain = expand(features) if isinstance(features, DedupKeyedJagged) else features
-    return collection.pack(plain, shards, program.plain_layout), program.plain_layout
+    return collection.pack(plain, shards, program.plain_layout)
 
 
 def prefetch(

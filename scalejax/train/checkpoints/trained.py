@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.collection import COUNTS, MAPS
 from scalejax.parallel.embedding.stored import logical
+from scalejax.parallel.embedding.stored.conversion import COUNTS, MAPS
 from scalejax.parallel.embedding.stored.tracking import TableRows
 from scalejax.train import disk, distributed
 from scalejax.train.checkpoints import array_store, chain, checkpoint, rows_file

@@ -455,7 +455,7 @@ class Run:
             checkpoints.save(step, self.to_stored(state), host.to_dict(), updates=updates)
             return
         tree = {**states.to_stored(state), "tables": collection.untracked_to_stored(state.tables)}
-        rows = touched_rows(collection, state.tables, since)
+        rows = touched_rows(collection.stacks, state.tables, since)
         abstract = self.abstract_stored()
         checkpoints.save_delta(step, tree, rows, host.to_dict(), abstract_tree=abstract, updates=updates)
 

@@ -15,12 +15,13 @@ from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
-from scalejax.parallel.embedding import mapped
-from scalejax.parallel.embedding.collection import COUNTS, MAPS, EmbeddingCollection
+from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adagrad, IdMapConfig, MappedFeatures, RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.stored import initial
+from scalejax.parallel.embedding.stored.conversion import COUNTS, MAPS
 from scalejax.parallel.mesh import MeshShape
 
 SIZE, STEPS, DIM = 48, 6, 32
@@ -89,7 +90,7 @@ def cases():
 
 @pytest.fixture(autouse=True)
 def several_rounds_of_resets(monkeypatch):
-    monkeypatch.setattr(mapped, "RESET_ROWS", 2)
+    monkeypatch.setattr(initial, "RESET_ROWS", 2)
 
 
 def build(devices, plan, names, tables=TABLES):
@@ -128,7 +129,7 @@ def trace():
 def features_of(each, host, layout=None):
     layout = layout or each.layout(SCHEMA, SIZE)
     packed = each.pack(host, each.mesh.size, layout)
-    return placed(each, packed, layout)
+    return placed(each, packed)
 
 
 @functools.cache
@@ -342,7 +343,7 @@ def test_deduplicated_features_give_the_same_rows_counts_and_vectors():
     packed = each.pack_deduplicated(deduplicate(host, tuple(g.features for g in groups)), 1, layout, groups)
     assert packed is not None
     assert (packed.inverse[0] != np.arange(SIZE)).any(axis=1).all()
-    features = placed(each, packed, layout)
+    features = placed(each, packed)
     _, state = step_of(each)(each.init(jax.random.key(3)), features_of(each, host), grads_at(0, each))
     start = each.init(jax.random.key(3))
     deduplicated, assignment = jax.jit(each.map_ids)(start, features)

@@ -56,7 +56,7 @@ def on(tables, devices, kind="row_wise", **more):
 
 def on_device(each, host, schema=SCHEMA):
     layout = each.layout(schema, host.num_examples)
-    return placed(each, each.pack(host, each.mesh.size, layout), layout)
+    return placed(each, each.pack(host, each.mesh.size, layout))
 
 
 @functools.cache
@@ -235,7 +235,7 @@ def test_deduplicated_lists_give_the_same_rows_and_lengths_and_exact_sums(device
     assert packed is not None
     assert packed.values.shape[1] < each.pack(host, devices, each.layout(SCHEMA, SIZE)).values.shape[1]
     step = step_of(each)
-    embedded, lengths, state = step(fresh(each), placed(each, packed, layout), grads)
+    embedded, lengths, state = step(fresh(each), placed(each, packed), grads)
     plain, plain_lengths, after = step(fresh(each), on_device(each, host), grads)
     equal((dict(embedded), lengths), (dict(plain), plain_lengths))
     # In order, the gradients of the examples of a list are added before they travel: another order of a dozen numbers.
@@ -339,7 +339,7 @@ def test_ids_without_a_position_are_not_seen_by_an_id_map():
     packed = each.pack(host, 1, layout)
     high = jax.device_put(packed.high, meshes.everywhere(each.mesh))
     short = (dataclasses.replace(layout[0], max_length=2),)
-    features = dataclasses.replace(placed(each, packed, short), high=high)
+    features = dataclasses.replace(placed(each, packed), layout=short, high=high)
     mapped, assignment = jax.jit(each.map_ids)(each.init(jax.random.key(0)), features)
     assert each.id_totals({"items": np.asarray(assignment.maps["items"]["counts"]).sum(axis=0)})["items"]["misses"] == 5
     assert np.asarray(jax.jit(each.exchange_ids)(mapped).faults).tolist() == [[0, 2]]

@@ -338,7 +338,7 @@ def test_tracking_may_begin_in_a_run_that_has_checkpoints(tmp_path):
         made.save(3, {"tables": tracked.to_stored(state)}, {}, updates=3)
         since = made.base_updates(4)
     assert since == 3
-    touched = tracking.touched_rows(tracked, with_update(state, 4), since)
+    touched = tracking.touched_rows(tracked.stacks, with_update(state, 4), since)
     assert [row for rows in touched for row in rows.numbers] == [4]
 
 

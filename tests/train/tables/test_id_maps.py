@@ -11,9 +11,9 @@ import small_run
 
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.collection import MAPS
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.ids import id_map
+from scalejax.parallel.embedding.stored.conversion import MAPS
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.checkpoints import publish

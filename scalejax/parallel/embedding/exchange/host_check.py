@@ -8,7 +8,7 @@ import numpy as np
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.exchange.routed import bucket_capacity
-from scalejax.parallel.embedding.ids.jagged import FeatureLayout, PackedIds, check_sizes
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.ids.occurrences import Lookup, lookups
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
@@ -54,9 +54,33 @@ def check_ids(
                 _check_range(look, features.values[begin : ends[which]], lengths, bag)
 
 
-def check_room(
-    stacks: tuple[Stack, ...], packed: PackedIds, layout: tuple[FeatureLayout, ...], exchange: Exchange
-) -> None:
+def check_sizes(features: KeyedJagged) -> None:
+    """Refuses ids that are no integers, and lengths that are negative or do not add up.
+
+    Raises:
+      UserError: they are.
+    """
+    for name, array in (("values", features.values), ("lengths", features.lengths)):
+        if not np.issubdtype(array.dtype, np.integer):
+            raise UserError(
+                f"The {name} of a batch are {array.dtype}; wanted integers. Convert the column when it is read, once "
+                "its missing entries have an id of their own."
+            )
+    if features.lengths.size and features.lengths.min() < 0:
+        which, example = np.unravel_index(int(features.lengths.argmin()), features.lengths.shape)
+        raise UserError(
+            f"Feature {features.keys[which]!r} has {features.lengths.min()} ids in example {example} of the batch; "
+            "lengths must not be negative. Were offsets passed for lengths, or differences of unsorted offsets?"
+        )
+    total = int(features.lengths.sum(dtype=np.int64))
+    if total != features.values.shape[0]:
+        raise UserError(
+            f"The lengths of a batch sum to {total}, but it has {features.values.shape[0]} ids. Pass one length per "
+            f"feature and example, features in the order of keys: {', '.join(features.keys)}."
+        )
+
+
+def check_room(stacks: tuple[Stack, ...], packed: DeviceJagged, exchange: Exchange) -> None:
     """Counts the ids from each device to each other one.
 
     The exchange itself counts those of tables with an id map, whose rows only the devices know, and all of them with
@@ -68,7 +92,7 @@ def check_room(
     if exchange.overflow == "count" or exchange.all_to_all == "ragged":
         return
     for stack in stacks:
-        found = lookups(stack, layout)
+        found = lookups(stack, packed.layout)
         loads = {look: _load(look, packed, stack.devices) for look in found if _known(look)}
         if loads:
             _check_load(stack, found, loads, exchange)
@@ -100,11 +124,11 @@ def _check_range(look: Lookup, ids: np.ndarray, lengths: np.ndarray, bag: str) -
         )
 
 
-def _load(look: Lookup, packed: PackedIds, devices: int) -> np.ndarray:
+def _load(look: Lookup, packed: DeviceJagged, devices: int) -> np.ndarray:
     """int64[shards, devices]: ids of one feature from each shard to each owner."""
-    ids = packed.values[:, look.start : look.start + look.feature.capacity]
+    ids = np.asarray(packed.values[:, look.feature.slots])
     shards = ids.shape[0]
-    counts = packed.lengths[:, look.first_bag : look.first_bag + look.feature.bags].sum(axis=1)
+    counts = np.asarray(packed.lengths[:, look.feature.bag_slots]).sum(axis=1)
     ranks = np.asarray(look.member.ranks)
     place = (ids + np.int64(look.member.shift)) % len(ranks)
     owner = np.arange(shards)[:, None] * devices + (place if (ranks == np.arange(len(ranks))).all() else ranks[place])

@@ -10,7 +10,7 @@ have, with fewer gaps: all sums are the same to the bit. An owner has room for a
 per sender; what comes beyond it is not sent, and counted. Which ids that is differs from buckets of fixed size.
 
 A TPU moves rows of 128 lanes, whatever is in them. So slots travel as many to a row as fill it (ids 128, vectors of 64
-numbers 2), and runs begin at multiples of `GRANULE` slots.
+elements 2), and runs begin at multiples of `GRANULE` slots.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ def slots_for(occurrences: int, devices: int) -> int:
 
 
 def agree(wanted: jax.Array, *, room: int, axes: tuple[str, ...]) -> RaggedSplits:
-    """What is sent, of what each device wants to send.
+    """The splits of an exchange: what each device wants to send, as far as its receivers have room.
 
     Args:
       wanted: int32[N], occurrences for each device.

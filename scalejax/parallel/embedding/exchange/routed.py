@@ -31,10 +31,11 @@ from jax import lax
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import xla
 from scalejax.numerics.quantized import products
+from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.exchange import ragged, wire
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.embedding.ids.occurrences import (
     Lookup,
-    Shard,
     addresses,
     average,
     lost_slots,
@@ -45,7 +46,6 @@ from scalejax.parallel.embedding.ids.occurrences import (
 )
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
-from scalejax.parallel.embedding.rounding import rounded
 
 SLACK = 8
 """Slots per destination on top of the factor: small batches scatter more around their mean."""
@@ -103,7 +103,7 @@ def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange)
 
 
 def route(
-    shard: Shard, stack: Stack, found: tuple[Lookup, ...], *, exchange: Exchange, axes: tuple[str, ...]
+    shard: DeviceJagged, stack: Stack, found: tuple[Lookup, ...], *, exchange: Exchange, axes: tuple[str, ...]
 ) -> tuple[Route, jax.Array]:
     """Sends the ids of one stack to their owners.
 
@@ -136,7 +136,7 @@ def route(
 def fetch(
     table: jax.Array,
     way: Route,
-    shard: Shard,
+    shard: DeviceJagged,
     stack: Stack,
     found: tuple[Lookup, ...],
     zero: jax.Array,
@@ -185,7 +185,7 @@ def _read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
 def return_grads(
     grads: Sequence[jax.Array],
     way: Route,
-    shard: Shard,
+    shard: DeviceJagged,
     stack: Stack,
     found: tuple[Lookup, ...],
     zero: jax.Array,
@@ -341,7 +341,7 @@ def _send_runs(
     return way, (wanted - runs.sizes).sum(dtype=jnp.int32)
 
 
-def _send_bags(shard: Shard, rows: dict[Lookup, jax.Array], stack: Stack, *, axes: tuple[str, ...]) -> Route:
+def _send_bags(shard: DeviceJagged, rows: dict[Lookup, jax.Array], stack: Stack, *, axes: tuple[str, ...]) -> Route:
     slots, vectors = _most_slots(rows), _most_bags(rows)
 
     def block(parts: dict[Lookup, jax.Array], fill: int) -> jax.Array:
@@ -384,23 +384,23 @@ def _sequence(way: Route) -> jax.Array:
     return lax.iota(jnp.int32, way.arrived.shape[0]) if way.sequence is None else way.sequence
 
 
-def _bag_numbers(shard: Shard, look: Lookup) -> jax.Array:
+def _bag_numbers(shard: DeviceJagged, look: Lookup) -> jax.Array:
     """Place of the bag of every slot in the bucket of its owner, non-decreasing.
 
     Unused slots, whose rows are zeros, count to the last bag.
     """
     if look.feature.length is not None:
         return look.bag + lax.iota(jnp.int32, look.feature.capacity) // max(1, look.feature.length)
-    return look.bag + jnp.minimum(shard.bags(look), look.feature.bags - 1)
+    return look.bag + jnp.minimum(shard.bags(look.feature), look.feature.bags - 1)
 
 
-def _weights(shard: Shard, look: Lookup) -> jax.Array:
-    weights = shard.weights_of(look)
+def _weights(shard: DeviceJagged, look: Lookup) -> jax.Array:
+    weights = shard.weights_of(look.feature)
     assert weights is not None
     return weights.astype(jnp.float32)
 
 
-def _bucket_order(shard: Shard, looks: list[Lookup], slots: int) -> jax.Array | None:
+def _bucket_order(shard: DeviceJagged, looks: list[Lookup], slots: int) -> jax.Array | None:
     order = summation_order(shard, tuple(looks)) if looks else None
     if order is None:
         return None

@@ -41,6 +41,7 @@ shard_map over dimension 0 of the state. Nothing but the counters then depends o
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -319,6 +320,11 @@ def merged_counts(counts: jax.Array) -> jax.Array:
         return jnp.stack([sums[:, 0] + more[:, 0] + (low < more[:, 1]).astype(jnp.uint32), low], axis=-1), None
 
     return lax.scan(add, jnp.zeros_like(counts[0]), counts)[0]
+
+
+def summed_counts(maps: Mapping[str, State]) -> dict[str, jax.Array]:
+    """{table: uint32[len(COUNTS), 2]}: the counters of each map, summed over the devices."""
+    return {name: merged_counts(leaves["counts"]) for name, leaves in maps.items()}
 
 
 def check_totals(found: dict[str, int]) -> None:

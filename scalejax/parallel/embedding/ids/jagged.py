@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.data.examples.dedup import DedupKeyedJagged
-from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
-from scalejax.data.examples.jagged import check_lengths, lengths_to_offsets
-from scalejax.errors import UserError
 from scalejax.kernels import embedding_bag as ops
-from scalejax.parallel.embedding.ids.id_map import split_ids
 from scalejax.parallel.mesh import everywhere
 
 
@@ -32,6 +28,9 @@ class FeatureLayout:
       plain_capacity: Slots per shard without deduplication.
       map: Name of the table whose id map gives its ids their rows; None = ids are rows.
       max_length: Most ids of a bag of a jagged feature; those beyond have no position. None = any number.
+      start: Its first slot in `values`.
+      first_bag: Its first bag in `lengths`.
+      high: With `map`, the place of its first id in `high`.
     """
 
     name: str
@@ -42,11 +41,40 @@ class FeatureLayout:
     plain_capacity: int = 0
     map: str | None = None
     max_length: int | None = None
+    start: int = 0
+    first_bag: int = 0
+    high: int = 0
 
     @property
     def positions(self) -> int | None:
         """Positions of a bag that is looked up unpooled; None = there is no such number."""
         return self.max_length if self.length is None else self.length
+
+    @property
+    def slots(self) -> slice:
+        """The slots of the feature in `values` and `weights`."""
+        return slice(self.start, self.start + self.capacity)
+
+    @property
+    def bag_slots(self) -> slice:
+        """The bags of the feature in `lengths`."""
+        return slice(self.first_bag, self.first_bag + self.bags)
+
+    @property
+    def high_slots(self) -> slice:
+        """The ids of the feature in `high`."""
+        return slice(self.high, self.high + self.capacity)
+
+
+def side_by_side(features: Iterable[FeatureLayout]) -> tuple[FeatureLayout, ...]:
+    """Features with their places in the device form, one after the other."""
+    placed: list[FeatureLayout] = []
+    start = first_bag = high = 0
+    for feature in features:
+        placed.append(dataclasses.replace(feature, start=start, first_bag=first_bag, high=high))
+        start, first_bag = start + feature.capacity, first_bag + feature.bags
+        high += 0 if feature.map is None else feature.capacity
+    return tuple(placed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +116,10 @@ class DeviceJagged:
     The bags of a feature are the examples of its shard, or, for the features of a group, distinct rows: example e of
     the shard has bag inverse[group, e].
 
+    A batch has this form from the host on: `packing.pack` makes it of NumPy arrays, the shards of one process;
+    `to_device` places them. Inside a shard_map `shard` drops the axis of shards, of which each device has one; the
+    methods after it are for that.
+
     Attributes:
       values: int32[S, C], C = sum of capacities; sharded over all mesh axes along S (S = number of devices).
       lengths: int32[S, R], R = sum of bags; sharded likewise.
@@ -107,226 +139,58 @@ class DeviceJagged:
     plans: dict[str, tuple[ops.RowPlan | None, ...]] | None = None
     high: jax.Array | None = None
 
+    def shard(self) -> "DeviceJagged":
+        """The part of this device: arrays without the axis of shards."""
+        return jax.tree.map(lambda x: x[0], dataclasses.replace(self, plans=None))
 
-@dataclasses.dataclass(frozen=True)
-class PackedIds:
-    """The device form of the examples of one process, as NumPy; fields as in `DeviceJagged`."""
+    def ids(self, feature: FeatureLayout) -> jax.Array:
+        """int32[slots] of a feature."""
+        return self.values[feature.slots]
 
-    values: np.ndarray
-    lengths: np.ndarray
-    weights: np.ndarray | None
-    inverse: np.ndarray | None = None
-    plans: dict[str, tuple[ops.RowPlan | None, ...]] | None = None
-    high: np.ndarray | None = None
+    def weights_of(self, feature: FeatureLayout) -> jax.Array | None:
+        """float32[slots] of a feature, or None."""
+        return None if self.weights is None else self.weights[feature.slots]
+
+    def counts(self, feature: FeatureLayout) -> jax.Array:
+        """Ids of each bag of a feature."""
+        return self.lengths[feature.bag_slots]
+
+    def bags(self, feature: FeatureLayout) -> jax.Array:
+        """Bag of each slot; the number of bags for unused slots. Jagged features only."""
+        return ops.slot_bags(self.counts(feature), feature.capacity)
+
+    def positions(self, feature: FeatureLayout) -> jax.Array:
+        """Place of each slot in its bag; any number for unused slots. Jagged features only."""
+        return slot_positions(self.counts(feature), self.bags(feature))
+
+    def used(self, feature: FeatureLayout) -> jax.Array:
+        """bool[slots]: whether a slot holds an id that has a position in its bag."""
+        if feature.length is not None and feature.group is None:
+            return jnp.ones(feature.capacity, bool)
+        used = lax.iota(jnp.int32, feature.capacity) < self.counts(feature).sum()
+        return used if feature.max_length is None else used & (self.positions(feature) < feature.max_length)
+
+    def by_example(self, feature: FeatureLayout, of_bags: jax.Array) -> jax.Array:
+        """[bags, ...] of a feature -> [examples, ...]: the rows of the bags that the examples have."""
+        if feature.group is None:
+            return of_bags
+        assert self.inverse is not None
+        return of_bags[self.inverse[feature.group]]
 
 
-def to_device(packed: PackedIds, layout: tuple[FeatureLayout, ...], mesh: Mesh) -> DeviceJagged:
+def to_device(packed: DeviceJagged, mesh: Mesh) -> DeviceJagged:
     """Puts the shards of this process's examples on its devices of the mesh; every process brings its own.
 
     Args:
-      packed: One shard for each device of this process.
-      layout: That it was packed by.
+      packed: NumPy arrays, one shard for each device of this process.
       mesh: Its devices, those of a process one after the other.
     """
 
-    def put(array: np.ndarray | None) -> jax.Array | None:
-        if array is None:
-            return None
+    def put(array: np.ndarray) -> jax.Array:
         return jax.make_array_from_process_local_data(everywhere(mesh), array, (mesh.size, *array.shape[1:]))
 
-    values, lengths = put(packed.values), put(packed.lengths)
-    assert values is not None
-    assert lengths is not None
     plans = None if packed.plans is None else jax.device_put(packed.plans, NamedSharding(mesh, P()))
-    return DeviceJagged(values, lengths, put(packed.weights), layout, put(packed.inverse), plans, put(packed.high))
-
-
-def pack(features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> PackedIds:
-    """The device form of B examples in `shards` shards.
-
-    Args:
-      features: Host form; may hold more features than the layout, in any order.
-      layout: The features that are looked up, none of them in a group.
-      shards: S, the number of devices that these examples go to.
-
-    Raises:
-      UserError: a feature is missing, the examples do not divide over the shards, a feature of fixed length varies, or
-        a jagged feature has more ids than its capacity, or than its max_length in one example.
-    """
-    examples = features.lengths.shape[1]
-    if examples % shards:
-        raise UserError(f"A batch of {examples} examples does not divide over {shards} devices. Change batch_size.")
-    check_sizes(features)
-    for feature in layout:
-        if feature.max_length is not None:
-            own = features.lengths[feature_index(features, feature.name)]
-            check_lengths(own, feature.name, feature.max_length, where="batch")
-    packed = _empty(layout, shards, weighted=features.weights is not None)
-    counts = np.full(shards, examples // shards)
-    _fill(packed, features, layout, {f.name for f in layout}, counts)
-    return packed
-
-
-def pack_deduplicated(
-    features: DedupKeyedJagged, layout: tuple[FeatureLayout, ...], groups: tuple[DedupGroup, ...], shards: int
-) -> PackedIds | None:
-    """The device form of deduplicated features; None if a shard has more distinct rows, or ids, than there is room for.
-
-    Args:
-      features: Host form, deduplicated over all B examples; each shard gets the distinct rows that its examples have.
-      layout: The features that are looked up.
-      groups: The groups that the layout speaks of, in its order.
-      shards: S.
-
-    Raises:
-      UserError: as `pack`, or the groups of the host form are others.
-    """
-    examples = features.num_examples
-    if examples % shards:
-        raise UserError(f"A batch of {examples} examples does not divide over {shards} devices. Change batch_size.")
-    wanted = tuple(group.features for group in groups)
-    if features.groups != wanted:
-        raise UserError(f"The batch is deduplicated in the groups {features.groups}; the run wants {wanted}.")
-    for feature in layout:
-        if feature.max_length is not None:
-            part = features.plain if feature.group is None else features.distinct[feature.group]
-            own = part.lengths[feature_index(part, feature.name)]
-            if feature.group is not None:
-                own = own[features.inverse[feature.group]]  # of examples, which the message counts
-            check_lengths(own, feature.name, feature.max_length, where="batch")
-    weighted = any(part.weights is not None for part in (features.plain, *features.distinct))
-    packed = _empty(layout, shards, weighted=weighted)
-    per_shard = examples // shards
-    inverse = np.empty((shards, len(groups), per_shard), np.int32)
-    grouped = {f.name for f in layout if f.group is not None}
-    _fill(packed, features.plain, layout, {f.name for f in layout} - grouped, np.full(shards, per_shard))
-    for number, (group, distinct) in enumerate(zip(groups, features.distinct, strict=True)):
-        rows, counts, inverse[:, number] = _rows_of_shards(features.inverse[number], distinct.num_examples, shards)
-        if counts.max(initial=0) > group.bags(per_shard):
-            return None
-        names = set(group.features) & grouped
-        part = distinct if shards == 1 and rows.size == distinct.num_examples else distinct.take(rows)
-        if any(_overflows(part, f, counts) for f in layout if f.name in names):
-            return None
-        _fill(packed, part, layout, names, counts)
-    return dataclasses.replace(packed, inverse=inverse)
-
-
-def expanded_fits(features: DedupKeyedJagged, layout: tuple[FeatureLayout, ...], shards: int) -> bool:
-    """Whether every shard has room for the ids of all its examples: `plain_capacity` slots for a feature of a group."""
-    room = {feature.name: feature.plain_capacity for feature in layout if feature.group is not None}
-    for distinct, inverse in zip(features.distinct, features.inverse, strict=True):
-        for name, lengths in zip(distinct.keys, distinct.lengths, strict=True):
-            ids = lengths[inverse].reshape(shards, -1).sum(axis=1, dtype=np.int64)
-            if name in room and ids.max(initial=0) > room[name]:
-                return False
-    return True
-
-
-def _rows_of_shards(inverse: np.ndarray, rows: int, shards: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Distinct rows of each shard one after the other, their numbers by shard, and the inverse within each shard."""
-    own = inverse.reshape(shards, -1)
-    present = np.zeros((shards, rows), bool)
-    np.put_along_axis(present, own, True, axis=1)
-    number = np.cumsum(present, axis=1, dtype=np.int32)
-    number -= 1
-    return np.nonzero(present)[1], present.sum(axis=1), np.take_along_axis(number, own, axis=1)
-
-
-def _empty(layout: tuple[FeatureLayout, ...], shards: int, *, weighted: bool) -> PackedIds:
-    slots, bags = sum(f.capacity for f in layout), sum(f.bags for f in layout)
-    weights = np.zeros((shards, slots), np.float32) if weighted else None
-    wide = sum(f.capacity for f in layout if f.map is not None)
-    return PackedIds(
-        np.zeros((shards, slots), np.int32),
-        np.zeros((shards, bags), np.int32),
-        weights,
-        high=np.zeros((shards, wide), np.uint32) if wide else None,
-    )
-
-
-def _fill(
-    packed: PackedIds, features: HostKeyedJagged, layout: tuple[FeatureLayout, ...], names: set[str], counts: np.ndarray
-) -> None:
-    """Writes some features; `counts` are the bags of each shard."""
-    ends = np.cumsum(features.lengths.sum(axis=1, dtype=np.int64))
-    shards = packed.values.shape[0]
-    slot, bag, wide = 0, 0, 0
-    for feature in layout:
-        slots, bags = slice(slot, slot + feature.capacity), slice(bag, bag + feature.bags)
-        slot, bag = slots.stop, bags.stop
-        parts = [packed.values[:, slots]]
-        if feature.map is not None:
-            assert packed.high is not None
-            parts.append(packed.high[:, wide : wide + feature.capacity])
-            wide += feature.capacity
-        if feature.name not in names:
-            continue
-        which = feature_index(features, feature.name)
-        own = features.lengths[which]
-        span = slice(ends[which] - own.sum(dtype=np.int64), ends[which])
-        full = bool((counts == feature.bags).all())
-        if full:
-            packed.lengths[:, bags] = own.reshape(shards, -1)
-        else:
-            packed.lengths[:, bags][np.arange(feature.bags) < counts[:, None]] = own
-        if feature.length is not None:
-            _check_length(feature, own)
-        ids = [features.values[span]]
-        if feature.map is not None:
-            high, low = split_ids(ids[0])
-            ids = [low.view(np.int32), high]
-        if feature.length is not None and full:
-            for part, words in zip(parts, ids, strict=True):
-                part[:] = words.reshape(shards, -1)
-            if packed.weights is not None and features.weights is not None:
-                packed.weights[:, slots] = features.weights[span].reshape(shards, -1)
-            continue
-        sizes = _ids_of_shards(own, counts)
-        if feature.group is None:
-            _check_capacity(feature, sizes)
-        filled = np.arange(feature.capacity) < sizes[:, None]
-        for part, words in zip(parts, ids, strict=True):
-            part[filled] = words
-        if packed.weights is not None and features.weights is not None:
-            packed.weights[:, slots][filled] = features.weights[span]
-
-
-def _ids_of_shards(lengths: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """int64[S]: ids in consecutive runs of `counts` bags."""
-    offsets, ends = lengths_to_offsets(lengths), np.cumsum(counts)
-    return offsets[ends] - offsets[ends - counts]
-
-
-def _overflows(features: HostKeyedJagged, feature: FeatureLayout, counts: np.ndarray) -> bool:
-    ids = _ids_of_shards(features.lengths[feature_index(features, feature.name)], counts)
-    return bool(ids.max(initial=0) > feature.capacity)
-
-
-def check_sizes(features: HostKeyedJagged) -> None:
-    """Refuses ids that are no integers, and lengths that are negative or do not add up.
-
-    Raises:
-      UserError: they are.
-    """
-    for name, array in (("values", features.values), ("lengths", features.lengths)):
-        if not np.issubdtype(array.dtype, np.integer):
-            raise UserError(
-                f"The {name} of a batch are {array.dtype}; wanted integers. Convert the column when it is read, once "
-                "its missing entries have an id of their own."
-            )
-    if features.lengths.size and features.lengths.min() < 0:
-        which, example = np.unravel_index(int(features.lengths.argmin()), features.lengths.shape)
-        raise UserError(
-            f"Feature {features.keys[which]!r} has {features.lengths.min()} ids in example {example} of the batch; "
-            "lengths must not be negative. Were offsets passed for lengths, or differences of unsorted offsets?"
-        )
-    total = int(features.lengths.sum(dtype=np.int64))
-    if total != features.values.shape[0]:
-        raise UserError(
-            f"The lengths of a batch sum to {total}, but it has {features.values.shape[0]} ids. Pass one length per "
-            f"feature and example, features in the order of keys: {', '.join(features.keys)}."
-        )
+    return dataclasses.replace(jax.tree.map(put, dataclasses.replace(packed, plans=None)), plans=plans)
 
 
 def expand(features: DeviceJagged, plain: tuple[FeatureLayout, ...]) -> DeviceJagged:
@@ -338,24 +202,20 @@ def expand(features: DeviceJagged, plain: tuple[FeatureLayout, ...]) -> DeviceJa
       features: Some features in groups.
       plain: The layout without groups.
     """
-    if features.inverse is None:
-        return features
-    values, lengths, weights, start, first_bag = [], [], [], 0, 0
+    own, values, lengths, weights = features.shard(), [], [], []
     for feature, target in zip(features.layout, plain, strict=True):
-        own = features.values[0, start : start + feature.capacity]
-        counts = features.lengths[0, first_bag : first_bag + feature.bags]
-        slots = None if features.weights is None else features.weights[0, start : start + feature.capacity]
-        start, first_bag = start + feature.capacity, first_bag + feature.bags
+        ids, counts, slots = own.ids(feature), own.counts(feature), own.weights_of(feature)
         if feature.group is not None:
-            bags = features.inverse[0, feature.group]  # b
+            assert own.inverse is not None
+            bags = own.inverse[feature.group]  # b
             begins = jnp.cumsum(counts) - counts
             counts = counts[bags]
             of = ops.slot_bags(counts, target.capacity)
             source = begins.at[bags.at[of].get(mode="clip")].get(mode="clip") + slot_positions(counts, of)
             source = jnp.where(of < target.bags, source, feature.capacity)
-            own = own.at[source].get(mode="fill", fill_value=0)
+            ids = ids.at[source].get(mode="fill", fill_value=0)
             slots = None if slots is None else slots.at[source].get(mode="fill", fill_value=0)
-        values.append(own)
+        values.append(ids)
         lengths.append(counts)
         weights.append(slots)
     joined = None if features.weights is None else jnp.concatenate(weights)[None]
@@ -371,34 +231,3 @@ def slot_positions(counts: jax.Array, bags: jax.Array) -> jax.Array:
     """
     starts = jnp.cumsum(counts) - counts
     return lax.iota(jnp.int32, bags.shape[0]) - starts.at[bags].get(mode="fill", fill_value=0)
-
-
-def feature_index(features: HostKeyedJagged, name: str) -> int:
-    """Place of a feature in a host batch.
-
-    Raises:
-      UserError: it is not there.
-    """
-    if name not in features.keys:
-        raise UserError(
-            f"The batch has no feature {name!r}, which a table looks up; it has {', '.join(features.keys)}."
-        )
-    return features.keys.index(name)
-
-
-def _check_length(feature: FeatureLayout, lengths: np.ndarray) -> None:
-    wrong = np.flatnonzero(lengths != feature.length)
-    if wrong.size:
-        raise UserError(
-            f"Feature {feature.name!r} must have {feature.length} ids in every example; example {wrong[0]} of the "
-            f"batch has {lengths[wrong[0]]}. Declare it with length=None and a capacity if its length varies."
-        )
-
-
-def _check_capacity(feature: FeatureLayout, counts: np.ndarray) -> None:
-    if counts.max(initial=0) > feature.capacity:
-        raise UserError(
-            f"Feature {feature.name!r} has {counts.max()} ids in the {feature.bags} examples of one device, but room "
-            f"for {feature.capacity}. Declare it with a capacity of at least {counts.max() / feature.bags:.2f} ids "
-            "per example."
-        )

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
-from scalejax.parallel.embedding.ids.jagged import FeatureLayout, slot_positions
+from scalejax.numerics.rounding import rounded
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.plan.stacks import Member, Stack
-from scalejax.parallel.embedding.rounding import rounded
 
 Channel = Literal["here", "rows", "bags"]
 
@@ -33,48 +33,41 @@ class Lookup:
     Attributes:
       member: The table, or slice of it.
       feature: Its place in the device form.
-      first_bag: Its first bag in `lengths`.
-      start: Its first slot in `values`.
-      channel: How its rows are had. "here": they are on this device. "rows": each is sent by the device that has it and
-        pooled here. "bags": the one device that has them all pools them and sends one vector a bag.
+      channel: How its rows are fetched. "here": they are on this device. "rows": each is sent by the
+        device that has it and pooled here. "bags": the one device that has them all pools them and sends one vector a
+        bag.
       occurrence: Its first occurrence in the channel; for "bags", in the bucket of the one device.
       bag: For "bags": its first vector in the bucket of that device.
     """
 
     member: Member
     feature: FeatureLayout
-    first_bag: int
-    start: int
     channel: Channel
     occurrence: int
     bag: int = 0
 
     @property
     def part(self) -> slice:
-        """Its occurrences in the channel."""
+        """The occurrences of the feature in the channel."""
         return slice(self.occurrence, self.occurrence + self.feature.capacity)
 
 
 def lookups(stack: Stack, layout: tuple[FeatureLayout, ...]) -> tuple[Lookup, ...]:
     """The features that look up a stack, in order of occurrence."""
-    starts, start, first_bag = {}, 0, 0
-    for feature in layout:
-        starts[feature.name] = (first_bag, start, feature)
-        start += feature.capacity
-        first_bag += feature.bags
+    by_name = {feature.name: feature for feature in layout}
     found: list[Lookup] = []
     occurrence, in_bucket, bags = 0, [0] * stack.devices, [0] * stack.devices
     for member in stack.members:
-        features = [starts[name] for name in member.config.features]
-        channel = _channel(stack, member, [feature for _, _, feature in features])
-        for first_bag, start, feature in features:
+        features = [by_name[name] for name in member.config.features]
+        channel = _channel(stack, member, features)
+        for feature in features:
             if channel == "bags":
                 (rank,) = member.ranks
-                found.append(Lookup(member, feature, first_bag, start, channel, in_bucket[rank], bags[rank]))
+                found.append(Lookup(member, feature, channel, in_bucket[rank], bags[rank]))
                 in_bucket[rank] += feature.capacity
                 bags[rank] += feature.bags
             else:
-                found.append(Lookup(member, feature, first_bag, start, channel, occurrence))
+                found.append(Lookup(member, feature, channel, occurrence))
                 occurrence += feature.capacity
     return tuple(found)
 
@@ -92,53 +85,12 @@ def slots_of_member(found: tuple[Lookup, ...], member: Member) -> int:
     return sum(look.feature.capacity for look in found if look.member is member)
 
 
-@dataclasses.dataclass(frozen=True)
-class Shard:
-    """The part of a `KeyedJagged` that one device holds.
-
-    Attributes:
-      values: int32[C].
-      lengths: int32[R].
-      weights: float32[C] or None.
-    """
-
-    values: jax.Array
-    lengths: jax.Array
-    weights: jax.Array | None
-
-    def ids(self, look: Lookup) -> jax.Array:
-        return self.values[look.start : look.start + look.feature.capacity]
-
-    def weights_of(self, look: Lookup) -> jax.Array | None:
-        return None if self.weights is None else self.weights[look.start : look.start + look.feature.capacity]
-
-    def bags(self, look: Lookup) -> jax.Array:
-        """Bag of each slot; the number of bags for unused slots. Jagged features only."""
-        return ops.slot_bags(self.counts(look), look.feature.capacity)
-
-    def counts(self, look: Lookup) -> jax.Array:
-        """Ids of each bag of a feature."""
-        return self.lengths[look.first_bag : look.first_bag + look.feature.bags]
-
-    def positions(self, look: Lookup) -> jax.Array:
-        """Place of each slot in its bag; any number for unused slots. Jagged features only."""
-        return slot_positions(self.counts(look), self.bags(look))
-
-    def used(self, look: Lookup) -> jax.Array:
-        """bool[slots]: whether a slot holds an id that has a position in its bag."""
-        feature = look.feature
-        if feature.length is not None and feature.group is None:
-            return jnp.ones(feature.capacity, bool)
-        used = lax.iota(jnp.int32, feature.capacity) < self.counts(look).sum()
-        return used if feature.max_length is None else used & (self.positions(look) < feature.max_length)
-
-
-def addresses(shard: Shard, look: Lookup, devices: int, nowhere: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def addresses(shard: DeviceJagged, look: Lookup, devices: int, nowhere: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Device and local row of each slot of a feature, and the number of bad ids.
 
     Unused slots and bad ids get (devices, nowhere).
     """
-    ids, member, used = shard.ids(look), look.member, shard.used(look)
+    ids, member, used = shard.ids(look.feature), look.member, shard.used(look.feature)
     good = used & (ids >= 0) & (ids < member.config.rows)
     wrong = used & ~good
     if member.config.id_map is not None:
@@ -168,14 +120,14 @@ def _pick(values: tuple[int, ...], place: jax.Array) -> jax.Array:
     return jnp.asarray(values, jnp.int32).at[place].get(mode="clip")
 
 
-def lost_slots(shard: Shard, look: Lookup) -> jax.Array:
+def lost_slots(shard: DeviceJagged, look: Lookup) -> jax.Array:
     """Ids of a jagged feature that its slots, or the positions of their bags, had no room for."""
     if look.feature.length is not None:
         return jnp.zeros((), jnp.int32)
-    return (shard.counts(look).sum() - shard.used(look).sum()).astype(jnp.int32)
+    return (shard.counts(look.feature).sum() - shard.used(look.feature).sum()).astype(jnp.int32)
 
 
-def summation_order(shard: Shard, found: tuple[Lookup, ...]) -> jax.Array | None:
+def summation_order(shard: DeviceJagged, found: tuple[Lookup, ...]) -> jax.Array | None:
     """int32[occurrences]: the occurrences in summation order; None where that is the order they are in.
 
     Args:
@@ -189,7 +141,7 @@ def summation_order(shard: Shard, found: tuple[Lookup, ...]) -> jax.Array | None
     return jnp.concatenate([_by_example(shard, part) for part in parts])
 
 
-def _by_example(shard: Shard, part: list[Lookup]) -> jax.Array:
+def _by_example(shard: DeviceJagged, part: list[Lookup]) -> jax.Array:
     slots = [look.occurrence + lax.iota(jnp.int32, look.feature.capacity) for look in part]
     if len({look.feature.group for look in part}) > 1:
         return jnp.concatenate(slots)  # distinct rows of different groups have no common order
@@ -199,60 +151,60 @@ def _by_example(shard: Shard, part: list[Lookup]) -> jax.Array:
     if all(look.feature.length is not None for look in part):
         return jnp.concatenate([s.reshape(bags, -1) for s in slots], axis=1).reshape(-1)
     # The place of an id: ids of earlier examples, then of earlier features of its example, then its own position.
-    lengths = jnp.stack([shard.counts(look) for look in part])  # F b
+    lengths = jnp.stack([shard.counts(look.feature) for look in part])  # F b
     before_example = jnp.cumsum(lengths.sum(axis=0)) - lengths.sum(axis=0)  # b
     before_feature = jnp.cumsum(lengths, axis=0) - lengths  # F b
     places, spare = [], lengths.sum()
     for number, look in enumerate(part):
-        bag_of = shard.bags(look)
+        bag_of = shard.bags(look.feature)
         begin = (before_example + before_feature[number]).at[bag_of].get(mode="fill", fill_value=0)
         used = bag_of < bags
         unused_rank = jnp.cumsum((~used).astype(jnp.int32)) - 1
-        places.append(jnp.where(used, begin + shard.positions(look), spare + unused_rank))
+        places.append(jnp.where(used, begin + shard.positions(look.feature), spare + unused_rank))
         spare = spare + (~used).sum(dtype=jnp.int32)
     place = jnp.concatenate(places)
     return jnp.zeros_like(place).at[place].set(jnp.concatenate(slots), unique_indices=True)
 
 
-def pool(shard: Shard, look: Lookup, rows: jax.Array, zero: jax.Array) -> jax.Array:
+def pool(shard: DeviceJagged, look: Lookup, rows: jax.Array, zero: jax.Array) -> jax.Array:
     """Rows of a feature's slots -> what the model sees of it: [b, dim], or [b, positions, dim] for pooling "none".
 
     The rows of a bag are added in order of position, each weighted row rounded by itself (`zero` is from
     `rounding.runtime_zero`): the sum is the same to the bit wherever it is formed.
     """
-    weights = shard.weights_of(look)
+    weights = shard.weights_of(look.feature)
     if weights is not None:
         rows = rounded(rows * weights.astype(rows.dtype)[:, None], zero)
     length, pooling = look.feature.length, look.member.config.pooling
     if length is None and pooling == "none":
         return _by_position(shard, look, rows)
     if length is None:
-        return average(shard, look, ops.pool_rows(rows, shard.bags(look), look.feature.bags), zero)
+        return average(shard, look, ops.pool_rows(rows, shard.bags(look.feature), look.feature.bags), zero)
     if pooling == "none":
         return rows.reshape(look.feature.bags, length, rows.shape[-1])
     return average(shard, look, _sum_positions(rows, look.feature.bags, length), zero)
 
 
-def _by_position(shard: Shard, look: Lookup, rows: jax.Array) -> jax.Array:
+def _by_position(shard: DeviceJagged, look: Lookup, rows: jax.Array) -> jax.Array:
     """[slots, dim] -> [b, max_length, dim], zeros behind the last row of each bag."""
     assert look.feature.max_length is not None  # the collection refuses the rest
-    counts, position = shard.counts(look)[:, None], lax.iota(jnp.int32, look.feature.max_length)[None, :]
+    counts, position = shard.counts(look.feature)[:, None], lax.iota(jnp.int32, look.feature.max_length)[None, :]
     starts = jnp.cumsum(counts, axis=0) - counts
     slots = jnp.where(position < counts, starts + position, rows.shape[0])  # b max_length
     return rows.at[slots].get(mode="fill", fill_value=0)
 
 
-def average(shard: Shard, look: Lookup, sums: jax.Array, zero: jax.Array) -> jax.Array:
+def average(shard: DeviceJagged, look: Lookup, sums: jax.Array, zero: jax.Array) -> jax.Array:
     """Sums of bags -> their means where the table wants means."""
     if look.member.config.pooling != "mean" or look.feature.length == 1:
         return sums
     return rounded(sums * _shares(shard, look, sums.dtype, zero)[:, None], zero)
 
 
-def _shares(shard: Shard, look: Lookup, dtype: jnp.dtype, zero: jax.Array) -> jax.Array:
+def _shares(shard: DeviceJagged, look: Lookup, dtype: jnp.dtype, zero: jax.Array) -> jax.Array:
     """float[b]: 1 / ids of each bag. A compiler makes this product of a division, or not; written out it always is."""
     length = look.feature.length
-    counts = shard.counts(look) if length is None else jnp.full(look.feature.bags, length)
+    counts = shard.counts(look.feature) if length is None else jnp.full(look.feature.bags, length)
     return rounded(1 / jnp.maximum(counts, 1).astype(dtype), zero)
 
 
@@ -279,7 +231,7 @@ _UNROLLED = 32
 """Longest fixed length whose sum is written out."""
 
 
-def unpool(shard: Shard, look: Lookup, grads: jax.Array, zero: jax.Array) -> jax.Array:
+def unpool(shard: DeviceJagged, look: Lookup, grads: jax.Array, zero: jax.Array) -> jax.Array:
     """Gradient of `pool`: [b, dim] or [b, positions, dim] -> one gradient per slot; zeros in unused slots.
 
     What stands at the positions behind the last row of a bag is not read.
@@ -289,12 +241,12 @@ def unpool(shard: Shard, look: Lookup, grads: jax.Array, zero: jax.Array) -> jax
     length, pooling = look.feature.length, look.member.config.pooling
     grads = average(shard, look, grads, zero)  # which is linear
     if length is None and pooling == "none":
-        slots = grads.at[shard.bags(look), shard.positions(look)].get(mode="fill", fill_value=0)
+        slots = grads.at[shard.bags(look.feature), shard.positions(look.feature)].get(mode="fill", fill_value=0)
     elif length is None:
-        slots = grads.at[shard.bags(look)].get(mode="fill", fill_value=0)
+        slots = grads.at[shard.bags(look.feature)].get(mode="fill", fill_value=0)
     elif pooling == "none":
         slots = grads.reshape(-1, grads.shape[-1])
     else:
         slots = grads if length == 1 else jnp.repeat(grads, length, axis=0)
-    weights = shard.weights_of(look)
+    weights = shard.weights_of(look.feature)
     return slots if weights is None else rounded(slots * weights.astype(slots.dtype)[:, None], zero)

@@ -121,7 +121,7 @@ class ShardingPlan:
 
     Attributes:
       tables: One entry per table that is named.
-      replicas: What the mesh axis `replica` does to tables: "shard" deals them over it too; "copy" keeps one copy an
+      replicas: What the mesh axis `replica` does to tables: "shard" stripes them over it too; "copy" keeps one copy an
         index of it.
       devices: Devices that it was made for, those of one copy of the tables; None = any number. A mesh of another
         number refuses it.

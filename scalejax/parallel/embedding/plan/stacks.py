@@ -131,7 +131,7 @@ class Stack:
 
     @property
     def leaves(self) -> dict[str, Leaf]:
-        """What a step of the optimizer reads and writes: the rows and their states, by kind."""
+        """The arrays that an optimizer step reads and writes, by kind: rows and their states."""
         return {"rows": "element", **row_states(self.optimizer)}
 
     @property

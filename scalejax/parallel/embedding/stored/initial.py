@@ -7,8 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.parallel.embedding.config import UPDATED
+from scalejax.parallel.embedding.ids.occurrences import locate
 from scalejax.parallel.embedding.plan.row_numbers import exists, name_hashes, row_numbers
 from scalejax.parallel.embedding.plan.stacks import Stack
+from scalejax.parallel.embedding.sharded_tables import ShardedTables
 from scalejax.parallel.embedding.update import optimizers
 
 _CHUNK = 1 << 16
@@ -87,3 +89,89 @@ def _uniform(stack: Stack, key: jax.Array, device: jax.Array | int) -> jax.Array
 
     empty = jnp.zeros((stack.local_rows, stack.dim), stack.dtype)
     return lax.fori_loop(0, -(-stack.local_rows // chunk), fill, empty)
+
+
+RESET_ROWS = 256
+"""Evicted rows per table and device in one round of resets."""
+
+
+def reset(
+    sharded: ShardedTables,
+    leaves: dict[str, dict[str, jax.Array]],
+    evicted: dict[str, jax.Array],
+    key: jax.Array,
+    update: jax.Array,
+) -> dict[str, dict[str, jax.Array]]:
+    """Gives evicted rows and their optimizer states the values that they began with; tracked ones count as touched.
+
+    Their numbers go to every device in rounds of a fixed size, as many as the fullest needs (none where nothing was
+    evicted), and each device resets what it holds: shards, copies and slices alike. Runs inside a shard_map.
+
+    Args:
+      sharded: The tables.
+      leaves: This device's part of all stacks.
+      evicted: Per table int32[A], the rows that were taken in this device's part of its map.
+      key: That the tables were made with.
+      update: int32[], number of the update that touches them.
+    """
+    stacks, axes = sharded.stacks, sharded.axes
+    rows_of = {member.config.name: member.config.rows for stack in stacks for member in stack.members}
+    lists, rounds = {}, jnp.zeros((), jnp.int32)
+    for name, gone in evicted.items():
+        size = min(RESET_ROWS, gone.shape[0])
+        lists[name], count = _front(gone, rows_of[name], size)
+        rounds = jnp.maximum(rounds, -(-count // size))
+    if sharded.mesh.size > 1:
+        rounds = lax.pmax(rounds, axes)
+    touched = [stack for stack in stacks if any(member.config.name in lists for member in stack.members)]
+
+    def one(
+        carry: tuple[jax.Array, dict[str, dict[str, jax.Array]]],
+    ) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
+        number, leaves = carry
+        rows = {}
+        for name, gone in lists.items():
+            size = min(RESET_ROWS, gone.shape[0])
+            mine = lax.dynamic_slice_in_dim(gone, number * size, size)
+            rows[name] = lax.all_gather(mine, axes, tiled=True) if sharded.mesh.size > 1 else mine
+        new = dict(leaves)
+        for stack in touched:
+            new[stack.name] = _reset_stack(stack, leaves[stack.name], rows, key, update, sharded.group)
+        return number + 1, new
+
+    start = (jnp.zeros((), jnp.int32), {stack.name: leaves[stack.name] for stack in touched})
+    _, new = lax.while_loop(lambda carry: carry[0] < rounds, one, start)
+    return leaves | new
+
+
+def _reset_stack(
+    stack: Stack,
+    leaves: dict[str, jax.Array],
+    rows: dict[str, jax.Array],
+    key: jax.Array,
+    update: jax.Array,
+    group: tuple[str, ...],
+) -> dict[str, jax.Array]:
+    here = lax.axis_index(group) if stack.devices > 1 else 0
+    places = []
+    for member in stack.members:
+        if member.config.name in rows:
+            gone = rows[member.config.name]
+            device, local = locate(member, gone)
+            mine = gone < member.config.rows
+            if stack.devices > 1:
+                mine = mine & (device == here)
+            places.append(jnp.where(mine, local, stack.local_rows))
+    local = jnp.concatenate(places)
+    fresh = fresh_rows(stack, key, local, here) | {UPDATED: update}
+    return {name: leaf.at[local].set(fresh[name], mode="drop") for name, leaf in leaves.items()}
+
+
+def _front(gone: jax.Array, rows: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """The taken rows from the front on, filled up to a multiple of `size`, and their number."""
+    taken = gone < rows
+    place = jnp.where(taken, jnp.cumsum(taken.astype(jnp.int32)) - 1, gone.shape[0])
+    front = jnp.full(-(-gone.shape[0] // size) * size, rows, jnp.int32)
+    # The others lie beyond the end even where it was filled up.
+    place = jnp.where(taken, place, front.shape[0])
+    return front.at[place].set(gone, mode="drop"), taken.sum(dtype=jnp.int32)

@@ -9,7 +9,6 @@ The body moves by one all_to_all per array: consecutive ranges <-> rows striped 
 Bits are only moved.
 """
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.parallel.embedding.config import UPDATED, Leaf, RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.plan.stacks import Member, Stack
+from scalejax.parallel.embedding.sharded_tables import ShardedTables
 
 GRANULE = 1024
 """Bodies are multiples of this many rows."""
@@ -26,25 +26,9 @@ GRANULE = 1024
 Tree = dict[str, dict[str, Any]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Axes:
-    """The mesh, as the moves see it.
-
-    Attributes:
-      everywhere: All mesh axes; bodies are sharded over them.
-      devices: Their product, M.
-      group: Axes of the devices that hold one copy of the tables, the last of `everywhere`.
-      group_devices: Their product, N.
-    """
-
-    everywhere: tuple[str, ...]
-    devices: int
-    group: tuple[str, ...]
-    group_devices: int
-
-    @property
-    def cuts_bodies(self) -> bool:
-        return GRANULE % self.devices == 0
+def cuts_bodies(sharded: ShardedTables) -> bool:
+    """Whether bodies are sharded over all devices; otherwise they are whole on every device."""
+    return GRANULE % sharded.mesh.size == 0
 
 
 def body_rows(rows: int) -> int:
@@ -52,9 +36,9 @@ def body_rows(rows: int) -> int:
     return rows // GRANULE * GRANULE
 
 
-def body_spec(axes: Axes) -> P:
+def body_spec(sharded: ShardedTables) -> P:
     """How bodies lie on a mesh."""
-    return P(axes.everywhere) if axes.cuts_bodies else P()
+    return P(sharded.axes) if cuts_bodies(sharded) else P()
 
 
 def parts(rows: int) -> dict[str, int]:
@@ -79,15 +63,15 @@ def joins(table: TableConfig, name: str, kind: Leaf) -> str:
     return "stack" if isinstance(optimizer, RowwiseAdagrad) and optimizer.statistic == "slice" else "first"
 
 
-def local_to_stored(stacks: tuple[Stack, ...], tables: tuple[TableConfig, ...], state: Tree, *, axes: Axes) -> Tree:
+def local_to_stored(sharded: ShardedTables, tables: tuple[TableConfig, ...], state: Tree) -> Tree:
     """Local part of the view -> local part of the stored form. Runs inside a shard_map over all axes."""
     stored: Tree = {}
     for table in tables:
-        pieces = slices_of(stacks, table)
+        pieces = slices_of(sharded.stacks, table)
         leaves = {}
         for name, kind in pieces[0][0].arrays.items():
             how = joins(table, name, kind)
-            moved = [_slice_to_stored(stack, m, state[stack.name][name], axes) for stack, m in pieces]
+            moved = [_slice_to_stored(stack, m, state[stack.name][name], sharded) for stack, m in pieces]
             for part in parts(table.rows):
                 each = [one[part] for one in moved]
                 if how == "columns":
@@ -100,11 +84,11 @@ def local_to_stored(stacks: tuple[Stack, ...], tables: tuple[TableConfig, ...], 
     return stored
 
 
-def local_from_stored(stacks: tuple[Stack, ...], tables: tuple[TableConfig, ...], stored: Tree, *, axes: Axes) -> Tree:
+def local_from_stored(sharded: ShardedTables, stored: Tree) -> Tree:
     """The inverse of `local_to_stored`; padding rows are zeros."""
-    number = {table.name: [m for _, m in slices_of(stacks, table)] for table in tables}
+    number = {table.name: [m for _, m in slices_of(sharded.stacks, table)] for table in sharded.tables}
     state: Tree = {}
-    for stack in stacks:
+    for stack in sharded.stacks:
         state[stack.name] = {}
         for name, kind in stack.arrays.items():
             blocks = []
@@ -119,16 +103,16 @@ def local_from_stored(stacks: tuple[Stack, ...], tables: tuple[TableConfig, ...]
                     elif how == "stack" and not member.whole:
                         leaf = leaf[:, number[table.name].index(member)]
                     found[part] = leaf
-                blocks.append(_slice_from_stored(stack, member, found, axes))
-            state[stack.name][name] = _assembled(stack, blocks, axes)
+                blocks.append(_slice_from_stored(stack, member, found, sharded))
+            state[stack.name][name] = _assembled(stack, blocks, sharded)
     return state
 
 
-def _assembled(stack: Stack, blocks: list[jax.Array], axes: Axes) -> jax.Array:
+def _assembled(stack: Stack, blocks: list[jax.Array], sharded: ShardedTables) -> jax.Array:
     """The local rows of a device from the blocks of all members, of which it may have only some."""
     if (stack.offsets == stack.offsets[0]).all() and (stack.widths == stack.widths[0]).all():
         return jnp.concatenate(blocks)
-    device = lax.axis_index(axes.group)
+    device = lax.axis_index(sharded.group)
     offsets, widths = jnp.asarray(stack.offsets)[device], jnp.asarray(stack.widths)[device]
     longest = max(member.local_rows for member in stack.members)
     sample = blocks[0]
@@ -140,7 +124,7 @@ def _assembled(stack: Stack, blocks: list[jax.Array], axes: Axes) -> jax.Array:
     return view[: stack.local_rows]
 
 
-def _slice_to_stored(stack: Stack, member: Member, view: jax.Array, axes: Axes) -> dict[str, jax.Array]:
+def _slice_to_stored(stack: Stack, member: Member, view: jax.Array, sharded: ShardedTables) -> dict[str, jax.Array]:
     rows = member.config.rows
     present = parts(rows)
     found = {}
@@ -148,69 +132,73 @@ def _slice_to_stored(stack: Stack, member: Member, view: jax.Array, axes: Axes) 
         (offset,) = member.offsets
         body = lax.slice_in_dim(view, offset, offset + body_rows(rows))
         if "body" in present:
-            if axes.cuts_bodies:
-                span = body_rows(rows) // axes.devices
-                body = lax.dynamic_slice_in_dim(body, lax.axis_index(axes.everywhere) * span, span)
+            if cuts_bodies(sharded):
+                span = body_rows(rows) // sharded.mesh.size
+                body = lax.dynamic_slice_in_dim(body, lax.axis_index(sharded.axes) * span, span)
             found["body"] = body
         if "tail" in present:
             found["tail"] = lax.slice_in_dim(view, offset + body_rows(rows), offset + rows)
         return found
-    offset = jnp.asarray(stack.offsets[:, member.number])[lax.axis_index(axes.group)]
+    offset = jnp.asarray(stack.offsets[:, member.number])[lax.axis_index(sharded.group)]
     # A device without rows of this table reads some others, of which nobody takes any.
     offset = jnp.minimum(offset, view.shape[0] - member.local_rows)
     block = lax.dynamic_slice_in_dim(view, offset, member.local_rows)
     if "body" in present:
         found["body"] = (
-            _stripe(block, stack, member, present["body"], axes)
-            if axes.cuts_bodies
-            else gather_range(block, stack, member, 0, present["body"], axes)
+            _stripe(block, stack, member, present["body"], sharded)
+            if cuts_bodies(sharded)
+            else gather_range(block, stack, member, 0, present["body"], sharded)
         )
     if "tail" in present:
-        found["tail"] = gather_range(block, stack, member, body_rows(rows), rows, axes)
+        found["tail"] = gather_range(block, stack, member, body_rows(rows), rows, sharded)
     return found
 
 
-def _slice_from_stored(stack: Stack, member: Member, found: dict[str, jax.Array], axes: Axes) -> jax.Array:
+def _slice_from_stored(stack: Stack, member: Member, found: dict[str, jax.Array], sharded: ShardedTables) -> jax.Array:
     body, tail = found.get("body"), found.get("tail")
     if not member.ranks:
-        if body is not None and axes.cuts_bodies:
-            body = lax.all_gather(body, axes.everywhere, tiled=True)
+        if body is not None and cuts_bodies(sharded):
+            body = lax.all_gather(body, sharded.axes, tiled=True)
         return jnp.concatenate([part for part in (body, tail) if part is not None])
-    return _unstripe(stack, member, body, tail, axes)
+    return _unstripe(stack, member, body, tail, sharded)
 
 
-def gather_range(block: jax.Array, stack: Stack, member: Member, low: int, high: int, axes: Axes) -> jax.Array:
+def gather_range(
+    block: jax.Array, stack: Stack, member: Member, low: int, high: int, sharded: ShardedTables
+) -> jax.Array:
     """Rows [low, high) of a table, whole on every device."""
     n = member.parts
-    mine = _residue(_place(stack, member, lax.axis_index(axes.group)), member)
+    mine = _residue(_place(stack, member, lax.axis_index(sharded.group)), member)
     width = -(-(high - low) // n)
     sent = block.at[_first_at_or_above(low, mine, n) + jnp.arange(width)].get(mode="clip")
-    everyone = lax.all_gather(sent, axes.group)  # N width ...
+    everyone = lax.all_gather(sent, sharded.group)  # N width ...
     row = jnp.arange(low, high)
     owner = jnp.asarray(member.ranks)[(row + member.shift) % n]
     return everyone[owner, row // n - _first_at_or_above(low, row % n, n)]
 
 
-def _stripe(block: jax.Array, stack: Stack, member: Member, body: int, axes: Axes) -> jax.Array:
-    """Rows dealt out one by one -> this device's consecutive range of the body."""
-    n, span = member.parts, body // axes.devices
+def _stripe(block: jax.Array, stack: Stack, member: Member, body: int, sharded: ShardedTables) -> jax.Array:
+    """Striped rows -> this device's consecutive range of the body."""
+    n, span = member.parts, body // sharded.mesh.size
     width = -(-span // n)
-    device = lax.axis_index(axes.group)
-    own = lax.axis_index(axes.everywhere)
+    device = lax.axis_index(sharded.group)
+    own = lax.axis_index(sharded.axes)
     # The ranges of the devices of this group, to which this device sends.
-    low = (own - device + jnp.arange(axes.group_devices)) * span  # N
+    low = (own - device + jnp.arange(sharded.group_devices)) * span  # N
     first = _first_at_or_above(low, _residue(_place(stack, member, device), member), n)
     sent = block.at[first[:, None] + jnp.arange(width)[None, :]].get(mode="clip")
-    arrived = lax.all_to_all(sent, axes.group, 0, 0, tiled=True)
+    arrived = lax.all_to_all(sent, sharded.group, 0, 0, tiled=True)
     row = own * span + jnp.arange(span)
     owner = jnp.asarray(member.ranks)[(row + member.shift) % n]
     return arrived[owner, row // n - _first_at_or_above(own * span, row % n, n)]
 
 
-def _unstripe(stack: Stack, member: Member, body: jax.Array | None, tail: jax.Array | None, axes: Axes) -> jax.Array:
+def _unstripe(
+    stack: Stack, member: Member, body: jax.Array | None, tail: jax.Array | None, sharded: ShardedTables
+) -> jax.Array:
     """This device's local rows, from its range of the body (or the whole body) and the tail."""
     n = member.parts
-    device, own = lax.axis_index(axes.group), lax.axis_index(axes.everywhere)
+    device, own = lax.axis_index(sharded.group), lax.axis_index(sharded.axes)
     local = jnp.arange(member.local_rows)
     row = local * n + _residue(_place(stack, member, device), member)
     end = body_rows(member.config.rows)
@@ -218,17 +206,17 @@ def _unstripe(stack: Stack, member: Member, body: jax.Array | None, tail: jax.Ar
     assert sample is not None  # a table has at least one row
     block = jnp.zeros((member.local_rows, *sample.shape[1:]), sample.dtype)
     if body is not None:
-        if not axes.cuts_bodies or axes.devices == 1:
+        if not cuts_bodies(sharded) or sharded.mesh.size == 1:
             from_body = body.at[row].get(mode="clip")
         else:
-            span = end // axes.devices
+            span = end // sharded.mesh.size
             width = -(-span // n)
-            receivers = jnp.arange(axes.devices) % axes.group_devices  # their numbers in their groups
+            receivers = jnp.arange(sharded.mesh.size) % sharded.group_devices  # their numbers in their groups
             residues = _residue(_place(stack, member, receivers), member)
             first = _first_at_or_above(own * span, residues, n) * n + residues - own * span
             sent = body.at[first[:, None] + jnp.arange(width)[None, :] * n].get(mode="clip")
-            arrived = lax.all_to_all(sent, axes.everywhere, 0, 0, tiled=True)
-            source = jnp.minimum(row // span, axes.devices - 1)
+            arrived = lax.all_to_all(sent, sharded.axes, 0, 0, tiled=True)
+            source = jnp.minimum(row // span, sharded.mesh.size - 1)
             place = local - _first_at_or_above(source * span, row % n, n)
             from_body = arrived.at[source, place].get(mode="clip")
         block = jnp.where(_column(row < end, block), from_body, block)

@@ -9,7 +9,7 @@ a table anywhere, and enter the stored form (see `stored`) in place.
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,8 @@ from scalejax.kernels.embedding_bag import RowPlan
 from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.exchange.routed import Route
 from scalejax.parallel.embedding.plan.stacks import Member, Stack
+from scalejax.parallel.embedding.sharded_tables import State
 from scalejax.parallel.embedding.stored import logical
-
-if TYPE_CHECKING:
-    from scalejax.parallel.embedding.collection import EmbeddingCollection, State
 
 _BLOCK_BYTES = 8 * 2**20
 """About the most bytes of a block of rows."""
@@ -69,18 +67,18 @@ def mark(
     return lax.pmax(marks, axes) if axes else marks
 
 
-def touched_rows(collection: "EmbeddingCollection", state: "State", since: int) -> Iterator[TableRows]:
+def touched_rows(stacks: tuple[Stack, ...], state: State, since: int) -> Iterator[TableRows]:
     """Rows of tracked tables that updates after `since` touched, with all their states, in blocks of a few MiB.
 
     Every process gives the rows of its own devices; of equal copies one is read. Reads the state as it is when a block
     is asked for: take all blocks before it is donated.
 
     Args:
-      collection: The tables.
+      stacks: Of a collection.
       state: Of the collection.
       since: A count of updates.
     """
-    for stack in collection.stacks:
+    for stack in stacks:
         if not stack.tracked:
             continue
         arrays = state["stacks"][stack.name]
@@ -90,11 +88,11 @@ def touched_rows(collection: "EmbeddingCollection", state: "State", since: int) 
                 continue
             number = (shard.index[0].start or 0) // stack.local_rows
             local = {name: shards[name][device].data for name in stack.arrays}
-            yield from _of_device(collection, stack, number, local, since)
+            yield from _of_device(stacks, stack, number, local, since)
 
 
 def _of_device(
-    collection: "EmbeddingCollection", stack: Stack, device: int, local: dict[str, jax.Array], since: int
+    stacks: tuple[Stack, ...], stack: Stack, device: int, local: dict[str, jax.Array], since: int
 ) -> Iterator[TableRows]:
     per_row = sum(array.nbytes // array.shape[0] for array in local.values())
     block = max(1, _BLOCK_BYTES // per_row)
@@ -107,11 +105,11 @@ def _of_device(
             mine = touched[np.searchsorted(touched, first) :]
             mine = mine[: np.searchsorted(mine, first + stack.widths[device, member.number])]
             for at in range(0, len(mine), block):
-                yield _rows(collection, stack, member, device, local, mine[at : at + block], block)
+                yield _rows(stacks, stack, member, device, local, mine[at : at + block], block)
 
 
 def _rows(
-    collection: "EmbeddingCollection",
+    stacks: tuple[Stack, ...],
     stack: Stack,
     member: Member,
     device: int,
@@ -122,7 +120,7 @@ def _rows(
     table = member.config
     residue = (int(stack.places[device, member.number]) - member.shift) % member.parts
     numbers = (places - int(stack.offsets[device, member.number])).astype(np.int64) * member.parts + residue
-    slices = [one.start for _, one in logical.slices_of(collection.stacks, table)]
+    slices = [one.start for _, one in logical.slices_of(stacks, table)]
     leaves: dict[str, tuple[Columns, np.ndarray]] = {}
     for name, kind in stack.arrays.items():
         how = logical.joins(table, name, kind)

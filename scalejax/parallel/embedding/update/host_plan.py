@@ -8,7 +8,7 @@ import numpy as np
 
 from scalejax.kernels.embedding_bag import RowPlan
 from scalejax.kernels.embedding_bag.host_plan import narrow_plan, plan_tables_host
-from scalejax.parallel.embedding.ids.jagged import FeatureLayout, PackedIds
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.embedding.ids.occurrences import Lookup, lookups
 from scalejax.parallel.embedding.plan.stacks import Member, Stack
 from scalejax.parallel.embedding.update.rows import alike
@@ -37,7 +37,7 @@ _STEP = 64
 
 
 def plans(
-    stacks: tuple[Stack, ...], packed: PackedIds, layout: tuple[FeatureLayout, ...], room: Room | None = None
+    stacks: tuple[Stack, ...], packed: DeviceJagged, room: Room | None = None
 ) -> dict[str, tuple[RowPlan | None, ...]]:
     """{stack: a plan for every group of `update.alike`}: order and slots int32[T, N], rows int32[T, U], in NumPy.
 
@@ -46,14 +46,13 @@ def plans(
     Args:
       stacks: On one device.
       packed: One shard, with ids in range.
-      layout: Its features.
       room: Of the run; None = for whatever ids there may be.
     """
-    found = {stack.name: lookups(stack, layout) for stack in stacks}
+    found = {stack.name: lookups(stack, packed.layout) for stack in stacks}
     return {stack.name: tuple(_plans(stack, packed, found[stack.name], room)) for stack in stacks}
 
 
-def _plans(stack: Stack, packed: PackedIds, found: tuple[Lookup, ...], room: Room | None) -> list[RowPlan | None]:
+def _plans(stack: Stack, packed: DeviceJagged, found: tuple[Lookup, ...], room: Room | None) -> list[RowPlan | None]:
     made: list[RowPlan | None] = []
     for number, members in enumerate(alike(stack, found)):
         if any(member.config.id_map is not None for member in members):
@@ -70,14 +69,13 @@ def _plans(stack: Stack, packed: PackedIds, found: tuple[Lookup, ...], room: Roo
     return made
 
 
-def _rows(member: Member, packed: PackedIds, found: tuple[Lookup, ...], nowhere: int) -> np.ndarray:
+def _rows(member: Member, packed: DeviceJagged, found: tuple[Lookup, ...], nowhere: int) -> np.ndarray:
     """Row of every occurrence of one table, in summation order; `nowhere` for unused slots."""
-    looks = [look for look in found if look.member is member]
+    looks, shard = [look for look in found if look.member is member], packed.shard()
     rows, bags = [], []
     for look in looks:
         feature = look.feature
-        ids = packed.values[0, look.start : look.start + feature.capacity]
-        counts = packed.lengths[0, look.first_bag : look.first_bag + feature.bags]
+        ids, counts = np.asarray(shard.ids(feature)), np.asarray(shard.counts(feature))
         used = int(counts.sum())
         rows.append(ids if used == ids.size else np.where(np.arange(ids.size) < used, ids, nowhere))
         if len(looks) > 1:

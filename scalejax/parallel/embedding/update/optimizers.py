@@ -5,6 +5,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.config import (
     GRANULE_COLUMNS,
     Adagrad,
@@ -17,7 +18,6 @@ from scalejax.parallel.embedding.config import (
     RowwiseAdagrad,
     Sgd,
 )
-from scalejax.parallel.embedding.rounding import rounded
 
 Arrays = tuple[jax.Array, ...]
 
@@ -32,7 +32,7 @@ class Step(Protocol):
 
 
 def initial_value(optimizer: RowOptimizer) -> float:
-    """What row states start from."""
+    """The value that row states start from."""
     return optimizer.initial_accumulator if isinstance(optimizer, Adagrad | RowwiseAdagrad) else 0.0
 
 

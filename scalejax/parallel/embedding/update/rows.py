@@ -15,36 +15,25 @@ from jax import lax
 from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.stochastic import hash_bits, stochastic_round
 from scalejax.parallel.embedding.exchange.routed import Route, return_grads, to_owners, to_senders
-from scalejax.parallel.embedding.ids.occurrences import Lookup, Shard, slots_of_member, unpool
+from scalejax.parallel.embedding.ids.jagged import DeviceJagged
+from scalejax.parallel.embedding.ids.occurrences import Lookup, slots_of_member, unpool
 from scalejax.parallel.embedding.plan.placement import Accumulate, Exchange
 from scalejax.parallel.embedding.plan.row_numbers import name_hashes, row_numbers
 from scalejax.parallel.embedding.plan.stacks import Member, Stack
+from scalejax.parallel.embedding.sharded_tables import StackAxes
 from scalejax.parallel.embedding.update import optimizers
 
 Leaves = dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Mesh axes, as a stack sees them.
-
-    Attributes:
-      route_axes: Devices that its rows are striped over.
-      copy_axes: Devices that hold equal copies; updates are gathered over them.
-    """
-
-    route_axes: tuple[str, ...]
-    copy_axes: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class StepInputs:
-    """What a step of all tables shares.
+    """The inputs of a step that all tables share.
 
     Attributes:
       scale: float[], factor on learning rates.
       updates: int32[], updates before this one.
-      zero: From `rounding.runtime_zero`.
+      zero: From `numerics.rounding.runtime_zero`.
       accumulate: How gradients of a row add up.
       exchange: What gradients travel as.
       when: bool[], whether the step is taken: where not, no row is written. None = it is.
@@ -80,15 +69,15 @@ def most_rows(stack: Stack, found: tuple[Lookup, ...], copies: int) -> int:
     return most
 
 
-def touched_rows(stack: Stack, way: Route, place: Place) -> jax.Array:
+def touched_rows(stack: Stack, way: Route, axes: StackAxes) -> jax.Array:
     """int32[A * copies]: local row of every occurrence that updates this device, in summation order."""
     rows = way.arrived if way.sequence is None else way.arrived[way.sequence]
-    return lax.all_gather(rows, place.copy_axes, tiled=True) if place.copy_axes else rows
+    return lax.all_gather(rows, axes.copy_axes, tiled=True) if axes.copy_axes else rows
 
 
-def plan_update(stack: Stack, found: tuple[Lookup, ...], way: Route, place: Place, copies: int) -> ops.RowPlan:
+def plan_update(stack: Stack, found: tuple[Lookup, ...], way: Route, axes: StackAxes, copies: int) -> ops.RowPlan:
     """Which occurrences belong to which row: made from ids alone, before there are gradients."""
-    rows = touched_rows(stack, way, place)
+    rows = touched_rows(stack, way, axes)
     capacity = min(rows.shape[0], most_rows(stack, found, copies))
     return ops.plan_rows(rows, num_rows=stack.local_rows, capacity=capacity)
 
@@ -100,9 +89,9 @@ def update_stack(
     way: Route,
     plan: ops.RowPlan,
     grads: Sequence[jax.Array],
-    shard: Shard,
+    shard: DeviceJagged,
     inputs: StepInputs,
-    place: Place,
+    axes: StackAxes,
 ) -> Leaves:
     """One optimizer step on the rows of a stack that live here. Runs inside a shard_map over all axes.
 
@@ -115,20 +104,18 @@ def update_stack(
       grads: Per feature, the gradient of what the lookup returned, in the dtype of the computation.
       shard: The examples of this device.
       inputs: Of this step.
-      place: Mesh axes.
+      axes: Where the stack is striped and copied.
     """
-    arrived = return_grads(
-        grads, way, shard, stack, found, inputs.zero, exchange=inputs.exchange, axes=place.route_axes
-    )
+    arrived = return_grads(grads, way, shard, stack, found, inputs.zero, exchange=inputs.exchange, axes=axes.route_axes)
     if way.sequence is not None:
         arrived = arrived[way.sequence]
-    if place.copy_axes:
-        arrived = lax.all_gather(arrived, place.copy_axes, tiled=True)
+    if axes.copy_axes:
+        arrived = lax.all_gather(arrived, axes.copy_axes, tiled=True)
     sums = ops.sum_by_row(arrived, plan, summation=inputs.summation)
     means = None
     if stack.exchanges_statistics:
-        means = _whole_means(stack, found, leaves, way, plan, sums, inputs, place)
-    device = lax.axis_index(place.route_axes) if stack.devices > 1 else 0
+        means = _whole_means(stack, found, leaves, way, plan, sums, inputs, axes)
+    device = lax.axis_index(axes.route_axes) if stack.devices > 1 else 0
     return _write(stack, leaves, plan, sums, means, inputs, device)
 
 
@@ -138,7 +125,7 @@ def update_stack_one_by_one(
     leaves: Leaves,
     way: Route,
     grads: Sequence[jax.Array],
-    shard: Shard,
+    shard: DeviceJagged,
     inputs: StepInputs,
     plans: tuple[ops.RowPlan, ...] | None = None,
 ) -> Leaves:
@@ -195,7 +182,7 @@ def update_dense(
     leaves: Leaves,
     way: Route,
     grads: Sequence[jax.Array],
-    shard: Shard,
+    shard: DeviceJagged,
     inputs: StepInputs,
     axes: tuple[str, ...],
 ) -> Leaves:
@@ -259,7 +246,7 @@ def _whole_means(
     plan: ops.RowPlan,
     sums: jax.Array,
     inputs: StepInputs,
-    place: Place,
+    axes: StackAxes,
 ) -> jax.Array:
     """float[U]: the mean of g^2 over all columns of each row, of which this device has a slice.
 
@@ -269,27 +256,27 @@ def _whole_means(
     weights = leaves["rows"].at[plan.rows].get(mode="fill", fill_value=0).astype(sums.dtype)
     grads = optimizers.with_decay(stack.optimizer, weights, sums, inputs.zero)
     blocks = optimizers.square_blocks(grads, inputs.zero)  # U blocks
-    place_of = _slot_of_arrival(way, plan, place)
+    place_of = _slot_of_arrival(way, plan, axes)
     at_arrivals = blocks.at[place_of].get(mode="fill", fill_value=0)
-    back = to_senders(at_arrivals, way, stack, found, axes=place.route_axes)
+    back = to_senders(at_arrivals, way, stack, found, axes=axes.route_axes)
     totals = {}
     for looks in _by_feature(found):
         total = optimizers.add_columns(jnp.concatenate([back[look] for look in looks], axis=1))
         mean = total * (1.0 / looks[0].member.config.dim)
         totals |= dict.fromkeys(looks, mean)
-    forth = to_owners(totals, way, stack, found, axes=place.route_axes)  # A
+    forth = to_owners(totals, way, stack, found, axes=axes.route_axes)  # A
     means = jnp.zeros(blocks.shape[0], blocks.dtype).at[place_of].set(forth, mode="drop")
     # Rows that only other copies looked up have no arrival here; means are not negative, and equal where they are
     # known.
-    return lax.pmax(means, place.copy_axes) if place.copy_axes else means
+    return lax.pmax(means, axes.copy_axes) if axes.copy_axes else means
 
 
-def _slot_of_arrival(way: Route, plan: ops.RowPlan, place: Place) -> jax.Array:
+def _slot_of_arrival(way: Route, plan: ops.RowPlan, axes: StackAxes) -> jax.Array:
     """int32[A]: which distinct row of the plan each arrival of this device is of."""
     in_sequence = jnp.zeros_like(plan.slots).at[plan.order].set(plan.slots, unique_indices=True)
     count = way.arrived.shape[0]
-    if place.copy_axes:
-        in_sequence = lax.dynamic_slice_in_dim(in_sequence, lax.axis_index(place.copy_axes) * count, count)
+    if axes.copy_axes:
+        in_sequence = lax.dynamic_slice_in_dim(in_sequence, lax.axis_index(axes.copy_axes) * count, count)
     if way.sequence is None:
         return in_sequence
     return jnp.zeros_like(in_sequence).at[way.sequence].set(in_sequence, unique_indices=True)

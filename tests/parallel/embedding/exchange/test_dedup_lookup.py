@@ -54,7 +54,7 @@ def deduplicated(on, host, groups=GROUPS):
     layout = on.layout(SCHEMA, SIZE, groups)
     packed = on.pack_deduplicated(deduplicate(host, tuple(g.features for g in groups)), on.mesh.size, layout, groups)
     assert packed is not None
-    return placed(on, packed, layout)
+    return placed(on, packed)
 
 
 def equal(one, other):
@@ -157,7 +157,7 @@ def test_bytes_on_the_wire_fall_by_the_factor(factor):
             packed = on.pack_deduplicated(deduplicate(host, (("a",),)), 8, layout, groups)
         else:
             packed = on.pack(host, 8, layout)
-        text = jax.jit(on.lookup).lower(on.abstract_state(), placed(on, packed, layout)).as_text()
+        text = jax.jit(on.lookup).lower(on.abstract_state(), placed(on, packed)).as_text()
         moved = re.findall(r'all_to_all".*-> tensor<([0-9x]+)x(?:f32|i32)>', text)
         assert len(moved) == 2
         return sum(int(np.prod([int(n) for n in shape.split("x")])) for shape in moved)

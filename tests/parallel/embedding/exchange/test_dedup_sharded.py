@@ -56,13 +56,13 @@ def test_a_sharded_deduplicated_step_is_the_plain_step_of_one_device(devices: in
     grads = {n: rng.normal(size=(examples, d)).astype(np.float32) for n, d in (("a", 16), ("b", 8))}
     one = collection(1, accumulate="exact")
     layout = one.layout(schema(9.0), examples)
-    wanted = two_steps(one, placed(one, one.pack(host, 1, layout), layout), grads)
+    wanted = two_steps(one, placed(one, one.pack(host, 1, layout)), grads)
     on = collection(devices, accumulate="exact", exchange=room)
     groups = (DedupGroup(features=("a", "b"), rows_per_example=0.5),)
     layout = on.layout(schema(9.0), examples, groups)
     packed = on.pack_deduplicated(deduplicate(host, (("a", "b"),)), devices, layout, groups)
     assert packed is not None
-    found = two_steps(on, placed(on, packed, layout), grads)
+    found = two_steps(on, placed(on, packed), grads)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
@@ -84,7 +84,7 @@ def test_bytes_that_the_compiled_step_moves_fall_by_the_factor(factor: int) -> N
             packed = on.pack_deduplicated(deduplicate(host, (("a",),)), devices, layout, groups)
         else:
             packed = on.pack(host, devices, layout)
-        features = placed(on, packed, layout)
+        features = placed(on, packed)
 
         def step(state, features, grads):
             embedded, routing = on.lookup(state, features)

@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel.embedding import packing
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.exchange.routed import bucket_capacity
-from scalejax.parallel.embedding.ids import jagged
 from scalejax.parallel.embedding.ids.occurrences import lookups
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.mesh import MeshShape
@@ -145,18 +145,18 @@ def test_pack_refuses_what_does_not_fit():
     layout = each.layout(SCHEMA, SIZE)
     host = batch(SIZE)
     with pytest.raises(UserError, match="no feature 'one'"):
-        jagged.pack(dataclasses.replace(host, keys=("other", *host.keys[1:])), layout, 8)
+        packing.arrange(dataclasses.replace(host, keys=("other", *host.keys[1:])), layout, 8)
     with pytest.raises(UserError, match=r"lengths of a batch sum to \d+, but it has \d+ ids. Pass one length per"):
-        jagged.pack(dataclasses.replace(host, values=host.values[:-1]), layout, 8)
+        packing.arrange(dataclasses.replace(host, values=host.values[:-1]), layout, 8)
     with pytest.raises(UserError, match="does not divide over 7 devices"):
-        jagged.pack(host, layout, 7)
+        packing.arrange(host, layout, 7)
     lengths = host.lengths.copy()
     lengths[0, 2], lengths[0, 3] = 2, 0
     with pytest.raises(UserError, match="'one' must have 1 ids in every example; example 2 of the batch has 2"):
-        jagged.pack(dataclasses.replace(host, lengths=lengths), layout, 8)
+        packing.arrange(dataclasses.replace(host, lengths=lengths), layout, 8)
     small = tuple(dataclasses.replace(f, capacity=3) if f.name == "bag" else f for f in layout)
     with pytest.raises(UserError, match=r"'bag' has .* ids in the 8 examples of one device, but room for 3"):
-        jagged.pack(host, small, 8)
+        packing.arrange(host, small, 8)
 
 
 @pytest.mark.default_cases("8")

@@ -100,7 +100,7 @@ def test_touched_rows_bring_an_old_copy_to_the_new_state(case):
     for name, numbers in expected.items():
         np.testing.assert_array_equal(np.asarray(each.to_logical(state)[name]["updated"]), numbers)
 
-    blocks = list(tracking.touched_rows(each, state, since=1))
+    blocks = list(tracking.touched_rows(each.stacks, state, since=1))
     for table in tables:
         own = [rows for rows in blocks if rows.table == table.name and "updated" in rows.leaves]
         found = np.concatenate([rows.numbers for rows in own])
@@ -125,19 +125,19 @@ def test_touched_rows_bring_an_old_copy_to_the_new_state(case):
 def test_untouched_since_the_last_update_is_nothing():
     each = planned(tracked(OPTIMIZERS["rowwise"]), 8, None)
     state, _, _ = stepped(each, each.init(jax.random.key(0)), 1)
-    assert list(tracking.touched_rows(each, state, since=1)) == []
+    assert list(tracking.touched_rows(each.stacks, state, since=1)) == []
 
 
 def test_blocks_are_bounded_and_lose_nothing(monkeypatch):
     each = planned(tracked(OPTIMIZERS["rowwise"]), 2, None)
     state, _, _ = stepped(each, each.init(jax.random.key(0)), 1)
     whole = {name: np.zeros(0, np.int64) for name in ("shared", "big", "means", "tiny")}
-    for rows in tracking.touched_rows(each, state, since=0):
+    for rows in tracking.touched_rows(each.stacks, state, since=0):
         whole[rows.table] = np.append(whole[rows.table], rows.numbers)
     monkeypatch.setattr(tracking, "_BLOCK_BYTES", 3 * (32 * 4 + 8))
     monkeypatch.setattr(tracking, "_MARKS", 100)
     parts = {name: np.zeros(0, np.int64) for name in whole}
-    for rows in tracking.touched_rows(each, state, since=0):
+    for rows in tracking.touched_rows(each.stacks, state, since=0):
         assert len(rows.numbers) <= 3
         parts[rows.table] = np.append(parts[rows.table], rows.numbers)
     for name, numbers in whole.items():
@@ -174,6 +174,6 @@ def test_rows_from_elsewhere_enter_tracked_tables_untouched():
     back = as_numpy(each.to_logical(state)[table.name])
     assert (back["updated"] == 0).all()
     np.testing.assert_array_equal(back["rows"], leaves["rows"])
-    assert list(tracking.touched_rows(each, state, since=0)) == []
+    assert list(tracking.touched_rows(each.stacks, state, since=0)) == []
     with pytest.raises(UserError, match="missing: \\['accumulator'\\]"):
         each.from_logical({table.name: {"rows": leaves["rows"]}})

@@ -39,7 +39,7 @@ def batch(seed, different):
 
 def planned(host, room):
     layout = COLLECTION.layout(SCHEMA, SIZE)
-    return COLLECTION.with_plans(COLLECTION.pack(host, 1, layout), layout, room)
+    return COLLECTION.with_plans(COLLECTION.pack(host, 1, layout), room)
 
 
 def features(host, room):
@@ -114,5 +114,5 @@ def test_tables_of_another_optimizer_have_room_of_their_own():
         np.concatenate([base.values, np.zeros(SIZE, np.int32)]),
         np.concatenate([base.lengths, np.ones((1, SIZE), np.int32)]),
     )
-    packed = each.with_plans(each.pack(host, 1, each.layout(schema, SIZE)), each.layout(schema, SIZE), Room())
+    packed = each.with_plans(each.pack(host, 1, each.layout(schema, SIZE)), Room())
     assert [plan.rows.shape[1] for plans in packed.plans.values() for plan in plans] == [128, 128, 64]
