@@ -1,4 +1,4 @@
-"""Normalisation."""
+"""Layers that normalise: LayerNorm, RMSNorm and BatchNorm, with statistics in float32 or wider."""
 
 import functools
 from typing import Literal

@@ -3,7 +3,7 @@
     value = (-1)^sign * significand * 2^(exponent - 23),    2^23 <= significand < 2^24
 
 exp2, log2 and pow are inexact on accelerators, division is on some, and TPUs and XLA's CPU threads take subnormal
-numbers for zero. Shifts, additions, products and comparisons of int32 are exact everywhere, also inside Pallas kernels.
+values for zero. Shifts, additions, products and comparisons of int32 are exact everywhere, also inside Pallas kernels.
 The functions below take and give arrays of any shape, gather nothing and keep no state.
 """
 
@@ -33,7 +33,7 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> None:
 
 
 def float_bits(values: jax.Array) -> jax.Array:
-    """float32, bfloat16 or float16 [...] -> int32[...], the bits of the same numbers in float32.
+    """float32, bfloat16 or float16 [...] -> int32[...], the bits of the same values in float32.
 
     Raises:
       UserError: another dtype.
@@ -48,7 +48,7 @@ def float_bits(values: jax.Array) -> jax.Array:
 
 
 def from_float16(half: jax.Array) -> jax.Array:
-    """Bits of float16, int32[...] -> those of the same numbers in float32, int32[...]."""
+    """Bits of float16, int32[...] -> those of the same values in float32, int32[...]."""
     field, fraction, sign = (half >> 10) & 0x1F, half & 0x3FF, (half >> 15) << 31
     # An integer times 2^-24, exact and far from float32's own subnormals.
     small = lax.bitcast_convert_type(fraction.astype(jnp.float32) * 2.0**-24, jnp.int32)

@@ -37,7 +37,7 @@ E4M3_NAN = 0x7F
 
 
 class EncodedBlocks(NamedTuple):
-    """What encode_blocks gives.
+    """Blocks as codes and scales, the result of `encode_blocks`.
 
     Attributes:
       codes: int32[..., k1 / k2, k2, ...].
@@ -63,7 +63,7 @@ def encode_blocks(
     """Quantizes blocks.
 
     Args:
-      bits: int32[..., k1 / k2, k2, ...], float32 numbers.
+      bits: int32[..., k1 / k2, k2, ...], float32 values.
       format: of the blocks.
       axis: of the dimension k1 / k2, not negative; the next one is k2.
       rule: for scales of kind "exponent", else None.
@@ -114,7 +114,7 @@ def encode_blocks(
     else:
         assert tensor_scale is not None
         whole = lax.bitcast_convert_type(tensor_scale, jnp.int32)
-        # Numbers would decode to zeros under a zero or a subnormal g, and with the other sign under a negative one.
+        # Values would decode to zeros under a zero or a subnormal g, and with the other sign under a negative one.
         poisoned = poisoned | (whole <= 0x7FFFFF) | (whole >= float32.INFINITY)
         significand, exponent = float32.parts(whole)
         top = element.max_count  # 3 for E2M1, whose largest number is 6
@@ -142,10 +142,10 @@ def encode_under(
     rounding: Rounding,
     tensor_scale: jax.Array | None = None,
 ) -> jax.Array:
-    """Codes of numbers under scales that are there already, such as those of calibration.
+    """Codes of values under scales that are there already, such as those of calibration.
 
     Args:
-      bits: int32[..., k1 / k2, k2, ...], float32 numbers; those that the scales are too small for saturate. A dimension
+      bits: int32[..., k1 / k2, k2, ...], float32 values; those that the scales are too small for saturate. A dimension
         k2 of 1 is one number of each sub-block.
       scales_of: scales and second scales, which broadcast against `bits`; its codes are not looked at.
       format: of the blocks.
@@ -206,10 +206,10 @@ def tensor_scale_of(bits: jax.Array, format: BlockFormat, *, axis: int) -> jax.A
 
 
 def decode_blocks(encoded: EncodedBlocks, format: BlockFormat, tensor_scale: jax.Array | None = None) -> jax.Array:
-    """int32[..., k1 / k2, k2, ...], bits of the float32 numbers that codes and scales stand for.
+    """int32[..., k1 / k2, k2, ...], bits of the float32 values that codes and scales stand for.
 
     Exact for scales of kind "exponent", also among subnormal numbers, and an infinity beyond float32 (rules that round
-    the exponent up reach 2^128 for the last numbers below it). For the others one float32 rounding, of the product with
+    the exponent up reach 2^128 for the last values below it). For the others one float32 rounding, of the product with
     the float32 scale; next to the largest float32 it may round to an infinity.
     """
     element = format.element

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 
 @dataclasses.dataclass(frozen=True)
 class Dtypes:
-    """What parameters are kept in, and what is computed in; equal where they name the same dtypes.
+    """The dtypes that parameters are kept in and that products are computed in; equal where they name the same dtypes.
 
     Attributes:
       params: Dtype of parameters.

@@ -37,7 +37,7 @@ class Element:
       bits: of a code, with its sign.
       mantissa_bits: below the leading bit.
       min_exponent: of the smallest normal number; below it the step stays the same.
-      max_code: magnitude part of the largest finite number; larger numbers saturate to it.
+      max_code: magnitude part of the largest finite number; larger values saturate to it.
       encoding: what a sign does to a code.
       specials: what magnitudes above max_code are; of "infinity and nan" the infinity comes first. None is ever
         written, as a block with NaN or an infinity is marked in its scale; others write them, and they are decoded.
@@ -134,8 +134,8 @@ def magnitude_code(
     Args:
       significand: int32[...] in [2^23, 2^24).
       exponent: int32[...], relative to the scale of the block; ZERO_EXPONENT minus any scale for zero.
-      element: the format. Its numbers may be arrays that broadcast, as in scalejax.numerics.search.
-      rounding: how, before numbers beyond the largest become the largest.
+      element: the format. Its values may be arrays that broadcast, as in scalejax.numerics.search.
+      rounding: how, before values beyond the largest become the largest.
       chance: uint32[...] for stochastic rounding.
 
     Returns:

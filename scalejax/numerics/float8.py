@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from scalejax.numerics import bits, formats
 
 DTYPES = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
-"""Of formats."""
+"""The dtype that stores the codes of each format."""
 
 
 def quantize(x: jax.Array, format: str, *, axes: Sequence[int]) -> tuple[jax.Array, jax.Array]:

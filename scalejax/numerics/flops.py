@@ -31,7 +31,7 @@ class MatmulFlops:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """The FLOPs of products of all kinds."""
         return sum(self.by_kind.values())
 
 

@@ -1,6 +1,6 @@
 """Formats of blocks, as data: the family of block data representations, and the OCP formats beside it.
 
-Along one axis, k1 numbers share a scale of d1 bits; inside, k2 numbers share a second scale of d2 bits; each number
+Along one axis, k1 values share a scale of d1 bits; inside, k2 values share a second scale of d2 bits; each number
 keeps an element. Kinds of scales:
 
     scale        "exponent"  2^E in d1 bits, biased; E8M0 for d1 = 8        MX, MSFP, OCP
@@ -40,10 +40,10 @@ class BlockFormat:
     Attributes:
       name: by which `find` knows it, or any other.
       element: of each number.
-      k1: numbers that share a scale.
+      k1: values that share a scale.
       scale: its kind.
       d1: its bits.
-      k2: numbers that share a second scale; k1 where there is none.
+      k2: values that share a second scale; k1 where there is none.
       sub_scale: the kind of the second scale.
       d2: its bits; 0 where there is none.
     """
@@ -124,9 +124,9 @@ def bdr(
     """A member of the paper's family: sign and m magnitude bits under one or two levels of scales.
 
     Args:
-      name: by default the numbers.
-      k1: numbers a scale.
-      k2: numbers a second scale; ignored without (d2 = 0).
+      name: by default the values.
+      k1: values a scale.
+      k2: values a second scale; ignored without (d2 = 0).
       d1: bits of a scale of kind "exponent"; float32 has 32.
       d2: bits of the second scale: microexponents below "exponent", integers below "float32"; 0 for none.
       m: magnitude bits.
@@ -215,12 +215,12 @@ def find(format: str | BlockFormat) -> BlockFormat:
 
 def _resized(format: BlockFormat, size: str) -> BlockFormat:
     if format.scale != "float32":
-        raise UserError(f"format: blocks of {format.name} have {format.k1} numbers, always; got {format.name}:{size}.")
+        raise UserError(f"format: blocks of {format.name} have {format.k1} values, always; got {format.name}:{size}.")
     # Codes and second scales of a block fill whole bytes.
     step = math.lcm(8, 1 if format.sub_scale == "none" else format.k2 * 8 // math.gcd(format.d2, 8))
     if not size.isdecimal() or int(size) < 1 or int(size) % step:
         raise UserError(
-            f"format: blocks of {format.name} can have any multiple of {step} numbers; got {format.name}:{size}."
+            f"format: blocks of {format.name} can have any multiple of {step} values; got {format.name}:{size}."
         )
     k1 = int(size)
     k2 = format.k2 if format.sub_scale != "none" else k1

@@ -174,7 +174,7 @@ def pack(quantized: Quantized) -> Packed:
 
 @jax.jit
 def unpack(packed: Packed) -> Quantized:
-    """What `pack` was given."""
+    """The inverse of `pack`."""
     format, axis = packed.format, packed.axis
     codes = unpack_bits(packed.codes, format.element.bits, axis=axis)
     return Quantized(
@@ -246,7 +246,7 @@ def unpack_blocks(
     length: int,
     tensor_scale: jax.Array | None = None,
 ) -> Quantized:
-    """What pack_blocks was given.
+    """The inverse of `pack_blocks`.
 
     Args:
       data: uint8, from pack_blocks.

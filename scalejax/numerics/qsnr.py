@@ -29,7 +29,7 @@ def qsnr(exact: np.ndarray, quantized: np.ndarray) -> float:
 
 
 def theorem1_bound(format: str | BlockFormat, length: int) -> float:
-    """dB below which no vector of `length` numbers falls, whatever they are (ties either way, floor rule).
+    """dB below which no vector of `length` values falls, whatever they are (ties either way, floor rule).
 
     6.02 m + 10 log10( 2^(2 beta) / (min(length, k1) + (2^(2 beta) - 1) k2) ),  beta = 2^d2 - 1
 
@@ -100,7 +100,7 @@ def study(
     noise, signal = [], []
     for start in range(0, len(vectors), chunk):
         part = np.asarray(vectors[start : start + chunk], np.float32)
-        # Squares of small and of large float32 numbers have no float32.
+        # Squares of small and of large float32 values have no float32.
         quantized = np.asarray(_cast(jnp.asarray(part), format, scale_rule, tensor_scale), np.float64)
         exact = part.astype(np.float64)
         noise.append(((quantized - exact) ** 2).sum(axis=-1))

@@ -127,7 +127,7 @@ def _quantized(
 
 
 def dequantize(quantized: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
-    """The numbers that codes and scales stand for, without padding; NaN in poisoned blocks.
+    """The values that codes and scales stand for, without padding; NaN in poisoned blocks.
 
     Args:
       quantized: the array.
@@ -167,7 +167,7 @@ def cast(
 ) -> jax.Array:
     """Quantizes and dequantizes: x as the format sees it, in its own dtype ("fake quantization").
 
-    The derivative is that of the identity (straight through), also of numbers that saturate. Arguments and errors are
+    The derivative is that of the identity (straight through), also of values that saturate. Arguments and errors are
     those of `quantize`.
     """
 

@@ -16,7 +16,7 @@ than they are. Here the thresholds are exact fractions.
 
 E8M0 holds 2^-127 to 2^127 as a byte, the exponent plus 127, and NaN as 255. A scale below 2^-127 becomes 2^-127, which
 is a *subnormal* float32: nothing here ever multiplies by it (see bits.compose), so hardware that takes subnormal
-numbers for zero gives the same results, except where results are subnormal themselves and it computes on with them.
+values for zero gives the same results, except where results are subnormal themselves and it computes on with them.
 """
 
 import math
@@ -67,7 +67,7 @@ def scale_exponent(largest: jax.Array, element: Element, rule: ScaleRule) -> jax
     """Exponents of the scales of blocks, not yet clamped to what a format can store.
 
     Args:
-      largest: int32[...], bits of the largest magnitudes (as integers these are ordered like the numbers).
+      largest: int32[...], bits of the largest magnitudes (as integers these are ordered like the values).
       element: the format of the elements.
       rule: one of the above.
 

@@ -69,7 +69,7 @@ def measure(members: Iterable[BlockFormat], vectors: np.ndarray) -> list[Point]:
     for format in members:
         if length % format.k1:
             raise UserError(
-                f"measure: {format.name} has blocks of {format.k1}, which do not divide vectors of {length} numbers. "
+                f"measure: {format.name} has blocks of {format.k1}, which do not divide vectors of {length} values. "
                 "Take vectors whose length all blocks divide."
             )
     decibels: dict[BlockFormat, float] = {}

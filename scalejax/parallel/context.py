@@ -209,7 +209,7 @@ def check_method(method: str) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """What is static."""
+    """The arguments that are static."""
 
     axis: str
     mask: Literal["causal", "full"]

@@ -53,7 +53,7 @@ class ShardedGraph:
 
     @property
     def devices(self) -> int:
-        """Blocks."""
+        """The number of blocks: one a device."""
         return self.plan.row_ids.shape[0]
 
     @property

@@ -147,7 +147,7 @@ def join(x: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """What every device holds whole."""
+    """The sharding of arrays that every device holds whole."""
     return NamedSharding(mesh, P())
 
 

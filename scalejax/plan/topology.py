@@ -148,12 +148,12 @@ class DeviceLayout:
 
     @property
     def shape(self) -> dict[str, int]:
-        """Devices per axis."""
+        """The number of devices along each mesh axis."""
         return dict(zip(self.axis_names, self.devices.shape, strict=True))
 
     @property
     def size(self) -> int:
-        """All devices."""
+        """The number of all devices."""
         return self.devices.size
 
 

@@ -1,4 +1,4 @@
-"""Lookups in packed rows in lines of lanes, compiled for every TPU, and the laying out of a table."""
+"""Lookups in packed rows in lane rows, compiled for every TPU, and the laying out of a table."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.aot
 ROWS, IDS, BAGS = 2**20, 2**15, 2**10
 CHIPS = ["v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"]
 BITS = {"int8": 8, "int8_half": 8, "int4": 4, "int2": 2, "kmeans4": 4, "kmeans2": 2}
-# In the default run of these tests each chip has the first; all of them have rows that fill no whole line.
+# In the default run of these tests each chip has the first; all of them have rows that fill no whole lane row.
 LOOKUPS = [("int4", 72, True), ("int8", 72, False), ("int2", 16, False), ("kmeans4", 64, False)]
 MORE = [("int8", 128, True), ("int8_half", 256, False), ("int8", 640, True), ("kmeans2", 130, False)]
 
@@ -62,7 +62,7 @@ def test_lookups_keep_no_decoded_row(chip, format, dim, weighted):
     text = compiled.as_text()
     assert "tpu_custom_call" in text
     assert "quantized_bag" in text
-    # Sums, 128 columns at a time, and some numbers an id, 16 at most: an array of rows or lines, one an id, would have
+    # Sums, 128 columns at a time, and some numbers an id, 16 at most: an array of rows, one an id, would have
     # 128 lanes each, whatever its width, and the table is larger still.
     columns = -(-dim // 128) * 128
     assert compiled.memory_analysis().temp_size_in_bytes < BAGS * columns * 4 + IDS * 16 * 4 + 2**18
@@ -77,5 +77,5 @@ def test_laying_a_table_out_takes_memory_of_the_order_of_the_table(chip, format)
     mesh = one_chip(chip)
     compiled = cuda_topology.compile_for(mesh, block_quant.pack_lanes, *on(mesh, (table(format, 72),)))
     memory = compiled.memory_analysis()
-    # Arrays of a few words a row are padded to lines of 128, which for all rows at a time would be 40 tables.
+    # Arrays of a few words a row are padded to lane rows of 128, which for all rows at a time would be 40 tables.
     assert memory.temp_size_in_bytes < 4 * memory.argument_size_in_bytes

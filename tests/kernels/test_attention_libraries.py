@@ -58,10 +58,10 @@ def test_a_library_that_lacks_a_case_says_so_and_nothing_else_is_run(implementat
         ("splash", (1, 100, 2, 64), jnp.float32, "multiples of 128; got 100"),
         ("splash", (1, 128, 2, 64), jnp.float16, "float32 and bfloat16"),
         ("cudnn", (1, 128, 2, 64), jnp.float32, "bfloat16 and float16"),
-        ("cudnn", (1, 128, 2, 256), jnp.bfloat16, "at most 128 numbers"),
+        ("cudnn", (1, 128, 2, 256), jnp.bfloat16, "at most 128 values"),
         ("pallas_tpu", (1, 128, 2, 64), jnp.float16, "float32 and bfloat16"),
-        ("pallas_tpu", (1, 128, 1, 1024), jnp.float32, "at most 512 numbers"),
-        ("pallas_gpu", (1, 128, 1, 512), jnp.float32, "at most 256 numbers"),
+        ("pallas_tpu", (1, 128, 1, 1024), jnp.float32, "at most 512 values"),
+        ("pallas_gpu", (1, 128, 1, 512), jnp.float32, "at most 256 values"),
     ],
 )
 def test_shapes_and_dtypes_that_are_missing_are_refused(implementation, shape, dtype, message):

@@ -30,7 +30,7 @@ def errors(table, found):
 
 
 def least_error(row, clusters):
-    """Of all ways to cut the sorted numbers of a row into runs, in float64."""
+    """Of all ways to cut the sorted values of a row into runs, in float64."""
     x, best = np.sort(row.astype(np.float64)), np.inf
     for cuts in itertools.combinations_with_replacement(range(len(x) + 1), clusters - 1):
         ends = (0, *cuts, len(x))
@@ -47,7 +47,7 @@ def rounding(table):
 def test_codebooks_are_the_best_of_all():
     table = np.random.default_rng(0).normal(size=(40, 9)).astype(np.float32)
     table[10:20] = np.exp(2 * table[10:20])
-    table[20:30] = np.round(table[20:30])  # equal numbers
+    table[20:30] = np.round(table[20:30])  # equal values
     found = errors(table, decoded(table, "kmeans2"))
     wanted = np.array([least_error(row, 4) for row in table])
     # A mean is the best of its run, so that moving it costs only the square of how far.

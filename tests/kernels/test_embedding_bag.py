@@ -46,7 +46,7 @@ def test_bags_equal_literal_loops(implementation, pooling, weighted, strict_prom
         )
 
     expected = numpy_bags(table.astype(np.float64), IDS, LENGTHS, weights, pooling)
-    # float32 sums of at most 3 numbers of size 1
+    # float32 sums of at most 3 values of size 1
     np.testing.assert_allclose(bags(table), expected, rtol=1e-6, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Packed rows in lines of lanes, and the TPU's kernel of lookups in them under interpret mode. Oracles: bytes that were
+"""Packed rows in lane rows, and the TPU's kernel of lookups in them under interpret mode. Oracles: bytes that were
 put together one by one in NumPy, and lookups in the decoded table."""
 
 import functools
@@ -30,7 +30,7 @@ def _strict(strict_promotion):
 
 @functools.cache
 def usual():
-    """Rows that fill 3 lines and leave room in the last; row 7 is not finite."""
+    """Rows that fill 3 lane rows and leave room in the last; row 7 is not finite."""
     table = normal(45, 72)
     table[7, 3] = np.nan
     return quantized(table, "int4")
@@ -51,8 +51,8 @@ def normal(count, dim):
     return np.random.default_rng(dim).normal(size=(count, dim)).astype(np.float32)
 
 
-def literal_lines(rows):
-    """int32[lines, width] of rows, byte by byte."""
+def literal_lane_rows(rows):
+    """int32[lane rows, width] of rows, byte by byte."""
     records = []
     for number in range(rows.codes.shape[0]):
         codes = np.asarray(rows.codes[number]).tobytes()
@@ -64,12 +64,14 @@ def literal_lines(rows):
         records = [codes + book for codes, book in zip(records, books, strict=True)]
     size = len(records[0])
     together = max(1, 512 // size)
-    lines = [b"".join(records[i : i + together]) for i in range(0, len(records), together)]
+    lane_rows = [b"".join(records[i : i + together]) for i in range(0, len(records), together)]
     width = -(-size // 512) * 512
-    return np.frombuffer(b"".join(line + bytes(width - len(line)) for line in lines), "<i4").reshape(-1, width // 4)
+    return np.frombuffer(b"".join(lane_row + bytes(width - len(lane_row)) for lane_row in lane_rows), "<i4").reshape(
+        -1, width // 4
+    )
 
 
-# (format, D): words that fill lines and words that do not, rows of exactly a line, and of more.
+# (format, D): words that fill lane rows and words that do not, rows of exactly a lane row, and of more.
 SHAPES = [("int4", 72), ("int8", 12), ("int2", 16), ("int2", 3), ("int8", 516), ("kmeans2", 16), ("kmeans4", 970)]
 
 
@@ -78,15 +80,15 @@ SHAPES = [("int4", 72), ("int8", 12), ("int2", 16), ("int2", 3), ("int8", 516), 
     [shape if shape == SHAPES[0] else pytest.param(*shape, marks=pytest.mark.slow) for shape in SHAPES]
     + [pytest.param(f, d, marks=pytest.mark.slow) for f in ROW_FORMATS for d in (64, 128, 256)],
 )
-def test_lines_hold_the_bytes_of_the_rows_in_their_order(format, dim):
+def test_lane_rows_hold_the_bytes_of_the_rows_in_their_order(format, dim):
     rows = usual() if (format, dim) == SHAPES[0] else quantized(normal(45, dim), format)
     packed = block_quant.pack_lanes(rows)
-    assert np.array_equal(np.asarray(packed.lines), literal_lines(rows))
+    assert np.array_equal(np.asarray(packed.lane_rows), literal_lane_rows(rows))
     for ours, theirs in zip(jax.tree.leaves(block_quant.unpack_lanes(packed)), jax.tree.leaves(rows), strict=True):
         assert ours.dtype == theirs.dtype
         assert ours.shape == theirs.shape
         assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
-    leaves = [packed.lines] if format in CODEBOOK_FORMATS else [packed.lines, packed.scales, packed.biases]
+    leaves = [packed.lane_rows] if format in CODEBOOK_FORMATS else [packed.lane_rows, packed.scales, packed.biases]
     assert packed.nbytes == sum(np.asarray(leaf).nbytes for leaf in leaves)
 
 
@@ -105,7 +107,7 @@ def test_lines_hold_the_bytes_of_the_rows_in_their_order(format, dim):
     ],
 )
 def test_bytes_of_a_row_are_those_that_are_documented(format, dim, size):
-    count = 128 * 7 * 3  # fills whole lines in all of these
+    count = 128 * 7 * 3  # fills whole lane rows in all of these
     kind = jnp.float32 if format == "int8" else jnp.float16
     bits = {"int8": 8, "int4": 4, "int2": 2}[format]
     shapes = jax.ShapeDtypeStruct((count, dim * bits // 8), jnp.uint8), jax.ShapeDtypeStruct((count,), kind)
@@ -177,7 +179,7 @@ def test_lookups_on_a_simulated_chip(name, interpret):
 
 
 @pytest.mark.parametrize("format", ["int4", pytest.param("kmeans2", marks=pytest.mark.slow)])
-def test_every_platform_looks_rows_up_in_lines(format):
+def test_every_platform_looks_rows_up_in_lane_rows(format):
     """To the bit; ids that are no rows and a row with a NaN among them."""
     rows = usual() if format == "int4" else quantized(normal(45, 20), format)
     packed = block_quant.pack_lanes(rows)
@@ -188,7 +190,7 @@ def test_every_platform_looks_rows_up_in_lines(format):
         assert np.array_equal(np.asarray(found), wanted, equal_nan=True)
 
 
-def test_a_click_model_takes_tables_in_lines():
+def test_a_click_model_takes_tables_in_lane_rows():
     """Bags, and a fixed number of ids for each example."""
     config = TableConfig(name="t", rows=45, dim=72, features=("bags", "pairs"))
     ids = {"bags": jnp.asarray([3, 19, 0, 5], jnp.int32), "pairs": jnp.asarray([[1, 2], [19, 0]], jnp.int32)}
@@ -202,8 +204,8 @@ def test_a_click_model_takes_tables_in_lines():
 @pytest.mark.parametrize("implementation", ["pallas_tpu", pytest.param("xla", marks=pytest.mark.slow)])
 def test_lookups_without_rows_or_bags(implementation):
     def table(count):
-        lines, scales = jnp.zeros((count, 128), jnp.int32), jnp.ones(count, jnp.float16)
-        return LaneRows(lines=lines, scales=scales, biases=scales, format="int8_half", dim=512, num_rows=count)
+        lane_rows, scales = jnp.zeros((count, 128), jnp.int32), jnp.ones(count, jnp.float16)
+        return LaneRows(lane_rows=lane_rows, scales=scales, biases=scales, format="int8_half", dim=512, num_rows=count)
 
     ids, nothing = jnp.asarray([0, 1]), jnp.zeros(0, jnp.int32)
     for rows, i, n in ((table(0), ids, ids), (table(3), ids, nothing), (table(3), nothing, ids)):
@@ -212,7 +214,7 @@ def test_lookups_without_rows_or_bags(implementation):
         assert not np.asarray(found).any()
 
 
-def test_none_picks_the_kernel_for_lines_on_a_tpu_alone(monkeypatch):
+def test_none_picks_the_kernel_for_lane_rows_on_a_tpu_alone(monkeypatch):
     taken = []
     monkeypatch.setattr(pallas_tpu, "bag", lambda *_: taken.append(True) or jnp.zeros((1, 72)))
     rows = usual()

@@ -167,7 +167,7 @@ def test_codes_and_scales_are_cut_alike_along_either_axis(axis_type, backend):
     by_rows = run(sums, (P(None, "x"), P("x")), P())
     for found in (by_columns, by_rows):
         np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 * float(jnp.abs(wanted).max()))
-    with pytest.raises(UserError, match=r"256 numbers of bdr_mx6 have 160 codes, 16 scales.*; got 20 codes, 2 scales"):
+    with pytest.raises(UserError, match=r"256 values of bdr_mx6 have 160 codes, 16 scales.*; got 20 codes, 2 scales"):
         run(lambda x, w: mx.dequantize_blocks(w, **how), (P(), P("x")), P("x"))
 
 
@@ -197,7 +197,7 @@ def test_weights_alone_are_decoded_and_summed_in_float32(name, dtype, product):
     for weights in (mx.quantize_blocks(matrix, format, axis=0), mx.quantize_blocks(matrix.T, format, axis=1)):
         out = mx.matmul(x, weights, dtype=jnp.float32, implementation="xla")
         exact = exact_product(x, weights)
-        # Numbers under float32 scales are rounded to the bfloat16 of x, 256 of them here; else only sums are rounded.
+        # Values under float32 scales are rounded to the bfloat16 of x, 256 of them here; else only sums are rounded.
         tolerance = 5e-3 if name == "int8" else 2e-6
         np.testing.assert_allclose(out, exact, atol=tolerance * np.abs(exact).max())
         results.append(np.asarray(out))
@@ -281,13 +281,13 @@ def test_mistakes_are_refused_by_name():
         (lambda: mx.quantize_blocks(x, "mxfp8_e4m3", axis=2), "x has 2 axes; got axis 2"),
         (lambda: mx.quantize_blocks(x, "mxfp8_e4m3", axis=1, implementation="native"), "must be None or one of"),
         (lambda: mx.dequantize_blocks(weights, jnp.int8), "dtype must be float32, bfloat16 or float16; got int8"),
-        (lambda: mx.matmul(jnp.ones((4, 32)), weights), "the last axis of x has 32 numbers"),
+        (lambda: mx.matmul(jnp.ones((4, 32)), weights), "the last axis of x has 32 values"),
         (lambda: mx.matmul(jnp.ones((4, 64), jnp.int8), weights), "x must be float32"),
         (lambda: mx.matmul(jnp.float32(1), weights), "must have an axis to sum over"),
         (lambda: mx.matmul(x, jnp.ones((64, 32))), "weights must be packed with two axes"),
         (lambda: mx.matmul(x, weights, dtype=jnp.int8), "dtype must be of floating point; got int8"),
         (lambda: mx.matmul(mx.quantize_blocks(x.T, "mxfp8_e4m3", axis=0), weights), "must lie along its last axis"),
-        (lambda: mx.matmul(x, other_format(weights)), "64 numbers of mxfp6_e2m3 have 48 codes, 2 scales along their a"),
+        (lambda: mx.matmul(x, other_format(weights)), "64 values of mxfp6_e2m3 have 48 codes, 2 scales along their a"),
         (lambda: mx.dequantize_blocks(other_format(weights)), "; got 64 codes, 2 scales. Was it packed in another for"),
     ):
         with pytest.raises(UserError, match=message):

@@ -185,7 +185,7 @@ def test_what_a_kernel_lacks_is_said_and_nothing_else_is_taken(backend):
     "name", ["mxfp8_e5m2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp8_e4m3", "mxfp4_e2m1"))]
 )
 def test_products_keep_normal_numbers_under_the_lowest_scale(backend, name):
-    """2^-127 is a subnormal number, and hardware takes it for zero; the numbers under it are normal."""
+    """2^-127 is a subnormal number, and hardware takes it for zero; the values under it are normal."""
     matrix = jnp.full((32, 3), 2.0 ** (FORMATS[name].element.max_exponent - 127), jnp.float32)
     weights = mx.quantize_blocks(matrix, name, axis=0, implementation="xla")
     assert not weights.scales.any()

@@ -51,7 +51,7 @@ def test_every_number_has_the_nearest_entry_of_the_codebook_of_its_row(format):
     assert set(codebook_ids) <= set(range(7))
     nearest = np.abs(table[:, :, None] - books[codebook_ids][:, None, :]).min(axis=2)
     np.testing.assert_array_equal(np.abs(decoded(rows).astype(np.float64) - table), nearest)
-    # Entries are the means of their numbers, so that k-means has come to rest but for the rounding to float16.
+    # Entries are the means of their values, so that k-means has come to rest but for the rounding to float16.
     for book in set(codebook_ids):
         numbers, found = table[codebook_ids == book].astype(np.float64), decoded(rows)[codebook_ids == book]
         for entry in np.unique(found):

@@ -1,4 +1,4 @@
-"""Elements: the codes of ml_dtypes and the numbers of the specification."""
+"""Elements: the codes of ml_dtypes and the values of the specification."""
 
 import format_cases
 import jax

@@ -50,11 +50,11 @@ def test_blocks_of_another_size_have_it_in_their_name():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("mxfp4_e2m1:16", "blocks of mxfp4_e2m1 have 32 numbers, always; got mxfp4_e2m1:16"),
-        ("int4:12", "any multiple of 8 numbers; got int4:12"),
-        ("int4:x", "any multiple of 8 numbers; got int4:x"),
-        ("vsq4:48", "any multiple of 32 numbers"),
-        ("vsq6:32", "any multiple of 64 numbers"),
+        ("mxfp4_e2m1:16", "blocks of mxfp4_e2m1 have 32 values, always; got mxfp4_e2m1:16"),
+        ("int4:12", "any multiple of 8 values; got int4:12"),
+        ("int4:x", "any multiple of 8 values; got int4:x"),
+        ("vsq4:48", "any multiple of 32 values"),
+        ("vsq6:32", "any multiple of 64 values"),
         ("int5:128", "there is no 'int5:128'"),
     ],
 )

@@ -78,7 +78,7 @@ def test_results_of_other_types_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("numbers", "message"),
+    ("values", "message"),
     [
         ({"k1": 16, "k2": 3, "m": 4}, "k1 must be a multiple of k2"),
         ({"m": 16}, "2 to 16 bits; got S16 with 17"),

@@ -115,7 +115,7 @@ def test_both_codes_of_nan_are_counted_as_poison():
 @pytest.mark.default_cases("bdr_mx9", "msfp12", "mxfp8_e4m3", "mxfp6_e2m3")
 @pytest.mark.parametrize("name", EXPONENTS)
 def test_subnormal_numbers_keep_what_the_lowest_scale_holds(name):
-    """2^-127 is the lowest scale, itself a subnormal float32; neither numbers nor scales are taken for zero."""
+    """2^-127 is the lowest scale, itself a subnormal float32; neither values nor scales are taken for zero."""
     format = FORMATS[name]
     lowest = -127 - format.max_microexponent + format.element.step_exponent
     x = np.full((1, format.k1), np.float32(2.0 ** max(lowest, -149)))
@@ -249,7 +249,7 @@ def test_arrays_without_entries_have_codes_without_entries(name):
 
 
 def test_a_stack_of_tensors_has_the_scale_of_each():
-    """As many tensors as a block has numbers: the scales would broadcast along the block, too."""
+    """As many tensors as a block has values: the scales would broadcast along the block, too."""
     x = jnp.asarray(
         np.random.default_rng(5).standard_normal((16, 3, 32)) * np.arange(1, 17)[:, None, None], jnp.float32
     )

@@ -155,7 +155,7 @@ def test_vectors_of_zeros_are_kept_perfectly():
 
 
 def test_the_search_refuses_vectors_that_blocks_do_not_divide():
-    with pytest.raises(UserError, match="bdr_mx9 has blocks of 16, which do not divide vectors of 60 numbers"):
+    with pytest.raises(UserError, match="bdr_mx9 has blocks of 16, which do not divide vectors of 60 values"):
         search.measure([find("bdr_mx9")], np.ones((2, 60), np.float32))
 
 

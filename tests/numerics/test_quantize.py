@@ -135,7 +135,7 @@ def test_the_last_bit_of_chance_decides(name):
     rule = "floor" if format.scale == "exponent" else None
     described = format_cases.form(format)
     x = format_cases.wide_blocks(format)[:64]
-    x[0], x[1, 3] = 1, 0  # numbers that are exact, and stay
+    x[0], x[1, 3] = 1, 0  # values that are exact, and stay
     g = np.float32(np.abs(x).max() / np.float32(2688)) if format.scale == "e4m3" else None
 
     def oracle(half):

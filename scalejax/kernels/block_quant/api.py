@@ -1,6 +1,6 @@
 """Signatures and checks.
 
-A row of D numbers becomes D codes of 8, 4 or 2 bits, a scale and a bias: value = code * scale + bias. The bias is the
+A row of D values becomes D codes of 8, 4 or 2 bits, a scale and a bias: value = code * scale + bias. The bias is the
 smallest number of the row itself, not an integer zero point, so that decoding is one multiplication and one addition.
 
     format      codes                         scale, bias     bytes of a row
@@ -9,7 +9,7 @@ smallest number of the row itself, not an integer zero point, so that decoding i
     int4        2 in a byte, first one low    float16 each    ceil(D / 2) + 4
     int2        4 in a byte, first one low    float16 each    ceil(D / 4) + 4
 
-or a codebook of numbers of its own, value = book[code] (`quantize_rows_kmeans`):
+or a codebook of values of its own, value = book[code] (`quantize_rows_kmeans`):
 
     kmeans4     as int4                       16 of float16   ceil(D / 2) + 32
     kmeans2     as int2                        4 of float16   ceil(D / 4) + 8
@@ -31,7 +31,7 @@ them in rows padded to an alignment ("inference": its batched lookups); `split_r
     pallas_tpu   the same for a TPU (`pallas_tpu`), from rows that `pack_lanes` has laid out
 
 A TPU's copies address 512 bytes and more, and these rows have 136 at most at D = 128: `pack_lanes` puts several of them
-into each line of 512 bytes, once for a table at rest.
+into each lane row of 512 bytes, once for a table at rest.
 """
 
 import importlib
@@ -53,15 +53,17 @@ from scalejax.kernels.block_quant.scale_bias import ROW_FORMATS, QuantizedRows, 
 from scalejax.kernels.block_quant.shared_codebook import SharedCodebookFormat, SharedCodebookRows
 
 if TYPE_CHECKING:
-    from scalejax.kernels.block_quant import PackedRows
     from scalejax.kernels.interpretation import Interpret
+
+PackedRows = QuantizedRows | CodebookRows | SharedCodebookRows
+"""Rows one after the other; those of `LaneRows` lie side by side in rows of 128 lanes."""
 
 Layout = Literal["training", "inference"]
 Implementation = Literal["reference", "xla", "pallas_gpu", "pallas_tpu"]
 
 
 def row_bytes(format: str, dim: int, *, align: int = 1) -> int:
-    """Bytes of a row of `dim` numbers, filled up to a multiple of `align`; codebooks that rows share are apart.
+    """Bytes of a row of `dim` values, filled up to a multiple of `align`; codebooks that rows share are apart.
 
     Raises:
       UserError: an unknown format.
@@ -119,9 +121,9 @@ def quantize_rows(
 
 
 def quantize_rows_kmeans(table: jax.Array, format: CodebookFormat) -> CodebookRows:
-    """Quantizes every row under a codebook of its own, that of least squared error before its numbers are float16.
+    """Quantizes every row under a codebook of its own, that of least squared error before its values are float16.
 
-    Numbers of a row that are at most 16 (4) different ones, and are float16, come back as they were. A row that holds
+    Values of a row that are at most 16 (4) different ones, and are float16, come back as they were. A row that holds
     NaN, an infinity, or more than float16 does, gets a codebook of NaN and decodes to NaN; `nonfinite_rows` counts
     them. float16 has 11 digits: rows whose spread is far less than their mean are better off in `quantize_rows`.
 
@@ -139,7 +141,7 @@ def quantize_rows_kmeans(table: jax.Array, format: CodebookFormat) -> CodebookRo
 
 
 def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: int | None = None) -> SharedCodebookRows:
-    """Quantizes rows under codebooks that they share: rows of like numbers together, see `shared_codebook`.
+    """Quantizes rows under codebooks that they share: rows of like values together, see `shared_codebook`.
 
     A row that holds NaN, an infinity, or more than float16 does, decodes to NaN and bears on no codebook;
     `nonfinite_rows` counts them.
@@ -169,7 +171,7 @@ def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: in
     )
 
 
-def dequantize_rows(rows: "PackedRows") -> jax.Array:
+def dequantize_rows(rows: PackedRows) -> jax.Array:
     """float32[V, D]: float32(float32(code * scale) + bias), or book[code], the same bits in every program.
 
     FBGEMM's CPU kernels round once, in a fused multiply-add, which for int8 may differ in the last bit; with float16
@@ -180,7 +182,7 @@ def dequantize_rows(rows: "PackedRows") -> jax.Array:
 
 
 def quantized_bag(
-    rows: "PackedRows | LaneRows",
+    rows: PackedRows | LaneRows,
     ids: jax.Array,
     lengths: jax.Array,
     *,
@@ -239,18 +241,18 @@ def quantized_bag(
     return bags.pool_rows(found, slots, lengths.shape[0], pooling=pooling).astype(dtype)
 
 
-def gather_quantized_rows(rows: "PackedRows | LaneRows", ids: jax.Array) -> jax.Array:
+def gather_quantized_rows(rows: PackedRows | LaneRows, ids: jax.Array) -> jax.Array:
     """Decoded rows, float32[N, D]; zeros where ids[n] is no row.
 
     Raises:
       UserError: ids that are no vector of integers.
     """
     ids = _integers("gather_quantized_rows", "ids", ids)
-    # Codes or lines come first, and are empty if there are no rows.
+    # Codes or lane rows come first, and are empty if there are no rows.
     return rows.gather(ids) if jax.tree.leaves(rows)[0].size else jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
 
 
-def nonfinite_rows(rows: "PackedRows") -> jax.Array:
+def nonfinite_rows(rows: PackedRows) -> jax.Array:
     """int32[]: rows that decode to NaN, see `quantize_rows`, `quantize_rows_kmeans` and `share_codebooks`."""
     return rows.poisoned()
 
@@ -263,14 +265,14 @@ def pack_lanes(rows: QuantizedRows | CodebookRows) -> LaneRows:
     """
     if isinstance(rows, LaneRows) or ENCODINGS[rows.format].in_lanes is None:
         raise UnsupportedError(
-            f"pack_lanes: lines have no codebooks that rows share; got {type(rows).__name__}. Look such rows up as "
+            f"pack_lanes: lane rows have no codebooks that rows share; got {type(rows).__name__}. Look such rows up as "
             "they are, or take quantize_rows_kmeans or quantize_rows."
         )
     return lanes.pack_rows(rows)
 
 
 def unpack_lanes(rows: LaneRows) -> QuantizedRows | CodebookRows:
-    """What `pack_lanes` was given."""
+    """The inverse of `pack_lanes`."""
     return rows.unpack()
 
 
@@ -299,16 +301,16 @@ def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 
 def split_rows(
     data: jax.Array, format: RowFormat, dim: int, *, layout: Layout = "training", align: int = 1
 ) -> QuantizedRows:
-    """What `fuse_rows` was given.
+    """The inverse of `fuse_rows`.
 
     Raises:
-      UserError: the bytes of a row are not those of `dim` numbers in this format.
+      UserError: the bytes of a row are not those of `dim` values in this format.
     """
     _check_layout("split_rows", layout, align)
     wanted = row_bytes(format, dim, align=align)
     if data.ndim != 2 or data.dtype != jnp.uint8 or data.shape[1] != wanted:
         raise UserError(
-            f"split_rows: rows of {dim} numbers in {format} have {wanted} bytes each (align={align}); got "
+            f"split_rows: rows of {dim} values in {format} have {wanted} bytes each (align={align}); got "
             f"{data.dtype}{list(data.shape)}. Were they written in another format, width or alignment?"
         )
     kind = scale_dtype(format)
@@ -328,7 +330,7 @@ def split_rows(
     )
 
 
-def _choose(rows: "PackedRows | LaneRows", implementation: Implementation | None, num_bags: int) -> Implementation:
+def _choose(rows: PackedRows | LaneRows, implementation: Implementation | None, num_bags: int) -> Implementation:
     """The implementation of a lookup that was named, or the one for these rows on this platform.
 
     Raises:
@@ -363,7 +365,7 @@ def _check_table(op: str, table: jax.Array) -> None:
 
 
 def _integers(op: str, name: str, array: jax.Array) -> jax.Array:
-    """A vector of integers, of 32 bits at least: numbers of rows do not fit into fewer.
+    """A vector of integers, of 32 bits at least: values of rows do not fit into fewer.
 
     Raises:
       UserError: it is none.

@@ -1,9 +1,9 @@
-"""Rows of numbers under codebooks of their own: the optimal ones, of 16 or 4 numbers for each row.
+"""Rows of values under codebooks of their own: the optimal ones, of 16 or 4 values for each row.
 
-A codebook of least squared error is what k-means looks for. On a line its clusters are runs of the sorted numbers, and
+A codebook of least squared error is what k-means looks for. On a line its clusters are runs of the sorted values, and
 the best cuts are found for certain, by dynamic programming over the number k of clusters and the length m of a prefix:
 
-    best[k, m] = min over i <= m of best[k - 1, i] + cost(i, m),    cost = sum (x - mean)^2 of numbers i to m
+    best[k, m] = min over i <= m of best[k - 1, i] + cost(i, m),    cost = sum (x - mean)^2 of values i to m
 
 D^2 2^bits steps a row. Costs are added up number by number (Welford, 1962), which cancels nothing. Means are rounded to
 float16, and then every number takes the nearest of them, the lower one where two are as near.
@@ -34,7 +34,7 @@ _ROWS = 512
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CodebookRows:
-    """A table of V rows of D numbers under a codebook each.
+    """A table of V rows of D values under a codebook each.
 
     Attributes:
       codes: uint8[V, ceil(D * bits / 8)].
@@ -81,12 +81,12 @@ def quantize(table: jax.Array, bits: int) -> tuple[jax.Array, jax.Array]:
 
 def decode(codes: jax.Array, books: jax.Array, bits: int, dim: int) -> jax.Array:
     """uint8[V, ceil(D bits / 8)], float16[V, 2^bits] -> float32[V, D]."""
-    numbers = unpack_bits(codes, bits, axis=1)[:, :dim]
-    return jnp.take_along_axis(books.astype(jnp.float32), numbers.astype(jnp.int32), axis=1)
+    entries = unpack_bits(codes, bits, axis=1)[:, :dim]
+    return jnp.take_along_axis(books.astype(jnp.float32), entries.astype(jnp.int32), axis=1)
 
 
 for _format, _bits in zip(CODEBOOK_FORMATS, (4, 2), strict=True):
-    # Two numbers of float16 a word.
+    # Two values of float16 a word.
     ENCODINGS[_format] = Encoding(bits=_bits, beside=2 << _bits, book_words=(1 << _bits) // 2, in_lanes=CodebookRows)
 
 
@@ -117,7 +117,7 @@ def _cuts(x: jax.Array, clusters: int) -> jax.Array:
     place = jnp.arange(length, dtype=jnp.int32)[None, :]
 
     def add(carry: tuple[jax.Array, ...], m: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """Takes number m (from 0) into the runs that begin at or before it, and into prefixes of m + 1 numbers."""
+        """Takes number m (from 0) into the runs that begin at or before it, and into prefixes of m + 1 values."""
         mean, cost, best = carry
         number = lax.dynamic_slice_in_dim(x, m, 1, axis=1)
         size = (m - place).astype(jnp.float32)  # of the run from `place`, without the number

@@ -101,7 +101,7 @@ def int8_matmul(x: jax.Array, weight: Int8Weight, *, limits: tuple[jax.Array, ja
     Args:
       x: float[B, K]. A row with a number that is not finite has results of NaN, and no influence on other rows.
       weight: From `quantize_weight`.
-      limits: The least and the largest of the range of x, float32[] each, beyond which numbers saturate; None = those
+      limits: The least and the largest of the range of x, float32[] each, beyond which values saturate; None = those
         of x itself, so that a result depends on the batch that an example is in.
 
     Returns:
@@ -129,7 +129,7 @@ def int8_matmul(x: jax.Array, weight: Int8Weight, *, limits: tuple[jax.Array, ja
 
 
 def _inverse(scale: jax.Array) -> jax.Array:
-    """Not left to XLA, which makes a product of a division by one number in some programs: numbers near a tie move."""
+    """Not left to XLA, which makes a product of a division by one number in some programs: values near a tie move."""
     return jnp.float32(1) / scale
 
 

@@ -22,8 +22,8 @@ class Encoding:
       bits: Of a code.
       beside: Bytes of a row beside its codes.
       shared: Bytes of a codebook that rows share; 0 = they share none.
-      book_words: Words of a row's own codebook in lines of lanes; 0 = it has a scale and a bias instead.
-      in_lanes: Class of the rows that lines of lanes can hold; None = they do not have this format.
+      book_words: Words of a row's own codebook in lane rows; 0 = it has a scale and a bias instead.
+      in_lanes: Class of the rows that lane rows can hold; None = they do not have this format.
     """
 
     bits: int

@@ -1,15 +1,15 @@
-"""Rows of a few bytes in lines of 128 lanes of 32 bits, the shortest piece of memory that a TPU's copies address.
+"""Rows of a few bytes in rows of 128 lanes of 32 bits ("lane rows"), the least that a TPU copies.
 
-Rows lie side by side in a line as many as fit; a row is its codes, then its codebook if it has one, each filled up to
-whole words:
+As many rows as fit lie side by side in a lane row; a row is its codes, then its codebook if it has one, each filled up
+to whole words:
 
-    int4, D = 72: 9 words a row, 14 rows a line, 2 words are left
+    int4, D = 72: 9 words a row, 14 rows a lane row, 2 words are left
 
     lane    0       9       18              117     126
-    line 0  row 0 | row 1 | row 2 | ...   | row 13 | ..
-    line 1  row 14| row 15| ...
+    lane row 0  row 0 | row 1 | row 2 | ...   | row 13 | ..
+    lane row 1  row 14| row 15| ...
 
-A row of more than 128 words has lines of its own, as many as it needs. The first code is in the lowest bits of the
+A row of more than 128 words has lane rows of its own, as many as it needs. The first code is in the lowest bits of the
 first word.
 """
 
@@ -24,8 +24,8 @@ from jax import lax
 from scalejax.kernels.block_quant.formats import ENCODINGS
 
 LANES = 128
-_LINES = 1024
-"""That are made together: on their way a TPU has arrays of a few words a row, which take lines of 512 bytes each."""
+_LANE_ROWS = 1024
+"""That are made together: on their way a TPU has arrays of a few words a row, each in a lane row of 512 bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,25 +34,25 @@ class LaneLayout:
 
     Attributes:
       words: of a row; a multiple of 128 where it is above that.
-      book: Word of a row where its codebook begins, None without one. A codebook never straddles two lines.
+      book: Word of a row where its codebook begins, None without one. A codebook never straddles two lane rows.
     """
 
     words: int
     book: int | None
 
     @property
-    def per_line(self) -> int:
-        """Rows of a line."""
+    def per_lane_row(self) -> int:
+        """Rows of a lane row."""
         return max(1, LANES // self.words)
 
     @property
     def width(self) -> int:
-        """Words of a line, or of the lines of a row that has several."""
+        """Words of a lane row, or of the lane rows of a row that has several."""
         return max(LANES, self.words)
 
     def place(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """(line, first word in it) of each row, int32."""
-        return rows // self.per_line, rows % self.per_line * self.words
+        """(lane row, first word in it) of each row, int32."""
+        return rows // self.per_lane_row, rows % self.per_lane_row * self.words
 
 
 def layout(bits: int, dim: int, *, book_words: int = 0) -> LaneLayout:
@@ -68,18 +68,19 @@ def layout(bits: int, dim: int, *, book_words: int = 0) -> LaneLayout:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LaneRows:
-    """A table as a TPU's copies address it: rows side by side in lines of 128 lanes of 32 bits, from `pack_lanes`.
+    """A table as a TPU's copies address it: rows side by side in lane rows, from `pack_lanes`.
 
     A row takes w words of 32 bits: its codes, ceil(D * bits / 32), and its codebook, 8 for kmeans4 and 2 for kmeans2.
-    floor(128 / w) rows share a line; w above 128 is filled up to a multiple of it, and the row has its lines alone.
-    What is left of a line is zeros:
+    floor(128 / w) rows share a lane row; w above 128 is filled up to a multiple of it, and the row has lane
+    rows of its own.
+    What is left of a lane row is zeros:
 
         bytes a row, scale and bias included, at D =    16     32     64     72     128    256
         int8                                            24     40     72     81.1   136    264
         int4                                            12     20     36     40.6   68     132
 
     Attributes:
-      lines: int32[ceil(V / floor(128 / w)), 128], or int32[V, w] if w is above 128.
+      lane_rows: int32[ceil(V / floor(128 / w)), 128], or int32[V, w] if w is above 128.
       scales: float32[V] for int8, float16[V] for the other formats of rows, None for codebooks.
       biases: as `scales`.
       format: of the rows.
@@ -87,7 +88,7 @@ class LaneRows:
       num_rows: V.
     """
 
-    lines: jax.Array
+    lane_rows: jax.Array
     scales: jax.Array | None
     biases: jax.Array | None
     format: str = dataclasses.field(metadata={"static": True})
@@ -101,7 +102,7 @@ class LaneRows:
 
     @property
     def layout(self) -> LaneLayout:
-        """Where rows lie."""
+        """Where each row lies among the lane rows."""
         return layout_of(self.format, self.dim)
 
     def dequantize(self) -> jax.Array:
@@ -113,12 +114,12 @@ class LaneRows:
         inside = (ids >= 0) & (ids < self.num_rows)
         at = jnp.where(inside, ids, 0).astype(jnp.int32)
         parameters = jax.tree.map(lambda array: array[at], (self.scales, self.biases))
-        found = self._decodable(take(self.lines, at, self.layout), *parameters).dequantize()
+        found = self._decodable(take(self.lane_rows, at, self.layout), *parameters).dequantize()
         return jnp.where(inside[:, None], found, 0)
 
     def unpack(self) -> Any:
         """See `api.unpack_lanes`."""
-        return self._decodable(unpack(self.lines, self.num_rows, self.layout), self.scales, self.biases)
+        return self._decodable(unpack(self.lane_rows, self.num_rows, self.layout), self.scales, self.biases)
 
     def _decodable(self, words: jax.Array, scales: jax.Array | None, biases: jax.Array | None) -> Any:
         """Rows of words, int32[N, w], with scales and biases of their own and all else that of these."""
@@ -134,7 +135,7 @@ def pack_rows(rows: Any) -> LaneRows:
     """See `api.pack_lanes`."""
     own = vars(rows)
     return LaneRows(
-        lines=pack(rows.codes, own.get("books"), layout_of(rows.format, rows.dim)),
+        lane_rows=pack(rows.codes, own.get("books"), layout_of(rows.format, rows.dim)),
         scales=own.get("scales"),
         biases=own.get("biases"),
         format=rows.format,
@@ -150,8 +151,8 @@ def layout_of(format: str, dim: int) -> LaneLayout:
 
 @functools.partial(jax.jit, static_argnames=("where",))
 def pack(codes: jax.Array, books: jax.Array | None, where: LaneLayout) -> jax.Array:
-    """uint8[V, n], float16[V, 2^bits] or None -> int32[lines, width]."""
-    block = _LINES * where.per_line
+    """uint8[V, n], float16[V, 2^bits] or None -> int32[lane rows, width]."""
+    block = _LANE_ROWS * where.per_lane_row
     whole, rest = divmod(codes.shape[0], block)
 
     def cut(number: jax.Array | int, size: int) -> list[jax.Array]:
@@ -159,11 +160,11 @@ def pack(codes: jax.Array, books: jax.Array | None, where: LaneLayout) -> jax.Ar
         parts = [codes] if books is None else [codes, books]
         return [lax.dynamic_slice_in_dim(part, number * block, size) for part in parts]
 
-    last = [jnp.pad(part, ((0, -rest % where.per_line), (0, 0))) for part in cut(whole, rest)]
+    last = [jnp.pad(part, ((0, -rest % where.per_lane_row), (0, 0))) for part in cut(whole, rest)]
     if not whole:
         return _pack(*last, where=where)
-    lines = lax.map(lambda number: _pack(*cut(number, block), where=where), jnp.arange(whole))
-    return jnp.concatenate([lines.reshape(-1, where.width), _pack(*last, where=where)])
+    lane_rows = lax.map(lambda number: _pack(*cut(number, block), where=where), jnp.arange(whole))
+    return jnp.concatenate([lane_rows.reshape(-1, where.width), _pack(*last, where=where)])
 
 
 def _pack(codes: jax.Array, books: jax.Array | None = None, *, where: LaneLayout) -> jax.Array:
@@ -173,21 +174,21 @@ def _pack(codes: jax.Array, books: jax.Array | None = None, *, where: LaneLayout
         halves = lax.bitcast_convert_type(books, jnp.uint16).astype(jnp.int32)
         words = jnp.pad(words, ((0, 0), (0, where.book - words.shape[1])))
         words = jnp.concatenate([words, halves[:, 0::2] | halves[:, 1::2] << 16], axis=1)
-    used = where.per_line * where.words
-    lines = jnp.pad(words, ((0, 0), (0, where.words - words.shape[1]))).reshape(-1, used)
-    return jnp.pad(lines, ((0, 0), (0, where.width - used)))
+    used = where.per_lane_row * where.words
+    lane_rows = jnp.pad(words, ((0, 0), (0, where.words - words.shape[1]))).reshape(-1, used)
+    return jnp.pad(lane_rows, ((0, 0), (0, where.width - used)))
 
 
-def unpack(lines: jax.Array, num_rows: int, where: LaneLayout) -> jax.Array:
-    """int32[lines, width] -> int32[V, words]."""
-    return lines[:, : where.per_line * where.words].reshape(-1, where.words)[:num_rows]
+def unpack(lane_rows: jax.Array, num_rows: int, where: LaneLayout) -> jax.Array:
+    """int32[lane rows, width] -> int32[V, words]."""
+    return lane_rows[:, : where.per_lane_row * where.words].reshape(-1, where.words)[:num_rows]
 
 
-def take(lines: jax.Array, rows: jax.Array, where: LaneLayout) -> jax.Array:
+def take(lane_rows: jax.Array, rows: jax.Array, where: LaneLayout) -> jax.Array:
     """int32[N, words] of int32[N], which are rows."""
 
-    def one(line: jax.Array, first: jax.Array) -> jax.Array:
-        return lax.dynamic_slice(lines, (line, first), (1, where.words))[0]
+    def one(lane_row: jax.Array, first: jax.Array) -> jax.Array:
+        return lax.dynamic_slice(lane_rows, (lane_row, first), (1, where.words))[0]
 
     return jax.vmap(one)(*where.place(rows))
 

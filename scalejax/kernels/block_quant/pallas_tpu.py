@@ -1,15 +1,16 @@
-"""Pooled lookups in packed rows on a TPU's core: lines are copied by DMA, rows are decoded where they are summed.
+"""Pooled lookups in packed rows on a TPU's core: lane rows are copied by DMA, rows are decoded where they are summed.
 
-A table lies in lines of 512 bytes (`lanes`). For every id the line of its row is copied into vector memory, some ahead
-of the one that is added: the lookup of `embedding_bag.pallas_tpu`, of which this is the part that makes numbers of a
-line. A permutation of the 128 lanes brings the word of each column into the column's lane, wherever the row begins:
+A table lies in lane rows of 512 bytes (`lanes`). For every id the lane row of its row is copied into vector memory,
+some ahead of the one that is added: the lookup of `embedding_bag.pallas_tpu`, of which this is the part that makes
+values of a lane row. A permutation of the 128 lanes brings the word of each column into the column's lane, wherever the
+row begins:
 
-    lane c <- word (first + c bits / 32) of the line, shifted right by c bits mod 32         128 columns at a time
+    lane c <- word (first + c bits / 32) of the lane row, shifted right by c bits mod 32         128 columns at a time
 
 Then it is code * scale + bias, with scales and biases in scalar memory, which XLA has gathered: 4 to 8 bytes an id. A
-codebook is part of the line, and a second permutation looks the codes up. Rows are added in the order of ids in
+codebook is part of the lane row, and a second permutation looks the codes up. Rows are added in the order of ids in
 float32; nothing but sums is written. An id costs a copy of 512 bytes however short its row is: what a lookup of float32
-rows of 128 numbers costs, from a table of a quarter of the size and less.
+rows of 128 values costs, from a table of a quarter of the size and less.
 
 The kernel has been compiled for v5e, v5p, v6e and 7x and interpreted, and has not run on a TPU.
 """
@@ -44,11 +45,11 @@ def bag(
 ) -> jax.Array:
     """float32[B, D]; arguments as in `api.quantized_bag`."""
     where, bits, dim = table.layout, ENCODINGS[table.format].bits, table.dim
-    lines, scales, biases = table.lines, table.scales, table.biases
+    lane_rows, scales, biases = table.lane_rows, table.scales, table.biases
     if not table.num_rows:
         return jnp.zeros((lengths.shape[0], dim), jnp.float32)
     rows = copies.no_row_as_minus_one(ids, table.num_rows)
-    line, first = where.place(rows)  # of -1 it is line -1, which is none
+    lane_row, first = where.place(rows)  # of -1 it is lane row -1, which is none
     of_ids = {"first": first}
     if scales is not None and biases is not None:
         found = [array.at[jnp.maximum(rows, 0)].get(mode="promise_in_bounds") for array in (scales, biases)]
@@ -78,8 +79,8 @@ def bag(
         return row * own["weight"] if weights is not None else row
 
     pooled = copies.pool_copied_rows(
-        lines,
-        line,
+        lane_rows,
+        lane_row,
         lengths,
         list(of_ids.values()),
         value,

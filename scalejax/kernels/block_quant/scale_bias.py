@@ -17,7 +17,7 @@ ROW_FORMATS: tuple[RowFormat, ...] = ("int8", "int8_half", "int4", "int2")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedRows:
-    """A quantized table of V rows of D numbers.
+    """A quantized table of V rows of D values.
 
     Attributes:
       codes: uint8[V, ceil(D * bits / 8)].

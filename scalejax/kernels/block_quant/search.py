@@ -2,7 +2,7 @@
 
 From [min, max], both ends are moved in by a 200th of it in turn on trial; the one that leaves the smaller error stays,
 until 16 % of the range is left. Of all ranges on the way the best is taken, the first one included, so that no row gets
-worse. Errors are those of the decoded numbers, scales and biases rounded to float16 as they will be stored.
+worse. Errors are those of the decoded values, scales and biases rounded to float16 as they will be stored.
 
 Source: H. Guan et al., "Post-Training 4-bit Quantization on Embedding Tables", 2019 (arXiv 1911.02079), which stops
 where the error no longer falls; going on costs time and finds at least as good a range.
@@ -22,7 +22,7 @@ STEPS = 200
 LEFT = 0.16
 """Share of the range at which the search ends."""
 _ROWS = 2048
-"""Rows that are searched together: their numbers stay in the caches of a CPU."""
+"""Rows that are searched together: their values stay in the caches of a CPU."""
 
 
 def quantize(table: jax.Array, bits: int, scale_dtype: str) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -2,10 +2,10 @@
 
 Two tiers, one after the other:
 
-    rows      k-means over the *sorted* numbers of each row. A codebook knows nothing of columns, and the squared
-              distance of two sorted rows is that between the distributions of their numbers.
-    numbers   k-means over all numbers of a cluster. It begins with the best codebook of some of them (`codebook`), and
-              moves to the means of the numbers that each entry is nearest to, which never adds to the error, until
+    rows      k-means over the *sorted* values of each row. A codebook knows nothing of columns, and the squared
+              distance of two sorted rows is that between the distributions of their values.
+    values    k-means over all values of a cluster. It begins with the best codebook of some of them (`codebook`), and
+              moves to the means of the values that each entry is nearest to, which never adds to the error, until
               nothing changes; of two beginnings the better end counts. Entries are float16; a number takes the nearest
               of them, the lower one where two are as near.
 
@@ -33,7 +33,7 @@ BROKEN = 255
 """Instead of a codebook: the row decodes to NaN."""
 _ROWS_A_BOOK = 16
 """At least, unless the caller says: then codebooks cost a row 2^bits / 8 bytes at most."""
-_SAMPLE = 64  # numbers of a cluster that its first codebook is made for, or a few more
+_SAMPLE = 64  # values of a cluster that its first codebook is made for, or a few more
 _FITTED = 2**14  # rows that clusters are looked for among
 _PASSES_OVER_ROWS = 30  # at most
 _PASSES_OVER_NUMBERS = 100  # at most, over sorted ones, which are cheap
@@ -42,7 +42,7 @@ _PASSES_OVER_NUMBERS = 100  # at most, over sorted ones, which are cheap
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedCodebookRows:
-    """A table of V rows of D numbers under K codebooks, which rows share.
+    """A table of V rows of D values under K codebooks, which rows share.
 
     Attributes:
       codes: uint8[V, ceil(D * bits / 8)].
@@ -101,8 +101,8 @@ def quantize(table: np.ndarray, bits: int, books: int) -> tuple[np.ndarray, np.n
     codes = np.zeros(table.shape, np.uint8)
     made = np.zeros((books, 1 << bits), np.float16)
     held = np.unique(codebook_ids[sound])
-    numbers = [np.sort(table[codebook_ids == book], axis=None) for book in held]
-    for book, own, starts in zip(held, numbers, _starts(numbers, table.shape[1], bits), strict=True):
+    values = [np.sort(table[codebook_ids == book], axis=None) for book in held]
+    for book, own, starts in zip(held, values, _starts(values, table.shape[1], bits), strict=True):
         settled = [_settled(own, start, 1 << bits) for start in starts]
         made[book] = min(settled, key=lambda entries: _error(own, entries))
         codes[codebook_ids == book] = np.searchsorted(_middles(made[book]), table[codebook_ids == book])
@@ -151,7 +151,7 @@ def _nearest(rows: np.ndarray, centers: np.ndarray) -> np.ndarray:
 
 
 def _starts(clusters: list[np.ndarray], width: int, bits: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Two codebooks to begin with for each cluster of ascending numbers: the best of some that are evenly spaced in
+    """Two codebooks to begin with for each cluster of ascending values: the best of some that are evenly spaced in
     their order, and of some that are so in value, which do not miss a few large ones."""
     if not clusters:
         return []
@@ -160,29 +160,29 @@ def _starts(clusters: list[np.ndarray], width: int, bits: int) -> list[tuple[np.
     samples = [own[(places * own.size).astype(np.int64)] for own in clusters]
     samples += [own[np.searchsorted(own, np.linspace(own[0], own[-1], size, dtype=own.dtype))] for own in clusters]
     codes, books = codebook.quantize(jnp.asarray(np.stack(samples)), bits)
-    decoded = [np.unique(numbers) for numbers in np.asarray(codebook.decode(codes, books, bits, size))]
+    decoded = [np.unique(values) for values in np.asarray(codebook.decode(codes, books, bits, size))]
     return list(zip(decoded[: len(clusters)], decoded[len(clusters) :], strict=True))
 
 
-def _settled(numbers: np.ndarray, book: np.ndarray, size: int) -> np.ndarray:
-    """float16[size], ascending: k-means of ascending numbers, begun with a codebook; the last entry fills the rest."""
-    sums = np.concatenate([[0.0], np.cumsum(numbers, dtype=np.float64)])
+def _settled(values: np.ndarray, book: np.ndarray, size: int) -> np.ndarray:
+    """float16[size], ascending: k-means of ascending values, begun with a codebook; the last entry fills the rest."""
+    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     book, cuts = book.astype(np.float64), None
     for _ in range(_PASSES_OVER_NUMBERS):
-        before, cuts = cuts, np.searchsorted(numbers, _middles(book), side="right")
+        before, cuts = cuts, np.searchsorted(values, _middles(book), side="right")
         if before is not None and np.array_equal(before, cuts):
             break
-        starts, ends = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(numbers)]])
+        starts, ends = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(values)]])
         taken = ends > starts
         book = (sums[ends] - sums[starts])[taken] / (ends - starts)[taken]
     narrow = book.astype(np.float16)
     return np.concatenate([narrow, np.full(size - len(narrow), narrow[-1])])
 
 
-def _error(numbers: np.ndarray, book: np.ndarray) -> float:
-    """Squared, of ascending numbers under the nearest entries."""
-    found = book.astype(np.float64)[np.searchsorted(_middles(book), numbers)]
-    return float(np.square(found - numbers).sum())
+def _error(values: np.ndarray, book: np.ndarray) -> float:
+    """Squared, of ascending values under the nearest entries."""
+    found = book.astype(np.float64)[np.searchsorted(_middles(book), values)]
+    return float(np.square(found - values).sum())
 
 
 def _middles(book: np.ndarray) -> np.ndarray:

@@ -36,14 +36,14 @@ def quantize(table: jax.Array, bits: int, scale_dtype: str) -> tuple[jax.Array, 
 def extremes(table: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """float32[V, D] -> bits of the least and the largest number of each row, int32[V], and whether it has a NaN."""
     words = floats.float_bits(table)
-    ordered = words ^ ((words >> 31) & floats.MAGNITUDE)  # integers in the order of the numbers; its own inverse
+    ordered = words ^ ((words >> 31) & floats.MAGNITUDE)  # integers in the order of the values; its own inverse
     low, high = ordered.min(axis=1), ordered.max(axis=1)
     low, high = (x ^ ((x >> 31) & floats.MAGNITUDE) for x in (low, high))
     return low, high, ((words & floats.MAGNITUDE) > floats.INFINITY).any(axis=1)
 
 
 def parameters(low: jax.Array, high: jax.Array, bits: int, scale_dtype: str) -> tuple[jax.Array, jax.Array]:
-    """Scales and biases [V] in scale_dtype of the ranges between float32 numbers given as bits, int32[V]."""
+    """Scales and biases [V] in scale_dtype of the ranges between float32 values given as bits, int32[V]."""
     if scale_dtype == "float32":
         return _as_float(_fraction(*_difference(high, low), bits)), _as_float(low)
     biases = floats.to_dtype(low, jnp.float16)

@@ -34,7 +34,7 @@ from scalejax.kernels.embedding_bag import blocks, packing, steps, xla
 from scalejax.kernels.interpretation import Interpret
 
 _STEPS = 16384
-"""Most steps of a lookup: three numbers each live in scalar memory, beside the ids."""
+"""Most steps of a lookup: three values each live in scalar memory, beside the ids."""
 _POOLED_BYTES = 4 * 2**20
 """Most bytes of a block of sums; there are two of them in vector memory."""
 

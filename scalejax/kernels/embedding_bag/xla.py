@@ -47,7 +47,7 @@ def pool_rows(rows: jax.Array, bags: jax.Array, num_bags: int, pooling: str) -> 
 def stable_order(keys: jax.Array, bound: int) -> tuple[jax.Array, jax.Array]:
     """Sorted keys and the stable permutation that sorts them; keys lie in [0, bound].
 
-    Key and position are packed into one uint32 where they fit: XLA sorts single numbers five to seven times faster
+    Key and position are packed into one uint32 where they fit: XLA sorts single values five to seven times faster
     than pairs on a CPU.
     """
     count = keys.shape[0]

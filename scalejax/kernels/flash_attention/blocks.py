@@ -42,7 +42,7 @@ class TpuBlocks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuTiles:
-    """Sizes of one program of a GPU kernel, for heads of 128 numbers of 16 bits; wider ones get smaller blocks.
+    """Sizes of one program of a GPU kernel, for heads of 128 values of 16 bits; wider ones get smaller blocks.
 
     Attributes:
       queries: Queries of a block; a power of two, >= 16.

@@ -70,7 +70,7 @@ class Case:
 
     @property
     def num_keys(self) -> int:
-        """T."""
+        """T, the number of keys."""
         return self.queries if self.keys is None else self.keys
 
     def _segments(self, random: np.random.Generator, length: int) -> np.ndarray:

@@ -121,7 +121,7 @@ def _lacks_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibilit
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"computes in bfloat16 and float16; got {q.dtype}."
     if q.shape[3] > 128 or q.shape[3] % 8:
-        return f"takes heads of at most 128 numbers, a multiple of 8; got {q.shape[3]}."
+        return f"takes heads of at most 128 values, a multiple of 8; got {q.shape[3]}."
     if d_lse:
         return "has no place for a cotangent of lse."
     if compat.cudnn_version() is None:

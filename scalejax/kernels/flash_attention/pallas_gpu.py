@@ -5,7 +5,7 @@
 
 A walk has three stretches (`visibility.stretches`): blocks that may be partly hidden, a run that is visible as a whole,
 for which no mask is computed, and the rest. Nothing is added to what another program writes: no atomics, the same bits
-every time. Operands stay [B, S, H, D] as they lie; a tile takes D numbers out of each row of H * D. Exponentials are
+every time. Operands stay [B, S, H, D] as they lie; a tile takes D values out of each row of H * D. Exponentials are
 taken to base 2, with the scale of the scores and log2(e) in one factor.
 
 jax 0.12 lowers these kernels with a warning that Triton will leave Pallas in some later version. They have been
@@ -35,7 +35,7 @@ def lacks(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *, d
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"computes in float32, bfloat16 and float16; got {q.dtype}."
     if q.shape[3] > 256:
-        return f"holds heads of at most 256 numbers in registers; got {q.shape[3]}."
+        return f"holds heads of at most 256 values in registers; got {q.shape[3]}."
     return None
 
 
@@ -225,7 +225,7 @@ class _Tiles:
         self.batch, self.length, _, self.width = q.shape
         self.key_length = k.shape[1]
         self.columns = max(16, pl.next_power_of_2(self.width))
-        # Wide heads and wide numbers fill the registers and the shared memory with smaller blocks.
+        # Wide heads and wide values fill the registers and the shared memory with smaller blocks.
         fewer = pl.cdiv(self.columns * q.dtype.itemsize, 256)
         self.query_block, self.key_block = (
             min(max(16, most // fewer), max(16, pl.next_power_of_2(length)))

@@ -46,7 +46,7 @@ def lacks(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *, d
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16; got {q.dtype}."
     if q.shape[3] > 512:
-        return f"holds heads of at most 512 numbers in vector memory; got {q.shape[3]}."
+        return f"holds heads of at most 512 values in vector memory; got {q.shape[3]}."
     plan = _Plan(q, k, visibility)
     most = max(plan.most_pairs.values())
     rows = 1 if visibility.is_same_for_all_rows else q.shape[0]

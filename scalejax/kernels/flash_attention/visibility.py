@@ -6,7 +6,7 @@ Query i of a row sees key j where all that is asked for holds:
     window     query_position[i] - key_position[j] < window
     segments   query_segment[i] == key_segment[j]
 
-Positions are `start + offset + i` and `j`, numbers that a kernel makes by itself, or arrays. What can be said of a
+Positions are `start + offset + i` and `j`, values that a kernel makes by itself, or arrays. What can be said of a
 block of queries and a block of keys follows from the smallest and largest position and segment in each of them: no pair
 is visible, all pairs are, or one has to look. `pairs` says it for all blocks of a row.
 """

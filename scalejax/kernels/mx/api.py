@@ -8,7 +8,7 @@
     pallas_gpu   one pass, Triton kernels (`pallas_gpu`); products decode their tile of weights
     native       products by jax.nn.scaled_matmul (`native`), where jax has it: MXFP8 and NVFP4, both operands packed
 
-All of them give the same bits of codes, scales and numbers; products differ by the order of their float32 sums. A name
+All of them give the same bits of codes, scales and values; products differ by the order of their float32 sums. A name
 never falls back: what it lacks is an UnsupportedError that says so. None takes the Pallas kernels of the platform of
 the mesh in force, or else of jax's first device, where they have the case, and "xla" otherwise. Pallas kernels are not
 partitioned by the compiler: over several devices call them inside `jax.shard_map` with check_vma=False, or name "xla".
@@ -90,7 +90,7 @@ def dequantize_blocks(
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
 ) -> jax.Array:
-    """The numbers that packed codes and scales stand for, without padding; NaN in poisoned blocks.
+    """The values that packed codes and scales stand for, without padding; NaN in poisoned blocks.
 
     `numerics.quantize.dequantize(numerics.packing.unpack(packed), dtype)` to the bit.
 
@@ -131,7 +131,7 @@ def matmul(
 
     With x an array only the weights are quantized. They are decoded tile by tile, to bfloat16 where x is bfloat16 and
     to float32 otherwise, and multiplied by x in that dtype. Elements with at most 8 significant bits under scales that
-    are powers of two lose nothing in bfloat16, but for numbers below 2^-126. The float32 of a whole NVFP4 tensor
+    are powers of two lose nothing in bfloat16, but for values below 2^-126. The float32 of a whole NVFP4 tensor
     multiplies the sums. float32 products are made as exact as the platform offers.
 
     With x packed too, x is decoded in the same way first, unless the implementation is "native".
@@ -183,7 +183,7 @@ def matmul(
 
 
 def exact_in_bfloat16(format: BlockFormat) -> bool:
-    """Whether decoded numbers without the scale of a tensor are bfloat16, down to 2^-126."""
+    """Whether decoded values without the scale of a tensor are bfloat16, down to 2^-126."""
     bits = format.element.mantissa_bits + 1
     return (format.scale == "exponent" and bits <= 8) or (format.scale == "e4m3" and bits + 4 <= 8)
 
@@ -274,7 +274,7 @@ def _check_packed(op: str, packed: Packed) -> None:
     found = {name: array.shape[packed.axis] for name, array in arrays.items() if array is not None}
     if found != wanted:
         raise UserError(
-            f"{op}: {packed.length} numbers of {format.name} have {_listed(wanted)} along their axis; got "
+            f"{op}: {packed.length} values of {format.name} have {_listed(wanted)} along their axis; got "
             f"{_listed(found)}. Was it packed in another format? Inside a shard_map that cuts this axis, say with "
             "dataclasses.replace what length a device holds."
         )
@@ -309,6 +309,6 @@ def _check_operands(op: str, x: jax.Array | Packed, weights: Packed) -> None:
     if length != weights.length:
         shape = list(x.codes.shape if isinstance(x, Packed) else x.shape)
         raise UserError(
-            f"{op}: the last axis of x has {length} numbers (x{shape}), the axis of blocks of the weights, "
+            f"{op}: the last axis of x has {length} values (x{shape}), the axis of blocks of the weights, "
             f"{weights.axis}, {weights.length}. Quantize weights along the axis that is summed over."
         )

@@ -26,11 +26,11 @@ class GpuTiles:
     """Sizes of one program of the GPU kernels.
 
     Attributes:
-      elements: Numbers that a program quantizes or decodes; a power of two.
+      elements: Values that a program quantizes or decodes; a power of two.
       warps: Warps of 32 threads that share a program.
       rows: Most rows of x in a product; a power of two, >= 16.
       columns: Columns of the weights in a product; a power of two, >= 16.
-      depth: Numbers of the axis that is summed over, at a time; a power of two.
+      depth: Values of the axis that is summed over, at a time; a power of two.
       stages: Tiles in flight from memory.
       programs: Products of fewer tiles are cut along the axis that is summed over, to keep the chip busy.
     """

@@ -250,7 +250,7 @@ class _View:
 
 
 class _Tile:
-    """The blocks of one program: shape of the tile, and where its numbers, bytes and scales lie."""
+    """The blocks of one program: shape of the tile, and where its values, bytes and scales lie."""
 
     def __init__(self, view: _View, format: BlockFormat):
         self.view, self.format = view, format

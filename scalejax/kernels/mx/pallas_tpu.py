@@ -274,7 +274,7 @@ class _View:
         return (self.leading, depth) if self.is_last else (self.leading, depth, self.trailing)
 
     def padded(self, x: jax.Array) -> jax.Array:
-        """Numbers, with zeros up to the length."""
+        """Values, with zeros up to the length."""
         return _pad(x.reshape(self.shape_of(self.given[self.axis])), self.length, 1)
 
     def padded_parts(self, array: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Codes of numbers by a shorter way: 20 operations of float32 bits instead of some 40, and the same results.
+"""Codes of values by a shorter way: 20 operations of float32 bits instead of some 40, and the same results.
 
 For scales that are powers of two and ties to even, which is nearly every use. y = |x| / 2^e is made by subtracting e
 from the exponent field, subnormal x by converting it as an integer first, so that no step depends on how hardware
@@ -60,7 +60,7 @@ def encode_exponents(
     """Quantizes blocks whose maxima are known, ties to even.
 
     Args:
-      bits: int32[..., k1 / k2, k2, ...], float32 numbers.
+      bits: int32[..., k1 / k2, k2, ...], float32 values.
       sub_largest: int32[..., k1 / k2, 1, ...], bits of the largest magnitude of each sub-block.
       exponent: int32[..., 1, 1, ...], `block_exponent` of the largest of a block.
       format: of the blocks.
@@ -101,7 +101,7 @@ def codes(bits: jax.Array, exponent: jax.Array, element: Element) -> jax.Array:
     """Codes of x / 2^exponent, ties to even, saturated.
 
     Args:
-      bits: int32[...], float32 numbers.
+      bits: int32[...], float32 values.
       exponent: int32 that broadcasts, -149 to 127.
       element: of the codes.
 
@@ -123,7 +123,7 @@ def codes(bits: jax.Array, exponent: jax.Array, element: Element) -> jax.Array:
 
 
 def streams(format: BlockFormat) -> list[tuple[int, int]]:
-    """(numbers that share a value, its bits) of codes and second scales."""
+    """(elements that share a code or a second scale, bits of it) of codes and second scales."""
     codes = (1, format.element.bits)
     return [codes] if format.sub_scale == "none" else [codes, (format.k2, format.d2)]
 
@@ -175,7 +175,7 @@ def lacks_products(format: BlockFormat) -> str | None:
 def decode_for_product(
     codes: jax.Array, scales: jax.Array, taus: jax.Array | None, format: BlockFormat, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Numbers of codes, in fewer operations than `blocks.decode_blocks`; those below 2^-126 may come out as zeros.
+    """Values of codes, in fewer operations than `blocks.decode_blocks`; those below 2^-126 may come out as zeros.
 
     Args:
       codes: int32[...].

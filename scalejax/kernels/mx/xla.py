@@ -3,7 +3,7 @@
 On a CPU the speed is that of memory as long as loops become vector instructions. XLA's do where the innermost
 dimension lies together in memory and is neither sliced nor stacked, which forms the code below:
 
-  - the largest of 32 numbers: halves are compared element by element down to four, and only these are reduced;
+  - the largest of 32 values: halves are compared element by element down to four, and only these are reduced;
   - codes that share a byte or a word are shifted by a constant array and summed; words become bytes by a bitcast.
 
 Along other axes than the last one the innermost dimension is another, and everything is a vector anyway.

@@ -481,7 +481,7 @@ def _result_dtype(h: jax.Array | Int8Rows) -> Any:
 def _fold_scales(
     h: jax.Array | Int8Rows, columns: jax.Array, own: Any, given: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
-    """(numbers [M, F], values or None): scales of int8 rows become part of the values."""
+    """(features [M, F], values or None): scales of int8 rows become part of the values."""
     if not isinstance(h, Int8Rows):
         return h, given
     scales, values = h.scales[columns], _either(given, own)

@@ -113,11 +113,11 @@ def reduce_rows(
     return out.at[balance.cut.rows].set(whole, mode="drop", indices_are_sorted=True, unique_indices=True)
 
 
-def rows_of_runs(numbers: jax.Array, starts: jax.Array, counts: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
-    """([R, slots, F], bool[R, slots]): numbers [E, F] of runs of edges, and which slots a run has."""
+def rows_of_runs(values: jax.Array, starts: jax.Array, counts: jax.Array, slots: int) -> tuple[jax.Array, jax.Array]:
+    """([R, slots, F], bool[R, slots]): values [E, F] of runs of edges, and which slots a run has."""
     slot = jnp.arange(slots, dtype=starts.dtype)[None, :]
     inside = slot < counts[:, None]
-    return numbers[jnp.where(inside, starts[:, None] + slot, 0)], inside
+    return values[jnp.where(inside, starts[:, None] + slot, 0)], inside
 
 
 def reduce_slots(rows: jax.Array, inside: jax.Array, reduction: Literal["sum", "max"] = "sum") -> jax.Array:

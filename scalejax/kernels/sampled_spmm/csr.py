@@ -92,7 +92,7 @@ class Csr:
 
     @property
     def nnz(self) -> int:
-        """Edges."""
+        """The number of edges."""
         return self.indices.shape[0]
 
     def check_form(self) -> "Csr":

@@ -1,4 +1,4 @@
-"""Numbers of edges and nodes, by place."""
+"""Values of edges and nodes, by place."""
 
 import jax
 import jax.numpy as jnp
@@ -7,15 +7,15 @@ _ROWS = 16
 _LONG = 1 << 14
 
 
-def take(numbers: jax.Array, places: jax.Array) -> jax.Array:
-    """numbers[places], of rows or single numbers, for a vector of places that are all in bounds.
+def take(values: jax.Array, places: jax.Array) -> jax.Array:
+    """values[places], of rows or single values, for a vector of places that are all in bounds.
 
     On a CPU the gather of a matrix of places runs three times as fast as that of a vector, whose loop XLA leaves with
     one load in flight.
     """
     count = places.shape[0] // _ROWS * _ROWS
     if count < _LONG:
-        return numbers.at[places].get(mode="promise_in_bounds")
-    most = numbers.at[places[:count].reshape(_ROWS, -1)].get(mode="promise_in_bounds")
-    most = most.reshape(count, *numbers.shape[1:])
-    return jnp.concatenate([most, numbers.at[places[count:]].get(mode="promise_in_bounds")])
+        return values.at[places].get(mode="promise_in_bounds")
+    most = values.at[places[:count].reshape(_ROWS, -1)].get(mode="promise_in_bounds")
+    most = most.reshape(count, *values.shape[1:])
+    return jnp.concatenate([most, values.at[places[count:]].get(mode="promise_in_bounds")])

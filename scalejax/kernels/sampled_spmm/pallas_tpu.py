@@ -12,7 +12,7 @@ copied into one half of a buffer while the other half is summed. Rows are added 
 without an edge are neither copied nor added.
 
 A row needs an address of its own: features are padded to a multiple of 128 words of 32 bits, a pass over h that costs
-as much as 2 of the S slots. bfloat16 and int8 come packed, 2 or 4 numbers a word, so that the copies of a row are
+as much as 2 of the S slots. bfloat16 and int8 come packed, 2 or 4 values a word, so that the copies of a row are
 shorter; below 256 or 512 features they are not, since 128 words are the least.
 
 The kernel has been compiled for v5e, v5p, v6e and 7x and interpreted, and has not run on a TPU.
@@ -207,7 +207,7 @@ def _kernel(
 def _words(h: jax.Array, most: int) -> tuple[jax.Array, int]:
     """(h as words of 32 bits [M, a multiple of the tile], words of a tile, at most `most` and a multiple of 128).
 
-    Packed numbers of one word are a tile's quarter or half apart: a tile comes apart into contiguous pieces.
+    Packed values of one word are a tile's quarter or half apart: a tile comes apart into contiguous pieces.
     """
     if h.dtype == jnp.float16:
         h = h.astype(jnp.float32)
@@ -227,7 +227,7 @@ def _words(h: jax.Array, most: int) -> tuple[jax.Array, int]:
 
 
 def _unpack(words: jax.Array, stored: Any) -> jax.Array:
-    """float32 numbers of a row of words."""
+    """float32 values of a row of words."""
     if words.dtype == jnp.float32:
         return words
     if stored == jnp.bfloat16:  # the upper half of a float32

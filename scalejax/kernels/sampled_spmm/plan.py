@@ -46,7 +46,7 @@ class SparsePlan:
 
     @property
     def nnz(self) -> int:
-        """Edges."""
+        """The number of edges."""
         return self.csr.nnz
 
     def degrees(self) -> jax.Array:

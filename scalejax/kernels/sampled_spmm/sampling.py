@@ -149,7 +149,7 @@ class Ell:
 
     @property
     def width(self) -> int:
-        """S."""
+        """S, the slots of a row."""
         return self.indices.shape[1]
 
     def filled(self) -> Any:

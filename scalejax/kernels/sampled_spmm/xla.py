@@ -17,7 +17,7 @@ from scalejax.kernels.sampled_spmm.plan import SparsePlan
 from scalejax.kernels.sampled_spmm.sampling import Ell
 
 _GATHERED = 1 << 20
-"""Gathered numbers that a block may hold."""
+"""Gathered values that a block may hold."""
 
 _EDGES = 8192
 """Edges of a block of `sddmm` on a CPU, whose gathered rows then stay in its cache."""
@@ -56,15 +56,15 @@ def sddmm(csr: Csr, row_ids: jax.Array, a: jax.Array, b: jax.Array, dtype: jax.t
     return _in_blocks(dot, (row_ids, csr.indices), _EDGES)
 
 
-def reduce_edges(plan: SparsePlan, numbers: jax.Array, reduction: Literal["sum", "max"]) -> jax.Array:
-    """[N, F]: numbers [nnz, F] of the edges of each row, reduced; 0 or -inf for a row without any."""
+def reduce_edges(plan: SparsePlan, values: jax.Array, reduction: Literal["sum", "max"]) -> jax.Array:
+    """[N, F]: values [nnz, F] of the edges of each row, reduced; 0 or -inf for a row without any."""
     if compat.platform() == "cpu":
-        # Scatters of few numbers with sorted places are fast, and in order, on CPUs alone.
+        # Scatters of few values with sorted places are fast, and in order, on CPUs alone.
         reduce = jax.ops.segment_sum if reduction == "sum" else jax.ops.segment_max
-        return reduce(numbers, plan.row_ids, plan.shape[0], indices_are_sorted=True)
+        return reduce(values, plan.row_ids, plan.shape[0], indices_are_sorted=True)
 
     def reduce_runs(starts: jax.Array, counts: jax.Array, slots: int) -> jax.Array:
-        return reduce_slots(*rows_of_runs(numbers, starts, counts, slots), reduction)
+        return reduce_slots(*rows_of_runs(values, starts, counts, slots), reduction)
 
     return reduce_rows(plan.balance, reduce_runs, reduction)
 
@@ -101,7 +101,7 @@ def picked_sum_gradients(
 def _weighted(
     h: jax.Array, indices: jax.Array, inside: jax.Array, values: jax.Array | None, dtype: jax.typing.DTypeLike
 ) -> jax.Array:
-    """Sum over slots."""
+    """The sum over slots of rows of h times the values of their edges."""
     rows = h.at[indices].get(mode="promise_in_bounds").astype(dtype)
     return reduce_slots(rows if values is None else rows * values.astype(dtype)[:, None], inside)
 

@@ -27,7 +27,7 @@ from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
 
 
 class GraphConfig(Protocol):
-    """What a task knows of an architecture."""
+    """The part of the config of an architecture that a task knows."""
 
     @property
     def layers(self) -> int: ...

@@ -93,12 +93,12 @@ class Stored(Protocol):
 
     @property
     def file(self) -> pathlib.Path:
-        """Where it lies, for messages."""
+        """The file that holds the tensor, for messages."""
         ...
 
     @property
     def kind(self) -> str:
-        """Its dtype, as files say it."""
+        """The name of the dtype in the headers of files, such as "BF16"."""
         ...
 
     @property
@@ -117,10 +117,10 @@ class Stored(Protocol):
 
 
 class ParamSource(Protocol):
-    """Where parameters come from."""
+    """A source of parameters, each read when it is asked for."""
 
     def dtype(self, path: str) -> np.dtype:
-        """Dtype as stored."""
+        """The dtype in which a parameter is stored."""
         ...
 
     def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
@@ -147,7 +147,7 @@ class TensorSource:
     tensors: Mapping[str, Stored]
 
     def dtype(self, path: str) -> np.dtype:
-        """Dtype as stored."""
+        """The dtype in which a parameter is stored."""
         return self.tensors[self.entries[path].name.replace(LAYER, "0")].dtype
 
     def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:

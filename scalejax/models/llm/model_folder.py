@@ -105,7 +105,7 @@ class LanguageModel:
 
 
 def kind_of(folder: pathlib.Path) -> Kind:
-    """What a folder is, by the file that describes it.
+    """The kind of a folder, by the file that describes it.
 
     Raises:
       UserError: it is not there, or none of the known kinds.
@@ -171,7 +171,7 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
 
 
 def as_trained(model: LanguageModel) -> Trained:
-    """Its parameters under our paths, as a run can begin with them; read when they are indexed."""
+    """The parameters of a model under our paths, as a run can begin with them; read when they are indexed."""
     entries, sizes = families.own_table(model.config)
     params = {}
     for entry in entries:
@@ -258,7 +258,7 @@ def convert(
 
 
 def model_json(config: LanguageConfig, tokens: SpecialTokens) -> dict[str, Any]:
-    """What model.json holds.
+    """The content of model.json.
 
     Raises:
       UserError: the config has parts that it cannot name.

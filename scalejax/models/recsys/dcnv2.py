@@ -67,7 +67,7 @@ class DcnV2Config:
         return DcnV2(self, schema, rngs, dtypes)
 
     def width(self, schema: Schema) -> int:
-        """Length of x_0."""
+        """The length of x_0, the input of the cross network."""
         return (len(schema.categorical) + bool(schema.dense)) * self.dim
 
     def mlp_sizes(self, schema: Schema) -> dict[str, tuple[int, ...]]:
@@ -97,7 +97,7 @@ class Cross(nnx.Module):
 
 
 class DcnV2(nnx.Module):
-    """Embeddings and numbers -> one logit per task."""
+    """Embeddings and dense features -> one logit per task."""
 
     def __init__(self, config: DcnV2Config, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         sizes, width = config.mlp_sizes(schema), config.width(schema)

@@ -8,9 +8,10 @@ Paper: M. Naumov et al., "Deep Learning Recommendation Model for Personalization
     z       = (<x_i, x_j> for j < i)                 n (n - 1) / 2
     logits  = MLP_top(concat(v, z))
 
-Without dense features there is no v. On the Criteo Terabyte shape (13 numbers, 26 features, d = 128) the defaults have
-680,321 dense parameters, and 6 x MACs is 4.63 MFLOP an example; Table 3 of the Wukong paper prints the same parameters
-and 4.62, which is what remains without the input gradient of the first bottom layer (2 x 13 x 512 FLOPs less).
+Without dense features there is no v. On the Criteo Terabyte shape (13 dense and 26 categorical features, d = 128) the
+defaults have 680,321 dense parameters, and 6 x MACs is 4.63 MFLOP an example; Table 3 of the Wukong paper prints the
+same parameters and 4.62, which is what remains without the input gradient of the first bottom layer (2 x 13 x 512 FLOPs
+less).
 
 Axes: B examples, n vectors, d width, T tasks.
 """
@@ -66,7 +67,7 @@ class DlrmConfig:
         return Dlrm(self, schema, rngs, dtypes)
 
     def input_vectors(self, schema: Schema) -> int:
-        """n."""
+        """n, the vectors that interact: one a categorical feature, one for the dense ones."""
         return len(schema.categorical) + bool(schema.dense)
 
     def mlp_sizes(self, schema: Schema) -> dict[str, tuple[int, ...]]:
@@ -78,7 +79,7 @@ class DlrmConfig:
 
 
 class Dlrm(nnx.Module):
-    """Embeddings and numbers -> one logit per task."""
+    """Embeddings and dense features -> one logit per task."""
 
     def __init__(self, config: DlrmConfig, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         sizes = config.mlp_sizes(schema)

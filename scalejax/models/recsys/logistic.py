@@ -4,7 +4,7 @@
 
 The tables are as wide as there are tasks. Everything starts at zero, so the first prediction is 1/2.
 
-Axes: B examples, D numbers, T tasks.
+Axes: B examples, D dense features, T tasks.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class LogisticConfig:
 
 
 class Logistic(nnx.Module):
-    """Rows and numbers -> one logit per task. Computed in float32 or wider throughout: these are logits."""
+    """Rows and dense features -> one logit per task. Computed in float32 or wider throughout: these are logits."""
 
     def __init__(self, schema: Schema, dtypes: nn.Dtypes):
         tasks = len(schema.labels)

@@ -20,7 +20,7 @@ from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
 
 
 class ClickModel(Protocol):
-    """A config of an architecture that turns embeddings and numbers into one logit per task.
+    """A config of an architecture that turns embeddings and dense features into one logit per task.
 
     The module that `build` returns is called as `model(embedded, dense, key=key)` and returns logits, float32[B, T] or
     wider.
@@ -44,7 +44,7 @@ class CtrTask(TaskBase):
     schema: Schema
 
     def fields(self) -> dict[str, Field]:
-        """Numbers, labels and weights of the examples; ids are features of the tables."""
+        """Dense features, labels and weights of the examples; ids are features of the tables."""
         return {
             "dense": Field(shape=(len(self.schema.dense),), dtype="float32"),
             "labels": Field(shape=(len(self.schema.labels),), dtype="float32"),
@@ -64,7 +64,7 @@ class CtrTask(TaskBase):
 
         Args:
           model: What `init` returned, its parameters whole.
-          batch: Numbers, labels and weights, and float[B, dim] of each feature.
+          batch: Dense features, labels and weights, and float[B, dim] of each feature.
           keys: Drive dropout; None = evaluation.
           gather: Not used: the step fetches parameters.
         Returns:

@@ -64,8 +64,9 @@ class NarrowGroup:
 class WukongConfig:
     """Architecture. The defaults are the member of the paper's Criteo Terabyte grid that comes nearest to its Table 3.
 
-    There (13 numbers, 26 features) the defaults have 28,260,137 dense parameters and 172.99 MFLOP an example, against
-    28,009,121 and 173.73 published. No member of the grid matches exactly: some shape is not documented.
+    There (13 dense and 26 categorical features) the defaults have 28,260,137 dense parameters and 172.99 MFLOP an
+    example, against 28,009,121 and 173.73 published. No member of the grid matches exactly: some shape is not
+    documented.
 
     Attributes:
       dim: d, width of every vector in the stack.
@@ -168,7 +169,7 @@ class WukongConfig:
         return tuple((f, vectors.get(f, self.feature_vectors)) for f in schema.keys if f not in narrow)
 
     def input_vectors(self, schema: Schema) -> int:
-        """n_0."""
+        """n_0, the vectors that enter the first layer."""
         dense = self.dense_vectors if schema.dense else 0
         return dense + sum(m for _, m in self.wide_features(schema)) + sum(group.vectors for group in self.narrow)
 
@@ -202,7 +203,7 @@ _FLIGHTS = WukongConfig(
     dim=4,
     layers=2,
     fm_outputs=64,
-    lcb_outputs=72,  # with fm_outputs 136, as many as go in (9 features, 7 bins, numbers): the residual is the identity
+    lcb_outputs=72,  # with fm_outputs 136, as many as go in (9 features, 7 bins, dense): the residual is the identity
     rank=12,
     fmb_hidden=(256,),
     head_hidden=(256, 128),
@@ -352,7 +353,7 @@ class WukongLayer(nnx.Module):
 
 
 class Wukong(nnx.Module):
-    """Embeddings and numbers -> one logit per task."""
+    """Embeddings and dense features -> one logit per task."""
 
     def __init__(self, config: WukongConfig, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         self.before = nnx.Dict(

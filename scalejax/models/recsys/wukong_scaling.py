@@ -1,7 +1,8 @@
 """Scaling Wukong: the recipe of section 5 of the paper, the sizes of its Table 5, and the fitted law.
 
-Our arithmetic against the published one, on 720 embeddings of width 160 and no numbers (`TABLE_5_SCHEMA`); the paper
-documents neither the kind of Y nor the head, so the rows below take the low-rank FM and a head with the FM block's MLP:
+Our arithmetic against the published one, on 720 embeddings of width 160 and no dense features (`TABLE_5_SCHEMA`); the
+paper documents neither the kind of Y nor the head, so the rows below take the low-rank FM and a head with the FM
+block's MLP:
 
     row (GFLOP/example printed)        0.53   1.25   2.12   5.6    22.23  61     108
     GFLOP/example here                 0.48   1.01   1.56   5.60   25.24  64.3   125.7

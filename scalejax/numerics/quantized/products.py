@@ -45,8 +45,8 @@ class Operand:
     """An operand of a product, as it is stored between passes.
 
     Attributes:
-      held: The array itself; or its codes and scales, along one axis or along several as one; or its FP8 numbers.
-      scale: Of FP8 numbers, float32 that broadcasts against them; else None.
+      held: The array itself; or its codes and scales, along one axis or along several as one; or its FP8 values.
+      scale: Of FP8 values, float32 that broadcasts against them; else None.
       dtype: Of the array.
       shape: Of the array.
       axes: Those that were laid behind one another, to be the last, before it was quantized; None = none.
@@ -60,11 +60,11 @@ class Operand:
 
     @property
     def native(self) -> bool:
-        """Whether it is FP8 numbers under scales."""
+        """Whether it is FP8 values under scales."""
         return self.scale is not None
 
     def value(self) -> jax.Array:
-        """The numbers that it stands for, in the dtype of the array."""
+        """The values that it stands for, in the dtype of the array."""
         if isinstance(self.held, quantize.Quantized):
             value = quantize.dequantize(self.held, self.dtype)
             return value if self.axes is None else _unflatten(value, self.shape, self.axes)
@@ -109,7 +109,7 @@ def operand(
         return Operand(held=codes, scale=scale, **plain)
     kind = formats.find(format)
     if rule.scales != "blocks":
-        length = max(math.prod(x.shape[axis] for axis in shared), 1)  # of an array without numbers, too
+        length = max(math.prod(x.shape[axis] for axis in shared), 1)  # of an array without values, too
         kind = dataclasses.replace(kind, k1=length, k2=length)
     # Blocks that end with the last axis are those of all axes as one, and nothing need be laid out anew.
     if len(shared) == 1 or (shared and x.shape[shared[-1]] % kind.k1 == 0):
@@ -118,7 +118,7 @@ def operand(
         x, flat, axis = _flatten(x, shared), shared, x.ndim - len(shared)
     if x.shape[axis] % kind.k1 and rule.tail == "refuse":
         raise UserError(
-            f"quantization of {where or 'a product'}: it sums over {x.shape[axis]} numbers, no multiple of the blocks "
+            f"quantization of {where or 'a product'}: it sums over {x.shape[axis]} values, no multiple of the blocks "
             f"of {kind.k1} that {kind.name} has. Say tail='pad' in its rule, which appends zeros, or put a rule "
             "without formats for it before."
         )
@@ -325,7 +325,7 @@ def _float8_product(dimension_numbers: DimensionNumbers) -> Callable[[jax.Array,
 
 
 def _through_float32(dimension_numbers: DimensionNumbers) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The same numbers: CPUs have no product of 8-bit floats."""
+    """The same values: CPUs have no product of 8-bit floats."""
 
     def product(a: jax.Array, b: jax.Array) -> jax.Array:
         return lax.dot_general(a.astype(jnp.float32), b.astype(jnp.float32), dimension_numbers)

@@ -30,7 +30,7 @@ class QuantizationRule:
         along the axis that those sum over; None = gradients stay as they are and meet the operands of the forward pass
         ("straight through").
       scales: "blocks": as the format has them. For formats with a scale in software (int8, fp8_e4m3, ...) also "rows",
-        one scale for all numbers that a product adds up, and "tensor", one for the whole array. Both are taken from
+        one scale for all values that a product adds up, and "tensor", one for the whole array. Both are taken from
         the array itself ("dynamic").
       scale_rule: How exponents of scales are found (`numerics.scales`); None = "floor". For formats that have some.
       tail: What becomes of an axis that is no multiple of the block: "refuse", or "pad" with zeros, which change no
@@ -73,7 +73,7 @@ class QuantizationRule:
         sized = [name for name in (self.weight_qtype, self.act_qtype, self.bwd_qtype) if name and ":" in name]
         if self.scales != "blocks" and sized:
             raise UserError(
-                f"QuantizationRule: scales={self.scales!r} says how many numbers share a scale, and so does "
+                f"QuantizationRule: scales={self.scales!r} says how many values share a scale, and so does "
                 f"{', '.join(sized)}. Set scales='blocks', or leave the size out of the name."
             )
         if self.scale_rule is not None:
@@ -115,7 +115,7 @@ class QuantizationRule:
 
     @property
     def weight_block(self) -> int | None:
-        """Numbers that share a scale in the format of weights; None = all that a product adds up, or more."""
+        """Values that share a scale in the format of weights; None = all that a product adds up, or more."""
         return None if self.weight_qtype is None or self.scales != "blocks" else formats.find(self.weight_qtype).k1
 
 

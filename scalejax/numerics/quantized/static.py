@@ -52,7 +52,7 @@ def scale_of(largest: float, format: Format) -> np.float32:
 
 
 def encode(x: jax.Array, scale: jax.Array, format: Format) -> jax.Array:
-    """Activations in units of their scale, as numbers of the dtype of x, which holds them exactly.
+    """Activations in units of their scale, as values of the dtype of x, which holds them exactly.
 
     Args:
       x: float32, bfloat16 or float16 [..., n]; NVFP4 has its blocks along n, a multiple of 16.

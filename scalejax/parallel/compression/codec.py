@@ -10,7 +10,7 @@ travel. The bytes of a vector are
     scales | second scales, where the format has them | codes
 
 each of them a stream of bits in whole bytes (`numerics.packing.pack`): a byte or a float32 a block, d2 bits for k2
-numbers, and the bits of the element for each number.
+values, and the bits of the element for each number.
 """
 
 import math
@@ -27,7 +27,7 @@ from scalejax.parallel.compression.wire_formats import WireFormat
 
 
 def encoded_bytes(count: int, format: WireFormat) -> int:
-    """Bytes of a vector of `count` numbers: 1.125 a number for MX9 if its blocks of 16 are full."""
+    """Bytes of a vector of `count` values: 1.125 a number for MX9 if its blocks of 16 are full."""
     return sum(_sizes(count, formats.find(format)))
 
 
@@ -63,12 +63,12 @@ def decode(data: jax.Array, format: WireFormat, *, length: int, dtype: jax.typin
       dtype: float32, or bfloat16 or float16, rounded from it.
 
     Raises:
-      UserError: other bytes than `length` numbers have in this format.
+      UserError: other bytes than `length` values have in this format.
     """
     found = formats.find(format)
     if data.dtype != jnp.uint8 or data.shape[-1:] != (encoded_bytes(length, format),):
         raise UserError(
-            f"decode: {length} numbers in {format} are uint8[..., {encoded_bytes(length, format)}]; got "
+            f"decode: {length} values in {format} are uint8[..., {encoded_bytes(length, format)}]; got "
             f"{data.dtype.name}{list(data.shape)}. Name the format and the length that they were encoded with."
         )
     blocks = math.ceil(length / found.k1)

@@ -5,7 +5,7 @@
               a piece decodes what came from every device and adds it up in float32, in the order of devices
 
 Master parameters stay exact in their shards, and the derivative passes straight through the rounding of the gather. A
-piece is one stream of numbers, the sharded dimension first, and begins a block: no block lies on two devices. Where a
+piece is one stream of values, the sharded dimension first, and begins a block: no block lies on two devices. Where a
 block divides a piece, blocks are those of the whole parameter and do not depend on the number of devices.
 
 What does not travel is not rounded: parameters that are whole on every device, and their gradients, are summed as by

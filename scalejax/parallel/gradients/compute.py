@@ -49,7 +49,7 @@ ROWS = P(BATCH_AXES)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Loss:
-    """What a loss function finds out about a batch.
+    """The result of a loss function on a batch.
 
     Attributes:
       sum: float[]. Weighted sum of the losses of the examples; its gradient is taken.
@@ -108,7 +108,7 @@ class LossAndGradients:
 
 @dataclasses.dataclass(frozen=True)
 class LossInputs:
-    """What a loss function is given.
+    """The inputs of a loss function.
 
     Attributes:
       params: {path: array, or a `Bundle` in its place}; each has to go through `gather` once, by block, before it is

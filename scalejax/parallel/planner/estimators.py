@@ -92,7 +92,7 @@ class TableWork:
 
     @property
     def wide_itemsize(self) -> int:
-        """w."""
+        """w, bytes of an element in which rows are summed."""
         return max(4, self.itemsize)
 
     def row_bytes(self, width: int) -> int:
@@ -112,7 +112,7 @@ class Option:
       table: Name of the table.
       kind: As in `TablePlan`.
       columns: Number of column slices.
-      row_parts: Devices over which the rows of a slice are dealt.
+      row_parts: Devices over which the rows of a slice are striped.
       stack: Which array a piece lies in, as the engine stacks them.
       rows: Rows of a piece; of the whole table for data_parallel.
       row_bytes: Bytes of one of its rows with state.
@@ -191,7 +191,7 @@ def estimate(
       topology: The machine.
       kind: As in `TablePlan`.
       columns: Column slices; divides the width of the table.
-      row_parts: Devices over which the rows of a slice are dealt.
+      row_parts: Devices over which the rows of a slice are striped.
       capacity_factor: Room of an exchange as a multiple of what it carries (`Exchange.capacity_factor`).
     """
     width = asked.table.dim // columns

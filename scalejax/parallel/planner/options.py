@@ -162,5 +162,5 @@ def options(
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """The divisors of a number, ascending."""
     return [count for count in range(1, number + 1) if number % count == 0]

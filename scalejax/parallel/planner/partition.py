@@ -318,7 +318,7 @@ class _Pieces:
         return None
 
     def take(self, step: _Step, busiest: int) -> None:
-        """Makes the step."""
+        """Moves a piece to another device, and one back where the step is a swap."""
         self._move(step.piece, step.other)
         if step.back is not None:
             self._move(step.back, busiest)

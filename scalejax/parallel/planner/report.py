@@ -61,7 +61,7 @@ class DeviceReport:
 
     @property
     def memory_bytes(self) -> int:
-        """All of it."""
+        """Bytes of tables, padding and buffers on the device."""
         return self.table_bytes + self.padding_bytes + self.buffer_bytes
 
 

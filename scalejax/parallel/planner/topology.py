@@ -126,7 +126,7 @@ class HostTopology:
 
     @property
     def hosts(self) -> int:
-        """Number of hosts."""
+        """The number of hosts that the devices belong to."""
         return self.devices // self.devices_per_host
 
     @property

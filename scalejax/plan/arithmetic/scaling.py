@@ -309,7 +309,7 @@ class Downstream:
         return self.chance + (self.ceiling - self.chance) / (1 + math.exp(min((nll - self.middle) / self.width, 700)))
 
     def accuracy(self, compute: float) -> float:
-        """Both steps."""
+        """Accuracy at an amount of compute: its loss, and the accuracy at that loss."""
         return self.accuracy_at_nll(self.nll(compute))
 
 

@@ -152,7 +152,7 @@ class Moved:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """What a step takes.
+    """The time and memory of a step, by estimate.
 
     Attributes:
       decoder: The model.
@@ -178,7 +178,7 @@ class StepEstimate:
 
     @property
     def memory_bytes(self) -> int:
-        """All kinds."""
+        """Bytes of all kinds on a device."""
         return sum(self.memory.values())
 
     @property
@@ -188,7 +188,7 @@ class StepEstimate:
 
     @property
     def collective_s(self) -> float:
-        """All collectives."""
+        """Seconds of all collectives of a step."""
         return math.fsum(moved.seconds for moved in self.moved)
 
     @property

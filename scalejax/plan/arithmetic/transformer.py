@@ -83,7 +83,7 @@ class Decoder:
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Parameters of all layers and of what comes before and after them."""
         return self.layers * self.parameters_per_layer + self.end_parameters
 
     @property

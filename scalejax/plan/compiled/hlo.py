@@ -98,7 +98,7 @@ class Computation:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Instruction]:
-        """Instructions by name."""
+        """The instructions of the computation by their names."""
         return {i.name: i for i in self.instructions}
 
     @functools.cached_property
@@ -113,7 +113,7 @@ class Computation:
 
     @property
     def root(self) -> Instruction:
-        """The result."""
+        """The instruction whose value the computation returns."""
         return next((i for i in self.instructions if i.root), self.instructions[-1])
 
     def parameter(self, index: int) -> Instruction | None:
@@ -140,7 +140,7 @@ class Execution:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program."""
+    """A compiled program: its computations, and which of them is run."""
 
     computations: dict[str, Computation]
     entry: str

@@ -40,7 +40,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """All kinds."""
+        """Bytes of all kinds on a chip."""
         return sum(self.bytes_per_chip.values())
 
 

@@ -1,4 +1,4 @@
-"""Scales of blocks, chosen by what they do to the numbers under them, and the codes under these scales.
+"""Scales of blocks, chosen by what they do to the values under them, and the codes under these scales.
 
 max         from the largest magnitude, as `numerics.quantize` does: a direct cast
 percentile  from the smallest magnitude that at least p % of the block do not exceed, or the largest where that is zero:
@@ -33,12 +33,12 @@ Method = Literal["max", "percentile", "mse"]
 
 FACTORS = tuple(1 - 0.02 * i for i in range(26))
 """Of the scale of max, which mse tries."""
-_CHUNK = 2**22  # numbers that are looked at together
+_CHUNK = 2**22  # values that are looked at together
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """How scales are chosen; see above.
+    """The rule by which scales are chosen; see above.
 
     Attributes:
       method: "max", "percentile" or "mse".
@@ -76,7 +76,7 @@ class Calibration:
             longest = max(used, key=lambda format: format.k1)
             most = math.floor(1000 * (100 - 100 / longest.k1)) / 1000
             raise UserError(
-                f"--percentile {self.percentile:g} leaves nothing out of the {longest.k1} numbers of a block of "
+                f"--percentile {self.percentile:g} leaves nothing out of the {longest.k1} values of a block of "
                 f"{longest.name}. Give at most {most:g}, or another --calibrate."
             )
         if self.scale_rule is None:

@@ -74,16 +74,16 @@ class DirectCast:
 
 @dataclasses.dataclass(frozen=True)
 class TensorReport:
-    """What became of a tensor.
+    """A line of the report of a quantization: one tensor, before and after.
 
     Attributes:
       name: Of the tensor.
       module: Its path.
       format: Its format; None = it stayed as it was.
-      numbers: How many there are.
+      numbers: How many values it has.
       bytes_before: Of the tensor as it was stored.
       bytes_after: Of codes and scales.
-      padding: Numbers that rows were filled up with.
+      padding: Values that rows were filled up with.
       qsnr: dB, of the weight; None where it stayed.
       output_error: See `QuantizedWeight`.
       inputs: Format of what it multiplies; None where that stays as it is.

@@ -37,7 +37,7 @@ from scalejax.surgery.quantize.calibration import Calibration
 
 DAMPING = 0.01
 
-_CHUNK = 2**24  # numbers that are rounded together
+_CHUNK = 2**24  # values that are rounded together
 
 
 def factor(hessian: np.ndarray, damping: float = DAMPING) -> np.ndarray:

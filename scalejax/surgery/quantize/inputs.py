@@ -27,7 +27,7 @@ from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.checkpoint import QuantizedWeight, Quantizer, read_weight
 from scalejax.surgery.quantize.plan import Weight
 
-_BIN_BITS = 13  # of the 23 of a mantissa, which numbers of a bin may differ in
+_BIN_BITS = 13  # of the 23 of a mantissa, which values of a bin may differ in
 
 Inputs = Callable[[np.ndarray], jax.Array]
 """What comes before a layer, float32[B, S, E], to what its matrix multiplies, float32[B, S, ...]."""

@@ -156,7 +156,7 @@ def test_any_dimension_numbers(left, right, dimensions):
 def test_an_axis_that_blocks_do_not_divide_is_refused_or_padded_by_name():
     x, w = arrays((64, 24), (24, 32))
     rule = QuantizationRule(weight_qtype="bdr_mx9", act_qtype="bdr_mx9", bwd_qtype="bdr_mx9")
-    with pytest.raises(UserError, match=r"quantization of top/layers/1: it sums over 24 numbers.*tail='pad'"):
+    with pytest.raises(UserError, match=r"quantization of top/layers/1: it sums over 24 values.*tail='pad'"):
         product(rule, where="top/layers/1")(x, w)
     agree(
         product(dataclasses.replace(rule, tail="pad"))(x, w),
@@ -166,7 +166,7 @@ def test_an_axis_that_blocks_do_not_divide_is_refused_or_padded_by_name():
 
 def test_the_axes_of_the_backward_pass_are_held_to_blocks_too():
     x, w = arrays((64, 48), (48, 8))
-    with pytest.raises(UserError, match="sums over 8 numbers"):
+    with pytest.raises(UserError, match="sums over 8 values"):
         jax.grad(lambda x: product(THREE)(x, w).sum())(x)
 
 
@@ -239,7 +239,7 @@ NATIVE = [((64, 48), (48, 32), MATRICES), *DIMENSIONS[:3]]
     ("left", "right", "dimensions"), [NATIVE[0], *(pytest.param(*case, marks=pytest.mark.slow) for case in NATIVE[1:])]
 )
 def test_native_products_are_those_of_the_emulated_format(left, right, dimensions, scales):
-    """To a code of a few numbers, whose quotients lie within a float32 rounding of a tie."""
+    """To a code of a few values, whose quotients lie within a float32 rounding of a tie."""
     x, w = arrays(left, right)
     found = []
     for implementation in ("native", "emulated"):

@@ -16,7 +16,7 @@ from scalejax.parallel.compression.wire_formats import WIRE_FORMATS, check_forma
 
 FEW = ("bdr_mx9", "bdr_mx4", "mxfp6_e3m2", "fp8_e4m3")
 MANY = [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in WIRE_FORMATS]
-# Bytes of 64 numbers in full blocks, and of the 23 numbers of a block and a tail: scales, pairs' bits and codes.
+# Bytes of 64 values in full blocks, and of the 23 values of a block and a tail: scales, pairs' bits and codes.
 BYTES = {
     "bdr_mx9": (72, 2 + 2 + 23),
     "bdr_mx6": (48, 2 + 2 + 15),
@@ -112,7 +112,7 @@ def test_no_vectors_and_vectors_of_nothing_travel_too(format):
 def test_bytes_of_another_format_or_length_are_refused():
     data = codec.encode(jnp.ones((3, 64)), "bdr_mx9")
     for format, length in (("bdr_mx6", 64), ("bdr_mx9", 63), ("bdr_mx9", 80)):
-        with pytest.raises(UserError, match=rf"decode: {length} numbers in {format} are uint8.*; got uint8\[3, 72\]"):
+        with pytest.raises(UserError, match=rf"decode: {length} values in {format} are uint8.*; got uint8\[3, 72\]"):
             codec.decode(data, format, length=length)
     with pytest.raises(UserError, match=r"got int32\[3, 72\]"):
         codec.decode(data.astype(jnp.int32), "bdr_mx9", length=64)

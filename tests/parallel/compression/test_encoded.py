@@ -51,7 +51,7 @@ def exchange_on(mesh, axes, **formats):
 
 
 def pieces(x, dim, count):
-    """[count, numbers]: what each shard of an array holds, the sharded dimension first."""
+    """[count, values]: what each shard of an array holds, the sharded dimension first."""
     return np.moveaxis(np.asarray(x), dim, 0).reshape(count, -1)
 
 
@@ -107,7 +107,7 @@ def uneven(seed=0):
 
 
 def one_device_sum(each, format, order=slice(None)):
-    """float32[devices, numbers]: encoded and decoded one by one, added up in NumPy in the order of devices."""
+    """float32[devices, values]: encoded and decoded one by one, added up in NumPy in the order of devices."""
     total = np.zeros(each.shape[1:], np.float32)
     for contribution in np.asarray(decoded(jnp.asarray(each), format))[order]:
         total = total + contribution
@@ -129,7 +129,7 @@ def test_reduced_gradients_are_those_of_one_device_to_the_bit(format):
     mesh, each = meshes.make_mesh(MESHES["fsdp8"]), uneven()
     for path, got in reduced(mesh, ("fsdp",), format, each).items():
         dim = SPECS[path]
-        contributions = np.stack([pieces(each[path][device], dim, 8) for device in range(8)])  # from, to, numbers
+        contributions = np.stack([pieces(each[path][device], dim, 8) for device in range(8)])  # from, to, values
         rows = [one_device_sum(contributions[:, to], format) for to in range(8)]
         expected = merge(np.stack(rows), SHAPES[path], dim)
         assert got.dtype == jnp.float32
@@ -256,7 +256,7 @@ def test_the_model_sees_the_cast_and_the_masters_stay_exact():
 
 
 DIM, HIDDEN = 32, 64
-INSIDE, OUTSIDE = residual_stack.L * 2 * DIM * HIDDEN, 2 * residual_stack.V * DIM  # numbers, norms left whole
+INSIDE, OUTSIDE = residual_stack.L * 2 * DIM * HIDDEN, 2 * residual_stack.V * DIM  # values, norms left whole
 
 
 def compiled(strategy, mesh, layers=residual_stack.L, dim=DIM, hidden=HIDDEN, **more):

@@ -17,7 +17,7 @@ MORE = [pytest.param(name, marks=pytest.mark.slow) for name in ("bdr_mx9", "mxfp
 
 
 def outliers():
-    """Numbers that a few large ones stand out of."""
+    """Values that a few large ones stand out of."""
     x = gaussian(0, 24, 128)
     x[::5, ::37] *= 9
     return x
@@ -89,7 +89,7 @@ def test_a_percentile_leaves_out_the_largest():
 
 
 def test_padding_does_not_count_in_a_percentile():
-    """Eight numbers in a block of 32: 5 of them do not exceed the median, and zeros behind them change nothing."""
+    """Eight values in a block of 32: 5 of them do not exceed the median, and zeros behind them change nothing."""
     x = np.zeros((1, 40), np.float32)
     x[0, 32:] = [1, 2, 3, 4, 5, 6, 7, 8]
     x[0, :32] = 1
@@ -101,7 +101,7 @@ def test_padding_does_not_count_in_a_percentile():
 
 
 def test_a_percentile_of_zero_is_the_largest():
-    """Most numbers of a pruned weight are zeros, and so are most blocks."""
+    """Most values of a pruned weight are zeros, and so are most blocks."""
     x = np.zeros((4, 2048), np.float32)
     x[1, :3], x[2, 40] = [1.5, -2, 6], 3
     for format in ("int8:32", "mxfp4_e2m1", "nvfp4"):
@@ -146,7 +146,7 @@ def test_scale_rules_that_do_not_fit_are_refused(rule, format, words):
 
 def test_a_percentile_that_leaves_nothing_out_is_refused():
     short = [formats.find(name) for name in ("bdr_mx6", "mxfp4_e2m1")]
-    with pytest.raises(UserError, match=r"--percentile 99.9 leaves nothing out of the 32 numbers .* at most 96.875"):
+    with pytest.raises(UserError, match=r"--percentile 99.9 leaves nothing out of the 32 values .* at most 96.875"):
         Calibration(method="percentile").check(short)
     Calibration(method="percentile", percentile=96.875).check(short)
     for longer in ("int4:1000", "nvfp4"):

@@ -188,7 +188,7 @@ SCALES = "model.layers.0.mlp.up_proj.weight.mxfp6_e3m2.scales"
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda a: a.pop(SCALES), f"{SCALES} is missing: codes without their scales are no numbers"),
+        (lambda a: a.pop(SCALES), f"{SCALES} is missing: codes without their scales are no values"),
         (lambda a: a.update({SCALES: a[SCALES][:, :1].copy()}), "but scalejax has mxfp6_e3m2 as uint8 [96, 2]"),
         (lambda a: a.update({"more": np.zeros(3, np.float32)}), "also holds more"),
     ],

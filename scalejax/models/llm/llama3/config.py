@@ -165,58 +165,30 @@ class LlamaConfig:
         return 6 * (matrices + pairs * length // (2 if attention == "causal" else 1))
 
 
-_LLAMA31 = RopeScaling()
-_LLAMA32 = RopeScaling(factor=32.0)
-
-SIZES = {
-    "3.2-1b": LlamaConfig(
-        layers=16,
-        dim=2048,
-        ffn_dim=8192,
-        heads=32,
-        kv_heads=8,
-        rope_scaling=_LLAMA32,
-        max_positions=131_072,
-        tie_embeddings=True,
-    ),
-    "3.2-3b": LlamaConfig(
-        layers=28,
-        dim=3072,
-        ffn_dim=8192,
-        heads=24,
-        kv_heads=8,
-        rope_scaling=_LLAMA32,
-        max_positions=131_072,
-        tie_embeddings=True,
-    ),
-    "3-8b": LlamaConfig(layers=32, dim=4096, ffn_dim=14_336, heads=32, kv_heads=8),
-    "3-70b": LlamaConfig(layers=80, dim=8192, ffn_dim=28_672, heads=64, kv_heads=8),
-    "3.1-8b": LlamaConfig(
-        layers=32,
-        dim=4096,
-        ffn_dim=14_336,
-        heads=32,
-        kv_heads=8,
-        rope_scaling=_LLAMA31,
-        max_positions=131_072,
-    ),
-    "3.1-70b": LlamaConfig(
-        layers=80,
-        dim=8192,
-        ffn_dim=28_672,
-        heads=64,
-        kv_heads=8,
-        rope_scaling=_LLAMA31,
-        max_positions=131_072,
-    ),
-    "3.1-405b": LlamaConfig(
-        layers=126,
-        dim=16_384,
-        ffn_dim=53_248,
-        heads=128,
-        kv_heads=8,
-        rope_scaling=_LLAMA31,
-        max_positions=131_072,
-    ),
+_SCALINGS = {"3": None, "3.1": RopeScaling(), "3.2": RopeScaling(factor=32.0)}
+_SHAPES = {  # layers, dim, ffn_dim, heads
+    "3.2-1b": (16, 2048, 8192, 32),
+    "3.2-3b": (28, 3072, 8192, 24),
+    "3-8b": (32, 4096, 14_336, 32),
+    "3-70b": (80, 8192, 28_672, 64),
+    "3.1-8b": (32, 4096, 14_336, 32),
+    "3.1-70b": (80, 8192, 28_672, 64),
+    "3.1-405b": (126, 16_384, 53_248, 128),
 }
+
+
+def _published(version: str, layers: int, dim: int, ffn_dim: int, heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        layers=layers,
+        dim=dim,
+        ffn_dim=ffn_dim,
+        heads=heads,
+        kv_heads=8,
+        rope_scaling=_SCALINGS[version],
+        max_positions=8192 if version == "3" else 131_072,
+        tie_embeddings=version == "3.2",
+    )
+
+
+SIZES = {name: _published(name.partition("-")[0], *shape) for name, shape in _SHAPES.items()}
 """Published shapes by version and size."""

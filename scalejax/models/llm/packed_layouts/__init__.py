@@ -1,6 +1,6 @@
 """Layouts of quantized checkpoints: the tensors that a weight becomes, and what config.json says of it.
 
-A weight [rows, columns] is quantized along its columns, over which products sum. n blocks of k1 numbers cover a row:
+A weight [rows, columns] is quantized along its columns, over which products sum. n blocks of k1 values cover a row:
 
     scalejax            WEIGHT.FORMAT.codes         uint8 [rows, n k1 bits / 8]   streams of bits, see numerics.packing
                         WEIGHT.FORMAT.scales        uint8 or float32 [rows, n]

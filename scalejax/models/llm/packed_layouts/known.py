@@ -39,7 +39,7 @@ def check_inputs(layout: PackedLayout, name: str, inputs: static.Format, shape: 
         )
     if inputs == "nvfp4" and shape[-1] % formats.find(inputs).k1:
         raise UnsupportedError(
-            f"--activations nvfp4: {name} sums over {shape[-1]} numbers, no multiple of blocks of 16. Take fp8_e4m3 or "
+            f"--activations nvfp4: {name} sums over {shape[-1]} values, no multiple of blocks of 16. Take fp8_e4m3 or "
             "int8."
         )
 

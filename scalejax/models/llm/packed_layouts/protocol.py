@@ -83,7 +83,7 @@ class PackedLayout(Protocol):
 
     @property
     def name(self) -> str:
-        """What `--layout` calls it."""
+        """The name of the layout in `--layout`."""
         ...
 
     def check(self, name: str, format: BlockFormat, shape: Shape) -> None:
@@ -107,7 +107,7 @@ class PackedLayout(Protocol):
         ...
 
     def restore(self, stored: Mapping[Role, np.ndarray], format: BlockFormat, length: int, where: str) -> Packed:
-        """Whole blocks of those tensors as a quantized weight, `length` numbers a row."""
+        """Whole blocks of those tensors as a quantized weight, `length` values a row."""
         ...
 
     def input_part(self, name: str, inputs: static.Format) -> InputPart | None:
@@ -181,7 +181,7 @@ def check_whole_blocks(layout: str, name: str, format: BlockFormat, shape: Shape
 
 
 def as_packed(stored: Mapping[Role, np.ndarray], format: BlockFormat, length: int) -> Packed:
-    """The tensors of a weight, uint8 codes and all else, as `numerics` holds them, `length` numbers a row."""
+    """The tensors of a weight, uint8 codes and all else, as `numerics` holds them, `length` values a row."""
     # numpy arrays are leaves of a pytree as good as jax's.
     arrays: Any = stored
     return Packed(
