@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_report import Report, main, timed
 
-from scalejax.kernels.sampled_spmm import Csr, Ell, plan, presample, sampled_spmm, spmm
+from scalejax.kernels.sampled_spmm import Csr, Ell, presample, sampled_spmm, sparse_plan, spmm
 from scalejax.kernels.sampled_spmm.blocks import GPU, GpuBlocks
 
 
@@ -85,7 +85,7 @@ def check(report: Report, *, smoke: bool) -> bool:
         values = rng.standard_normal(nnz).astype(np.float32) if weighted else None
         csr = Csr(indptr, rng.integers(0, 50, nnz, dtype=np.int32), values, shape=(len(CHECKED), 50))
         h = jnp.asarray(rng.standard_normal((50, features)), dtype)
-        planned, on_device = plan(csr), jax.tree.map(jnp.asarray, csr)
+        planned, on_device = sparse_plan(csr), jax.tree.map(jnp.asarray, csr)
         ell = jax.tree.map(jnp.asarray, presample(csr, 40, strategy="fastrand"))
         cases = {
             "exact": lambda o, p=planned, h=h: spmm(p, h, **o),
@@ -141,7 +141,7 @@ def exact(report: Report, name: str, graph: Graph, csr: Csr, *, smoke: bool) -> 
     case = f"exact, {name}, F = {graph.features}"
     if not report.has_time_for(case, 40):
         return None
-    planned = plan(csr)
+    planned = sparse_plan(csr)
     best = []
     for dtype, implementations in ((jnp.float32, ("cusparse", "pallas_gpu")), (jnp.bfloat16, ("pallas_gpu",))):
         h = jax.random.normal(jax.random.key(1), (graph.nodes, graph.features), dtype)

@@ -39,7 +39,7 @@ from scalejax.numerics.quantized.rules import QuantizationRule, assign
 from scalejax.numerics.quantized.weights import weights_of
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.activations import ACTIVATIONS
-from scalejax.parallel.compression.formatted import FormattedGather
+from scalejax.parallel.compression.quantized_gather import QuantizedGather
 from scalejax.parallel.rules import LLM, Rules
 from scalejax.train.state import ModelShape, Params
 
@@ -338,7 +338,7 @@ class Engine:
 
     @property
     def _gather(self) -> Gather:
-        return FormattedGather(packed_params.whole, self.formats) if self.formats else packed_params.whole
+        return QuantizedGather(packed_params.whole, self.formats) if self.formats else packed_params.whole
 
     def _model(self, params: Any) -> LanguageModule:
         model: Any = self.shape.merge(params)

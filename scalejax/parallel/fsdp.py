@@ -25,7 +25,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.parallel.compression import encoded
+from scalejax.parallel.compression import quantized_exchange
 from scalejax.parallel.compression.wire_formats import WireFormat, check_formats
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.gradients import blocks
@@ -66,7 +66,7 @@ class Fsdp:
       reduce_dtype: Dtype in which gradients are summed over devices (explicit form); None = param_dtype, or that of the
         master parameters with accumulate="local", which adds up in it.
       gather_format: Block format in which parameters are gathered (explicit form); None = param_dtype. The model sees
-        them as the format does, in param_dtype; master parameters stay as they are. See `parallel.compression.encoded`.
+        them as the format does, in param_dtype; master parameters stay as they are. See `QuantizedExchange`.
       reduce_format: Block format in which gradients travel to the device that adds them up, in float32 (explicit form);
         None = reduce_dtype. What is whole on every device, and sums over copies of a shard, stay in their dtype.
       output_dtype: Dtype of floating arrays in what the loss returns beside its sum and weight; None = as they are.
@@ -105,7 +105,9 @@ class Fsdp:
         )
         if not self.formats:
             return plain
-        return encoded.EncodedExchange(plain=plain, gather_format=self.gather_format, reduce_format=self.reduce_format)
+        return quantized_exchange.QuantizedExchange(
+            plain=plain, gather_format=self.gather_format, reduce_format=self.reduce_format
+        )
 
     def check_specs(self, specs: Mapping[str, P], mesh: Mesh) -> None:
         """Refuses shardings of parameters that are not this strategy's.

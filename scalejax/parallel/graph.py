@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import Csr, Ell, Int8Rows, SparsePlan, spmm
-from scalejax.kernels.sampled_spmm.plan import plan_on_host, stack_plans
+from scalejax.kernels.sampled_spmm.sparse_plan import plan_on_host, stack_plans
 from scalejax.parallel.mesh import everywhere, put
 
 Exchange = Literal["halo", "all_gather"]

@@ -29,7 +29,7 @@ from scalejax.numerics.quantized import rules, weights
 from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel import context, ddp, fsdp, offload, pipeline, xla_flags
 from scalejax.parallel import mesh as meshes
-from scalejax.parallel.compression.formatted import FormattedGather
+from scalejax.parallel.compression.quantized_gather import QuantizedGather
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
@@ -594,7 +594,7 @@ class Program:
     ) -> tuple[Loss, Params]:
         """Loss and next variables of a batch, with parameters fetched by whom the task says."""
         if self.formats:
-            gather = FormattedGather(gather, self.formats)
+            gather = QuantizedGather(gather, self.formats)
 
         def by_blocks(params: Any, variables: Params, batch: Batch) -> tuple[Loss, Params]:
             model = self.model.merge(params, variables)

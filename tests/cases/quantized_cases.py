@@ -9,7 +9,7 @@ from scalejax.inference import run_model
 from scalejax.models.llm import model_folder, safetensors
 from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.models.llm.packed_layouts.known import find_layout
-from scalejax.surgery.quantize import checkpoint, plan
+from scalejax.surgery.quantize import checkpoint, quantization_plan
 
 SMALL = LlamaConfig(layers=2, dim=64, ffn_dim=96, heads=4, kv_heads=2, vocabulary=264, max_positions=512)
 MATRICES = 7 * SMALL.layers
@@ -28,7 +28,7 @@ def quantize(source, target, format, *, given=(), layout="scalejax", quantizer=N
     from scalejax.surgery.quantize.calibration import Calibration
 
     model, stored = model_folder.open_folder(source), find_layout(layout)
-    weights = plan.make(model, format, given, stored)
+    weights = quantization_plan.make(model, format, given, stored)
     made = checkpoint.DirectCast(model, Calibration(**calibration)) if quantizer is None else quantizer(model)
     return checkpoint.write(model, target, weights, made, stored)
 
@@ -38,7 +38,7 @@ def quantize_with_inputs(source, target, format, inputs, *, given=(), layout="sc
     from scalejax.surgery.quantize.inputs import WithInputs
 
     model, stored = model_folder.open_folder(source), find_layout(layout, inputs)
-    weights = plan.make(model, format, given, stored, inputs)
+    weights = quantization_plan.make(model, format, given, stored, inputs)
     text = tokens(model.config, 6, 32)
     made = WithInputs(model, weights, text, checkpoint.DirectCast(model))
     return checkpoint.write(model, target, weights, made, stored)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalejax.kernels import embedding_bag as ops
-from scalejax.kernels.embedding_bag.host_plan import narrow_plan
+from scalejax.kernels.embedding_bag.host_row_plan import narrow_plan
 
 COUNT = 24
 

@@ -17,13 +17,13 @@ from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels.sampled_spmm import (
     Csr,
     Int8Rows,
-    plan,
     plan_sample,
     presample,
     quantize_rows,
     sampled_spmm,
     sddmm,
     segment_softmax,
+    sparse_plan,
     spmm,
 )
 
@@ -67,7 +67,7 @@ def test_product_equals_scipy(implementation, weighted):
     csr = random_csr(0, weighted=weighted)
     h = _features(csr)
     matrix = _matrix(csr, csr.values)
-    out = product(plan(csr), h, implementation=implementation)
+    out = product(sparse_plan(csr), h, implementation=implementation)
     assert out.dtype == jnp.float32
     _close(out, matrix @ h)
 
@@ -75,18 +75,18 @@ def test_product_equals_scipy(implementation, weighted):
 def test_rows_of_more_edges_than_two_passes_hold_are_summed():
     csr = random_csr(0, degrees=[3, 70000, 0, 300])
     h = _features(csr)
-    _close(product(plan(csr), h, implementation="xla"), _matrix(csr, csr.values) @ h)
+    _close(product(sparse_plan(csr), h, implementation="xla"), _matrix(csr, csr.values) @ h)
 
 
 def test_sums_in_bins_do_not_depend_on_other_rows():
     rows = random_csr(3, degrees=[1000, 20])
-    alone, among = plan(rows), plan(random_csr(3, degrees=[1000, 20, 5000, 0, 100]))
+    alone, among = sparse_plan(rows), sparse_plan(random_csr(3, degrees=[1000, 20, 5000, 0, 100]))
     values = np.random.default_rng(0).standard_normal(among.nnz).astype(np.float32)
     among_csr = Csr(among.csr.indptr, among.csr.indices, values, shape=among.shape)
     alone_csr = Csr(rows.indptr, np.asarray(among.csr.indices)[:1020], values[:1020], shape=alone.shape)
     h = _features(rows)
-    several = product(plan(among_csr), h, implementation="xla")
-    assert np.array_equal(product(plan(alone_csr), h, implementation="xla"), several[:2])
+    several = product(sparse_plan(among_csr), h, implementation="xla")
+    assert np.array_equal(product(sparse_plan(alone_csr), h, implementation="xla"), several[:2])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -94,7 +94,7 @@ def test_mean_divides_by_edges_and_leaves_empty_rows_at_zero(implementation):
     csr = random_csr(1, weighted=False)
     h = _features(csr)
     degrees = np.diff(csr.indptr)
-    out = product(plan(csr), h, reduce="mean", implementation=implementation)
+    out = product(sparse_plan(csr), h, reduce="mean", implementation=implementation)
     _close(out, (_matrix(csr) @ h) / np.maximum(degrees, 1)[:, None])
     assert not np.asarray(out)[degrees == 0].any()
 
@@ -106,7 +106,7 @@ def test_nan_reaches_the_rows_that_read_it_and_no_others(implementation):
     column = int(csr.indices[-1])
     h[column] = np.nan
     h[0] = np.inf if column else h[0]
-    out = np.asarray(product(plan(csr), h, implementation=implementation))
+    out = np.asarray(product(sparse_plan(csr), h, implementation=implementation))
     reads = np.array([np.isin([0, column], csr.indices[a:b]).any() for a, b in itertools.pairwise(csr.indptr)])
     assert np.array_equal(~np.isfinite(out).all(axis=1), reads)
     assert reads.any()
@@ -124,7 +124,7 @@ def test_gradients_equal_products_with_the_transpose(implementation):
     def gradients(p, h, v):
         return jax.vjp(lambda h, v: spmm(p, h, values=v, implementation=implementation), h, v)[1](cotangent)
 
-    d_h, d_values = gradients(plan(csr), h, weights)
+    d_h, d_values = gradients(sparse_plan(csr), h, weights)
     _close(d_h, _matrix(csr, weights).T @ cotangent)
     row = np.repeat(np.arange(csr.shape[0]), np.diff(csr.indptr))
     _close(d_values, (cotangent[row].astype(np.float64) * h[csr.indices]).sum(axis=1))
@@ -132,7 +132,7 @@ def test_gradients_equal_products_with_the_transpose(implementation):
 
 def test_gradient_for_features_alone_takes_the_values_of_the_plan():
     csr = random_csr(2)
-    d_h = jax.grad(lambda h: spmm(plan(csr), h, reduce="mean").sum())(_features(csr))
+    d_h = jax.grad(lambda h: spmm(sparse_plan(csr), h, reduce="mean").sum())(_features(csr))
     share = 1 / np.maximum(np.diff(csr.indptr), 1)
     _close(d_h, _matrix(csr, csr.values).T @ np.repeat(share[:, None], FEATURES, axis=1))
 
@@ -141,7 +141,7 @@ def test_gradient_for_features_alone_takes_the_values_of_the_plan():
 @pytest.mark.parametrize("implementation", ["native", "xla"])
 def test_derivatives_agree_with_finite_differences_twice(implementation, x64):
     csr = random_csr(4, degrees=[2, 0, 5, 1], columns=4)
-    p = plan(csr)
+    p = sparse_plan(csr)
     h = jnp.asarray(_features(csr, dtype=np.float64))
     values = jnp.asarray(csr.values, jnp.float64)
 
@@ -157,7 +157,7 @@ def test_numbers_of_float64_are_summed_in_float64(x64):
     csr = random_csr(0)
     h = _features(csr, dtype=np.float64)
     for implementation in ("native", "xla"):
-        out = product(plan(csr), h, implementation=implementation)
+        out = product(sparse_plan(csr), h, implementation=implementation)
         assert out.dtype == jnp.float64
         _close(out, _matrix(csr, csr.values) @ h, rtol=1e-13)
 
@@ -169,14 +169,14 @@ def test_numbers_of_float64_are_summed_in_float64(x64):
 def test_narrow_features_are_summed_in_float32(implementation, dtype):
     csr = random_csr(0)
     h = _features(csr, dtype=dtype)
-    out = product(plan(csr), jnp.asarray(h), implementation=implementation)
+    out = product(sparse_plan(csr), jnp.asarray(h), implementation=implementation)
     _rounded_once(out, _matrix(csr, csr.values) @ h.astype(np.float64), dtype)
 
 
 def test_narrow_features_get_gradients_in_their_own_dtype():
     csr = random_csr(0)
     h = jnp.asarray(_features(csr), jnp.bfloat16)
-    d_h, d_values = jax.grad(lambda h, v: spmm(plan(csr), h, values=v).astype(jnp.float32).sum(), (0, 1))(
+    d_h, d_values = jax.grad(lambda h, v: spmm(sparse_plan(csr), h, values=v).astype(jnp.float32).sum(), (0, 1))(
         h, jnp.asarray(csr.values)
     )
     assert d_h.dtype == jnp.bfloat16
@@ -192,7 +192,7 @@ def test_int8_features_equal_scipy_on_the_numbers_that_they_stand_for(implementa
     csr = random_csr(0, weighted=weighted)
     rows = quantize_rows(jnp.asarray(_features(csr)))
     stands_for = np.asarray(rows.codes, np.float64) * np.asarray(rows.scales, np.float64)[:, None]
-    out = product(plan(csr), rows, implementation=implementation)
+    out = product(sparse_plan(csr), rows, implementation=implementation)
     assert out.dtype == jnp.float32
     _close(out, _matrix(csr, csr.values) @ stands_for)
     picked = presample(csr, 8, strategy="fastrand")
@@ -204,7 +204,7 @@ def test_int8_features_equal_scipy_on_the_numbers_that_they_stand_for(implementa
 def test_int8_features_pass_gradients_to_values():
     csr = random_csr(0)
     rows = quantize_rows(jnp.asarray(_features(csr)))
-    got = jax.grad(lambda v: spmm(plan(csr), rows, values=v).sum())(jnp.asarray(csr.values))
+    got = jax.grad(lambda v: spmm(sparse_plan(csr), rows, values=v).sum())(jnp.asarray(csr.values))
     _close(got, np.asarray(rows.dequantize(), np.float64).sum(axis=1)[csr.indices])
 
 
@@ -391,7 +391,7 @@ def test_picks_under_jit_follow_the_graph_they_are_given():
 
 def test_edge_products_equal_numpy_and_have_gradients():
     csr = random_csr(0)
-    p = plan(csr)
+    p = sparse_plan(csr)
     rng = np.random.default_rng(0)
     a = jnp.asarray(rng.standard_normal((csr.shape[0], FEATURES)).astype(np.float32))
     b, ct = jnp.asarray(_features(csr)), rng.standard_normal(csr.nnz).astype(np.float32)
@@ -411,7 +411,7 @@ def test_edge_products_of_two_dtypes_have_gradients_in_the_wider_one(x64):
     a = jnp.asarray(np.random.default_rng(0).standard_normal((csr.shape[0], FEATURES)), jnp.float32)
     b = jnp.asarray(_features(csr, dtype=np.float64))
     ct = np.random.default_rng(1).standard_normal(csr.nnz)
-    d_a, d_b = jax.vjp(lambda a, b: sddmm(plan(csr), a, b), a, b)[1](ct)
+    d_a, d_b = jax.vjp(lambda a, b: sddmm(sparse_plan(csr), a, b), a, b)[1](ct)
     assert (d_a.dtype, d_b.dtype) == (jnp.float32, jnp.float64)
     _close(d_b, _matrix(csr, ct).T @ np.asarray(a, np.float64), rtol=1e-13)
 
@@ -432,7 +432,7 @@ def test_softmax_of_rows_equals_numpy(heads):
     csr = random_csr(0)
     shape = (csr.nnz,) if heads is None else (csr.nnz, heads)
     scores = (30 * np.random.default_rng(0).standard_normal(shape)).astype(np.float32)
-    out = np.asarray(segment_softmax(plan(csr), jnp.asarray(scores)))
+    out = np.asarray(segment_softmax(sparse_plan(csr), jnp.asarray(scores)))
     columns = [...] if heads is None else [(slice(None), head) for head in range(heads)]
     for column in columns:
         np.testing.assert_allclose(out[column], _softmax_by_rows(csr, scores[column]), rtol=1e-4, atol=1e-7)
@@ -440,7 +440,7 @@ def test_softmax_of_rows_equals_numpy(heads):
 
 def test_edges_are_reduced_in_bins_where_there_is_no_fast_scatter(monkeypatch):
     csr = random_csr(0)
-    p = plan(csr)
+    p = sparse_plan(csr)
     scores = (5 * np.random.default_rng(0).standard_normal((csr.nnz, 2))).astype(np.float32)
     a, b = np.ones((csr.shape[0], 3), np.float32), _features(csr)[:, :3]
     on_cpu = segment_softmax(p, scores), sddmm(p, a, b)
@@ -453,20 +453,20 @@ def test_edges_are_reduced_in_bins_where_there_is_no_fast_scatter(monkeypatch):
 def test_softmax_survives_large_scores_and_rows_that_are_masked():
     csr = random_csr(0, degrees=[3, 2, 0, 2], columns=5)
     scores = np.array([1e30, -1e30, 1e30, -np.inf, -np.inf, 0.0, -np.inf], np.float32)
-    out = segment_softmax(plan(csr), jnp.asarray(scores))
+    out = segment_softmax(sparse_plan(csr), jnp.asarray(scores))
     assert np.asarray(out).tolist() == [0.5, 0.0, 0.5, 0.0, 0.0, 1.0, 0.0]
 
 
 def test_softmax_has_the_gradient_of_its_definition(x64):
     csr = random_csr(0, degrees=[3, 0, 5, 1], columns=5)
-    p = plan(csr)
+    p = sparse_plan(csr)
     scores = jnp.asarray(np.random.default_rng(0).standard_normal(csr.nnz))
     check_grads(lambda s: segment_softmax(p, s), (scores,), order=1, modes=["rev"], rtol=1e-6)
 
 
 def test_vmap_over_heads_equals_one_head_at_a_time():
     csr = random_csr(0)
-    p = plan(csr)
+    p = sparse_plan(csr)
     h = jnp.stack([_features(csr, seed) for seed in (0, 1)])
     values = jnp.stack([_features(csr, 2)[0, 0] * csr.values, csr.values])
     out = jax.vmap(lambda h, v: spmm(p, h, values=v))(h, values)
@@ -481,7 +481,7 @@ def test_vmap_over_heads_equals_one_head_at_a_time():
 def test_graphs_without_rows_columns_or_edges_give_zeros(shape):
     csr = Csr(np.zeros(shape[0] + 1, np.int32), np.zeros(0, np.int32), shape=shape)
     h = jnp.ones((shape[1], 3))
-    p = plan(csr)
+    p = sparse_plan(csr)
     assert not np.asarray(spmm(p, h)).any()
     assert spmm(p, h, reduce="mean").shape == (shape[0], 3)
     assert jax.grad(lambda h: spmm(p, h).sum())(h).shape == h.shape
@@ -503,7 +503,7 @@ def test_matrices_of_scipy_keep_the_order_of_columns():
     )
     csr = Csr.from_scipy(matrix)
     assert csr.indices.tolist() == [2, 0, 1]
-    _close(spmm(plan(csr), jnp.eye(3)), matrix.toarray())
+    _close(spmm(sparse_plan(csr), jnp.eye(3)), matrix.toarray())
 
 
 def _csr(**changes):
@@ -529,7 +529,7 @@ def _csr(**changes):
 )
 def test_what_is_no_graph_is_refused(csr, message):
     with pytest.raises(UserError, match=message):
-        plan(csr)
+        sparse_plan(csr)
     with pytest.raises(UserError, match=message):
         sampled_spmm(csr, jnp.ones((4, 2)), 3)
 
@@ -612,7 +612,7 @@ def test_more_edges_than_int32_counts_want_64_bit_indices():
 def test_64_bit_indices_give_the_same_product(x64):
     csr = random_csr(0)
     wide = Csr(csr.indptr.astype(np.int64), csr.indices.astype(np.int64), csr.values, shape=csr.shape)
-    p = plan(csr)
+    p = sparse_plan(csr)
     to_64 = jax.tree.map(lambda x: x.astype(jnp.int64) if x.dtype == jnp.int32 else x, p)
     for implementation in ("native", "xla"):
         out = product(to_64, _features(csr), implementation=implementation)
@@ -625,7 +625,7 @@ def test_64_bit_indices_give_the_same_product(x64):
 
 def test_a_graph_is_planned_outside_of_jit():
     with pytest.raises(UserError, match=r"outside of jax\.jit"):
-        jax.jit(lambda csr: plan(csr).row_ids)(jax.tree.map(jnp.asarray, random_csr(0)))
+        jax.jit(lambda csr: sparse_plan(csr).row_ids)(jax.tree.map(jnp.asarray, random_csr(0)))
 
 
 @pytest.mark.parametrize(
@@ -638,7 +638,7 @@ def test_a_graph_is_planned_outside_of_jit():
         (lambda p, c, h: spmm(c, h), r"plan must be a SparsePlan; got Csr. Pass plan\(csr\)"),
         (lambda p, c, h: sddmm(c, h, h), "plan must be a SparsePlan; got Csr"),
         (lambda p, c, h: segment_softmax(c, h), "plan must be a SparsePlan; got Csr"),
-        (lambda p, c, h: plan(_matrix(c)), r"must be a Csr; got csr_matrix.*Csr\.from_scipy"),
+        (lambda p, c, h: sparse_plan(_matrix(c)), r"must be a Csr; got csr_matrix.*Csr\.from_scipy"),
         (lambda p, c, h: presample(p, 8), "must be a Csr; got SparsePlan"),
         (lambda p, c, h: plan_sample(c), r"must be an Ell; got Csr. Pass presample"),
         (lambda p, c, h: Csr.from_scipy(np.eye(3)), "sparse matrix of two dimensions; got ndarray"),
@@ -651,7 +651,7 @@ def test_a_graph_is_planned_outside_of_jit():
             r"values.*of 5481.*float32\[9\]",
         ),
         (
-            lambda p, c, h: spmm(plan(random_csr(0, degrees=[0, 0])), h, values=jnp.ones(3)),
+            lambda p, c, h: spmm(sparse_plan(random_csr(0, degrees=[0, 0])), h, values=jnp.ones(3)),
             r"values.*of 0, one for each.*float32\[3\]",
         ),
         (lambda p, c, h: spmm(p, h, values=jnp.ones(p.nnz, jnp.int32)), "floating-point vector"),
@@ -675,7 +675,7 @@ def test_a_graph_is_planned_outside_of_jit():
 def test_arguments_that_do_not_fit_are_refused(call, message):
     csr = random_csr(0)
     with pytest.raises(UserError, match=message):
-        call(plan(csr), csr, jnp.asarray(_features(csr)))
+        call(sparse_plan(csr), csr, jnp.asarray(_features(csr)))
 
 
 @pytest.mark.default_cases("native")
@@ -683,7 +683,7 @@ def test_arguments_that_do_not_fit_are_refused(call, message):
 def test_nothing_is_promoted_implicitly(implementation, strict_promotion):
     csr = random_csr(0, degrees=[3, 0, 300, 5])
     h, values = jnp.asarray(_features(csr), jnp.bfloat16), jnp.asarray(csr.values)
-    p, ell = plan(csr), presample(csr, 8, strategy="fastrand")
+    p, ell = sparse_plan(csr), presample(csr, 8, strategy="fastrand")
 
     @jax.jit
     def all_of_it(h, values):
@@ -700,7 +700,7 @@ def test_products_of_cusparse_equal_scipy():
     csr = random_csr(0)
     h = _features(csr)
     weights = jnp.asarray(csr.values)
-    out, pull = jax.vjp(lambda h, v: product(plan(csr), h, values=v, implementation="cusparse"), h, weights)
+    out, pull = jax.vjp(lambda h, v: product(sparse_plan(csr), h, values=v, implementation="cusparse"), h, weights)
     _close(out, _matrix(csr, csr.values) @ h)
     d_h, _ = pull(jnp.ones_like(out))
     _close(d_h, _matrix(csr, csr.values).T @ np.ones(out.shape))
@@ -710,4 +710,4 @@ def test_an_implementation_of_another_platform_is_refused():
     csr = random_csr(0)
     assert compat.platform() == "cpu"
     with pytest.raises(UnsupportedError, match='"cusparse" runs on gpu; got cpu'):
-        spmm(plan(csr), jnp.asarray(_features(csr)), implementation="cusparse")
+        spmm(sparse_plan(csr), jnp.asarray(_features(csr)), implementation="cusparse")

@@ -12,7 +12,7 @@ from graph_cases import literal_picks, random_csr
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax.errors import UnsupportedError, UserError
-from scalejax.kernels.sampled_spmm import plan, presample, quantize_rows, sampled_spmm, spmm
+from scalejax.kernels.sampled_spmm import presample, quantize_rows, sampled_spmm, sparse_plan, spmm
 
 WAIT = pltpu.InterpretParams()  # copies happen when they are waited for; unwritten memory is NaN
 EAGER = pltpu.InterpretParams(dma_execution_mode="eager")
@@ -111,7 +111,7 @@ def test_exact_products_equal_scipy_on_rows_of_every_bin_and_cut_rows(implementa
     csr = random_csr(2, weighted=weighted)
     h = _features(csr, 6)
     theirs = _matrix(csr) @ h
-    _close(product(plan(csr), h, implementation=implementation, interpret=interpret), theirs)
+    _close(product(sparse_plan(csr), h, implementation=implementation, interpret=interpret), theirs)
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_exact_products_equal_scipy_on_rows_of_every_bin_and_cut_rows(implementa
 def test_rows_of_more_edges_than_two_passes_hold_are_summed(implementation, interpret):
     csr = random_csr(0, degrees=[3, 70000, 0, 300] if interpret is True else [3, 2000, 0, 300])
     h = _features(csr, 6)
-    _close(product(plan(csr), h, implementation=implementation, interpret=interpret), _matrix(csr) @ h)
+    _close(product(sparse_plan(csr), h, implementation=implementation, interpret=interpret), _matrix(csr) @ h)
 
 
 @pytest.mark.parametrize("features", [1, 300, pytest.param(7, marks=pytest.mark.slow)])
@@ -162,7 +162,7 @@ def test_gradients_equal_those_of_xla(implementation, interpret, graph):
     csr = random_csr(6, degrees=[0, 3, 40, 9, 300])
     h, values = _features(csr, 6), csr.values
     cotangent = np.random.default_rng(2).standard_normal((csr.shape[0], 6)).astype(np.float32)
-    made = {"csr": lambda: csr, "ell": lambda: presample(csr, 8), "plan": lambda: plan(csr)}[graph]()
+    made = {"csr": lambda: csr, "ell": lambda: presample(csr, 8), "plan": lambda: sparse_plan(csr)}[graph]()
 
     def gradients(implementation, interpret):
         def run(h, values):
@@ -217,7 +217,7 @@ def test_graphs_without_rows_edges_or_features_give_zeros(implementation):
 def test_float64_is_refused_by_a_kernel(implementation, x64):
     csr = random_csr(0, degrees=[3])
     h = jnp.asarray(_features(csr, 2), jnp.float64)
-    for run in (lambda **o: spmm(plan(csr), h, **o), lambda **o: sampled_spmm(csr, h, 2, **o)):
+    for run in (lambda **o: spmm(sparse_plan(csr), h, **o), lambda **o: sampled_spmm(csr, h, 2, **o)):
         with pytest.raises(UnsupportedError, match="takes float32, bfloat16, float16 and int8 features; got float64"):
             run(implementation=implementation, interpret=True)
 
@@ -230,4 +230,4 @@ def test_kernels_run_where_their_chip_is_or_interpreted():
             sampled_spmm(csr, h, 2, implementation=implementation)
     for implementation in ("xla", None):
         with pytest.raises(UserError, match="interpret is for the kernels pallas_gpu and pallas_tpu"):
-            spmm(plan(csr), h, implementation=implementation, interpret=True)
+            spmm(sparse_plan(csr), h, implementation=implementation, interpret=True)

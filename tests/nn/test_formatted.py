@@ -14,7 +14,7 @@ from scalejax.nn import scan_layers
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.quantized import products, weights
 from scalejax.numerics.quantized.rules import QuantizationRule
-from scalejax.parallel.compression.formatted import FormattedGather
+from scalejax.parallel.compression.quantized_gather import QuantizedGather
 from scalejax.parallel.gradients.blocks import ParamGather
 
 WEIGHTS = QuantizationRule(weight_qtype="bdr_mx4")
@@ -187,7 +187,7 @@ class Drops:
 
 def gather_of(kind):
     whole = nn.layers.whole if kind == "whole" else ParamGather(Drops(), "drop", ("sharding_constraint",))
-    return FormattedGather(whole, {"layers": ALL})
+    return QuantizedGather(whole, {"layers": ALL})
 
 
 # Forward 2, backward 4: x along examples, W along outputs, the gradient along both.

@@ -7,7 +7,7 @@ import pytest
 from graph_cases import random_csr
 
 from scalejax.errors import UserError
-from scalejax.kernels.sampled_spmm import Csr, plan, presample, quantize_rows, sampled_spmm, spmm
+from scalejax.kernels.sampled_spmm import Csr, presample, quantize_rows, sampled_spmm, sparse_plan, spmm
 from scalejax.parallel.graph import pad_nodes, shard_draws, shard_graph, sharded_spmm
 from scalejax.parallel.mesh import MeshShape, everywhere, make_mesh
 from scalejax.plan.compiled import collectives
@@ -47,7 +47,7 @@ def test_eight_devices_equal_one(mesh, exchange, implementation, reduce):
     graph = shard_graph(csr, DEVICES, exchange=exchange, mesh=mesh)
     options = {"reduce": reduce, "implementation": implementation}
     out = jax.jit(lambda g, h: sharded_spmm(g, h, mesh=mesh, **options))(graph, _on_mesh(h, mesh))
-    alone = jax.jit(lambda p, h: spmm(p, h, **options))(plan(csr), h)
+    alone = jax.jit(lambda p, h: spmm(p, h, **options))(sparse_plan(csr), h)
     assert out.sharding.is_equivalent_to(everywhere(mesh), 2)
     if implementation == "native":
         np.testing.assert_array_equal(out[: csr.shape[0]], alone)
@@ -68,7 +68,7 @@ def test_gradients_of_eight_devices_are_those_of_one(mesh, exchange, implementat
         return jnp.sin(sharded_spmm(g, h, mesh=mesh, reduce="mean", implementation=implementation)).sum()
 
     got = jax.jit(jax.grad(loss, 1))(graph, _on_mesh(h, mesh))
-    expected = jax.grad(lambda h: jnp.sin(spmm(plan(csr), h, reduce="mean")).sum())(jnp.asarray(h))
+    expected = jax.grad(lambda h: jnp.sin(spmm(sparse_plan(csr), h, reduce="mean")).sum())(jnp.asarray(h))
     np.testing.assert_allclose(got[: csr.shape[1]], expected, rtol=1e-9, atol=1e-12)
     assert not np.asarray(got[csr.shape[1] :]).any()
 
@@ -87,7 +87,9 @@ def test_features_in_int8_travel_as_they_are(mesh, exchange):
     graph = shard_graph(csr, DEVICES, exchange=exchange, mesh=mesh)
     rows = jax.device_put(pad_nodes(quantize_rows(jnp.asarray(h)), DEVICES), everywhere(mesh))
     run = jax.jit(lambda g, h: sharded_spmm(g, h, mesh=mesh)).lower(graph, rows).compile()
-    np.testing.assert_array_equal(run(graph, rows)[: csr.shape[0]], spmm(plan(csr), quantize_rows(jnp.asarray(h))))
+    np.testing.assert_array_equal(
+        run(graph, rows)[: csr.shape[0]], spmm(sparse_plan(csr), quantize_rows(jnp.asarray(h)))
+    )
     name = {"halo": "all-to-all", "all_gather": "all-gather"}[exchange]
     assert [line for line in run.as_text().splitlines() if f" {name}(" in line and " s8[" in line]
 
@@ -103,7 +105,7 @@ def test_draws_in_blocks_are_read_one_at_a_time(mesh):
     run = jax.jit(of_draw)
     for number, draw in enumerate(draws):
         out = run(blocks, _on_mesh(h, mesh), number)
-        np.testing.assert_array_equal(out[: csr.shape[0]], spmm(plan(draw), h))
+        np.testing.assert_array_equal(out[: csr.shape[0]], spmm(sparse_plan(draw), h))
 
 
 def test_a_halo_moves_what_edges_name_and_a_gather_all(mesh):
@@ -115,7 +117,7 @@ def test_a_halo_moves_what_edges_name_and_a_gather_all(mesh):
     for exchange in ("halo", "all_gather"):
         graph = shard_graph(csr, DEVICES, exchange=exchange, mesh=mesh)
         run = jax.jit(lambda g, h: sharded_spmm(g, h, mesh=mesh)).lower(graph, _on_mesh(h, mesh)).compile()
-        np.testing.assert_array_equal(run(graph, _on_mesh(h, mesh)), spmm(plan(csr), h))
+        np.testing.assert_array_equal(run(graph, _on_mesh(h, mesh)), spmm(sparse_plan(csr), h))
         moved[exchange] = (graph.rows_fetched, {found.kind for found in collectives.explain_sharding(run, mesh)})
     assert moved == {"halo": (7, {"all-to-all"}), "all_gather": (56, {"all-gather"})}
 
@@ -124,7 +126,7 @@ def test_one_block_is_the_graph_itself():
     csr, h = _problem()
     alone = make_mesh(MeshShape(fsdp=1), jax.devices()[:1])
     out = jax.jit(lambda g, h: sharded_spmm(g, h, mesh=alone))(shard_graph(csr, 1, mesh=alone), jnp.asarray(h))
-    np.testing.assert_array_equal(out, spmm(plan(csr), h))
+    np.testing.assert_array_equal(out, spmm(sparse_plan(csr), h))
 
 
 def test_what_does_not_fit_the_mesh_is_refused(mesh):
@@ -141,8 +143,8 @@ def test_what_does_not_fit_the_mesh_is_refused(mesh):
         with pytest.raises(UserError, match="devices must be at least 1"):
             shard_graph(csr, devices)
     with pytest.raises(UserError, match="must be a Csr or Ell; got SparsePlan"):
-        shard_graph(plan(csr), 8)
+        shard_graph(sparse_plan(csr), 8)
     with pytest.raises(UserError, match="must be a ShardedGraph; got SparsePlan"):
-        sharded_spmm(plan(csr), h, mesh=mesh)
+        sharded_spmm(sparse_plan(csr), h, mesh=mesh)
     with pytest.raises(UserError, match="must have edges"):
         shard_graph(random_csr(0, degrees=[0, 0]), 2)

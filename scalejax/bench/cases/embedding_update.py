@@ -32,7 +32,7 @@ from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.ids import jagged
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged
-from scalejax.parallel.embedding.update.host_plan import Room
+from scalejax.parallel.embedding.update.host_row_plans import Room
 from scalejax.parallel.mesh import MeshShape
 
 _ROWS_CASES = {"rows-1e4": 10**4, "rows-1e5": 10**5, "rows-1e6": 10**6, "rows-1e7": 10**7}

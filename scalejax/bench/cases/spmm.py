@@ -29,7 +29,7 @@ import numpy as np
 from scalejax.bench import machine, peers
 from scalejax.bench.harness import Contest, Effort, OutputsDiffer, measure
 from scalejax.errors import UserError
-from scalejax.kernels.sampled_spmm import Csr, plan, plan_sample, presample, sampled_spmm, spmm
+from scalejax.kernels.sampled_spmm import Csr, plan_sample, presample, sampled_spmm, sparse_plan, spmm
 
 CASES = (
     "exact",
@@ -145,7 +145,7 @@ def _work(case: str, csr: Csr, h: np.ndarray, g: np.ndarray) -> _Work:
         picked = presample(csr, int(case.partition("-")[2]), strategy="fastrand")
         product = _program(lambda p, h: sampled_spmm(p, h, reduce="sum"), plan_sample(picked), h)
         return _Work(product, picked.to_csr(), h)
-    planned = plan(csr)
+    planned = sparse_plan(csr)
     values = planned.csr.values
     forward = _program(spmm, planned, h)
     if case == "exact":

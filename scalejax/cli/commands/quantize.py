@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from scalejax.models.llm.model_folder import LanguageModel
     from scalejax.models.llm.packed_layouts.protocol import PackedLayout
     from scalejax.surgery.quantize.checkpoint import Quantizer, TensorReport
-    from scalejax.surgery.quantize.plan import Weight
+    from scalejax.surgery.quantize.quantization_plan import Weight
 
 
 def quantize(
@@ -115,7 +115,7 @@ def quantize(
     from scalejax.models.llm.packed_layouts.known import find_layout
     from scalejax.numerics.quantized import static
     from scalejax.surgery.quantize import checkpoint as writing
-    from scalejax.surgery.quantize import plan as planning
+    from scalejax.surgery.quantize import quantization_plan as planning
     from scalejax.surgery.quantize.calibration import Calibration
 
     if method not in ("direct", "error-diffusion"):

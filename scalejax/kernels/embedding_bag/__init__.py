@@ -9,7 +9,7 @@ from scalejax.kernels.embedding_bag.api import slot_bags as slot_bags
 from scalejax.kernels.embedding_bag.api import sum_and_update_rows as sum_and_update_rows
 from scalejax.kernels.embedding_bag.api import sum_by_row as sum_by_row
 from scalejax.kernels.embedding_bag.api import update_rows as update_rows
-from scalejax.kernels.embedding_bag.host_plan import plan_rows_host as plan_rows_host
-from scalejax.kernels.embedding_bag.host_plan import plan_tables_host as plan_tables_host
+from scalejax.kernels.embedding_bag.host_row_plan import plan_rows_host as plan_rows_host
+from scalejax.kernels.embedding_bag.host_row_plan import plan_tables_host as plan_tables_host
 from scalejax.kernels.embedding_bag.packing import pack_rows as pack_rows
 from scalejax.kernels.embedding_bag.packing import unpack_rows as unpack_rows

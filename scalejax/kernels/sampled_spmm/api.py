@@ -40,8 +40,8 @@ from scalejax.kernels.sampled_spmm import reference, xla
 from scalejax.kernels.sampled_spmm.balance import Balance
 from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.features import Int8Rows
-from scalejax.kernels.sampled_spmm.plan import SampledPlan, SparsePlan, check_plan, transposed_values
 from scalejax.kernels.sampled_spmm.sampling import EdgeSampling, Ell, Strategy, check_width, pick
+from scalejax.kernels.sampled_spmm.sparse_plan import SampledPlan, SparsePlan, check_plan, transposed_values
 
 if TYPE_CHECKING:
     from scalejax.kernels.interpretation import Interpret
@@ -97,7 +97,7 @@ def spmm(
     Differentiable (in reverse mode) with respect to h and to `values` where they are given, any number of times.
 
     Args:
-      plan: From `plan`.
+      plan: From `sparse_plan`.
       h: float[M, F], or `Int8Rows`.
       values: float[nnz], one for each edge of `plan.csr`; None = the plan's own, which get no gradient, or ones.
       reduce: "mean" divides by the number of edges of the row. A row without edges gives zeros.
@@ -131,7 +131,7 @@ def sddmm(
     """out[e] = a[row of e] . b[column of e], for every edge e. Differentiable in reverse mode, any number of times.
 
     Args:
-      plan: From `plan`.
+      plan: From `sparse_plan`.
       a: float[N, F].
       b: float[M, F].
       implementation: None picks.

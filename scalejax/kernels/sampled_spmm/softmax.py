@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm.gathers import take
-from scalejax.kernels.sampled_spmm.plan import SparsePlan, check_plan
+from scalejax.kernels.sampled_spmm.sparse_plan import SparsePlan, check_plan
 from scalejax.kernels.sampled_spmm.xla import reduce_edges
 
 
@@ -17,7 +17,7 @@ def segment_softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
     A score of -inf gives 0, and so does every edge of a row whose scores are all -inf. Differentiable in `scores`.
 
     Args:
-      plan: From `plan`.
+      plan: From `sparse_plan`.
       scores: float[nnz] or float[nnz, heads], in the order of the edges of `plan.csr`.
 
     Returns:

@@ -13,8 +13,8 @@ from jax import lax
 from scalejax import compat
 from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows, reduce_slots, rows_of_runs
 from scalejax.kernels.sampled_spmm.csr import Csr
-from scalejax.kernels.sampled_spmm.plan import SparsePlan
 from scalejax.kernels.sampled_spmm.sampling import Ell
+from scalejax.kernels.sampled_spmm.sparse_plan import SparsePlan
 
 _GATHERED = 1 << 20
 """Gathered values that a block may hold."""

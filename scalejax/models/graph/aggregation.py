@@ -21,7 +21,7 @@ from scalejax.data.graphs import Adjacency
 from scalejax.errors import UserError
 from scalejax.kernels import sampled_spmm as ops
 from scalejax.kernels.sampled_spmm import PRIMES, Csr, Ell, SparsePlan, sampling
-from scalejax.kernels.sampled_spmm.plan import plan_on_host, stack_plans
+from scalejax.kernels.sampled_spmm.sparse_plan import plan_on_host, stack_plans
 from scalejax.parallel.graph import ShardedGraph, fetch_rows, own_block, shard_draws, shard_graph, sharded_spmm
 from scalejax.parallel.mesh import everywhere, put
 

@@ -47,7 +47,7 @@ from scalejax.parallel.embedding.plan.stacks import Stack
 from scalejax.parallel.embedding.sharded_tables import ShardedTables, State, shardings
 from scalejax.parallel.embedding.stored import initial, logical
 from scalejax.parallel.embedding.stored.conversion import StoredForm
-from scalejax.parallel.embedding.update import host_plan
+from scalejax.parallel.embedding.update import host_row_plans
 from scalejax.parallel.mesh import device_memory_bytes
 
 
@@ -181,7 +181,7 @@ class EmbeddingCollection:
         """
         return packing.pack_deduplicated(self.sharded, features, shards, layout, groups)
 
-    def with_plans(self, packed: DeviceJagged, room: host_plan.Room | None = None) -> DeviceJagged:
+    def with_plans(self, packed: DeviceJagged, room: host_row_plans.Room | None = None) -> DeviceJagged:
         """The device form with row plans where the host makes them; for batches that rows will be updated by.
 
         `room` is one for all batches of a run; None = for whatever ids there may be.
@@ -189,7 +189,7 @@ class EmbeddingCollection:
         if not lookup.plans_on_host(self.sharded) or (packed.inverse is not None and self.accumulate == "exact"):
             return packed
         stacks = tuple(stack for stack in self.stacks if stack.update != "psum")
-        return dataclasses.replace(packed, plans=host_plan.plans(stacks, packed, room))
+        return dataclasses.replace(packed, plans=host_row_plans.plans(stacks, packed, room))
 
     def abstract_state(self) -> State:
         """The state as shapes, dtypes and shardings."""

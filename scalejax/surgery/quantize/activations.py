@@ -24,7 +24,7 @@ from scalejax.numerics.quantize import dequantize
 from scalejax.surgery.quantize import diffusion
 from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.checkpoint import QuantizedWeight, cast, read_weight
-from scalejax.surgery.quantize.plan import Weight
+from scalejax.surgery.quantize.quantization_plan import Weight
 from scalejax.train.state import ModelShape
 
 EMBEDDING, FINAL_NORM = "embed", "final_norm"

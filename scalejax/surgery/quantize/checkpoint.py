@@ -21,7 +21,7 @@ from scalejax.numerics.quantize import Quantized, dequantize, poisoned_blocks
 from scalejax.numerics.quantized import static
 from scalejax.surgery.quantize import calibration as calibrations
 from scalejax.surgery.quantize.calibration import Calibration
-from scalejax.surgery.quantize.plan import Weight
+from scalejax.surgery.quantize.quantization_plan import Weight
 from scalejax.train import disk
 
 _CHUNK = 2**22

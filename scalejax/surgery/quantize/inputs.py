@@ -25,7 +25,7 @@ from scalejax.surgery.quantize import calibration as calibrations
 from scalejax.surgery.quantize.activations import EMBEDDING, FINAL_NORM, Walk, outside
 from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.checkpoint import QuantizedWeight, Quantizer, read_weight
-from scalejax.surgery.quantize.plan import Weight
+from scalejax.surgery.quantize.quantization_plan import Weight
 
 _BIN_BITS = 13  # of the 23 of a mantissa, which values of a bin may differ in
 

@@ -11,7 +11,7 @@ from quantized_cases import MATRICES, SMALL, quantize, read_weights, write_model
 from scalejax.errors import UserError
 from scalejax.models.llm import model_folder
 from scalejax.models.llm.packed_layouts.known import find_layout
-from scalejax.surgery.quantize import activations, plan
+from scalejax.surgery.quantize import activations, quantization_plan
 from scalejax.surgery.quantize.activations import ErrorDiffusion
 from scalejax.surgery.quantize.checkpoint import DirectCast
 
@@ -26,7 +26,7 @@ def theirs(tmp_path_factory):
 
 
 def diffusion(model, given=(), format="mxfp4_e2m1", text=TEXT):
-    return ErrorDiffusion(model, plan.make(model, format, given, OWN), text)
+    return ErrorDiffusion(model, quantization_plan.make(model, format, given, OWN), text)
 
 
 def logits(weights, ids):

@@ -81,10 +81,12 @@ def test_a_quantized_folder_becomes_a_plain_one(theirs, tmp_path):
 
 def test_shards_and_rules(theirs, tmp_path):
     from scalejax.models.llm.packed_layouts.known import find_layout
-    from scalejax.surgery.quantize import checkpoint, plan
+    from scalejax.surgery.quantize import checkpoint, quantization_plan
 
     model, layout = model_folder.open_folder(theirs[0]), find_layout("scalejax")
-    weights = plan.make(model, "mxfp4_e2m1", [("layers/[01]/mlp/down", "bdr_mx9"), ("layers/1/.*", "none")], layout)
+    weights = quantization_plan.make(
+        model, "mxfp4_e2m1", [("layers/[01]/mlp/down", "bdr_mx9"), ("layers/1/.*", "none")], layout
+    )
     told = []
     rows = checkpoint.write(
         model, tmp_path / "out", weights, checkpoint.DirectCast(model), layout, shard_bytes=5_000, wrote=told.append

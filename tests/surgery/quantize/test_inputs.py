@@ -10,7 +10,7 @@ from scalejax.errors import UserError
 from scalejax.models.llm import model_folder
 from scalejax.models.llm.packed_layouts.known import find_layout
 from scalejax.numerics.quantized import static
-from scalejax.surgery.quantize import inputs, plan
+from scalejax.surgery.quantize import inputs, quantization_plan
 from scalejax.surgery.quantize.activations import ErrorDiffusion
 from scalejax.surgery.quantize.calibration import FACTORS, Calibration
 from scalejax.surgery.quantize.checkpoint import DirectCast
@@ -28,7 +28,7 @@ def theirs(tmp_path_factory):
 
 def results(model, format, quantizer, given=()):
     """{module: its result}, of `quantizer` and of it with the scales of inputs."""
-    made = plan.make(model, format, given, OWN, "int8")
+    made = quantization_plan.make(model, format, given, OWN, "int8")
     both = inputs.WithInputs(model, made, TEXT, quantizer(made)), quantizer(made)
     return [{w.module: one.quantize(w, OWN) for w in made if w.format is not None} for one in both]
 

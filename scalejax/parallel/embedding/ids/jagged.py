@@ -126,7 +126,7 @@ class DeviceJagged:
       weights: float32[S, C], one per id, or None.
       inverse: int32[S, G, B / S], bag of every example for each of G groups, or None.
       layout: Per feature, static.
-      plans: Which occurrences belong to which row, by stack, where the host has found out; see `host_plan`.
+      plans: Which occurrences belong to which row, by stack, where the host has found out; see `update.host_row_plans`.
       high: uint32[S, H], H = sum of capacities of the features with an id map: the high words of their ids, whose low
         words are the bits of `values`. None where there are none, or their ids have become rows.
     """

@@ -66,7 +66,11 @@ def test_bodies_are_sharded_where_devices_divide_a_granule_and_tails_are_whole(c
 
 
 def test_the_body_moves_without_gathering_the_table(collections):
-    lowered = collections["8"]._to_stored.lower(collections["8"].abstract_state()["stacks"])
+    lowered = (
+        collections["8"]
+        .stored.tables_to_stored(collections["8"].tables)
+        .lower(collections["8"].abstract_state()["stacks"])
+    )
     for line in lowered.compile().as_text().splitlines():
         if " all-gather(" in line:
             shape = line.split("=")[1].split("[")[1].split("]")[0]

@@ -7,7 +7,7 @@ has the time. Where ids are exchanged they are sorted by the device that they ar
 import numpy as np
 
 from scalejax.kernels.embedding_bag import RowPlan
-from scalejax.kernels.embedding_bag.host_plan import narrow_plan, plan_tables_host
+from scalejax.kernels.embedding_bag.host_row_plan import narrow_plan, plan_tables_host
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged
 from scalejax.parallel.embedding.ids.occurrences import Lookup, lookups
 from scalejax.parallel.embedding.plan.stacks import Member, Stack

@@ -11,7 +11,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged
-from scalejax.parallel.embedding.update.host_plan import Room
+from scalejax.parallel.embedding.update.host_row_plans import Room
 
 SIZE, DIM = 512, 16
 SCHEMA = Schema(

@@ -31,7 +31,7 @@ from scalejax.parallel.gradients.blocks import Arrays, States
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class EncodedExchange(blocks.Stateless):
+class QuantizedExchange(blocks.Stateless):
     """The exchange; see above.
 
     Attributes:

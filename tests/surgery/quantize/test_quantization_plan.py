@@ -6,7 +6,7 @@ from quantized_cases import SMALL, write_model
 from scalejax.errors import UserError
 from scalejax.models.llm import model_folder
 from scalejax.models.llm.packed_layouts.known import find_layout
-from scalejax.surgery.quantize import plan
+from scalejax.surgery.quantize import quantization_plan
 
 OWN = find_layout("scalejax")
 
@@ -21,7 +21,7 @@ def model(tmp_path_factory):
 def formats_of(model, format, *given):
     return {
         w.module: None if w.format is None else w.format.name
-        for w in plan.make(model, format, [plan.parse_rule(rule) for rule in given], OWN)
+        for w in quantization_plan.make(model, format, [quantization_plan.parse_rule(rule) for rule in given], OWN)
     }
 
 
@@ -48,7 +48,7 @@ def test_the_first_rule_that_matches_a_whole_path_decides(model):
 
 
 def test_weights_come_in_the_order_of_the_model(model):
-    layers = [w.layer for w in plan.make(model, "mxfp4_e2m1", [], OWN)]
+    layers = [w.layer for w in quantization_plan.make(model, "mxfp4_e2m1", [], OWN)]
     assert layers == [None, *[0] * 9, *[1] * 9, None, None]
 
 

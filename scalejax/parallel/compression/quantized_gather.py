@@ -12,7 +12,7 @@ from scalejax.parallel.gradients.blocks import ParamGather
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class FormattedGather:
+class QuantizedGather:
     """A `gather` (see `parallel.gradients.blocks`) that also gives parameters the number formats of rules.
 
     Attributes:

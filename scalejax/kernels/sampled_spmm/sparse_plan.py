@@ -77,7 +77,7 @@ class SampledPlan:
         return self.plan.shape
 
 
-def plan(csr: Csr) -> SparsePlan:
+def sparse_plan(csr: Csr) -> SparsePlan:
     """Checks a graph and plans products with it, on the host.
 
     Args:
@@ -90,7 +90,7 @@ def plan(csr: Csr) -> SparsePlan:
 
 
 def plan_on_host(csr: Csr) -> SparsePlan:
-    """`plan`, its arrays NumPy's."""
+    """The plan of `sparse_plan`, its arrays NumPy's."""
     if not isinstance(csr, Csr):
         raise UserError(
             f"plan: csr must be a Csr; got {type(csr).__name__}. "
@@ -125,7 +125,7 @@ def plan_sample(ell: Ell) -> SampledPlan:
     """
     if not isinstance(ell, Ell):
         raise UserError(f"plan_sample: ell must be an Ell; got {type(ell).__name__}. Pass presample(csr, width).")
-    made = plan(ell.to_csr())
+    made = sparse_plan(ell.to_csr())
     if ell.width <= FEW_SLOTS and 0 < ell.shape[0] * ell.width <= _PADDED * made.nnz:
         made = dataclasses.replace(made, balance=dataclasses.replace(made.balance, slots=ell.width))
     edges = np.asarray(ell.edges)[np.asarray(ell.filled())]
@@ -136,7 +136,7 @@ def check_plan(op: str, plan: Any) -> None:
     """Raises a UserError where it is none."""
     if not isinstance(plan, SparsePlan):
         raise UserError(
-            f"{op}: plan must be a SparsePlan; got {type(plan).__name__}. Pass plan(csr); picked edges are for "
+            f"{op}: plan must be a SparsePlan; got {type(plan).__name__}. Pass sparse_plan(csr); picked edges are for "
             "sampled_spmm."
         )
 
