@@ -4,6 +4,7 @@ Each function is a shard_map over all mesh axes; what a device does in it stands
 """
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from scalejax.numerics.rounding import runtime_zero
 from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.exchange import routed
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, expand
-from scalejax.parallel.embedding.ids.occurrences import Lookup, lookups
+from scalejax.parallel.embedding.ids.occurrences import lookups
 from scalejax.parallel.embedding.packing import plain_layout
 from scalejax.parallel.embedding.plan.stacks import Stack
 from scalejax.parallel.embedding.sharded_tables import ShardedTables, State
@@ -76,18 +77,14 @@ def exchange_ids(sharded: ShardedTables, features: DeviceJagged) -> Routing:
 
 
 def _exchange(sharded: ShardedTables, features: DeviceJagged) -> Routing:
-    found = _found(sharded, features)
-
     def local(features: DeviceJagged) -> Any:
-        shard = features.shard()
         routes, plans, faults = {}, {}, jnp.zeros(2, jnp.int32)
-        for stack in sharded.stacks:
-            axes = sharded.axes_of(stack)
-            way, counts = routed.route(shard, stack, found[stack.name], exchange=sharded.exchange, axes=axes.route_axes)
+        for here in _local_stacks(sharded, features):
+            stack = here.stack
+            way, counts = routed.route(here)
             routes[stack.name], faults = way, faults + counts
             if _plans_ahead(sharded, stack):
-                copies = sharded.mesh.size // stack.devices
-                plans[stack.name] = plan_update(stack, found[stack.name], way, axes, copies)
+                plans[stack.name] = plan_update(here, way, sharded.mesh.size // stack.devices)
         return routes, plans, faults[None]
 
     all_axes, ids = P(sharded.axes), dataclasses.replace(features, plans=None)
@@ -97,18 +94,13 @@ def _exchange(sharded: ShardedTables, features: DeviceJagged) -> Routing:
 
 def fetch(sharded: ShardedTables, state: State, routing: Routing) -> dict[str, jax.Array]:
     """Rows of all features, from where their ids went: see `EmbeddingCollection.fetch`."""
-    features, found = routing.features, _found(sharded, routing.features)
 
     def local(tables: dict[str, jax.Array], routes: Any, features: DeviceJagged) -> Any:
-        shard = features.shard()
-        zero = runtime_zero(shard.lengths[0])
         slices: dict[str, list[tuple[int, jax.Array]]] = {}
-        for stack in sharded.stacks:
-            looks, axes = found[stack.name], sharded.axes_of(stack).route_axes
-            table, way = tables[stack.name], routes[stack.name]
-            parts = routed.fetch(table, way, shard, stack, looks, zero, exchange=sharded.exchange, axes=axes)
-            for look, part in zip(looks, parts, strict=True):
-                part = shard.by_example(look.feature, part)
+        for here in _local_stacks(sharded, features):
+            parts = routed.fetch(here, tables[here.stack.name], routes[here.stack.name])
+            for look, part in zip(here.lookups, parts, strict=True):
+                part = here.shard.by_example(look.feature, part)
                 slices.setdefault(look.feature.name, []).append((look.member.start, part))
         # A feature of a table that is cut into columns has a part in each of its slices.
         return {
@@ -121,7 +113,7 @@ def fetch(sharded: ShardedTables, state: State, routing: Routing) -> dict[str, j
     tables = {name: leaves["rows"] for name, leaves in state["stacks"].items()}
     specs, all_axes = {stack.name: sharded.spec(stack) for stack in sharded.stacks}, P(sharded.axes)
     embedded = sharded.everywhere(local, in_specs=(specs, all_axes, all_axes), out_specs=all_axes)(
-        tables, routing.routes, features
+        tables, routing.routes, routing.features
     )
     # The order of the configuration, whatever a pytree made of it.
     return {name: embedded[name] for table in sharded.tables for name in table.features}
@@ -159,28 +151,25 @@ def update(
     _check_grads(sharded, routing.features, grads)
     if routing.plain is not None:
         routing = dataclasses.replace(routing.plain, faults=routing.faults + routing.plain.faults)
-    features, found = routing.features, _found(sharded, routing.features)
 
     def local(stacks: Any, routes: Any, plans: Any, features: DeviceJagged, grads: Any, rest: Any) -> Any:
-        shard = features.shard()
         scale, updates, when = rest
-        inputs = StepInputs(scale, updates, runtime_zero(shard.lengths[0]), sharded.accumulate, sharded.exchange, when)
-        grads = _by_distinct_row(grads, shard)
+        inputs = StepInputs(scale, updates, sharded.accumulate, when)
+        grads = _by_distinct_row(grads, features.shard())
         new = {}
-        for stack in sharded.stacks:
-            looks, leaves, way = found[stack.name], stacks[stack.name], routes[stack.name]
+        for here in _local_stacks(sharded, features):
+            stack, leaves, way = here.stack, stacks[here.stack.name], routes[here.stack.name]
             plan, ahead = plans.get(stack.name), _plans_ahead(sharded, stack)
             own = [
                 grads[look.feature.name][..., look.member.start : look.member.stop].astype(stack.wide_dtype)
-                for look in looks
+                for look in here.lookups
             ]
             if stack.update == "psum":
-                new[stack.name] = update_dense(stack, looks, leaves, way, own, shard, inputs, sharded.axes)
+                new[stack.name] = update_dense(here, leaves, way, own, inputs, sharded.axes)
             elif ahead:
-                axes = sharded.axes_of(stack)
-                new[stack.name] = update_stack(stack, looks, leaves, way, plan, own, shard, inputs, axes)
+                new[stack.name] = update_stack(here, leaves, way, plan, own, inputs)
             else:
-                new[stack.name] = update_stack_one_by_one(stack, looks, leaves, way, own, shard, inputs, plan)
+                new[stack.name] = update_stack_one_by_one(here, leaves, way, own, inputs, plan)
             if stack.tracked:
                 axes = sharded.axes if stack.update == "psum" else ()
                 marks = tracking.mark(leaves[UPDATED], way, plan if ahead else None, updates + 1, axes)
@@ -196,7 +185,7 @@ def update(
         state["stacks"],
         routing.routes,
         routing.plans,
-        features,
+        routing.features,
         grads,
         (jnp.asarray(learning_rate_scale), state["updates"], when),
     )
@@ -205,8 +194,13 @@ def update(
     return {**state, "stacks": stacks, "updates": state["updates"] + taken, "faults": faults}
 
 
-def _found(sharded: ShardedTables, features: DeviceJagged) -> dict[str, tuple[Lookup, ...]]:
-    return {stack.name: lookups(stack, features.layout) for stack in sharded.stacks}
+def _local_stacks(sharded: ShardedTables, features: DeviceJagged) -> Iterator[routed.LocalStack]:
+    """The stacks as a device sees them, inside a shard_map."""
+    shard = features.shard()
+    zero = runtime_zero(shard.lengths[0])
+    for stack in sharded.stacks:
+        found = lookups(stack, features.layout)
+        yield routed.LocalStack(stack, found, shard, sharded.axes_of(stack), sharded.exchange, zero)
 
 
 def _check_grads(sharded: ShardedTables, features: DeviceJagged, grads: dict[str, jax.Array]) -> None:

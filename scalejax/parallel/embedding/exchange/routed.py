@@ -46,6 +46,7 @@ from scalejax.parallel.embedding.ids.occurrences import (
 )
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
+from scalejax.parallel.embedding.sharded_tables import StackAxes
 
 SLACK = 8
 """Slots per destination on top of the factor: small batches scatter more around their mean."""
@@ -76,6 +77,37 @@ class Route:
     runs: ragged.RaggedSplits | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class LocalStack:
+    """One stack on one device, and the lookups of a batch in it: what every function of a shard_map works on.
+
+    Attributes:
+      stack: The tables.
+      lookups: Their features, in order of occurrence.
+      shard: The examples of this device.
+      axes: Where the stack is striped and copied.
+      exchange: What vectors travel as.
+      zero: From `numerics.rounding.runtime_zero`.
+    """
+
+    stack: Stack
+    lookups: tuple[Lookup, ...]
+    shard: DeviceJagged
+    axes: StackAxes
+    exchange: Exchange
+    zero: jax.Array
+
+    @property
+    def by_rows(self) -> tuple[Lookup, ...]:
+        """Lookups of which every row travels, or none."""
+        return tuple(look for look in self.lookups if look.channel != "bags")
+
+    @property
+    def by_bags(self) -> tuple[Lookup, ...]:
+        """Lookups of which pooled vectors travel."""
+        return tuple(look for look in self.lookups if look.channel == "bags")
+
+
 def exchange_may_lack_room(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange) -> bool:
     """Whether a bucket of the "rows" channel has fewer slots than all ids of a device take."""
     total = sum(look.feature.capacity for look in found if look.channel == "rows")
@@ -102,76 +134,61 @@ def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange)
     return max(map(min, wanted, most))
 
 
-def route(
-    shard: DeviceJagged, stack: Stack, found: tuple[Lookup, ...], *, exchange: Exchange, axes: tuple[str, ...]
-) -> tuple[Route, jax.Array]:
+def route(here: LocalStack) -> tuple[Route, jax.Array]:
     """Sends the ids of one stack to their owners.
 
     Returns:
       The route, and int32[2]: bad ids, and ids without room.
     """
+    stack, shard, found = here.stack, here.shard, here.lookups
     lost = sum((lost_slots(shard, look) for look in found), jnp.zeros((), jnp.int32))
     where = {look: addresses(shard, look, stack.devices, stack.local_rows) for look in found}
     bad = sum((bad for _, _, bad in where.values()), jnp.zeros((), jnp.int32))
-    by_rows = [look for look in found if look.channel != "bags"]
-    by_bags = [look for look in found if look.channel == "bags"]
     ways = []
-    if by_rows:
-        device = jnp.concatenate([where[look][0] for look in by_rows])
-        row = jnp.concatenate([where[look][1] for look in by_rows])
-        order = summation_order(shard, tuple(by_rows))
+    if here.by_rows:
+        device = jnp.concatenate([where[look][0] for look in here.by_rows])
+        row = jnp.concatenate([where[look][1] for look in here.by_rows])
+        order = summation_order(shard, here.by_rows)
         if stack.devices == 1:
             ways.append(Route(row, order))
         else:
-            send = _send_ids if exchange.all_to_all == "padded" else _send_runs
-            capacity = bucket_capacity(stack, found, exchange)
-            way, without_room = send(device, row, order, stack, axes=axes, capacity=capacity)
+            send = _send_ids if here.exchange.all_to_all == "padded" else _send_runs
+            way, without_room = send(here, _ByDevice.sort(device, order, stack.devices), row)
             ways.append(way)
             lost = lost + without_room
-    if by_bags:
-        ways.append(_send_bags(shard, {look: where[look][1] for look in by_bags}, stack, axes=axes))
+    if here.by_bags:
+        ways.append(_send_bags(here, {look: where[look][1] for look in here.by_bags}))
     return _joined(ways), jnp.stack([bad, lost])
 
 
-def fetch(
-    table: jax.Array,
-    way: Route,
-    shard: DeviceJagged,
-    stack: Stack,
-    found: tuple[Lookup, ...],
-    zero: jax.Array,
-    *,
-    exchange: Exchange,
-    axes: tuple[str, ...],
-) -> list[jax.Array]:
+def fetch(here: LocalStack, table: jax.Array, way: Route) -> list[jax.Array]:
     """What the model sees of every feature, per lookup: float[b, dim], or [b, positions, dim] for pooling "none"."""
+    stack, shard, zero = here.stack, here.shard, here.zero
     results: dict[Lookup, jax.Array] = {}
-    by_rows = [look for look in found if look.channel != "bags"]
-    by_bags = [look for look in found if look.channel == "bags"]
     arrivals = way.arrived.shape[0] - (0 if way.bags is None else way.bags.shape[0])
-    if by_rows and way.slots is None:
-        for look in by_rows:
+    if here.by_rows and way.slots is None:
+        for look in here.by_rows:
             # A gather per feature: one gather for all would be cut into pieces, a second pass over all rows.
             rows = _read(table, way.arrived[look.part], stack)
             results[look] = pool(shard, look, rows.astype(stack.wide_dtype), zero)
-    elif by_rows:
+    elif here.by_rows:
         assert way.slots is not None
         rows = _read(table, way.arrived[:arrivals], stack)
-        rows = wire.carry(rows, exchange.forward, lambda x: _back(x, way, stack, axes))
-        for look in by_rows:
+        rows = wire.carry(rows, here.exchange.forward, lambda x: _back(here, x, way))
+        for look in here.by_rows:
             own = rows.at[way.slots[look.part]].get(mode="fill", fill_value=0)
             results[look] = pool(shard, look, own.astype(stack.wide_dtype), zero)
-    if by_bags:
+    if here.by_bags:
         assert way.bags is not None
         rows = _read(table, way.arrived[arrivals:], stack).astype(stack.wide_dtype)
         if way.weights is not None:
             rows = rounded(rows * way.weights.astype(rows.dtype)[:, None], zero)
-        sums = ops.pool_rows(rows, way.bags, stack.devices * _most_bags(by_bags))
-        sums = wire.carry(_in_blocks(sums, stack), exchange.forward, lambda x: _swap(x, axes))
-        for look in by_bags:
+        sums = ops.pool_rows(rows, way.bags, stack.devices * _most_bags(here.by_bags))
+        sums = wire.carry(_in_blocks(here, sums), here.exchange.forward, lambda x: _swap(here, x))
+        for look in here.by_bags:
             (rank,) = look.member.ranks
             results[look] = average(shard, look, sums[rank, look.bag : look.bag + look.feature.bags], zero)
-    return [results[look] for look in found]
+    return [results[look] for look in here.lookups]
 
 
 def _read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
@@ -182,37 +199,26 @@ def _read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
     return products.read_rows(rows, stack.reads, where=f"tables/{stack.members[0].config.name}")
 
 
-def return_grads(
-    grads: Sequence[jax.Array],
-    way: Route,
-    shard: DeviceJagged,
-    stack: Stack,
-    found: tuple[Lookup, ...],
-    zero: jax.Array,
-    *,
-    exchange: Exchange,
-    axes: tuple[str, ...],
-) -> jax.Array:
+def return_grads(here: LocalStack, grads: Sequence[jax.Array], way: Route) -> jax.Array:
     """The gradient of `fetch`: per lookup -> float[A, dim], one for every arrival, beside `way.arrived`."""
-    of = dict(zip(found, grads, strict=True))
-    by_rows = [look for look in found if look.channel != "bags"]
-    by_bags = [look for look in found if look.channel == "bags"]
+    shard, zero, exchange = here.shard, here.zero, here.exchange
+    of = dict(zip(here.lookups, grads, strict=True))
     parts = []
 
     def send(vectors: jax.Array, move: Callable[[jax.Array], jax.Array]) -> jax.Array:
         return wire.carry(vectors, exchange.backward, move, loss_scale=exchange.loss_scale)
 
-    if by_rows:
-        occurrences = jnp.concatenate([unpool(shard, look, of[look], zero) for look in by_rows])
+    if here.by_rows:
+        occurrences = jnp.concatenate([unpool(shard, look, of[look], zero) for look in here.by_rows])
         if way.inverse is not None:
             sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
-            occurrences = send(sent, lambda x: _forth(x, way, stack, axes))
+            occurrences = send(sent, lambda x: _forth(here, x, way))
         parts.append(occurrences)
-    if by_bags:
+    if here.by_bags:
         assert way.bags is not None
-        shares = {look: average(shard, look, of[look], zero) for look in by_bags}
-        blocks = _blocks(shares, stack, lambda look: look.bag, _most_bags(by_bags), 0)
-        arrived = send(blocks, lambda x: _swap(x, axes)).reshape(-1, stack.dim)
+        shares = {look: average(shard, look, of[look], zero) for look in here.by_bags}
+        blocks = _blocks(shares, here.stack, lambda look: look.bag, _most_bags(here.by_bags), 0)
+        arrived = send(blocks, lambda x: _swap(here, x)).reshape(-1, here.stack.dim)
         slots = arrived.at[way.bags].get(mode="fill", fill_value=0)
         if way.weights is not None:
             slots = rounded(slots * way.weights.astype(slots.dtype)[:, None], zero)
@@ -220,43 +226,37 @@ def return_grads(
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def to_senders(
-    values: jax.Array, way: Route, stack: Stack, found: tuple[Lookup, ...], *, axes: tuple[str, ...]
-) -> dict[Lookup, jax.Array]:
+def to_senders(here: LocalStack, values: jax.Array, way: Route) -> dict[Lookup, jax.Array]:
     """[A, ...] at the owners -> what belongs to every slot of each feature, at the devices that hold the examples."""
-    if stack.devices == 1:
-        return {look: values[look.part] for look in found}
-    by_bags = [look for look in found if look.channel == "bags"]
+    if here.stack.devices == 1:
+        return {look: values[look.part] for look in here.lookups}
     arrivals = values.shape[0] - (0 if way.bags is None else way.bags.shape[0])
     back: dict[Lookup, jax.Array] = {}
     if way.slots is not None:
-        flat = _back(values[:arrivals], way, stack, axes)
-        for look in found:
-            if look.channel == "rows":
-                back[look] = flat.at[way.slots[look.part]].get(mode="fill", fill_value=0)
-    if by_bags:
-        blocks = _swap(_in_blocks(values[arrivals:], stack), axes)
-        for look in by_bags:
+        flat = _back(here, values[:arrivals], way)
+        for look in here.by_rows:
+            back[look] = flat.at[way.slots[look.part]].get(mode="fill", fill_value=0)
+    if here.by_bags:
+        blocks = _swap(here, _in_blocks(here, values[arrivals:]))
+        for look in here.by_bags:
             (rank,) = look.member.ranks
             back[look] = blocks[rank, look.part]
     return back
 
 
-def to_owners(
-    values: dict[Lookup, jax.Array], way: Route, stack: Stack, found: tuple[Lookup, ...], *, axes: tuple[str, ...]
-) -> jax.Array:
+def to_owners(here: LocalStack, values: dict[Lookup, jax.Array], way: Route) -> jax.Array:
     """The inverse of `to_senders`: one value a slot of each feature -> [A, ...]; zeros where nothing arrived."""
-    if stack.devices == 1:
-        return jnp.concatenate([values[look] for look in found])
-    by_bags = {look: values[look] for look in found if look.channel == "bags"}
+    if here.stack.devices == 1:
+        return jnp.concatenate([values[look] for look in here.lookups])
     parts = []
     if way.inverse is not None:
-        occurrences = jnp.concatenate([values[look] for look in found if look.channel == "rows"])
+        occurrences = jnp.concatenate([values[look] for look in here.by_rows])
         sent = occurrences.at[way.inverse].get(mode="fill", fill_value=0)
-        parts.append(_forth(sent, way, stack, axes))
-    if by_bags:
-        blocks = _blocks(by_bags, stack, lambda look: look.occurrence, _most_slots(by_bags), 0)
-        parts.append(_swap(blocks, axes).reshape(-1, *blocks.shape[2:]))
+        parts.append(_forth(here, sent, way))
+    if here.by_bags:
+        by_bags = {look: values[look] for look in here.by_bags}
+        blocks = _blocks(by_bags, here.stack, lambda look: look.occurrence, _most_slots(by_bags), 0)
+        parts.append(_swap(here, blocks).reshape(-1, *blocks.shape[2:]))
     return jnp.concatenate(parts)
 
 
@@ -292,17 +292,9 @@ class _ByDevice:
         return jnp.zeros_like(slot).at[self.occurrences].set(slot, unique_indices=True)
 
 
-def _send_ids(
-    device: jax.Array,
-    row: jax.Array,
-    order: jax.Array | None,
-    stack: Stack,
-    *,
-    axes: tuple[str, ...],
-    capacity: int,
-) -> tuple[Route, jax.Array]:
-    devices, count = stack.devices, device.shape[0]
-    found = _ByDevice.sort(device, order, devices)
+def _send_ids(here: LocalStack, found: _ByDevice, row: jax.Array) -> tuple[Route, jax.Array]:
+    stack, count = here.stack, row.shape[0]
+    devices, capacity = stack.devices, bucket_capacity(stack, here.lookups, here.exchange)
     ranks = found.ranks
     has_room = (found.devices < devices) & (ranks < capacity)
     slots = found.slots(jnp.where(has_room, found.devices * capacity + ranks, devices * capacity))
@@ -312,22 +304,14 @@ def _send_ids(
     filled = wanted < found.starts[1:, None]
     inverse = jnp.where(filled, found.occurrences.at[wanted].get(mode="clip"), count)
     sent = row.at[inverse].get(mode="fill", fill_value=stack.local_rows)
-    return Route(_swap(sent, axes).reshape(-1), None, slots, inverse.reshape(-1)), lost
+    return Route(_swap(here, sent).reshape(-1), None, slots, inverse.reshape(-1)), lost
 
 
-def _send_runs(
-    device: jax.Array,
-    row: jax.Array,
-    order: jax.Array | None,
-    stack: Stack,
-    *,
-    axes: tuple[str, ...],
-    capacity: int,
-) -> tuple[Route, jax.Array]:
-    devices, count = stack.devices, device.shape[0]
-    found = _ByDevice.sort(device, order, devices)
+def _send_runs(here: LocalStack, found: _ByDevice, row: jax.Array) -> tuple[Route, jax.Array]:
+    stack, count, axes = here.stack, row.shape[0], here.axes.route_axes
+    capacity = bucket_capacity(stack, here.lookups, here.exchange)
     wanted = found.starts[1:] - found.starts[:-1]
-    room, slots = (ragged.slots_for(n, devices) for n in (devices * capacity, count))
+    room, slots = (ragged.slots_for(n, stack.devices) for n in (stack.devices * capacity, count))
     runs = ragged.agree(wanted, room=room, axes=axes)
     none = jnp.zeros(1, jnp.int32)
     sent = found.ranks < jnp.concatenate([runs.sizes, none])[found.devices]
@@ -341,7 +325,8 @@ def _send_runs(
     return way, (wanted - runs.sizes).sum(dtype=jnp.int32)
 
 
-def _send_bags(shard: DeviceJagged, rows: dict[Lookup, jax.Array], stack: Stack, *, axes: tuple[str, ...]) -> Route:
+def _send_bags(here: LocalStack, rows: dict[Lookup, jax.Array]) -> Route:
+    stack, shard = here.stack, here.shard
     slots, vectors = _most_slots(rows), _most_bags(rows)
 
     def block(parts: dict[Lookup, jax.Array], fill: int) -> jax.Array:
@@ -350,14 +335,16 @@ def _send_bags(shard: DeviceJagged, rows: dict[Lookup, jax.Array], stack: Stack,
     numbers = {look: _bag_numbers(shard, look) for look in rows}
     planes = [block(rows, stack.local_rows), block(numbers, vectors - 1)]
     if shard.weights is not None:
-        bits = {look: lax.bitcast_convert_type(_weights(shard, look), jnp.int32) for look in rows}
-        planes.append(block(bits, 0))
-    orders = [_bucket_order(shard, [look for look in rows if look.member.ranks[0] == d], slots) for d in _ranks(stack)]
+        weights = {look: shard.weights[look.feature.slots].astype(jnp.float32) for look in rows}
+        planes.append(block({look: lax.bitcast_convert_type(w, jnp.int32) for look, w in weights.items()}, 0))
+    orders = [
+        _bucket_order(shard, [look for look in rows if look.member.ranks[0] == d], slots) for d in range(stack.devices)
+    ]
     ordered = any(order is not None for order in orders)
     if ordered:
         as_they_are = lax.iota(jnp.int32, slots)
         planes.append(jnp.stack([as_they_are if order is None else order for order in orders]))
-    arrived = _swap(jnp.stack(planes, axis=1), axes)  # N planes K'
+    arrived = _swap(here, jnp.stack(planes, axis=1))  # N planes K'
     source = lax.iota(jnp.int32, stack.devices)[:, None]
     return Route(
         arrived=arrived[:, 0].reshape(-1),
@@ -394,22 +381,12 @@ def _bag_numbers(shard: DeviceJagged, look: Lookup) -> jax.Array:
     return look.bag + jnp.minimum(shard.bags(look.feature), look.feature.bags - 1)
 
 
-def _weights(shard: DeviceJagged, look: Lookup) -> jax.Array:
-    weights = shard.weights_of(look.feature)
-    assert weights is not None
-    return weights.astype(jnp.float32)
-
-
 def _bucket_order(shard: DeviceJagged, looks: list[Lookup], slots: int) -> jax.Array | None:
     order = summation_order(shard, tuple(looks)) if looks else None
     if order is None:
         return None
     rest = lax.iota(jnp.int32, slots - order.shape[0]) + order.shape[0]
     return jnp.concatenate([order, rest])
-
-
-def _ranks(stack: Stack) -> range:
-    return range(stack.devices)
 
 
 def _most_slots(looks: Sequence[Lookup] | dict[Lookup, jax.Array]) -> int:
@@ -426,7 +403,7 @@ def _blocks(
     """[N, size, ...]: block n has the parts of the lookups that device n owns, each at its place."""
     sample = next(iter(parts.values()))
     blocks = []
-    for device in _ranks(stack):
+    for device in range(stack.devices):
         own = [
             part for look, part in sorted(parts.items(), key=lambda p: begin(p[0])) if look.member.ranks[0] == device
         ]
@@ -435,26 +412,26 @@ def _blocks(
     return jnp.stack(blocks)
 
 
-def _forth(values: jax.Array, way: Route, stack: Stack, axes: tuple[str, ...]) -> jax.Array:
+def _forth(here: LocalStack, values: jax.Array, way: Route) -> jax.Array:
     """[slots, ...] at the senders -> [arrivals of "rows", ...] at the owners; zeros where nothing arrived."""
     if way.runs is None:
-        return _swap(_in_blocks(values, stack), axes).reshape(-1, *values.shape[1:])
+        return _swap(here, _in_blocks(here, values)).reshape(-1, *values.shape[1:])
     room = way.arrived.shape[0] - (0 if way.bags is None else way.bags.shape[0])
-    return ragged.to_owners(values, way.runs, room=room, fill=0, axes=axes)
+    return ragged.to_owners(values, way.runs, room=room, fill=0, axes=here.axes.route_axes)
 
 
-def _back(values: jax.Array, way: Route, stack: Stack, axes: tuple[str, ...]) -> jax.Array:
+def _back(here: LocalStack, values: jax.Array, way: Route) -> jax.Array:
     """The inverse of `_forth`."""
     if way.runs is None:
-        return _swap(_in_blocks(values, stack), axes).reshape(-1, *values.shape[1:])
+        return _swap(here, _in_blocks(here, values)).reshape(-1, *values.shape[1:])
     assert way.inverse is not None
-    return ragged.to_senders(values, way.runs, count=way.inverse.shape[0], axes=axes)
+    return ragged.to_senders(values, way.runs, count=way.inverse.shape[0], axes=here.axes.route_axes)
 
 
-def _swap(blocks: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _swap(here: LocalStack, blocks: jax.Array) -> jax.Array:
     """[N, ...]: block n goes to device n, and that of device n comes."""
-    return lax.all_to_all(blocks, axes, 0, 0, tiled=True)
+    return lax.all_to_all(blocks, here.axes.route_axes, 0, 0, tiled=True)
 
 
-def _in_blocks(flat: jax.Array, stack: Stack) -> jax.Array:
-    return flat.reshape(stack.devices, -1, *flat.shape[1:])
+def _in_blocks(here: LocalStack, flat: jax.Array) -> jax.Array:
+    return flat.reshape(here.stack.devices, -1, *flat.shape[1:])

@@ -14,10 +14,9 @@ from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.stochastic import hash_bits, stochastic_round
-from scalejax.parallel.embedding.exchange.routed import Route, return_grads, to_owners, to_senders
-from scalejax.parallel.embedding.ids.jagged import DeviceJagged
+from scalejax.parallel.embedding.exchange.routed import LocalStack, Route, return_grads, to_owners, to_senders
 from scalejax.parallel.embedding.ids.occurrences import Lookup, slots_of_member, unpool
-from scalejax.parallel.embedding.plan.placement import Accumulate, Exchange
+from scalejax.parallel.embedding.plan.placement import Accumulate
 from scalejax.parallel.embedding.plan.row_numbers import name_hashes, row_numbers
 from scalejax.parallel.embedding.plan.stacks import Member, Stack
 from scalejax.parallel.embedding.sharded_tables import StackAxes
@@ -33,25 +32,22 @@ class StepInputs:
     Attributes:
       scale: float[], factor on learning rates.
       updates: int32[], updates before this one.
-      zero: From `numerics.rounding.runtime_zero`.
       accumulate: How gradients of a row add up.
-      exchange: What gradients travel as.
       when: bool[], whether the step is taken: where not, no row is written. None = it is.
     """
 
     scale: jax.Array
     updates: jax.Array
-    zero: jax.Array
     accumulate: Accumulate
-    exchange: Exchange
     when: jax.Array | None = None
 
     @property
     def summation(self) -> Literal["fixed"] | None:
         return "fixed" if self.accumulate == "exact" else None
 
-    def of(self, stack: Stack) -> optimizers.Step:
-        return optimizers.step(stack.optimizer, self.scale.astype(stack.wide_dtype), self.updates, self.zero)
+    def of(self, here: LocalStack) -> optimizers.Step:
+        stack = here.stack
+        return optimizers.step(stack.optimizer, self.scale.astype(stack.wide_dtype), self.updates, here.zero)
 
 
 def most_rows(stack: Stack, found: tuple[Lookup, ...], copies: int) -> int:
@@ -69,63 +65,49 @@ def most_rows(stack: Stack, found: tuple[Lookup, ...], copies: int) -> int:
     return most
 
 
-def touched_rows(stack: Stack, way: Route, axes: StackAxes) -> jax.Array:
+def touched_rows(here: LocalStack, way: Route) -> jax.Array:
     """int32[A * copies]: local row of every occurrence that updates this device, in summation order."""
     rows = way.arrived if way.sequence is None else way.arrived[way.sequence]
-    return lax.all_gather(rows, axes.copy_axes, tiled=True) if axes.copy_axes else rows
+    return lax.all_gather(rows, here.axes.copy_axes, tiled=True) if here.axes.copy_axes else rows
 
 
-def plan_update(stack: Stack, found: tuple[Lookup, ...], way: Route, axes: StackAxes, copies: int) -> ops.RowPlan:
+def plan_update(here: LocalStack, way: Route, copies: int) -> ops.RowPlan:
     """Which occurrences belong to which row: made from ids alone, before there are gradients."""
-    rows = touched_rows(stack, way, axes)
-    capacity = min(rows.shape[0], most_rows(stack, found, copies))
-    return ops.plan_rows(rows, num_rows=stack.local_rows, capacity=capacity)
+    rows = touched_rows(here, way)
+    capacity = min(rows.shape[0], most_rows(here.stack, here.lookups, copies))
+    return ops.plan_rows(rows, num_rows=here.stack.local_rows, capacity=capacity)
 
 
 def update_stack(
-    stack: Stack,
-    found: tuple[Lookup, ...],
-    leaves: Leaves,
-    way: Route,
-    plan: ops.RowPlan,
-    grads: Sequence[jax.Array],
-    shard: DeviceJagged,
-    inputs: StepInputs,
-    axes: StackAxes,
+    here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan, grads: Sequence[jax.Array], inputs: StepInputs
 ) -> Leaves:
     """One optimizer step on the rows of a stack that live here. Runs inside a shard_map over all axes.
 
     Args:
-      stack: The tables.
-      found: Their features.
+      here: The stack and its lookups.
       leaves: Local rows [L, dim] and row states.
       way: From the lookup.
       plan: From `plan_update`.
       grads: Per feature, the gradient of what the lookup returned, in the dtype of the computation.
-      shard: The examples of this device.
       inputs: Of this step.
-      axes: Where the stack is striped and copied.
     """
-    arrived = return_grads(grads, way, shard, stack, found, inputs.zero, exchange=inputs.exchange, axes=axes.route_axes)
+    stack, axes = here.stack, here.axes
+    arrived = return_grads(here, grads, way)
     if way.sequence is not None:
         arrived = arrived[way.sequence]
     if axes.copy_axes:
         arrived = lax.all_gather(arrived, axes.copy_axes, tiled=True)
     sums = ops.sum_by_row(arrived, plan, summation=inputs.summation)
-    means = None
-    if stack.exchanges_statistics:
-        means = _whole_means(stack, found, leaves, way, plan, sums, inputs, axes)
+    means = _whole_means(here, leaves, way, plan, sums) if stack.exchanges_statistics else None
     device = lax.axis_index(axes.route_axes) if stack.devices > 1 else 0
-    return _write(stack, leaves, plan, sums, means, inputs, device)
+    return _write(here, leaves, plan, sums, means, inputs, device)
 
 
 def update_stack_one_by_one(
-    stack: Stack,
-    found: tuple[Lookup, ...],
+    here: LocalStack,
     leaves: Leaves,
     way: Route,
     grads: Sequence[jax.Array],
-    shard: DeviceJagged,
     inputs: StepInputs,
     plans: tuple[ops.RowPlan, ...] | None = None,
 ) -> Leaves:
@@ -133,9 +115,10 @@ def update_stack_one_by_one(
 
     `plans` are from the host, for each group of `alike`, with rows counted within their table; None = they are made.
     """
+    stack, found = here.stack, here.lookups
     assert stack.devices == 1
     names = tuple(stack.leaves)
-    slots = [unpool(shard, look, grad, inputs.zero) for look, grad in zip(found, grads, strict=True)]
+    slots = [unpool(here.shard, look, grad, here.zero) for look, grad in zip(found, grads, strict=True)]
     arrays = tuple(leaves[name] for name in names)
     for number, members in enumerate(alike(stack, found)):
         bound = max(member.local_rows for member in members)
@@ -156,7 +139,7 @@ def update_stack_one_by_one(
             sums = ops.sum_by_row(grads, plan, summation=inputs.summation)
             fillers = stack.local_rows + (plan.rows - bound)
             plan = ops.RowPlan(plan.order, plan.slots, jnp.where(plan.rows < bound, plan.rows + offset, fillers))
-            new = _write(stack, dict(zip(names, arrays, strict=True)), plan, sums, None, inputs, 0)
+            new = _write(here, dict(zip(names, arrays, strict=True)), plan, sums, None, inputs, 0)
             return tuple(new[name] for name in names), None
 
         given = None if plans is None else plans[number]
@@ -177,24 +160,18 @@ _WRITTEN_OUT = 64
 
 
 def update_dense(
-    stack: Stack,
-    found: tuple[Lookup, ...],
-    leaves: Leaves,
-    way: Route,
-    grads: Sequence[jax.Array],
-    shard: DeviceJagged,
-    inputs: StepInputs,
-    axes: tuple[str, ...],
+    here: LocalStack, leaves: Leaves, way: Route, grads: Sequence[jax.Array], inputs: StepInputs, axes: tuple[str, ...]
 ) -> Leaves:
     """One step of a copied stack by dense gradients, summed over all devices: order and rounding are the platform's."""
-    slots = jnp.concatenate([unpool(shard, look, g, inputs.zero) for look, g in zip(found, grads, strict=True)])
+    stack, looks = here.stack, zip(here.lookups, grads, strict=True)
+    slots = jnp.concatenate([unpool(here.shard, look, grad, here.zero) for look, grad in looks])
     dense = jnp.zeros((stack.local_rows, stack.dim), slots.dtype).at[way.arrived].add(slots, mode="drop")
     seen = jnp.zeros(stack.local_rows, jnp.int32).at[way.arrived].add(1, mode="drop")
     dense, seen = lax.psum((dense, seen), axes)
     touched = seen > 0 if inputs.when is None else (seen > 0) & inputs.when
     rows = lax.iota(jnp.int32, stack.local_rows)
     arrays = tuple(leaves[name].astype(stack.wide_dtype) for name in stack.leaves)
-    after = inputs.of(stack)(arrays, dense)
+    after = inputs.of(here)(arrays, dense)
     new = {}
     for name, value in zip(stack.leaves, after, strict=True):
         value = _narrow(stack, value, rows, 0, inputs.updates) if name == "rows" else value
@@ -204,7 +181,7 @@ def update_dense(
 
 
 def _write(
-    stack: Stack,
+    here: LocalStack,
     leaves: Leaves,
     plan: ops.RowPlan,
     sums: jax.Array,
@@ -212,7 +189,7 @@ def _write(
     inputs: StepInputs,
     device: jax.Array | int,
 ) -> Leaves:
-    step = inputs.of(stack)
+    stack, step = here.stack, inputs.of(here)
     if inputs.when is not None:
         # Rows beyond the last are not written. To choose between new and old tables would copy them.
         beyond = stack.local_rows + lax.iota(plan.rows.dtype, plan.rows.shape[0])
@@ -238,37 +215,28 @@ def _narrow(stack: Stack, rows: jax.Array, local: jax.Array, device: jax.Array |
     return stochastic_round(rows, stack.dtype, bits)
 
 
-def _whole_means(
-    stack: Stack,
-    found: tuple[Lookup, ...],
-    leaves: Leaves,
-    way: Route,
-    plan: ops.RowPlan,
-    sums: jax.Array,
-    inputs: StepInputs,
-    axes: StackAxes,
-) -> jax.Array:
+def _whole_means(here: LocalStack, leaves: Leaves, way: Route, plan: ops.RowPlan, sums: jax.Array) -> jax.Array:
     """float[U]: the mean of g^2 over all columns of each row, of which this device has a slice.
 
     Every owner sends the sums over its blocks of columns to the devices that looked the row up; there they are added,
     column after column, and the totals go to all owners of the row: the additions of an unsliced table.
     """
     weights = leaves["rows"].at[plan.rows].get(mode="fill", fill_value=0).astype(sums.dtype)
-    grads = optimizers.with_decay(stack.optimizer, weights, sums, inputs.zero)
-    blocks = optimizers.square_blocks(grads, inputs.zero)  # U blocks
-    place_of = _slot_of_arrival(way, plan, axes)
+    grads = optimizers.with_decay(here.stack.optimizer, weights, sums, here.zero)
+    blocks = optimizers.square_blocks(grads, here.zero)  # U blocks
+    place_of = _slot_of_arrival(way, plan, here.axes)
     at_arrivals = blocks.at[place_of].get(mode="fill", fill_value=0)
-    back = to_senders(at_arrivals, way, stack, found, axes=axes.route_axes)
+    back = to_senders(here, at_arrivals, way)
     totals = {}
-    for looks in _by_feature(found):
+    for looks in _by_feature(here.lookups):
         total = optimizers.add_columns(jnp.concatenate([back[look] for look in looks], axis=1))
         mean = total * (1.0 / looks[0].member.config.dim)
         totals |= dict.fromkeys(looks, mean)
-    forth = to_owners(totals, way, stack, found, axes=axes.route_axes)  # A
+    forth = to_owners(here, totals, way)  # A
     means = jnp.zeros(blocks.shape[0], blocks.dtype).at[place_of].set(forth, mode="drop")
     # Rows that only other copies looked up have no arrival here; means are not negative, and equal where they are
     # known.
-    return lax.pmax(means, axes.copy_axes) if axes.copy_axes else means
+    return lax.pmax(means, here.axes.copy_axes) if here.axes.copy_axes else means
 
 
 def _slot_of_arrival(way: Route, plan: ops.RowPlan, axes: StackAxes) -> jax.Array:
