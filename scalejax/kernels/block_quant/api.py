@@ -158,8 +158,9 @@ def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: in
     _check_table("share_codebooks", table)
     if isinstance(table, jax.core.Tracer):
         raise UserError("share_codebooks: table must be an array, not traced. Call it outside of jax.jit and jax.vmap.")
-    if books is not None and not 1 <= books <= shared_codebook.MOST:
-        raise UserError(f"share_codebooks: books must lie in [1, {shared_codebook.MOST}], or be None; got {books}.")
+    if books is not None and not 1 <= books <= shared_codebook.MOST_BOOKS:
+        most = shared_codebook.MOST_BOOKS
+        raise UserError(f"share_codebooks: books must lie in [1, {most}], or be None; got {books}.")
     chosen = shared_codebook.count(table.shape[0]) if books is None else books
     codes, made, codebook_ids = shared_codebook.quantize(np.asarray(table.astype(jnp.float32)), bits, chosen)
     return SharedCodebookRows(
@@ -254,7 +255,7 @@ def gather_quantized_rows(rows: PackedRows | LaneRows, ids: jax.Array) -> jax.Ar
 
 def nonfinite_rows(rows: PackedRows) -> jax.Array:
     """int32[]: rows that decode to NaN, see `quantize_rows`, `quantize_rows_kmeans` and `share_codebooks`."""
-    return rows.poisoned()
+    return rows.nonfinite_rows()
 
 
 def pack_lanes(rows: QuantizedRows | CodebookRows) -> LaneRows:

@@ -61,7 +61,7 @@ class CodebookRows:
         """See `api.gather_quantized_rows`."""
         return jax.tree.map(formats.taker(ids, self.codes.shape[0])[1], self).dequantize()
 
-    def poisoned(self) -> jax.Array:
+    def nonfinite_rows(self) -> jax.Array:
         """See `api.nonfinite_rows`."""
         return jnp.sum(~jnp.isfinite(self.books).all(axis=1), dtype=jnp.int32)
 

@@ -1,7 +1,7 @@
 """Bytes of a row by the name of its format, and taking rows from a table.
 
-A format is a file of its own: a dataclass of rows with the methods `dequantize`, `gather` and `poisoned`, which `api`
-calls, and an `Encoding` in `ENCODINGS`. `PackedRows` of this folder is the union of those classes.
+A format is a file of its own: a dataclass of rows with the methods `dequantize`, `gather` and `nonfinite_rows`, which
+`api` calls, and an `Encoding` in `ENCODINGS`. `PackedRows` of this folder is the union of those classes.
 """
 
 import dataclasses

@@ -46,7 +46,7 @@ class QuantizedRows:
         """See `api.gather_quantized_rows`."""
         return jax.tree.map(formats.taker(ids, self.codes.shape[0])[1], self).dequantize()
 
-    def poisoned(self) -> jax.Array:
+    def nonfinite_rows(self) -> jax.Array:
         """See `api.nonfinite_rows`."""
         finite = jnp.isfinite(self.scales) & jnp.isfinite(self.biases)
         return jnp.sum(~finite, dtype=jnp.int32)

@@ -19,7 +19,7 @@ from scalejax.numerics import bits as floats
 
 STEPS = 200
 """Steps that the range of a row is cut into."""
-LEFT = 0.16
+LEAST_WIDTH = 0.16
 """Share of the range at which the search ends."""
 _ROWS = 2048
 """Rows that are searched together: their values stay in the caches of a CPU."""
@@ -62,7 +62,7 @@ def _quantize(table: jax.Array, bits: int, scale_dtype: str) -> tuple[jax.Array,
         return (bottom, top, best_bottom, best_top, jnp.minimum(error, best)), None
 
     start = (first, last, first, last, made(first, last)[3])
-    (_, _, bottom, top, best), _ = lax.scan(shrink, start, length=round(STEPS * (1 - LEFT)))
+    (_, _, bottom, top, best), _ = lax.scan(shrink, start, length=round(STEPS * (1 - LEAST_WIDTH)))
     # Where nothing is better the ends are taken as bits, in which subnormal numbers survive.
     same = (bottom == first) & (top == last) | ~jnp.isfinite(best)
     low, high = (jnp.where(same, given, floats.float_bits(found)) for given, found in ((low, bottom), (high, top)))

@@ -27,9 +27,9 @@ from scalejax.kernels.block_quant.formats import ENCODINGS, Encoding
 
 SharedCodebookFormat = Literal["kmeans4_shared", "kmeans2_shared"]
 SHARED_CODEBOOK_FORMATS: tuple[SharedCodebookFormat, ...] = ("kmeans4_shared", "kmeans2_shared")
-MOST = 255
+MOST_BOOKS = 255
 """Codebooks of a table: a byte says which one a row has, and one value of it that it has none."""
-BROKEN = 255
+NO_BOOK = 255
 """Instead of a codebook: the row decodes to NaN."""
 _ROWS_A_BOOK = 16
 """At least, unless the caller says: then codebooks cost a row 2^bits / 8 bytes at most."""
@@ -75,7 +75,7 @@ class SharedCodebookRows:
         found = dataclasses.replace(self, codes=take(self.codes), codebook_ids=take(self.codebook_ids)).dequantize()
         return jnp.where(inside[:, None], found, 0)  # no number of a codebook stands for zero
 
-    def poisoned(self) -> jax.Array:
+    def nonfinite_rows(self) -> jax.Array:
         """See `api.nonfinite_rows`."""
         return jnp.sum(self.codebook_ids >= self.books.shape[0], dtype=jnp.int32)
 
@@ -86,7 +86,7 @@ for _format, _bits in zip(SHARED_CODEBOOK_FORMATS, (4, 2), strict=True):
 
 def count(rows: int) -> int:
     """Codebooks of a table of so many rows, unless the caller says."""
-    return min(MOST, max(1, -(-rows // _ROWS_A_BOOK)))
+    return min(MOST_BOOKS, max(1, -(-rows // _ROWS_A_BOOK)))
 
 
 def quantize(table: np.ndarray, bits: int, books: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -96,7 +96,7 @@ def quantize(table: np.ndarray, bits: int, books: int) -> tuple[np.ndarray, np.n
     """
     with np.errstate(over="ignore"):
         sound = np.isfinite(table.astype(np.float16)).all(axis=1)
-    codebook_ids = np.full(len(table), BROKEN, np.uint8)
+    codebook_ids = np.full(len(table), NO_BOOK, np.uint8)
     codebook_ids[sound] = clusters(np.sort(table[sound], axis=1), books)
     codes = np.zeros(table.shape, np.uint8)
     made = np.zeros((books, 1 << bits), np.float16)
