@@ -53,7 +53,7 @@ def _small_plan():
     degrees = np.asarray([0, 3, 10, 60, 200, 1000, 70000])
     indices = np.arange(degrees.sum(), dtype=np.int32) % 512
     indptr = np.concatenate([[0], np.cumsum(degrees)]).astype(np.int32)
-    return ops.plan(ops.Csr(indptr, indices, shape=(degrees.size, 512)))
+    return ops.sparse_plan(ops.Csr(indptr, indices, shape=(degrees.size, 512)))
 
 
 def _features(dtype, nodes=NODES, features=FEATURES):

@@ -97,7 +97,7 @@ class Draws:
 
 def of_host(adjacency: Adjacency) -> SparsePlan:
     """The plan of a graph that was read on the host."""
-    return ops.plan(_csr(adjacency))
+    return ops.sparse_plan(_csr(adjacency))
 
 
 def presampled(adjacency: Adjacency, drawn: Sampling) -> SparsePlan:
