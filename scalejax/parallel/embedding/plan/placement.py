@@ -1,14 +1,14 @@
 """Placement of the rows of each table, and the settings of the exchange of ids, rows and gradients.
 
-    kind                 rows of a table                            columns                         ranks name
-    row_wise             striped over the ranks        whole                           the devices (all)
-    table_wise           on one device                              whole                           that device
-    column_wise          whole on each of its devices               one slice a device              one per slice
+    kind                 rows of a table                          columns                         ranks name
+    row_wise             striped over the ranks                   whole                           the devices (all)
+    table_wise           on one device                            whole                           that device
+    column_wise          whole on each of its devices             one slice a device              one per slice
     table_row_wise       striped over the devices of one host     whole                           those devices
-    table_column_wise    whole on each of its devices               one slice a device of a host    one per slice
+    table_column_wise    whole on each of its devices             one slice a device of a host    one per slice
     grid                 striped over the devices of one host,    one slice a host                slice after slice
                          for each slice another host or the same
-    data_parallel        whole on every device                      whole                           (nothing)
+    data_parallel        whole on every device                    whole                           (nothing)
 
 Devices are numbered along the flattened mesh; a host is what shares an index of the mesh axis `replica`. With
 `replicas="copy"` ("2-D" sharding) each index of `replica` holds all tables, sharded over its own devices only, which
