@@ -1,4 +1,4 @@
-"""Number formats for parameters that travel block by block."""
+"""A gather of parameters that also quantizes them by rules, for the products that take them."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
