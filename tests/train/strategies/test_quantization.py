@@ -136,7 +136,7 @@ def test_a_rule_for_no_module_is_refused_before_anything_is_compiled(texts, rows
 
 def test_blocks_that_do_not_divide_are_refused_with_the_module(rows):
     built, state, batch = clicks(rows, dataclasses.replace(MX9, tail="refuse"))
-    with pytest.raises(UserError, match=r"quantization of \S+/\S+: it sums over \d+ numbers"):
+    with pytest.raises(UserError, match=r"quantization of \S+/\S+: it sums over \d+ values"):
         built.train_step(state, batch)
 
 
