@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 
 Verify = Literal["checksums", "sizes"]
@@ -70,7 +71,7 @@ def open_arrays(path: pathlib.Path, verify: Verify) -> tuple[dict[str, np.ndarra
       UserError: it does not hold what was written.
     """
     try:
-        about = json.loads((path / "about").read_text())
+        about = json_reading.read(path / "about")
         arrays = {name: _open(path / name, described, verify) for name, described in about["arrays"].items()}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, str(error)) from error

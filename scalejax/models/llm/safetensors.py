@@ -22,6 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 from scalejax.units import size
 
@@ -162,7 +163,7 @@ def open_folder(folder: pathlib.Path) -> dict[str, Tensor]:
 
 def _open_shards(folder: pathlib.Path, index: pathlib.Path) -> dict[str, Tensor]:
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = json_reading.read(index)
         named = {str(name): str(file) for name, file in content["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: is no index of shards, {{'weight_map': {{tensor: file}}}}: {error}.") from error
@@ -200,7 +201,7 @@ def read_header(path: pathlib.Path) -> dict[str, Tensor]:
     try:
         if not header:
             raise ValueError(f"its header would be {length:,} of {total:,} bytes")
-        return _parse(path, json.loads(header), 8 + length, total)
+        return _parse(path, json_reading.parse(header), 8 + length, total)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: is damaged or no safetensors file: {error}. Copy it anew.") from error
 

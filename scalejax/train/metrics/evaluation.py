@@ -24,6 +24,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 from scalejax.train import disk
 from scalejax.train.metrics import bootstrap, exact
@@ -141,7 +142,7 @@ def read_diagrams(folder: pathlib.Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json_reading.read(path)
             known = content["format"] == FORMAT
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}). Remove it; the next evaluation writes it anew.") from error
@@ -193,7 +194,7 @@ def read_pictures(folder: pathlib.Path) -> list[Picture]:
     found = []
     for path in sorted((folder / FOLDER / PICTURES).glob("*.json")):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json_reading.read(path)
             found.append(Picture(**{name: str(content[name]) for name in ("split", "name", "caption", "svg")}))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}). Remove it; the next evaluation writes it anew.") from error
