@@ -1,4 +1,4 @@
-"""JSON of files: the reading that all share, within limits, so that a damaged file ends in an error and nothing worse."""
+"""JSON of files, read in one place and within limits: a damaged file ends in an error and nothing worse."""
 
 import json
 import pathlib

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scalejax import json_reading
+from scalejax.data import packed_files
 from scalejax.errors import UserError
 from scalejax.train import disk
 from scalejax.train.metrics import bootstrap, exact
@@ -230,9 +231,9 @@ def read_predictions(folder: pathlib.Path, split: str) -> Predictions | None:
     if not path.exists():
         return None
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
-            return Predictions(arrays["labels"], arrays["predictions"], arrays["weights"])
-    except Exception as error:  # zipfile, zlib and numpy each raise their own for a damaged file
+        arrays = packed_files.read_npz(path)
+        return Predictions(arrays["labels"], arrays["predictions"], arrays["weights"])
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} is damaged ({error}). Remove it; the next evaluation writes it anew.") from error
 
 
