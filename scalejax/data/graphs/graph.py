@@ -34,9 +34,8 @@ class NodeGraph:
             raise UserError(f"NodeGraph: adjacency must be square; got {self.adjacency.shape}.")
         for name, array in (("features", self.features), ("labels", self.labels)):
             if array is not None and array.shape[:1] != (self.num_nodes,):
-                raise UserError(
-                    f"NodeGraph: {name} must have {self.num_nodes} rows; got {array.shape[0] if array.ndim else 1}."
-                )
+                rows = array.shape[0] if array.ndim else "one number"
+                raise UserError(f"NodeGraph: {name} must have {self.num_nodes} rows; got {rows}.")
         if self.features is not None and (self.features.ndim != 2 or not self.features.shape[1]):
             raise UserError(f"NodeGraph: features must be [N, F] with F of at least 1; got {self.features.shape}.")
         if self.labels is not None:
