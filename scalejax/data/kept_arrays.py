@@ -1,7 +1,8 @@
 """Arrays that are made once, kept in a private folder and mapped from there.
 
 A folder holds one file an array, plain numbers one after another, and `about`, a JSON object with their types, sizes
-and checksums, and its own. It is written beside its place and renamed, so what has its name is whole. Nothing is pickled.
+and checksums, and its own. It is written beside its place and renamed, so what has its name is whole. Nothing is
+pickled.
 """
 
 import hashlib
@@ -124,7 +125,7 @@ def _digest(about: Mapping[str, Any]) -> str:
 
 def _open(path: pathlib.Path, described: Mapping[str, Any], verify: Verify) -> np.ndarray:
     dtype, size = np.dtype(described["dtype"]), described["size"]
-    if dtype.kind not in "iuf" or type(size) is not int:
+    if dtype.kind not in "biuf" or type(size) is not int:
         raise ValueError(f"{path.name} has {size} numbers of type {dtype}")
     if (found := path.stat().st_size) != dtype.itemsize * size:
         raise ValueError(f"{path.name} has {found} bytes, not {dtype.itemsize * size}")

@@ -18,6 +18,8 @@ LARGEST_RATIO = 500
 ALWAYS_BYTES = 2**28
 """What any file may unpack to, however small it is."""
 
+_ZIP_END = 22  # bytes of the record that ends an archive without a comment
+
 
 def check_ratio(unpacked: int, packed: int) -> None:
     """Refuses a file that unpacks to more than it should.
@@ -79,6 +81,11 @@ def read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
         with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             check_ratio(sum(member.file_size for member in members), path.stat().st_size)
+            # A damaged length in the table of contents can swallow what follows in it, which zipfile does not notice.
+            file.seek(-_ZIP_END, io.SEEK_END)
+            end = file.read(_ZIP_END)
+            if end[:4] != b"PK\x05\x06" or int.from_bytes(end[10:12], "little") != min(len(members), 0xFFFF):
+                raise ValueError("its table of contents is damaged")
             arrays = {member.filename.removesuffix(".npy"): _array(archive, member) for member in members}
     except OSError:
         raise
