@@ -103,7 +103,7 @@ def explore(reader: Reader, seconds: float, findings: Findings) -> None:
             "-timeout=0",
             "-rss_limit_mb=0",
         ]
-        atheris.Setup(options, one_input)
+        atheris.Setup([sys.argv[0], corpus, *limits], one_input)
         atheris.Fuzz()
 
 
