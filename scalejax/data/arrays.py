@@ -104,10 +104,11 @@ def _check_range(array: np.ndarray, what: str) -> None:
     beyond = np.isfinite(array) & ((array < limits.min) | (array > limits.max))
     if not beyond.any():
         return
-    row, *column = np.argwhere(beyond)[0].tolist()
+    row, *inside = np.argwhere(beyond)[0].tolist()
+    column = f", column {inside[0]}" if inside else ""
     raise UserError(
-        f"{what} has {array[beyond][0]:g} in row {row}{f', column {column[0]}' if column else ''}, which {limits.dtype} "
-        "does not hold. Scale such a column, or number ids and classes from 0."
+        f"{what} has {array[beyond][0]:g} in row {row}{column}, which {limits.dtype} does not hold. Scale such a "
+        "column, or number ids and classes from 0."
     )
 
 

@@ -94,7 +94,7 @@ def explore(reader: Reader, seconds: float, findings: Findings) -> None:
     with tempfile.TemporaryDirectory() as corpus:
         (pathlib.Path(corpus) / "intact").write_bytes(files[reader.target])
         longest = max(4096, 2 * len(files[reader.target]))
-        limits = [f"-max_len={longest}", "-seed=1", "-verbosity=0", "-timeout=0", "-rss_limit_mb=0"]
+        limits = [f"-max_len={longest}", "-seed=1", "-verbosity=0", "-timeout=1000", "-rss_limit_mb=0"]
         atheris.Setup([sys.argv[0], corpus, *limits], one_input)
         atheris.Fuzz()
 

@@ -140,12 +140,11 @@ class BatchedDataSet:
       examples: Where they come from.
       batch_size: Global batch size.
       threads: Reading threads.
-      remarks: What a user should know of the files; a run prints it when it begins.
     """
 
-    def __init__(self, examples: Examples, *, batch_size: int, threads: int = 2, remarks: tuple[str, ...] = ()) -> None:
+    def __init__(self, examples: Examples, *, batch_size: int, threads: int = 2) -> None:
         check_sizes(batch_size, threads)
-        self.remarks = remarks
+        self.remarks: tuple[str, ...] = ()  # what a user should know of the files; a run prints it when it begins
         self.examples, self.batch_size, self.threads = examples, batch_size, threads
         self.schema: Schema = examples.layout.schema
 
