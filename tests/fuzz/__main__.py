@@ -1,4 +1,5 @@
-"""Fuzzes a reader: `python -m tests.fuzz npz --seconds 60`; `--bits 700` flips single bits instead.
+"""Fuzzes a reader: `python -m tests.fuzz npz --seconds 60`; `--bits 700` flips single bits instead, and
+`--structures 200` writes files of the right form and any content.
 
 Bytes come from atheris (extra `fuzz`), which learns from the lines of scalejax that an input reached in its child.
 Status 1: some input ended in a traceback, a signal or a hang, or was read as something that it is not; those inputs
@@ -7,6 +8,7 @@ are in the folder that the last lines name.
 
 import argparse
 import collections
+import dataclasses
 import os
 import pathlib
 import sys
@@ -65,6 +67,24 @@ def flip_bits(reader: Reader, count: int, findings: Findings) -> None:
         findings.add(child.run_on(reader, files | {reader.target: bytes(damaged)}), bytes(damaged), intact)
 
 
+def make_up(reader: Reader, structure: Any, count: int, findings: Findings) -> None:
+    """Lets hypothesis make `count` files of the right form."""
+    import hypothesis
+
+    files = reader.sample()
+    intact = child.intact(reader, files)
+
+    @hypothesis.seed(0)
+    @hypothesis.settings(
+        max_examples=count, database=None, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+    )
+    @hypothesis.given(structure)
+    def one_input(data: bytes) -> None:
+        findings.add(child.run_on(reader, files | {reader.target: data}), data, intact if reader.checked else "")
+
+    one_input()
+
+
 def explore(reader: Reader, seconds: float, findings: Findings) -> None:
     """Lets atheris change bytes; ends the process."""
     import atheris
@@ -104,11 +124,20 @@ def main() -> int:
     parser.add_argument("reader", choices=READERS)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--bits", type=int, help="flip so many single bits instead")
+    parser.add_argument(
+        "--structures", type=int, help="so many files of the right form, made up by hypothesis, instead"
+    )
     parser.add_argument("--keep", type=pathlib.Path, help="where inputs are kept that ended badly")
     given = parser.parse_args()
     keep = given.keep or pathlib.Path(tempfile.mkdtemp(prefix="fuzz-"))
     findings = Findings(given.reader, keep)
-    if given.bits is not None:
+    if given.structures is not None:
+        from .structures import STRUCTURES
+
+        # A well-formed npz of other content is no damage.
+        reader = dataclasses.replace(READERS[given.reader], checked=False)
+        make_up(reader, STRUCTURES[given.reader], given.structures, findings)
+    elif given.bits is not None:
         flip_bits(READERS[given.reader], given.bits, findings)
     else:
         explore(READERS[given.reader], given.seconds, findings)

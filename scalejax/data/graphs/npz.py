@@ -119,8 +119,8 @@ def nodes_of(stated: np.ndarray | int | None, senders: np.ndarray, receivers: np
         that nothing is known of.
     """
     if stated is None:
-        ends = [int(array.max(initial=-1)) for array in (senders, receivers) if array.dtype.kind in "iu"]
-        nodes = max(ends, default=-1) + 1
+        ends = [int(array.max()) for array in (senders, receivers) if array.size and array.dtype.kind in "iu"]
+        nodes = max(0, max(ends, default=-1) + 1)
     else:
         number = np.asarray(stated)
         if number.size != 1 or number.dtype.kind not in "iu" or number.item() < 0:
