@@ -22,7 +22,9 @@ from typing import Any
 
 from scalejax.errors import UserError
 
-SECONDS, BYTES = 10.0, 2**30
+SECONDS = 10.0
+BYTES = 2**32
+"""Of addresses beyond those in use when a child begins; each thread of Arrow reserves many that it never uses."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,8 @@ def run(read: Callable[[], str], *, trace: bool = False) -> End:
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         return End("signal", signal.Signals(os.WTERMSIG(status)).name)
+    if not data:
+        return End("signal", f"left with status {os.waitstatus_to_exitcode(status)} and no word")
     kind, text, lines = json.loads(data)
     return End(kind, text, tuple(lines))
 
