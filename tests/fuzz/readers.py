@@ -88,12 +88,15 @@ def _write_arrow(folder: pathlib.Path) -> None:
     arrow.convert(data, folder / "rows.arrow", chunk_rows=30)
 
 
-def write_arrow_of_format_1(folder: pathlib.Path) -> None:
-    """A file as `convert` wrote them before there was a digest of its description."""
+def _write_arrow_of_format_1(folder: pathlib.Path) -> None:
+    _write_arrow(folder)
+    as_format_1(folder / "rows.arrow")
+
+
+def as_format_1(path: pathlib.Path) -> None:
+    """Makes a converted file what `convert` wrote before there was a digest of its description."""
     from scalejax.data.tables import arrow
 
-    _write_arrow(folder)
-    path = folder / "rows.arrow"
     with pa.OSFile(str(path)) as file:
         old = pa.ipc.open_file(file)
         batches = [old.get_batch_with_custom_metadata(b) for b in range(old.num_record_batches)]
@@ -315,7 +318,7 @@ def _read_checkpoint(folder: pathlib.Path) -> str:
 READERS = {
     "arrow": Reader(_write_arrow, "rows.arrow", _read_arrow, checked=True),
     "arrow-unverified": Reader(_write_arrow, "rows.arrow", _read_arrow_unverified),
-    "arrow-format-1": Reader(write_arrow_of_format_1, "rows.arrow", _read_arrow),
+    "arrow-format-1": Reader(_write_arrow_of_format_1, "rows.arrow", _read_arrow),
     "parquet": Reader(_write_parquet, "rows.parquet", _read_parquet),
     "npz": Reader(_write_npz, "graph.npz", _read_npz, checked=True),
     "edges": Reader(_write_edges, "edges.txt", _read_edges),
