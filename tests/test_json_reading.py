@@ -53,5 +53,5 @@ def test_deeply_nested_json_is_a_mistake_and_not_a_crash(
     name: str, load: Callable[[pathlib.Path], object], tmp_path: pathlib.Path
 ) -> None:
     (tmp_path / name).write_text(nested(100_000))
-    with pytest.raises(UserError, match=name):
+    with pytest.raises(UserError, match=f"{name}|nested more than 100 deep"):
         load(tmp_path)

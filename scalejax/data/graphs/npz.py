@@ -128,7 +128,7 @@ def nodes_of(stated: np.ndarray | int | None, senders: np.ndarray, receivers: np
         nodes = int(number.item())
     if nodes > min(_MOST_NODES, max(_ALWAYS_NODES, _NODES_PER_EDGE * senders.size)):
         raise UserError(
-            f"{nodes:,} nodes are too many for {senders.size:,} edges: wanted at most {_NODES_PER_EDGE} a edge above "
+            f"{nodes:,} nodes are too many for {senders.size:,} edges: wanted at most {_NODES_PER_EDGE} an edge above "
             f"{_ALWAYS_NODES:,}, and fewer than 2**31. Number nodes from 0 without gaps (np.unique(ids, "
             "return_inverse=True))."
         )
@@ -154,7 +154,10 @@ def _features(arrays: Mapping[str, np.ndarray], nodes: int) -> np.ndarray | None
         if name not in arrays:
             raise UserError(f"has feat_indptr and no {name}. Write all three, or `features`.")
     indptr, columns = _integers(arrays, "feat_indptr"), _integers(arrays, "feat_indices")
-    width = nodes_of(arrays.get("num_features"), columns, columns)
+    try:
+        width = nodes_of(arrays.get("num_features"), columns, columns)
+    except UserError as error:
+        raise UserError(f"the width of features: {error}") from error
     if nodes * width > max(_ALWAYS_DENSE, _DENSE_PER_VALUE * columns.size):
         raise UserError(f"features of {nodes:,} nodes would be {width:,} wide, of which {columns.size:,} are not 0.")
     try:

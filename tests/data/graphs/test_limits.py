@@ -51,9 +51,11 @@ def test_node_ids_may_be_unsigned_and_edges_may_be_none() -> None:
 
 
 def test_features_in_compressed_rows_may_not_be_nearly_all_zero_and_huge() -> None:
-    sparse = {"feat_indptr": np.array([0, 1, 1, 1]), "feat_indices": np.array([2**24 - 1]), "feat_values": np.ones(1)}
-    with pytest.raises(UserError, match="would be 30,000,000 wide"):
-        from_arrays(EDGES | sparse | {"num_features": np.array(30_000_000)}, "graph.npz")
+    sparse = {"feat_indptr": np.array([0] + [1] * 9), "feat_indices": np.array([0]), "feat_values": np.ones(1)}
+    with pytest.raises(UserError, match="features of 9 nodes would be 10,000,000 wide"):
+        from_arrays(EDGES | sparse | {"num_features": np.array(10_000_000)}, "graph.npz")
+    with pytest.raises(UserError, match="the width of features: 1,099,511,627,776 nodes are too many"):
+        from_arrays(EDGES | sparse | {"num_features": np.array(2**40)}, "graph.npz")
 
 
 def test_one_long_word_does_not_make_every_field_as_long(tmp_path: pathlib.Path) -> None:
