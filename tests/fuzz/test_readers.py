@@ -4,18 +4,23 @@ Each input is read in a forked child, and not from this process, which has threa
 """
 
 import importlib.util
+import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
 
+import scalejax
+
 TESTS = pathlib.Path(__file__).parent.parent
 
 
 def fuzz(reader: str, *options: str) -> None:
     command = [sys.executable, "-m", "fuzz", reader, *options]
-    done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, timeout=300, check=False)
+    package = pathlib.Path(scalejax.__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert f"\n{reader}: {{" in f"\n{done.stdout}"
 
