@@ -1,9 +1,9 @@
 """The folders that commands are given: runs by their record, language models of whichever form."""
 
-import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+from scalejax import json_reading
 from scalejax.configs import as_data
 from scalejax.errors import UserError
 
@@ -24,7 +24,7 @@ def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"RUN_FOLDER {run_folder} has no experiment.json. Give a folder that `scalejax train` wrote.")
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = json_reading.read(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}. Give another run folder, or train again.") from error
     types = {"recipe": str, "sets": list, "file_sha256": str | None, "scalejax": str, "experiment": dict}

@@ -32,7 +32,8 @@ class ArrayDataSet:
       schema: What a model must know of the data; None = {name: (shape of an example, dtype)} of the training split.
 
     Raises:
-      UserError: arrays of a split differ in length, or splits in their names, or there is no training split.
+      UserError: arrays of a split differ in length, or splits in their names, there is no training split, or a number
+        does not fit the 32 bits that devices have: it would become another one there.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class ArrayDataSet:
                     f"ArrayDataSet: every split must have the arrays {', '.join(sorted(names))}, equally long; split "
                     f"{split!r} has {lengths}."
                 )
+            for name, array in arrays.items():
+                _check_range(array, f"ArrayDataSet: {name!r} of split {split!r}")
         self._splits = {split: _weighted(arrays) for split, arrays in splits.items()}
         self._seed, self.batch_size = seed, batch_size
         train = self._splits["train"]
@@ -92,6 +95,21 @@ class ArrayDataSet:
             batch = {name: array[np.minimum(rows, count - 1)] for name, array in arrays.items()}
             inside = (rows < count).reshape(-1, *(1,) * (batch[WEIGHTS].ndim - 1))
             yield batch | {WEIGHTS: np.where(inside, batch[WEIGHTS], np.zeros_like(batch[WEIGHTS]))}
+
+
+def _check_range(array: np.ndarray, what: str) -> None:
+    if array.dtype.kind not in "iuf" or array.dtype.itemsize < 8:
+        return
+    limits = np.finfo(np.float32) if array.dtype.kind == "f" else np.iinfo(np.int32)
+    beyond = np.isfinite(array) & ((array < limits.min) | (array > limits.max))
+    if not beyond.any():
+        return
+    row, *inside = np.argwhere(beyond)[0].tolist()
+    column = f", column {inside[0]}" if inside else ""
+    raise UserError(
+        f"{what} has {array[beyond][0]:g} in row {row}{column}, which {limits.dtype} does not hold. Scale such a "
+        "column, or number ids and classes from 0."
+    )
 
 
 def _weighted(arrays: Mapping[str, np.ndarray]) -> Arrays:

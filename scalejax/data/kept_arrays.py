@@ -1,7 +1,8 @@
 """Arrays that are made once, kept in a private folder and mapped from there.
 
 A folder holds one file an array, plain numbers one after another, and `about`, a JSON object with their types, sizes
-and checksums. It is written beside its place and renamed, so what has its name is whole. Nothing is pickled.
+and checksums, and its own. It is written beside its place and renamed, so what has its name is whole. Nothing is
+pickled.
 """
 
 import hashlib
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 
 Verify = Literal["checksums", "sizes"]
@@ -57,7 +59,8 @@ class ArrayWriter:
             name: {"dtype": dtype.name, "size": self.sizes[name], "sha256": self._sums[name].hexdigest()}
             for name, dtype in self._dtypes.items()
         }
-        (self._path / "about").write_text(json.dumps({"arrays": arrays} | more, indent=1))
+        about = {"arrays": arrays} | more
+        (self._path / "about").write_text(json.dumps(about | {"sha256": _digest(about)}, indent=1))
 
 
 def open_arrays(path: pathlib.Path, verify: Verify) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -70,9 +73,11 @@ def open_arrays(path: pathlib.Path, verify: Verify) -> tuple[dict[str, np.ndarra
       UserError: it does not hold what was written.
     """
     try:
-        about = json.loads((path / "about").read_text())
+        about = json_reading.read(path / "about")
+        if about.pop("sha256", None) not in (_digest(about), None):  # earlier versions wrote none
+            raise ValueError("about has another checksum than when it was written")
         arrays = {name: _open(path / name, described, verify) for name, described in about["arrays"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(path, str(error)) from error
     return arrays, about
 
@@ -114,8 +119,14 @@ def kept(folder: pathlib.Path, name: str, make: Callable[[pathlib.Path], None]) 
     return target
 
 
+def _digest(about: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
 def _open(path: pathlib.Path, described: Mapping[str, Any], verify: Verify) -> np.ndarray:
     dtype, size = np.dtype(described["dtype"]), described["size"]
+    if dtype.kind not in "biuf" or type(size) is not int:
+        raise ValueError(f"{path.name} has {size} numbers of type {dtype}")
     if (found := path.stat().st_size) != dtype.itemsize * size:
         raise ValueError(f"{path.name} has {found} bytes, not {dtype.itemsize * size}")
     if size == 0:  # nothing to map

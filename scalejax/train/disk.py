@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 
 _ADVICE = {
@@ -161,7 +162,7 @@ def read_json(path: pathlib.Path) -> Any:
     """
     try:
         with explained(f"cannot read {path}"):
-            return json.loads(path.read_text())
+            return json_reading.read(path)
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist. Give the folder of a run.") from error
     except ValueError as error:

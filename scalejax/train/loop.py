@@ -141,7 +141,7 @@ def _state_of(
         _become(checkpoints, run)
         state = run.restore(checkpoints, start)
     if console is not None:
-        for remark in run.remarks:
+        for remark in (*getattr(run.data, "remarks", ()), *run.remarks):
             console.print(remark, markup=False, highlight=False, soft_wrap=True)
     return state
 

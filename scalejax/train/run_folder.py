@@ -33,6 +33,7 @@ from typing import Any, Literal
 import jax
 
 import scalejax
+from scalejax import json_reading
 from scalejax.errors import UserError
 from scalejax.train import disk, distributed
 
@@ -333,7 +334,7 @@ def _lock(path: pathlib.Path) -> int:
 
 def _held_message(path: pathlib.Path) -> str:
     try:
-        holder = json.loads(path.read_text())
+        holder = json_reading.read(path)
         who = f"process {holder['pid']} on {holder['host']} since {holder['since']}"
     except (ValueError, KeyError, OSError):
         who = "another process"
@@ -350,7 +351,7 @@ def _complete_lines(path: pathlib.Path) -> list[tuple[dict[str, Any], bytes]]:
     records = []
     for number, line in enumerate(complete.split(b"\n") if complete else [], start=1):
         try:
-            record = json.loads(line)
+            record = json_reading.parse(line)
             if not isinstance(record["step"], int):
                 raise TypeError
         except (ValueError, KeyError, TypeError) as error:

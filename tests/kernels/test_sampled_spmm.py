@@ -583,6 +583,17 @@ def test_indices_of_any_integer_dtype_pick_the_same_edges(dtype):
     np.testing.assert_array_equal(sampled_spmm(other, h, 40, strategy="fastrand"), expected)
 
 
+@pytest.mark.parametrize("picked", [lambda csr: presample(csr, 2), lambda csr: plan_sample(presample(csr, 2))])
+def test_a_presampled_graph_without_edges_gives_zeros_with_values_too(picked):
+    csr = Csr(np.zeros(4, np.int32), np.zeros(0, np.int32), shape=(3, 5))
+    h, values = jnp.ones((5, FEATURES)), jnp.zeros(0)
+    out, pull = jax.vjp(lambda h, values: sampled_spmm(picked(csr), h, values=values), h, values)
+    np.testing.assert_array_equal(out, np.zeros((3, FEATURES)))
+    d_h, d_values = pull(jnp.ones_like(out))
+    np.testing.assert_array_equal(d_h, np.zeros((5, FEATURES)))
+    assert d_values.shape == (0,)
+
+
 def test_a_list_of_no_edges_makes_an_empty_graph():
     assert Csr.from_edges([], [], shape=(2, 3)).indptr.tolist() == [0, 0, 0]
 

@@ -134,6 +134,28 @@ def test_rounding_by_chance_is_right_on_average_and_the_others_are_not(rounding)
     assert error < 0.02 if rounding == "stochastic" else error > 0.2
 
 
+@pytest.mark.parametrize(
+    ("name", "rule", "mean"),
+    [
+        ("mxfp4_e2m1", "floor", 6.0),  # between 4 and 8, and 6 is the largest
+        ("mxfp4_e2m1", "even", 7.8),
+        ("mxfp4_e2m1", "rceil", 7.8),
+        ("mxfp4_e2m1", "ceil", 7.8),
+        ("bdr_mx4", "floor", 6.0),  # 1.5 * 4
+        ("bdr_mx4", "rceil", 7.8),
+        ("bdr_mx9", "floor", 7.8),  # between 7.75 and 7.8125
+        ("nvfp4", None, 7.8),
+    ],
+)
+def test_the_largest_of_a_block_is_right_on_average_where_its_scale_holds_it(name, rule, mean):
+    """Under a rule that saturates the largest element, chance cannot round it up: what docs/numerics.md says."""
+    x = np.full((1 << 14,), 1.3, np.float32)
+    x[:: FORMATS[name].k1] = 7.8
+    key = jax.random.key(0)
+    got = np.asarray(api.cast(jnp.asarray(x), name, axis=0, rounding="stochastic", key=key, scale_rule=rule))
+    assert got[:: FORMATS[name].k1].mean() == pytest.approx(mean, abs=0.1)
+
+
 def test_the_same_key_gives_the_same_codes_in_any_layout():
     x = jnp.asarray(format_cases.wide_blocks(FORMATS["bdr_mx6"])[:64])
     first = api.cast(x, "bdr_mx6", axis=1, rounding="stochastic", key=jax.random.key(3))

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 
+from scalejax.data.packed_files import check_ratio
 from scalejax.data.tables.parquet_files import first_line
 from scalejax.errors import UserError
 
@@ -38,7 +39,7 @@ def read_blocks(
       UserError: a line with another number of fields, a field of another type, a damaged file.
     """
     raw = pa.OSFile(str(file))
-    done = skip
+    done, unpacked = skip, 0
     try:
         reader = pyarrow.csv.open_csv(
             _decompressed(raw, file),
@@ -49,6 +50,8 @@ def read_blocks(
             ),
         )
         for batch in reader:
+            unpacked += batch.nbytes
+            check_ratio(unpacked, raw.size())
             yield batch, f"{file}, line {done + 1} and following", raw.tell()
             done += batch.num_rows
     except pa.ArrowInvalid as error:

@@ -144,6 +144,7 @@ class BatchedDataSet:
 
     def __init__(self, examples: Examples, *, batch_size: int, threads: int = 2) -> None:
         check_sizes(batch_size, threads)
+        self.remarks: tuple[str, ...] = ()  # what a user should know of the files; a run prints it when it begins
         self.examples, self.batch_size, self.threads = examples, batch_size, threads
         self.schema: Schema = examples.layout.schema
 

@@ -19,6 +19,7 @@ NanPolicy = Literal["mean", "zero", "error"]
 Scaling = Literal["standard", "none"]
 
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -175,7 +176,7 @@ def encode(
         check_ids(ids.reshape(-1), feature.name, feature.rows, lengths=lengths, where=where)
         layout.put_ids(records, feature.name, ids)
     for d, name in enumerate(schema.dense, start=layout.dense.start):
-        floats[:, d] = numbers(name, _vector(columns, name), where)
+        floats[:, d] = _as_float32(numbers(name, _vector(columns, name), where), name, where)
     for t, name in enumerate(schema.labels, start=layout.labels.start):
         floats[:, t] = _labels(_vector(columns, name), name, where)
     jagged = []
@@ -236,6 +237,17 @@ def _no_missing(ids: np.ndarray, name: str, where: str) -> None:
             f"{where}: feature {name!r} must have an integer id in every row; got {detail}. Give missing values an id "
             "of their own."
         )
+
+
+def _as_float32(x: np.ndarray, name: str, where: str) -> np.ndarray:
+    """float64[N], finite -> float32[N]."""
+    if (large := np.abs(x) > _FLOAT32_MAX).any():
+        row = int(large.argmax())
+        raise UserError(
+            f"{where}: number {name!r} becomes {x[row]:g} in row {row}, beyond float32, whose largest number is "
+            f"{_FLOAT32_MAX:.3g}. Scale the column, or take its logarithm (log_shift)."
+        )
+    return x.astype(np.float32)
 
 
 def _vector(columns: Columns, name: str) -> np.ndarray:

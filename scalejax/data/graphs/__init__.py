@@ -7,6 +7,8 @@ from scalejax.data.graphs.dataset import NodeData as NodeData
 from scalejax.data.graphs.dataset import NodeDataSet as NodeDataSet
 from scalejax.data.graphs.edge_list import read_edge_list as read_edge_list
 from scalejax.data.graphs.edge_list import read_edge_parquet as read_edge_parquet
+from scalejax.data.graphs.from_libraries import from_pyg as from_pyg
+from scalejax.data.graphs.from_libraries import from_scipy as from_scipy
 from scalejax.data.graphs.generate import knn as knn
 from scalejax.data.graphs.generate import power_law as power_law
 from scalejax.data.graphs.generate import rmat as rmat

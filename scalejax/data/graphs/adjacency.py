@@ -33,7 +33,7 @@ class Adjacency:
 
     def __post_init__(self) -> None:
         indptr, indices = self.indptr, self.indices
-        if indptr.shape != (self.shape[0] + 1,) or indptr[0] != 0 or (np.diff(indptr) < 0).any():
+        if indptr.shape != (self.shape[0] + 1,) or indptr[0] != 0 or (indptr[1:] < indptr[:-1]).any():
             raise UserError(
                 f"Adjacency: indptr must have {self.shape[0] + 1} entries that begin with 0 and never fall; got "
                 f"{indptr.shape[0]} from {indptr[0] if indptr.size else 'nothing'} on. Build it with "
@@ -79,7 +79,7 @@ class Adjacency:
         if s.size != r.size:
             raise UserError(f"from_edges: senders and receivers must be equally long; got {s.size} and {r.size}.")
         order = np.argsort(r, kind="stable")
-        weights = None if values is None else np.asarray(values, np.float32)
+        weights = None if values is None else as_float32(np.asarray(values), "values")
         if weights is not None and weights.shape != s.shape:
             raise UserError(f"from_edges: values must be one per edge, {s.shape}; got {weights.shape}.")
         indptr = np.zeros(shape[0] + 1, np.int64)
@@ -167,9 +167,29 @@ class Adjacency:
             raise UserError(f"{what}: the matrix must be square; got {self.shape}.")
 
 
+def as_float32(values: np.ndarray, name: str) -> np.ndarray:
+    """float32 of numbers, NaN and infinities as they are.
+
+    Raises:
+      UserError: they are no numbers, or a finite one is infinite in float32.
+    """
+    if values.dtype.kind not in "biuf":
+        raise UserError(f"{name} must be numbers; got {values.dtype}.")
+    with np.errstate(over="ignore"):
+        found = values.astype(np.float32)
+    if values.dtype.kind == "f" and values.dtype.itemsize > 4 and (lost := np.isinf(found) & np.isfinite(values)).any():
+        place = np.argwhere(lost)[0].tolist()
+        where = ", ".join(f"{word} {n}" for word, n in zip(("row", "column", "number"), place, strict=False))
+        raise UserError(
+            f"{name}: {values[tuple(place)]:g} in {where} is beyond float32, whose largest number is 3.4e38. Scale the "
+            "column, or take its logarithm."
+        )
+    return found
+
+
 def _ids(values: ArrayLike, name: str, below: int) -> np.ndarray:
     array: Any = np.asarray(values)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+    if array.ndim != 1 or array.dtype.kind not in ("iu" if array.size else "biuf"):  # [] is a list of floats
         raise UserError(f"from_edges: {name} must be integers[E]; got {array.dtype}{list(array.shape)}.")
     if array.size and not 0 <= array.min() <= array.max() < below:
         raise UserError(

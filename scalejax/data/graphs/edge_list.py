@@ -1,6 +1,5 @@
 """Edges in text or Parquet files."""
 
-import gzip
 import pathlib
 import zlib
 
@@ -9,9 +8,11 @@ import numpy as np
 from scalejax.data.examples.records import Ragged
 from scalejax.data.graphs.adjacency import Adjacency
 from scalejax.data.graphs.npz import nodes_of, one_file
+from scalejax.data.packed_files import open_unpacked
 from scalejax.errors import UserError
 
 _COMMENTS = ("#", "%")
+_LONGEST_NUMBER = 64
 
 
 def read_edge_list(path: str | pathlib.Path, *, num_nodes: int | None = None) -> Adjacency:
@@ -20,14 +21,15 @@ def read_edge_list(path: str | pathlib.Path, *, num_nodes: int | None = None) ->
     Fields are separated by white space or commas; empty lines and those that begin with # or % are passed over.
 
     Args:
-      path: Text, or text that gzip has compressed (.gz).
+      path: Text, or text that gzip or zstd has compressed (.gz, .zst).
       num_nodes: N; None = one more than the highest id.
     Raises:
       UserError: missing, damaged, or a line that is no edge (named by its number).
     """
     file = one_file(path, "*")
     try:
-        text = (gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()).decode()
+        with open_unpacked(file) as stream:
+            text = stream.read().decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{file}: is no complete text ({error}). Copy it again from its source.") from error
     lines = [(number, line.replace(",", " ").split()) for number, line in enumerate(text.splitlines(), start=1)]
@@ -45,7 +47,7 @@ def read_edge_list(path: str | pathlib.Path, *, num_nodes: int | None = None) ->
     columns = list(zip(*(fields for _, fields in lines), strict=True))
     numbers = [number for number, _ in lines]
     senders, receivers = (_numbers(column, np.int64, "a node", file, numbers) for column in columns[:2])
-    values = _numbers(columns[2], np.float32, "a weight", file, numbers) if width == 3 else None
+    values = _numbers(columns[2], np.float64, "a weight", file, numbers) if width == 3 else None
     return _adjacency(senders, receivers, values, num_nodes, str(file))
 
 
@@ -99,6 +101,9 @@ def _adjacency(
 
 
 def _numbers(texts: tuple[str, ...], dtype: type, what: str, file: pathlib.Path, numbers: list[int]) -> np.ndarray:
+    if (longest := max(map(len, texts))) > _LONGEST_NUMBER:  # as an array each text would be as long
+        number = numbers[next(i for i, text in enumerate(texts) if len(text) == longest)]
+        raise UserError(f"{file}, line {number}: {longest} characters are not {what}; wanted a number.")
     try:
         return np.array(texts).astype(dtype)
     except (ValueError, OverflowError):

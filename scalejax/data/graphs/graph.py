@@ -10,6 +10,8 @@ from scalejax.data.graphs.adjacency import Adjacency
 from scalejax.data.splits import SPLITS
 from scalejax.errors import UserError
 
+_BEYOND_INT32 = 2**31
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NodeGraph:
@@ -31,8 +33,9 @@ class NodeGraph:
         if self.adjacency.shape[0] != self.adjacency.shape[1]:
             raise UserError(f"NodeGraph: adjacency must be square; got {self.adjacency.shape}.")
         for name, array in (("features", self.features), ("labels", self.labels)):
-            if array is not None and array.shape[0] != self.num_nodes:
-                raise UserError(f"NodeGraph: {name} must have {self.num_nodes} rows; got {array.shape[0]}.")
+            if array is not None and array.shape[:1] != (self.num_nodes,):
+                rows = array.shape[0] if array.ndim else "one number"
+                raise UserError(f"NodeGraph: {name} must have {self.num_nodes} rows; got {rows}.")
         if self.features is not None and (self.features.ndim != 2 or not self.features.shape[1]):
             raise UserError(f"NodeGraph: features must be [N, F] with F of at least 1; got {self.features.shape}.")
         if self.labels is not None:
@@ -73,7 +76,25 @@ class NodeGraph:
         return digest.hexdigest()
 
 
+def as_labels(values: np.ndarray) -> np.ndarray:
+    """int32 of whole numbers.
+
+    Raises:
+      UserError: one does not fit.
+    """
+    _check_labels(values)
+    return values.astype(np.int32)
+
+
 def _check_labels(labels: np.ndarray) -> None:
+    if labels.dtype.kind not in "iu":
+        raise UserError(f"NodeGraph: labels must be whole numbers; got {labels.dtype}.")
+    if labels.max(initial=0) >= _BEYOND_INT32:
+        raise UserError(
+            f"NodeGraph: labels must be classes below 2**31; got {labels.max()}, that of node "
+            f"{np.argmax(labels.reshape(len(labels), -1).max(1))}. Number classes from 0 without gaps "
+            "(np.unique(labels, return_inverse=True))."
+        )
     if labels.ndim == 1 and labels.min(initial=0) < -1:
         raise UserError(
             f"NodeGraph: labels must be classes from 0 on, or -1 where none is known; got {labels.min()} among them."

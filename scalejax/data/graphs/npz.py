@@ -15,16 +15,22 @@ Only the edges are needed. Arrays of Python objects are refused: numpy would hav
 
 import io
 import pathlib
-import zipfile
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from scalejax.data.graphs.adjacency import Adjacency
-from scalejax.data.graphs.graph import NodeGraph
+from scalejax.data import packed_files
+from scalejax.data.graphs.adjacency import Adjacency, as_float32
+from scalejax.data.graphs.graph import NodeGraph, as_labels
 from scalejax.errors import UserError
 
+_BEYOND_INT64 = 2**63
+_MOST_NODES = 2**31 - 1  # numbers of nodes are int32 on devices
+_ALWAYS_NODES = 2**24
+_NODES_PER_EDGE = 64
+_ALWAYS_DENSE = 2**26
+_DENSE_PER_VALUE = 10_000
 _SPLITS = {"train": "train_idx", "validation": "val_idx", "test": "test_idx"}
 
 
@@ -71,10 +77,8 @@ def load_arrays(file: pathlib.Path) -> dict[str, np.ndarray]:
       UserError: damaged, or with objects in it.
     """
     try:
-        # Opened here: numpy leaves a file that is no archive open.
-        with file.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        return packed_files.read_npz(file)
+    except (ValueError, OSError) as error:
         raise UserError(
             f"{file}: is not a complete npz of plain numbers ({error}). Arrays of objects are pickles and "
             "are not read; write plain numbers, or copy the file again."
@@ -100,7 +104,7 @@ def from_arrays(arrays: Mapping[str, np.ndarray], where: str) -> NodeGraph:
         return NodeGraph(
             adjacency,
             features=_features(arrays, nodes),
-            labels=_integers(arrays, "labels").astype(np.int32) if "labels" in arrays else None,
+            labels=as_labels(_integers(arrays, "labels")) if "labels" in arrays else None,
             splits={split: _nodes(arrays, name) for split, name in _SPLITS.items() if name in arrays},
         )
     except UserError as error:
@@ -111,15 +115,24 @@ def nodes_of(stated: np.ndarray | int | None, senders: np.ndarray, receivers: np
     """The stated number of nodes, or one more than the highest id.
 
     Raises:
-      UserError: what is stated is no number of nodes.
+      UserError: what is stated is no number of nodes, or there are so many for the edges that memory would go to nodes
+        that nothing is known of.
     """
     if stated is None:
-        ends = [int(array.max(initial=-1)) for array in (senders, receivers) if array.dtype.kind in "iu"]
-        return max(ends, default=-1) + 1
-    number = np.asarray(stated)
-    if number.size != 1 or number.dtype.kind not in "iu" or number.item() < 0:
-        raise UserError(f"num_nodes must be one whole number of at least 0; got {stated}.")
-    return int(number.item())
+        ends = [int(array.max()) for array in (senders, receivers) if array.size and array.dtype.kind in "iu"]
+        nodes = max(0, max(ends, default=-1) + 1)
+    else:
+        number = np.asarray(stated)
+        if number.size != 1 or number.dtype.kind not in "iu" or number.item() < 0:
+            raise UserError(f"num_nodes must be one whole number of at least 0; got {stated}.")
+        nodes = int(number.item())
+    if nodes > min(_MOST_NODES, max(_ALWAYS_NODES, _NODES_PER_EDGE * senders.size)):
+        raise UserError(
+            f"{nodes:,} nodes are too many for {senders.size:,} edges: wanted at most {_NODES_PER_EDGE} an edge above "
+            f"{_ALWAYS_NODES:,}, and fewer than 2**31. Number nodes from 0 without gaps (np.unique(ids, "
+            "return_inverse=True))."
+        )
+    return nodes
 
 
 def _stated(arrays: Mapping[str, np.ndarray]) -> np.ndarray | int | None:
@@ -141,21 +154,25 @@ def _features(arrays: Mapping[str, np.ndarray], nodes: int) -> np.ndarray | None
         if name not in arrays:
             raise UserError(f"has feat_indptr and no {name}. Write all three, or `features`.")
     indptr, columns = _integers(arrays, "feat_indptr"), _integers(arrays, "feat_indices")
-    width = nodes_of(arrays.get("num_features"), columns, columns)
+    try:
+        width = nodes_of(arrays.get("num_features"), columns, columns)
+    except UserError as error:
+        raise UserError(f"the width of features: {error}") from error
+    if nodes * width > max(_ALWAYS_DENSE, _DENSE_PER_VALUE * columns.size):
+        raise UserError(f"features of {nodes:,} nodes would be {width:,} wide, of which {columns.size:,} are not 0.")
     try:
         rows = Adjacency(indptr, columns, _numbers(arrays, "feat_values"), (nodes, width))
     except UserError as error:
         raise UserError(f"features in compressed rows do not fit together, as {error}") from error
     dense = np.zeros((nodes, width), np.float32)
-    np.add.at(dense, (rows.rows, rows.indices), rows.weights())
+    with np.errstate(over="ignore"):  # sums beyond float32 are infinite, which a graph refuses
+        np.add.at(dense, (rows.rows, rows.indices), rows.weights())
     return dense
 
 
 def _numbers(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
     """float32 of an array."""
-    if arrays[name].dtype.kind not in "biuf":
-        raise UserError(f"{name} must be numbers; got {arrays[name].dtype}.")
-    return arrays[name].astype(np.float32)
+    return as_float32(arrays[name], name)
 
 
 def _integers(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
@@ -165,6 +182,8 @@ def _integers(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
         raise UserError(f"{name} must be whole numbers; got {array.dtype}.")
     if array.dtype.kind == "f" and not (whole := is_whole(array)).all():
         raise UserError(f"{name} must be whole numbers; got {array[~whole][0]} among them.")
+    if array.size and not (array.min() >= -_BEYOND_INT64 and array.max() < _BEYOND_INT64):
+        raise UserError(f"{name} must be whole numbers below 2**63; got {array.min()} to {array.max()}.")
     return array.astype(np.int64)
 
 

@@ -13,7 +13,6 @@ is what OGB's own baselines take. Years and species are left alone.
 """
 
 import dataclasses
-import gzip
 import pathlib
 import zlib
 from typing import Any, Literal
@@ -21,8 +20,9 @@ from typing import Any, Literal
 import numpy as np
 
 from scalejax.data.graphs import npz
-from scalejax.data.graphs.adjacency import Adjacency
-from scalejax.data.graphs.graph import NodeGraph
+from scalejax.data.graphs.adjacency import Adjacency, as_float32
+from scalejax.data.graphs.graph import NodeGraph, as_labels
+from scalejax.data.packed_files import open_unpacked
 from scalejax.errors import UserError
 
 Edges = Literal["as-written", "both-ways"]
@@ -54,6 +54,10 @@ def read_ogb(folder: str | pathlib.Path, *, edges: Edges, split: str | None = No
         raise UserError(f"read_ogb: edges must be 'as-written' or 'both-ways'; got {edges!r}.")
     found = _binary(raw) if (raw / "data.npz").exists() else _text(raw)
     pairs = found.pairs
+    try:
+        npz.nodes_of(found.nodes, pairs[:, 0], pairs[:, 1])
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from error
     if edges == "both-ways":
         # Each edge and its reverse side by side, as OGB numbers them.
         pairs = np.stack([pairs, pairs[:, ::-1]], axis=1).reshape(-1, 2)
@@ -106,8 +110,8 @@ def _text(raw: pathlib.Path) -> _Raw:
     return _Raw(
         pairs,
         nodes,
-        _csv(features).astype(np.float32) if features.exists() else None,
-        _csv(of_edges).astype(np.float32) if of_edges.exists() and not features.exists() else None,
+        as_float32(_csv(features), str(features)) if features.exists() else None,
+        as_float32(_csv(of_edges), str(of_edges)) if of_edges.exists() and not features.exists() else None,
         _labels(_csv(labels), labels) if labels.exists() else None,
     )
 
@@ -121,7 +125,8 @@ def _binary(raw: pathlib.Path) -> _Raw:
         raise UserError(f"{raw / 'data.npz'}: edge_index must be [2, E]; got {arrays['edge_index'].shape}.")
     nodes = _single(arrays["num_nodes_list"].reshape(-1, 1), raw, "node")
     features, of_edges = (
-        arrays[name].astype(np.float32) if name in arrays else None for name in ("node_feat", "edge_feat")
+        as_float32(arrays[name], f"{raw / 'data.npz'}: {name}") if name in arrays else None
+        for name in ("node_feat", "edge_feat")
     )
     labels = None
     if (file := raw / "node-label.npz").exists():
@@ -133,16 +138,25 @@ def _binary(raw: pathlib.Path) -> _Raw:
 
 
 def _labels(values: np.ndarray, file: pathlib.Path) -> np.ndarray:
+    if values.dtype.kind not in "iuf":
+        raise UserError(f"{file}: must hold classes, whole numbers; got {values.dtype}.")
     numbers = np.where(np.isnan(values), -1, values)
     if not (whole := npz.is_whole(numbers)).all():
         raise UserError(f"{file}: must hold classes, whole numbers; got {numbers[~whole][0]} among them.")
-    labels = numbers.astype(np.int32)
-    return labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+    if numbers.size and not abs(numbers).max() < 2**63:
+        raise UserError(f"{file}: must hold classes below 2**31; got {numbers.max()} among them.")
+    labels = numbers.astype(np.int64)
+    try:
+        return as_labels(labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from error
 
 
 def _single(values: np.ndarray, raw: pathlib.Path, what: str) -> int:
     if values.shape != (1, 1):
         raise UserError(f"{raw}: holds {values.shape[0]} graphs ({what} list). Only data sets of one graph are read.")
+    if values.dtype.kind not in "iuf" or not npz.is_whole(values).all() or not 0 <= values[0, 0] < 2**53:
+        raise UserError(f"{raw}: wanted a number of {what}s; got {values[0, 0]}. Unpack the data set again.")
     return int(values[0, 0])
 
 
@@ -170,15 +184,18 @@ def _integers(file: pathlib.Path) -> np.ndarray:
 
 def _csv(file: pathlib.Path) -> np.ndarray:
     """float64[lines, columns] of a gzipped table of numbers without a header; an empty field is NaN."""
-    from pyarrow import ArrowException
+    from pyarrow import ArrowException, types
     from pyarrow import csv as arrow_csv
 
     if not file.exists():
         raise UserError(f"{file}: is missing. Unpack the data set again.")
     try:
-        with gzip.open(file) as text:
+        with open_unpacked(file) as text:
             table = arrow_csv.read_csv(text, read_options=arrow_csv.ReadOptions(autogenerate_column_names=True))
+        for name, kind in zip(table.column_names, table.schema.types, strict=True):
+            if not (types.is_integer(kind) or types.is_floating(kind) or types.is_null(kind)):
+                raise ValueError(f"column {name} holds {kind}")
         return np.stack([column.to_numpy().astype(np.float64) for column in table.columns], axis=1)
     except (OSError, EOFError, zlib.error, ArrowException, ValueError) as error:
-        what = str(error).splitlines()[0]
+        what = (str(error) or type(error).__name__).splitlines()[0]
         raise UserError(f"{file}: is no complete gzipped table of numbers ({what}). Unpack it again.") from error

@@ -12,6 +12,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 
 KEY = b"scalejax.clustered"
@@ -103,7 +104,7 @@ def read_manifest(folder: str | pathlib.Path) -> ClusteredManifest:
     """
     path = pathlib.Path(folder) / FILE
     try:
-        record = json.loads(path.read_bytes())
+        record = json_reading.read(path)
         content = record["content"]
         intact = record["sha256"] == _digest(content)
     except FileNotFoundError as error:

@@ -98,9 +98,21 @@ def build(data: ParquetData) -> BatchedDataSet:
     """The data set of a `ParquetData`."""
     from scalejax.data.tables.parquet_files import ParquetFiles
 
+    files = ParquetFiles(data.path)
+    built = _build(data, files)
+    if unchecked := files.without_checksums():
+        more = f" and {len(unchecked) - 1} more files" if len(unchecked) > 1 else ""
+        built.remarks = (
+            f"data: {unchecked[0]}{more}: pages have no checksums, so damage may be read as other values. Writers add "
+            "them on request (pyarrow: write_page_checksum=True).",
+        )
+    return built
+
+
+def _build(data: ParquetData, files: "ParquetFiles") -> BatchedDataSet:
+
     schema = data.schema()
     check_schema(schema)
-    files = ParquetFiles(data.path)
     by_time = (data.split.column,) if isinstance(data.split, ByTime) else ()
     others = tuple(dict.fromkeys([*by_time, *((data.time,) if data.time else ())]))
     files.check(schema, (*others, *((data.session,) if data.session else ())))

@@ -20,6 +20,7 @@ from scalejax.data.tables import clustered
 from scalejax.errors import UserError
 
 # pyarrow reports damage as either; ArrowNotImplementedError as well, when a flipped byte names an unknown codec.
+_THRIFT_NEXT_I32 = 0x15  # the field after the one before, a number of 32 bits
 _DAMAGE = (pa.ArrowException, OSError)
 
 
@@ -118,6 +119,10 @@ class ParquetFiles:
             for group in map(metadata.row_group, range(metadata.num_row_groups)):
                 found |= {group.column(c).compression.lower() for c in range(group.num_columns)}
         return tuple(sorted(found))
+
+    def without_checksums(self) -> tuple[pathlib.Path, ...]:
+        """Files whose pages carry no checksum, by their first page; damage to these may be read as other values."""
+        return tuple(file for file, metadata in self._metadata.items() if not _has_checksum(file, metadata))
 
     def files(self) -> dict[pathlib.Path, int]:
         """Rows of each file, in order."""
@@ -357,6 +362,22 @@ def _footer(file: pathlib.Path) -> pq.FileMetaData:
             f"{file}: is not a complete Parquet file ({first_line(error)}); truncated or damaged? Copy it again from "
             "its source."
         ) from error
+
+
+def _has_checksum(file: pathlib.Path, metadata: pq.FileMetaData) -> bool:
+    """Whether the header of the first page has a checksum: in Thrift's compact form, the fourth number of 32 bits."""
+    groups = [metadata.row_group(g) for g in range(metadata.num_row_groups) if metadata.row_group(g).num_rows]
+    if not groups or not groups[0].num_columns:
+        return True
+    with file.open("rb") as opened:
+        opened.seek(groups[0].column(0).data_page_offset)
+        header = iter(opened.read(64))
+    for _ in range(3):  # kind of page, its bytes, and its bytes when compressed
+        if next(header, None) != _THRIFT_NEXT_I32:
+            return False
+        while next(header, 0) & 0x80:
+            pass
+    return next(header, None) == _THRIFT_NEXT_I32
 
 
 def first_line(error: BaseException) -> str:

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import importlib
 import itertools
-import json
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from scalejax import json_reading
 from scalejax.data.text.chat import ChatTemplate
 from scalejax.data.text.sources import pieces
 from scalejax.data.text.tokenizer import Specials, check_ids, utf8
@@ -278,7 +278,7 @@ class _Beside:
         if not file.is_file():
             return {}
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = json_reading.read(file)
         except (OSError, ValueError) as error:
             raise UserError(f"{file}: is not JSON ({error}); truncated? Copy it again from its source.") from error
         if not isinstance(content, dict):
@@ -308,7 +308,7 @@ def _check_content(path: pathlib.Path, source: bytes) -> None:
             "tokenizer.json."
         )
     try:
-        content = json.loads(source)
+        content = json_reading.parse(source)
     except ValueError as error:
         raise UserError(
             f"{path}: is not a tokenizer.json ({error}). A SentencePiece or tiktoken model must be converted first: "

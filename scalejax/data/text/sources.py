@@ -11,16 +11,15 @@ machine has.
 
 import contextlib
 import dataclasses
-import gzip
 import io
-import json
 import os
 import pathlib
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import IO
 
+from scalejax import json_reading
+from scalejax.data.packed_files import open_unpacked
 from scalejax.errors import UserError
 
 PIECE_CHARACTERS = 400_000
@@ -162,8 +161,8 @@ def _json_lines(path: pathlib.Path, column: str) -> Iterator[DocumentPiece]:
                 continue
             where = f"{path}, line {number}"
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
+                record = json_reading.parse(line)
+            except ValueError as error:
                 raise UserError(
                     f"{where}: is not JSON ({error}); wanted one object a line. Truncated? A file that holds one "
                     "large JSON array must be written out line by line."
@@ -218,7 +217,7 @@ def _blocks(text: str, where: str) -> Iterator[DocumentPiece]:
 @contextlib.contextmanager
 def _reading(path: pathlib.Path) -> Iterator[io.TextIOWrapper]:
     try:
-        with _unpacked(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="\n") as stream:
+        with open_unpacked(path) as raw, io.TextIOWrapper(raw, encoding="utf-8", newline="\n") as stream:
             yield stream
     except UnicodeDecodeError as error:
         raise UserError(
@@ -227,16 +226,6 @@ def _reading(path: pathlib.Path) -> Iterator[io.TextIOWrapper]:
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read ({error}); truncated or damaged? Copy it again.") from error
-
-
-def _unpacked(path: pathlib.Path) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")  # pyright: ignore[reportReturnType]
-    if path.suffix == ".zst":
-        import pyarrow as pa
-
-        return pa.input_stream(str(path), compression="zstd")
-    return open(path, "rb")
 
 
 def bare_name(path: pathlib.Path) -> str:

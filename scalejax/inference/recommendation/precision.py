@@ -1,11 +1,11 @@
 """The precision of every table and operator: plain data, in a file if need be."""
 
 import dataclasses
-import json
 import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 from scalejax.inference.recommendation import operators
 from scalejax.inference.recommendation.click_model import ServedModel
@@ -92,7 +92,7 @@ def load(path: pathlib.Path, model: ServedModel) -> Precisions:
       UserError: the file cannot be read, is something else, or speaks of another model.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_reading.read(path)
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {_FORMAT!r}")
         found = Precisions(dict(content["tables"]), dict(content["operators"]))

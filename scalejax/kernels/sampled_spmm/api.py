@@ -238,7 +238,8 @@ def sampled_spmm(
         picks.check_form()
     if values is not None and not isinstance(picks, Csr):
         _check_values(op, values, picks.csr_nnz)
-        values = values[jnp.asarray(picks.edges)]
+        # Slots of a graph without edges are padding, and there is nothing to take their values from.
+        values = values[jnp.asarray(picks.edges)] if picks.csr_nnz else jnp.zeros(picks.edges.shape, values.dtype)
     rule = None
     if isinstance(picks, Csr):
         degrees = (picks.indptr[1:] - picks.indptr[:-1]).astype(jnp.int32)

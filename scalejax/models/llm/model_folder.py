@@ -23,6 +23,7 @@ from typing import Any, Literal
 import numpy as np
 
 import scalejax
+from scalejax import json_reading
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text.tokenizer import TokenizerConfig
 from scalejax.errors import UserError
@@ -412,7 +413,7 @@ def _check_token_ids(folder: pathlib.Path, config: LanguageConfig, tokens: Speci
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_reading.read(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}. Copy the file anew.") from error
     if not isinstance(content, dict):

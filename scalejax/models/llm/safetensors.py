@@ -22,6 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 from scalejax.units import size
 
@@ -49,6 +50,8 @@ STORED = DTYPES | {
 
 _NAMES = {dtype: name for name, dtype in STORED.items()}
 _LONGEST_HEADER = 100 * 10**6  # that of the format's own reader
+_MOST_DIMENSIONS = 32
+_LARGEST_ITEM = 8
 _LEAST_RUN_BYTES = 64 * 2**10  # shorter runs are read together with what lies between them
 _BLOCK_BYTES = 32 * 2**20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -162,16 +165,17 @@ def open_folder(folder: pathlib.Path) -> dict[str, Tensor]:
 
 def _open_shards(folder: pathlib.Path, index: pathlib.Path) -> dict[str, Tensor]:
     try:
-        content = json.loads(index.read_text(encoding="utf-8"))
+        content = json_reading.read(index)
         named = {str(name): str(file) for name, file in content["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index}: is no index of shards, {{'weight_map': {{tensor: file}}}}: {error}.") from error
     found: dict[str, Tensor] = {}
+    there = {path.name for path in folder.iterdir() if path.is_file()}
     for file in sorted(set(named.values())):
         path = folder / file
         if path.parent != folder:
             raise UserError(f"{index}: names {file!r}, which is not in the folder. Put all shards beside the index.")
-        if not path.is_file():
+        if file not in there:
             raise UserError(f"{index}: names {file}, which is missing. Copy the shard into {folder}.")
         for name, tensor in read_header(path).items():
             if named.get(name) != file:
@@ -200,7 +204,7 @@ def read_header(path: pathlib.Path) -> dict[str, Tensor]:
     try:
         if not header:
             raise ValueError(f"its header would be {length:,} of {total:,} bytes")
-        return _parse(path, json.loads(header), 8 + length, total)
+        return _parse(path, json_reading.parse(header), 8 + length, total)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: is damaged or no safetensors file: {error}. Copy it anew.") from error
 
@@ -211,9 +215,13 @@ def _parse(path: pathlib.Path, header: dict[str, Any], start: int, total: int) -
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        shape, (begin, end) = tuple(map(int, entry["shape"])), map(int, entry["data_offsets"])
+        shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
         kind = str(entry["dtype"])
-        if min(shape, default=0) < 0 or begin > end:
+        if any(type(number) is not int for number in (*shape, begin, end)):
+            raise ValueError(f"tensor {name} has shape {shape} and offsets {begin} to {end}, not whole numbers")
+        # numpy has limits of its own, of empty tensors too: 64 dimensions, and their product without those of 0.
+        room = math.prod(n or 1 for n in shape) * _LARGEST_ITEM
+        if min(shape, default=0) < 0 or begin > end or len(shape) > _MOST_DIMENSIONS or room >= 2**63:
             raise ValueError(f"tensor {name} has shape {shape} and offsets {begin} to {end}")
         if kind in STORED and math.prod(shape) * STORED[kind].itemsize != end - begin:
             raise ValueError(f"tensor {name}, {kind} {shape}, has {end - begin:,} bytes")

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import pathlib
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 
 
@@ -44,8 +45,8 @@ class Constants:
             or type.
         """
         try:
-            found = json.loads(pathlib.Path(path).read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            found = json_reading.read(path)
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"Constants: cannot read {path} as JSON ({error}). Give a file that save() wrote."
             ) from error

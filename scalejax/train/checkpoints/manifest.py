@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 from scalejax.train import disk
 
@@ -140,7 +141,7 @@ def _content(path: pathlib.Path) -> dict[str, Any]:
     """What a file with a digest of itself holds."""
     try:
         with disk.explained(f"cannot read {path}"):
-            record = json.loads(path.read_bytes())
+            record = json_reading.read(path)
         content = record["content"]
         intact = record["sha256"] == _content_digest(content)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -159,7 +160,7 @@ def stored_digest(folder: pathlib.Path) -> str:
     path = folder / FILE
     try:
         with disk.explained(f"cannot read {path}"):
-            return json.loads(path.read_bytes())["sha256"]
+            return json_reading.read(path)["sha256"]
     except FileNotFoundError as error:
         raise Damaged(f"file {path} is missing") from error
 

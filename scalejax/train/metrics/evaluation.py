@@ -24,6 +24,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from scalejax import json_reading
+from scalejax.data import packed_files
 from scalejax.errors import UserError
 from scalejax.train import disk
 from scalejax.train.metrics import bootstrap, exact
@@ -141,7 +143,7 @@ def read_diagrams(folder: pathlib.Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json_reading.read(path)
             known = content["format"] == FORMAT
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}). Remove it; the next evaluation writes it anew.") from error
@@ -193,7 +195,7 @@ def read_pictures(folder: pathlib.Path) -> list[Picture]:
     found = []
     for path in sorted((folder / FOLDER / PICTURES).glob("*.json")):
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json_reading.read(path)
             found.append(Picture(**{name: str(content[name]) for name in ("split", "name", "caption", "svg")}))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is damaged ({error}). Remove it; the next evaluation writes it anew.") from error
@@ -229,9 +231,9 @@ def read_predictions(folder: pathlib.Path, split: str) -> Predictions | None:
     if not path.exists():
         return None
     try:
-        with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as arrays:
-            return Predictions(arrays["labels"], arrays["predictions"], arrays["weights"])
-    except Exception as error:  # zipfile, zlib and numpy each raise their own for a damaged file
+        arrays = packed_files.read_npz(path)
+        return Predictions(arrays["labels"], arrays["predictions"], arrays["weights"])
+    except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path} is damaged ({error}). Remove it; the next evaluation writes it anew.") from error
 
 

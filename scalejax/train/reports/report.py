@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 from scalejax.train import disk, run_folder
 from scalejax.train.metrics import evaluation
@@ -336,7 +337,7 @@ def _read_object(path: pathlib.Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json_reading.read(path)
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}). Remove it, or bring it back from a copy.") from error
     if not isinstance(content, dict):

@@ -116,3 +116,11 @@ def test_fractions_cut_numpys_frozen_permutation() -> None:
 def test_fractions_by_position_keep_the_order() -> None:
     splits = Fractions(train=0.7, validation=0.1, by="position").assign(10)
     assert [splits[s].tolist() for s in splits] == [list(range(7)), [7], [8, 9]]
+
+
+def test_a_number_beyond_float32_is_refused_by_row_and_column() -> None:
+    schema = Schema(categorical=(Categorical(name="user", rows=9),), dense=("price",))
+    columns = {"user": np.arange(9), "price": np.ones(9), "label": np.arange(9) % 2}
+    columns["price"][4] = -1e39
+    with pytest.raises(UserError, match=r"number 'price' becomes -1e\+39 in row 4, beyond float32"):
+        from_columns(columns, schema, batch_size=4, scaling="none")

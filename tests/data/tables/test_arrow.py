@@ -127,3 +127,30 @@ def test_an_id_damaged_after_opening_is_refused(path: pathlib.Path) -> None:
     path.write_bytes(whole)
     with pytest.raises(UserError, match=r"\(damaged\): feature 'user'"):
         list(data.build().eval_batches("train"))
+
+
+def test_bytes_that_are_no_records_are_checked_before_arrow_reads_them(path: pathlib.Path) -> None:
+    whole = path.read_bytes()
+    for place in (whole.index(b"fingerprint"), whole.rindex(b"fingerprint"), whole.index(b"SCALEJX2") - 60):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(UserError, match=r"rows\.arrow: .*(digest of its description differs|places of its record)"):
+            schema_of(path)
+    path.write_bytes(whole.replace(b"SCALEJX2", b"SCALEJX3"))
+    with pytest.raises(UserError, match="the digest of its description is missing"):
+        schema_of(path)
+
+
+def schema_of(path: pathlib.Path) -> Schema:
+    return ArrowData(path=str(path), verify="nothing").schema()
+
+
+def test_a_file_of_format_1_is_read(memory: BatchedDataSet, tmp_path: pathlib.Path) -> None:
+    from fuzz.readers import as_format_1
+
+    arrow.convert(memory, tmp_path / "rows.arrow", chunk_rows=50)
+    as_format_1(tmp_path / "rows.arrow")
+    assert b"SCALEJX2" not in (tmp_path / "rows.arrow").read_bytes()
+    mapped = ArrowData(path=str(tmp_path / "rows.arrow"), batch_size=32, seed=3).build()
+    assert_equal(mapped.train_batches(start_example=0), memory.train_batches(start_example=0), 10)

@@ -241,3 +241,12 @@ def test_wrong_values_name_row_group_and_row(path: pathlib.Path, changes: dict, 
     sorted_by_day = {"order": "time", "time": "day"}
     with pytest.raises(UserError, match=message):
         stream(data(path, nan="error", split=Fractions(train=1.0, validation=0.0), **sorted_by_day), 15)
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_pages_without_checksums_are_said(checksums: bool, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rows.parquet"
+    table = pa.table({"user": np.arange(20) % 5, "label": np.arange(20) % 2})
+    pq.write_table(table, path, write_page_checksum=checksums)
+    data = ParquetData(path=str(path), categorical=(Categorical(name="user", rows=5),)).build()
+    assert [str(path) in remark and "no checksums" in remark for remark in data.remarks] == [True] * (not checksums)

@@ -142,6 +142,32 @@ def test_an_index_that_disagrees_with_the_shards_is_refused(tmp_path, change, wo
         safetensors.open_folder(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"shape": [0, 10**30], "data_offsets": [0, 0]},
+        {"shape": [0] * 70, "data_offsets": [0, 0]},
+        {"shape": [1] * 70, "data_offsets": [0, 4]},
+        {"shape": [1.9], "data_offsets": [0, 4]},
+        {"shape": [True], "data_offsets": [0, 4]},
+        {"shape": ["1"], "data_offsets": [0, 4]},
+        {"shape": [1], "data_offsets": [0, 4.5]},
+    ],
+)
+def test_an_impossible_shape_is_refused(entry, tmp_path):
+    header = json.dumps({"a": {"dtype": "F32"} | entry}).encode()
+    data = bytes(int(entry["data_offsets"][1]))
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
+    with pytest.raises(UserError, match="is damaged or no safetensors file: tensor a has shape"):
+        safetensors.open_folder(tmp_path)
+
+
+def test_an_index_may_name_a_file_that_no_disk_can(tmp_path):
+    (tmp_path / safetensors.INDEX).write_text(json.dumps({"weight_map": {"a": "x" * 5000}}))
+    with pytest.raises(UserError, match="which is missing"):
+        safetensors.open_folder(tmp_path)
+
+
 def test_a_folder_with_other_names_is_refused(tmp_path):
     write(tmp_path, {"x": np.ones(2, np.float32)})
     (tmp_path / "model.safetensors").rename(tmp_path / "mine.safetensors")

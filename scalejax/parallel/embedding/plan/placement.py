@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 
+from scalejax import json_reading
 from scalejax.errors import UserError
 from scalejax.parallel.compression.wire_formats import WireFormat
 from scalejax.parallel.embedding.config import (
@@ -139,8 +140,8 @@ class ShardingPlan:
           UserError: the file cannot be read, is no JSON object, or has a field of another name or type.
         """
         try:
-            found = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            found = json_reading.read(path)
+        except (OSError, ValueError) as error:
             raise UserError(
                 f"ShardingPlan: cannot read {path} as JSON ({error}). Give a file that `scalejax shard --save` wrote."
             ) from error
@@ -151,7 +152,7 @@ class ShardingPlan:
         """The plan of a JSON object as `save` writes it; fields may also be as by default.
 
         Args:
-          found: What `json.loads` gave.
+          found: What `json_reading.read` gave.
           where: Where it is from, for messages.
 
         Raises:

@@ -1,0 +1,47 @@
+"""JSON of files, read in one place and within limits: a damaged file ends in an error and nothing worse."""
+
+import json
+import pathlib
+from typing import Any
+
+LARGEST_BYTES = 2**28
+"""Of a file that is read whole. What is written here stays below a hundredth of it."""
+
+DEEPEST = 100
+"""Lists and objects inside one another. Configurations and manifests have about ten."""
+
+
+def parse(text: str | bytes) -> Any:
+    """What a text of JSON holds.
+
+    Raises:
+      ValueError: it is not JSON, not UTF-8, or is nested more than `DEEPEST` deep.
+    """
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {DEEPEST} deep") from None
+    level = [found]
+    for _ in range(DEEPEST + 1):
+        level = [inner for item in level for inner in _inside(item) if isinstance(inner, dict | list)]
+        if not level:
+            return found
+    raise ValueError(f"nested more than {DEEPEST} deep")
+
+
+def read(path: str | pathlib.Path) -> Any:
+    """What a file of JSON, UTF-8, holds.
+
+    Raises:
+      ValueError: as `parse`, or the file is larger than `LARGEST_BYTES`.
+      OSError: it cannot be read.
+    """
+    with open(path, "rb") as file:
+        text = file.read(LARGEST_BYTES + 1)
+    if len(text) > LARGEST_BYTES:
+        raise ValueError(f"larger than {LARGEST_BYTES >> 20} MiB")
+    return parse(text)
+
+
+def _inside(item: Any) -> Any:
+    return item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()

@@ -1,0 +1,54 @@
+"""Whatever becomes of a file: it is read as what it is, or refused by one `UserError`.
+
+Each input is read in a forked child, and not from this process, which has threads: `python -m fuzz` does it.
+"""
+
+import importlib.util
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import scalejax
+
+TESTS = pathlib.Path(__file__).parent.parent
+
+
+def fuzz(reader: str, *options: str) -> None:
+    command = [sys.executable, "-m", "fuzz", reader, *options]
+    package = pathlib.Path(scalejax.__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert f"\n{reader}: {{" in f"\n{done.stdout}"
+
+
+@pytest.mark.parametrize(
+    ("reader", "bits"),
+    [
+        ("arrow", "60"),
+        ("arrow-format-1", "60"),
+        *(pytest.param(reader, "700", marks=pytest.mark.slow) for reader in ("arrow", "arrow-format-1")),
+        *(pytest.param(reader, "150", marks=pytest.mark.slow) for reader in ("corpus", "manifest", "npz", "rows")),
+    ],
+)
+def test_a_flipped_bit_is_harmless_or_refused(reader: str, bits: str) -> None:
+    fuzz(reader, "--bits", bits)
+
+
+@pytest.mark.default_cases("npz")
+@pytest.mark.parametrize("reader", ["npz", "safetensors", "shards", "plan", "jsonl", "edges", "parquet"])
+def test_files_of_the_right_form_are_read_or_refused(reader: str) -> None:
+    fuzz(reader, "--structures", "60")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("atheris") is None, reason="atheris is not installed (extra fuzz)")
+@pytest.mark.parametrize(
+    "reader",
+    ["arrow", "arrow-format-1", "parquet", "npz", "edges-gz", "ogb", "jsonl", "criteo", "safetensors", "manifest"],
+)
+def test_no_bytes_end_in_anything_but_data_or_one_error(reader: str, tmp_path: pathlib.Path) -> None:
+    fuzz(reader, "--seconds", "10", "--keep", str(tmp_path))
