@@ -128,7 +128,7 @@ def train(
         console.print(closing.closing_table(summary, report.read_described(folder)))
         if own is not None:
             own.write(folder / own_table.FILE)
-        _print_next(folder, recipe, experiment)
+        _print_next(folder, recipe, experiment, summary)
 
 
 def _on_table(recipe: str, path: pathlib.Path, fields: dict[str, Any], sets: list[str]) -> "TableRecipe":
@@ -154,13 +154,15 @@ def _check_memory(experiment: "Experiment") -> None:
 _PLANNED = "the same recipe on a TPU, compiled here"
 
 
-def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment") -> None:
+def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment", summary: dict[str, Any]) -> None:
     from scalejax.configs import discovery, own_table
     from scalejax.train.reports import report
 
     own = [] if discovery.is_bundled(recipe) else ["--recipe", recipe]  # the user's code is run when the user names it
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
+    best = summary.get("best_step", summary["steps"])
+    step = ["--step", str(best)] if best != summary["steps"] else []
     table = [folder / own_table.FILE] if (folder / own_table.FILE).is_file() else []
     commands = {
         **{shlex.join(["scalejax", "train", str(file)]): "what was made of your columns, to edit" for file in table},
@@ -169,6 +171,7 @@ def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment") -> 
             for *arguments, what in report.read_advice(folder)
         },
         shlex.join(["scalejax", "eval", str(folder), *own]): "score the newest checkpoint again",
+        **({shlex.join(["scalejax", "eval", str(folder), *own, *step]): "score the best one"} if step else {}),
         shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
         **(
             {}

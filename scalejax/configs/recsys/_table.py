@@ -14,7 +14,6 @@ from scalejax.train.experiment import Checkpoints, Evaluation, Experiment, Table
 from scalejax.train.protocols import ModelConfig
 
 EPOCHS = 4
-_EVALUATIONS = 8
 
 
 def experiment(model: ModelConfig) -> Experiment:
@@ -31,14 +30,14 @@ def experiment(model: ModelConfig) -> Experiment:
     )
     return dataclasses.replace(
         whole,
-        evaluation=Evaluation(every=125, final="best", patience=2),
-        checkpoints=Checkpoints(every=125),
+        evaluation=Evaluation(every=250, final="best", patience=2),
+        checkpoints=Checkpoints(every=250),
         log_every=25,
     )
 
 
 def lengths(rows: int, batch_size: int) -> dict[str, int]:
     """Numbers of steps by their paths in the experiment, for so many rows of the training split."""
-    steps = max(1, round(EPOCHS * rows / batch_size))
-    every = max(1, steps // _EVALUATIONS)
-    return {"steps": steps, "evaluation.every": every, "checkpoints.every": every, "log_every": max(1, every // 4)}
+    every = max(1, round(rows / batch_size))
+    steps = {"steps": EPOCHS * every, "evaluation.every": every, "checkpoints.every": every}
+    return steps | {"log_every": max(1, every // 10)}

@@ -69,8 +69,8 @@ def is_pair(kind: object) -> bool:
     """Whether the elements of a list are (value, weight) pairs."""
     if not isinstance(kind, pl.Struct) or len(kind.fields) != 2:
         return False
-    value, weight = (pl.DataType.is_numeric(field.dtype) or field.dtype for field in kind.fields)
-    return (value is True or _is_value(value)) and weight is True
+    value, weight = (field.dtype for field in kind.fields)
+    return _is_value(value) and isinstance(weight, pl.DataType) and weight.is_numeric()
 
 
 def _is_value(kind: object) -> bool:
