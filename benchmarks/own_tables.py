@@ -91,7 +91,7 @@ def boosting(case: Case, frame: pd.DataFrame) -> float:
 
 
 def ours(case: Case, frame: pd.DataFrame, model: str, seed: int, sets: list[str]) -> tuple[float, float]:
-    """Test AUC of the checkpoint that is best on the validation split, and seconds from the table to the end of the run."""
+    """Test AUC of the checkpoint that is best on the validation split, and seconds from the table to the last step."""
     began = time.perf_counter()
     fields: dict[str, Any] = {"path": frames.hold(frame), "label": case.label, "positive": case.positive}
     own = own_table.resolve(model, fields, [f"seed={seed}", f"data.seed={seed}", *sets])
