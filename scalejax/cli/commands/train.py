@@ -163,9 +163,9 @@ def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment", sum
         folder = folder.relative_to(pathlib.Path.cwd())
     best = summary.get("best_step", summary["steps"])
     step = ["--step", str(best)] if best != summary["steps"] else []
-    table = [folder / own_table.FILE] if (folder / own_table.FILE).is_file() else []
+    table = [str(folder / own_table.FILE)] if (folder / own_table.FILE).is_file() else []
     commands = {
-        **{shlex.join(["scalejax", "train", str(file)]): "what was made of your columns, to edit" for file in table},
+        **{shlex.join(["scalejax", "train", file]): "what was made of your columns, to edit" for file in table},
         **{
             shlex.join(["scalejax", *(argument.format(run=folder) for argument in arguments), *own]): what
             for *arguments, what in report.read_advice(folder)
@@ -176,7 +176,7 @@ def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment", sum
         **(
             {}
             if experiment.placement.mesh is None
-            else {shlex.join(["scalejax", "plan", recipe, "--topology", "v5e:2x2"]): _PLANNED}
+            else {shlex.join(["scalejax", "plan", *(table or [recipe]), "--topology", "v5e:2x2"]): _PLANNED}
         ),
     }
     print(f"\nRun folder: {folder}\nReport:     {folder / 'report.html'}\nNext:")
