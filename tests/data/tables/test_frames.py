@@ -73,6 +73,19 @@ def test_a_frame_is_known_by_its_content():
         frames.read("frame:0123")
 
 
+def test_what_is_not_a_number_is_missing(tmp_path):
+    (tmp_path / "a.csv").write_text("a\n1.5\nNaN\n")
+    assert frames.read(str(tmp_path / "a.csv"))["a"].to_list() == [1.5, None]
+    assert frames.read(frames.hold(pl.DataFrame({"a": [1.5, float("nan")]})))["a"].to_list() == [1.5, None]
+
+
+def test_columns_of_bytes_and_of_arrays_are_taken():
+    columns = {"b": pl.Series([b"\xff", None]), "a": pl.Series([[1, 2], [3, 4]], dtype=pl.Array(pl.Int64, 2))}
+    path = frames.hold(pl.DataFrame(columns))
+    assert frames.read(path)["a"].to_list() == [[1, 2], [3, 4]]
+    assert frames.hold(pl.DataFrame(columns | {"b": pl.Series([b"\xfe", None])})) != path
+
+
 def test_a_map_is_a_list_of_pairs():
     column = pa.array([[("a", 1.5)], None], type=pa.map_(pa.string(), pa.float32()))
     assert frames.read(frames.hold(pa.table({"m": column})))["m"].to_list() == [[{"key": "a", "value": 1.5}], None]
