@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from scalejax.data.splits import ByTime as ByTime
     from scalejax.data.splits import Fractions as Fractions
     from scalejax.data.tables.arrow import ArrowData as ArrowData
+    from scalejax.data.tables.inference import TableColumn as TableColumn
     from scalejax.data.tables.parquet import ParquetData as ParquetData
+    from scalejax.data.tables.table import TableData as TableData
     from scalejax.data.text.dataset import TokenDataSet as TokenDataSet
     from scalejax.data.text.files import TextData as TextData
     from scalejax.data.text.files import TextSplit as TextSplit
@@ -72,6 +74,8 @@ _HOMES = {
     "SessionLog": "sessions.generate",
     "Stage": "text.stages",
     "StagedData": "text.staged",
+    "TableColumn": "tables.inference",
+    "TableData": "tables.table",
     "TextData": "text.files",
     "TextSplit": "text.files",
     "TokenBatch": "text.tokens",

@@ -161,6 +161,8 @@ class Evaluation:
         before, and the summary says what it had there.
       validation: "split" scores held-out examples only; "progressive" also scores each day of the training stream
         before it is trained (needs data in time order).
+      patience: Evaluations on `split` in a row that are no better than the best, after which the run ends at the
+        next checkpoint; None = it runs all steps.
       average: Name of the running averages that are scored in place of the parameters; None = the parameters.
       statistics: Batches, the first of the training stream, over which the means of a BatchNorm are averaged anew for
         what is scored; 0 = the running means of training. For averages of parameters and for parts of a supernet.
@@ -171,12 +173,18 @@ class Evaluation:
     final_split: str = "test"
     final: Literal["end", "best"] = "end"
     validation: Literal["split", "progressive"] = "split"
+    patience: int | None = None
     average: str | None = None
     statistics: int = 0
 
     def __post_init__(self) -> None:
         if self.statistics < 0:
             raise ValueError(f"Evaluation: statistics must be at least 1, or 0 for none; got {self.statistics}.")
+        if self.patience is not None and (self.patience < 1 or self.every < 1):
+            raise ValueError(
+                f"Evaluation: patience must be at least 1 and needs `every`, or None; got {self.patience} with every="
+                f"{self.every}."
+            )
         if self.every < 0:
             raise ValueError(f"Evaluation: every must be at least 1, or 0 for only the end; got {self.every}.")
         for field, choices in (("final", ("end", "best")), ("validation", ("split", "progressive"))):
@@ -336,6 +344,11 @@ class Experiment:
             raise ValueError(
                 f"Experiment: tables.full_every must be a multiple of checkpoints.every, {every}, or None for only "
                 f"full checkpoints; got {full}."
+            )
+        if self.evaluation.patience and (self.phases or every == 0):
+            raise ValueError(
+                "Experiment: with evaluation.patience a run ends at a checkpoint and has no phases; got "
+                f"checkpoints.every={every} and {len(self.phases)} phases. Change them, or set patience=none."
             )
         xla_flags.check(self.xla_flags)
 

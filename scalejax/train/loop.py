@@ -219,7 +219,10 @@ def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, 
     experiment, stop = run.experiment, run.phase.stop
     timer, every = records.timer, experiment.checkpoints.every
     with run.feed(host, stop - start, start + 1) as feed:
+        saved = True  # what a run goes on from
         for step in range(start + 1, stop + 1):
+            if saved and run.ends_early(host, step - 1):
+                break
             host = run.before_step(state, host, step)
             with timer.phase("data_wait"):
                 examples = feed.take()

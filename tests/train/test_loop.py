@@ -333,3 +333,27 @@ def test_a_checkpoint_is_the_same_on_any_number_of_devices(trained, rows):
     assert_equal_trees(eight, stored(experiment, trained[0], devices=2))
     item = eight["tables"]["item"]  # 1101 rows: a part that is sharded and one that is not
     assert (item["rows_body"].shape, item["rows_tail"].shape) == ((1024, 8), (77, 8))
+
+
+def test_a_run_ends_after_so_many_evaluations_that_are_no_better_and_stays_ended(rows, tmp_path):
+    experiment = small_run.experiment(
+        rows,
+        steps=12,
+        evaluation__every=2,
+        evaluation__patience=2,
+        checkpoints=Checkpoints(every=2, keep_last=1),
+        **FROZEN,
+    )
+    summary = loop.train(experiment, workdir=tmp_path)
+    assert summary["steps"] == 6  # best at 2, the earliest of equals
+    assert list(evaluations(tmp_path)) == [(2, "validation"), (4, "validation"), (6, "validation"), (6, "test")]
+    assert steps_kept(tmp_path) == [2, 6]
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    assert loop.train(experiment, workdir=tmp_path, resume="must")["steps"] == 6
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("changes", [{"checkpoints": Checkpoints(every=0)}, {"evaluation__every": 0}])
+def test_ending_early_needs_evaluations_and_checkpoints(rows, changes):
+    with pytest.raises(ValueError, match="patience"):
+        small_run.experiment(rows, **({"evaluation__every": 2, "evaluation__patience": 2} | changes))

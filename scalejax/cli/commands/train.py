@@ -5,7 +5,7 @@ import enum
 import pathlib
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,6 +13,7 @@ from scalejax.cli import environment, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
+    from scalejax.configs.own_table import TableRecipe
     from scalejax.train.experiment import Experiment
 
 
@@ -27,6 +28,40 @@ class Resume(enum.StrEnum):
 def train(
     recipe: options.Recipe,
     sets: options.Sets = None,
+    data: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--data",
+            metavar="FILE",
+            help="A table of your own for dcnv2, wukong, dlrm or logistic: CSV or TSV (.gz, .zst), Parquet, Arrow. "
+            "What its columns are is inferred, shown, and written into the run folder as a recipe.",
+        ),
+    ] = None,
+    label: Annotated[
+        str | None,
+        typer.Option("--label", metavar="COLUMN", help="With --data: the column of two values that is predicted."),
+    ] = None,
+    positive: Annotated[
+        str | None,
+        typer.Option(
+            "--positive", metavar="VALUE", help="With --data: which of them is predicted. Default: the greater."
+        ),
+    ] = None,
+    weight: Annotated[
+        str | None, typer.Option("--weight", metavar="COLUMN", help="With --data: weights of the examples.")
+    ] = None,
+    time: Annotated[
+        str | None,
+        typer.Option(
+            "--time",
+            metavar="COLUMN",
+            help="With --data: split by its order, the newest for the test. Default: at random.",
+        ),
+    ] = None,
+    leave_out: Annotated[
+        list[str] | None,
+        typer.Option("--leave-out", metavar="COLUMN", help="With --data: not for the model to see; may be repeated."),
+    ] = None,
     workdir: Annotated[
         pathlib.Path | None,
         typer.Option(
@@ -51,9 +86,15 @@ def train(
     """Train a recipe into a run folder."""
     environment.prepare(cpu_devices=cpu_devices)
     from scalejax import configs
-    from scalejax.configs import discovery, serialization
+    from scalejax.configs import discovery, own_table, serialization
 
     sets = sets or []
+    fields = {"label": label, "positive": positive, "weight": weight, "time": time, "leave_out": tuple(leave_out or ())}
+    own = None if data is None else _on_table(recipe, data, fields, sets)
+    if own is not None:
+        recipe, sets = own.recipe, list(own.sets)
+    elif given := [name for name, value in fields.items() if value]:
+        raise UserError(f"--{given[0].replace('_', '-')} {fields[given[0]]}: goes with --data FILE. Add it.")
     experiment = configs.load(recipe, sets)
     record = serialization.record(recipe, sets, experiment)
 
@@ -67,6 +108,8 @@ def train(
     name = discovery.find(recipe).slug
     folder = run_folder.choose(workdir, name, resume.value)
     console = output.console() if primary else None
+    if own is not None and console is not None:
+        console.print(own.shown())
     try:
         summary = loop.train(
             experiment, workdir=folder, resume=resume.value, recipe=name, record=record, console=console
@@ -83,7 +126,17 @@ def train(
         raise
     if console is not None:
         console.print(closing.closing_table(summary, report.read_described(folder)))
-        _print_next(folder, recipe, experiment)
+        if own is not None:
+            own.write(folder / own_table.FILE)
+        _print_next(folder, recipe, experiment, summary)
+
+
+def _on_table(recipe: str, path: pathlib.Path, fields: dict[str, Any], sets: list[str]) -> "TableRecipe":
+    from scalejax.configs import own_table
+
+    if fields["label"] is None:
+        raise UserError(f"--data {path}: --label COLUMN has to say which column is to be predicted. Add it.")
+    return own_table.resolve(recipe, {"path": str(path)} | fields, sets)
 
 
 def _check_memory(experiment: "Experiment") -> None:
@@ -101,24 +154,29 @@ def _check_memory(experiment: "Experiment") -> None:
 _PLANNED = "the same recipe on a TPU, compiled here"
 
 
-def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment") -> None:
-    from scalejax.configs import discovery
+def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment", summary: dict[str, Any]) -> None:
+    from scalejax.configs import discovery, own_table
     from scalejax.train.reports import report
 
     own = [] if discovery.is_bundled(recipe) else ["--recipe", recipe]  # the user's code is run when the user names it
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
+    best = summary.get("best_step", summary["steps"])
+    step = ["--step", str(best)] if best != summary["steps"] else []
+    table = [str(folder / own_table.FILE)] if (folder / own_table.FILE).is_file() else []
     commands = {
+        **{shlex.join(["scalejax", "train", file]): "what was made of your columns, to edit" for file in table},
         **{
             shlex.join(["scalejax", *(argument.format(run=folder) for argument in arguments), *own]): what
             for *arguments, what in report.read_advice(folder)
         },
         shlex.join(["scalejax", "eval", str(folder), *own]): "score the newest checkpoint again",
+        **({shlex.join(["scalejax", "eval", str(folder), *own, *step]): "score the best one"} if step else {}),
         shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
         **(
             {}
             if experiment.placement.mesh is None
-            else {shlex.join(["scalejax", "plan", recipe, "--topology", "v5e:2x2"]): _PLANNED}
+            else {shlex.join(["scalejax", "plan", *(table or [recipe]), "--topology", "v5e:2x2"]): _PLANNED}
         ),
     }
     print(f"\nRun folder: {folder}\nReport:     {folder / 'report.html'}\nNext:")

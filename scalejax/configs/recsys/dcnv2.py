@@ -1,10 +1,11 @@
 """DCNv2 (arXiv 2008.13535).
 
 scalejax train dcnv2
+scalejax train dcnv2 --data my.csv --label income
 """
 
 from scalejax import optim
-from scalejax.configs.recsys import _common, _flights, _movielens
+from scalejax.configs.recsys import _common, _flights, _movielens, _table
 from scalejax.data import CriteoMultiHotData
 from scalejax.models.recsys import dcnv2
 from scalejax.parallel.embedding.config import RowwiseAdagrad
@@ -50,6 +51,13 @@ def criteo() -> Experiment:
         optimizer=optim.Adam(learning_rate=optim.WarmupLinear(peak=1e-3, warmup=0.05)),
         tables=Tables(optimizer=RowwiseAdagrad(learning_rate=0.005), pipeline="ids"),
         eval_every=3_200,
+    )
+
+
+def table() -> Experiment:
+    """DCNv2 on a table of your own: scalejax train dcnv2 --data FILE --label COLUMN."""
+    return _table.experiment(
+        dcnv2.DcnV2Config(dim=8, cross_layers=2, bottom_hidden=(32,), deep_hidden=(64, 32), embedding_scale=0.05)
     )
 
 

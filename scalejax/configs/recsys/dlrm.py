@@ -1,10 +1,11 @@
 """DLRM (arXiv 1906.00091).
 
 scalejax train dlrm
+scalejax train dlrm --data my.csv --label income
 """
 
 from scalejax import optim
-from scalejax.configs.recsys import _common, _flights, _movielens
+from scalejax.configs.recsys import _common, _flights, _movielens, _table
 from scalejax.data import CriteoTerabyteData
 from scalejax.models.recsys import dlrm
 from scalejax.parallel.embedding.config import RowwiseAdagrad
@@ -46,6 +47,11 @@ def criteo() -> Experiment:
         tables=Tables(optimizer=RowwiseAdagrad(learning_rate=0.006), pipeline="ids"),
         eval_every=12_800,
     )
+
+
+def table() -> Experiment:
+    """DLRM on a table of your own: scalejax train dlrm --data FILE --label COLUMN."""
+    return _table.experiment(dlrm.DlrmConfig(dim=8, bottom_hidden=(32,), top_hidden=(64, 32), embedding_scale=0.05))
 
 
 def smoke() -> Experiment:

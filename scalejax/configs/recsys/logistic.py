@@ -1,9 +1,10 @@
 """Logistic regression (the floor).
 
 scalejax train logistic
+scalejax train logistic --data my.csv --label income
 """
 
-from scalejax.configs.recsys import _flights
+from scalejax.configs.recsys import _flights, _table
 from scalejax.models.recsys import logistic
 from scalejax.train.experiment import Experiment
 
@@ -24,6 +25,11 @@ def flights_day() -> Experiment:
 def flights_time() -> Experiment:
     """Logistic regression on the flights, trained on January to October, tested on December; AUC 0.704 ± 0.001."""
     return _flights.by_time(_MODEL, l2=_L2)
+
+
+def table() -> Experiment:
+    """Logistic regression on a table of your own: scalejax train logistic --data FILE --label COLUMN."""
+    return _table.experiment(_MODEL)
 
 
 def smoke() -> Experiment:

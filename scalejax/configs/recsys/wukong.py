@@ -1,13 +1,14 @@
 """Wukong (arXiv 2403.02545).
 
 scalejax train wukong
+scalejax train wukong --data my.csv --label income
 scalejax train wukong --set model.layers=4 --set steps=1000
 """
 
 import dataclasses
 
 from scalejax import optim
-from scalejax.configs.recsys import _common, _flights, _movielens
+from scalejax.configs.recsys import _common, _flights, _movielens, _table
 from scalejax.data import CriteoData
 from scalejax.models.recsys import wukong
 from scalejax.parallel.embedding.config import RowwiseAdagrad
@@ -66,6 +67,11 @@ def criteo() -> Experiment:
         tables=Tables(optimizer=RowwiseAdagrad(learning_rate=0.04), schedule=optim.WarmupLinear(peak=1.0, warmup=0.05)),
         eval_every=2_000,
     )
+
+
+def table() -> Experiment:
+    """Wukong S on a table of your own: scalejax train wukong --data FILE --label COLUMN."""
+    return _table.experiment(dataclasses.replace(wukong.SIZES["S"], embedding_scale=0.05))
 
 
 def smoke() -> Experiment:

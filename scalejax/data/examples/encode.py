@@ -179,6 +179,8 @@ def encode(
         floats[:, d] = _as_float32(numbers(name, _vector(columns, name), where), name, where)
     for t, name in enumerate(schema.labels, start=layout.labels.start):
         floats[:, t] = _labels(_vector(columns, name), name, where)
+    if schema.weight is not None:
+        floats[:, layout.labels.stop] = _weights(_vector(columns, schema.weight), schema.weight, where)
     jagged = []
     for feature in layout.jagged:
         lists = columns[feature.name]
@@ -221,7 +223,7 @@ def _check_length(lists: Ragged, feature: Categorical, where: str) -> None:
 
 def _as_kept(lists: Ragged, feature: Categorical) -> Ragged:
     wide = feature.rows is None
-    return Ragged(lists.offsets, signed_ids(lists.values).astype(np.int64 if wide else np.int32))
+    return Ragged(lists.offsets, signed_ids(lists.values).astype(np.int64 if wide else np.int32), lists.weights)
 
 
 def _no_missing(ids: np.ndarray, name: str, where: str) -> None:
@@ -267,6 +269,16 @@ def _labels(column: np.ndarray, name: str, where: str) -> np.ndarray:
     return column
 
 
+def _weights(column: np.ndarray, name: str, where: str) -> np.ndarray:
+    good = np.isfinite(column) & (column >= 0)
+    if not good.all():
+        row = int((~good).argmax())
+        raise UserError(f"{where}: weight {name!r} is {column[row]} in row {row}; wanted a finite number, at least 0.")
+    if not column.any():
+        raise UserError(f"{where}: weight {name!r} is 0 in every row, so that nothing would count. Leave it out.")
+    return column
+
+
 def check_schema(schema: Schema) -> None:
     """Refuses what no source can deliver.
 
@@ -281,11 +293,11 @@ def check_schema(schema: Schema) -> None:
                 f"feature {feature.name!r}: rows={feature.rows} must be below 2**31. Hash into fewer rows, or declare "
                 "rows=None and give its table an id map."
             )
-    names = [*schema.keys, *schema.dense, *schema.labels]
+    names = [*schema.keys, *schema.dense, *schema.labels, *([schema.weight] if schema.weight else [])]
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise UserError(
-            f"columns {', '.join(twice)} are listed twice among categorical, dense and label; keep one each."
+            f"columns {', '.join(twice)} are listed twice among categorical, dense, label and weight; keep one each."
         )
 
 

@@ -132,6 +132,7 @@ def _fingerprint(
 ) -> str:
     digest = hashlib.sha256(repr((schema, order, seed)).encode())
     arrays = [rows.records, *(a for r in rows.jagged for a in (r.offsets, r.values)), *splits.values()]
+    arrays += [r.weights for r in rows.jagged if r.weights is not None]
     for group in rows.shared:
         arrays += [group.index, *(a for lists in group.lists for a in (lists.offsets, lists.values))]
     for array in arrays if runs is None else [*arrays, runs.lengths]:

@@ -1,9 +1,10 @@
 """Decoded examples in memory: one row of 32-bit words per example, so that gathering an example is one cache line.
 
 Layout of a record, in words: the ids of every feature of fixed length (two words for an id of 64 bits), then the
-numbers, then the labels (the last two are float32 bits). Features of varying length (multi-hot) are kept beside the
-records, as offsets and values. So are the features of groups that are deduplicated (`Shared`): every row of lists once,
-and for each example the number of its row, which is all that moves when examples are chosen and shuffled.
+numbers, then the labels, then the weight if examples have one (the last three are float32 bits). Features of varying
+length (multi-hot) are kept beside the records, as offsets and values. So are the features of groups that are
+deduplicated (`Shared`): every row of lists once, and for each example the number of its row, which is all that moves
+when examples are chosen and shuffled.
 """
 
 import dataclasses
@@ -26,10 +27,12 @@ class Ragged:
     Attributes:
       offsets: int64[N + 1]; list n is values[offsets[n] : offsets[n + 1]].
       values: int32[M]; int64 for ids of 64 bits.
+      weights: float32[M], or None: every id weighs 1.
     """
 
     offsets: np.ndarray
     values: np.ndarray
+    weights: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.offsets.size - 1
@@ -43,14 +46,17 @@ class Ragged:
         """Lists number `rows`, int[R], in that order."""
         starts = self.offsets[rows]
         lengths = self.offsets[rows + 1] - starts
-        return Ragged(lengths_to_offsets(lengths), gather_runs(self.values, starts, lengths))
+        weights = None if self.weights is None else gather_runs(self.weights, starts, lengths)
+        return Ragged(lengths_to_offsets(lengths), gather_runs(self.values, starts, lengths), weights)
 
     @staticmethod
     def concatenate(parts: Sequence["Ragged"]) -> "Ragged":
         """The lists of all parts."""
         lengths = np.concatenate([part.lengths for part in parts])
-        values = np.concatenate([part.values[part.offsets[0] : part.offsets[-1]] for part in parts])
-        return Ragged(lengths_to_offsets(lengths), values)
+        spans = [slice(part.offsets[0], part.offsets[-1]) for part in parts]
+        values = np.concatenate([part.values[span] for part, span in zip(parts, spans, strict=True)])
+        weighted = [part.weights[span] for part, span in zip(parts, spans, strict=True) if part.weights is not None]
+        return Ragged(lengths_to_offsets(lengths), values, np.concatenate(weighted) if weighted else None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +174,7 @@ class RecordLayout:
         first_label = first_number + len(schema.dense)
         self.dense = slice(first_number, first_label)
         self.labels = slice(first_label, first_label + len(schema.labels))
-        self.width = self.labels.stop
+        self.width = self.labels.stop + (schema.weight is not None)
         if schema.group is not None and (schema.group not in self.ids or schema[schema.group].length != 1):
             raise ValueError(
                 f"Schema: group must be a categorical feature with one id per example; got {schema.group!r}."
@@ -188,16 +194,17 @@ class RecordLayout:
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that are read example by example: all but the features of groups."""
-        return (*(c.name for c in self.plain), *self.schema.dense, *self.schema.labels)
+        weight = () if self.schema.weight is None else (self.schema.weight,)
+        return (*(c.name for c in self.plain), *self.schema.dense, *self.schema.labels, *weight)
 
     def batch(self, rows: ExampleRecords, size: int) -> AnyBatch:
         """The first examples of a batch of `size`; the rest is padding: weight 0, label 0, id 0, empty lists."""
         missing = size - len(rows)
         if missing:
             rows = ExampleRecords.concatenate([rows, self._padding(rows, missing)])
-        weights = np.ones(size, np.float32)
-        weights[size - missing :] = 0
         floats = rows.records.view(np.float32)
+        weights = np.ones(size, np.float32) if self.schema.weight is None else floats[:, self.labels.stop].copy()
+        weights[size - missing :] = 0
         group = self.schema.group
         dense = np.ascontiguousarray(floats[:, self.dense])
         labels = np.ascontiguousarray(floats[:, self.labels])
@@ -211,7 +218,11 @@ class RecordLayout:
         return DedupBatch(features, dense, labels, weights, of_groups)
 
     def _padding(self, like: ExampleRecords, examples: int) -> ExampleRecords:
-        empty = tuple(Ragged(np.zeros(examples + 1, np.int64), r.values[:0]) for r in like.jagged)
+        none = slice(0)
+        empty = tuple(
+            Ragged(np.zeros(examples + 1, np.int64), r.values[none], None if r.weights is None else r.weights[none])
+            for r in like.jagged
+        )
         shared = tuple(
             Shared(
                 tuple(Ragged(np.zeros(2, np.int64), lists.values[:0]) for lists in s.lists),
@@ -244,14 +255,22 @@ class RecordLayout:
             return KeyedJagged(keys, values, lengths)
         lengths = lengths.copy()
         ragged = dict(zip((c.name for c in self.jagged), rows.jagged, strict=True))
-        pieces = []
+        pieces, weights = [], []
         for f, feature in enumerate(self.plain):
             if feature.name in ragged:
                 lengths[f] = ragged[feature.name].lengths
                 pieces.append(ragged[feature.name].values)
             else:
                 pieces.append(self.ids_of(rows.records, feature.name).reshape(-1))
-        return KeyedJagged(keys, np.concatenate(pieces) if pieces else np.zeros(0, np.int32), lengths)
+            found = ragged[feature.name].weights if feature.name in ragged else None
+            weights.append(np.ones(pieces[-1].size, np.float32) if found is None else found)
+        weighted = any(lists.weights is not None for lists in rows.jagged)
+        return KeyedJagged(
+            keys,
+            np.concatenate(pieces) if pieces else np.zeros(0, np.int32),
+            lengths,
+            np.concatenate(weights) if weighted else None,
+        )
 
     def _copy_ids(self, records: np.ndarray, values: np.ndarray, features: Sequence[Categorical]) -> None:
         """Fills `values` feature after feature; features with one id each, the usual case, in a single copy."""

@@ -79,12 +79,14 @@ class Schema:
       dense: Names of the float32 columns of `Batch.dense`.
       labels: Names of the columns of `Batch.labels`, one per task, each in {0, 1}.
       group: Name of the column behind `Batch.groups` (GAUC), or None.
+      weight: Name of the column behind `Batch.weights`, or None: every example weighs 1.
     """
 
     categorical: tuple[Categorical, ...]
     dense: tuple[str, ...] = ()
     labels: tuple[str, ...] = ("label",)
     group: str | None = None
+    weight: str | None = dataclasses.field(default=None, repr=False)  # fingerprints of old runs are made of the repr
 
     def __post_init__(self) -> None:
         names = [c.name for c in self.categorical]

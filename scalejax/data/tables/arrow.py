@@ -70,10 +70,13 @@ def convert(
         raise UserError(
             f"convert: the file would hold every list of every row; got dedup={layout.groups}. Leave it out."
         )
+    schema_fields = dataclasses.asdict(source.schema)
+    if schema_fields.pop("weight") is not None:
+        raise UserError("convert: the file would not keep the weights of examples. Train on the source itself.")
     sizes = {split: source.num_examples(split) for split in SPLITS}
     metadata = {
         "format": _FORMAT,
-        "schema": dataclasses.asdict(source.schema),
+        "schema": schema_fields,
         "splits": sizes,
         "chunk_rows": chunk_rows,
         "fingerprint": source.fingerprint(),
@@ -305,6 +308,8 @@ def _to_arrow(rows: ExampleRecords, schema: pa.Schema) -> pa.RecordBatch:
     width = rows.records.shape[1]
     columns: list[pa.Array] = [pa.FixedSizeListArray.from_arrays(pa.array(rows.records.reshape(-1)), width)]
     for lists in rows.jagged:
+        if lists.weights is not None:
+            raise UserError("convert: the file would not keep the weights of lists. Train on the source itself.")
         if lists.offsets[-1] > 2**31 - 1:
             raise UserError(
                 "convert: a record batch holds more than 2**31 ids of one feature; choose fewer chunk_rows."

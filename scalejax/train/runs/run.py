@@ -419,6 +419,11 @@ class Run:
         every = self.experiment.evaluation.every
         return step == self.phase.stop or bool(every and step % every == 0)
 
+    def ends_early(self, host: HostState, step: int) -> bool:
+        """Whether so many evaluations up to a step were no better than the best that the run ends there."""
+        patience, every = self.experiment.evaluation.patience, self.experiment.evaluation.every
+        return patience is not None and host.best.step > 0 and (step - host.best.step) // every >= patience
+
     def evaluate(self, state: TrainState, host: HostState, step: int, saved: bool) -> HostState:
         """Scores the split of intervals; where it is better than before, perhaps the final one too.
 
@@ -462,8 +467,8 @@ class Run:
     def close(self, state: TrainState, host: HostState) -> dict[str, Any]:
         """Scores the final split, with intervals, and adds up the run; returns what the summary says of it."""
         e, timer = self.experiment, self.records.timer
-        split = e.evaluation.final_split
-        closing: dict[str, Any] = {"steps": self.phase.stop, "examples": host.examples, "weight": host.weight}
+        split, step = e.evaluation.final_split, int(state.step)
+        closing: dict[str, Any] = {"steps": step, "examples": host.examples, "weight": host.weight}
         with timer.phase("evaluation"):
             scores = self._scores(state, split)
             values = scores.measure(intervals="bootstrap")
@@ -471,7 +476,7 @@ class Run:
             # Before anything else is written: if the disk is full, the checkpoint is what the user must hear of.
             self.records.checkpoints.wait()
         with timer.phase("evaluation"):
-            self.records.events.evaluation(self.phase.stop, split, values)
+            self.records.events.evaluation(step, split, values)
             if distributed.is_primary():
                 for metric in self.program.metrics.values():
                     metric.keep(self.records.checkpoints.folder.parent, split, scores.collected)

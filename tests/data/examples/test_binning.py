@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from sklearn.preprocessing import KBinsDiscretizer
 
-from scalejax.data.examples.binning import quantile_bins
+from scalejax.data.examples.binning import quantile_bins, value_bins
 from scalejax.errors import UserError
 
 
@@ -35,3 +35,35 @@ def test_a_number_that_is_never_known_in_training_is_in_one_bin() -> None:
 def test_one_bin_is_refused() -> None:
     with pytest.raises(UserError, match="at least 2; got 1"):
         quantile_bins(np.zeros(3), np.arange(3), 1)
+
+
+def test_few_different_values_have_a_bin_each() -> None:
+    x = np.random.RandomState(0).permutation(np.repeat(np.arange(48) ** 2, 5)).astype(float)
+    ids, rows = value_bins(np.append(x, np.nan), np.arange(240), 48)
+    np.testing.assert_array_equal(ids[:-1], np.sqrt(x))
+    assert (ids[-1], rows) == (48, 49)
+
+
+def test_a_value_that_few_training_rows_lack_has_the_bin_of_the_next_below() -> None:
+    x = np.array([1.0, 5.0, 9.0, 6.0, 0.0, 99.0])
+    np.testing.assert_array_equal(value_bins(x, np.arange(3), 4)[0], [0, 1, 2, 1, 0, 2])
+
+
+def test_frequent_values_have_bins_of_their_own_and_the_others_quantiles_of_the_others() -> None:
+    random = np.random.RandomState(1)
+    rest = random.normal(size=600)
+    x = random.permutation(np.concatenate([np.zeros(400), np.full(30, 7.0), rest]))
+    train = np.arange(0, x.size, 2)
+    known = x[train]
+    assert (known == 7).sum() <= known.size / 10  # not frequent: it counts as one of the others
+    edges = np.quantile(known[known != 0], np.arange(1, 10) / 10)
+    expected = np.where(x == 0, 10, np.digitize(x, edges))
+    ids, rows = value_bins(x, train, 10)
+    np.testing.assert_array_equal(ids, expected)
+    assert rows == 12  # ten bins, the frequent value, missing
+
+
+def test_a_number_that_is_missing_in_all_training_rows_has_a_bin_beside_missing() -> None:
+    ids, rows = value_bins(np.array([np.nan, 5.0]), np.array([0]), 4)
+    np.testing.assert_array_equal(ids, [1, 0])
+    assert rows == 2
