@@ -93,7 +93,7 @@ def run(
             try:
                 contest = benchmark.prepare(case, against, data)
             except harness.Unsuited as error:
-                if cases or case == chosen[-1] and not results:
+                if cases or (case == chosen[-1] and not results):
                     raise
                 if console is not None:
                     console.print(f"{name} {case}: skipped. {error}", markup=False, highlight=False, soft_wrap=True)

@@ -19,7 +19,11 @@ _KERNELS = ("block_quant", "embedding_bag", "flash_attention", "mx", "sampled_sp
 __all__ = [*_KERNELS]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from scalejax.kernels import block_quant, embedding_bag, flash_attention, mx, sampled_spmm
+    from scalejax.kernels import block_quant as block_quant
+    from scalejax.kernels import embedding_bag as embedding_bag
+    from scalejax.kernels import flash_attention as flash_attention
+    from scalejax.kernels import mx as mx
+    from scalejax.kernels import sampled_spmm as sampled_spmm
 
 
 def __getattr__(name: str) -> Any:
