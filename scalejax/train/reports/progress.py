@@ -95,7 +95,7 @@ class Bar(Progress):
         self._bar.update(self._task, completed=step, description=phase or "train", **fields)
 
 
-class Lines(Progress):
+class TextLines(Progress):
     """A plain line for each thing that happens, at once."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -140,7 +140,7 @@ class Lines(Progress):
         self._say({"event": "done", **summary}, "")
 
 
-class JsonLines(Lines):
+class JsonLines(TextLines):
     """The same events as JSON objects, one a line."""
 
     def _say(self, event: dict[str, Any], text: str) -> None:
@@ -152,7 +152,7 @@ def shown_on(console: Console | None) -> Progress:
     """What suits a console: a bar where it can be drawn anew, else lines; nothing without one."""
     if console is None:
         return Progress()
-    return Bar(console) if console.is_terminal or console.is_jupyter else Lines(console.file)
+    return Bar(console) if console.is_terminal or console.is_jupyter else TextLines(console.file)
 
 
 def _texts(values: Mapping[str, float]) -> str:
