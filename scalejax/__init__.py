@@ -11,12 +11,31 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("bench", "cli", "compat", "configs", "data", "models", "nn", "optim", "parallel", "plan", "train")
+_SUBPACKAGES = (
+    *("bench", "cli", "compat", "configs", "data", "inference", "kernels", "models", "nn", "numerics", "optim"),
+    *("parallel", "plan", "surgery", "train"),
+)
 
 __all__ = ["__version__", *_SUBPACKAGES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from scalejax import bench, cli, compat, configs, data, models, nn, optim, parallel, plan, train
+    from scalejax import (
+        bench,
+        cli,
+        compat,
+        configs,
+        data,
+        inference,
+        kernels,
+        models,
+        nn,
+        numerics,
+        optim,
+        parallel,
+        plan,
+        surgery,
+        train,
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -81,6 +81,25 @@ def test_kernels_and_parallel_need_only_jax(layer):
     assert done.stdout.strip() == "ok", done.stderr
 
 
+def test_kernels_lists_its_kernels_and_loads_each_on_first_use():
+    """And importing all of them looks for no device, so that a program of a user decides where jax looks."""
+    import scalejax.kernels as kernels
+
+    folders = sorted(path.parent.name for path in (PACKAGE / "kernels").glob("*/api.py"))
+    assert dir(kernels) == folders
+    documented = [line.split()[0] for line in kernels.__doc__.splitlines() if line.startswith("    ")]
+    assert documented == folders
+    code = (
+        "import sys, scalejax\nscalejax.kernels\n"
+        "print('jax' in sys.modules, [n for n in sys.modules if n.startswith('scalejax.kernels.')])\n"
+        "for name in dir(scalejax.kernels): getattr(scalejax.kernels, name)\n"
+        "import jax._src.xla_bridge as b\n"
+        "print(scalejax.kernels.flash_attention.flash_attention.__name__, b.backends_are_initialized())"
+    )
+    done = _run(code)
+    assert done.stdout.splitlines() == ["False []", "flash_attention False"], done.stderr
+
+
 @pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="runs in a checkout")
 def test_root_links_point_into_the_package():
     for name in ("models", "parallel", "kernels", "configs"):

@@ -58,17 +58,18 @@ def run(
     Args:
       name: One of `names()`.
       against: One of the benchmark's `PEERS`; None times scalejax alone.
-      cases: Some of its `CASES`; None = all.
+      cases: Some of its `CASES`; None = all that are for the device at hand, the others are skipped and said.
       data: The user's own data instead of what the benchmark bundles or makes, where the case allows it.
       json_path: File for the results: a JSON array with one object a case, rewritten after every case.
-      console: Where progress and the table go; None = silent.
+      console: Where progress, the result of each case when it is there, and the table go; None = silent.
       effort: How long to measure; None = what the benchmark asks for, or the default.
 
     Returns:
-      One result a case.
+      One result a case that was measured.
 
     Raises:
-      UserError: unknown name, case or peer; a library that is not installed; a file that cannot be read or written.
+      UserError: unknown name, case or peer; a library that is not installed; a file that cannot be read or written; a
+        case of `cases`, or every case, is for another device.
       OutputsDiffer: ours and the peer do not compute the same.
     """
     benchmark = _benchmark(name)
@@ -77,6 +78,7 @@ def run(
         _one_of(against, benchmark.PEERS, f"--against of {name}")
 
     from scalejax.bench import harness, machine, output
+    from scalejax.train import disk
 
     json_path = None if json_path is None else pathlib.Path(json_path)
     if json_path is not None:
@@ -88,32 +90,40 @@ def run(
         if not benchmark.on_cpu():
             threads.close()  # feeding an accelerator may take every core
         for case in chosen:
-            with _progress(console, f"{name} {case}", asked.turns * (1 if against is None else 2)) as advance:
+            try:
                 contest = benchmark.prepare(case, against, data)
-                try:
+            except harness.Unsuited as error:
+                if cases or (case == chosen[-1] and not results):
+                    raise
+                if console is not None:
+                    console.print(f"{name} {case}: skipped. {error}", markup=False, highlight=False, soft_wrap=True)
+                continue
+            try:
+                with _progress(console, f"{name} {case}", asked.turns * (1 if against is None else 2)) as advance:
                     ours, peer = harness.measure(contest, asked, progress=advance)
-                    figures = contest.figures()
-                finally:
-                    contest.close()
+                figures = contest.figures()
+            finally:
+                contest.close()
             ours_s, peer_s, ratio, spread = harness.summarize(ours, peer)
-            results.append(
-                harness.Result(
-                    name=name,
-                    case=case,
-                    device=contest.device,
-                    date=machine.today(),
-                    commit=machine.commit(),
-                    ours_s=ours_s,
-                    peer=against,
-                    peer_s=peer_s,
-                    ratio=ratio,
-                    spread=spread,
-                    examples=contest.examples,
-                    figures=figures,
-                )
+            result = harness.Result(
+                name=name,
+                case=case,
+                device=contest.device,
+                date=machine.today(),
+                commit=machine.commit(),
+                ours_s=ours_s,
+                peer=against,
+                peer_s=peer_s,
+                ratio=ratio,
+                spread=spread,
+                examples=contest.examples,
+                figures=figures,
             )
+            results.append(result)
             if json_path is not None:
-                json_path.write_text(output.to_json(results))
+                disk.write_atomically(json_path, output.to_json(results))
+            if console is not None and len(chosen) > 1:  # what was measured stays on the screen, whatever comes after
+                console.print(output.line(result), markup=False, highlight=False, soft_wrap=True)
     if console is not None:
         console.print(output.table(results))
         if any(result.figures for result in results):
@@ -137,12 +147,19 @@ def _one_of(value: str, allowed: Sequence[str], what: str) -> str:
 
 @contextlib.contextmanager
 def _progress(console: "Console | None", what: str, total: int) -> Any:
-    if console is None:
+    if console is None or not console.is_terminal:
         yield lambda: None
         return
     from rich import progress
 
     columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.TimeElapsedColumn())
-    with progress.Progress(*columns, console=console, transient=True) as bar:
+    # Drawn at each turn and not by a thread, which would take part in what is timed.
+    with progress.Progress(*columns, console=console, transient=True, auto_refresh=False) as bar:
         task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
+
+        def advance() -> None:
+            bar.advance(task)
+            bar.refresh()
+
+        bar.refresh()
+        yield advance

@@ -10,6 +10,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
+from scalejax.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Contest:
@@ -70,6 +72,10 @@ class Result:
 
 class OutputsDiffer(AssertionError):
     """Ours and the peer do not compute the same thing, so timing them would mean nothing."""
+
+
+class Unsuited(UserError):
+    """The case is for another device than the one at hand: an error where it was asked for, else it is skipped."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

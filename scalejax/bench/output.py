@@ -23,6 +23,14 @@ def table(results: Sequence[Result]) -> Table:
     return drawn
 
 
+def line(result: Result) -> str:
+    """One result in one line."""
+    text = f"{result.name} {result.case}: {duration(result.ours_s)}, spread {result.spread:.1%}"
+    if result.peer is None:
+        return text
+    return f"{text}; {result.peer} {duration(result.peer_s)}, ratio {result.ratio:.2f}"
+
+
 def figures_table(results: Sequence[Result]) -> Table:
     """What benchmarks found besides times: one line a figure, one column a case."""
     drawn = Table(title="Figures", title_justify="left")

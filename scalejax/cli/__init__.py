@@ -1,6 +1,6 @@
 """The command line: `scalejax`, the same as `python -m scalejax`. One file per command.
 
-`--help` and `recipes` import neither jax nor flax: a command imports what it needs when it runs, after
+`--help` imports neither jax nor flax: a command imports what it needs when it runs, after
 `environment.prepare` has set what jax reads at import.
 """
 

@@ -1,9 +1,12 @@
 """The folders that commands are given: runs by their record, language models of whichever form."""
 
+import importlib.util
 import pathlib
+import shlex
 from typing import TYPE_CHECKING, Any
 
 from scalejax import json_reading
+from scalejax.cli import output
 from scalejax.configs import as_data
 from scalejax.errors import UserError
 
@@ -45,6 +48,21 @@ def load_run(run_folder: pathlib.Path, recipe: str | None) -> "Experiment":
     from scalejax.configs import serialization
 
     return serialization.reload(read_record(run_folder), recipe=recipe, where=run_folder)
+
+
+def print_next_of_model(folder: pathlib.Path) -> None:
+    """Says how a folder of a language model that was just written generates text; nothing if it has no tokenizer."""
+    from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
+    from scalejax.models.llm import model_folder
+
+    tokenizer = model_folder.open_folder(folder).tokenizer
+    if tokenizer is None:
+        return
+    command = ("scalejax", "generate", str(folder), "--prompt", "The")
+    if isinstance(tokenizer, HuggingFaceTokenizer) and importlib.util.find_spec("tokenizers") is None:
+        print(f"With pip install 'scalejax[llm]': {shlex.join(command)}")
+    else:
+        output.print_next({command: "continue a text"})
 
 
 def open_model(folder: pathlib.Path, *, recipe: str | None, step: int | None, average: int = 1) -> "LanguageModel":

@@ -4,9 +4,10 @@ import contextlib
 import json
 import os
 import pathlib
+import shlex
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TextIO
 
 import rich.console
 import rich.progress
@@ -14,10 +15,10 @@ import rich.progress
 from scalejax.errors import UserError
 
 
-def console() -> rich.console.Console:
+def console(*, stderr: bool = False) -> rich.console.Console:
     """Tables and progress go to standard output; in a pipe they are plain and as wide as they need to be."""
-    out = rich.console.Console(highlight=False, soft_wrap=False)
-    return out if out.is_terminal else rich.console.Console(highlight=False, width=160)
+    out = rich.console.Console(highlight=False, soft_wrap=False, stderr=stderr)
+    return out if out.is_terminal else rich.console.Console(highlight=False, width=160, stderr=stderr)
 
 
 def transfer(console: rich.console.Console) -> rich.progress.Progress:
@@ -31,6 +32,23 @@ def transfer(console: rich.console.Console) -> rich.progress.Progress:
         console=console,
         disable=not console.is_terminal,
     )
+
+
+def print_next(commands: Mapping[tuple[str, ...], str], where: str = "", notes: Sequence[str] = ()) -> None:
+    """Says what can be done now, and what each command is for.
+
+    Args:
+      commands: Words of a command -> what it does. Each must work where this is printed.
+      where: Where they work, if not here.
+      notes: What could be done with something installed.
+    """
+    texts = {shlex.join(words): what for words, what in commands.items()}
+    width = max(map(len, texts))
+    print(f"Next{where}:")
+    for text, what in texts.items():
+        print(f"  {text:<{width}}  {what}")
+    for note in notes:
+        print(f"  ({note})")
 
 
 def print_json(data: Any) -> None:
@@ -52,13 +70,17 @@ def write_json(path: pathlib.Path, data: Any) -> None:
 
 
 @contextlib.contextmanager
-def native_output_to_stderr() -> Iterator[None]:
-    """Sends what C++ libraries print on standard output (Gloo does) to standard error: JSON must stay JSON."""
+def native_output_to_stderr() -> Iterator[TextIO]:
+    """Sends what C++ libraries print on standard output (Gloo does) to standard error: JSON must stay JSON.
+
+    Yields standard output as it was.
+    """
     sys.stdout.flush()
     kept = os.dup(1)
     try:
         os.dup2(2, 1)
-        yield
+        with os.fdopen(kept, "w", closefd=False) as stream:
+            yield stream
     finally:
         os.dup2(kept, 1)
         os.close(kept)

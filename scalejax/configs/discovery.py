@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 _PACKAGE = "scalejax.configs"
 _FOLDER = pathlib.Path(__file__).parent
-_COLUMNS = ("model", "data", "steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,6 @@ class Recipe:
       function: Name of the function.
       first: Whether it is the first recipe of its file.
       summary: First line of its docstring, else of the file's.
-      written: Source text of `model`, `data`, `steps` and the `mesh` of `placement` where the recipe states them.
     """
 
     name: str
@@ -53,7 +51,6 @@ class Recipe:
     function: str
     first: bool
     summary: str
-    written: dict[str, str]
 
     @property
     def slug(self) -> str:
@@ -207,7 +204,6 @@ def _recipes_of(path: pathlib.Path, *, module: str | None, prefix: str | None) -
             function=name,
             first=position == 0,
             summary=_first_line(ast.get_docstring(node)) or file_summary,
-            written=_written(node, tree),
         )
         for position, (name, node) in enumerate(functions.items())
     ]
@@ -228,43 +224,6 @@ def _last_name(node: ast.AST | None) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
-
-
-def _written(node: ast.FunctionDef, tree: ast.Module) -> dict[str, str]:
-    """Arguments of Experiment(...) as the text states them, through `dataclasses.replace(other(), ...)`."""
-    functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
-    return _arguments(node, functions, seen=frozenset())
-
-
-def _arguments(node: ast.FunctionDef, functions: dict[str, ast.FunctionDef], seen: frozenset[str]) -> dict[str, str]:
-    local = {
-        statement.targets[0].id: statement.value
-        for statement in node.body
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
-    }
-
-    def meant(value: ast.expr) -> ast.expr:
-        return local.get(value.id, value) if isinstance(value, ast.Name) else value
-
-    def from_value(value: ast.AST | None) -> dict[str, str]:
-        if isinstance(value, ast.Name):
-            return from_value(local.pop(value.id, None))
-        if not isinstance(value, ast.Call):
-            return {}
-        callee = _last_name(value.func)
-        stated = {k.arg: ast.unparse(meant(k.value)) for k in value.keywords if k.arg in _COLUMNS}
-        placed = [meant(k.value) for k in value.keywords if k.arg == "placement"]
-        for keyword in [k for place in placed if isinstance(place, ast.Call) for k in place.keywords]:
-            if keyword.arg == "mesh":
-                stated["mesh"] = ast.unparse(meant(keyword.value))
-        if callee == "replace" and value.args:
-            return from_value(value.args[0]) | stated
-        if callee in functions and isinstance(value.func, ast.Name) and callee not in seen:
-            return _arguments(functions[callee], functions, seen | {node.name})
-        return stated
-
-    returns = [statement for statement in node.body if isinstance(statement, ast.Return)]
-    return from_value(returns[-1].value) if returns else {}
 
 
 def _first_line(docstring: str | None) -> str:

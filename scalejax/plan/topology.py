@@ -114,7 +114,7 @@ def abstract_devices(topology: Topology) -> list[Any]:
     Raises:
       UserError: libtpu is missing or is not the one that this jax works with, or libtpu does not know the topology.
     """
-    _check_libtpu()
+    check_libtpu()
     _quiet_libtpu()
     from jax.experimental import topologies
 
@@ -253,7 +253,8 @@ def _quiet_libtpu() -> None:
         os.environ.setdefault(name, value)
 
 
-def _check_libtpu() -> None:
+def check_libtpu() -> None:
+    """Raises UserError where no program can be compiled for TPUs: says what to install."""
     if "TPU_LIBRARY_PATH" in os.environ:
         return  # the user chose a library by hand
     if importlib.util.find_spec("libtpu") is None:

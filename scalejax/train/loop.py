@@ -13,9 +13,9 @@ import dataclasses
 import datetime
 import inspect
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
+import grain  # noqa: F401 (here, before a bar is drawn: see `train`)
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -27,7 +27,7 @@ from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics.protocol import Described, Metric
 from scalejax.train.protocols import DataSet
-from scalejax.train.reports import console as consoles
+from scalejax.train.reports import progress as progresses
 from scalejax.train.reports import report
 from scalejax.train.reports.events import EventWriter
 from scalejax.train.reports.records import Records
@@ -35,6 +35,8 @@ from scalejax.train.reports.timing import StepTimer
 from scalejax.train.run_folder import Resume, RunFolder
 from scalejax.train.runs.run import Run
 from scalejax.train.runs.run_state import HostState
+
+_NOTHING = contextlib.nullcontext()
 
 
 def train(
@@ -45,6 +47,7 @@ def train(
     recipe: str = "run",
     record: dict[str, Any] | None = None,
     console: Console | None = None,
+    progress: progresses.Progress | None = None,
 ) -> dict[str, Any]:
     """Trains an experiment into a run folder.
 
@@ -54,7 +57,8 @@ def train(
       resume: What to do with checkpoints in the run folder, see `RunFolder.resume_step`.
       recipe: Name of the recipe, for titles and the folder's name.
       record: What to write as `experiment.json`; None = the name and the fields' text.
-      console: Where progress is shown; None = nowhere.
+      console: Where remarks are printed and progress is shown; None = nowhere.
+      progress: How progress is shown; None = on the console.
 
     Returns:
       The closing summary: what `summary.json` holds, and "run_folder".
@@ -62,6 +66,9 @@ def train(
     Raises:
       UserError: bad input, named with what to do.
     """
+    # A terminal's bar is drawn by a thread, whose own imports fail while another thread imports grain: etils'
+    # `lazy_imports` replaces `builtins.__import__` for that time. Hence grain is imported with this module.
+    progress = progresses.shown_on(console) if progress is None else progress
     runs = _bind(experiment, console)
     timer = StepTimer(in_flight=runs[0].in_flight - 1)
     with (
@@ -74,7 +81,7 @@ def train(
         # A run that was killed between a save and the evaluation after it makes up for that evaluation first.
         unscored = start is not None and checkpoints.metrics(start) is None
         run, *later = [r for r in runs[:-1] if (start or 0) < r.phase.stop + unscored] + runs[-1:]
-        with timer.phase("compile"):
+        with timer.phase("compile"), progress.compiling("state"):
             state, host = _state_of(run, runs, checkpoints, start, console)
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
         folder.begin(record or {"recipe": recipe, "experiment": repr(experiment)}, environment, start)
@@ -83,22 +90,22 @@ def train(
             folder.write_measures(_described(runs).to_dict() | {"advice": advice})
         with (
             EventWriter(folder.path, process_index=jax.process_index(), step=start or 0) as events,
-            _progress(console, experiment.total_steps, start or 0) as show,
+            progress.begin(experiment.total_steps, start or 0),
         ):
-            records = Records(checkpoints, events, timer)
+            records = Records(checkpoints, events, timer, progress)
             run.attach(records)
             if start is not None and unscored and run.scores_at(start):
                 with timer.phase("evaluation"):
                     host = run.evaluate(state, host, start, saved=True)
-            state, host = _steps(run, records, state, host, start or 0, show)
+            state, host = _steps(run, records, state, host, start or 0)
             for following in later:
                 del state
                 run.end()
                 run = following
-                with timer.phase("compile"):
+                with timer.phase("compile"), progress.compiling("state"):
                     state, host = _state_of(run, runs, checkpoints, run.phase.start, console)
                 run.attach(records)
-                state, host = _steps(run, records, state, host, run.phase.start, show)
+                state, host = _steps(run, records, state, host, run.phase.start)
             closing = run.close(state, host)
             closing |= _what_ran(run, recipe, environment)
             if damaged := checkpoints.damaged():
@@ -214,10 +221,10 @@ def _become(checkpoints: Checkpointer, run: Run) -> None:
     checkpoints.become(policy, run.identity(), better=better, frozen=run.frozen)
 
 
-def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, show: Any) -> tuple[Any, HostState]:
+def _steps(run: Run, records: Records, state: Any, host: HostState, start: int) -> tuple[Any, HostState]:
     """Runs the steps of a phase after `start`."""
     experiment, stop = run.experiment, run.phase.stop
-    timer, every = records.timer, experiment.checkpoints.every
+    timer, every, progress = records.timer, experiment.checkpoints.every, records.progress
     with run.feed(host, stop - start, start + 1) as feed:
         saved = True  # what a run goes on from
         for step in range(start + 1, stop + 1):
@@ -226,16 +233,17 @@ def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, 
             host = run.before_step(state, host, step)
             with timer.phase("data_wait"):
                 examples = feed.take()
-            with timer.phase("compile" if step == start + 1 else "dispatch"):
+            first = step == start + 1
+            with timer.phase("compile" if first else "dispatch"), progress.compiling("step") if first else _NOTHING:
                 state, loss = feed.step(state)
-                if step == start + 1:
+                if first:
                     loss.block_until_ready()
             timer.step_done(examples=examples, output=loss, amounts=feed.amounts)
             host = host.after(examples)
             last = step == stop
             if last or step % experiment.log_every == 0:
-                state, host, fields = run.log(state, host, step)
-                show(step, fields, run.phase.name)
+                state, host, window = run.log(state, host, step)
+                progress.window(step, run.phase.name, float(loss), window)
             saved = last or bool(every and step % every == 0)
             if saved:
                 with timer.phase("checkpoint"):
@@ -282,15 +290,3 @@ def _what_ran(run: Run, recipe: str, environment: dict[str, Any]) -> dict[str, A
         "mesh": " ".join(f"{axis}={size}" for axis, size in _mesh_sizes(run).items()),
         **run.describe(),
     }
-
-
-@contextlib.contextmanager
-def _progress(console: Console | None, steps: int, start: int) -> Iterator[Any]:
-    """A function (step, fields, name of the phase) that moves the progress line."""
-    if console is None:
-        yield lambda step, fields, phase: None
-        return
-    with Progress(*consoles.progress_columns(), console=console) as progress:
-        fields: dict[str, Any] = consoles.progress_fields()
-        task = progress.add_task("train", total=steps, completed=start, **fields)
-        yield lambda step, fields, phase: progress.update(task, completed=step, description=phase or "train", **fields)

@@ -1,13 +1,17 @@
 """What `bench.run` promises: the fields of a result, and clear refusals."""
 
+import dataclasses
 import datetime
+import io
 import json
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
+import rich.console
 
 from scalejax import bench
 from scalejax.bench import harness, machine, output
@@ -71,6 +75,53 @@ def test_without_a_peer_its_fields_are_null(stub, tmp_path):
     bench.run("wukong_step", cases=["small"], json_path=path, effort=QUICK)
     (row,) = json.loads(path.read_text())
     assert (row["peer"], row["peer_s"], row["ratio"]) == (None, None, None)
+
+
+class Partial(Stub):
+    """Its second case is for another device, and its third does not compute the same as its peer."""
+
+    CASES = ("small", "huge", "wrong")
+
+    def prepare(self, case, against, data):
+        if case == "huge":
+            raise harness.Unsuited("--case huge takes minutes on a CPU.")
+        contest = super().prepare(case, against, data)
+        if case == "small":
+            return contest
+
+        def differ() -> None:
+            raise harness.OutputsDiffer("logits")
+
+        return dataclasses.replace(contest, check=differ)
+
+
+def test_a_case_for_another_device_is_skipped_and_what_was_measured_stays(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "_benchmark", lambda name: Partial())
+    path, shown = tmp_path / "result.json", io.StringIO()
+    console = rich.console.Console(file=shown, width=160)
+    with pytest.raises(harness.OutputsDiffer):
+        bench.run("wukong_step", json_path=path, console=console, effort=QUICK)
+    lines = shown.getvalue().splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["wukong_step small", "wukong_step huge"]
+    assert lines[1].endswith("skipped. --case huge takes minutes on a CPU.")
+    assert [row["case"] for row in json.loads(path.read_text())] == ["small"]
+    with pytest.raises(UserError, match="--case huge takes minutes"):  # asked for, it is a mistake
+        bench.run("wukong_step", cases=["small", "huge"], effort=QUICK)
+
+
+@pytest.mark.parametrize(("name", "case"), [("llama_step", "1b"), ("llama_decode", "8b")])
+def test_the_large_cases_of_language_models_are_not_for_a_cpu(name, case):
+    with pytest.raises(harness.Unsuited):
+        bench._benchmark(name).prepare(case, None, None)
+
+
+def test_the_bar_is_drawn_without_a_thread_beside_what_is_timed():
+    console = rich.console.Console(file=io.StringIO(), force_terminal=True)
+    before = threading.active_count()
+    with bench._progress(console, "wukong_step small", 2) as advance:
+        advance()
+        assert threading.active_count() == before
+    assert "wukong_step small" in console.file.getvalue()
 
 
 def test_contests_are_closed_also_when_outputs_differ(stub, monkeypatch):

@@ -10,6 +10,7 @@ import small_run
 import scalejax.bench
 import scalejax.plan
 import scalejax.train
+from scalejax import configs
 from scalejax.configs import discovery
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape
@@ -116,6 +117,13 @@ def test_recipes_lists_and_shows(invoke, example):
 def test_recipes_as_json_names_them_all(invoke):
     found = json.loads(invoke("recipes", "--json").stdout)
     assert [r["name"] for r in found] == [r.name for r in discovery.listing()]
+    by_name = {row["name"]: row for row in found}
+    # Values, not the names that the recipe's text has for them.
+    tiny, large = by_name["llama-tiny"], by_name["llama-pretrain_8b"]
+    assert tiny["model"].startswith("LlamaConfig(layers=")
+    assert large["model"].startswith("LlamaConfig(")
+    assert "dim=4096" in large["model"]
+    assert by_name["wukong-flights"]["steps"] == configs.load("wukong-flights", []).steps
 
 
 def test_plan_passes_its_arguments_and_writes_json(invoke, example, monkeypatch, tmp_path):

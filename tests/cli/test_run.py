@@ -29,6 +29,28 @@ def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
     assert f"{summary['test_auc']:.4f}" in resized.stdout
 
 
+def test_a_run_in_a_pipe_says_how_far_it_is_and_as_json_nothing_else(invoke, tmp_path, capfd):
+    recipe = small_run.write_recipe(tmp_path)
+    trained = invoke("train", recipe, "--set", "steps=4", "--set", "log_every=2", "--workdir", str(tmp_path / "a"))
+    lines = trained.stdout.splitlines()
+    windows = [line for line in lines if line.startswith("train step")]
+    assert [line.split("  ")[0] for line in windows] == ["train step 2/4", "train step 4/4"]
+    assert all("loss " in line and "examples/s" in line for line in windows)
+    said = [line.split(" in ")[0] for line in lines if line.startswith("compiled")]
+    assert said == ["compiled the state", "compiled the step"]
+    assert sum(line.startswith("validation at step 4") for line in lines) == 1
+    capfd.readouterr()
+    trained = invoke("train", recipe, "--set", "steps=4", "--workdir", str(tmp_path / "b"), "--log", "json")
+    assert trained.exit_code == 0, trained.stderr
+    events = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert trained.stdout == ""
+    (window,) = (event for event in events if event["event"] == "window")
+    assert window["step"] == 4
+    assert {"loss", "examples_per_s", "eta_s"} <= window.keys()
+    assert events[-1]["event"] == "done"
+    assert events[-1]["run_folder"] == str(tmp_path / "b")
+
+
 @pytest.mark.slow
 def test_what_eval_is_told_holds_for_a_run_of_phases_too(invoke, tmp_path):
     recipe, workdir = small_run.write_recipe(tmp_path).replace(":small", ":parted"), tmp_path / "run"

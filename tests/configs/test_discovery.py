@@ -37,9 +37,8 @@ def test_lists_annotated_public_functions_in_order(package):
     assert [r.name for r in discovery.listing()] == ["tiny-smoke", "dlrm-flights", "dlrm-big_one"]
 
 
-def test_listing_says_what_the_text_says_through_replace(package):
+def test_the_listing_says_what_the_docstring_says(package):
     big = discovery.find("dlrm-big-one")
-    assert big.written == {"model": "A(x=1)", "steps": "2", "mesh": "MeshShape(fsdp=8)"}
     assert (big.summary, discovery.find("dlrm").summary) == ("Larger.", "DLRM on flights.")
 
 

@@ -19,7 +19,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.bench import machine, peers, training_step
-from scalejax.bench.harness import Contest, OutputsDiffer
+from scalejax.bench.harness import Contest, OutputsDiffer, Unsuited
 from scalejax.errors import UserError
 from scalejax.inference.generate import Engine
 from scalejax.models.llm.llama3 import SIZES, Llama, LlamaConfig
@@ -53,13 +53,14 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     """The contest of a case; parameters and prompt are random.
 
     Raises:
-      UserError: a case for accelerators on a CPU, or a peer on an accelerator.
+      Unsuited: a case for accelerators on a CPU.
+      UserError: a peer on an accelerator.
     """
     if data is not None:
         raise UserError("--data: this benchmark makes its prompt itself. Leave --data out.")
     device = jax.devices()[0]
     if case == "8b" and device.platform == "cpu":
-        raise UserError("--case 8b takes minutes on a CPU. Run it on an accelerator, or choose tiny.")
+        raise Unsuited("--case 8b takes minutes on a CPU. Run it on an accelerator, or choose tiny.")
     if against is not None:
         training_step.check_peer_device(device)
     config = TINY if case == "tiny" else dataclasses.replace(SIZES["3.1-8b"], max_positions=8192)

@@ -20,7 +20,7 @@ import numpy as np
 
 from scalejax import chips, optim
 from scalejax.bench import machine, peers, training_step
-from scalejax.bench.harness import Contest, OutputsDiffer
+from scalejax.bench.harness import Contest, OutputsDiffer, Unsuited
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
@@ -67,13 +67,14 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     """The contest of a case; its batches are random tokens.
 
     Raises:
-      UserError: a case for accelerators on a CPU, or a peer on an accelerator.
+      Unsuited: a case for accelerators on a CPU.
+      UserError: a peer on an accelerator.
     """
     if data is not None:
         raise UserError("--data: this benchmark makes its tokens itself. Leave --data out.")
     device = jax.devices()[0]
     if case == "1b" and device.platform == "cpu":
-        raise UserError("--case 1b takes minutes a step on a CPU. Run it on an accelerator, or choose tiny or small.")
+        raise Unsuited("--case 1b takes minutes a step on a CPU. Run it on an accelerator, or choose tiny or small.")
     if against is not None:
         training_step.check_peer_device(device)
     model, rows, length = {

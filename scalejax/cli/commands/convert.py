@@ -72,8 +72,7 @@ def convert(
         )
     what = "model folder" if to == "model" else "folder of Hugging Face"
     print(f"Wrote the {what} {target}.")
-    if model.tokenizer is not None:
-        print(f'Next: scalejax generate {target} --prompt "..."')
+    folders.print_next_of_model(target)
 
 
 def check_dtype(dtype: str | None) -> None:

@@ -38,7 +38,9 @@ def doctor(
 
     Exit status 1 if no device comes up or a collective gives a wrong value.
     """
+    asked = "JAX_PLATFORMS" in os.environ
     environment.prepare(cpu_devices=cpu_devices)
+    needed = None if asked else environment.platform_without_tpu()
     from scalejax.cli import advisories, requirements
     from scalejax.parallel.mesh import host_memory_bytes
 
@@ -59,6 +61,7 @@ def doctor(
             dataclasses.asdict(a)
             for a in (*advisories.advisories(installed, machine["platform"]), *advisories.mismatches(installed))
         ],
+        "jax_platforms_needed": needed,
         "missing": {extra: requirements.missing(extra) for extra in requirements.EXTRAS},
     }
     report["healthy"] = machine["problem"] is None and all(v == "ok" for v in machine["selftest"].values())
@@ -182,6 +185,9 @@ def _print(report: dict[str, Any]) -> None:
         [(f"{a['package']} {report['packages'][a['package']]}", f"{a['problem']}. {a['advice']} ({a['source']})")
          for a in report["advisories"]] or [("none of these installed", "")],
     )  # fmt: skip
+    if report["jax_platforms_needed"] is not None:
+        advice = "libtpu is installed and no TPU is here: without it, programs of yours look for one first"
+        section("Programs of yours", [(f"set JAX_PLATFORMS={report['jax_platforms_needed']}", advice)])
     section(
         "Extras",
         [

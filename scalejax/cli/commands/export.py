@@ -54,7 +54,8 @@ def export(
         choices.load(precision, model) if precision is not None else choices.uniform(model, tables=tables, dense=dense)  # pyright: ignore[reportArgumentType]
     )
     data = experiment.data.build()
-    some = click_model.labelled(data.eval_batches(experiment.evaluation.split), model.schema, most=examples)
+    split = experiment.evaluation.split
+    some, total = click_model.sample(data, split, model.schema, examples), data.num_examples(split)
     limits = precisions.calibrated(model, some.inputs) if "int8" in chosen.operators.values() else None
     lowered = lowering.lower(model, chosen, limits)
     exports.write(lowered, out)
@@ -65,12 +66,18 @@ def export(
             f"{exports.LARGEST_DIFFERENCE:g}. Do not serve it; look for scores that are not finite, or another version "
             "of jax."
         )
-    measured = {"run": str(run_folder), "out": str(out), "reloaded_difference": back}
+    scored = {"split": split, "examples": len(some.labels), "of": total}
+    measured = {"run": str(run_folder), "out": str(out), "reloaded_difference": back, "scored": scored}
     measured |= report.measure(lowered, some)
     console = output.console()
     for table in report.tables(measured):
         console.print(table)
+    which = "all" if examples >= total else f"{len(some.labels):,}, drawn at random, of the"
+    print(f"Scores and times above: of {which} {total:,} examples of split {split!r}.")
     if json is not None:
         output.write_json(json, measured)
     print(f"Wrote {out}; reloaded, its scores differ from the model's by at most {back:.1e}.")
-    print(f"Next: import reload; reload.load({str(out)!r})(ids=..., dense=...), with {out / 'reload.py'}")
+    code = f"import sys; sys.path.insert(0, {str(out)!r}); import reload; print(reload.load({str(out)!r}).signature)"
+    output.print_next(
+        {("python", "-c", code): "load it with jax and numpy alone; the model is called with ids and dense"}
+    )

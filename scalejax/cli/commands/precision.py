@@ -62,7 +62,7 @@ def find(
     from scalejax.inference.recommendation import study as studies
 
     data = experiment.data.build()
-    calibration = click_model.labelled(data.eval_batches(experiment.evaluation.split), model.schema, most=examples)
+    calibration = click_model.sample(data, experiment.evaluation.split, model.schema, examples)
     held_out = click_model.labelled(data.eval_batches(experiment.evaluation.final_split), model.schema)
     limits = calibrated(model, calibration.inputs)
     study = studies.study(model, limits, calibration, held_out, objective=objective, **given)  # pyright: ignore[reportArgumentType]
@@ -86,7 +86,11 @@ def find(
     )
     if save is not None:
         found.precisions.save(save)
-        print(f"Next: scalejax export {run_folder} OUT --precision {save}")
+        out = run_folder.with_name(f"{run_folder.absolute().name}-export")
+        command = ["scalejax", "export", str(run_folder), str(out), "--precision", str(save)]
+        command += [] if step is None else ["--step", str(step)]
+        command += [] if recipe is None else ["--recipe", recipe]
+        output.print_next({tuple(command): "the model in these precisions, for serving"})
     if json is not None:
         output.write_json(json, measured)
 

@@ -168,8 +168,7 @@ def quantize(
         )
     console.print(_table(rows))
     print(f"Wrote the quantized model {target}.")
-    if model.tokenizer is not None:
-        print(f'Next: scalejax generate {target} --prompt "..."')
+    folders.print_next_of_model(target)
     if json is not None:
         output.write_json(json, writing.as_json(rows))
 

@@ -1,6 +1,7 @@
 """`scalejax recipes`: what can be trained, and what of it can be set."""
 
-from typing import Annotated
+import dataclasses
+from typing import Annotated, Any
 
 import typer
 
@@ -28,24 +29,46 @@ def recipes(
 
 
 def _list(json: bool) -> None:
-    found = discovery.listing()
+    from scalejax.cli import environment
+
+    environment.prepare()
+    from scalejax.parallel.mesh import mesh_text
+
+    rows = []
+    for recipe in discovery.listing():
+        built = recipe.build()
+        mesh = built.placement.mesh
+        rows.append(
+            {
+                "name": recipe.name,
+                "also": recipe.path.stem if recipe.first else None,
+                "module": recipe.module,
+                "function": recipe.function,
+                "summary": recipe.summary,
+                "model": _brief(built.model),
+                "data": _brief(built.data),
+                "steps": built.total_steps,
+                "mesh": "one device" if mesh is None else mesh_text(mesh),
+            }
+        )
     if json:
-        output.print_json(
-            [{"name": r.name, "also": r.path.stem if r.first else None, "module": r.module, "function": r.function,
-              "summary": r.summary, **r.written} for r in found]
-        )  # fmt: skip
+        output.print_json(rows)
         return
     from rich import box, markup, table
 
     shown = table.Table("recipe", "what", "model", "data", "mesh", box=box.SIMPLE_HEAD, pad_edge=False)
-    for recipe in found:
-        also = f" = {recipe.path.stem}" if recipe.first else ""
-        written = [recipe.written.get(column, "default") for column in ("model", "data", "mesh")]
-        cells = (recipe.name + also, recipe.summary, *map(_short, written))
-        shown.add_row(*map(markup.escape, cells))
-    console = output.console()
-    console.print(shown)
-    print("Next: scalejax train RECIPE, or scalejax recipes RECIPE to see everything that --set can change.")
+    for row in rows:
+        name = row["name"] if row["also"] is None else f"{row['name']} = {row['also']}"
+        shown.add_row(
+            *map(markup.escape, (name, row["summary"], _short(row["model"]), _short(row["data"]), row["mesh"]))
+        )
+    output.console().print(shown)
+    output.print_next(
+        {
+            ("scalejax", "train", "wukong"): "train one",
+            ("scalejax", "recipes", "wukong"): "see everything that --set can change",
+        }
+    )
 
 
 def _show(name: str, sets: list[str], json: bool) -> None:
@@ -64,6 +87,18 @@ def _show(name: str, sets: list[str], json: bool) -> None:
     width = max(len(path) for path, _ in paths)
     for path, value in paths:
         print(f"{path:<{width}} = {overrides.show(value)}")
+
+
+def _brief(value: Any) -> str:
+    """A dataclass by its type and the fields that are not their defaults, with their values."""
+    from scalejax.configs import overrides
+
+    parts = []
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name)
+        if field.init and own != (field.default_factory() if callable(field.default_factory) else field.default):
+            parts.append(f"{field.name}={overrides.show(own)}")
+    return f"{type(value).__name__}({', '.join(parts)})"
 
 
 def _short(text: str, longest: int = 60) -> str:

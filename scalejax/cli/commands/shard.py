@@ -1,7 +1,7 @@
 """`scalejax shard`: where the tables of a recipe should live."""
 
+import math
 import pathlib
-import shlex
 from typing import Annotated
 
 import typer
@@ -70,7 +70,11 @@ def shard(
     if json is not None:
         output.write_json(json, result.to_json())
     if save is None:
-        print("Next: --save FILE.json keeps the plan.")
+        again = ["scalejax", "shard", recipe, "--topology", topology, *(() if mesh is None else ("--mesh", mesh))]
+        again += [f"--set={text}" for text in sets or []]
+        again += ["--batches", str(batches), "--zipf", f"{zipf:g}", "--table-memory", f"{table_memory:g}"]
+        again += [] if constants is None else ["--constants", str(constants)]
+        output.print_next({(*again, "--save", "plan.json"): "keep the plan"})
         return
     result.planned.plan.save(save)
     from scalejax.parallel.mesh import AXES, MeshShape
@@ -83,4 +87,6 @@ def shard(
     again += [
         f"--set=placement.mesh.{axis}={size}" for axis, size in planned.items() if size > 1 or getattr(given, axis) != 1
     ]
-    print(f"Plan: {save}\nNext: {shlex.join(['scalejax', 'train', recipe, *again])}")
+    print(f"Plan: {save}")
+    devices = math.prod(planned.values())
+    output.print_next({("scalejax", "train", recipe, *again): "train by it"}, where=f", on {devices} devices")

@@ -4,7 +4,9 @@ import contextlib
 import enum
 import pathlib
 import shlex
+import shutil
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +25,13 @@ class Resume(enum.StrEnum):
     auto = "auto"
     never = "never"
     must = "must"
+
+
+class Log(enum.StrEnum):
+    """How a run says how far it is."""
+
+    text = "text"
+    json = "json"
 
 
 def train(
@@ -78,6 +87,14 @@ def train(
             "without.",
         ),
     ] = Resume.auto,
+    log: Annotated[
+        Log,
+        typer.Option(
+            "--log",
+            help="text: a bar in a terminal, else a line each log_every steps; json: one JSON object a line, and all "
+            "else on standard error.",
+        ),
+    ] = Log.text,
     cpu_devices: options.CpuDevices = None,
     coordinator: options.Coordinator = None,
     processes: options.Processes = None,
@@ -100,6 +117,7 @@ def train(
 
     from scalejax.train import distributed, loop, run_folder
     from scalejax.train.reports import console as closing
+    from scalejax.train.reports import progress as progresses
     from scalejax.train.reports import report
 
     distributed.initialize(coordinator, processes, process_id)
@@ -107,13 +125,24 @@ def train(
     primary = distributed.is_primary()
     name = discovery.find(recipe).slug
     folder = run_folder.choose(workdir, name, resume.value)
-    console = output.console() if primary else None
+    console = output.console(stderr=log is Log.json) if primary else None
+    progress = progresses.shown_on(console)
     if own is not None and console is not None:
         console.print(own.shown())
     try:
-        summary = loop.train(
-            experiment, workdir=folder, resume=resume.value, recipe=name, record=record, console=console
-        )
+        with output.native_output_to_stderr() if log is Log.json else contextlib.nullcontext(sys.stdout) as stdout:
+            if primary and log is Log.json:
+                progress = progresses.JsonLines(stdout)
+            summary = loop.train(
+                experiment,
+                workdir=folder,
+                resume=resume.value,
+                recipe=name,
+                record=record,
+                console=console,
+                progress=progress,
+            )
+            progress.done(summary)
     except KeyboardInterrupt as error:
         if primary:
             again = shlex.join(["scalejax", "train", recipe, *(f"--set={s}" for s in sets), f"--workdir={folder}"])
@@ -124,11 +153,11 @@ def train(
             with contextlib.suppress(OSError):
                 folder.rmdir()  # only if it is empty: a run that could not begin leaves nothing behind
         raise
-    if console is not None:
+    if console is not None and log is Log.text:
         console.print(closing.closing_table(summary, report.read_described(folder)))
         if own is not None:
             own.write(folder / own_table.FILE)
-        _print_next(folder, recipe, experiment, summary)
+        _print_next(folder, recipe, sets, cpu_devices, experiment, summary)
 
 
 def _on_table(recipe: str, path: pathlib.Path, fields: dict[str, Any], sets: list[str]) -> "TableRecipe":
@@ -151,35 +180,48 @@ def _check_memory(experiment: "Experiment") -> None:
             estimate.check_fits(phase.experiment, make_mesh(phase.experiment.placement.mesh))
 
 
-_PLANNED = "the same recipe on a TPU, compiled here"
-
-
-def _print_next(folder: pathlib.Path, recipe: str, experiment: "Experiment", summary: dict[str, Any]) -> None:
+def _print_next(
+    folder: pathlib.Path,
+    recipe: str,
+    sets: Sequence[str],
+    cpu_devices: int | None,
+    experiment: "Experiment",
+    summary: dict[str, Any],
+) -> None:
     from scalejax.configs import discovery, own_table
+    from scalejax.plan import topology
     from scalejax.train.reports import report
 
     own = [] if discovery.is_bundled(recipe) else ["--recipe", recipe]  # the user's code is run when the user names it
+    devices = [] if cpu_devices is None else ["--cpu-devices", str(cpu_devices)]
     with contextlib.suppress(ValueError):
         folder = folder.relative_to(pathlib.Path.cwd())
-    best = summary.get("best_step", summary["steps"])
-    step = ["--step", str(best)] if best != summary["steps"] else []
-    table = [str(folder / own_table.FILE)] if (folder / own_table.FILE).is_file() else []
-    commands = {
-        **{shlex.join(["scalejax", "train", file]): "what was made of your columns, to edit" for file in table},
-        **{
-            shlex.join(["scalejax", *(argument.format(run=folder) for argument in arguments), *own]): what
-            for *arguments, what in report.read_advice(folder)
-        },
-        shlex.join(["scalejax", "eval", str(folder), *own]): "score the newest checkpoint again",
-        **({shlex.join(["scalejax", "eval", str(folder), *own, *step]): "score the best one"} if step else {}),
-        shlex.join(["tensorboard", "--logdir", str(folder)]): "curves, beside those of other runs",
-        **(
-            {}
-            if experiment.placement.mesh is None
-            else {shlex.join(["scalejax", "plan", *(table or [recipe]), "--topology", "v5e:2x2"]): _PLANNED}
-        ),
+    print(f"\nRun folder: {folder}\nReport:     {folder / 'report.html'}")
+    commands: dict[tuple[str, ...], str] = {}
+    if (folder / own_table.FILE).is_file():
+        commands["scalejax", "train", str(folder / own_table.FILE)] = "what was made of your columns, to edit"
+    commands |= {
+        ("scalejax", *(argument.format(run=folder) for argument in arguments), *own): what
+        for *arguments, what in report.read_advice(folder)
     }
-    print(f"\nRun folder: {folder}\nReport:     {folder / 'report.html'}\nNext:")
-    width = max(map(len, commands))
-    for command, what in commands.items():
-        print(f"  {command:<{width}}  {what}")
+    commands["scalejax", "eval", str(folder), *own, *devices] = "score the newest checkpoint again"
+    best = summary.get("best_step", summary["steps"])
+    if best != summary["steps"]:
+        commands["scalejax", "eval", str(folder), *own, *devices, "--step", str(best)] = "score the best one"
+    notes = []
+    if shutil.which("tensorboard") is None:
+        notes.append(f"pip install tensorboard, and tensorboard --logdir {shlex.quote(str(folder))} shows curves")
+    else:
+        commands["tensorboard", "--logdir", str(folder)] = "curves, beside those of other runs"
+    if experiment.placement.mesh is not None:
+        try:
+            topology.check_libtpu()
+        except UserError:
+            notes.append("pip install 'scalejax[plan]', and scalejax plan compiles the same recipe for a TPU, here")
+        else:
+            # A mesh, or a plan of tables, of the devices here is none of a TPU slice.
+            here = ("placement.mesh", "tables.sharding")
+            same = [f"--set={text}" for text in sets if not text.strip().startswith(here)]
+            planned = ("scalejax", "plan", recipe, "--topology", "v5e:2x2", *same)
+            commands[planned] = "the same recipe on a TPU, compiled here"
+    output.print_next(commands, notes=notes)

@@ -15,6 +15,7 @@ import numpy as np
 
 from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import AnyBatch, expand_batch
+from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
 from scalejax.kernels import block_quant
@@ -26,6 +27,7 @@ from scalejax.train import phases
 from scalejax.train.checkpoints import trained
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics import exact
+from scalejax.train.protocols import DataSet
 from scalejax.train.runs import binding
 from scalejax.train.state import ModelShape
 from scalejax.train.task import Task
@@ -296,22 +298,66 @@ class Labelled:
         return float(np.mean([exact.auc(self.labels[:, t], scores[:, t], self.weights) for t in tasks]))
 
 
-def labelled(batches: Iterator[AnyBatch], schema: Schema, *, most: int | None = None) -> Labelled:
-    """Takes whole batches, up to `most` examples or a little more.
+def sample(data: DataSet, split: str, schema: Schema, most: int) -> Labelled:
+    """At most `most` examples of a split, drawn without replacement and always the same; all where there are no more.
+
+    Files are in some order, mostly that of time: the first examples stand for themselves alone.
 
     Raises:
       UserError: there are none, or a batch is not what `inputs_of` takes.
     """
-    inputs, kept, labels, weights, count = [], [], [], [], 0
+    batches, total = data.eval_batches(split), data.num_examples(split)
+    if most >= total:
+        return labelled(batches, schema)
+    chosen = np.sort(np.random.default_rng(0).choice(total, most, replace=False))
+    return labelled(_at(batches, chosen), schema)
+
+
+def _at(batches: Iterator[AnyBatch], positions: np.ndarray) -> Iterator[ClickBatch]:
+    """The examples at these ascending positions, in batches of one size, the last filled up with weight 0."""
+    first, size, parts = 0, 0, []
+    for batch in batches:
+        plain = expand_batch(batch)
+        size, stop = max(size, len(plain)), first + len(plain)
+        begin, end = np.searchsorted(positions, (first, stop))
+        parts.append(_take(plain, positions[begin:end] - first))
+        first = stop
+        if end == len(positions):
+            break
+    whole = ClickBatch(
+        features=KeyedJagged.concatenate([part.features for part in parts]),
+        dense=np.concatenate([part.dense for part in parts]),
+        labels=np.concatenate([part.labels for part in parts]),
+        weights=np.concatenate([part.weights for part in parts]),
+    )
+    for start in range(0, len(whole), size):
+        rows = np.arange(start, start + size)
+        part = _take(whole, np.minimum(rows, len(whole) - 1))
+        yield dataclasses.replace(part, weights=np.where(rows < len(whole), part.weights, np.float32(0)))
+
+
+def _take(batch: ClickBatch, rows: np.ndarray) -> ClickBatch:
+    return ClickBatch(
+        features=batch.features.take(rows),
+        dense=batch.dense[rows],
+        labels=batch.labels[rows],
+        weights=batch.weights[rows],
+    )
+
+
+def labelled(batches: Iterator[AnyBatch], schema: Schema) -> Labelled:
+    """All examples of some batches.
+
+    Raises:
+      UserError: there are none, or a batch is not what `inputs_of` takes.
+    """
+    inputs, kept, labels, weights = [], [], [], []
     for batch in batches:
         inputs.append(inputs_of(batch, schema))
         keep = batch.weights > 0
         kept.append(keep)
         labels.append(batch.labels[keep])
         weights.append(batch.weights[keep])
-        count += int(keep.sum())
-        if most is not None and count >= most:
-            break
-    if not count:
+    if not sum(map(len, labels)):
         raise UserError("There are no examples to score. Give a split that has some.")
     return Labelled(tuple(inputs), tuple(kept), np.concatenate(labels), np.concatenate(weights))

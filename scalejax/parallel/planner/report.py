@@ -213,13 +213,18 @@ class Report:
         return table
 
     def _attempts(self, most_rows: int) -> "Table":
-        names = ("proposal", "partitioner", "busiest device")
+        """Of each kind of proposal and partitioner the best try: a proposer makes many, and most differ little."""
+        names = ("proposal", "partitioner", "tries", "best: busiest device")
         table = _new("Proposals, best first", names, left=("proposal", "partitioner"))
-        ranked = sorted(self.attempts, key=lambda a: float("inf") if a.max_s is None else a.max_s)[:most_rows]
-        for attempt in ranked:
+        ranked = sorted(self.attempts, key=lambda a: float("inf") if a.max_s is None else a.max_s)
+        seen = [(attempt.proposal, attempt.partitioner) for attempt in ranked]
+        tries = Counter(seen)
+        best = [a for i, a in enumerate(ranked) if (a.proposal, a.partitioner) not in seen[:i]]
+        for attempt in best[:most_rows]:
             found = attempt.reason if attempt.max_s is None else duration(attempt.max_s)
-            table.add_row(attempt.proposal, attempt.partitioner, found)
-        _say_more(table, len(self.attempts) - len(ranked), len(names))
+            count = tries[attempt.proposal, attempt.partitioner]
+            table.add_row(attempt.proposal, attempt.partitioner, str(count), found)
+        _say_more(table, len(best) - most_rows, len(names))
         return table
 
 

@@ -46,16 +46,20 @@ def closing_table(summary: Mapping[str, Any], described: Described | None = None
     )
     table.add_column("")
     table.add_column("value", justify="right", style="bold")
-    table.add_column("95 % interval", justify="right", style="dim")
-    table.add_column("base rate", justify="right", style="dim")
-    for section in summaries.quality(summary, described):
+    sections = summaries.quality(summary, described)
+    rows = [row for section in sections for row in section.rows]
+    more = {"95 % interval": "interval", "base rate": "base"}
+    more = {title: field for title, field in more.items() if any(getattr(row, field) for row in rows)}
+    for title in more:
+        table.add_column(title, justify="right", style="dim")
+    for section in sections:
         table.add_section()
-        table.add_row(f"[bold]{section.title}", "", "", "")
+        table.add_row(f"[bold]{section.title}")
         for row in section.rows:
-            table.add_row(f"  {row.name}", row.value, row.interval, row.base)
+            table.add_row(f"  {row.name}", row.value, *(getattr(row, field) for field in more.values()))
     table.add_section()
     for name, value in summaries.speed(summary):
-        table.add_row(name, value, "", "")
+        table.add_row(name, value)
     return table
 
 

@@ -53,6 +53,8 @@ _STYLE: dict[Any, Any] = {
     "path.simplify": True,
 }
 _SIZE = (5.3, 3.1)
+_MOST_MARKS = 30
+_SHAPES = ("o", "s", "D", "^")
 
 Points = Sequence[tuple[float, float]]
 
@@ -80,14 +82,13 @@ def curve(
         figure, axes = _new(title)
         if windows:
             x, y = np.transpose(np.asarray(windows, float))
-            axes.plot(x, y, color=COLOURS[0], label="train, window", linewidth=1.2)
+            axes.plot(x, y, color=COLOURS[0], label="train, window", linewidth=1.2, **_marked(x, 3.0))
             if len(band):
                 half = np.asarray(band, float)
                 axes.fill_between(x, y - half, y + half, color=COLOURS[0], alpha=0.2, linewidth=0)
         for i, (split, points) in enumerate(evaluations.items(), start=1):
             x, y = np.transpose(np.asarray(points, float))
-            line = "-" if len(points) > 1 else "none"
-            axes.plot(x, y, color=COLOURS[i % len(COLOURS)], marker="o", markersize=4.5, linestyle=line, label=split)
+            axes.plot(x, y, color=COLOURS[i % len(COLOURS)], label=split, **_marked(x, 4.5, _SHAPES[i % len(_SHAPES)]))
         _frame(axes, [*windows, *(p for points in evaluations.values() for p in points)])
         if base is not None and axes.get_ylim()[0] <= base[1] <= axes.get_ylim()[1]:
             axes.axhline(base[1], color=_INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.6, label=base[0])
@@ -113,7 +114,7 @@ def overlay(title: str, runs: Mapping[str, Points]) -> str:
         figure, axes = _new(title)
         for i, (name, points) in enumerate(runs.items()):
             x, y = np.transpose(np.asarray(points, float))
-            axes.plot(x, y, color=COLOURS[i % len(COLOURS)], marker="o", markersize=3.5, label=name)
+            axes.plot(x, y, color=COLOURS[i % len(COLOURS)], label=name, **_marked(x, 3.5))
         _frame(axes, [p for points in runs.values() for p in points])
         axes.set_xlabel("step")
         axes.legend(loc="best")
@@ -125,7 +126,7 @@ def learning_rate(points: Points) -> str:
     with matplotlib.rc_context(_STYLE):
         figure, axes = _new("Learning rate")
         x, y = np.transpose(np.asarray(points, float))
-        axes.plot(x, y, color=COLOURS[2])
+        axes.plot(x, y, color=COLOURS[2], **_marked(x, 3.0))
         axes.set_ylim(0, float(y.max()) * 1.08 or 1)
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
         axes.set_xlabel("step")
@@ -192,8 +193,10 @@ def step_times(steps: Sequence[float], p50_s: Sequence[float], p95_s: Sequence[f
         largest = max((t for t in p95_s if math.isfinite(t)), default=1.0)
         unit, factor = ("ms", 1e3) if largest < 1 else ("s", 1.0)
         figure, axes = _new(f"Step time, {unit}")
-        axes.plot(steps, np.asarray(p50_s) * factor, color=COLOURS[0], label="p50")
-        axes.plot(steps, np.asarray(p95_s) * factor, color=COLOURS[1], label="p95", linewidth=1.1)
+        axes.plot(steps, np.asarray(p50_s) * factor, color=COLOURS[0], label="p50", **_marked(steps, 3.0))
+        axes.plot(
+            steps, np.asarray(p95_s) * factor, color=COLOURS[1], label="p95", linewidth=1.1, **_marked(steps, 3.0)
+        )
         axes.set_ylim(0, largest * factor * 1.15)
         axes.set_xlabel("step")
         axes.legend(loc="best", ncols=2)
@@ -230,12 +233,20 @@ def by_day(title: str, days: Sequence[str], values: Sequence[float], base: float
     with matplotlib.rc_context(_STYLE):
         figure, axes = _new(title)
         places = np.arange(len(days))
-        axes.plot(places, values, color=COLOURS[3], marker="o", markersize=3.5)
+        axes.plot(places, values, color=COLOURS[3], **_marked(places, 3.5))
         every = math.ceil(len(days) / 8)
         axes.set_xticks(places[::every], list(days)[::every])
         if base is not None and axes.get_ylim()[0] <= base <= axes.get_ylim()[1]:
             axes.axhline(base, color=_INK, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.6)
         return _svg(figure)
+
+
+def _marked(points: Sequence[Any] | np.ndarray, size: float, shape: str = "o") -> dict[str, Any]:
+    """Marks where points are few: one or two would be no curve, and marks of many run into each other.
+
+    They are hollow, and every split has its own shape, so that one on top of another does not hide it.
+    """
+    return {"marker": shape, "markersize": size, "fillstyle": "none"} if len(points) <= _MOST_MARKS else {}
 
 
 def _new(title: str) -> tuple[Figure, Axes]:

@@ -47,6 +47,8 @@ details>*:not(summary){margin-top:10px}
 pre{overflow-x:auto;font-size:12.5px;white-space:pre-wrap;margin:0}
 code{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;font-size:13px}
 footer{margin-top:40px;color:var(--soft);font-size:12.5px}
+@media(max-width:600px){main{padding:20px 12px 40px}figure,.card,details{padding:10px 12px}table{font-size:13px}
+th,td{padding:4px 5px}td.n,th.n,td.key{white-space:normal}td.key{overflow-wrap:anywhere}td.val{min-width:40%}}
 @media print{body{background:#fff}figure,.card,.tile{break-inside:avoid}}
 """
 
@@ -108,7 +110,11 @@ def card(title: str, content: str) -> str:
 
 
 def table(head: Sequence[Cell], rows: Iterable[Sequence[Cell]]) -> str:
-    """A table; an empty head is left out."""
+    """A table; an empty head is left out, and so are columns that are empty in every row. Wide ones scroll."""
+    rows = list(rows)
+    used = {i for row in rows for i, cell in enumerate(row) if _split(cell)[0]}
+    head = [cell for i, cell in enumerate(head) if i == 0 or i in used]
+    rows = [[cell for i, cell in enumerate(row) if i == 0 or i in used] for row in rows]
     top = f"<thead><tr>{''.join(_cell('th', c) for c in head)}</tr></thead>" if head else ""
     body = "".join(f"<tr>{''.join(_cell('td', c) for c in row)}</tr>" for row in rows)
     return f'<div class="scroll"><table>{top}<tbody>{body}</tbody></table></div>'
@@ -129,6 +135,10 @@ def text(content: str) -> str:
     return html.escape(content, quote=True)
 
 
+def _split(cell: Cell) -> tuple[str, str]:
+    return (cell, "") if isinstance(cell, str) else cell
+
+
 def _cell(tag: str, cell: Cell) -> str:
-    content, kind = (cell, "") if isinstance(cell, str) else cell
+    content, kind = _split(cell)
     return f'<{tag} class="{kind}">{text(content)}</{tag}>' if kind else f"<{tag}>{text(content)}</{tag}>"

@@ -35,8 +35,8 @@ from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics import sums as metric_sums
 from scalejax.train.phases import ResolvedPhase
 from scalejax.train.protocols import DataSet
-from scalejax.train.reports import console as consoles
 from scalejax.train.reports import summary
+from scalejax.train.reports.progress import Window
 from scalejax.train.reports.records import Records
 from scalejax.train.reports.timing import peak_memory
 from scalejax.train.runs.run_state import Best, HostState
@@ -369,10 +369,10 @@ class Run:
                     self.records.events.evaluation(step - 1, name, values | scores.counted())
         return host
 
-    def log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, dict[str, str]]:
+    def log(self, state: TrainState, host: HostState, step: int) -> tuple[TrainState, HostState, Window]:
         """Writes the window that ends here; here and before a save training waits for the device.
 
-        Returns also what the progress line shows.
+        Returns also what is shown of it.
         """
         counted = self._check(state, step)
         state, sums = self.program.take_metrics(state)
@@ -405,14 +405,23 @@ class Run:
                 lifetime[name] = metric_sums.merge(lifetime[name], window[name]) if name in lifetime else window[name]
         return lifetime
 
-    def _shown(self, values: Mapping[str, float], timing: Mapping[str, float], rate: float) -> dict[str, str]:
-        described = [v for metric in self.program.metrics.values() for v in metric.values]
-        curves = [v for v in described if v.shown == "table and curve" and v.better != "neither"]
-        shown = {v.name: values[key] for v in curves if (key := v.window or v.name) in values}
+    def _shown(self, values: Mapping[str, float], timing: Mapping[str, float], rate: float) -> Window:
         unit = self._unit
         speed = timing["samples_per_s"] if unit == "examples" else timing.get(f"{unit}_per_s", float("nan"))
-        three = dict(list(shown.items())[:3])
-        return consoles.progress_fields(rate=f"{consoles.count(speed)} {unit}/s", **three, lr=rate)
+        return Window(
+            metrics=self._first_curves(values, windows=True),
+            learning_rate=rate,
+            examples_per_s=timing["samples_per_s"],
+            rate=speed,
+            unit=unit,
+        )
+
+    def _first_curves(self, values: Mapping[str, float], *, windows: bool = False) -> dict[str, float]:
+        """The three values that are shown while training."""
+        described = [v for metric in self.program.metrics.values() for v in metric.values]
+        curves = [v for v in described if v.shown == "table and curve" and v.better != "neither"]
+        keys = {v.name: (v.window or v.name) if windows else v.name for v in curves}
+        return dict([(name, values[key]) for name, key in keys.items() if key in values][:3])
 
     def scores_at(self, step: int) -> bool:
         """Whether the split of intervals is scored after a step."""
@@ -436,6 +445,7 @@ class Run:
         evaluation = self.experiment.evaluation
         values = self._scores(state, evaluation.split).measure()
         self.records.events.evaluation(step, evaluation.split, values)
+        self.records.progress.evaluation(step, evaluation.split, values, self._first_curves(values))
         value, sign = values[self.best.name], 1 if self.best.better == "high" else -1
         if host.best.step == 0 or sign * value > sign * host.best.value:
             final = None

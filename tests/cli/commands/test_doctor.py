@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 from packaging.requirements import Requirement
 
-from scalejax.cli import advisories, requirements, selftest
+from scalejax.cli import advisories, environment, requirements, selftest
 from scalejax.parallel import mesh as meshes
 
 
@@ -44,6 +44,19 @@ def test_a_sum_that_is_wrong_on_one_device_is_found(mesh, monkeypatch):
 
     monkeypatch.setattr(lax, "psum", wrong)
     assert "wrong on" in selftest.run(mesh)["psum"]
+
+
+@pytest.mark.parametrize(("asked", "needed"), [(None, "cpu"), ("cpu", None)])
+def test_it_names_the_platform_that_programs_of_a_user_need(invoke, monkeypatch, asked, needed):
+    monkeypatch.setattr(environment, "platform_without_tpu", lambda: "cpu")  # libtpu is installed, and no TPU is here
+    if asked is None:
+        monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    else:
+        monkeypatch.setenv("JAX_PLATFORMS", asked)
+    assert json.loads(invoke("doctor", "--no-selftest", "--json").stdout)["jax_platforms_needed"] == needed
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    if needed is not None:
+        assert "set JAX_PLATFORMS=cpu" in invoke("doctor", "--no-selftest").stdout
 
 
 def test_reports_as_json(invoke):

@@ -1,6 +1,9 @@
 """`scalejax precision` and `scalejax export`: a run of a click model searched, exported and scored again; mistakes."""
 
 import json
+import shlex
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -40,7 +43,14 @@ def test_an_exported_run_scores_the_test_split_as_the_run_did(invoke, run, tmp_p
     done = invoke("export", str(folder), str(tmp_path / "out"), "--recipe", recipe, "--json", str(tmp_path / "m.json"))
     assert done.exit_code == 0, done.stderr
     assert "reloaded, its scores differ from the model's by at most" in done.stdout
+    assert "of all 64 examples of split 'validation'." in done.stdout
     measured = json.loads((tmp_path / "m.json").read_text())
+    assert measured["scored"] == {"split": "validation", "examples": 64, "of": 64}
+    # What it says to do next loads the model without scalejax.
+    (command,) = (line for line in done.stdout.splitlines() if line.startswith("  python -c"))
+    code = shlex.split(command.rpartition("  load it")[0])[2]
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    assert "'features'" in loaded.stdout, loaded.stderr
     assert measured["reloaded_difference"] < 1e-6
     assert measured["quality"]["gap"] == 0
     data = small_run.data(folder.parent / "rows.parquet").build()
@@ -71,7 +81,7 @@ def test_a_search_is_saved_reported_and_exported(invoke, run, tmp_path):
     common = (str(folder), "--recipe", recipe, "--budget", "2")
     done = invoke("precision", *common, "--save", str(chosen), "--json", str(report))
     assert done.exit_code == 0, done.stderr
-    for words in ("alone: shop in int4", "SQNR alone", "NE gap", "of 'test': ", "Next: scalejax export"):
+    for words in ("alone: shop in int4", "SQNR alone", "NE gap", "of 'test': ", "scalejax export"):
         assert words in done.stdout, words
     found = json.loads(report.read_text())
     assert found["search"]["gap"]["high"] <= 0.02

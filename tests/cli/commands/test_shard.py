@@ -60,7 +60,7 @@ def test_the_next_command_trains_on_the_mesh_that_was_planned_for(invoke, tmp_pa
     plan = tmp_path / "plan.json"
     planning = invoke("shard", recipe, "--topology", "h100:1x8", "--mesh", mesh, *given, "--save", str(plan))
     assert planning.exit_code == 0, planning.stderr
-    command = shlex.split(planning.stdout.partition("Next: ")[2])
+    command = shlex.split(planning.stdout.partition("Next, on 8 devices:")[2].removesuffix("  train by it\n"))
     assert command[:3] == ["scalejax", "train", recipe]
     again = [word.removeprefix("--set=") for word in command[3:]]
     assert configs.load(recipe, again).placement.mesh.resolve(8) == sizes
@@ -88,7 +88,7 @@ def test_measured_constants_replace_rates(invoke, tmp_path):
     Constants(device="H200", date="2026-11-21", memory_bandwidth=4e12).save(tmp_path / "constants.json")
     shown = invoke("shard", recipe, "--topology", "h200:1x8", "--constants", str(tmp_path / "constants.json"))
     assert "measured on H200, 2026-11-21" in shown.stdout
-    assert "Next: --save FILE.json keeps the plan." in shown.stdout
+    assert shown.stdout.rstrip().endswith("--save plan.json  keep the plan")
 
 
 @pytest.mark.parametrize(

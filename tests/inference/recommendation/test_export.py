@@ -1,5 +1,6 @@
 """Folders that jax and numpy alone can score with: equal scores, other batch sizes, refusals."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -200,3 +201,45 @@ def test_nothing_is_written_over(written):
     made, folder, _ = written
     with pytest.raises(UserError, match="is there already"):
         export.write(made, folder)
+
+
+class Sorted:
+    """A split in an order that says much of the label: the first three quarters are all negative."""
+
+    def __init__(self, total=1000, size=64):
+        self.total, self.size = total, size
+        self.read = 0
+
+    def num_examples(self, split):
+        assert split == "validation"
+        return self.total
+
+    def eval_batches(self, split):
+        for start in range(0, self.total, self.size):
+            self.read += 1
+            rows = np.arange(start, start + self.size)
+            one = click_cases.batch(self.size, seed=start, labels=np.float32(rows >= 0.75 * self.total)[:, None])
+            dense = np.repeat(rows[:, None].astype(np.float32), 3, axis=1)  # says which example it is
+            yield dataclasses.replace(one, dense=dense, weights=np.float32(rows < self.total))
+
+
+def test_a_sample_does_not_depend_on_the_order_of_the_file():
+    data = Sorted()
+    some = click_model.sample(data, "validation", click_cases.SCHEMA, 200)
+    assert some.labels.shape == (200, 1)
+    assert abs(some.labels.mean() - 0.25) < 0.1  # the first 200 are all negative
+    assert {len(one.dense) for one in some.inputs} == {64}  # one program scores them all
+    rows = np.concatenate([np.asarray(one.dense)[kept, 0] for one, kept in zip(some.inputs, some.kept, strict=True)])
+    assert len(np.unique(rows)) == 200
+    assert rows.max() > 900
+    assert np.array_equal(some.labels[:, 0], rows >= 750)  # ids, numbers and labels are of one example
+    again = click_model.sample(Sorted(), "validation", click_cases.SCHEMA, 200)
+    assert np.array_equal(again.inputs[0].dense, some.inputs[0].dense)
+    lengths = np.concatenate([np.asarray(one.lengths["pages"]) for one in some.inputs])
+    wanted = [int(click_cases.batch(64, seed=int(r) // 64 * 64).features.lengths[2][int(r) % 64]) for r in rows]
+    assert lengths[:200].tolist() == wanted
+
+
+def test_a_sample_of_more_than_there_is_has_every_example():
+    some = click_model.sample(Sorted(), "validation", click_cases.SCHEMA, 5000)
+    assert len(some.labels) == 1000

@@ -1,5 +1,6 @@
 """Reports: readable, and plain values for programs."""
 
+import dataclasses
 import io
 import json
 
@@ -8,7 +9,7 @@ from planner_cases import machine, table
 from rich.console import Console
 
 from scalejax.parallel.planner import TableConstraints, plan
-from scalejax.parallel.planner.report import ranges
+from scalejax.parallel.planner.report import Attempt, ranges
 from scalejax.units import duration, size
 
 
@@ -42,6 +43,19 @@ def test_what_is_left_out_is_counted():
     text = text_of(planned(12).report, most_rows=5)
     assert "and 7 more" in text  # tables
     assert "and 3 more" in text  # devices
+
+
+def test_tries_of_one_kind_are_one_line_with_the_best_of_them():
+    report = dataclasses.replace(
+        planned().report,
+        attempts=tuple(
+            Attempt(proposal=name, partitioner="greedy", max_s=seconds)
+            for name, seconds in (("greedy", 3.0), ("uniform", 2.5), ("greedy", 2.0), ("greedy", None))
+        ),
+    )
+    lines = text_of(report).split("Proposals, best first")[1].splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert rows == [["greedy", "greedy", "3", "2 s"], ["uniform", "greedy", "1", "2.5 s"]]
 
 
 def test_json_holds_plain_values_that_add_up():

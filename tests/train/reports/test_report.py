@@ -15,7 +15,7 @@ import rich.console
 from scalejax.errors import UserError
 from scalejax.train.metrics import evaluation, exact
 from scalejax.train.metrics.protocol import Described, Value
-from scalejax.train.reports import comparison, console, report, summary
+from scalejax.train.reports import comparison, console, figures, page, report, summary
 from scalejax.train.reports.events import EventWriter
 
 
@@ -261,6 +261,51 @@ def test_summary_texts():
     assert summary.size(1.5e9) == "1.50 GB"
     assert summary.prefix("validation") == "val"
     assert [console.count(n) for n in (5, 1234, 1.5e6, float("nan"))] == ["5", "1.23k", "1.5M", "?"]
+
+
+def test_columns_that_are_empty_in_every_row_are_left_out():
+    head = ["", ("value", "n"), ("95 % interval", "n"), ("base rate", "n")]
+    table = page.table(head, [["AUC", ("0.7", "n"), ("", "n dim"), ("0.5", "n dim")], ["NE", ("0.9", "n")]])
+    assert "95 % interval" not in table
+    assert table.count("<th") == 1 + 3  # <thead too
+    assert "0.5" in table
+    shown = io.StringIO()
+    drawn = console.closing_table({"test_loss": 1.5, "steps": 4}, Described.from_dict(LOSS))
+    rich.console.Console(file=shown, width=100).print(drawn)
+    assert "1.5000" in shown.getvalue()
+    assert "interval" not in shown.getvalue()
+    assert "base rate" not in shown.getvalue()
+
+
+LOSS = Described(values=(Value(name="loss", title="loss", better="low"),), counts=("weight", "targets")).to_dict()
+
+
+def _marks(svg, colour):
+    """Marks of a colour, the one in the legend left out."""
+    return max(0, len(re.findall(rf"<use [^>]*{colour}", svg)) - 1)
+
+
+def test_few_points_are_marked_and_many_are_a_line():
+    blue, orange = figures.COLOURS[:2]
+    for windows, evaluations in ((1, 1), (2, 2), (200, 3), (200, 100)):
+        points = [(float(step), 1 / (1 + step)) for step in range(max(windows, evaluations))]
+        svg = figures.curve("Loss", points[:windows], {"validation": points[:evaluations]})
+        assert _marks(svg, blue) == (windows if windows < 30 else 0)
+        assert _marks(svg, orange) == (evaluations if evaluations < 30 else 0)
+    # Splits that are scored at the same step with nearly the same value are told apart by shape.
+    svg = figures.curve("Loss", [], {"validation": [(4, 0.5)], "test": [(4, 0.5)]})
+    shapes = {path for path in re.findall(r'<path id="m\w+" d="([^"]+)" style="stroke: #', svg)}
+    assert len(shapes) >= 2
+
+
+def test_tables_are_not_cut_off_on_a_phone(tmp_path):
+    """What was wider than a card at 390 pixels scrolled there with no sign of it; cells break lines now."""
+    (narrow,) = re.findall(r"@media\(max-width:600px\)\{(.*?\})\}", page.document("", []).replace("\n", ""))
+    assert re.search(r"td\.n,th\.n,td\.key\{white-space:normal\}", narrow)
+    assert "td.key{overflow-wrap:anywhere}" in narrow
+    html_text = report.write_report(make_run(tmp_path / "run")).read_text()
+    assert html_text.count("<table>") == html_text.count('<div class="scroll"><table>')
+    assert 'name="viewport" content="width=device-width' in html_text
 
 
 def test_progress_fields_leave_out_what_is_unknown():
