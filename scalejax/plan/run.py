@@ -29,14 +29,9 @@ class StepProgram(Protocol):
     @property
     def mesh(self) -> "Mesh": ...
 
-    @property
-    def train_step(self) -> Any:
-        """jitted (state, batch) -> anything, the state donated."""
+    def repeated_step(self) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted function that a run calls in every step, and its arguments as shapes: first the state, donated."""
         ...
-
-    def abstract_state(self) -> Any: ...
-
-    def abstract_batch(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,8 +176,8 @@ def plan_program(
     import jax
 
     start = time.perf_counter()
-    state, batch = program.abstract_state(), program.abstract_batch()
-    traced = program.train_step.trace(state, batch)
+    step, (state, *rest) = program.repeated_step()
+    traced = step.trace(state, *rest)
     counted = flops.count(traced)
     away = sum(memory.bytes_per_device(leaf) for leaf in jax.tree.leaves(state) if memory.rests_on_host(leaf))
     found: tuple[Collective, ...] = ()
@@ -198,9 +193,9 @@ def plan_program(
         with no_compile_cache():
             compiled = traced.lower().compile()
     except Exception as error:  # the type of an out-of-memory error differs between jax versions
-        room = memory.of_failure(state, batch, error, machine.chip)
+        room = memory.of_failure(state, rest, error, machine.chip)
     else:
-        room = memory.of_compiled(state, batch, compiled, machine.chip)
+        room = memory.of_compiled(state, rest, compiled, machine.chip)
         module = hlo.parse(compiled.as_text())
         moved = traffic.of_module(module)
         each = collectives.of_module(module, program.mesh)

@@ -23,6 +23,10 @@ from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.offload import Offload
 from scalejax.parallel.rules import REPLICATED, Rules
 from scalejax.train.protocols import DataConfig, ModelConfig
+from scalejax.train.trackers.protocol import TrackerConfig
+from scalejax.train.trackers.tensorboard import TensorBoard
+from scalejax.train.trackers.trackio import Trackio
+from scalejax.train.trackers.wandb import Wandb
 
 if TYPE_CHECKING:
     from scalejax.train.checkpoints.trained import Trained
@@ -301,6 +305,7 @@ class Experiment:
       xla_flags: Names of sets of compiler options, see `parallel.xla_flags.SETS`; those of other platforms are ignored.
       seed: Seeds parameters and dropout, in [0, 2**32) (the order of the data has its own seed).
       log_every: Steps between lines of metrics; these are the windows of windowed metrics.
+      trackers: Where curves and pictures go besides the run folder, see `train.trackers`.
       phases: What follows after `steps`, with other fields or another model.
     """
 
@@ -322,6 +327,7 @@ class Experiment:
     xla_flags: tuple[str, ...] = ()
     seed: int = 0
     log_every: int = 100
+    trackers: tuple[TensorBoard | Wandb | Trackio | TrackerConfig, ...] = (TensorBoard(),)
     phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:

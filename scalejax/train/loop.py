@@ -35,6 +35,7 @@ from scalejax.train.reports.timing import StepTimer
 from scalejax.train.run_folder import Resume, RunFolder
 from scalejax.train.runs.run import Run
 from scalejax.train.runs.run_state import HostState
+from scalejax.train.trackers.protocol import Tracker
 
 
 def train(
@@ -62,6 +63,7 @@ def train(
     Raises:
       UserError: bad input, named with what to do.
     """
+    trackers = distributed.together(lambda: _trackers(experiment))
     runs = _bind(experiment, console)
     timer = StepTimer(in_flight=runs[0].in_flight - 1)
     with (
@@ -82,7 +84,7 @@ def train(
             advice = [[*arguments, what] for arguments, what in runs[-1].program.task.advice().items()]
             folder.write_measures(_described(runs).to_dict() | {"advice": advice})
         with (
-            EventWriter(folder.path, process_index=jax.process_index(), step=start or 0) as events,
+            _events(folder.path, start or 0, trackers) as events,
             _progress(console, experiment.total_steps, start or 0) as show,
         ):
             records = Records(checkpoints, events, timer)
@@ -106,7 +108,19 @@ def train(
             if distributed.is_primary():
                 folder.write_summary(closing)
                 report.write_report(folder.path)
+                for name, svg in report.predictions(folder.path):
+                    events.picture(experiment.total_steps, name, svg)
     return closing | {"run_folder": str(folder.path)}
+
+
+def _trackers(experiment: Experiment) -> list[Tracker]:
+    return [config.build() for config in experiment.trackers] if distributed.is_primary() else []
+
+
+def _events(folder: pathlib.Path, step: int, trackers: list[Tracker]) -> EventWriter:
+    return distributed.together(
+        lambda: EventWriter(folder, process_index=jax.process_index(), step=step, trackers=trackers)
+    )
 
 
 def _bind(experiment: Experiment, console: Console | None) -> list[Run]:

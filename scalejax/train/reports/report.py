@@ -130,7 +130,7 @@ def render(run: RunFiles) -> str:
             page.section("Results", page.grid(_results(run))),
             page.section("Curves", page.grid(_curves(run))),
             page.section("Progressive validation", page.grid(_progressive(run))),
-            page.section("Predictions", page.grid([*_diagrams(run), *_pictures(run)])),
+            page.section("Predictions", page.grid([page.picture(*found) for found in _predictions(run)])),
             page.section("Time", page.grid(_time(run))),
             page.section("Configuration", *_configuration(run)),
             f"<footer>scalejax {page.text(str(run.environment.get('scalejax', '')))} · "
@@ -257,26 +257,33 @@ def _progressive(run: RunFiles) -> Iterator[str]:
         yield page.picture(svg, f"{title} by day", f"{title} of each slice, scored before it was trained on.")
 
 
-def _pictures(run: RunFiles) -> Iterator[str]:
-    for picture in run.pictures:
-        yield page.picture(picture.svg, picture.name, f"{picture.caption} ({picture.split})")
+def predictions(folder: pathlib.Path) -> list[tuple[str, str]]:
+    """(name, text of the SVG) of the pictures of what was scored in a run folder.
+
+    Raises:
+      UserError: a file in it is damaged.
+    """
+    return [(name, svg) for svg, name, _ in _predictions(read_run(folder))]
 
 
-def _diagrams(run: RunFiles) -> Iterator[str]:
+def _predictions(run: RunFiles) -> Iterator[tuple[str, str, str]]:
+    """Pictures with their titles and captions."""
     for content in run.diagrams:
         for task in content["tasks"]:
             of = f"{content['split']}, {task['name']}" if len(content["tasks"]) > 1 else content["split"]
             examples = f"{content['examples']:,} examples"
-            yield page.picture(
+            yield (
                 figures.reliability(task["reliability"]),
                 f"reliability diagram, {of}",
                 f"Reliability on {of} ({examples}): bins of equal weight, 95 % Wilson intervals.",
             )
-            yield page.picture(
+            yield (
                 figures.scores(task["histogram"]),
                 f"score histogram, {of}",
                 f"Scores on {of}: density of predictions among negatives and among positives.",
             )
+    for picture in run.pictures:
+        yield picture.svg, picture.name, f"{picture.caption} ({picture.split})"
 
 
 _PHASES = {
