@@ -62,10 +62,10 @@ class Tables:
       id_maps: Features whose ids are any 64-bit integers, and the maps that give them rows of a table of fixed size.
       tiers: Features whose tables rest outside of the devices, which cache some of their rows.
       dedup: Features that are looked up once per distinct row of a device's examples.
-      pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids runs beside this step; the results
-        are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them: the gradient
-        is taken at rows that are one update old, another algorithm (except right after a checkpoint, where the
-        pipeline is drained).
+      pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids, for which this step does not wait;
+        the results are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them:
+        the gradient is taken at rows that are one update old, another algorithm (except right after a checkpoint,
+        where the pipeline is drained).
       dtype: Rows at rest; None = what the model's tables say.
       full_every: Steps between full checkpoints, a multiple of `checkpoints.every`; those in between hold of the tables
         only the rows that were updated since the checkpoint before, and need it to be restored (it is kept as long as
