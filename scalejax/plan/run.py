@@ -111,7 +111,7 @@ class PlanResult:
 
 
 def plan(experiment: "Experiment", topology_name: str, mesh: "str | MeshShape | None" = None) -> PlanResult:
-    """Compiles the train step of an experiment for a topology that need not be here.
+    """Compiles the step that a run calls, with its compiler options, for a topology that need not be here.
 
     Args:
       experiment: The run; its own `placement.mesh` is not used, since it is meant for the machine at hand.
@@ -129,7 +129,7 @@ def plan(experiment: "Experiment", topology_name: str, mesh: "str | MeshShape | 
 
 
 def plan_on(experiment: "Experiment", machine: Topology, mesh: "MeshShape | None") -> PlanResult:
-    """Compiles the train step of an experiment on a mesh of a topology; see `plan`.
+    """Compiles the step of an experiment on a mesh of a topology; see `plan`.
 
     Raises:
       UserError: as `plan`.

@@ -419,7 +419,7 @@ class Program:
 
         The state is donated.
 
-        The exchange of the next batch's ids reads nothing that the step computes, so that both can run at once.
+        The exchange of the next batch's ids reads nothing that the step computes, and nothing of the step waits for it.
         """
         # Not `ahead`: it may hold arrays of the batch itself.
         out_shardings = (self.state_shardings, self.replicated, self._ahead_shardings)
