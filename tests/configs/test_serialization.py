@@ -115,7 +115,7 @@ def test_a_recipe_may_learn_options_of_the_compiler_that_its_runs_did_not_have()
     assert recorded["experiment"]["fields"]["xla_flags"] == ["tpu-async-all-to-all"]
     recorded["experiment"]["fields"]["xla_flags"] = []
     assert serialization.reload(recorded) == configs.load("wukong-smoke")
-    recorded = _recorded("wukong-smoke", ["xla_flags=gpu-deterministic"])
+    recorded = _recorded("wukong-smoke", "xla_flags=gpu-deterministic")
     assert serialization.reload(recorded).xla_flags == ("gpu-deterministic",)
 
 
