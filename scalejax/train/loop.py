@@ -107,8 +107,9 @@ def train(
                 closing["damaged_checkpoints"] = ", ".join(damaged)
             if distributed.is_primary():
                 folder.write_summary(closing)
-                report.write_report(folder.path)
-                for name, svg in report.predictions(folder.path):
+                files = report.read_run(folder.path)
+                report.write(files)
+                for svg, name, _ in files.predictions:
                     events.picture(experiment.total_steps, name, svg)
     return closing | {"run_folder": str(folder.path)}
 

@@ -52,7 +52,7 @@ class EventWriter:
     ) -> None:
         self._files: dict[str, io.FileIO] = {}
         self._present: set[tuple[Any, ...]] = set()
-        self._trackers = trackers if process_index == 0 else ()
+        self._trackers: list[Tracker] = []
         if process_index != 0:
             return
         for name in (METRICS_FILE, TIMING_FILE):
@@ -65,8 +65,9 @@ class EventWriter:
             for name in (METRICS_FILE, TIMING_FILE):
                 self._files[name] = open(folder / name, "ab", buffering=0)  # noqa: SIM115
         try:
-            for tracker in self._trackers:
+            for tracker in trackers:
                 tracker.start(TrackedRun.of(folder, step))
+                self._trackers.append(tracker)
         except BaseException:
             self.close()
             raise
@@ -101,7 +102,7 @@ class EventWriter:
         """Closes all files and trackers."""
         for file in self._files.values():
             file.close()
-        trackers, self._files, self._trackers = self._trackers, {}, ()
+        trackers, self._files, self._trackers = self._trackers, {}, []
         for tracker in trackers:
             tracker.finish()
 

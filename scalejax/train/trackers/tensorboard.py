@@ -30,7 +30,7 @@ class TensorBoard:
 class ScalarWriter:
     """Writes one event file; every call reaches the operating system before it returns."""
 
-    _file: io.FileIO | None = None
+    _file: io.FileIO
 
     def start(self, run: TrackedRun) -> None:
         """Opens the next event file; events of earlier ones after the step of the run are hidden.
@@ -66,8 +66,7 @@ class ScalarWriter:
 
     def finish(self) -> None:
         """Closes the file."""
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _write(self, event: object) -> None:
         from tensorboardX.record_writer import masked_crc32c
@@ -75,5 +74,4 @@ class ScalarWriter:
         data = event.SerializeToString()  # pyright: ignore[reportAttributeAccessIssue]
         length = struct.pack("<Q", len(data))
         record = length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
-        assert self._file is not None, "start comes first"
         disk.append(self._file, record, self._path)

@@ -50,5 +50,4 @@ class _Run:
         self._run.log({name: trackio.Html(svg)}, step=step)
 
     def finish(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()

@@ -58,5 +58,4 @@ class _Run:
         self._run.log({name: wandb.Html(svg, inject=False)}, step=step)
 
     def finish(self) -> None:
-        if self._run is not None:
-            self._run.finish()
+        self._run.finish()
