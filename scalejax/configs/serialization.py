@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 8  # differences spelt out in a message
 _PLAN = "tables.sharding"
+_MAY_DIFFER = "xla_flags"
+"""Options of the compiler: a recipe may learn better ones, and a run goes on with them. What a user set stays set."""
 
 
 def record(recipe: str, sets: Sequence[str], experiment: "Experiment") -> dict[str, Any]:
@@ -76,7 +78,11 @@ def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pat
     if recipe is not None:
         _check_same(recipe, named, recorded["file_sha256"], where, brought_forward=recorded is not written)
     experiment = _build(recipe or named, recorded["sets"], recorded["experiment"], where)
-    differences = as_data.diff(_completed(recorded["experiment"], experiment), experiment)
+    differences = [
+        line
+        for line in as_data.diff(_completed(recorded["experiment"], experiment), experiment)
+        if not line.startswith(_MAY_DIFFER)
+    ]
     if differences:
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise UserError(

@@ -58,6 +58,11 @@ SETS: dict[str, FlagSet] = {
             ("xla_enable_async_collective_permute", True),
         ),
     ),
+    "tpu-async-all-to-all": FlagSet(
+        "tpu",
+        "Exchanges of embedding rows start early and end late; without it v5p and v6e wait for each of them.",
+        (("xla_tpu_enable_async_all_to_all", True),),
+    ),
     "tpu-async-all-reduce": FlagSet(
         "tpu",
         "The same for all-reduces, which NO_SHARD, Ddp and hybrid strategies need.",

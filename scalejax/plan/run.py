@@ -28,14 +28,9 @@ class StepProgram(Protocol):
     @property
     def mesh(self) -> "Mesh": ...
 
-    @property
-    def train_step(self) -> Any:
-        """jitted (state, batch) -> anything, the state donated."""
+    def repeated_step(self) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted function that a run calls in every step, and its arguments as shapes: first the state, donated."""
         ...
-
-    def abstract_state(self) -> Any: ...
-
-    def abstract_batch(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +104,7 @@ class PlanResult:
 
 
 def plan(experiment: "Experiment", topology_name: str, mesh: "str | MeshShape | None" = None) -> PlanResult:
-    """Compiles the train step of an experiment for a topology that need not be here.
+    """Compiles the step that a run calls, with its compiler options, for a topology that need not be here.
 
     Args:
       experiment: The run; its own `placement.mesh` is not used, since it is meant for the machine at hand.
@@ -127,7 +122,7 @@ def plan(experiment: "Experiment", topology_name: str, mesh: "str | MeshShape | 
 
 
 def plan_on(experiment: "Experiment", machine: Topology, mesh: "MeshShape | None") -> PlanResult:
-    """Compiles the train step of an experiment on a mesh of a topology; see `plan`.
+    """Compiles the step of an experiment on a mesh of a topology; see `plan`.
 
     Raises:
       UserError: as `plan`.
@@ -174,8 +169,8 @@ def plan_program(
     import jax
 
     start = time.perf_counter()
-    state, batch = program.abstract_state(), program.abstract_batch()
-    traced = program.train_step.trace(state, batch)
+    step, (state, *rest) = program.repeated_step()
+    traced = step.trace(state, *rest)
     counted = flops.count(traced)
     away = sum(memory.bytes_per_device(leaf) for leaf in jax.tree.leaves(state) if memory.rests_on_host(leaf))
     found: tuple[Collective, ...] = ()
@@ -191,9 +186,9 @@ def plan_program(
         with no_compile_cache():
             compiled = traced.lower().compile()
     except Exception as error:  # the type of an out-of-memory error differs between jax versions
-        room = memory.of_failure(state, batch, error, machine.chip)
+        room = memory.of_failure(state, rest, error, machine.chip)
     else:
-        room = memory.of_compiled(state, batch, compiled, machine.chip)
+        room = memory.of_compiled(state, rest, compiled, machine.chip)
         module = hlo.parse(compiled.as_text())
         moved = traffic.of_module(module)
         each = collectives.of_module(module, program.mesh)

@@ -23,6 +23,10 @@ from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.offload import Offload
 from scalejax.parallel.rules import REPLICATED, Rules
 from scalejax.train.protocols import DataConfig, ModelConfig
+from scalejax.train.trackers.protocol import TrackerConfig
+from scalejax.train.trackers.tensorboard import TensorBoard
+from scalejax.train.trackers.trackio import Trackio
+from scalejax.train.trackers.wandb import Wandb
 
 if TYPE_CHECKING:
     from scalejax.train.checkpoints.trained import Trained
@@ -58,10 +62,10 @@ class Tables:
       id_maps: Features whose ids are any 64-bit integers, and the maps that give them rows of a table of fixed size.
       tiers: Features whose tables rest outside of the devices, which cache some of their rows.
       dedup: Features that are looked up once per distinct row of a device's examples.
-      pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids runs beside this step; the results
-        are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them: the gradient
-        is taken at rows that are one update old, another algorithm (except right after a checkpoint, where the
-        pipeline is drained).
+      pipeline: What runs a step ahead. "ids": the exchange of the next batch's ids, for which this step does not wait;
+        the results are those of "none" to the bit. "stale": its rows are fetched too, before this step updates them:
+        the gradient is taken at rows that are one update old, another algorithm (except right after a checkpoint,
+        where the pipeline is drained).
       dtype: Rows at rest; None = what the model's tables say.
       full_every: Steps between full checkpoints, a multiple of `checkpoints.every`; those in between hold of the tables
         only the rows that were updated since the checkpoint before, and need it to be restored (it is kept as long as
@@ -309,6 +313,7 @@ class Experiment:
       xla_flags: Names of sets of compiler options, see `parallel.xla_flags.SETS`; those of other platforms are ignored.
       seed: Seeds parameters and dropout, in [0, 2**32) (the order of the data has its own seed).
       log_every: Steps between lines of metrics; these are the windows of windowed metrics.
+      trackers: Where curves and pictures go besides the run folder, see `train.trackers`.
       phases: What follows after `steps`, with other fields or another model.
     """
 
@@ -330,6 +335,7 @@ class Experiment:
     xla_flags: tuple[str, ...] = ()
     seed: int = 0
     log_every: int = 100
+    trackers: tuple[TensorBoard | Wandb | Trackio | TrackerConfig, ...] = (TensorBoard(),)
     phases: tuple[Phase, ...] = ()
 
     def __post_init__(self) -> None:

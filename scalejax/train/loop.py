@@ -35,6 +35,7 @@ from scalejax.train.reports.timing import StepTimer
 from scalejax.train.run_folder import Resume, RunFolder
 from scalejax.train.runs.run import Run
 from scalejax.train.runs.run_state import HostState
+from scalejax.train.trackers.protocol import Tracker
 
 _NOTHING = contextlib.nullcontext()
 
@@ -66,6 +67,7 @@ def train(
     Raises:
       UserError: bad input, named with what to do.
     """
+    trackers = distributed.together(lambda: _trackers(experiment))
     # A terminal's bar is drawn by a thread, whose own imports fail while another thread imports grain: etils'
     # `lazy_imports` replaces `builtins.__import__` for that time. Hence grain is imported with this module.
     progress = progresses.shown_on(console) if progress is None else progress
@@ -89,7 +91,7 @@ def train(
             advice = [[*arguments, what] for arguments, what in runs[-1].program.task.advice().items()]
             folder.write_measures(_described(runs).to_dict() | {"advice": advice})
         with (
-            EventWriter(folder.path, process_index=jax.process_index(), step=start or 0) as events,
+            _events(folder.path, start or 0, trackers) as events,
             progress.begin(experiment.total_steps, start or 0),
         ):
             records = Records(checkpoints, events, timer, progress)
@@ -112,8 +114,21 @@ def train(
                 closing["damaged_checkpoints"] = ", ".join(damaged)
             if distributed.is_primary():
                 folder.write_summary(closing)
-                report.write_report(folder.path)
+                files = report.read_run(folder.path)
+                report.write(files)
+                for svg, name, _ in files.predictions:
+                    events.picture(experiment.total_steps, name, svg)
     return closing | {"run_folder": str(folder.path)}
+
+
+def _trackers(experiment: Experiment) -> list[Tracker]:
+    return [config.build() for config in experiment.trackers] if distributed.is_primary() else []
+
+
+def _events(folder: pathlib.Path, step: int, trackers: list[Tracker]) -> EventWriter:
+    return distributed.together(
+        lambda: EventWriter(folder, process_index=jax.process_index(), step=step, trackers=trackers)
+    )
 
 
 def _bind(experiment: Experiment, console: Console | None) -> list[Run]:

@@ -20,7 +20,7 @@ _OPTIMIZED = ("optimizer", "trainable", "gradients.loss_scaling")
 _SCORED = ("model", "data", "evaluation", "checkpoints.best_metric")
 """Fields with which scores are not those of the phase before any more."""
 
-_FIXED = ("steps", "phases", "init", "seed", "log_every", "checkpoints.every", "tables.full_every")
+_FIXED = ("steps", "phases", "init", "seed", "log_every", "trackers", "checkpoints.every", "tables.full_every")
 """Fields that hold for the whole run."""
 
 

@@ -412,7 +412,7 @@ class Program:
     @functools.cached_property
     def look_ahead(self) -> Any:
         """jitted (state, batch) -> `Ahead` of a batch, for `pipelined_step`."""
-        return self._jit(self._look_ahead, None)
+        return self._jit(self._look_ahead, self._ahead_shardings)
 
     @functools.cached_property
     def pipelined_step(self) -> Any:
@@ -420,10 +420,11 @@ class Program:
 
         The state is donated.
 
-        The exchange of the next batch's ids reads nothing that the step computes, so that both can run at once.
+        The exchange of the next batch's ids reads nothing that the step computes, and nothing of the step waits for it.
         """
         # Not `ahead`: it may hold arrays of the batch itself.
-        return self._jit(self._pipelined_step, (self.state_shardings, self.replicated, None), donate_argnums=0)
+        out_shardings = (self.state_shardings, self.replicated, self._ahead_shardings)
+        return self._jit(self._pipelined_step, out_shardings, donate_argnums=0)
 
     def eval_step(self, state: TrainState, batch: Placed, numbers: jax.Array | None = None) -> Scored:
         """Scores a batch, on every device; `numbers` are those of its examples, uint32[B], for tasks that draw."""
@@ -454,6 +455,25 @@ class Program:
         """jitted state -> `EmbeddingCollection.id_counts`."""
         collection = self.embeddings
         return self._jit(lambda state: collection.id_counts(state.tables), self.replicated)
+
+    @functools.cached_property
+    def is_pipelined(self) -> bool:
+        """Whether a run calls `pipelined_step`, not `train_step`."""
+        return self.collection is not None and self.experiment.tables.pipeline != "none"
+
+    def repeated_step(self) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted function that a run calls in every step, and its arguments as shapes: first the state, donated."""
+        state, batch = self.abstract_state(), self.abstract_batch()
+        if not self.is_pipelined:
+            return self.train_step, (state, batch)
+        return self.pipelined_step, (state, batch, self.look_ahead.eval_shape(state, batch), self.abstract_batch())
+
+    @functools.cached_property
+    def _ahead_shardings(self) -> Any:
+        """An `Ahead` of shardings; stated, so that the first step of a run is compiled for what all others get."""
+        each: Any = NamedSharding(self.mesh, P(meshes.AXES))
+        rows: Any = meshes.batch_sharding(self.mesh) if self.experiment.tables.pipeline == "stale" else None
+        return Ahead(each, each, rows)
 
     def _jit(self, function: Callable[..., Any], out_shardings: Any, **options: Any) -> Any:
         return jax.jit(function, out_shardings=out_shardings, compiler_options=self.compiler_options, **options)

@@ -39,6 +39,7 @@ def test_model_fits_the_columns_of_its_data(name: str) -> None:
     experiment = configs.load(name)
     program = binding.bind(experiment, experiment.data.schema(), make_mesh(MeshShape()))
     assert sum(p.size for p in program.model.params.values()) == program.task.dense_parameters()
+    assert ("tpu-async-all-to-all" in experiment.xla_flags) is bool(program.collection)
 
 
 @pytest.mark.parametrize("name", [n for n in LANGUAGE if "shakespeare" not in n])

@@ -110,6 +110,15 @@ def test_a_recipe_that_has_changed_since_is_refused():
         serialization.reload(recorded, recipe=RECIPE)
 
 
+def test_a_recipe_may_learn_options_of_the_compiler_that_its_runs_did_not_have():
+    recorded = _recorded("wukong-smoke")
+    assert recorded["experiment"]["fields"]["xla_flags"] == ["tpu-async-all-to-all"]
+    recorded["experiment"]["fields"]["xla_flags"] = []
+    assert serialization.reload(recorded) == configs.load("wukong-smoke")
+    recorded = _recorded("wukong-smoke", "xla_flags=gpu-deterministic")
+    assert serialization.reload(recorded).xla_flags == ("gpu-deterministic",)
+
+
 def test_a_field_that_the_record_lacks_counts_as_its_default():
     recorded = _recorded("llama-smoke")
     for name in ("mlp", "norm", "self_attention", "unroll"):

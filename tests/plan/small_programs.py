@@ -57,6 +57,9 @@ class MlpProgram:
         # [shard, destination, slot]: every shard asks every device for batch / devices**2 rows.
         return {"ids": self._leaf((devices, devices, max(1, self.batch // devices**2)), jnp.int32, AXES)}
 
+    def repeated_step(self):
+        return self.train_step, (self.abstract_state(), self.abstract_batch())
+
     @functools.cached_property
     def train_step(self):
         def exchange(x):

@@ -31,5 +31,6 @@ def experiment(
         gradients=Gradients(microbatch="cache"),
         evaluation=Evaluation(every=eval_every, split="validation", final_split="test"),
         checkpoints=Checkpoints(every=save_every),
+        xla_flags=("tpu-async-all-to-all",),
         log_every=log_every,
     )

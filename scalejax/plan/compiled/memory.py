@@ -49,7 +49,8 @@ def arguments_by_kind(state: Any, batch: Any) -> dict[str, int]:
 
     Args:
       state: Pytree of `jax.ShapeDtypeStruct` with shardings, fields as in `train.state.TrainState`.
-      batch: The same for one batch; what is under `constants`, as in `train.task.Placed`, is the same in every step.
+      batch: The same for one batch, or for all that a step takes besides the state; what is under `constants`, as in
+        `train.task.Placed`, is the same in every step.
     """
     found: dict[str, int] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
@@ -63,7 +64,7 @@ def arguments_by_kind(state: Any, batch: Any) -> dict[str, int]:
         if id(leaf) in counted:
             continue  # one array in two places, such as a graph that is both trained on and scored
         counted.add(id(leaf))
-        kind = "constants" if path and _name(path[0]) == "constants" else "batch"
+        kind = "constants" if "constants" in map(_name, path[:2]) else "batch"
         found[kind] = found.get(kind, 0) + bytes_per_device(leaf)
     return found
 

@@ -43,7 +43,6 @@ class Pipeline:
         self._ahead: Ahead | None = None
         self._batch: Placed | None = None
         self._coming: Placed | None = None
-        self._pipelined = program.collection is not None and program.experiment.tables.pipeline != "none"
         self.amounts: dict[str, float] = {}
 
     def take(self) -> int:
@@ -59,7 +58,7 @@ class Pipeline:
         return self._program.rows(self._batch)
 
     def _take(self) -> None:
-        if not self._pipelined:
+        if not self._program.is_pipelined:
             _, self._batch = next(self._batches)
             return
         if self._coming is None:
@@ -73,7 +72,7 @@ class Pipeline:
         assert self._batch is not None
         if self._cache is not None:
             state = dataclasses.replace(state, tables=self._cache.advance(state.tables))
-        if not self._pipelined:
+        if not self._program.is_pipelined:
             return self._program.train_step(state, self._batch)
         ahead = self._ahead or self._program.look_ahead(state, self._batch)
         state, loss, self._ahead = self._program.pipelined_step(state, self._batch, ahead, self._coming)

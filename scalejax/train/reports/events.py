@@ -1,4 +1,4 @@
-"""The line-by-line records of a run: `metrics.jsonl`, `timing.jsonl` and TensorBoard events; process 0 writes them.
+"""The line-by-line records of a run: `metrics.jsonl`, `timing.jsonl`, and what its trackers get; process 0 writes them.
 
 `metrics.jsonl` holds only values that follow from the experiment, so that two runs of one experiment, or an interrupted
 and an uninterrupted one, have equal files. One JSON object a line, keys in this order:
@@ -14,30 +14,29 @@ metric is called "logloss/task". An undefined or non-finite value is null.
 
     {"attempt": 1, "step": 200, "wall_s": ..., "samples_per_s": ..., "step_p50_s": ..., "data_wait_share": ..., ...}
 
-where `attempt` counts the processes that worked in this folder. TensorBoard events lie in `tensorboard/` with tags such
-as `train/logloss`, `validation/auc` and `timing/samples_per_s`.
+where `attempt` counts the processes that worked in this folder. Trackers get the numbers under names such as
+`train/logloss`, `validation/auc` and `timing/samples_per_s`.
 """
 
 import io
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scalejax.train import disk, run_folder
-from scalejax.train.reports.tensorboard import ScalarWriter
+from scalejax.train.trackers.protocol import TrackedRun, Tracker
 
 METRICS_FILE = "metrics.jsonl"
 TIMING_FILE = "timing.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 
 Value = float | int | str | None
 
 
 class EventWriter:
-    """Writes the records of one run folder; on every process but 0 all methods do nothing.
+    """Writes the records of one run folder and starts its trackers; on every process but 0 all methods do nothing.
 
     Opening cuts the files back to `step`, the restored step (0 = nothing was restored, so nothing stays). A
     record that is already there is not written a second time: a run that was stopped between its last checkpoint and
@@ -48,10 +47,12 @@ class EventWriter:
       UserError: a file holds a line that is not a record, or the disk refuses.
     """
 
-    def __init__(self, folder: Path, *, process_index: int = 0, step: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, process_index: int = 0, step: int = 0, trackers: Sequence[Tracker] = ()
+    ) -> None:
         self._files: dict[str, io.FileIO] = {}
         self._present: set[tuple[Any, ...]] = set()
-        self._board = None
+        self._trackers: list[Tracker] = []
         if process_index != 0:
             return
         for name in (METRICS_FILE, TIMING_FILE):
@@ -64,7 +65,9 @@ class EventWriter:
             for name in (METRICS_FILE, TIMING_FILE):
                 self._files[name] = open(folder / name, "ab", buffering=0)  # noqa: SIM115
         try:
-            self._board = ScalarWriter(folder / TENSORBOARD_FOLDER, first_step=step + 1)
+            for tracker in trackers:
+                tracker.start(TrackedRun.of(folder, step))
+                self._trackers.append(tracker)
         except BaseException:
             self.close()
             raise
@@ -79,10 +82,15 @@ class EventWriter:
 
     def timing(self, step: int, values: Mapping[str, Value]) -> None:
         """Adds what the machine did in the window that ends with `step`."""
-        if self._board is None:
+        if not self._files:
             return
         self._line(TIMING_FILE, {"attempt": self._attempt, "step": step, **values})
         self._scalars("timing", step, values)
+
+    def picture(self, step: int, name: str, svg: str) -> None:
+        """Gives a picture to the trackers; the folder has its own."""
+        for tracker in self._trackers:
+            tracker.picture(step, name, svg)
 
     def sync(self) -> None:
         """Makes all lines durable; call it before a checkpoint that comes after them is committed."""
@@ -91,13 +99,12 @@ class EventWriter:
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Closes all files."""
+        """Closes all files and trackers."""
         for file in self._files.values():
             file.close()
-        self._files = {}
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        trackers, self._files, self._trackers = self._trackers, {}, []
+        for tracker in trackers:
+            tracker.finish()
 
     def __enter__(self) -> "EventWriter":
         return self
@@ -106,7 +113,7 @@ class EventWriter:
         self.close()
 
     def _metrics(self, record: dict[str, Any]) -> None:
-        if self._board is None or _identity(record) in self._present:
+        if not self._files or _identity(record) in self._present:
             return
         self._present.add(_identity(record))
         self._line(METRICS_FILE, record)
@@ -117,9 +124,10 @@ class EventWriter:
         disk.append(self._files[name], to_line(record).encode(), self._folder / name)
 
     def _scalars(self, group: str, step: int, values: Mapping[str, Value]) -> None:
-        assert self._board is not None
-        numbers = {f"{group}/{name}": plain(value) for name, value in values.items()}
-        self._board.add(step, {tag: number for tag, number in numbers.items() if isinstance(number, (int, float))})
+        plain_values = {f"{group}/{name}": plain(value) for name, value in values.items()}
+        numbers = {name: value for name, value in plain_values.items() if isinstance(value, (int, float))}
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
 
 
 def to_line(record: Mapping[str, Value]) -> str:

@@ -6,6 +6,7 @@ report of what it did. `comparison.py` puts several runs beside each other.
 """
 
 import dataclasses
+import functools
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -54,6 +55,11 @@ class RunFiles:
     def name(self) -> str:
         """The recipe, or the folder's name where none is recorded."""
         return str(self.summary.get("recipe") or self.experiment.get("recipe") or self.path.name)
+
+    @functools.cached_property
+    def predictions(self) -> tuple[tuple[str, str, str], ...]:
+        """Pictures of what was scored: the text of each SVG, its title and its caption."""
+        return tuple(_predictions(self))
 
 
 def read_run(folder: pathlib.Path) -> RunFiles:
@@ -114,7 +120,11 @@ def write_report(folder: pathlib.Path, target: pathlib.Path | None = None) -> pa
     Raises:
       UserError: no run folder, a damaged file, or the disk refuses.
     """
-    run = read_run(folder)
+    return write(read_run(folder), target)
+
+
+def write(run: RunFiles, target: pathlib.Path | None = None) -> pathlib.Path:
+    """As `write_report`, of files that were read."""
     if target is None:
         target = run.path / "report.html"
     disk.write_atomically(target, render(run))
@@ -131,7 +141,7 @@ def render(run: RunFiles) -> str:
             page.section("Results", page.grid(_results(run))),
             page.section("Curves", page.grid(_curves(run))),
             page.section("Progressive validation", page.grid(_progressive(run))),
-            page.section("Predictions", page.grid([*_diagrams(run), *_pictures(run)])),
+            page.section("Predictions", page.grid([page.picture(*found) for found in run.predictions])),
             page.section("Time", page.grid(_time(run))),
             page.section("Configuration", *_configuration(run)),
             f"<footer>scalejax {page.text(str(run.environment.get('scalejax', '')))} · "
@@ -258,26 +268,23 @@ def _progressive(run: RunFiles) -> Iterator[str]:
         yield page.picture(svg, f"{title} by day", f"{title} of each slice, scored before it was trained on.")
 
 
-def _pictures(run: RunFiles) -> Iterator[str]:
-    for picture in run.pictures:
-        yield page.picture(picture.svg, picture.name, f"{picture.caption} ({picture.split})")
-
-
-def _diagrams(run: RunFiles) -> Iterator[str]:
+def _predictions(run: RunFiles) -> Iterator[tuple[str, str, str]]:
     for content in run.diagrams:
         for task in content["tasks"]:
             of = f"{content['split']}, {task['name']}" if len(content["tasks"]) > 1 else content["split"]
             examples = f"{content['examples']:,} examples"
-            yield page.picture(
+            yield (
                 figures.reliability(task["reliability"]),
                 f"reliability diagram, {of}",
                 f"Reliability on {of} ({examples}): bins of equal weight, 95 % Wilson intervals.",
             )
-            yield page.picture(
+            yield (
                 figures.scores(task["histogram"]),
                 f"score histogram, {of}",
                 f"Scores on {of}: density of predictions among negatives and among positives.",
             )
+    for picture in run.pictures:
+        yield picture.svg, picture.name, f"{picture.caption} ({picture.split})"
 
 
 _PHASES = {

@@ -15,6 +15,7 @@ from scalejax.train import loop
 from scalejax.train.experiment import Checkpoints
 from scalejax.train.run_folder import read_lines
 from scalejax.train.runs import binding
+from scalejax.train.step import Program
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +95,39 @@ def test_a_stale_run_that_goes_on_from_a_checkpoint_equals_one_that_never_stoppe
     one, two = windows(stale), windows(tmp_path)
     assert one == two
     assert len(one) == whole.steps
+
+
+@pytest.mark.parametrize("ahead", ["none", "ids", "stale"])
+def test_what_is_planned_is_what_a_run_calls(rows, ahead, tmp_path, monkeypatch):
+    whole = experiment(rows, tables__pipeline=ahead, placement__mesh=MeshShape(fsdp=-1))
+    called = {}
+
+    def recorded(name):
+        def get(program):
+            def step(*arguments):
+                called[name] = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), arguments)
+                raise KeyboardInterrupt
+
+            return step
+
+        return property(get)
+
+    for name in ("train_step", "pipelined_step"):
+        monkeypatch.setattr(Program, name, recorded(name))
+    with pytest.raises(KeyboardInterrupt):
+        loop.train(whole, workdir=tmp_path)
+    monkeypatch.undo()
+    program = binding.bind(whole, whole.data.schema(), make_mesh(whole.placement.mesh), abstract=True)
+    step, arguments = program.repeated_step()
+    ((name, real),) = called.items()
+    assert step is getattr(program, name)
+
+    def same(abstract, real):
+        shape, dtype, sharding = real
+        assert (abstract.shape, abstract.dtype) == (shape, dtype)
+        assert abstract.sharding.is_equivalent_to(sharding, len(shape))
+
+    jax.tree.map(same, arguments, real)
 
 
 def instructions(text):

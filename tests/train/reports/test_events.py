@@ -10,13 +10,14 @@ from tensorboardX.proto.event_pb2 import Event
 from scalejax.errors import UserError
 from scalejax.train.reports.events import EventWriter, to_line
 from scalejax.train.run_folder import read_lines as read
+from scalejax.train.trackers.tensorboard import TensorBoard
 
 WINDOW = {"examples": 64, "logloss": 0.1 + 0.2, "ne": float("nan")}
 
 
 def record_steps(folder, first, last, restored=0):
     folder.mkdir(exist_ok=True)
-    with EventWriter(folder, step=restored) as writer:
+    with EventWriter(folder, step=restored, trackers=(TensorBoard().build(),)) as writer:
         for step in range(first, last + 1):
             writer.window(step, WINDOW | {"auc": step / 7})
             if step % 2 == 0:

@@ -4,42 +4,56 @@ tensorboardX gives the message types and the checksum only. Its own writer hands
 thread dies with a traceback and the next calls wait for ever, and two writers that open within a second share a file.
 """
 
+import dataclasses
+import io
 import os
 import socket
 import struct
 import time
 from collections.abc import Mapping
-from pathlib import Path
 
 from scalejax.train import disk
+from scalejax.train.trackers.protocol import TrackedRun
+
+FOLDER = "tensorboard"
+"""In a run folder."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorBoard:
+    """Event files in the run folder. TensorBoard shows no SVG: pictures are in the report alone."""
+
+    def build(self) -> "ScalarWriter":
+        return ScalarWriter()
 
 
 class ScalarWriter:
-    """Writes one event file of a folder; every call reaches the operating system before it returns.
+    """Writes one event file; every call reaches the operating system before it returns."""
 
-    Args:
-      folder: Made if need be.
-      first_step: Events of earlier files from this step on are hidden: the run begins there again.
-    Raises:
-      UserError: the disk refuses.
-    """
+    _file: io.FileIO
 
-    def __init__(self, folder: Path, *, first_step: int) -> None:
+    def start(self, run: TrackedRun) -> None:
+        """Opens the next event file; events of earlier ones after the step of the run are hidden.
+
+        Raises:
+          UserError: the disk refuses.
+        """
         from tensorboardX.proto.event_pb2 import (  # slow to import, and needed by one process only
             Event,  # pyright: ignore[reportAttributeAccessIssue]
             SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
         )
 
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+        folder = run.folder / FOLDER
         with disk.explained(f"cannot write to {folder}"):
             folder.mkdir(parents=True, exist_ok=True)
             others = len(list(folder.glob(f"{name}*")))
             self._path = folder / (f"{name}.{others}" if others else name)
             self._file = open(self._path, "xb", buffering=0)  # noqa: SIM115
         self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        self._write(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
+        self._write(Event(step=run.step + 1, session_log=SessionLog(status=SessionLog.START)))
 
-    def add(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         """Adds one value per tag."""
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -47,7 +61,10 @@ class ScalarWriter:
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
         self._write(Event(wall_time=time.time(), step=step, summary=summary))
 
-    def close(self) -> None:
+    def picture(self, step: int, name: str, svg: str) -> None:
+        """Does nothing."""
+
+    def finish(self) -> None:
         """Closes the file."""
         self._file.close()
 
