@@ -13,6 +13,7 @@ import dataclasses
 import datetime
 import inspect
 import pathlib
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,10 +23,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import distributed, phases, run_folder
+from scalejax.train import distributed, peers, phases, run_folder
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics.protocol import Described, Metric
+from scalejax.train.preemption import Preemption
 from scalejax.train.protocols import DataSet
 from scalejax.train.reports import console as consoles
 from scalejax.train.reports import report
@@ -45,6 +47,7 @@ def train(
     recipe: str = "run",
     record: dict[str, Any] | None = None,
     console: Console | None = None,
+    preemption: Preemption | None = None,
 ) -> dict[str, Any]:
     """Trains an experiment into a run folder.
 
@@ -55,19 +58,30 @@ def train(
       recipe: Name of the recipe, for titles and the folder's name.
       record: What to write as `experiment.json`; None = the name and the fields' text.
       console: Where progress is shown; None = nowhere.
+      preemption: What hears that the run must end, entered by the caller, who thereby says what signals do; None =
+        nothing: KeyboardInterrupt ends the run where it stands, as in any program, and it goes on from its newest
+        checkpoint.
 
     Returns:
       The closing summary: what `summary.json` holds, and "run_folder".
 
     Raises:
       UserError: bad input, named with what to do.
+      TemporaryFailure: it was asked to end, and all that was trained is saved.
     """
+    preemption = preemption or Preemption()
+    if jax.process_count() > peers.job.count:
+        raise UserError(
+            "Several processes agree on when to save by way of scalejax.train.distributed.initialize. Call it in the "
+            "place of jax.distributed.initialize."
+        )
     runs = _bind(experiment, console)
     timer = StepTimer(in_flight=runs[0].in_flight - 1)
     with (
         RunFolder(run_folder.choose(workdir, recipe, resume)) as folder,
         _checkpointer(folder.checkpoints, runs[0]) as checkpoints,
     ):
+        preemption.watch(lambda: checkpoints.complete)
         start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.total_steps)
         if start is not None and resume == "auto":
             start = _back_to_intact(checkpoints, start, console)
@@ -90,7 +104,7 @@ def train(
             if start is not None and unscored and run.scores_at(start):
                 with timer.phase("evaluation"):
                     host = run.evaluate(state, host, start, saved=True)
-            state, host = _steps(run, records, state, host, start or 0, show)
+            state, host = _steps(run, records, state, host, start or 0, show, preemption)
             for following in later:
                 del state
                 run.end()
@@ -98,7 +112,7 @@ def train(
                 with timer.phase("compile"):
                     state, host = _state_of(run, runs, checkpoints, run.phase.start, console)
                 run.attach(records)
-                state, host = _steps(run, records, state, host, run.phase.start, show)
+                state, host = _steps(run, records, state, host, run.phase.start, show, preemption)
             closing = run.close(state, host)
             closing |= _what_ran(run, recipe, environment)
             if damaged := checkpoints.damaged():
@@ -214,10 +228,15 @@ def _become(checkpoints: Checkpointer, run: Run) -> None:
     checkpoints.become(policy, run.identity(), better=better, frozen=run.frozen)
 
 
-def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, show: Any) -> tuple[Any, HostState]:
+def _steps(
+    run: Run, records: Records, state: Any, host: HostState, start: int, show: Any, preemption: Preemption
+) -> tuple[Any, HostState]:
     """Runs the steps of a phase after `start`."""
     experiment, stop = run.experiment, run.phase.stop
     timer, every = records.timer, experiment.checkpoints.every
+    # A save drains this pipeline, and the numbers change: then a run that is asked to end does so at the next one.
+    any_step = experiment.tables.pipeline != "stale"
+    saved_at, ending = time.monotonic(), False
     with run.feed(host, stop - start, start + 1) as feed:
         for step in range(start + 1, stop + 1):
             host = run.before_step(state, host, step)
@@ -225,6 +244,7 @@ def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, 
                 examples = feed.take()
             with timer.phase("compile" if step == start + 1 else "dispatch"):
                 state, loss = feed.step(state)
+                preemption.trained = step
                 if step == start + 1:
                     loss.block_until_ready()
             timer.step_done(examples=examples, output=loss, amounts=feed.amounts)
@@ -233,10 +253,20 @@ def _steps(run: Run, records: Records, state: Any, host: HostState, start: int, 
             if last or step % experiment.log_every == 0:
                 state, host, fields = run.log(state, host, step)
                 show(step, fields, run.phase.name)
-            saved = last or bool(every and step % every == 0)
+            if distributed.is_primary() and time.monotonic() - saved_at >= experiment.save_seconds:
+                peers.job.ask(peers.SAVE)
+                saved_at = time.monotonic()
+            asked = peers.job.reached(step)
+            ending = ending or asked == peers.END
+            saved = last or bool(every and step % every == 0) or bool(asked and any_step)
             if saved:
                 with timer.phase("checkpoint"):
+                    preemption.leaving = ending
                     run.save(state, host, step)
+                    if ending:
+                        records.checkpoints.wait()
+                        raise preemption.ended(step)
+                saved_at = time.monotonic()
             if run.scores_at(step):
                 with timer.phase("evaluation"):
                     host = run.evaluate(state, host, step, saved)

@@ -4,7 +4,6 @@ import contextlib
 import enum
 import pathlib
 import shlex
-import sys
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -14,6 +13,7 @@ from scalejax.errors import UserError
 
 if TYPE_CHECKING:
     from scalejax.train.experiment import Experiment
+    from scalejax.train.preemption import Preemption
 
 
 class Resume(enum.StrEnum):
@@ -47,9 +47,48 @@ def train(
     coordinator: options.Coordinator = None,
     processes: options.Processes = None,
     process_id: options.ProcessId = None,
+    peer_timeout: Annotated[
+        float,
+        typer.Option("--peer-timeout", metavar="SECONDS", help="Several processes: silence after which one is gone."),
+    ] = 30,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--deadline",
+            metavar="WHEN",
+            help="Save and end, with status 75, --grace before this time (2026-11-24T18:30) or in so many seconds. "
+            "Default: the end of the Slurm job.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace", metavar="SECONDS", help="After SIGTERM, SIGINT or --deadline: how long it may take to save."
+        ),
+    ] = 30,
 ) -> None:
     """Train a recipe into a run folder."""
     environment.prepare(cpu_devices=cpu_devices)
+    from scalejax.train import preemption
+
+    given = {"cpu-devices": cpu_devices, "coordinator": coordinator, "processes": processes, "process-id": process_id}
+    again = ["scalejax", "train", recipe, *(f"--set={s}" for s in sets or [])]
+    again += [f"--{name}={value}" for name, value in given.items() if value is not None]
+    again += [] if workdir is None else [f"--workdir={workdir}"]
+    ends = preemption.deadline(deadline, grace)
+    with preemption.Preemption(deadline=ends, grace_s=grace, again=shlex.join(again)) as heard:
+        _train(recipe, sets, workdir, resume, (coordinator, processes, process_id), peer_timeout, heard)
+
+
+def _train(
+    recipe: str,
+    sets: list[str] | None,
+    workdir: pathlib.Path | None,
+    resume: Resume,
+    job: tuple[str | None, int | None, int | None],
+    peer_timeout: float,
+    preemption: "Preemption",
+) -> None:
     from scalejax import configs
     from scalejax.configs import discovery, serialization
 
@@ -61,21 +100,24 @@ def train(
     from scalejax.train.reports import console as closing
     from scalejax.train.reports import report
 
-    distributed.initialize(coordinator, processes, process_id)
+    distributed.initialize(*job, peer_timeout_s=peer_timeout)
     _check_memory(experiment)
     primary = distributed.is_primary()
     name = discovery.find(recipe).slug
     folder = run_folder.choose(workdir, name, resume.value)
     console = output.console() if primary else None
+    if workdir is None:
+        preemption.again += " " + shlex.quote(f"--workdir={folder}")
     try:
         summary = loop.train(
-            experiment, workdir=folder, resume=resume.value, recipe=name, record=record, console=console
+            experiment,
+            workdir=folder,
+            resume=resume.value,
+            recipe=name,
+            record=record,
+            console=console,
+            preemption=preemption,
         )
-    except KeyboardInterrupt as error:
-        if primary:
-            again = shlex.join(["scalejax", "train", recipe, *(f"--set={s}" for s in sets), f"--workdir={folder}"])
-            print(f"Interrupted. Resume with: {again}", file=sys.stderr)
-        raise typer.Exit(130) from error
     except UserError:
         if primary and workdir is None:
             with contextlib.suppress(OSError):
