@@ -2,7 +2,8 @@
 
 Nothing in the loop waits for the step it has just dispatched. The order within a step is fixed, because it is what
 makes a killed run go on to the same bits: score the days that the next batch begins, step, write the window, save,
-write the evaluation and add it to the checkpoint. Whatever checkpoint survives, the windows up to its step are in
+write the evaluation and add it to the checkpoint. A save is due by steps, by the clock, or because the run is asked to
+end, for which all processes agree on a step (`peers`). Whatever checkpoint survives, the windows up to its step are in
 `metrics.jsonl`, and an evaluation that it lacks is made again.
 
 What a step computes is `step.Program`, and what is written between steps `run.Run`; neither knows a model.

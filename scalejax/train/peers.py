@@ -120,7 +120,8 @@ class Peers:
             self._send(0, _ASK, value=what)
             return
         with self._agreed:
-            self._wanted = max(self._wanted, what)
+            if self._point is None or self._point[1] < what:
+                self._wanted = max(self._wanted, what)
             self._ask_where()
 
     def reached(self, step: int) -> int:
