@@ -156,14 +156,14 @@ class Peers:
 
     def _listen(self) -> None:
         pause = min(self._timeout_s / 6, 3.0)
-        heard = dict.fromkeys(self._connections, time.monotonic())
-        sent = 0.0
+        now, sent = time.monotonic(), 0.0
+        heard = dict.fromkeys(self._connections, now)
         with selectors.DefaultSelector() as selector:
             for process, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, process)
             while True:
-                if time.monotonic() - sent >= pause:
-                    sent = time.monotonic()
+                if now - sent >= pause:
+                    sent = now
                     for process in self._connections.keys() - self._done:
                         self._send(process, _ALIVE)
                 for key, _ in selector.select(pause):
@@ -178,7 +178,9 @@ class Peers:
                     if process not in self._done:
                         self._lost(_CLOSED, process)
                     self._done.add(process)
-                now = time.monotonic()
+                before, now = now, time.monotonic()
+                if now - before > 2 * pause:  # it is this process that was stopped
+                    heard = dict.fromkeys(heard, now)
                 for process in heard.keys() - self._done:
                     if now - heard[process] > self._timeout_s:
                         self._lost(_SILENT, process, round(self._timeout_s), ago_s=now - heard[process])
@@ -245,7 +247,7 @@ class Peers:
         why = _WHY[kind].format(who=who, since=now.isoformat(timespec="seconds"), value=value)
         lost = "" if kind == _LEFT else " What was trained since the newest checkpoint is lost."
         again = f" Go on with: {self.again}" if self.again else " Start all processes again with the same commands."
-        status, again = (value, "") if kind == _ENDED else (os.EX_TEMPFAIL, again)
+        status, again = (min(value, 255), "") if kind == _ENDED else (os.EX_TEMPFAIL, again)
         self._end(kind, who, value, f"Error: {why}.{lost}{again}", status)
 
     def _end(self, kind: bytes, who: int, value: int, line: str, status: int) -> NoReturn:
