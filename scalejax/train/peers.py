@@ -20,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import NoReturn
 
@@ -32,6 +33,9 @@ GO_ON, SAVE, END = 0, 1, 2
 """What `Peers.reached` says of a step."""
 
 _MESSAGE = struct.Struct("!cI16s")
+_MOST = 1 << 20
+"""Processes of a job."""
+
 _LEAVE_S = 2.0
 """How long a process waits for another, that knows as much, to end by itself."""
 
@@ -72,7 +76,7 @@ class Peers:
         self._timeout_s = float(TIMEOUT_S)
         self._agreed = threading.Condition()
         self._step, self._wanted = 0, GO_ON
-        self._point: tuple[int, int] | None = None  # the step, and what to do there
+        self._points: deque[tuple[int, int]] = deque()  # steps to come and what to do there; one at process 0
         self._standing: dict[int, int] | None = None  # while process 0 asks: where the others stand
         self._presented: set[int] = set()
         self._present_by = float("inf")
@@ -120,7 +124,7 @@ class Peers:
             self._send(0, _ASK, value=what)
             return
         with self._agreed:
-            if self._point is None or self._point[1] < what:
+            if not self._points or self._points[0][1] < what:
                 self._wanted = max(self._wanted, what)
             self._ask_where()
 
@@ -130,9 +134,9 @@ class Peers:
             while self._standing is not None:  # the answers are milliseconds away, or a process is gone
                 self._agreed.wait()
             self._step = step
-            if self._point is None or step < self._point[0]:
+            if not self._points or step < self._points[0][0]:
                 return GO_ON
-            (_, what), self._point = self._point, None
+            _, what = self._points.popleft()
             if self._wanted:
                 self._ask_where()
             return what
@@ -216,12 +220,13 @@ class Peers:
                     self._send(0, _STANDS, value=self._step)
             elif kind == _POINT and not self.is_primary:
                 with self._agreed:
-                    self._point, self._standing = (value, who), None
+                    self._points.append((value, who))
+                    self._standing = None
                     self._agreed.notify_all()
 
     def _ask_where(self) -> None:
         """Process 0 asks, unless it does so already or a step is agreed on that has not come."""
-        if self._standing is not None or self._point is not None:
+        if self._standing is not None or self._points:
             return
         self._standing = {}
         for process in self._connections:
@@ -234,10 +239,11 @@ class Peers:
         self._standing[process] = step
         if len(self._standing) <= len(self._connections):
             return
-        self._point = (max(self._standing.values()) + 1, self._wanted)
+        step, what = max(self._standing.values()) + 1, self._wanted
+        self._points.append((step, what))
         self._standing, self._wanted = None, GO_ON
         for other in self._connections:
-            self._send(other, _POINT, who=self._point[1], value=self._point[0])
+            self._send(other, _POINT, who=what, value=step)
         self._agreed.notify_all()
 
     def _lost(self, kind: bytes, who: int, value: int = 0, *, ago_s: float = 0.0) -> None:
@@ -328,7 +334,7 @@ def _register(connection: socket.socket, processes: int, here: dict[int, socket.
         connection.close()
         return
     count = int.from_bytes(packed, "big")
-    if kind != _JOIN or not 1 <= who < max(count, processes):
+    if kind != _JOIN or not 1 <= who < max(count, processes) <= _MOST:
         connection.close()
         return
     if count != processes:
