@@ -1,7 +1,10 @@
 """The typed command, ended from outside at any moment, ends with a stated status and goes on to the same bits."""
 
+import os
 import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -134,6 +137,50 @@ def test_deadlines_are_seconds_times_or_the_end_of_a_slurm_job(monkeypatch):
             preemption.deadline(text, 30)
     monkeypatch.setenv(preemption.SLURM_VARIABLE, "1800000000")
     assert preemption.deadline(None, 30) == 1800000000
+
+
+# The main thread in native code for minutes, as in a compilation.
+IN_NATIVE_CODE = """
+import hashlib, os, signal, sys, time
+from scalejax.train import preemption
+grace, trained, deadline = float(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+def compile():
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)
+with preemption.Preemption(deadline=deadline and time.time() + deadline, grace_s=grace, again="AGAIN") as heard:
+    heard.watch(lambda: 4)
+    heard.trained = trained
+    print("here", flush=True)
+    compile()
+"""
+
+
+@pytest.mark.parametrize(
+    ("grace", "trained", "deadline", "signals", "status", "said"),
+    [
+        ("60", 4, 0, [15], 75, "Asked to end; all that was trained is saved. Go on with: AGAIN"),
+        ("60", 4, 0, [2], 75, "Asked to end; all that was trained is saved. Go on with: AGAIN"),
+        ("0.3", 5, 0, [15], 143, r"Not saved within --grace 0.3 s: compile \(<string>:6\) < .*is lost. Go on .*"),
+        ("0.3", 5, 0, [2], 130, r"Not saved within --grace 0.3 s: compile .*is lost. Go on .*"),
+        ("60", 5, 0, [15, 2], 130, r"Ended by a second SIGINT; what was trained since .*is lost. Go on .*"),
+        ("60", 5, 0, [2, 15], 143, r"Ended by a second SIGTERM; .*"),
+        ("1", 4, 1.5, [], 75, "Asked to end; .*"),
+        ("1", 5, 1.5, [], 143, r"Not saved within --grace 1 s: compile .*"),
+    ],
+)
+def test_a_main_thread_in_native_code_is_ended_beside(grace, trained, deadline, signals, status, said):
+    command = [sys.executable, "-c", IN_NATIVE_CODE, grace, str(trained), str(deadline)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "here\n"
+        began = time.monotonic()
+        for number in signals:
+            run.send_signal(number)
+            time.sleep(0.05)
+        _, message = run.communicate(timeout=60)
+    assert run.returncode == status, message
+    assert re.fullmatch(said, message.strip())
+    assert time.monotonic() - began < float(deadline) + (float(grace) if float(grace) < 60 else 0) + 3
 
 
 def test_handlers_of_the_program_come_back():
