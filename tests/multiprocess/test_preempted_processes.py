@@ -15,7 +15,8 @@ SETS = {
     "graph": ("steps=300", "log_every=10", "evaluation.every=150", "checkpoints.every=50"),
 }
 EVALUATED = {"click": 150, "text": 40, "graph": 150}
-TIMEOUT_S = 3
+TIMEOUT_S = 4
+"""Of the process that is stopped. The others have the default: a machine that is busy keeps a thread waiting."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def recipes(tmp_path_factory):
 
 def arguments(recipes, kind, workdir, *more):
     sets = [part for item in (*SETS[kind], *more) for part in ("--set", item)]
-    return [f"{recipes}:{kind}", *sets, "--workdir", str(workdir), "--peer-timeout", str(TIMEOUT_S)]
+    return [f"{recipes}:{kind}", *sets, "--workdir", str(workdir)]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +81,8 @@ def test_processes_that_are_ended_go_on_to_the_same_bits(recipes, whole, tmp_pat
 
 def test_a_process_that_is_stopped_ends_the_other_in_time(recipes, tmp_path):
     workdir = tmp_path / "run"
-    run = typed_run.start(arguments(recipes, "click", workdir, "steps=1000000"), 2, tmp_path)
+    command = [*arguments(recipes, "click", workdir, "steps=1000000"), "--peer-timeout", str(TIMEOUT_S)]
+    run = typed_run.start(command, 2, tmp_path)
     sent = typed_run.interrupt(run, signal.SIGSTOP, typed_run.moments(workdir, 0)["step"], 0, [1])
     run.all[0].wait(60)
     took = time.monotonic() - sent
@@ -88,7 +90,7 @@ def test_a_process_that_is_stopped_ends_the_other_in_time(recipes, tmp_path):
     print(f"SIGSTOP: the other ended after {took:.2f} s")
     assert run.all[0].returncode == 75, run.said()
     assert TIMEOUT_S - 1 < took < TIMEOUT_S + 5
-    assert re.search(r"Error: process 1 is silent since 20\S+, for more than 3 s: .* Go on with: scalejax", run.said())
+    assert re.search(r"Error: process 1 is silent since 20\S+, for more than 4 s: .* Go on with: scalejax", run.said())
 
 
 def test_processes_save_by_the_clock_at_the_same_step(recipes, whole, tmp_path):
