@@ -36,7 +36,7 @@ _MESSAGE = struct.Struct("!cI16s")
 _MOST = 1 << 20
 """Processes of a job."""
 
-_LEAVE_S = 2.0
+_LEAVE_S = 3.0
 """How long a process waits for another, that knows as much, to end by itself."""
 
 # From all: here; a sign of life; the token; a wish to save or end; where it stands; done.
