@@ -10,11 +10,11 @@ import typed_run
 pytestmark = pytest.mark.multiprocess
 
 SETS = {
-    "click": ("steps=300", "log_every=10", "evaluation.every=150", "checkpoints.every=50"),
-    "text": ("steps=80", "log_every=10", "evaluation.every=40", "checkpoints.every=20"),
-    "graph": ("steps=300", "log_every=10", "evaluation.every=150", "checkpoints.every=50"),
+    "click": ("steps=100", "log_every=5", "evaluation.every=50", "checkpoints.every=25"),
+    "text": ("steps=40", "log_every=5", "evaluation.every=20", "checkpoints.every=10"),
+    "graph": ("steps=100", "log_every=5", "evaluation.every=50", "checkpoints.every=25"),
 }
-EVALUATED = {"click": 150, "text": 40, "graph": 150}
+EVALUATED = {"click": 50, "text": 20, "graph": 50}
 TIMEOUT_S = 4
 """Of the process that is stopped. The others have the default: a machine that is busy keeps a thread waiting."""
 
@@ -94,7 +94,7 @@ def test_a_process_that_is_stopped_ends_the_other_in_time(recipes, tmp_path):
 
 
 def test_processes_save_by_the_clock_at_the_same_step(recipes, whole, tmp_path):
-    by_clock = ("checkpoints.every=0", "checkpoints.every_seconds=0.5", "checkpoints.keep_last=1000")
+    by_clock = ("checkpoints.every=0", "checkpoints.every_seconds=0.3", "checkpoints.keep_last=1000")
     run = typed_run.start(arguments(recipes, "click", tmp_path / "run", *by_clock), 2, tmp_path)
     assert run.wait() == [0, 0], [run.said(0), run.said(1)]
     assert len(typed_run.saved(tmp_path / "run")) > 1
