@@ -1,8 +1,10 @@
 """The only place that knows differences between jax versions."""
 
+import ctypes
 import importlib
 import importlib.util
 import inspect
+import signal
 import warnings
 from typing import Any
 
@@ -22,6 +24,25 @@ def detected_processes() -> int:
         environments = clusters.ClusterEnv._cluster_types
         found = next((env for env in environments if not env.opt_in_only_method and env.is_env_present()), None)
     return 1 if found is None else found.get_process_count()
+
+
+def detected_job(timeout_s: int) -> tuple[str, int, int]:
+    """(address of process 0, processes, this process) of the cluster that jax detects, as it would find them."""
+    found = clusters.ClusterEnv.auto_detect_unset_distributed_params(None, None, None, None, None, timeout_s)
+    coordinator, processes, process_id, _ = found
+    assert coordinator is not None
+    return coordinator, int(processes or 1), int(process_id or 0)
+
+
+def abort_late() -> None:
+    """From here on `abort()` takes six seconds, in which other threads go on; once in a process of several.
+
+    jax aborts a process, in a thread of C++ that no option stops, as soon as process 0 is gone. `train.peers` ends it
+    at about the same moment, with a line that says why and another status, and must not lose that race.
+    """
+    libc = ctypes.CDLL(None)
+    # A handler gets the number of its signal: sleep(6). It needs no lock of Python's, which the main thread may hold.
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
 def device_kind() -> str:

@@ -11,3 +11,11 @@ class UserError(ValueError):
 
 class UnsupportedError(UserError, NotImplementedError):
     """What was asked for by name does not have the case; something else, which the message names, has it."""
+
+
+class TemporaryFailure(Exception):
+    """A run that ended before its end, by no mistake: the same command goes on.
+
+    Because it was asked to end, or because another process of it is gone or never came. The command line prints the
+    message alone and exits with status 75 (EX_TEMPFAIL).
+    """

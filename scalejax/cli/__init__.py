@@ -15,7 +15,8 @@ LEAVE_S = 10
 def main() -> None:
     """Runs the command line and exits.
 
-    Status 0: done. 1: a failure, or a bug (with its traceback). 2: a user's mistake. 130: Ctrl-C.
+    Status 0: done. 1: a failure, or a bug (with its traceback). 2: a user's mistake. 75: a run was asked to end, or
+    another process of it is gone, and the same command goes on. 130, 143: ended by SIGINT, SIGTERM without a save.
     """
     try:
         from scalejax.cli.app import app
@@ -38,6 +39,8 @@ def main() -> None:
         sys.stderr.flush()
         os._exit(130)
     except BaseException:
+        if (peers := sys.modules.get("scalejax.train.peers")) is not None:
+            peers.job.hold()
         _leave_in_time(1)
         raise
 
@@ -51,6 +54,7 @@ def _leave_in_time(status: int) -> None:
     jax = sys.modules.get("jax")
     if jax is None or not jax.distributed.is_initialized():
         return
+    sys.modules["scalejax.train.peers"].job.leave(0 if status == os.EX_TEMPFAIL else status)
     timer = threading.Timer(LEAVE_S, os._exit, [status])
     timer.daemon = True
     timer.start()

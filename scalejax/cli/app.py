@@ -1,5 +1,6 @@
 """Puts the commands together, and turns a user's mistake into one message and exit status 2."""
 
+import os
 import sys
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from scalejax.cli.commands import (
     shard,
     train,
 )
-from scalejax.errors import UserError
+from scalejax.errors import TemporaryFailure, UserError
 
 
 class _Commands(typer.core.TyperGroup):
@@ -34,6 +35,9 @@ class _Commands(typer.core.TyperGroup):
         except UserError as error:
             print(f"Error: {error}", file=sys.stderr)
             raise typer.Exit(2) from error
+        except TemporaryFailure as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(os.EX_TEMPFAIL) from error
         except KeyboardInterrupt as error:
             print("Interrupted.", file=sys.stderr)
             raise typer.Exit(130) from error

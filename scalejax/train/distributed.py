@@ -1,7 +1,10 @@
 """Several processes: how they find each other, wait for each other and agree."""
 
+import atexit
+import contextlib
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -12,6 +15,7 @@ from jax.experimental import multihost_utils
 
 from scalejax import compat
 from scalejax.errors import UserError
+from scalejax.train import peers
 
 T = TypeVar("T")
 
@@ -19,7 +23,7 @@ INITIALIZATION_TIMEOUT_S = 120
 """How long a process waits for the others at the start."""
 
 HEARTBEAT_TIMEOUT_S = 60
-"""After how long without a sign of life a process counts as dead; the others are then aborted."""
+"""After how long without a sign of life jax aborts the others; `peers.TIMEOUT_S` ends them earlier, and says why."""
 
 _LOOPBACK = ("127.0.0.1", "localhost")
 
@@ -30,9 +34,12 @@ def initialize(
     process_id: int | None,
     *,
     timeout_s: int = INITIALIZATION_TIMEOUT_S,
-    heartbeat_timeout_s: int = HEARTBEAT_TIMEOUT_S,
+    peer_timeout_s: float = peers.TIMEOUT_S,
 ) -> None:
-    """Joins the processes of a job. Call it before anything asks jax for devices.
+    """Joins the processes of a job, which watch each other from then on. Call it before anything asks jax for devices.
+
+    A process that is gone ends the others with a line each and status 75, see `peers`. jax's own handler of SIGTERM is
+    left out: it would keep the signal from those of Python.
 
     Without arguments a cluster that jax knows (Slurm, Open MPI, TPU pods, Kubernetes) is joined, and a process that
     is alone stays alone.
@@ -42,17 +49,21 @@ def initialize(
       processes: Number of processes, 1 or more.
       process_id: This process, 0 <= process_id < processes.
       timeout_s: Seconds to wait for the others.
-      heartbeat_timeout_s: Seconds of silence after which a process counts as dead.
+      peer_timeout_s: Seconds of silence after which a process counts as gone.
     Raises:
-      UserError: Only some of the three are given, one is out of range, the port is taken (process 0), or nobody
-        listens at the coordinator's address (the others). If process 0 waits in vain for the others, jax aborts the
-        process after `timeout_s`; that cannot be caught.
+      UserError: Only some of the three are given, one is out of range, processes disagree, or the port is taken.
+      TemporaryFailure: Some processes did not come in time; it names them.
     """
+    if not 0 < peer_timeout_s < HEARTBEAT_TIMEOUT_S:
+        raise UserError(
+            f"--peer-timeout must be above 0 and below {HEARTBEAT_TIMEOUT_S} s, after which jax aborts; got "
+            f"{peer_timeout_s:g}."
+        )
     given = {"--coordinator": coordinator, "--processes": processes, "--process-id": process_id}
     if all(value is None for value in given.values()):
-        if compat.detected_processes() > 1:
-            jax.distributed.initialize(initialization_timeout=timeout_s, heartbeat_timeout_seconds=heartbeat_timeout_s)
-        return
+        if compat.detected_processes() <= 1:
+            return
+        coordinator, processes, process_id = compat.detected_job(timeout_s)
     if coordinator is None or processes is None or process_id is None:
         missing = [name for name, value in given.items() if value is None]
         present = [f"{name} {value}" for name, value in given.items() if value is not None]
@@ -73,16 +84,27 @@ def initialize(
     # jax aborts the whole process when it cannot connect or listen, so look before it leaps.
     if process_id == 0:
         _check_port_is_free(host if host in _LOOPBACK else "", port, coordinator)
-    else:
-        _wait_for_listener(host, port, timeout_s, process_id)
+    connections = peers.join(host, port, processes, process_id, timeout_s)
+    peers.job.watch(connections, process_id, processes, peer_timeout_s)
+    if process_id:
+        _wait_for_listener(host, port, timeout_s)
+    jax.config.update("jax_enable_preemption_service", False)
+    compat.abort_late()
     jax.distributed.initialize(
         coordinator,
         processes,
         process_id,
         coordinator_bind_address=bind_address,
         initialization_timeout=timeout_s,
-        heartbeat_timeout_seconds=heartbeat_timeout_s,
+        heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT_S,
     )
+    peers.job.present(broadcast(peers.job.token))
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Before jax's own handler, in which processes wait for each other."""
+    peers.job.leave(1 if hasattr(sys, "last_value") else 0)  # an error that nobody caught
 
 
 def is_primary() -> bool:
@@ -176,18 +198,11 @@ def _check_port_is_free(host: str, port: int, coordinator: str) -> None:
             ) from error
 
 
-def _wait_for_listener(host: str, port: int, timeout_s: float, process_id: int) -> None:
+def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
+    """Until jax listens on process 0, which does so at once; if that is gone, `peers` ends this process."""
     deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
-        except OSError as error:
-            if time.monotonic() + 0.1 >= deadline:
-                raise UserError(
-                    f"--coordinator {host}:{port}: process {process_id} found nobody listening there within "
-                    f"{timeout_s:g} s ({error.strerror or error}). Start process 0 with the same --coordinator, and "
-                    "check that its machine and port can be reached from here."
-                ) from error
-            time.sleep(0.1)
-        else:
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            socket.create_connection((host, port), timeout=1.0).close()
             return
+        time.sleep(0.05)

@@ -204,6 +204,8 @@ class Checkpoints:
 
     Attributes:
       every: Steps between checkpoints; the last step is always saved. 0 = only the last.
+      every_seconds: Seconds after which a checkpoint is due wherever the steps are; 0 = never. None = 300, but with
+        `tables.pipeline="stale"` never: a save drains that pipeline, and one by the clock would change its numbers.
       keep_last: Newest checkpoints kept.
       keep_best: Also kept: the best by `best_metric`.
       best_metric: A value of the evaluation record, such as "logloss", "auc", "loss" or "accuracy"; None = the first
@@ -211,6 +213,7 @@ class Checkpoints:
     """
 
     every: int = 1000
+    every_seconds: float | None = None
     keep_last: int = 2
     keep_best: int = 1
     best_metric: str | None = None
@@ -218,6 +221,8 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ValueError(f"Checkpoints: every must be at least 1, or 0 for only the last step; got {self.every}.")
+        if self.every_seconds is not None and not self.every_seconds >= 0:
+            raise ValueError(f"Checkpoints: every_seconds must be above 0, or 0 for never; got {self.every_seconds}.")
 
 
 @runtime_checkable
@@ -356,7 +361,21 @@ class Experiment:
                 "Experiment: with evaluation.patience a run ends at a checkpoint and has no phases; got "
                 f"checkpoints.every={every} and {len(self.phases)} phases. Change them, or set patience=none."
             )
+        if self.tables.pipeline == "stale" and self.checkpoints.every_seconds:
+            raise UserError(
+                f"checkpoints.every_seconds={self.checkpoints.every_seconds:g} means saves by the clock, and "
+                "tables.pipeline='stale' drains at every save, so that its numbers would follow the clock. Leave "
+                "checkpoints.every_seconds out and save by steps, checkpoints.every, or set tables.pipeline='ids'."
+            )
         xla_flags.check(self.xla_flags)
+
+    @property
+    def save_seconds(self) -> float:
+        """Seconds after which a checkpoint is due; infinity for never."""
+        seconds = self.checkpoints.every_seconds
+        if seconds is None:
+            seconds = 0 if self.tables.pipeline == "stale" else 300
+        return seconds or float("inf")
 
     @property
     def total_steps(self) -> int:

@@ -2,7 +2,8 @@
 
 Nothing in the loop waits for the step it has just dispatched. The order within a step is fixed, because it is what
 makes a killed run go on to the same bits: score the days that the next batch begins, step, write the window, save,
-write the evaluation and add it to the checkpoint. Whatever checkpoint survives, the windows up to its step are in
+write the evaluation and add it to the checkpoint. A save is due by steps, by the clock, or because the run is asked to
+end, for which all processes agree on a step (`peers`). Whatever checkpoint survives, the windows up to its step are in
 `metrics.jsonl`, and an evaluation that it lacks is made again.
 
 What a step computes is `step.Program`, and what is written between steps `run.Run`; neither knows a model.
@@ -13,6 +14,7 @@ import dataclasses
 import datetime
 import inspect
 import pathlib
+import time
 from typing import Any
 
 import grain  # noqa: F401 (here, before a bar is drawn: see `train`)
@@ -22,10 +24,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import distributed, phases, run_folder
+from scalejax.train import distributed, peers, phases, run_folder
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
 from scalejax.train.metrics.protocol import Described, Metric
+from scalejax.train.preemption import Preemption
 from scalejax.train.protocols import DataSet
 from scalejax.train.reports import progress as progresses
 from scalejax.train.reports import report
@@ -49,6 +52,7 @@ def train(
     record: dict[str, Any] | None = None,
     console: Console | None = None,
     progress: progresses.Progress | None = None,
+    preemption: Preemption | None = None,
 ) -> dict[str, Any]:
     """Trains an experiment into a run folder.
 
@@ -60,23 +64,34 @@ def train(
       record: What to write as `experiment.json`; None = the name and the fields' text.
       console: Where remarks are printed and progress is shown; None = nowhere.
       progress: How progress is shown; None = on the console.
+      preemption: What hears that the run must end, entered by the caller, who thereby says what signals do; None =
+        nothing: KeyboardInterrupt ends the run where it stands, as in any program, and it goes on from its newest
+        checkpoint.
 
     Returns:
       The closing summary: what `summary.json` holds, and "run_folder".
 
     Raises:
       UserError: bad input, named with what to do.
+      TemporaryFailure: it was asked to end, and all that was trained is saved.
     """
     trackers = distributed.together(lambda: _trackers(experiment))
     # A terminal's bar is drawn by a thread, whose own imports fail while another thread imports grain: etils'
     # `lazy_imports` replaces `builtins.__import__` for that time. Hence grain is imported with this module.
     progress = progresses.shown_on(console) if progress is None else progress
+    preemption = preemption or Preemption()
+    if jax.process_count() > peers.job.count:
+        raise UserError(
+            "Several processes agree on when to save by way of scalejax.train.distributed.initialize. Call it in the "
+            "place of jax.distributed.initialize."
+        )
     runs = _bind(experiment, console)
     timer = StepTimer(in_flight=runs[0].in_flight - 1)
     with (
         RunFolder(run_folder.choose(workdir, recipe, resume)) as folder,
         _checkpointer(folder.checkpoints, runs[0]) as checkpoints,
     ):
+        preemption.watch(lambda: checkpoints.complete)
         start = folder.resume_step(resume, checkpoints.latest(), steps=experiment.total_steps)
         if start is not None and resume == "auto":
             start = _back_to_intact(checkpoints, start, console)
@@ -99,7 +114,7 @@ def train(
             if start is not None and unscored and run.scores_at(start):
                 with timer.phase("evaluation"):
                     host = run.evaluate(state, host, start, saved=True)
-            state, host = _steps(run, records, state, host, start or 0)
+            state, host = _steps(run, records, state, host, start or 0, preemption)
             for following in later:
                 del state
                 run.end()
@@ -107,7 +122,7 @@ def train(
                 with timer.phase("compile"), progress.compiling("state"):
                     state, host = _state_of(run, runs, checkpoints, run.phase.start, console)
                 run.attach(records)
-                state, host = _steps(run, records, state, host, run.phase.start)
+                state, host = _steps(run, records, state, host, run.phase.start, preemption)
             closing = run.close(state, host)
             closing |= _what_ran(run, recipe, environment)
             if damaged := checkpoints.damaged():
@@ -236,14 +251,19 @@ def _become(checkpoints: Checkpointer, run: Run) -> None:
     checkpoints.become(policy, run.identity(), better=better, frozen=run.frozen)
 
 
-def _steps(run: Run, records: Records, state: Any, host: HostState, start: int) -> tuple[Any, HostState]:
+def _steps(
+    run: Run, records: Records, state: Any, host: HostState, start: int, preemption: Preemption
+) -> tuple[Any, HostState]:
     """Runs the steps of a phase after `start`."""
     experiment, stop = run.experiment, run.phase.stop
     timer, every, progress = records.timer, experiment.checkpoints.every, records.progress
+    # A save drains this pipeline, and the numbers change: then a run that is asked to end does so at the next one.
+    any_step = experiment.tables.pipeline != "stale"
+    saved_at, ending = time.monotonic(), False
     with run.feed(host, stop - start, start + 1) as feed:
-        saved = True  # what a run goes on from
+        planned = bool(every and start % every == 0)  # a save by the clock must not decide where a run ends
         for step in range(start + 1, stop + 1):
-            if saved and run.ends_early(host, step - 1):
+            if planned and run.ends_early(host, step - 1):
                 break
             host = run.before_step(state, host, step)
             with timer.phase("data_wait"):
@@ -251,6 +271,7 @@ def _steps(run: Run, records: Records, state: Any, host: HostState, start: int) 
             first = step == start + 1
             with timer.phase("compile" if first else "dispatch"), progress.compiling("step") if first else _NOTHING:
                 state, loss = feed.step(state)
+                preemption.trained = step
                 if first:
                     loss.block_until_ready()
             timer.step_done(examples=examples, output=loss, amounts=feed.amounts)
@@ -259,10 +280,21 @@ def _steps(run: Run, records: Records, state: Any, host: HostState, start: int) 
             if last or step % experiment.log_every == 0:
                 state, host, window = run.log(state, host, step)
                 progress.window(step, run.phase.name, float(loss), window)
-            saved = last or bool(every and step % every == 0)
+            if distributed.is_primary() and time.monotonic() - saved_at >= experiment.save_seconds:
+                peers.job.ask(peers.SAVE)
+                saved_at = time.monotonic()
+            asked = peers.job.reached(step)
+            ending = ending or asked == peers.END
+            planned = last or bool(every and step % every == 0)
+            saved = planned or bool(asked and any_step)
             if saved:
                 with timer.phase("checkpoint"):
+                    preemption.leaving = ending
                     run.save(state, host, step)
+                    if ending:
+                        records.checkpoints.wait()
+                        raise preemption.ended(step)
+                saved_at = time.monotonic()
             if run.scores_at(step):
                 with timer.phase("evaluation"):
                     host = run.evaluate(state, host, step, saved)

@@ -140,13 +140,14 @@ def test_other_exceptions_are_bugs_and_are_raised(invoke, example, loop, tmp_pat
         invoke("train", example, "--workdir", str(tmp_path))
 
 
-def test_interruption_says_how_to_resume(invoke, example, loop, tmp_path):
-    def train(*arguments, **named):
-        raise KeyboardInterrupt
+def test_a_run_that_was_asked_to_end_says_how_to_go_on(invoke, example, loop, tmp_path):
+    def train(*arguments, preemption, **named):
+        raise preemption.ended(5)
 
     loop.train = train
     result = invoke("train", example, "--set", "steps=7", "--workdir", str(tmp_path / "run"))
-    assert result.exit_code == 130
+    assert result.exit_code == 75
+    assert "saved after step 5" in result.stderr
     assert f"scalejax train {example} --set=steps=7 --workdir={tmp_path}/run" in result.stderr
 
 
@@ -172,7 +173,7 @@ def test_json_of_a_bad_recipe_prints_no_json(invoke, example):
     assert json.loads(invoke("recipes", example, "--json").stdout)["experiment"]["fields"]["steps"] == 10
 
 
-def test_ctrl_c_in_a_process_of_its_own_is_status_130(tmp_path):
+def test_ctrl_c_before_anything_is_trained_is_status_75_at_once(tmp_path):
     (tmp_path / "waits.py").write_text(
         "import time\ndef f() -> 'Experiment':\n    print('waiting', flush=True)\n    time.sleep(60)\n"
     )
@@ -190,4 +191,5 @@ def test_ctrl_c_in_a_process_of_its_own_is_status_130(tmp_path):
         assert process.stdout.readline() == "waiting\n"
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr) == (130, "Interrupted.\n")
+    assert process.returncode == 75
+    assert stderr == "Asked to end; all that was trained is saved. Go on with: scalejax train waits.py\n"

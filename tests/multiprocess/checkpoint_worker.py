@@ -46,9 +46,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int)
     parser.add_argument("--process-id", type=int)
     options = parser.parse_args()
-    distributed.initialize(
-        options.coordinator, options.processes, options.process_id, timeout_s=60, heartbeat_timeout_s=20
-    )
+    distributed.initialize(options.coordinator, options.processes, options.process_id, timeout_s=60, peer_timeout_s=20)
     if options.command == "lock":
         try:
             with RunFolder(options.folder):

@@ -36,7 +36,7 @@ class Worker:
         return self.stdout_path.read_text(encoding="utf-8")
 
     def kill(self) -> None:
-        """SIGKILL to it and its children (jax.distributed swallows SIGTERM)."""
+        """SIGKILL to it and its children."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from scalejax.errors import UserError
+from scalejax.errors import TemporaryFailure, UserError
 from scalejax.train import distributed
 
 
@@ -43,7 +43,7 @@ def test_a_silent_coordinator_is_one_message_instead_of_an_abort():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    with pytest.raises(UserError, match="process 1 found nobody listening there within 1 s"):
+    with pytest.raises(TemporaryFailure, match="process 1 found process 0 absent: nobody answered there within 1 s"):
         distributed.initialize(f"127.0.0.1:{port}", 2, 1, timeout_s=1)
 
 

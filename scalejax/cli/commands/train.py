@@ -99,65 +99,95 @@ def train(
     coordinator: options.Coordinator = None,
     processes: options.Processes = None,
     process_id: options.ProcessId = None,
+    peer_timeout: Annotated[
+        float,
+        typer.Option("--peer-timeout", metavar="SECONDS", help="Several processes: silence after which one is gone."),
+    ] = 30,
+    deadline: Annotated[
+        str | None,
+        typer.Option(
+            "--deadline",
+            metavar="WHEN",
+            help="Save and end, with status 75, --grace before this time (2026-11-24T18:30) or in so many seconds. "
+            "Default: the end of the Slurm job.",
+        ),
+    ] = None,
+    grace: Annotated[
+        float,
+        typer.Option(
+            "--grace", metavar="SECONDS", help="After SIGTERM, SIGINT or --deadline: how long it may take to save."
+        ),
+    ] = 30,
 ) -> None:
     """Train a recipe into a run folder."""
     environment.prepare(cpu_devices=cpu_devices)
-    from scalejax import configs
-    from scalejax.configs import discovery, own_table, serialization
+    from scalejax.train import preemption
 
     sets = sets or []
     fields = {"label": label, "positive": positive, "weight": weight, "time": time, "leave_out": tuple(leave_out or ())}
-    own = None if data is None else _on_table(recipe, data, fields, sets)
-    if own is not None:
-        recipe, sets = own.recipe, list(own.sets)
-    elif given := [name for name, value in fields.items() if value]:
-        raise UserError(f"--{given[0].replace('_', '-')} {fields[given[0]]}: goes with --data FILE. Add it.")
-    experiment = configs.load(recipe, sets)
-    record = serialization.record(recipe, sets, experiment)
+    job = {"cpu_devices": cpu_devices, "coordinator": coordinator, "processes": processes, "process_id": process_id}
+    again = ["scalejax", "train", recipe, *(f"--set={s}" for s in sets)]
+    again += _words({"data": data} | fields | job | {"workdir": workdir})
+    ends = preemption.deadline(deadline, grace)
+    with preemption.Preemption(deadline=ends, grace_s=grace, again=shlex.join(again)) as heard:
+        from scalejax import configs
+        from scalejax.configs import discovery, own_table, serialization
 
-    from scalejax.train import distributed, loop, run_folder
-    from scalejax.train.reports import console as closing
-    from scalejax.train.reports import progress as progresses
-    from scalejax.train.reports import report
+        own = None if data is None else _on_table(recipe, data, fields, sets)
+        if own is not None:
+            recipe, sets = own.recipe, list(own.sets)
+        elif words := _words(fields):
+            raise UserError(f"{words[0]}: goes with --data FILE. Add it.")
+        experiment = configs.load(recipe, sets)
+        record = serialization.record(recipe, sets, experiment)
 
-    distributed.initialize(coordinator, processes, process_id)
-    _check_memory(experiment)
-    primary = distributed.is_primary()
-    name = discovery.find(recipe).slug
-    folder = run_folder.choose(workdir, name, resume.value)
-    console = output.console(stderr=log is Log.json) if primary else None
-    progress = progresses.shown_on(console)
-    if own is not None and console is not None:
-        console.print(own.shown())
-    try:
-        with output.native_output_to_stderr() if log is Log.json else contextlib.nullcontext(sys.stdout) as stdout:
-            if primary and log is Log.json:
-                progress = progresses.JsonLines(stdout)
-            summary = loop.train(
-                experiment,
-                workdir=folder,
-                resume=resume.value,
-                recipe=name,
-                record=record,
-                console=console,
-                progress=progress,
-            )
-            progress.done(summary)
-    except KeyboardInterrupt as error:
-        if primary:
-            again = shlex.join(["scalejax", "train", recipe, *(f"--set={s}" for s in sets), f"--workdir={folder}"])
-            print(f"Interrupted. Resume with: {again}", file=sys.stderr)
-        raise typer.Exit(130) from error
-    except UserError:
-        if primary and workdir is None:
-            with contextlib.suppress(OSError):
-                folder.rmdir()  # only if it is empty: a run that could not begin leaves nothing behind
-        raise
+        from scalejax.train import distributed, loop, run_folder
+        from scalejax.train.reports import console as closing
+        from scalejax.train.reports import progress as progresses
+        from scalejax.train.reports import report
+
+        distributed.initialize(coordinator, processes, process_id, peer_timeout_s=peer_timeout)
+        _check_memory(experiment)
+        primary = distributed.is_primary()
+        name = discovery.find(recipe).slug
+        folder = run_folder.choose(workdir, name, resume.value)
+        console = output.console(stderr=log is Log.json) if primary else None
+        progress = progresses.shown_on(console)
+        if own is not None and console is not None:
+            console.print(own.shown())
+        if workdir is None:
+            heard.again += " " + shlex.quote(f"--workdir={folder}")
+        try:
+            with output.native_output_to_stderr() if log is Log.json else contextlib.nullcontext(sys.stdout) as stdout:
+                if primary and log is Log.json:
+                    progress = progresses.JsonLines(stdout)
+                summary = loop.train(
+                    experiment,
+                    workdir=folder,
+                    resume=resume.value,
+                    recipe=name,
+                    record=record,
+                    console=console,
+                    progress=progress,
+                    preemption=heard,
+                )
+                progress.done(summary)
+        except UserError:
+            if primary and workdir is None:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()  # only if it is empty: a run that could not begin leaves nothing behind
+            raise
     if console is not None and log is Log.text:
         console.print(closing.closing_table(summary, report.read_described(folder)))
         if own is not None:
             own.write(folder / own_table.FILE)
         _print_next(folder, recipe, sets, cpu_devices, experiment, summary)
+
+
+def _words(options: dict[str, Any]) -> list[str]:
+    """Options as they are typed, those that were given."""
+    lists = {name: value if isinstance(value, tuple) else (value,) for name, value in options.items()}
+    return [f"--{name.replace('_', '-')}={one}" for name, values in lists.items() for one in values if one is not None]
 
 
 def _on_table(recipe: str, path: pathlib.Path, fields: dict[str, Any], sets: list[str]) -> "TableRecipe":

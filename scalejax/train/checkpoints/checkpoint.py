@@ -104,6 +104,8 @@ class Checkpointer:
         self._finisher: threading.Thread | None = None
         self._error: BaseException | None = None
         self._newest_saved: int | None = None
+        self.complete = 0
+        """The newest step that this object saved and that is on disk, as process 0 knows; 0 before the first."""
         self._base: tuple[int, int] | None = None  # step and updates of the checkpoint that the state comes from
         self._intact: int | None = None  # the step whose files have been compared with their digests
         self.become(policy, identity, better=better, frozen=frozen)
@@ -530,6 +532,7 @@ class Checkpointer:
             self._arrays_store().wait()
             if distributed.is_primary():
                 self._commit(manifest)
+                self.complete = manifest.step
                 self._remove_others()
         except BaseException as error:
             self._error = disk.explain(error, self._cannot_save(manifest.step)) or error

@@ -1,0 +1,169 @@
+"""Processes that watch each other, as threads of small scripts: who is missing, who is a stranger, where all stop."""
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from scalejax.errors import TemporaryFailure, UserError
+from scalejax.train import peers
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def joined(count, timeout_s=30.0):
+    """The `Peers` of all processes of a job, which are threads here."""
+    port, found = free_port(), {}
+
+    def join(number):
+        own = peers.Peers()
+        own.watch(peers.join("127.0.0.1", port, count, number, timeout_s), number, count, timeout_s)
+        found[number] = own
+
+    threads = [threading.Thread(target=join, args=[number]) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(count):
+        found[number].present(found[0].token)
+    return found
+
+
+def script(body, *arguments):
+    """A process that runs a few lines with `peers` at hand."""
+    program = f"import socket, sys, time\nfrom scalejax.train import peers\n{body}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+WATCH = """
+port, count, number = map(int, sys.argv[1:4])
+peers.job.watch(peers.join('127.0.0.1', port, count, number, 20), number, count, 2)
+"""
+
+
+def test_all_processes_save_or_end_after_the_same_step():
+    found = joined(3)
+    stops = {number: [] for number in found}
+
+    def steps(number):
+        for step in range(1, 400):
+            time.sleep(0.0002 * (number + 1))
+            if (what := found[number].reached(step)) != peers.GO_ON:
+                stops[number].append((step, what))
+
+    threads = [threading.Thread(target=steps, args=[number]) for number in found]
+    for thread in threads:
+        thread.start()
+    for asking, what in ((0, peers.SAVE), (2, peers.SAVE), (1, peers.END), (0, peers.END)):
+        time.sleep(0.015)
+        found[asking].ask(what)
+    for thread in threads:
+        thread.join()
+    assert stops[0] == stops[1] == stops[2]
+    assert [what for _, what in stops[0]][-1] == peers.END
+    assert 2 <= len(stops[0]) <= 4
+
+
+def test_a_process_alone_stops_after_the_running_step():
+    alone = peers.Peers()
+    assert [alone.reached(step) for step in (1, 2)] == [peers.GO_ON] * 2
+    alone.ask(peers.SAVE)
+    alone.ask(peers.END)
+    assert alone.reached(3) == peers.SAVE
+    assert [alone.reached(step) for step in (4, 5)] == [peers.END, peers.GO_ON]
+
+
+def test_absent_processes_are_named_to_those_that_came():
+    port, said = free_port(), {}
+
+    def join(number):
+        with pytest.raises(TemporaryFailure) as failure:
+            peers.join("127.0.0.1", port, 4, number, 1.5)
+        said[number] = str(failure.value)
+
+    threads = [threading.Thread(target=join, args=[number]) for number in (0, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert said[0].startswith("processes 1, 3 of 4 did not come within 1.5 s. Nothing was trained.")
+    assert said[2].startswith("process 1 and 1 more of 4 did not come in time, says process 0.")
+
+
+def test_an_absent_process_0_is_named():
+    with pytest.raises(TemporaryFailure, match=r"process 1 found process 0 absent: nobody .* within 0\.3 s"):
+        peers.join("127.0.0.1", free_port(), 2, 1, 0.3)
+
+
+def test_processes_that_count_otherwise_are_refused():
+    port = free_port()
+
+    def come():
+        with pytest.raises(TemporaryFailure):
+            peers.join("127.0.0.1", port, 3, 2, 1)
+
+    other = threading.Thread(target=come)
+    other.start()
+    with pytest.raises(UserError, match="--processes is 2 for process 0 and 3 for process 2"):
+        peers.join("127.0.0.1", port, 2, 0, 20)
+    other.join()
+
+
+def test_what_is_no_process_of_the_job_is_sent_away():
+    port, found = free_port(), {}
+    first = threading.Thread(target=lambda: found.update({0: peers.join("127.0.0.1", port, 2, 0, 20)}))
+    first.start()
+    for data in (b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, b"", b"J" + b"\xff" * 20, b"\0" * 21):
+        while True:
+            try:
+                stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
+                break
+            except OSError:
+                time.sleep(0.01)
+        with stranger:
+            stranger.sendall(data)
+            with contextlib.suppress(OSError):  # sent away before it had spoken
+                stranger.shutdown(socket.SHUT_WR)
+                assert stranger.recv(100) == b""
+    connection = peers.join("127.0.0.1", port, 2, 1, 20)[0]
+    first.join()
+    assert found[0][1].getpeername() == connection.getsockname()
+
+
+@pytest.mark.parametrize(
+    ("other", "status", "said"),
+    [
+        ("time.sleep(1); import os; os._exit(1)", 75, r"Error: process 1 is gone since \S+: its connection closed"),
+        ("peers.job.present(1); time.sleep(9)", 75, "Error: process 1 did not present the token of this job"),
+        (
+            "peers.job._send = lambda *a, **k: None; time.sleep(9)",
+            75,
+            r"process 1 is silent since \S+, for more than 2 s",
+        ),
+        ("peers.job.leave(2); time.sleep(9)", 2, "process 1 ended with status 2"),
+        ("peers.job.leave(0); time.sleep(0.1)", 0, "^$"),
+    ],
+    ids=["killed", "stranger", "silent", "ended", "done"],
+)
+def test_a_process_that_is_gone_ends_the_others_with_a_line(other, status, said):
+    port = free_port()
+    first = script(f"{WATCH}peers.job.present(peers.job.token); time.sleep(6)", port, 2, 0)
+    second = script(WATCH + other, port, 2, 1)
+    message = first.communicate(timeout=60)[1]
+    second.kill()
+    second.communicate()
+    assert (first.returncode, len(message.splitlines())) == (status, 1 if status else 0), message
+    assert re.search(said, message)
