@@ -137,7 +137,7 @@ def train(
         if own is not None:
             recipe, sets = own.recipe, list(own.sets)
         elif words := _words(fields):
-            raise UserError(f"{words[0]}: goes with --data FILE. Add it.")
+            raise UserError(f"{words[0].replace('=', ' ', 1)}: goes with --data FILE. Add it.")
         experiment = configs.load(recipe, sets)
         record = serialization.record(recipe, sets, experiment)
 
