@@ -21,7 +21,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from scalejax.errors import TemporaryFailure, UserError
@@ -71,7 +71,9 @@ class Peers:
     """
 
     def __init__(self) -> None:
-        self.process, self.count, self.again, self.asked, self.token = 0, 1, "", _nothing, None
+        self.process, self.count, self.again = 0, 1, ""
+        self.asked: Callable[[], object] = _nothing
+        self.token: int | None = None
         self._connections: dict[int, socket.socket] = {}
         self._timeout_s = float(TIMEOUT_S)
         self._agreed = threading.Condition()

@@ -1,5 +1,6 @@
 """Processes of one run: one that is killed, stopped, absent or asked to end, and what becomes of the others."""
 
+import itertools
 import re
 import signal
 import time
@@ -42,22 +43,18 @@ def whole(recipes, tmp_path_factory):
     return run
 
 
+ENDED = {"both asked": (15, (0, 1)), "one asked": (15, (1,)), "one killed": (9, (1,)), "0 killed": (9, (0,))}
+DEFAULT = [("both asked", "compile", "click"), ("one asked", "step", "click"), ("0 killed", "save", "click")]
 CASES = [
-    pytest.param(number, who, moment, kind, marks=[] if case in {(15, 0), (9, 2)} else pytest.mark.slow)
-    for number, who in (
-        (signal.SIGTERM, (0, 1)),
-        (signal.SIGTERM, (1,)),
-        (signal.SIGKILL, (1,)),
-        (signal.SIGKILL, (0,)),
-    )
-    for place, (moment, kind) in enumerate((m, k) for k in SETS for m in ("compile", "step", "save", "evaluation"))
-    for case in [(int(number), place)]
+    pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow)
+    for case in itertools.product(ENDED, ("compile", "step", "save", "evaluation"), SETS)
 ]
 
 
-@pytest.mark.parametrize(("number", "who", "moment", "kind"), CASES)
-def test_processes_that_are_ended_go_on_to_the_same_bits(recipes, whole, tmp_path, number, who, moment, kind):
-    workdir = tmp_path / "run"
+@pytest.mark.parametrize(("ended", "moment", "kind"), CASES)
+def test_processes_that_are_ended_go_on_to_the_same_bits(recipes, whole, tmp_path, ended, moment, kind):
+    (value, who), workdir = ENDED[ended], tmp_path / "run"
+    number = signal.Signals(value)
     run = typed_run.start(arguments(recipes, kind, workdir), 2, tmp_path)
     sent = typed_run.interrupt(run, number, typed_run.moments(workdir, EVALUATED[kind])[moment], 0, who)
     statuses = run.wait()
