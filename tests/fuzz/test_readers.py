@@ -28,8 +28,8 @@ def fuzz(reader: str, *options: str) -> None:
 @pytest.mark.parametrize(
     ("reader", "bits"),
     [
-        ("arrow", "60"),
-        ("arrow-format-1", "60"),
+        ("arrow", "40"),
+        ("arrow-format-1", "40"),
         *(pytest.param(reader, "700", marks=pytest.mark.slow) for reader in ("arrow", "arrow-format-1")),
         *(pytest.param(reader, "150", marks=pytest.mark.slow) for reader in ("corpus", "manifest", "npz", "rows")),
     ],
@@ -41,7 +41,7 @@ def test_a_flipped_bit_is_harmless_or_refused(reader: str, bits: str) -> None:
 @pytest.mark.default_cases("npz")
 @pytest.mark.parametrize("reader", ["npz", "safetensors", "shards", "plan", "jsonl", "edges", "parquet"])
 def test_files_of_the_right_form_are_read_or_refused(reader: str) -> None:
-    fuzz(reader, "--structures", "60")
+    fuzz(reader, "--structures", "40")
 
 
 @pytest.mark.slow
