@@ -158,11 +158,12 @@ def report(rows: list[dict[str, Any]]) -> str:
         "features as the others.",
     ]
     for title, cases in (("Tables on which the defaults were chosen", TUNED), ("Tables looked at once", UNSEEN)):
+        cases = [case for case in cases if any(row["table"] == case.name for row in rows)]
+        if not cases:
+            continue
         head = ["table", "rows", "positive", "boosting", *MODELS, "DCNv2 - boosting"]
         lines += ["", f"## {title}", "", f"| {' | '.join(head)} |", "|---|" + "---:|" * (len(head) - 1)]
         for case in cases:
-            if not any(row["table"] == case.name for row in rows):
-                continue
             frame = load(case)
             rate = (frame[case.label].astype(str) == case.positive).mean()
             mean = {
