@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from scalejax.inference.text import Completion, Writer
     from scalejax.models.llm.model_folder import LanguageModel
 
+_TOKENS = 128
+
 
 def generate(
     folder: Annotated[
@@ -37,7 +39,14 @@ def generate(
             help='A file that is one prompt, or FILE.jsonl: a string or {"prompt": ...} a line; may be repeated.',
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", metavar="N", help="New tokens of each prompt.")] = 128,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            metavar="N",
+            help="New tokens of each prompt. Default: 128, or fewer where the model has no positions for them.",
+        ),
+    ] = None,
     temperature: Annotated[
         float,
         typer.Option("--temperature", metavar="T", help="0: always the most probable token; 1: as the model says."),
@@ -88,6 +97,9 @@ def generate(
     begin = time.perf_counter()
     writer = _load(model, made, dtype, weights)
     loaded_s = time.perf_counter() - begin
+    if max_tokens is None:
+        longest = max(len(writer.encode(prompt)) for prompt in prompts)
+        max_tokens = max(1, min(_TOKENS, writer.engine.config.max_positions - longest))
     asked = {"max_tokens": max_tokens, "sampling": sampling, "stop": tuple(stop or ())}
     begin = time.perf_counter()
     if len(prompts) == 1 and samples == 1:

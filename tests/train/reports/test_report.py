@@ -288,7 +288,7 @@ def _marks(svg, colour):
 def test_few_points_are_marked_and_many_are_a_line():
     blue, orange = figures.COLOURS[:2]
     for windows, evaluations in ((1, 1), (2, 2), (200, 3), (200, 100)):
-        points = [(float(step), 1 / (1 + step)) for step in range(max(windows, evaluations))]
+        points = [(float(step), 1 / step) for step in range(1, 1 + max(windows, evaluations))]
         svg = figures.curve("Loss", points[:windows], {"validation": points[:evaluations]})
         assert _marks(svg, blue) == (windows if windows < 30 else 0)
         assert _marks(svg, orange) == (evaluations if evaluations < 30 else 0)
