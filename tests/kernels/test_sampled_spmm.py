@@ -646,7 +646,7 @@ def test_a_graph_is_planned_outside_of_jit():
         (lambda p, c, h: spmm(p, h[:, 0]), "floating-point matrix"),
         (lambda p, c, h: spmm(p, h.astype(jnp.int8)), "Int8Rows"),
         (lambda p, c, h: spmm(p, Int8Rows(h, jnp.ones(50))), "int8 codes"),
-        (lambda p, c, h: spmm(c, h), r"plan must be a SparsePlan; got Csr. Pass plan\(csr\)"),
+        (lambda p, c, h: spmm(c, h), r"plan must be a SparsePlan; got Csr. Pass sparse_plan\(csr\)"),
         (lambda p, c, h: sddmm(c, h, h), "plan must be a SparsePlan; got Csr"),
         (lambda p, c, h: segment_softmax(c, h), "plan must be a SparsePlan; got Csr"),
         (lambda p, c, h: sparse_plan(_matrix(c)), r"must be a Csr; got csr_matrix.*Csr\.from_scipy"),
