@@ -16,7 +16,17 @@ _SUBPACKAGES = ("bench", "cli", "compat", "configs", "data", "models", "nn", "op
 __all__ = ["__version__", *_SUBPACKAGES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from scalejax import bench, cli, compat, configs, data, models, nn, optim, parallel, plan, train
+    from scalejax import bench as bench
+    from scalejax import cli as cli
+    from scalejax import compat as compat
+    from scalejax import configs as configs
+    from scalejax import data as data
+    from scalejax import models as models
+    from scalejax import nn as nn
+    from scalejax import optim as optim
+    from scalejax import parallel as parallel
+    from scalejax import plan as plan
+    from scalejax import train as train
 
 
 def __getattr__(name: str) -> Any:
