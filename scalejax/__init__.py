@@ -19,23 +19,21 @@ _SUBPACKAGES = (
 __all__ = ["__version__", *_SUBPACKAGES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from scalejax import (
-        bench,
-        cli,
-        compat,
-        configs,
-        data,
-        inference,
-        kernels,
-        models,
-        nn,
-        numerics,
-        optim,
-        parallel,
-        plan,
-        surgery,
-        train,
-    )
+    from scalejax import bench as bench
+    from scalejax import cli as cli
+    from scalejax import compat as compat
+    from scalejax import configs as configs
+    from scalejax import data as data
+    from scalejax import inference as inference
+    from scalejax import kernels as kernels
+    from scalejax import models as models
+    from scalejax import nn as nn
+    from scalejax import numerics as numerics
+    from scalejax import optim as optim
+    from scalejax import parallel as parallel
+    from scalejax import plan as plan
+    from scalejax import surgery as surgery
+    from scalejax import train as train
 
 
 def __getattr__(name: str) -> Any:

@@ -1,16 +1,26 @@
 """The only place that knows differences between jax versions."""
 
+# pyright: reportPrivateUsage=false
+
 import ctypes
 import importlib
 import importlib.util
 import inspect
 import signal
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax._src import clusters
+
+P = ParamSpec("P")
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_Segments = tuple[jax.Array | None, jax.Array | None]
+"""Of queries and of keys; both or none."""
 
 
 def detected_processes() -> int:
@@ -64,7 +74,26 @@ def has_scaled_matmul(platform: str) -> bool:
     return platform == "gpu" or (major, minor) >= (0, 12)
 
 
-def copy_from_subcore(source: Any, destination: Any) -> None:
+class WithDerivative(Protocol[P, T_co]):
+    """A function whose derivative is set by `defvjp`, as `jax.custom_vjp` has it."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T_co: ...
+
+    def defvjp(
+        self, fwd: Callable[..., tuple[object, object]], bwd: Callable[..., object], symbolic_zeros: bool = False
+    ) -> None: ...
+
+
+def custom_vjp(*nondiff_argnums: int) -> Callable[[Callable[P, T]], WithDerivative[P, T]]:
+    """`jax.custom_vjp` that keeps the function's signature for type checkers, which jax's own forgets."""
+
+    def decorate(function: Callable[P, T]) -> WithDerivative[P, T]:
+        return cast("WithDerivative[P, T]", jax.custom_vjp(function, nondiff_argnums=nondiff_argnums))
+
+    return decorate
+
+
+def copy_from_subcore(source: object, destination: object) -> None:
     """A synchronous copy out of the memory of a SparseCore's vector subcore.
 
     From 0.12 on such a copy completes without a semaphore, and jax warns where it is given one.
@@ -104,7 +133,7 @@ def splash_kernel(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     if causal and window is not None:
-        mask: Any = masks.LocalMask(lengths, (window - 1, 0), offset)
+        mask = masks.LocalMask(lengths, (window - 1, 0), offset)
     else:
         mask = masks.CausalMask(lengths, offset) if causal else masks.FullMask(lengths)
     sizes = splash.BlockSizes(
@@ -137,7 +166,7 @@ def splash_forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, H, S, D], lse float32[B, H, S]) of scaled q [B, H, S, D], k and v [B, K, T, D]."""
 
-    def of_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: Any) -> Any:
+    def of_row(q: jax.Array, k: jax.Array, v: jax.Array, segments: _Segments) -> tuple[jax.Array, jax.Array]:
         out, (lse,) = kernel(q, k, v, _splash_segments(segments))
         return out, lse
 
@@ -163,7 +192,7 @@ def splash_backward(
 
     said, sizes = kernel.kwargs, kernel.kwargs["block_sizes"]
     layouts = {name: getattr(sizes, name) for name in ("q_layout", "k_layout", "v_layout")}
-    common = {
+    common: dict[str, Any] = {
         "is_mqa": False,
         "mask_value": said["mask_value"],
         "attn_logits_soft_cap": None,
@@ -173,8 +202,8 @@ def splash_backward(
     }
 
     def of_row(
-        q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, lse: jax.Array, d_out: jax.Array, di: jax.Array
-    ) -> Any:
+        q: jax.Array, k: jax.Array, v: jax.Array, segments: _Segments, lse: jax.Array, d_out: jax.Array, di: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         operands = (q, k, v, _splash_segments(segments), None, lse, d_out, di)
         _, d_k, d_v = splash._splash_attention_bwd_dkv(
             *operands,
@@ -193,10 +222,11 @@ def splash_backward(
     return jax.vmap(of_row)(q, k, v, (query_segments, key_segments), lse, d_out, correction)
 
 
-def _splash_segments(segments: tuple[Any, Any]) -> Any:
+def _splash_segments(segments: _Segments) -> object:
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    return None if segments[0] is None else splash.SegmentIds(*segments)
+    queries, keys = segments
+    return None if queries is None or keys is None else splash.SegmentIds(queries, keys)
 
 
 def cudnn_version() -> int | None:
@@ -250,8 +280,8 @@ def cudnn_attention_gradients(
 
     none = jnp.zeros(0, q.dtype)
     rule = cudnn._dot_product_attention_bwd_rule
-    modified: tuple[Any, ...] = ((),) if "score_mod" in inspect.signature(rule).parameters else ()
-    given: dict[str, Any] = {
+    modified: tuple[tuple[()], ...] = ((),) if "score_mod" in inspect.signature(rule).parameters else ()
+    given: dict[str, object] = {
         "scale": scale,
         "seed": 42,
         "dropout_rate": 0.0,

@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from scalejax import compat
 from scalejax.nn.linear import wide
 from scalejax.numerics.quantized import products
 from scalejax.numerics.quantized.rules import QuantizationRule
@@ -167,7 +168,7 @@ def _automatic_axes(positions: int) -> tuple[tuple[str, ...], P]:
 
 # The derivative is that of the sum over devices, with no shard_map in it: jax 0.10 to 0.12 cannot differentiate one
 # that stands in another, as this one does where a surrounding shard_map has made rows manual.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _sum(cut: _Cut, x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
     return cut.run(functools.partial(_value, cut), x, weight, targets, weights)[0]
 

@@ -1,6 +1,5 @@
 """Layers that normalise: LayerNorm, RMSNorm and BatchNorm, with statistics in float32 or wider."""
 
-import functools
 from typing import Literal
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from scalejax import compat
 from scalejax.nn.linear import wide
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
 from scalejax.parallel.mesh import BATCH_AXES
@@ -33,7 +33,7 @@ class LayerNorm(nnx.Module):
         return y.astype(self.compute_dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@compat.custom_vjp(3)
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
     """LayerNorm over the last axis: x float[..., D], scale and bias float[1, ..., D], all of the dtype of the result.
 

@@ -3,10 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from scalejax import compat
 from scalejax.nn.linear import wide
 
 
-@jax.custom_vjp
+@compat.custom_vjp()
 def products(x: jax.Array, z: jax.Array) -> jax.Array:
     """Inner products of each example's vectors: float[n, B, d], float[k, B, d] -> wide[B, n, k].
 

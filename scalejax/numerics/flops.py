@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -84,7 +84,7 @@ def _walk(jaxpr: core.Jaxpr, times: int, sums: collections.Counter[tuple[str, st
     return unbounded
 
 
-def _pallas(eqn: Any, times: int, sums: collections.Counter[tuple[str, str]]) -> int:
+def _pallas(eqn: core.JaxprEqn, times: int, sums: collections.Counter[tuple[str, str]]) -> int:
     estimate = eqn.params.get("cost_estimate")
     if estimate is not None and estimate.flops:
         sums[_kind(eqn)] += times * int(estimate.flops)
@@ -93,8 +93,8 @@ def _pallas(eqn: Any, times: int, sums: collections.Counter[tuple[str, str]]) ->
     return _walk(_open(eqn.params["jaxpr"]), times * math.prod(grid), sums)
 
 
-def _kind(eqn: Any) -> tuple[str, str]:
-    dtypes = [v.aval.dtype for v in eqn.invars if hasattr(v.aval, "dtype")]
+def _kind(eqn: core.JaxprEqn) -> tuple[str, str]:
+    dtypes = [_array(v).dtype for v in eqn.invars if hasattr(v.aval, "dtype")]
     floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating)]
     dtype = (floats or dtypes)[0].name
     precision = eqn.params.get("precision")
@@ -108,22 +108,26 @@ def _kind(eqn: Any) -> tuple[str, str]:
     return dtype, "high" if name in ("high", "tensorfloat32", "bf16_bf16_f32_x3") else "default"
 
 
-def _dot(eqn: Any) -> int:
+def _array(of: core.Var | core.Literal) -> jax.ShapeDtypeStruct:
+    return cast("jax.ShapeDtypeStruct", of.aval)
+
+
+def _dot(eqn: core.JaxprEqn) -> int:
     (contract, _), _ = eqn.params["dimension_numbers"]
-    left = eqn.invars[0].aval.shape
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(left[d] for d in contract)
+    left = _array(eqn.invars[0]).shape
+    return 2 * math.prod(_array(eqn.outvars[0]).shape) * math.prod(left[d] for d in contract)
 
 
-def _convolution(eqn: Any) -> int:
-    kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+def _convolution(eqn: core.JaxprEqn) -> int:
+    kernel, numbers = _array(eqn.invars[1]).shape, eqn.params["dimension_numbers"]
     features = numbers.rhs_spec[0]  # output features; the other dimensions are contracted per output element
     per_output = math.prod(size for d, size in enumerate(kernel) if d != features)
-    return 2 * math.prod(eqn.outvars[0].aval.shape) * per_output
+    return 2 * math.prod(_array(eqn.outvars[0]).shape) * per_output
 
 
-def _ragged(eqn: Any) -> int:
+def _ragged(eqn: core.JaxprEqn) -> int:
     """Each row meets one group, so all rows together cost one dense product, whichever dimension is ragged."""
-    return 2 * math.prod(eqn.invars[0].aval.shape) * eqn.outvars[0].aval.shape[-1]
+    return 2 * math.prod(_array(eqn.invars[0]).shape) * _array(eqn.outvars[0]).shape[-1]
 
 
 def _open(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.Jaxpr:

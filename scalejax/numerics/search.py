@@ -9,7 +9,7 @@ Source: Rouhani et al., ISCA 2023, p. 7.
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -117,8 +117,9 @@ def _noise(x: jax.Array, k1: int, k2: int, d1: int, m: jax.Array, beta: jax.Arra
 
     def one(point: tuple[jax.Array, jax.Array]) -> jax.Array:
         m, beta = point
-        element = cast(Any, elements.signed_magnitude(2))
-        element = dataclasses.replace(element, mantissa_bits=m - 1, max_code=(1 << m) - 1)
+        # An element type of traced widths: its formulas hold for them too.
+        traced = cast(dict[str, int], {"mantissa_bits": m - 1, "max_code": (1 << m) - 1})
+        element = dataclasses.replace(elements.signed_magnitude(2), **traced)
         scale = shared - jnp.clip(shared - own, 0, beta)
         code = elements.magnitude_code(significand, exponent - scale, element, "ties_to_even")
         count, step = elements.counts(code, element)

@@ -32,6 +32,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import AxisType
 
+from scalejax import compat
 from scalejax.kernels.flash_attention import flash_attention, flash_attention_gradients
 from scalejax.kernels.flash_attention.api import LSE_NAME, OUT_NAME, Implementation
 from scalejax.parallel.attention import shard_attention
@@ -242,7 +243,7 @@ def _gathered(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: 
     return flash_attention(q, keys, values, **call.options(positions, segments, key_positions, key_segments))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _gather(axis: str, x: jax.Array) -> jax.Array:
     return _all(axis, x)
 
@@ -282,7 +283,7 @@ def _ranked(x: jax.Array, ranks: int) -> jax.Array:
 # Written out for the ring as a whole. Gradients of the parts alone would need the weights of the parts, that is the
 # cotangents of their log-sum-exps, and all keys and values kept; with the result of the whole row each part of the
 # gradients is exact.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _ring(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any) -> Any:
     def attend(held: Any) -> tuple[jax.Array, jax.Array]:
         keys, values, *where = held

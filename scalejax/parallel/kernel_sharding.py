@@ -6,7 +6,6 @@ under jit these are all axes; inside a shard_map over some axes, the others.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ import jax
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
+from scalejax import compat
 from scalejax.parallel.rules import LogicalAxes, Rules
 
 
@@ -99,7 +99,7 @@ class _Run:
 
 # The derivative is written out because jax 0.10 to 0.12 cannot differentiate a shard_map inside another one: residuals
 # of the inner one are given specs that name axes of the outer.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+@compat.custom_vjp(0, 1)
 def _run(run: _Run, varying: frozenset[str], *args: jax.Array) -> Any:
     return _vary(run.shard_map(run.op, run.in_specs, run.out_specs)(*args), varying)
 

@@ -162,7 +162,7 @@ def to_parquet(
       UserError: a line that is not of the schema.
     """
     files = _text_files(pathlib.Path(source))
-    coder = AvazuData(path=str(source), coding=coding)._fit()
+    coder = AvazuData(path=str(source), coding=coding)._fit()  # pyright: ignore[reportPrivateUsage] (of the same module)
     fields = [pa.field(_LABEL, pa.int8()), pa.field(_HOUR, pa.int32()), pa.field(_DAY, pa.int32())]
     fields += [pa.field(name, pa.int32()) for name in (*CALENDAR, *FEATURES)]
     metadata = {"rows": coder.rows, "coding": coder.digest()}

@@ -35,7 +35,8 @@ into each lane row of 512 bytes, once for a table at rest.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any, Literal
+import types
+from typing import TYPE_CHECKING, Literal, cast
 
 import jax
 import jax.core
@@ -189,7 +190,7 @@ def quantized_bag(
     *,
     weights: jax.Array | None = None,
     pooling: Literal["sum", "mean"] = "sum",
-    dtype: Any = jnp.float32,
+    dtype: jax.typing.DTypeLike = jnp.float32,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
 ) -> jax.Array:
@@ -274,7 +275,7 @@ def pack_lanes(rows: QuantizedRows | CodebookRows) -> LaneRows:
 
 def unpack_lanes(rows: LaneRows) -> QuantizedRows | CodebookRows:
     """The inverse of `pack_lanes`."""
-    return rows.unpack()
+    return cast("QuantizedRows | CodebookRows", rows.unpack())
 
 
 def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 1) -> jax.Array:
@@ -350,7 +351,7 @@ def _choose(rows: PackedRows | LaneRows, implementation: Implementation | None, 
     return "xla" if lacks else chosen
 
 
-def _kernel(name: Implementation) -> Any:
+def _kernel(name: Implementation) -> types.ModuleType:
     # Pallas takes longer to import than all the rest.
     return importlib.import_module(f"scalejax.kernels.block_quant.{name}")
 

@@ -6,12 +6,27 @@ A format is a file of its own: a dataclass of rows with the methods `dequantize`
 
 import dataclasses
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 
 from scalejax.errors import UserError
+
+
+class DecodableRows(Protocol):
+    """Rows whose codes stand alone: with scales and biases, or with a codebook, of each row."""
+
+    @property
+    def codes(self) -> jax.Array: ...
+
+    @property
+    def format(self) -> str: ...
+
+    @property
+    def dim(self) -> int: ...
+
+    def dequantize(self) -> jax.Array: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +45,7 @@ class Encoding:
     beside: int
     shared: int = 0
     book_words: int = 0
-    in_lanes: Callable[..., Any] | None = None
+    in_lanes: Callable[..., "DecodableRows"] | None = None
 
     def code_bytes(self, dim: int) -> int:
         """Bytes of the codes of a row of `dim` elements."""

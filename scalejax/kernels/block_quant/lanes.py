@@ -15,13 +15,12 @@ first word.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from scalejax.kernels.block_quant.formats import ENCODINGS
+from scalejax.kernels.block_quant.formats import ENCODINGS, DecodableRows
 
 LANES = 128
 _LANE_ROWS = 1024
@@ -117,11 +116,11 @@ class LaneRows:
         found = self._decodable(take(self.lane_rows, at, self.layout), *parameters).dequantize()
         return jnp.where(inside[:, None], found, 0)
 
-    def unpack(self) -> Any:
+    def unpack(self) -> DecodableRows:
         """See `api.unpack_lanes`."""
         return self._decodable(unpack(self.lane_rows, self.num_rows, self.layout), self.scales, self.biases)
 
-    def _decodable(self, words: jax.Array, scales: jax.Array | None, biases: jax.Array | None) -> Any:
+    def _decodable(self, words: jax.Array, scales: jax.Array | None, biases: jax.Array | None) -> DecodableRows:
         """Rows of words, int32[N, w], with scales and biases of their own and all else that of these."""
         encoding = ENCODINGS[self.format]
         assert encoding.in_lanes is not None
@@ -131,7 +130,7 @@ class LaneRows:
         return encoding.in_lanes(codes=codes, **own, format=self.format, dim=self.dim)
 
 
-def pack_rows(rows: Any) -> LaneRows:
+def pack_rows(rows: DecodableRows) -> LaneRows:
     """See `api.pack_lanes`."""
     own = vars(rows)
     return LaneRows(

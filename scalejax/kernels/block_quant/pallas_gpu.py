@@ -9,7 +9,6 @@ It has been compiled for Hopper and interpreted, and has not run on a GPU.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from scalejax.kernels.block_quant import xla
 from scalejax.kernels.block_quant.formats import ENCODINGS
 from scalejax.kernels.block_quant.scale_bias import QuantizedRows
+from scalejax.kernels.types import Ref
 
 _ELEMENTS = 1024
 """Of the tile of a program; not tuned on a chip."""
@@ -50,7 +50,7 @@ def bag(
     if weights is not None:
         operands["weights"] = weights.astype(jnp.float32)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         ref, out = dict(zip(operands, refs, strict=False)), refs[-1]
         bag = pl.program_id(0) * group + lax.iota(jnp.int32, group)
         column = lax.iota(jnp.int32, columns)

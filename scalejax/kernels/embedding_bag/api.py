@@ -14,16 +14,17 @@ uint32[V, D/2] from `pack_rows`, which is the only form of bfloat16 whose rows a
 """
 
 import dataclasses
-import functools
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+import types
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax import compat
 from scalejax.kernels.embedding_bag import fixed_point, packing, reference, xla
+from scalejax.kernels.embedding_bag.steps import Step
 
 if TYPE_CHECKING:
     from scalejax.kernels.interpretation import Interpret
@@ -225,7 +226,7 @@ def update_rows(
     arrays: tuple[jax.Array, ...],
     plan: RowPlan,
     sums: jax.Array,
-    step: Callable[..., Any],
+    step: Step,
     *,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
@@ -259,7 +260,7 @@ def sum_and_update_rows(
     arrays: tuple[jax.Array, ...],
     plan: RowPlan,
     grads: jax.Array,
-    step: Callable[..., Any],
+    step: Step,
     *,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
@@ -290,7 +291,11 @@ def sum_and_update_rows(
     return update_rows(arrays, plan, sums, step, implementation=chosen, interpret=interpret)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+_BagSaved = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+"""Table, ids, lengths and weights."""
+
+
+@compat.custom_vjp(4, 5, 6)
 def _kernel_bag(
     table: jax.Array,
     ids: jax.Array,
@@ -313,14 +318,14 @@ def _bag_forward(
     pooling: str,
     implementation: Implementation,
     interpret: "Interpret",
-) -> tuple[jax.Array, Any]:
-    pooled: Any = _kernel_bag(table, ids, lengths, weights, pooling, implementation, interpret)
+) -> tuple[jax.Array, _BagSaved]:
+    pooled = _kernel_bag(table, ids, lengths, weights, pooling, implementation, interpret)
     return pooled, (table, ids, lengths, weights)
 
 
 def _bag_backward(
-    pooling: str, implementation: Implementation, interpret: "Interpret", saved: Any, grads: jax.Array
-) -> Any:
+    pooling: str, implementation: Implementation, interpret: "Interpret", saved: _BagSaved, grads: jax.Array
+) -> tuple[jax.Array | None, ...]:
     table, ids, lengths, weights = saved
     if pooling == "mean":
         ends = jnp.minimum(jnp.cumsum(lengths), ids.shape[0])
@@ -339,7 +344,7 @@ def _bag_backward(
 _kernel_bag.defvjp(_bag_forward, _bag_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@compat.custom_vjp(2, 3)
 def _kernel_gather(
     table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: "Interpret"
 ) -> jax.Array:
@@ -348,12 +353,14 @@ def _kernel_gather(
 
 def _gather_forward(
     table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: "Interpret"
-) -> tuple[jax.Array, Any]:
-    rows: Any = _kernel_gather(table, ids, implementation, interpret)
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    rows = _kernel_gather(table, ids, implementation, interpret)
     return rows, (table, ids)
 
 
-def _gather_backward(implementation: Implementation, interpret: "Interpret", saved: Any, grads: jax.Array) -> Any:
+def _gather_backward(
+    implementation: Implementation, interpret: "Interpret", saved: tuple[jax.Array, jax.Array], grads: jax.Array
+) -> tuple[jax.Array | None, None]:
     table, ids = saved
     if table.dtype == jnp.uint32:
         return None, None
@@ -390,12 +397,12 @@ def _choose(
     return implementation
 
 
-def _backend(name: Implementation) -> Any:
+def _backend(name: Implementation) -> types.ModuleType:
     # Pallas takes longer to import than all the rest, and most programs never need it.
     return importlib.import_module(f"scalejax.kernels.embedding_bag.{name}")
 
 
-def _interpreted(implementation: Implementation, interpret: "Interpret") -> dict[str, Any]:
+def _interpreted(implementation: Implementation, interpret: "Interpret") -> dict[str, "Interpret"]:
     if implementation != "sparsecore":
         return {"interpret": interpret}
     if interpret is not False:

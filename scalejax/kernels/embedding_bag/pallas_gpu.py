@@ -22,8 +22,6 @@ compiled for Hopper and interpreted, and have not run on a GPU.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +31,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from scalejax import compat
 from scalejax.kernels.embedding_bag import blocks, steps
+from scalejax.kernels.embedding_bag.steps import Step
+from scalejax.kernels.types import Ref
 
 _TABLES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
@@ -76,7 +76,7 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, interpret: bool = False) ->
     columns = pl.next_power_of_2(width)
     group = max(1, sizes.elements // columns)
 
-    def kernel(ids: Any, table: Any, out: Any) -> None:
+    def kernel(ids: Ref, table: Ref, out: Ref) -> None:
         place = pl.program_id(0) * group + lax.iota(jnp.int32, group)
         column = lax.iota(jnp.int32, columns)
         row = plgpu.load(ids.at[place], mask=place < count, other=-1)
@@ -163,7 +163,7 @@ def sum_and_update_rows(
     slots: jax.Array,
     distinct: jax.Array,
     grads: jax.Array,
-    step: Callable[..., Any],
+    step: Step,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -193,7 +193,7 @@ def update_rows(
     arrays: tuple[jax.Array, ...],
     distinct: jax.Array,
     sums: jax.Array,
-    step: Callable[..., Any],
+    step: Step,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -286,7 +286,7 @@ def _sum(
     group = max(1, sizes.elements // columns)
     operands = _operands(segments, weights, first)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         out = refs[-1]
         segment = pl.program_id(0) * group + lax.iota(jnp.int32, group)
         column = lax.iota(jnp.int32, columns)
@@ -311,7 +311,7 @@ def _update(
     distinct: jax.Array,
     segments: _Segments,
     first: tuple[jax.Array, jax.Array] | None,
-    step: Callable[..., Any],
+    step: Step,
     *,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
@@ -334,7 +334,7 @@ def _update(
     )
     operands = _operands(segments, None, first)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         inputs, rest = refs[: len(operands)], refs[len(operands) :]
         distinct, scalars = rest[0], rest[1 : 1 + len(closed.scalars)]
         tables, updated = rest[-2 * len(arrays) : -len(arrays)], rest[-len(arrays) :]
@@ -385,7 +385,7 @@ def _operands(
 
 
 def _walk(
-    refs: dict[str, Any], segment: jax.Array, column: jax.Array, size: int, unroll: int
+    refs: dict[str, Ref], segment: jax.Array, column: jax.Array, size: int, unroll: int
 ) -> tuple[jax.Array, jax.Array]:
     """float32[segments, columns] sums of the given segments in the order of their places, and their counts."""
     inside = segment < size
@@ -415,13 +415,13 @@ def _walk(
     return lax.fori_loop(0, pl.cdiv(jnp.max(counts), unroll), some, total), counts
 
 
-def _load_tile(ref: Any, row: jax.Array, wanted: jax.Array, column: jax.Array) -> jax.Array:
+def _load_tile(ref: Ref, row: jax.Array, wanted: jax.Array, column: jax.Array) -> jax.Array:
     """Rows of a matrix, zeros where not wanted and past its width."""
     mask = wanted[:, None] & (column < ref.shape[1])[None, :]
     return plgpu.load(ref.at[row[:, None], column[None, :]], mask=mask, other=0)
 
 
-def _store_tile(ref: Any, row: jax.Array, wanted: jax.Array, column: jax.Array, value: jax.Array) -> None:
+def _store_tile(ref: Ref, row: jax.Array, wanted: jax.Array, column: jax.Array, value: jax.Array) -> None:
     mask = wanted[:, None] & (column < ref.shape[1])[None, :]
     plgpu.store(ref.at[row[:, None], column[None, :]], value.astype(ref.dtype), mask=mask)
 

@@ -20,7 +20,6 @@ has no address either; XLA gathers and scatters these 4 bytes.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +30,9 @@ from jax.experimental.pallas import tpu as pltpu
 from scalejax import compat
 from scalejax.errors import UnsupportedError
 from scalejax.kernels.embedding_bag import blocks, packing, steps, xla
+from scalejax.kernels.embedding_bag.steps import Step
 from scalejax.kernels.interpretation import Interpret
+from scalejax.kernels.types import Copy, Number, Ref
 
 _STEPS = 16384
 """Most steps of a lookup: three values each live in scalar memory, beside the ids."""
@@ -76,8 +77,8 @@ def gather_rows(table: jax.Array, ids: jax.Array, *, interpret: Interpret = Fals
     )(ids, table)
 
 
-def _gather_kernel(ids: Any, table: Any, out: Any, arrived: Any, *, block: int) -> None:
-    def copy(row: Any, place: Any) -> Any:
+def _gather_kernel(ids: Ref, table: Ref, out: Ref, arrived: Ref, *, block: int) -> None:
+    def copy(row: Number, place: Number) -> Copy:
         return pltpu.make_async_copy(table.at[pl.ds(row, 1)], out.at[pl.ds(place, 1)], arrived)
 
     @pl.loop(0, block)
@@ -252,13 +253,13 @@ def _schedule(lengths: jax.Array, count: int, block: int, chunk: int) -> tuple[j
 
 
 def _lookup_kernel(
-    starts: Any,
-    block_of: Any,
-    chunk_of: Any,
-    rows: Any,
-    bags: Any,
-    *refs: Any,
-    value: Any,
+    starts: Ref,
+    block_of: Ref,
+    chunk_of: Ref,
+    rows: Ref,
+    bags: Ref,
+    *refs: Ref,
+    value: Callable[..., jax.Array],
     block: int,
     chunk: int,
     ring: int,
@@ -275,7 +276,7 @@ def _lookup_kernel(
     begin = jnp.maximum(starts[mine] - here * chunk, 0)
     end = jnp.minimum(starts[mine + 1] - here * chunk, chunk)
 
-    def copy(row: Any, place: Any) -> Any:
+    def copy(row: Number, place: Number) -> Copy:
         return pltpu.make_async_copy(table.at[pl.ds(row, 1)], buffer.at[pl.ds(place, 1)], arrived.at[place])
 
     def start(j: jax.Array) -> None:
@@ -304,7 +305,7 @@ def update_rows(
     arrays: tuple[jax.Array, ...],
     distinct: jax.Array,
     sums: jax.Array,
-    step: Callable[..., Any],
+    step: Step,
     *,
     interpret: Interpret = False,
 ) -> tuple[jax.Array, ...]:
@@ -408,10 +409,10 @@ def update_rows(
 
 
 def _update_kernel(
-    used: Any,
-    rows: Any,
-    rows_next: Any,
-    *refs: Any,
+    used: Ref,
+    rows: Ref,
+    rows_next: Ref,
+    *refs: Ref,
     closed: steps.ClosedStep,
     wide: list[int],
     narrow: list[int],
@@ -431,12 +432,12 @@ def _update_kernel(
         """Rows of a block that are none of the fillers; no block, no rows."""
         return jnp.where(number < 0, 0, jnp.clip(used[0] - number * block, 0, block))
 
-    def fetch(row: Any, k: int, place: Any, slot: jax.Array) -> Any:
+    def fetch(row: Number, k: int, place: Number, slot: jax.Array) -> Copy:
         return pltpu.make_async_copy(
             tables[k].at[pl.ds(row, 1)], read[k].at[slot, pl.ds(place, 1)], arrived.at[k, slot]
         )
 
-    def put(row: Any, k: int, place: Any, slot: jax.Array) -> Any:
+    def put(row: Number, k: int, place: Number, slot: jax.Array) -> Copy:
         return pltpu.make_async_copy(
             written[k].at[slot, pl.ds(place, 1)], tables[k].at[pl.ds(row, 1)], left.at[k, slot]
         )
@@ -458,13 +459,13 @@ def _update_kernel(
 
     @pl.when(filled(step) > 0)
     def _() -> None:
-        values: list[Any] = [None] * (len(wide) + len(narrow))
+        values: dict[int, jax.Array] = {}
         for k, n in enumerate(wide):
             block_k = read[k][slot]
             values[n] = block_k if block_k.dtype == jnp.float32 else jnp.concatenate(packing.halves(block_k), axis=1)
         for k, n in enumerate(narrow):
             values[n] = per_row[k][...]
-        made = closed(tuple(s[0] for s in scalars), tuple(values), sums[...])
+        made = closed(tuple(s[0] for s in scalars), tuple(values[n] for n in range(len(values))), sums[...])
         for k, n in enumerate(wide):
             if written[k].dtype == jnp.float32:
                 written[k][slot] = made[n]

@@ -1,12 +1,10 @@
 """The definitions in plain jax.numpy, written to be believed: quadratic in places, no sorting, no scatter."""
 
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from scalejax.kernels.embedding_bag import packing
+from scalejax.kernels.embedding_bag.steps import Step
 
 
 def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -47,7 +45,7 @@ def update_rows(
     arrays: tuple[jax.Array, ...],
     rows: jax.Array,
     grads: jax.Array,
-    step: Callable[..., Any],
+    step: Step,
 ) -> tuple[jax.Array, ...]:
     """Applies `step` to the full arrays with the full gradient and keeps the result where a row was touched."""
     num_rows = arrays[0].shape[0]

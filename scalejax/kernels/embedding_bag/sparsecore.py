@@ -8,7 +8,6 @@ nothing picks it but its name.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ from jax.experimental.pallas import tpu_sc as plsc
 
 from scalejax import compat
 from scalejax.kernels.embedding_bag import xla
+from scalejax.kernels.types import Ref
 
 _STREAM_IDS = 128
 """An indirect stream takes at most this many ids."""
@@ -65,7 +65,7 @@ def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
         ],
         name="embedding_gather_rows",
     )
-    def gather(table: Any, ids: Any, out: Any, some_ids: Any, rows: Any, arrived: Any) -> None:
+    def gather(table: Ref, ids: Ref, out: Ref, some_ids: Ref, rows: Ref, arrived: Ref) -> None:
         worker = lax.axis_index("subcore") * cores + lax.axis_index("core")
 
         @pl.loop(0, pieces)

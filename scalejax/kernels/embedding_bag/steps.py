@@ -6,12 +6,15 @@ shapes of one block, what it captured becomes arguments, and the kernel evaluate
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import core
+from jax.extend.core import Jaxpr
+
+Step = Callable[[tuple[jax.Array, ...], jax.Array], Sequence[jax.Array]]
+"""((rows, *states), gradients) -> (rows, *states) after it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,7 @@ class ClosedStep:
       scalars: What it captured, each of shape (1,).
     """
 
-    jaxpr: Any
+    jaxpr: Jaxpr
     scalars: tuple[jax.Array, ...]
 
     def __call__(
@@ -33,9 +36,7 @@ class ClosedStep:
         return core.eval_jaxpr(self.jaxpr, scalars, *arrays, grads)
 
 
-def close(
-    step: Callable[..., Any], arrays: tuple[jax.ShapeDtypeStruct, ...], grads: jax.ShapeDtypeStruct
-) -> ClosedStep:
+def close(step: Step, arrays: tuple[jax.ShapeDtypeStruct, ...], grads: jax.ShapeDtypeStruct) -> ClosedStep:
     """Traces `step` on blocks of the given shapes.
 
     Raises:

@@ -11,15 +11,13 @@ the occurrences of one row. Either way a sum depends on its own occurrences and 
 is in the batch or on where it lies; that is what makes updates equal to the bit however a table is sharded.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from scalejax import compat
 from scalejax.kernels.embedding_bag import packing
+from scalejax.kernels.embedding_bag.steps import Step
 
 
 def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -84,7 +82,7 @@ def sum_by_slot_tree(grads: jax.Array, order: jax.Array, slots: jax.Array, capac
     return sorted_segment_sum_tree(grads[order], slots, capacity)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@compat.custom_vjp(2)
 def sorted_segment_sum(values: jax.Array, segments: jax.Array, capacity: int) -> jax.Array:
     """Sums of equal, non-decreasing segments; the fold on CPUs, the tree elsewhere."""
     return lax.platform_dependent(
@@ -136,7 +134,7 @@ def sorted_segment_sum_tree(values: jax.Array, segments: jax.Array, capacity: in
 
 
 def update_rows(
-    arrays: tuple[jax.Array, ...], distinct: jax.Array, grads: jax.Array, step: Callable[..., Any]
+    arrays: tuple[jax.Array, ...], distinct: jax.Array, grads: jax.Array, step: Step
 ) -> tuple[jax.Array, ...]:
     """One gather and one sorted, unique scatter per array; math in the dtype of `grads`."""
     before = tuple(packing.widen(a.at[distinct].get(mode="fill", fill_value=0), grads.dtype) for a in arrays)

@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import importlib
 import math
+import types
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -102,8 +103,7 @@ def flash_attention(
         return jnp.zeros_like(q), lse
     if call.implementation == "reference":
         return reference.attention(q, k, v, visibility, call.scale)
-    results: Any = _attend(call, q, k, v, visibility)
-    return results
+    return _attend(call, q, k, v, visibility)
 
 
 def flash_attention_gradients(
@@ -177,7 +177,11 @@ class _Call:
     interpret: "Interpret"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+_Saved = tuple[jax.Array, jax.Array, jax.Array, Visibility, jax.Array, jax.Array]
+"""q, k, v, what is visible, out and lse."""
+
+
+@compat.custom_vjp(0)
 def _attend(
     call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility
 ) -> tuple[jax.Array, jax.Array]:
@@ -185,15 +189,16 @@ def _attend(
     return _run("forward", chosen, q, k, v, visibility)
 
 
-def _attend_forward(call: _Call, *args: Any) -> Any:
+def _attend_forward(call: _Call, *args: CustomVJPPrimal | None) -> tuple[tuple[jax.Array, jax.Array], "_Saved"]:
     q, k, v, visibility = jax.tree.map(lambda x: x.value, args, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
-    results: Any = _attend(call, q, k, v, visibility)
-    out, lse = results
+    out, lse = _attend(call, q, k, v, visibility)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (q, k, v, visibility, out, lse)
 
 
-def _attend_backward(call: _Call, saved: Any, cotangents: Any) -> Any:
+def _attend_backward(
+    call: _Call, saved: "_Saved", cotangents: tuple[jax.Array | SymbolicZero, ...]
+) -> tuple[jax.Array | None, ...]:
     q, k, v, visibility, out, lse = saved
     d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     if d_out is None:
@@ -227,7 +232,9 @@ def _gradients(
 
 # Compiled on its own where nothing around it is: loops and kernels run op by op would be very slow.
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(direction: str, call: "_Call", q: Any, k: Any, v: Any, visibility: Visibility, *saved: Any) -> Any:
+def _run(
+    direction: str, call: "_Call", q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *saved: jax.Array
+) -> Any:
     assert call.implementation is not None
     backend = _load(call.implementation)
     interpreted = {"interpret": call.interpret} if call.implementation in _INTERPRETABLE else {}
@@ -260,7 +267,7 @@ _PREFERRED = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
 """By platform, best first; then "xla", which has every case."""
 
 
-def _load(name: str) -> Any:
+def _load(name: str) -> types.ModuleType:
     # Pallas takes longer to import than all the rest, and programs on a CPU never need it.
     if name in ("splash", "cudnn", "tokamax"):
         return importlib.import_module("scalejax.kernels.flash_attention.library").BACKENDS[name]

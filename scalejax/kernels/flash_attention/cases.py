@@ -1,7 +1,6 @@
 """Shapes and masks that implementations tend to get wrong, for tests and for timing on devices."""
 
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -46,10 +45,10 @@ class Case:
             random.normal(size=keys),
         )
 
-    def masks(self) -> dict[str, Any]:
+    def masks(self) -> dict[str, str | int | np.ndarray | None]:
         """The keyword arguments of `flash_attention` that say what is visible; arrays are int32."""
         random = np.random.default_rng(7)
-        said: dict[str, Any] = {"mask": self.mask, "window": self.window}
+        said: dict[str, str | int | np.ndarray | None] = {"mask": self.mask, "window": self.window}
         if self.documents:
             of_all = self._segments(random, max(self.queries, self.num_keys))
             said["segment_ids"] = of_all[:, : self.queries]

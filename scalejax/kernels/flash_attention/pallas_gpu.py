@@ -13,7 +13,8 @@ compiled for Hopper and interpreted, and have not run on a GPU.
 """
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from scalejax import compat
 from scalejax.kernels.flash_attention import blocks
 from scalejax.kernels.flash_attention.visibility import Visibility, stretches
+from scalejax.kernels.types import Kernel, Number, Ref, Shapes
 
 _LOG2_E = math.log2(math.e)
 _FLOAT32_ON_GPU = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
@@ -48,15 +50,15 @@ def forward(
     share = heads // k.shape[2]
     factor = scale * _LOG2_E
 
-    def kernel(walks: Any, starts: Any, *refs: Any) -> None:
+    def kernel(walks: Ref, starts: Ref, *refs: Ref) -> None:
         masks, (q, k, v, out, lse) = tiles.split(refs)
         # Later blocks of causal queries see more: they start first.
         block, head, row = tiles.query_blocks - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
         place, queries = tiles.queries(block), tiles.load_queries(q, row, head, block)
         look = tiles.of_queries(masks, starts, row, block)
 
-        def step(is_whole: bool) -> Any:
-            def add(j: Any, carry: Any) -> Any:
+        def step(is_whole: bool) -> Callable[[jax.Array, _Softmax], _Softmax]:
+            def add(j: jax.Array, carry: _Softmax) -> _Softmax:
                 highest, total, acc = carry
                 keys, values = (tiles.load_keys(x, row, head // share, j, is_whole) for x in (k, v))
                 scores = _dot(queries, keys, (1, 1)) * factor
@@ -129,7 +131,7 @@ def _query_gradient(
     batch, length, heads, _ = q.shape
     share = heads // k.shape[2]
 
-    def kernel(walks: Any, starts: Any, *refs: Any) -> None:
+    def kernel(walks: Ref, starts: Ref, *refs: Ref) -> None:
         masks, (q, k, v, d_out, lse, correction, d_q) = tiles.split(refs)
         block, head, row = tiles.query_blocks - 1 - pl.program_id(0), pl.program_id(1), pl.program_id(2)
         place = tiles.queries(block)
@@ -137,8 +139,8 @@ def _query_gradient(
         lses, corrections = (tiles.load_row(x, row * heads + head, block) for x in (lse, correction))
         look = tiles.of_queries(masks, starts, row, block)
 
-        def step(is_whole: bool) -> Any:
-            def add(j: Any, acc: Any) -> Any:
+        def step(is_whole: bool) -> Callable[[jax.Array, jax.Array], jax.Array]:
+            def add(j: jax.Array, acc: jax.Array) -> jax.Array:
                 keys, values = (tiles.load_keys(x, row, head // share, j, is_whole) for x in (k, v))
                 scores = _dot(queries, keys, (1, 1)) * (scale * _LOG2_E)
                 if not is_whole:
@@ -172,18 +174,18 @@ def _key_gradients(
     length, kv_heads = k.shape[1:3]
     share = heads // kv_heads
 
-    def kernel(walks: Any, starts: Any, *refs: Any) -> None:
+    def kernel(walks: Ref, starts: Ref, *refs: Ref) -> None:
         masks, (q, k, v, d_out, lse, correction, d_k, d_v) = tiles.split(refs)
         block, kv_head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
         place = tiles.keys(block)
         keys, values = (tiles.load_keys(x, row, kv_head, block, False) for x in (k, v))
         look = tiles.of_keys(masks, starts, row, block)
 
-        def of_head(number: Any, sums: Any) -> Any:
+        def of_head(number: jax.Array, sums: _Sums) -> _Sums:
             head = kv_head * share + number
 
-            def step(is_whole: bool) -> Any:
-                def add(i: Any, sums: Any) -> Any:
+            def step(is_whole: bool) -> Callable[[jax.Array, _Sums], _Sums]:
+                def add(i: jax.Array, sums: _Sums) -> _Sums:
                     k_sum, v_sum = sums
                     queries, d_outs = (tiles.load_queries(x, row, head, i) for x in (q, d_out))
                     lses, corrections = (tiles.load_row(x, row * heads + head, i) for x in (lse, correction))
@@ -216,6 +218,13 @@ def _key_gradients(
     )
 
 
+_Sums = tuple[jax.Array, jax.Array]
+_Softmax = tuple[jax.Array, jax.Array, jax.Array]
+"""Highest score, sum of weights and weighted sum so far of each query."""
+
+Carry = TypeVar("Carry")
+
+
 class _Tiles:
     """Blocks of one kernel: what is loaded for them, what is visible, the stretches of a walk."""
 
@@ -236,12 +245,12 @@ class _Tiles:
 
     def call(
         self,
-        kernel: Any,
+        kernel: Kernel,
         *,
         by: str,
         grid: tuple[int, int, int],
         operands: list[jax.Array],
-        out_shape: Any,
+        out_shape: Shapes,
         products: int,
         interpret: bool,
         name: str,
@@ -273,44 +282,44 @@ class _Tiles:
         given = self.visibility
         return given.query_positions, given.key_positions, given.query_segments, given.key_segments
 
-    def split(self, refs: tuple[Any, ...]) -> tuple[list[Any], tuple[Any, ...]]:
+    def split(self, refs: tuple[Ref, ...]) -> tuple[list[Ref | None], tuple[Ref, ...]]:
         """(positions and segments of queries and keys, None where there is no array; the other refs)."""
         rest = list(refs)
         masks = [None if array is None else rest.pop(0) for array in self._mask_arrays()]
         return masks, tuple(rest)
 
-    def queries(self, block: Any) -> jax.Array:
+    def queries(self, block: Number) -> jax.Array:
         return block * self.query_block + lax.iota(jnp.int32, self.query_block)
 
-    def keys(self, block: Any) -> jax.Array:
+    def keys(self, block: Number) -> jax.Array:
         return block * self.key_block + lax.iota(jnp.int32, self.key_block)
 
-    def load_queries(self, ref: Any, row: Any, head: Any, block: Any) -> jax.Array:
+    def load_queries(self, ref: Ref, row: Number, head: Number, block: Number) -> jax.Array:
         """[queries of a block, D], zeros past the end."""
         place = self.queries(block)
         inside = None if self.length % self.query_block == 0 else place < self.length
         return self._load(ref, row * self.length + place, inside, head)
 
-    def load_keys(self, ref: Any, row: Any, head: Any, block: Any, is_whole: bool) -> jax.Array:
+    def load_keys(self, ref: Ref, row: Number, head: Number, block: Number, is_whole: bool) -> jax.Array:
         """[keys of a block, D], zeros past the end, where a whole block does not reach."""
         place = self.keys(block)
         inside = None if is_whole or self.key_length % self.key_block == 0 else place < self.key_length
         return self._load(ref, row * self.key_length + place, inside, head)
 
-    def load_row(self, ref: Any, row: Any, block: Any) -> jax.Array:
+    def load_row(self, ref: Ref, row: Number, block: Number) -> jax.Array:
         """[queries of a block] of [rows, S]."""
         place = self.queries(block)
         return plgpu.load(ref.at[row, place], mask=place < self.length, other=0)
 
-    def _load(self, ref: Any, rows: jax.Array, inside: jax.Array | None, head: Any) -> jax.Array:
+    def _load(self, ref: Ref, rows: jax.Array, inside: jax.Array | None, head: Number) -> jax.Array:
         at, mask = self._tile(ref, rows, inside, head)
         return plgpu.load(at, mask=mask, other=None if mask is None else 0)
 
-    def store(self, ref: Any, rows: jax.Array, inside: jax.Array, head: Any, value: jax.Array) -> None:
+    def store(self, ref: Ref, rows: jax.Array, inside: jax.Array, head: Number, value: jax.Array) -> None:
         at, mask = self._tile(ref, rows, inside, head)
         plgpu.store(at, value.astype(ref.dtype), mask=mask)
 
-    def _tile(self, ref: Any, rows: jax.Array, inside: jax.Array | None, head: Any) -> tuple[Any, jax.Array | None]:
+    def _tile(self, ref: Ref, rows: jax.Array, inside: jax.Array | None, head: Number) -> tuple[Any, jax.Array | None]:
         column = lax.iota(jnp.int32, self.columns)
         mask = None if inside is None else inside[:, None]
         if self.columns != self.width:
@@ -320,7 +329,14 @@ class _Tiles:
             mask = jnp.broadcast_to(mask, (rows.shape[0], self.columns))
         return ref.at[rows[:, None], (head * self.width + column)[None, :]], mask
 
-    def walk(self, walks: Any, row: Any, block: Any, step: Any, carry: Any) -> Any:
+    def walk(
+        self,
+        walks: Ref,
+        row: Number,
+        block: Number,
+        step: Callable[[bool], Callable[[jax.Array, Carry], Carry]],
+        carry: Carry,
+    ) -> Carry:
         """Over what a block sees: step(is_whole) is the body of a loop over blocks."""
         at = 0 if self.visibility.is_same_for_all_rows else row
         first, begin, end, last = (walks[at, block, n] for n in range(4))
@@ -331,33 +347,39 @@ class _Tiles:
             carry = lax.fori_loop(end, last, step(False), carry)
         return carry
 
-    def of_queries(self, masks: list[Any], starts: Any, row: Any, block: Any) -> Any:
+    def of_queries(
+        self, masks: list[Ref | None], starts: Ref, row: Number, block: Number
+    ) -> Callable[[Number], jax.Array]:
         """A function of a block of keys: which of them these queries see, [queries, keys]."""
-        return self._look(masks, starts, row, queries=block)
+        return self._look(masks, starts, row, block, by="query")
 
-    def of_keys(self, masks: list[Any], starts: Any, row: Any, block: Any) -> Any:
+    def of_keys(
+        self, masks: list[Ref | None], starts: Ref, row: Number, block: Number
+    ) -> Callable[[Number], jax.Array]:
         """A function of a block of queries: which of them see these keys, [keys, queries]."""
-        return self._look(masks, starts, row, keys=block)
+        return self._look(masks, starts, row, block, by="key")
 
-    def _look(self, masks: list[Any], starts: Any, row: Any, *, queries: Any = None, keys: Any = None) -> Any:
-        by_queries = queries is not None
+    def _look(
+        self, masks: list[Ref | None], starts: Ref, row: Number, block: Number, *, by: str
+    ) -> Callable[[Number], jax.Array]:
+        by_queries = by == "query"
         start = starts[row]
 
-        def query_side(block: Any) -> tuple[jax.Array, jax.Array | None]:
+        def query_side(block: Number) -> tuple[jax.Array, jax.Array | None]:
             place = self.queries(block)
             inside = place < self.length
             position = start + place if masks[0] is None else plgpu.load(masks[0].at[row, place], mask=inside, other=0)
             return position, None if masks[2] is None else plgpu.load(masks[2].at[row, place], mask=inside, other=0)
 
-        def key_side(block: Any) -> tuple[jax.Array, jax.Array | None]:
+        def key_side(block: Number) -> tuple[jax.Array, jax.Array | None]:
             place = self.keys(block)
             inside = place < self.key_length
             position = place if masks[1] is None else plgpu.load(masks[1].at[row, place], mask=inside, other=0)
             return position, None if masks[3] is None else plgpu.load(masks[3].at[row, place], mask=inside, other=0)
 
-        mine = query_side(queries) if by_queries else key_side(keys)
+        mine = query_side(block) if by_queries else key_side(block)
 
-        def look(other: Any) -> jax.Array:
+        def look(other: Number) -> jax.Array:
             theirs = key_side(other) if by_queries else query_side(other)
             mine_ = tuple(None if x is None else x[:, None] for x in mine)
             theirs_ = tuple(None if x is None else x[None, :] for x in theirs)
@@ -366,7 +388,7 @@ class _Tiles:
             assert key is not None
             visible = self.visibility.compare(query, key, query_segment, key_segment)
             if self.key_length % self.key_block:
-                place = self.keys(other if by_queries else keys)
+                place = self.keys(other if by_queries else block)
                 is_key = (place < self.key_length)[None, :] if by_queries else (place < self.key_length)[:, None]
                 visible = is_key if visible is None else visible & is_key
             assert visible is not None  # else the walk has no such stretch
@@ -383,7 +405,7 @@ def _rows(x: jax.Array) -> jax.Array:
 
 def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     """A product summed in float32; of float32 operands by three products of tensor cores, which is nearly exact."""
-    precision: Any = lax.Precision.DEFAULT
+    precision: lax.PrecisionLike = lax.Precision.DEFAULT
     if a.dtype == jnp.float32:
         precision = _FLOAT32_ON_GPU if compat.platform() == "gpu" else lax.Precision.HIGHEST
     dimensions = (((contract[0],), (contract[1],)), ((), ()))

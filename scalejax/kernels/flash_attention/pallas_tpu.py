@@ -21,6 +21,7 @@ Compiled for every chip and interpreted in the tests; it has not run on a TPU.
 """
 
 import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +34,7 @@ from scalejax import compat
 from scalejax.kernels.flash_attention import blocks
 from scalejax.kernels.flash_attention.visibility import HIDDEN, PARTLY, WHOLE, Visibility
 from scalejax.kernels.interpretation import Interpret
+from scalejax.kernels.types import Kernel, Number, Ref, Shapes
 
 _LANES = 128
 _MOST_BLOCKS = 2**14
@@ -67,7 +69,7 @@ def forward(
     share = heads // k.shape[2]
     queries, keys = plan.query_block, plan.key_block
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         pairs, starts, masks, (q, k, v, out, lse, highest, total, acc) = plan.split(refs)
         pair = _Pair.read(pairs, starts, plan, by="query")
 
@@ -161,7 +163,7 @@ def _query_gradient(plan: "_Plan", operands: list[jax.Array], scale: float, inte
     batch, heads, _, width = operands[0].shape
     share = heads // operands[1].shape[1]
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         pairs, starts, masks, (q, k, v, d_out, lse, correction, d_q, acc) = plan.split(refs)
         pair = _Pair.read(pairs, starts, plan, by="query")
 
@@ -207,7 +209,7 @@ def _key_gradients(
     batch, kv_heads, _, width = operands[1].shape
     share = operands[0].shape[1] // kv_heads
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         pairs, starts, masks, (q, k, v, d_out, lse, correction, d_k, d_v, k_sum, v_sum) = plan.split(refs)
         pair = _Pair.read(pairs, starts, plan, by="key")
         head = pl.program_id(3)
@@ -233,7 +235,7 @@ def _key_gradients(
             d_k[0, 0] = (k_sum[...] * scale).astype(d_k.dtype)
             d_v[0, 0] = v_sum[...].astype(d_v.dtype)
 
-    def of_head(make: Any) -> Any:
+    def of_head(make: _BlockIndex) -> _BlockIndex:
         return lambda b, n, i, j, g: make(b, n * share + g, i, j)
 
     by_query = plan.spec("key", (1, 1, plan.query_block, width), of_head(lambda b, h, i, j: (b, h, i, 0)))
@@ -253,6 +255,10 @@ def _key_gradients(
         interpret=interpret,
         name="flash_attention_key_gradients",
     )
+
+
+_BlockIndex = Callable[..., tuple[Number, ...]]
+"""(row, head, block of queries, block of keys, inner...) -> the block of an operand."""
 
 
 class _Plan:
@@ -297,31 +303,31 @@ class _Plan:
         last = jnp.take_along_axis(found, wanted.sum(axis=1, keepdims=True, dtype=jnp.int32) - 1, axis=1)
         return jnp.where(found < 0, (last >> 2) << 2, found)
 
-    def spec(self, by: str, shape: tuple[int, ...], place: Any) -> pl.BlockSpec:
+    def spec(self, by: str, shape: tuple[int, ...], place: _BlockIndex) -> pl.BlockSpec:
         """A block of an operand, at place(row, head, block of queries, block of keys, inner...)."""
 
-        def index(row: Any, head: Any, step: Any, *rest: Any) -> Any:
+        def index(row: Number, head: Number, step: Number, *rest: Any) -> tuple[Number, ...]:
             *inner, pairs, _ = rest
             number = pairs[self.place(by, row, step)]
             return place(row, head, number >> 16, (number >> 2) & (_MOST_BLOCKS - 1), *inner)
 
         return pl.BlockSpec(shape, index)
 
-    def place(self, by: str, row: Any, step: Any) -> Any:
+    def place(self, by: str, row: Number, step: Number) -> Number:
         """Where the pair of a step is in the flat list."""
         return step if self.visibility.is_same_for_all_rows else row * self.most_pairs[by] + step
 
     def call(
         self,
-        kernel: Any,
+        kernel: Kernel,
         *,
         by: str,
         grid: tuple[int, int],
         operands: list[jax.Array],
         in_specs: list[pl.BlockSpec],
-        out_shape: Any,
-        out_specs: Any,
-        scratch_shapes: list[Any],
+        out_shape: Shapes,
+        out_specs: pl.BlockSpec | list[pl.BlockSpec],
+        scratch_shapes: Sequence[pl.MemoryRef],
         products: int,
         interpret: Interpret,
         name: str,
@@ -373,13 +379,15 @@ class _Plan:
             length, block = (self.padded_queries, self.query_block) if by_query else (self.padded_keys, self.key_block)
             found.append(jnp.pad(array, ((0, 0), (0, length - array.shape[1])))[:, None])
 
-            def place(b: Any, h: Any, i: Any, j: Any, *rest: Any, by_query: bool = by_query) -> Any:
+            def place(
+                b: Number, h: Number, i: Number, j: Number, *rest: Number, by_query: bool = by_query
+            ) -> tuple[Number, ...]:
                 return (b, 0, i if by_query else j)
 
             specs.append(self.spec(by, (1, 1, block), place))
         return found, specs
 
-    def split(self, refs: tuple[Any, ...]) -> tuple[Any, Any, list[Any], tuple[Any, ...]]:
+    def split(self, refs: tuple[Ref, ...]) -> tuple[Ref, Ref, list[Ref | None], tuple[Ref, ...]]:
         """(pairs, position of query 0 of each row, the mask operands or None for each, the other refs)."""
         pairs, starts, *rest = refs
         given = self.visibility
@@ -389,12 +397,13 @@ class _Plan:
         ]
         return pairs, starts, masks, tuple(rest)
 
-    def visible(self, pair: "_Pair", masks: list[Any], *, keys_first: bool) -> jax.Array:
+    def visible(self, pair: "_Pair", masks: list[Ref | None], *, keys_first: bool) -> jax.Array:
         """bool of the scores of a pair, [queries, keys] or transposed."""
         shape = (self.key_block, self.query_block) if keys_first else (self.query_block, self.key_block)
         query_axis, key_axis = (1, 0) if keys_first else (0, 1)
 
-        def along(ref: Any, axis: int) -> jax.Array:
+        def along(ref: Ref | None, axis: int) -> jax.Array:
+            assert ref is not None  # both sides have positions and segments, or neither
             row = ref[0]
             return row if axis == 1 else _as_column(row)
 
@@ -431,7 +440,7 @@ class _Plan:
 class _Pair:
     """The pair of blocks of a step of the grid."""
 
-    def __init__(self, number: Any, start: Any, is_first: Any, is_last: Any):
+    def __init__(self, number: jax.Array, start: jax.Array, is_first: jax.Array, is_last: jax.Array):
         self.start = start
         self.query_block = number >> 16
         self.key_block = (number >> 2) & (_MOST_BLOCKS - 1)
@@ -440,10 +449,10 @@ class _Pair:
         self.is_last = is_last
 
     @classmethod
-    def read(cls, pairs: Any, starts: Any, plan: _Plan, *, by: str) -> "_Pair":
+    def read(cls, pairs: Ref, starts: Ref, plan: _Plan, *, by: str) -> "_Pair":
         row, step, steps = pl.program_id(0), pl.program_id(2), plan.most_pairs[by]
 
-        def block(step: Any) -> Any:
+        def block(step: Number) -> jax.Array:
             number = pairs[plan.place(by, row, step)]
             return number >> 16 if by == "query" else (number >> 2) & (_MOST_BLOCKS - 1)
 
@@ -452,7 +461,7 @@ class _Pair:
         is_last = (step == steps - 1) | (block(jnp.minimum(step + 1, steps - 1)) != here)
         return cls(pairs[plan.place(by, row, step)], starts[row], is_first, is_last)
 
-    def each_kind(self, body: Any) -> None:
+    def each_kind(self, body: Callable[[bool], None]) -> None:
         """Runs body(is_whole) for a pair that is visible."""
         pl.when(self.sees == WHOLE)(functools.partial(body, True))
         pl.when(self.sees == PARTLY)(functools.partial(body, False))

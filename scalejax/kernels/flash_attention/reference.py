@@ -1,7 +1,5 @@
 """The definition, with all scores of all heads in memory: written to be believed."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -41,7 +39,7 @@ def attention(
     return out.reshape(q.shape).astype(q.dtype), lse.reshape(batch, heads, queries)
 
 
-def sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: jax.typing.DTypeLike) -> jax.typing.DTypeLike:
     """What sums are made in: float64 for float64, float32 for everything else."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 

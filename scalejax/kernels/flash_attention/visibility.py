@@ -12,11 +12,13 @@ is visible, all pairs are, or one has to look. `pairs` says it for all blocks of
 """
 
 import dataclasses
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from scalejax.kernels.types import AnyArray
 
 HIDDEN, PARTLY, WHOLE = 0, 1, 2
 """What a block of queries sees of a block of keys: nothing, some of it, everything."""
@@ -62,11 +64,11 @@ class Visibility:
         return self.offset is None and self.query_positions is None and self.query_segments is None
 
     @property
-    def _numpy(self) -> Any:
+    def _numpy(self) -> ModuleType:
         """numpy where all is known while tracing, so that what follows from it is known as well; else jax.numpy."""
         return np if self.is_same_for_all_rows else jnp
 
-    def positions(self, queries: int, keys: int) -> tuple[Any, Any]:
+    def positions(self, queries: int, keys: int) -> tuple[AnyArray, AnyArray]:
         """int32 positions, [B or 1, S] of queries and [B or 1, T] of keys; NumPy arrays where they are known."""
         if self.query_positions is not None and self.key_positions is not None:
             return self.query_positions, self.key_positions
@@ -97,7 +99,7 @@ class Visibility:
             visible = same if visible is None else visible & same
         return visible
 
-    def pairs(self, queries: int, keys: int, query_block: int, key_block: int) -> Any:
+    def pairs(self, queries: int, keys: int, query_block: int, key_block: int) -> AnyArray:
         """What each block of queries sees of each block of keys.
 
         Args:
@@ -112,7 +114,7 @@ class Visibility:
         """
         query_blocks, key_blocks = -(-queries // query_block), -(-keys // key_block)
         some = np.ones((1, query_blocks, key_blocks), bool)
-        every: Any = some
+        every: AnyArray = some
         if self.uses_positions:
             query, key = self.positions(queries, keys)
             query_least, query_most = (x[:, :, None] for x in block_bounds(query, query_block))
@@ -153,26 +155,26 @@ class Visibility:
         return query_blocks * key_blocks
 
 
-def block_bounds(values: Any, block: int) -> tuple[Any, Any]:
+def block_bounds(values: AnyArray, block: int) -> tuple[AnyArray, AnyArray]:
     """(smallest, largest) of each block of [B, N]: two [B, ceil(N / block)]; NumPy in, NumPy out."""
     cut = pad_row(values, block).reshape(values.shape[0], -1, block)
     return cut.min(axis=2), cut.max(axis=2)
 
 
-def pad_row(values: Any, block: int) -> Any:
+def pad_row(values: AnyArray, block: int) -> AnyArray:
     """[B, N] -> [B, a multiple of the block], by repeating the last value."""
     numpy = np if isinstance(values, np.ndarray) else jnp
     return numpy.pad(values, ((0, 0), (0, -values.shape[1] % block)), mode="edge")
 
 
-def first_and_last(seen: Any) -> tuple[Any, Any]:
+def first_and_last(seen: AnyArray) -> tuple[AnyArray, AnyArray]:
     """Of bool[..., N]: index of the first True and the one after the last; equal where there is none."""
     first = seen.argmax(axis=-1)
     last = seen.shape[-1] - seen[..., ::-1].argmax(axis=-1)
     return first, (np if isinstance(seen, np.ndarray) else jnp).where(seen.any(axis=-1), last, first)
 
 
-def stretches(sees: Any) -> Any:
+def stretches(sees: AnyArray) -> AnyArray:
     """Of [..., N] kinds of pairs, int32[..., 4]: first, begin, end, last.
 
     [first, last) holds every pair that is not HIDDEN, [begin, end) is a run of WHOLE ones in it; the pairs before and

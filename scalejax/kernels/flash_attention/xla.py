@@ -14,7 +14,6 @@ the derivative is written out.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,16 @@ from jax import lax
 
 from scalejax.kernels.flash_attention import blocks, reference
 from scalejax.kernels.flash_attention.visibility import HIDDEN, Visibility, first_and_last, pad_row
+from scalejax.kernels.types import AnyArray
 
 
 def lacks(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *, d_lse: bool) -> str | None:
     """Which part of a case is missing here; none is."""
     return None
+
+
+_Sums = tuple[jax.Array, jax.Array, jax.Array]
+"""Carried over chunks: highest score, sum of weights and output, or three gradients."""
 
 
 def forward(
@@ -45,7 +49,7 @@ def forward(
         def chunk(i: jax.Array) -> tuple[jax.Array, jax.Array]:
             rows = queries[at, i]
 
-            def add(j: jax.Array, carry: Any) -> Any:
+            def add(j: jax.Array, carry: _Sums) -> _Sums:
                 highest, total, out = carry
                 scores = masks.apply(_dot(rows, some_keys[j], "urd,ukd->urk", dtype) * scale, at, i, j)
                 new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
@@ -109,7 +113,7 @@ def backward(
         def chunk(d_q: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
             some_keys, some_values = keys[at, j], values[at, j]
 
-            def add(i: jax.Array, carry: Any) -> Any:
+            def add(i: jax.Array, carry: _Sums) -> _Sums:
                 d_q, d_k, d_v = carry
                 rows, d_rows = queries[at, i], d_outs[at, i]
                 scores = masks.apply(_dot(rows, some_keys, "urd,ukd->urk", dtype) * scale, at, i, j)
@@ -136,7 +140,7 @@ def backward(
     return cut.from_queries(d_q), cut.from_keys(d_k), cut.from_keys(d_v)
 
 
-def _dot(a: jax.Array, b: jax.Array, formula: str, dtype: Any) -> jax.Array:
+def _dot(a: jax.Array, b: jax.Array, formula: str, dtype: jax.typing.DTypeLike) -> jax.Array:
     return jnp.einsum(formula, a, b, preferred_element_type=dtype)
 
 
@@ -235,7 +239,7 @@ class _Cut:
         x = x.transpose(0, 2, 3, 1, 4)
         return x.reshape(self.batch, -1, *x.shape[3:])[:, : self.key_length]
 
-    def of_row(self, x: Any, chunk: int) -> jax.Array:
+    def of_row(self, x: AnyArray, chunk: int) -> jax.Array:
         """[B or 1, N] -> [groups or 1, chunks, units or 1, chunk], the values of each unit's row."""
         x = jnp.asarray(pad_row(x, chunk))
         x = x.reshape(x.shape[0], -1, chunk)

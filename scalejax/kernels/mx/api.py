@@ -15,10 +15,10 @@ partitioned by the compiler: over several devices call them inside `jax.shard_ma
 """
 
 import dataclasses
-import functools
 import importlib
 import math
-from typing import TYPE_CHECKING, Any, Literal
+import types
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -175,7 +175,7 @@ def matmul(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]).astype(operands)
     chosen = _choose(op, implementation, "lacks_products", weights.format, rows.size * weights.codes.size)
     weight_factor, weights = _without_tensor_scale(weights)
-    sums: Any = _products(_Call(chosen, interpret), rows, weights)
+    sums = _products(_Call(chosen, interpret), rows, weights)
     for scale in (factor, weight_factor):
         if scale is not None:
             sums = sums * scale
@@ -196,18 +196,17 @@ class _Call:
     interpret: "Interpret"
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _products(call: _Call, x: jax.Array, weights: Packed) -> jax.Array:
     backend = _load(call.implementation)
     return backend.matmul(x, weights, **_interpreted(call.implementation, call.interpret))
 
 
-def _products_forward(call: _Call, x: jax.Array, weights: Packed) -> Any:
-    results: Any = _products(call, x, weights)
-    return results, (weights, jnp.zeros(0, x.dtype))
+def _products_forward(call: _Call, x: jax.Array, weights: Packed) -> tuple[jax.Array, tuple[Packed, jax.Array]]:
+    return _products(call, x, weights), (weights, jnp.zeros(0, x.dtype))
 
 
-def _products_backward(call: _Call, saved: Any, d_out: jax.Array) -> Any:
+def _products_backward(call: _Call, saved: tuple[Packed, jax.Array], d_out: jax.Array) -> tuple[jax.Array, None]:
     del call
     weights, like_x = saved
     decoded = _load("xla").dequantize(weights, like_x.dtype)
@@ -250,12 +249,12 @@ def _unsupported(op: str, name: str, lacks: str) -> UnsupportedError:
     )
 
 
-def _load(name: str) -> Any:
+def _load(name: str) -> types.ModuleType:
     # Pallas takes longer to import than all the rest, and programs on a CPU never need it.
     return importlib.import_module(f"scalejax.kernels.mx.{name}")
 
 
-def _interpreted(implementation: str, interpret: "Interpret") -> dict[str, Any]:
+def _interpreted(implementation: str, interpret: "Interpret") -> dict[str, "Interpret"]:
     return {"interpret": interpret} if implementation.startswith("pallas") else {}
 
 

@@ -33,6 +33,7 @@ from jax.experimental.pallas import triton as plgpu
 from scalejax import compat
 from scalejax.kernels.mx import blocks as sizes
 from scalejax.kernels.mx import tiles, xla
+from scalejax.kernels.types import Kernel, Number, Ref, Shapes
 from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks
 from scalejax.numerics.formats import BlockFormat
@@ -79,7 +80,7 @@ def quantize(
     tile = _Tile(view, format)
     streams = tiles.streams(format)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         given, made = list(refs[: len(operands)]), list(refs[len(operands) :])
         place = tile.numbers(view.length)
         bits = float32.float_bits(place.load(given.pop(0)))
@@ -130,7 +131,7 @@ def dequantize(packed: Packed, dtype: jax.typing.DTypeLike, *, interpret: bool =
     if packed.tensor_scale is not None:
         operands.append(packed.tensor_scale.reshape(1))
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         given, out = list(refs[:-1]), refs[-1]
         codes = tile.load_stream(given.pop(0), format.element.bits, format.k2)
         scales = tile.of_blocks(1, keep=True).load(given.pop(0))
@@ -168,13 +169,15 @@ def matmul(x: jax.Array, weights: Packed, *, interpret: bool = False) -> jax.Arr
     group, taken = tiles.group_of(format.element.bits)
     deep, inner = said.depth // format.k1, format.k1 // group  # blocks of a step, groups of a block
 
-    def kernel(x: Any, codes: Any, scales: Any, *rest: Any) -> None:
+    def kernel(x: Ref, codes: Ref, scales: Ref, *rest: Ref) -> None:
         *subs, out = rest
         row = pl.program_id(0) * row_block + lax.iota(jnp.int32, row_block)
         column = pl.program_id(1) * said.columns + lax.iota(jnp.int32, said.columns)
         part = pl.program_id(2)
 
-        def weights_at(ref: Any, first: Any, counts: tuple[int, int], per_block: int, offset: int, stride: int) -> Any:
+        def weights_at(
+            ref: Ref, first: jax.Array, counts: tuple[int, int], per_block: int, offset: int, stride: int
+        ) -> jax.Array:
             """Bytes [blocks, n, columns] or [columns, blocks, n]: those at offset + stride i of blocks from `first`."""
             shape = (*counts, said.columns) if along_rows else (said.columns, *counts)
             at = 0 if along_rows else 1
@@ -186,7 +189,7 @@ def matmul(x: jax.Array, weights: Packed, *, interpret: bool = False) -> jax.Arr
             where = ref.at[byte, other] if along_rows else ref.at[other, byte]
             return plgpu.load(where, mask=mask, other=0).astype(jnp.int32)
 
-        def step(number: Any, total: Any) -> Any:
+        def step(number: jax.Array, total: jax.Array) -> jax.Array:
             first = number * deep
             size = inner * taken  # bytes of codes in a block
             bytes_of = [weights_at(codes, first, (deep, inner), size, i, taken) for i in range(taken)]
@@ -207,7 +210,7 @@ def matmul(x: jax.Array, weights: Packed, *, interpret: bool = False) -> jax.Arr
                 total = total + _dot(left, values.reshape(flat), 0 if along_rows else 1)
             return total
 
-        def ref_index(row: Any, k: Any) -> tuple[Any, Any]:
+        def ref_index(row: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
             shape = (row_block, deep * inner)
             return jnp.broadcast_to(row[:, None], shape), jnp.broadcast_to(k[None, :], shape)
 
@@ -270,7 +273,7 @@ class _Tile:
     def flat(self, values: jax.Array) -> jax.Array:
         return values.reshape(self.blocks)
 
-    def at(self, shape: tuple[int, ...], per_block: int, offset: Any) -> "_Place":
+    def at(self, shape: tuple[int, ...], per_block: int, offset: Number) -> "_Place":
         """Indices of what lies `offset` behind the start of a block, where a block takes `per_block` along L."""
         lane = lax.broadcasted_iota(jnp.int32, shape, 0 if self.is_last else len(shape) - 1)
         if self.is_last:
@@ -299,7 +302,7 @@ class _Tile:
         """One of each block, [blocks], or with dimensions of 1 to broadcast."""
         return self.at(self.shape(1, 1) if keep else (self.blocks,), per_block, 0)
 
-    def store_stream(self, ref: Any, values: jax.Array, stream: tuple[int, int]) -> None:
+    def store_stream(self, ref: Ref, values: jax.Array, stream: tuple[int, int]) -> None:
         """int32 values of a tile, k1 / width a block, packed to bytes."""
         width, bits = stream
         group, taken = tiles.group_of(bits)
@@ -312,7 +315,7 @@ class _Tile:
             place = self.at(byte.shape, groups * taken, number * taken + i)
             place.store(ref, byte.astype(jnp.uint8))
 
-    def load_stream(self, ref: Any, bits: int, size: int) -> jax.Array:
+    def load_stream(self, ref: Ref, bits: int, size: int) -> jax.Array:
         """int32 codes of a tile, [blocks, subs, size] or [subs, size, blocks]."""
         shape = self.shape(self.subs, size)
         first = 1 if self.is_last else 0
@@ -332,18 +335,18 @@ class _Place:
     def __init__(self, index: tuple[jax.Array, jax.Array, jax.Array], inside: jax.Array):
         self.index, self.inside = index, inside
 
-    def load(self, ref: Any) -> jax.Array:
+    def load(self, ref: Ref) -> jax.Array:
         return plgpu.load(ref.at[self.index], mask=self.inside, other=0)
 
-    def store(self, ref: Any, values: jax.Array) -> None:
+    def store(self, ref: Ref, values: jax.Array) -> None:
         plgpu.store(ref.at[self.index], values.astype(ref.dtype), mask=self.inside)
 
 
 def _call(
-    kernel: Any,
+    kernel: Kernel,
     grid: tuple[int, ...],
     operands: list[jax.Array],
-    out_shape: Any,
+    out_shape: Shapes,
     *,
     name: str,
     interpret: bool,
@@ -367,7 +370,7 @@ def _call(
 
 def _dot(left: jax.Array, right: jax.Array, axis: int) -> jax.Array:
     """A product over axis 1 of `left`, summed in float32; of float32 by three products of tensor cores."""
-    precision: Any = lax.Precision.DEFAULT
+    precision: lax.PrecisionLike = lax.Precision.DEFAULT
     if left.dtype == jnp.float32:
         precision = _FLOAT32_ON_GPU if compat.platform() == "gpu" else lax.Precision.HIGHEST
     return lax.dot_general(

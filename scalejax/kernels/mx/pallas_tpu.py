@@ -15,6 +15,7 @@ Compiled for every chip and interpreted; they have not run on a TPU.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from scalejax import compat
 from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.mx import blocks as sizes
 from scalejax.kernels.mx import tiles, xla
+from scalejax.kernels.types import Kernel, Ref, Shapes
 from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks
 from scalejax.numerics.formats import BlockFormat
@@ -74,7 +76,7 @@ def quantize(
     along, other = view.tile(format)
     streams = tiles.streams(format)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         given, made, held = refs[: len(operands)], refs[len(operands) : -len(scratch)], refs[-len(scratch) :]
         inputs, outputs = held[: -len(made)], held[-len(made) :]
         arrays = given[1:] if tensor_scale is not None else given
@@ -86,7 +88,7 @@ def quantize(
 
         @pl.loop(0, along // (_AT_ONCE * format.k1))
         def _(step: jax.Array) -> None:
-            def block(ref: Any) -> jax.Array:
+            def block(ref: Ref) -> jax.Array:
                 return _rows(ref, step, _AT_ONCE * format.k1).reshape(apart)
 
             random = None if chance is None else lax.bitcast_convert_type(block(inputs[1]), jnp.uint32)
@@ -151,7 +153,7 @@ def dequantize(packed: Packed, dtype: jax.typing.DTypeLike, *, interpret: Interp
         specs.insert(0, pl.BlockSpec(memory_space=pltpu.SMEM))
     along, other = view.tile(format)
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         given, out, held = refs[: len(operands)], refs[len(operands)], refs[len(operands) + 1 :]
         *inputs, decoded = held
         arrays = given[1:] if packed.tensor_scale is not None else given
@@ -202,7 +204,7 @@ def matmul(x: jax.Array, weights: Packed, *, interpret: Interpret = False) -> ja
     fills = [length * array.shape[0 if along_rows else 1] // _whole(count, format) for array in arrays]
     arrays = [_pad(array, fill, 0 if along_rows else 1) for array, fill in zip(arrays, fills, strict=True)]
 
-    def kernel(x: Any, *refs: Any) -> None:
+    def kernel(x: Ref, *refs: Ref) -> None:
         given, (out, total, values), held = refs[: len(arrays)], refs[len(arrays) :][:3], refs[len(arrays) + 3 :]
 
         @pl.when(pl.program_id(2) == 0)
@@ -338,7 +340,9 @@ def _unpacked(data: jax.Array, bits: int) -> jax.Array:
     return jnp.stack(made, axis=1).reshape(count * group, columns)
 
 
-def _parts(refs: Any, step: jax.Array, format: BlockFormat, columns: int) -> Any:
+def _parts(
+    refs: Sequence[Ref], step: jax.Array, format: BlockFormat, columns: int
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """int32 codes [blocks, k1 / k2, k2, columns], scales [blocks, 1, 1, columns] and second scales, or None."""
     subs = format.k1 // format.k2
     codes = _unpacked(_rows(refs[0], step, _AT_ONCE * format.k1 * format.element.bits // 8), format.element.bits)
@@ -350,11 +354,11 @@ def _parts(refs: Any, step: jax.Array, format: BlockFormat, columns: int) -> Any
     return codes.reshape(_AT_ONCE, subs, format.k2, columns), scales.reshape(_AT_ONCE, 1, 1, columns), taus
 
 
-def _rows(ref: Any, step: jax.Array, count: int) -> jax.Array:
+def _rows(ref: Ref, step: jax.Array, count: int) -> jax.Array:
     return ref[_span(step, count), :]
 
 
-def _span(step: jax.Array, count: int) -> Any:
+def _span(step: jax.Array, count: int) -> slice | pl.Slice:
     return pl.ds(pl.multiple_of(step * count, count), count)
 
 
@@ -369,16 +373,16 @@ def _pad(x: jax.Array, length: int, axis: int) -> jax.Array:
 
 
 def _call(
-    kernel: Any,
+    kernel: Kernel,
     grid: tuple[int, ...],
     in_specs: list[pl.BlockSpec],
-    out_specs: Any,
+    out_specs: pl.BlockSpec | list[pl.BlockSpec],
     operands: list[jax.Array],
-    out_shape: Any,
+    out_shape: Shapes,
     *,
     name: str,
     interpret: Interpret,
-    scratch_shapes: Any = (),
+    scratch_shapes: Sequence[pl.MemoryRef] = (),
     flops: int = 0,
 ) -> Any:
     return pl.pallas_call(

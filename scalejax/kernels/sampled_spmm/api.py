@@ -26,9 +26,9 @@ by float32[N] `divisor` (None = 1), in `dtype`. `picking_sum` is for those of `_
 """
 
 import dataclasses
-import functools
 import importlib
-from typing import TYPE_CHECKING, Any, Literal
+import types
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,15 @@ _PICKS = ("reference", "xla", "native", *_KERNELS)
 """Those that take picked edges."""
 
 
+T = TypeVar("T")
+_Saved = tuple[SparsePlan, jax.Array | None, jax.Array]
+"""Plan, values and the matrix of a product."""
+
+_KernelSaved = tuple[Csr | Ell, jax.Array | None, jax.Array, jax.Array | None]
+_Gradients = tuple[jax.Array | None, ...]
+"""Of each argument; None for those without one."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """What is static: the implementation, and how Pallas kernels run."""
@@ -78,7 +87,7 @@ class _Call:
     interpret: "Interpret" = False
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> dict[str, "Interpret"]:
         """Keyword arguments of the functions of its module."""
         return {"interpret": self.interpret} if self.name in _KERNELS else {}
 
@@ -153,7 +162,7 @@ def sddmm(
         _check_name(op, "implementation", implementation, ("reference", "xla"))
     if 0 in (plan.nnz, a.shape[1]):
         return jnp.zeros(plan.nnz, jnp.result_type(a, b))
-    out: Any = _edge_dots(_Call("reference" if implementation == "reference" else "xla"), plan, a, b)
+    out = _edge_dots(_Call("reference" if implementation == "reference" else "xla"), plan, a, b)
     return out.astype(jnp.result_type(a, b))
 
 
@@ -280,8 +289,7 @@ def _sum(
     codes, values = _fold_scales(h, plan.csr.indices, plan.csr.values, values)
     if 0 in (plan.nnz, *plan.shape, codes.shape[1]):
         return jnp.zeros((plan.shape[0], codes.shape[1]), _sum_dtype(codes))
-    out: Any = _product(call, plan, values, codes)
-    return out
+    return _product(call, plan, values, codes)
 
 
 def _checked(op: str, csr: Csr, width: int | None, values: jax.Array | None) -> Csr:
@@ -317,21 +325,21 @@ def _sum_picks(
     return _divide(_picked_sum(call, graph, values, codes), divisor)
 
 
-def _divide(sums: Any, divisor: jax.Array | None) -> jax.Array:
+def _divide(sums: jax.Array, divisor: jax.Array | None) -> jax.Array:
     return sums if divisor is None else sums / divisor[:, None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _product(call: _Call, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> jax.Array:
     csr = dataclasses.replace(plan.csr, values=_either(values, plan.csr.values))
     return _run_product(call, csr, plan.balance, h)
 
 
-def _product_forward(call: _Call, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> Any:
+def _product_forward(call: _Call, plan: SparsePlan, values: jax.Array | None, h: jax.Array) -> tuple[jax.Array, _Saved]:
     return _product(call, plan, values, h), (plan, values, h)
 
 
-def _product_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
+def _product_backward(call: _Call, saved: _Saved, grads: jax.Array) -> _Gradients:
     plan, values, h = saved
     grads = jnp.asarray(grads)
     d_h = _like(_transposed(call, plan, values, grads), h) if jnp.issubdtype(h.dtype, jnp.floating) else None
@@ -341,18 +349,20 @@ def _product_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
 _product.defvjp(_product_forward, _product_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _transposed(call: _Call, plan: SparsePlan, values: jax.Array | None, g: jax.Array) -> jax.Array:
     """out[m] = sum over the edges e of column m of values[e] * g[row of e]."""
     turned = dataclasses.replace(plan.transpose, values=transposed_values(plan, values))
     return _run_product(call, turned, plan.transpose_balance, g)
 
 
-def _transposed_forward(call: _Call, plan: SparsePlan, values: jax.Array | None, g: jax.Array) -> Any:
+def _transposed_forward(
+    call: _Call, plan: SparsePlan, values: jax.Array | None, g: jax.Array
+) -> tuple[jax.Array, _Saved]:
     return _transposed(call, plan, values, g), (plan, values, g)
 
 
-def _transposed_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
+def _transposed_backward(call: _Call, saved: _Saved, grads: jax.Array) -> _Gradients:
     plan, values, g = saved
     grads = jnp.asarray(grads)
     d_values = None if values is None else _like(_edge_dots(_dots_of(call), plan, g, grads), values)
@@ -362,17 +372,19 @@ def _transposed_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
 _transposed.defvjp(_transposed_forward, _transposed_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _edge_dots(call: _Call, plan: SparsePlan, a: jax.Array, b: jax.Array) -> jax.Array:
     module = reference if call.name == "reference" else xla
     return module.sddmm(plan.csr, plan.row_ids, a, b, np.promote_types(_sum_dtype(a), _sum_dtype(b)))
 
 
-def _edge_dots_forward(call: _Call, plan: SparsePlan, a: jax.Array, b: jax.Array) -> Any:
+def _edge_dots_forward(
+    call: _Call, plan: SparsePlan, a: jax.Array, b: jax.Array
+) -> tuple[jax.Array, tuple[SparsePlan, jax.Array, jax.Array]]:
     return _edge_dots(call, plan, a, b), (plan, a, b)
 
 
-def _edge_dots_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
+def _edge_dots_backward(call: _Call, saved: tuple[SparsePlan, jax.Array, jax.Array], grads: jax.Array) -> _Gradients:
     plan, a, b = saved
     grads = jnp.asarray(grads)
     # One dtype for both, that of the sums: the product may not have the narrower one.
@@ -388,16 +400,18 @@ def _edge_dots_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
 _edge_dots.defvjp(_edge_dots_forward, _edge_dots_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _picked_sum(call: _Call, ell: Ell, values: jax.Array | None, h: jax.Array) -> jax.Array:
     return _backend(call.name).picked_sum(dataclasses.replace(ell, values=values), h, _sum_dtype(h))
 
 
-def _picked_sum_forward(call: _Call, ell: Ell, values: jax.Array | None, h: jax.Array) -> Any:
+def _picked_sum_forward(
+    call: _Call, ell: Ell, values: jax.Array | None, h: jax.Array
+) -> tuple[jax.Array, tuple[Ell, jax.Array | None, jax.Array]]:
     return _picked_sum(call, ell, values, h), (ell, values, h)
 
 
-def _picked_sum_backward(call: _Call, saved: Any, grads: jax.Array) -> Any:
+def _picked_sum_backward(call: _Call, saved: tuple[Ell, jax.Array | None, jax.Array], grads: jax.Array) -> _Gradients:
     ell, values, h = saved
     grads = jnp.asarray(grads)
     d_h, d_values = xla.picked_sum_gradients(dataclasses.replace(ell, values=values), h, grads, grads.dtype)
@@ -422,29 +436,32 @@ class _KernelCall:
 
     call: _Call
     rule: _Rule | None
-    dtype: Any
+    dtype: jax.typing.DTypeLike
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _kernel_sum(
     static: _KernelCall, graph: Csr | Ell, values: jax.Array | None, h: jax.Array, divisor: jax.Array | None
-) -> Any:
+) -> jax.Array:
     module, edges, options = _backend(static.call.name), dataclasses.replace(graph, values=values), static.call.options
     if static.rule is None:
         return module.sampled_sum(edges, h, divisor, static.dtype, **options)
     return module.picking_sum(edges, static.rule.sampling, static.rule.width, h, divisor, static.dtype, **options)
 
 
-def _kernel_sum_forward(static: _KernelCall, *args: Any) -> Any:
-    return _kernel_sum(static, *args), args
+def _kernel_sum_forward(
+    static: _KernelCall, graph: Csr | Ell, values: jax.Array | None, h: jax.Array, divisor: jax.Array | None
+) -> tuple[jax.Array, "_KernelSaved"]:
+    return _kernel_sum(static, graph, values, h, divisor), (graph, values, h, divisor)
 
 
-def _kernel_sum_backward(static: _KernelCall, saved: Any, grads: jax.Array) -> Any:
+def _kernel_sum_backward(static: _KernelCall, saved: "_KernelSaved", grads: jax.Array) -> _Gradients:
     graph, values, h, divisor = saved
 
     def apart(values: jax.Array | None, h: jax.Array) -> jax.Array:
         ell = dataclasses.replace(graph, values=values)
-        if static.rule is not None:
+        if isinstance(ell, Csr):
+            assert static.rule is not None
             ell = pick(ell, static.rule.width, static.rule.sampling)
         sums = _picked_sum(_Call("xla"), dataclasses.replace(ell, values=None), ell.values, h)
         return _divide(sums, divisor).astype(static.dtype)
@@ -463,7 +480,7 @@ def _dots_of(call: _Call) -> _Call:
     return call if call.name == "reference" else _Call("xla")
 
 
-def _sum_dtype(h: jax.Array) -> Any:
+def _sum_dtype(h: jax.Array) -> jax.typing.DTypeLike:
     return jnp.float64 if h.dtype == jnp.float64 else jnp.float32
 
 
@@ -471,16 +488,16 @@ def _like(array: jax.Array, other: jax.Array) -> jax.Array:
     return array.astype(other.dtype)
 
 
-def _either(values: Any, otherwise: Any) -> Any:
+def _either(values: T | None, otherwise: T) -> T:
     return otherwise if values is None else values
 
 
-def _result_dtype(h: jax.Array | Int8Rows) -> Any:
+def _result_dtype(h: jax.Array | Int8Rows) -> jax.typing.DTypeLike:
     return jnp.float32 if isinstance(h, Int8Rows) else h.dtype
 
 
 def _fold_scales(
-    h: jax.Array | Int8Rows, columns: jax.Array, own: Any, given: jax.Array | None
+    h: jax.Array | Int8Rows, columns: jax.Array, own: jax.Array | None, given: jax.Array | None
 ) -> tuple[jax.Array, jax.Array | None]:
     """(features [M, F], values or None): scales of int8 rows become part of the values."""
     if not isinstance(h, Int8Rows):
@@ -521,12 +538,12 @@ def _choose(
     return _Call(implementation, interpret)
 
 
-def _backend(name: str) -> Any:
+def _backend(name: str) -> types.ModuleType:
     # jax.experimental.sparse and Pallas take long to import, and not every program needs them.
     return importlib.import_module(f"scalejax.kernels.sampled_spmm.{name}")
 
 
-def _check_features(op: str, h: Any, rows: int, name: str = "h", what: str = "columns") -> None:
+def _check_features(op: str, h: jax.Array | Int8Rows, rows: int, name: str = "h", what: str = "columns") -> None:
     array = h.codes if isinstance(h, Int8Rows) else h
     floating = jnp.issubdtype(array.dtype, jnp.floating)
     if array.ndim != 2 or not (floating or isinstance(h, Int8Rows)):
@@ -545,7 +562,7 @@ def _check_features(op: str, h: Any, rows: int, name: str = "h", what: str = "co
         )
 
 
-def _check_values(op: str, values: Any, edges: int | None) -> None:
+def _check_values(op: str, values: jax.Array, edges: int | None) -> None:
     long = values.size if edges is None else edges
     if values.shape != (long,) or not jnp.issubdtype(values.dtype, jnp.floating):
         wanted = "one for each edge" if edges is None else f"of {edges}, one for each edge"
@@ -554,7 +571,7 @@ def _check_values(op: str, values: Any, edges: int | None) -> None:
         )
 
 
-def _check_name(op: str, argument: str, value: Any, known: tuple[str, ...]) -> None:
+def _check_name(op: str, argument: str, value: object, known: tuple[str, ...]) -> None:
     if value not in known:
         names = ", ".join(f'"{name}"' for name in known)
         raise UserError(f"{op}: {argument} must be one of {names}; got {value!r}.")

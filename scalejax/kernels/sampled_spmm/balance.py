@@ -8,11 +8,13 @@ where there are more than 256 parts. Nothing is added in an order that depends o
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from scalejax.kernels.sampled_spmm.csr import Stored
 
 WIDTHS = (4, 16, 64, 256)
 LONGEST = WIDTHS[-1]
@@ -25,8 +27,8 @@ FEW_SLOTS = 16
 class Bin:
     """Runs of consecutive edges that fit `width` slots: int[R] where each starts and int32[R] its length."""
 
-    starts: Any
-    counts: Any
+    starts: Stored
+    counts: Stored
     width: int = dataclasses.field(metadata={"static": True})
 
 
@@ -43,7 +45,7 @@ class Balance:
     """
 
     bins: tuple[Bin, ...]
-    place: Any
+    place: Stored
     cut: "Cut | None"
     slots: int | None = dataclasses.field(default=None, metadata={"static": True})
 
@@ -53,8 +55,8 @@ class Balance:
 class Cut:
     """int[H], ascending: the rows that are cut; int[P]: places of their parts, row by row; how to sum those."""
 
-    rows: Any
-    parts: Any
+    rows: Stored
+    parts: Stored
     balance: Balance
 
 

@@ -7,16 +7,21 @@ The order of columns inside a row is kept as given and never sorted: what sampli
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.typing import ArrayLike
 
 from scalejax.errors import UserError
+from scalejax.kernels.types import AnyArray
 
 _INT32_MAX = 2**31 - 1
+
+Stored = Any
+"""Arrays of a graph: NumPy's on the host, JAX's in a program. A union of the two could be used as neither."""
 
 
 @jax.tree_util.register_dataclass
@@ -31,13 +36,15 @@ class Csr:
       shape: (N, M).
     """
 
-    indptr: Any
-    indices: Any
-    values: Any = None
+    indptr: Stored
+    indices: Stored
+    values: Stored = None
     shape: tuple[int, int] = dataclasses.field(kw_only=True, metadata={"static": True})
 
     @classmethod
-    def from_edges(cls, senders: Any, receivers: Any, *, shape: tuple[int, int], values: Any = None) -> "Csr":
+    def from_edges(
+        cls, senders: ArrayLike, receivers: ArrayLike, *, shape: tuple[int, int], values: ArrayLike | None = None
+    ) -> "Csr":
         """Edges sender -> receiver, in any order; those of one receiver stay in the order given.
 
         Args:
@@ -155,7 +162,7 @@ class Csr:
         return self
 
 
-def index_dtype(edges: int, shape: tuple[int, int]) -> Any:
+def index_dtype(edges: int, shape: tuple[int, int]) -> type[np.signedinteger]:
     """int32 where it can count edges, rows and columns, else int64.
 
     Raises:
@@ -171,7 +178,7 @@ def index_dtype(edges: int, shape: tuple[int, int]) -> Any:
     return np.int64
 
 
-def _integers(name: str, array: Any) -> np.ndarray:
+def _integers(name: str, array: ArrayLike) -> np.ndarray:
     array = np.asarray(array)
     if array.shape == (0,):
         return array.astype(np.int32)  # an empty list has no dtype of its own
@@ -180,17 +187,17 @@ def _integers(name: str, array: Any) -> np.ndarray:
     return array
 
 
-def _check_shape(shape: Any) -> None:
+def _check_shape(shape: tuple[int, int]) -> None:
     whole = isinstance(shape, tuple) and all(isinstance(count, int | np.integer) and count >= 0 for count in shape)
     if not whole or len(shape) != 2:
         raise UserError(f"Csr: shape must be (rows, columns), two whole numbers of at least 0; got {shape!r}.")
 
 
-def _is_array(array: Any) -> bool:
+def _is_array(array: object) -> TypeGuard[AnyArray]:
     return isinstance(array, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
 
 
-def _described(array: Any) -> str:
+def _described(array: object) -> str:
     return f"{array.dtype}{list(array.shape)}" if _is_array(array) else type(array).__name__
 
 

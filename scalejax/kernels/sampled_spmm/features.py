@@ -1,7 +1,6 @@
 """Features of nodes in int8, a scale each."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +21,14 @@ class Int8Rows:
       scales: float32[M].
     """
 
-    codes: Any
-    scales: Any
+    codes: jax.Array
+    scales: jax.Array
 
     @property
     def shape(self) -> tuple[int, int]:
         """(M, F)."""
-        return self.codes.shape
+        rows, features = self.codes.shape
+        return rows, features
 
     def dequantize(self) -> jax.Array:
         """float32[M, F]."""

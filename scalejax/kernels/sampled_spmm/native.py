@@ -12,7 +12,7 @@ and where filled ones would have to be squeezed together for the kernel first, u
 import functools
 
 import jax
-import jax.experimental.sparse  # registers the kernel
+import jax.experimental.sparse  # pyright: ignore[reportUnusedImport] (registers the kernel)
 import jax.numpy as jnp
 from jax import lax
 

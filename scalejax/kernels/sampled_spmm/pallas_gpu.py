@@ -17,8 +17,7 @@ Hopper and interpreted, and has not run on a GPU.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,10 @@ from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows
 from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.features import check_kernel
 from scalejax.kernels.sampled_spmm.sampling import EdgeSampling, Ell
+from scalejax.kernels.types import Number, Ref
+
+_Located = tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]
+_Sums = tuple[jax.Array, list[tuple[jax.Array, ...]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class _Rows:
     """
 
     operands: tuple[jax.Array, ...]
-    locate: Callable[..., tuple[jax.Array, Callable[[jax.Array], tuple[jax.Array, ...]]]]
+    locate: Callable[[Sequence[Ref], jax.Array, jax.Array], _Located]
     count: int
     most: int
 
@@ -85,7 +88,7 @@ def picking_sum(
     """The same over edges that are picked on the way."""
     check_kernel("pallas_gpu", h, dtype)
 
-    def locate(refs: Any, row: jax.Array, there: jax.Array) -> Any:
+    def locate(refs: Sequence[Ref], row: jax.Array, there: jax.Array) -> _Located:
         begin, end = (plgpu.load(refs[0].at[row + k], mask=there, other=0) for k in (0, 1))
         degrees = (end - begin).astype(jnp.int32)
         return sampling.slots(degrees, width), lambda slot: (begin + sampling.positions(slot, degrees, width),)
@@ -94,12 +97,12 @@ def picking_sum(
     return _sum(rows, csr.indices, csr.values, h, divisor, dtype, interpret=interpret, name="sampled_spmm")
 
 
-def _locate_runs(refs: Any, row: jax.Array, there: jax.Array) -> Any:
+def _locate_runs(refs: Sequence[Ref], row: jax.Array, there: jax.Array) -> _Located:
     starts, counts = (plgpu.load(ref.at[row], mask=there, other=0) for ref in refs)
     return counts, lambda slot: (starts + slot,)
 
 
-def _locate_slots(refs: Any, row: jax.Array, there: jax.Array) -> Any:
+def _locate_slots(refs: Sequence[Ref], row: jax.Array, there: jax.Array) -> _Located:
     return plgpu.load(refs[0].at[row], mask=there, other=0), lambda slot: (row, jnp.broadcast_to(slot, row.shape))
 
 
@@ -125,7 +128,7 @@ def _sum(
     if divisor is not None:
         operands["divisor"] = divisor
 
-    def kernel(*refs: Any) -> None:
+    def kernel(*refs: Ref) -> None:
         located, refs, out = refs[: len(rows.operands)], refs[len(rows.operands) : -1], refs[-1]
         ref = dict(zip(operands, refs, strict=True))
         row = pl.program_id(0) * group + lax.iota(jnp.int32, group)
@@ -133,7 +136,7 @@ def _sum(
         there, in_row = row < rows.count, column < features
         counts, edge_of = rows.locate(located, row, there)
 
-        def read_ahead(number: Any) -> list[tuple[jax.Array, ...]]:
+        def read_ahead(number: Number) -> list[tuple[jax.Array, ...]]:
             """Columns, and values, of some slots; a column of -1 for none."""
             found = []
             for u in range(sizes.unroll):
@@ -144,7 +147,7 @@ def _sum(
                 found.append((node, *value))
             return found
 
-        def add(number: jax.Array, carry: Any) -> Any:
+        def add(number: jax.Array, carry: _Sums) -> _Sums:
             total, now = carry
             ahead = read_ahead(number + 1)
             # All loads before the first addition that waits for one.
@@ -177,7 +180,7 @@ def _sum(
     )(*rows.operands, *operands.values())
 
 
-def _load_tile(ref: Any, row: jax.Array, wanted: jax.Array, column: jax.Array, in_row: jax.Array) -> jax.Array:
+def _load_tile(ref: Ref, row: jax.Array, wanted: jax.Array, column: jax.Array, in_row: jax.Array) -> jax.Array:
     mask = wanted[:, None] & in_row[None, :]
     return plgpu.load(ref.at[row[:, None], column[None, :]], mask=mask, other=0)
 

@@ -19,10 +19,11 @@ The kernel has been compiled for v5e, v5p, v6e and 7x and interpreted, and has n
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -34,6 +35,7 @@ from scalejax.kernels.sampled_spmm.balance import Balance, reduce_rows
 from scalejax.kernels.sampled_spmm.csr import Csr
 from scalejax.kernels.sampled_spmm.features import check_kernel
 from scalejax.kernels.sampled_spmm.sampling import Ell
+from scalejax.kernels.types import Copy, Number, Ref
 
 _LANES = 128
 _ROWS = 128
@@ -86,14 +88,14 @@ def _sum(
         padded = jnp.pad(array.T, ((0, num_chunks * sizes.slots - width), (0, num_blocks * _ROWS - count)))
         return padded.reshape(num_chunks, sizes.slots, num_blocks, _ROWS).transpose(2, 0, 1, 3).reshape(-1)
 
-    def of_picks(step: Any) -> tuple[Any]:
+    def of_picks(step: jax.Array) -> tuple[jax.Array]:
         block, _, chunk = _place(step, num_tiles, num_chunks)
         return (block * num_chunks + chunk,)
 
-    def of_rows(step: Any) -> tuple[Any]:
+    def of_rows(step: jax.Array) -> tuple[jax.Array]:
         return (_place(step, num_tiles, num_chunks)[0],)
 
-    def after(step: Any) -> Any:
+    def after(step: jax.Array) -> jax.Array:
         return jnp.minimum(step + 1, steps - 1)
 
     picks = functools.partial(pl.BlockSpec, (sizes.slots * _ROWS,), memory_space=pltpu.SMEM)
@@ -139,26 +141,26 @@ def _sum(
     return out[:, :features]
 
 
-def _place(step: Any, num_tiles: int, num_chunks: int) -> tuple[Any, Any, Any]:
+def _place(step: jax.Array, num_tiles: int, num_chunks: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(block of rows, tile of features, chunk of slots) of a step."""
     outer = step // num_chunks
     return outer // num_tiles, outer % num_tiles, step % num_chunks
 
 
 def _kernel(
-    *refs: Any, stored: Any, weighted: bool, divided: bool, slots: int, tile: int, numbers: tuple[int, int]
+    *refs: Ref, stored: np.dtype, weighted: bool, divided: bool, slots: int, tile: int, numbers: tuple[int, int]
 ) -> None:
     indices, indices_after, counts, counts_after, *more, h, out, buffer, total, arrived = refs
     num_tiles, num_chunks = numbers
     step = pl.program_id(0)
     side = lax.rem(step, 2)
-    _, _, chunk = _place(step, num_tiles, num_chunks)
+    chunk = _place(step, num_tiles, num_chunks)[2]
 
-    def left(counts: Any, row: Any, chunk: Any) -> jax.Array:
+    def left(counts: Ref, row: jax.Array, chunk: jax.Array) -> jax.Array:
         return jnp.clip(counts[row] - chunk * slots, 0, slots)
 
-    def for_each_pick(step: Any, counts: Any, do: Any) -> None:
-        _, part, chunk = _place(step, num_tiles, num_chunks)
+    def for_each_pick(step: jax.Array, counts: Ref, do: Callable[[jax.Array, jax.Array], None]) -> None:
+        part, chunk = _place(step, num_tiles, num_chunks)[1:]
 
         @pl.loop(0, _ROWS)
         def _(row: jax.Array) -> None:
@@ -166,7 +168,7 @@ def _kernel(
             def _(slot: jax.Array) -> None:
                 do(slot * _ROWS + row, part)
 
-    def copy(node: Any, place: Any, part: Any, side: Any) -> Any:
+    def copy(node: Number, place: jax.Array, part: jax.Array, side: jax.Array) -> Copy:
         return pltpu.make_async_copy(
             h.at[pl.ds(node, 1), pl.ds(pl.multiple_of(part * tile, _LANES), tile)],
             buffer.at[side, pl.ds(place, 1)],
@@ -226,7 +228,7 @@ def _words(h: jax.Array, most: int) -> tuple[jax.Array, int]:
     return words.reshape(h.shape[0], -1), tile
 
 
-def _unpack(words: jax.Array, stored: Any) -> jax.Array:
+def _unpack(words: jax.Array, stored: np.dtype) -> jax.Array:
     """float32 values of a row of words."""
     if words.dtype == jnp.float32:
         return words

@@ -21,7 +21,9 @@ divisor (n = 577: one edge, again and again); `quadratic_residue` does so often,
 
 import dataclasses
 import fractions
-from typing import Any, Literal
+import functools
+from types import ModuleType
+from typing import Literal, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +31,15 @@ import numpy as np
 from jax.core import Tracer
 
 from scalejax.errors import UserError
-from scalejax.kernels.sampled_spmm.csr import Csr, index_dtype
+from scalejax.kernels.sampled_spmm.csr import Csr, Stored, index_dtype
+from scalejax.kernels.types import AnyArray
 
 Strategy = Literal["bucket", "fastrand", "quadratic_residue", "rate", "rate_stride"]
 STRATEGIES = ("bucket", "fastrand", "quadratic_residue", "rate", "rate_stride")
 PRIMES = (577, 769, 983, 1193, 1429, 1619, 1871, 2089, 2339, 2579)
 """Of "fastrand" with `prime=None`: the one at seed mod 10."""
+
+A = TypeVar("A", np.ndarray, jax.Array)
 
 _MODULUS = 21767
 _DENOMINATOR = 10_000
@@ -80,7 +85,7 @@ class EdgeSampling:
         """Whether the rate says how many edges a row keeps."""
         return self.strategy in ("rate", "rate_stride")
 
-    def slots(self, degrees: Any, width: int) -> Any:
+    def slots(self, degrees: A, width: int) -> A:
         """Edges that rows keep: int32, like `degrees`."""
         numpy = _module(degrees)
         if self.by_rate:
@@ -89,7 +94,7 @@ class EdgeSampling:
             return numpy.minimum(whole * above + (rest * above + below - 1) // below, width)
         return numpy.minimum(degrees, width)
 
-    def positions(self, slot: Any, degrees: Any, width: int) -> Any:
+    def positions(self, slot: A, degrees: A, width: int) -> A:
         """Position inside the row, int32, for each slot below `slots(degrees, width)`; anything in the row beyond."""
         numpy = _module(degrees)
         degrees = numpy.maximum(degrees, 1)
@@ -110,7 +115,7 @@ class EdgeSampling:
         fraction = fractions.Fraction(self.rate).limit_denominator(_DENOMINATOR)
         return np.int32(fraction.numerator), np.int32(fraction.denominator)
 
-    def _fastrand(self, slot: Any, width: int) -> Any:
+    def _fastrand(self, slot: A, width: int) -> A:
         prime = PRIMES[self.seed % len(PRIMES)] if self.prime is None else self.prime
         if prime * (width - 1) >= 2**31:
             raise UserError(
@@ -118,7 +123,7 @@ class EdgeSampling:
             )
         return slot * np.int32(prime)
 
-    def _residue(self, slot: Any, numpy: Any) -> Any:
+    def _residue(self, slot: A, numpy: ModuleType) -> A:
         reduced = slot % np.int32(_MODULUS)  # its square stays within int32
         residue = (reduced * reduced + np.int32(self.seed % _MODULUS)) % np.int32(_MODULUS)
         return numpy.where(slot <= _MODULUS // 2, residue, _MODULUS - residue)
@@ -139,11 +144,11 @@ class Ell:
       csr_nnz: Edges of the CSR; None = not known, and then the length of `values` is not checked.
     """
 
-    indices: Any
-    edges: Any
-    counts: Any
-    degrees: Any
-    values: Any = None
+    indices: Stored
+    edges: Stored
+    counts: Stored
+    degrees: Stored
+    values: Stored = None
     shape: tuple[int, int] = dataclasses.field(kw_only=True, metadata={"static": True})
     csr_nnz: int | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
@@ -152,7 +157,7 @@ class Ell:
         """S, the slots of a row."""
         return self.indices.shape[1]
 
-    def filled(self) -> Any:
+    def filled(self) -> Stored:
         """bool[N, S]: which slots hold an edge."""
         slots = _module(self.counts).arange(self.width, dtype=np.int32)
         return slots[None, :] < self.counts[:, None]
@@ -223,7 +228,7 @@ def presample(
     return pick(csr, _width(csr, width, sampling, on_host), sampling, np if on_host else jnp)
 
 
-def pick(csr: Csr, width: int, sampling: EdgeSampling, numpy: Any = jnp) -> Ell:
+def pick(csr: Csr, width: int, sampling: EdgeSampling, numpy: ModuleType = jnp) -> Ell:
     """`presample` by a rule, in NumPy or JAX."""
     dtype = index_dtype(csr.nnz, csr.shape)
     indptr, indices = (array.astype(dtype, copy=False) for array in (csr.indptr, csr.indices))
@@ -232,16 +237,16 @@ def pick(csr: Csr, width: int, sampling: EdgeSampling, numpy: Any = jnp) -> Ell:
     counts = sampling.slots(degrees, width).astype(np.int32)
     positions = sampling.positions(slot, degrees[:, None], width).astype(dtype)
     filled = slot < counts[:, None]
-    static: Any = {"shape": csr.shape, "csr_nnz": csr.nnz}
+    ell = functools.partial(Ell, shape=csr.shape, csr_nnz=csr.nnz)
     if not csr.nnz:
         nothing = numpy.zeros(filled.shape, dtype)
         values = None if csr.values is None else nothing.astype(csr.values.dtype)
-        return Ell(nothing, nothing, counts, degrees, values, **static)
+        return ell(nothing, nothing, counts, degrees, values)
     edges = numpy.where(filled, indptr[:-1, None] + positions, 0)
     values = None
     if csr.values is not None:
         values = numpy.where(filled, csr.values[edges], csr.values.dtype.type(0))
-    return Ell(numpy.where(filled, indices[edges], 0), edges, counts, degrees, values, **static)
+    return ell(numpy.where(filled, indices[edges], 0), edges, counts, degrees, values)
 
 
 def sampling_rate(csr: Csr, width: int) -> float:
@@ -257,12 +262,12 @@ def sampling_rate(csr: Csr, width: int) -> float:
     return float(np.minimum(degrees, width).sum() / csr.nnz)
 
 
-def check_width(op: str, width: Any) -> None:
+def check_width(op: str, width: object) -> None:
     if not _is_whole(width) or width < 1:
         raise UserError(f"{op}: width must be a whole number of edges, at least 1; got {width!r}.")
 
 
-def _is_whole(number: Any) -> bool:
+def _is_whole(number: object) -> TypeGuard[int]:
     return isinstance(number, int | np.integer) and not isinstance(number, bool)
 
 
@@ -275,5 +280,5 @@ def _width(csr: Csr, width: int | None, sampling: EdgeSampling, on_host: bool) -
     return int(width)
 
 
-def _module(array: Any) -> Any:
+def _module(array: AnyArray) -> ModuleType:
     return jnp if isinstance(array, jax.Array) else np

@@ -1,10 +1,9 @@
 """Softmax over the edges of each row, as attention on graphs needs it."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
+from scalejax import compat
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm.gathers import take
 from scalejax.kernels.sampled_spmm.sparse_plan import SparsePlan, check_plan
@@ -36,11 +35,11 @@ def segment_softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
     if scores.size == 0:
         return scores
     wide = scores.astype(jnp.float64 if scores.dtype == jnp.float64 else jnp.float32)
-    out: Any = _softmax(plan, wide.reshape(plan.nnz, -1))
+    out = _softmax(plan, wide.reshape(plan.nnz, -1))
     return out.reshape(scores.shape).astype(scores.dtype)
 
 
-@jax.custom_vjp
+@compat.custom_vjp()
 def _softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
     """Softmax over the edges of each row, scores [nnz, heads]."""
     most = reduce_edges(plan, scores, "max")
@@ -49,12 +48,12 @@ def _softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
     return raised / take(jnp.where(total == 0, 1, total), plan.row_ids)
 
 
-def _softmax_forward(plan: SparsePlan, scores: jax.Array) -> Any:
-    out: Any = _softmax(plan, scores)
+def _softmax_forward(plan: SparsePlan, scores: jax.Array) -> tuple[jax.Array, tuple[SparsePlan, jax.Array]]:
+    out = _softmax(plan, scores)
     return out, (plan, out)
 
 
-def _softmax_backward(saved: Any, grads: jax.Array) -> Any:
+def _softmax_backward(saved: tuple[SparsePlan, jax.Array], grads: jax.Array) -> tuple[None, jax.Array]:
     plan, out = saved
     weighted = out * grads
     return None, weighted - out * take(reduce_edges(plan, weighted, "sum"), plan.row_ids)

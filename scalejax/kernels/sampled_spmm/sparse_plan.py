@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm.balance import FEW_SLOTS, Balance, align_balances, balance_rows
-from scalejax.kernels.sampled_spmm.csr import Csr, index_dtype
+from scalejax.kernels.sampled_spmm.csr import Csr, Stored, index_dtype
 from scalejax.kernels.sampled_spmm.gathers import take
 from scalejax.kernels.sampled_spmm.sampling import Ell
 
@@ -34,8 +33,8 @@ class SparsePlan:
 
     csr: Csr
     transpose: Csr
-    permutation: Any
-    row_ids: Any
+    permutation: Stored
+    row_ids: Stored
     balance: Balance
     transpose_balance: Balance
 
@@ -67,8 +66,8 @@ class SampledPlan:
     """
 
     plan: SparsePlan
-    edges: Any
-    degrees: Any
+    edges: Stored
+    degrees: Stored
     csr_nnz: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -132,7 +131,7 @@ def plan_sample(ell: Ell) -> SampledPlan:
     return SampledPlan(made, jnp.asarray(edges), jnp.asarray(ell.degrees), ell.csr_nnz)
 
 
-def check_plan(op: str, plan: Any) -> None:
+def check_plan(op: str, plan: object) -> None:
     """Raises a UserError where it is none."""
     if not isinstance(plan, SparsePlan):
         raise UserError(
@@ -150,7 +149,7 @@ def stack_plans(plans: Sequence[SparsePlan]) -> SparsePlan:
     most = max(made.nnz for made in plans)
 
     def room(made: SparsePlan) -> SparsePlan:
-        def of_edges(array: Any) -> Any:
+        def of_edges(array: Stored) -> Stored:
             return None if array is None else np.concatenate([array, np.zeros(most - made.nnz, array.dtype)])
 
         def of_matrix(csr: Csr) -> Csr:
@@ -173,6 +172,6 @@ def stack_plans(plans: Sequence[SparsePlan]) -> SparsePlan:
     return jax.tree.map(lambda *arrays: np.stack(arrays), *aligned)
 
 
-def transposed_values(plan: SparsePlan, values: Any) -> Any:
+def transposed_values(plan: SparsePlan, values: jax.Array | None) -> jax.Array | None:
     """[nnz] in the order of the edges of the transpose; None = those of the plan."""
     return plan.transpose.values if values is None else take(values, plan.permutation)

@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.numerics import float8, formats, quantize
 from scalejax.numerics.quantized.rules import QuantizationRule
@@ -100,13 +101,13 @@ def operand(
       UserError: the axes are no multiple of the block and rule.tail is "refuse", or x has another dtype.
     """
     axes, whole = tuple(axes), tuple(range(x.ndim))
-    plain: dict[str, Any] = {"dtype": jnp.dtype(dtype or x.dtype), "shape": x.shape}
+    plain = functools.partial(Operand, dtype=jnp.dtype(dtype or x.dtype), shape=x.shape)
     if format is None:
-        return Operand(held=x, **plain)
+        return plain(held=x)
     shared = whole if rule.scales == "tensor" else axes
     if rule.implementation == "native":
         codes, scale = float8.quantize(x, format, axes=shared)
-        return Operand(held=codes, scale=scale, **plain)
+        return plain(held=codes, scale=scale)
     kind = formats.find(format)
     if rule.scales != "blocks":
         length = max(math.prod(x.shape[axis] for axis in shared), 1)  # of an array without values, too
@@ -124,7 +125,7 @@ def operand(
         )
     scale_rule = rule.scale_rule if kind.scale == "exponent" else None
     held = quantize.quantize(x, kind, axis=axis, scale_rule=scale_rule, tail=rule.tail)
-    return Operand(held=held, axes=flat, **plain)
+    return plain(held=held, axes=flat)
 
 
 def multiply(
@@ -275,7 +276,7 @@ _Saved = tuple[Operand, Operand] | tuple[jax.Array, jax.Array]
 """Both operands: as they were multiplied, or, where gradients have a format, as they were given."""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _dot(call: _Call, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return _dot_forward(call, lhs, rhs)[0]
 

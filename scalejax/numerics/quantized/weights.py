@@ -9,7 +9,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from types import EllipsisType
+from typing import Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -64,9 +65,15 @@ class FormattedWeight(_Weight):
     def T(self) -> "FormattedWeight":
         return dataclasses.replace(self, array=self.array.T)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: EllipsisType) -> Self: ...
+
+    @overload
+    def __getitem__(self, index: jax.Array) -> jax.Array: ...
+
+    def __getitem__(self, index: EllipsisType | jax.Array) -> Self | jax.Array:
         """`[...]` is the weight itself, as modules read a parameter; `[ids]` are rows in the format of weights."""
-        if index is Ellipsis:
+        if isinstance(index, EllipsisType):
             return self
         if not (hasattr(index, "dtype") and jnp.issubdtype(index.dtype, jnp.integer)):
             raise TypeError(
@@ -156,7 +163,9 @@ def _static_dot(x: jax.Array, weight: StaticWeight, contract: int, dtype: jax.ty
     return (sums * scale).astype(dtype or jnp.promote_types(x.dtype, weight.dtype))
 
 
-def formatted(params: Mapping[str, Any], rules: Mapping[str, QuantizationRule]) -> dict[str, Any]:
+def formatted(
+    params: Mapping[str, jax.Array], rules: Mapping[str, QuantizationRule]
+) -> dict[str, jax.Array | FormattedWeight]:
     """Parameters by path, those of the modules that rules name as `FormattedWeight`.
 
     Args:
@@ -166,7 +175,7 @@ def formatted(params: Mapping[str, Any], rules: Mapping[str, QuantizationRule]) 
     return {path: _formatted(array, module_of(path), rules) for path, array in params.items()}
 
 
-def _formatted(array: Any, module: str, rules: Mapping[str, QuantizationRule]) -> Any:
+def _formatted(array: jax.Array, module: str, rules: Mapping[str, QuantizationRule]) -> jax.Array | FormattedWeight:
     rule = rules.get(module)
     if rule is None or (rule.weight_qtype, rule.act_qtype, rule.bwd_qtype) == (None, None, None):
         return array

@@ -50,7 +50,6 @@ An exchange of one's own, whose gradients travel in bfloat16, on whatever device
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol, get_args
 
@@ -296,7 +295,7 @@ class ParamGather:
         return adapted
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@compat.custom_vjp(0)
 def _fetch(exchange: ParamExchange, shards: Arrays, state: States, sinks: Arrays) -> Arrays:
     return exchange.gather(shards, state)[0]
 

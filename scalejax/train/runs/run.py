@@ -21,9 +21,6 @@ from scalejax.parallel.embedding.plan.placement import PlanRefused, ShardingPlan
 from scalejax.parallel.embedding.stored.tracking import touched_rows
 from scalejax.parallel.embedding.tiers import RowCache, Tiers
 from scalejax.train import distributed, phases
-from scalejax.train.runs import binding
-from scalejax.train.runs import run_state
-from scalejax.train.runs import scoring
 from scalejax.train import state as states
 from scalejax.train.batches.convert import prefetch
 from scalejax.train.batches.pipeline import Pipeline
@@ -39,6 +36,7 @@ from scalejax.train.reports import summary
 from scalejax.train.reports.progress import Window
 from scalejax.train.reports.records import Records
 from scalejax.train.reports.timing import peak_memory
+from scalejax.train.runs import binding, run_state, scoring
 from scalejax.train.runs.run_state import Best, HostState
 from scalejax.train.runs.scoring import Scores
 from scalejax.train.state import TrainState

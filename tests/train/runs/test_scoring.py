@@ -11,9 +11,8 @@ from scalejax.errors import UserError
 from scalejax.models.recsys.logistic import LogisticConfig
 from scalejax.parallel.embedding.plan.placement import Exchange
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train.runs import binding
-from scalejax.train.runs import scoring
 from scalejax.train.reports import summary as summaries
+from scalejax.train.runs import binding, scoring
 
 
 def test_scores_that_are_not_finite_are_refused(tmp_path):
