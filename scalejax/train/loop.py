@@ -17,7 +17,7 @@ import pathlib
 import time
 from typing import Any
 
-import grain  # noqa: F401 (here, before a bar is drawn: see `train`)
+import grain  # noqa: F401  # pyright: ignore[reportUnusedImport] (here, before a bar is drawn: see `train`)
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

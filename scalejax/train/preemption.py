@@ -126,7 +126,7 @@ class Preemption:
             if peers.job.is_primary and not self.leaving and not self.unsaved():
                 self._exit(os.EX_TEMPFAIL, "Asked to end")
             if time.monotonic() - asked_at >= self._grace_s:
-                stands = " < ".join(_stack(sys._current_frames().get(self._main)))
+                stands = " < ".join(_stack(sys._current_frames().get(self._main)))  # pyright: ignore[reportPrivateUsage]
                 self._exit(status or 128 + signal.SIGTERM, f"Not saved within --grace {self._grace_s:g} s: {stands}")
 
     def _exit(self, status: int, why: str) -> NoReturn:

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.parallel import offload
 from scalejax.parallel.embedding.collection import EmbeddingCollection
-from scalejax.parallel.embedding.stored.conversion import MAPS
 from scalejax.parallel.embedding.stored import logical as stored
+from scalejax.parallel.embedding.stored.conversion import MAPS
 from scalejax.parallel.embedding.tiers import Tiers
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
