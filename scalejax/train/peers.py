@@ -146,6 +146,7 @@ class Peers:
     def leave(self, status: int) -> None:
         """Tells the others that this process ends: with 0 in order, else so that they end too."""
         kind = _ENDED if status else _DONE
+        self._ending = self._ending or bool(status)  # that others go is now this one's doing
         for process in self._connections:
             self._send(process, kind, who=self.process, value=status)
 
