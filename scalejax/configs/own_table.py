@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import pathlib
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -62,7 +62,7 @@ class TableRecipe:
             file.write(self.text)
 
 
-def resolve(recipe: str, fields: dict[str, object], sets: Sequence[str]) -> TableRecipe:
+def resolve(recipe: str, fields: Mapping[str, object], sets: Sequence[str]) -> TableRecipe:
     """Reads the table, and says what is to be run.
 
     Args:
@@ -82,7 +82,7 @@ def resolve(recipe: str, fields: dict[str, object], sets: Sequence[str]) -> Tabl
         names = ", ".join(r.path.stem for r in known)
         raise UserError(f"--data: recipe {recipe!r} has a kind of data of its own; wanted one of {names}.")
     (found,) = family
-    fields = fields | {"sha256": frames.digest_of(str(fields["path"]))}
+    fields = {**fields, "sha256": frames.digest_of(str(fields["path"]))}
     given = [f"data.{name}={value!r}" for name, value in fields.items() if value not in (None, ())]
     data = configs.load(found.name, [*given, *sets]).data
     table = data.open()  # pyright: ignore[reportAttributeAccessIssue]
