@@ -82,7 +82,7 @@ def resolve(recipe: str, fields: Mapping[str, object], sets: Sequence[str]) -> T
         names = ", ".join(r.path.stem for r in known)
         raise UserError(f"--data: recipe {recipe!r} has a kind of data of its own; wanted one of {names}.")
     (found,) = family
-    fields = dict(fields) | {"sha256": frames.digest_of(str(fields["path"]))}
+    fields = {**fields, "sha256": frames.digest_of(str(fields["path"]))}
     given = [f"data.{name}={value!r}" for name, value in fields.items() if value not in (None, ())]
     data = configs.load(found.name, [*given, *sets]).data
     table = data.open()  # pyright: ignore[reportAttributeAccessIssue]
