@@ -1,0 +1,1 @@
+"""One run: bound to its data and devices, its state, its steps, its scores."""
