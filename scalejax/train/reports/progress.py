@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TextIO
+from typing import IO, Any
 
 import rich.progress
 from rich.console import Console
@@ -91,14 +91,14 @@ class Bar(Progress):
             yield
 
     def window(self, step: int, phase: str, loss: float, window: Window) -> None:
-        fields = consoles.progress_fields(rate=window.speed, **window.metrics, lr=window.learning_rate)
+        fields: dict[str, Any] = consoles.progress_fields(rate=window.speed, **window.metrics, lr=window.learning_rate)
         self._bar.update(self._task, completed=step, description=phase or "train", **fields)
 
 
 class TextLines(Progress):
     """A plain line for each thing that happens, at once."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self._steps, self._start = 0, 0
         self._began = time.perf_counter()  # moved on by what compiling takes: the time that is left has none
