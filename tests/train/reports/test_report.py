@@ -289,7 +289,7 @@ def test_few_points_are_marked_and_many_are_a_line():
     blue, orange = figures.COLOURS[:2]
     for windows, evaluations in ((1, 1), (2, 2), (200, 3), (200, 100)):
         points = [(float(step), 1 / step) for step in range(1, 1 + max(windows, evaluations))]
-        svg = figures.curve("Loss", points[:windows], {"validation": points[:evaluations]})
+        svg = figures.curve("Loss", points[:windows], {"validation": points[-evaluations:]})
         assert _marks(svg, blue) == (windows if windows < 30 else 0)
         assert _marks(svg, orange) == (evaluations if evaluations < 30 else 0)
     # Splits that are scored at the same step with nearly the same value are told apart by shape.
