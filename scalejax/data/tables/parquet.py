@@ -101,9 +101,10 @@ def build(data: ParquetData) -> BatchedDataSet:
     files = ParquetFiles(data.path)
     built = _build(data, files)
     if unchecked := files.without_checksums():
-        more = f" and {len(unchecked) - 1} more files" if len(unchecked) > 1 else ""
+        first, *others = unchecked
+        more = f" and {len(others)} more files" if others else ""
         built.remarks = (
-            f"data: {unchecked[0]}{more}: pages have no checksums, so damage may be read as other values. Writers add "
+            f"data: {first}{more}: pages have no checksums, so damage may be read as other values. Writers add "
             "them on request (pyarrow: write_page_checksum=True).",
         )
     return built
