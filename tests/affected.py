@@ -85,7 +85,7 @@ def modules() -> dict[str, frozenset[str]]:
     """Module of the package -> all modules that import it, at first or at further hand, and itself."""
     import grimp
 
-    graph = grimp.build_graph("scalejax", cache_dir=None)
+    graph = grimp.build_graph("scalejax", cache_dir=None, exclude_type_checking_imports=True)
     for package in graph.find_children("scalejax.kernels"):
         if (api := f"{package}.api") in graph.modules:  # which loads its backends by their names
             for backend in graph.find_children(package) - {api}:

@@ -309,22 +309,24 @@ def join(host: str, port: int, processes: int, process: int, timeout_s: float) -
     if process:
         return {0: _call(host, port, processes, process, deadline, timeout_s)}
     here: dict[int, socket.socket] = {}
-    with _listener(host, port) as listener:
-        while len(here) < processes - 1:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            try:
-                connection, _ = listener.accept()
-            except TimeoutError:
-                break
-            _register(connection, processes, here)
-    absent = sorted(set(range(1, processes)) - here.keys())
-    for connection in here.values():
-        connection.sendall(_message(_ABSENT, absent[0], len(absent)) if absent else _message(_BEGIN, 0, 0))
-    if absent:
-        raise TemporaryFailure(
-            f"{_named(absent)} of {processes} did not come within {timeout_s:g} s. Nothing was trained. Look at what "
-            "became of it, and start all processes again with the same commands."
-        )
+    with contextlib.ExitStack() as opened:
+        with _listener(host, port) as listener:
+            while len(here) < processes - 1:
+                listener.settimeout(max(0.01, deadline - time.monotonic()))
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    break
+                _register(opened.enter_context(connection), processes, here)
+        absent = sorted(set(range(1, processes)) - here.keys())
+        for connection in here.values():
+            connection.sendall(_message(_ABSENT, absent[0], len(absent)) if absent else _message(_BEGIN, 0, 0))
+        if absent:
+            raise TemporaryFailure(
+                f"{_named(absent)} of {processes} did not come within {timeout_s:g} s. Nothing was trained. Look at "
+                "what became of it, and start all processes again with the same commands."
+            )
+        opened.pop_all()
     return here
 
 
@@ -351,6 +353,7 @@ def _register(connection: socket.socket, processes: int, here: dict[int, socket.
 
 def _call(host: str, port: int, processes: int, process: int, deadline: float, timeout_s: float) -> socket.socket:
     while True:
+        connection = None
         try:
             connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
             connection.sendall(_message(_JOIN, process, processes))
@@ -364,6 +367,8 @@ def _call(host: str, port: int, processes: int, process: int, deadline: float, t
                 "machine of process 0."
             ) from error
         except (OSError, struct.error) as error:
+            if connection is not None:
+                connection.close()
             if time.monotonic() + 0.1 >= deadline:
                 raise TemporaryFailure(
                     f"--coordinator {host}:{port}: process {process} found process 0 absent: nobody answered there "
@@ -372,6 +377,7 @@ def _call(host: str, port: int, processes: int, process: int, deadline: float, t
                 ) from error
             time.sleep(0.1)
     if kind != _BEGIN:
+        connection.close()
         others = int.from_bytes(packed, "big") - 1
         more = f" and {others} more" if others else ""
         raise TemporaryFailure(

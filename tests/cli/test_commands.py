@@ -8,7 +8,7 @@ import pytest
 import small_run
 
 import scalejax.bench
-import scalejax.plan
+import scalejax.plan.render
 import scalejax.train
 from scalejax import configs
 from scalejax.configs import discovery
@@ -131,9 +131,10 @@ def test_plan_passes_its_arguments_and_writes_json(invoke, example, monkeypatch,
 
     def plan(experiment, topology, mesh):
         calls.append((experiment.steps, topology, mesh))
-        return types.SimpleNamespace(render=lambda console: console.print("it fits"), to_json=lambda: {"fits": True})
+        return types.SimpleNamespace(text="it fits", to_json=lambda: {"fits": True})
 
     monkeypatch.setattr(scalejax.plan, "plan", plan, raising=False)
+    monkeypatch.setattr(scalejax.plan.render, "render", lambda result, console: console.print(result.text))
     out = tmp_path / "plan.json"
     result = invoke(
         "plan", example, "--topology", "v5p:2x2x1", "--mesh", "fsdp=4", "--set", "steps=2", "--json", str(out)
@@ -179,9 +180,10 @@ def test_plan_takes_one_phase_and_says_which(invoke, monkeypatch, tmp_path):
 
     def plan(experiment, topology, mesh):
         calls.append((experiment.trainable, experiment.phases))
-        return types.SimpleNamespace(render=lambda console: None, to_json=dict)
+        return types.SimpleNamespace(text="", to_json=dict)
 
     monkeypatch.setattr(scalejax.plan, "plan", plan, raising=False)
+    monkeypatch.setattr(scalejax.plan.render, "render", lambda result, console: console.print(result.text))
     recipe = small_run.write_recipe(tmp_path).replace(":small", ":parted")
     first = invoke("plan", recipe, "--topology", "v5p:2x2x1")
     assert "Planned is what precedes the phases fresh, head; --phase NAME plans one of them." in first.stderr
@@ -196,9 +198,10 @@ def test_plan_takes_one_phase_and_says_which(invoke, monkeypatch, tmp_path):
 def test_plan_search_reports_progress_beside_its_result(invoke, monkeypatch, tmp_path):
     def search(experiment, topology, *, progress):
         progress(f"compiling for {topology}")
-        return types.SimpleNamespace(render=lambda console: console.print("ranked"), to_json=lambda: {"ranked": []})
+        return types.SimpleNamespace(text="ranked", to_json=lambda: {"ranked": []})
 
     monkeypatch.setattr(scalejax.plan, "search", search, raising=False)
+    monkeypatch.setattr(scalejax.plan.render, "render", lambda result, console: console.print(result.text))
     out = tmp_path / "search.json"
     result = invoke("plan", "llama", "--topology", "v6e:4x4", "--search", "--json", str(out))
     assert "compiling for v6e:4x4" in result.stderr

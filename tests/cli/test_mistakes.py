@@ -93,9 +93,10 @@ def test_eval_of_something_that_is_no_run_folder(invoke, tmp_path, content, word
 
 
 def test_unwritable_json_file(invoke, example, monkeypatch):
-    result = types.SimpleNamespace(render=lambda console: None, to_json=dict)
-    import scalejax.plan
+    result = types.SimpleNamespace(to_json=dict)
+    import scalejax.plan.render
 
+    monkeypatch.setattr(scalejax.plan.render, "render", lambda result, console: None)
     monkeypatch.setattr(scalejax.plan, "plan", lambda *arguments: result, raising=False)
     _one_message(invoke("plan", example, "--topology", "v5e:2x2", "--json", "no/folder/x.json"), "cannot be written")
 

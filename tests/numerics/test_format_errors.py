@@ -88,9 +88,9 @@ def test_results_of_other_types_are_refused():
         ({"m": -1}, "m must be at least 1 magnitude bit beside the sign; got -1"),
     ],
 )
-def test_formats_that_cannot_be_are_refused(numbers, message):
+def test_formats_that_cannot_be_are_refused(values, message):
     with pytest.raises(UserError, match=message):
-        formats.bdr(**numbers)
+        formats.bdr(**values)
 
 
 @pytest.mark.parametrize(

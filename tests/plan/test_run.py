@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from scalejax.plan import PlanResult, topology
+from scalejax.plan import PlanResult, render, topology
 from scalejax.plan.compiled.collectives import Collective
 from scalejax.plan.compiled.memory import MemoryPlan
 from scalejax.plan.compiled.roofline import Roofline
@@ -45,7 +45,7 @@ def result():
 
 def _text(result):
     out = io.StringIO()
-    result.render(Console(file=out, width=120))
+    render.render(result, Console(file=out, width=120))
     return out.getvalue()
 
 

@@ -140,7 +140,8 @@ def test_what_is_no_process_of_the_job_is_sent_away():
                 assert stranger.recv(100) == b""
     connection = peers.join("127.0.0.1", port, 2, 1, 20)[0]
     first.join()
-    assert found[0][1].getpeername() == connection.getsockname()
+    with connection, found[0][1] as accepted:
+        assert accepted.getpeername() == connection.getsockname()
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def _check_format(
             )
         raise UserError(
             f"{where}: {name} is {format.name}, and {some(missing)} is missing: codes without their scales are no "
-            "numbers. The folder is incomplete; copy it anew, or quantize the model again."
+            "values. The folder is incomplete; copy it anew, or quantize the model again."
         )
     for part in parts.values():
         tensor = tensors[part.name]

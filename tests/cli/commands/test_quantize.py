@@ -180,7 +180,7 @@ def test_static_scales_of_other_formats_are_calibrated_and_generate(invoke, thei
         (("--activations", "int8", "--layout", "gpt-oss"), "--layout gpt-oss has no scales of activations"),
         (("--activations", "int8", "--damping", "0.1"), "--damping 0.1: goes with --method error-diffusion"),
         (("--percentile", "95"), "--percentile 95.0: goes with --calibrate percentile"),
-        (("--calibrate", "percentile"), "--percentile 99.9 leaves nothing out of the 32 numbers of a block"),
+        (("--calibrate", "percentile"), "--percentile 99.9 leaves nothing out of the 32 values of a block"),
         (("--method", "error-diffusion", "--text", "nowhere"), "--text nowhere does not exist"),
         (("--method", "error-diffusion", "--tokens", "0"), "--tokens must be at least 2"),
         (("--method", "error-diffusion", "--damping", "0"), "--damping must be above 0"),
