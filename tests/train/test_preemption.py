@@ -66,6 +66,7 @@ def test_a_run_that_is_ended_at_any_moment_goes_on_to_the_same_bits(recipes, who
     typed_run.assert_equal(whole(kind), workdir)
 
 
+@pytest.mark.slow
 def test_a_run_shorter_than_its_interval_is_saved_by_the_clock(recipes, whole, tmp_path):
     by_clock = ("checkpoints.every=0", "checkpoints.every_seconds=0.5", "checkpoints.keep_last=1000")
     workdir = tmp_path / "run"
