@@ -49,7 +49,7 @@ def whole(recipes, tmp_path_factory):
 @pytest.mark.default_cases("*SIGTERM-step-click*")
 @pytest.mark.parametrize("kind", SETS)
 @pytest.mark.parametrize("moment", ["compile", "step", "save", "evaluation"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_run_that_is_ended_at_any_moment_goes_on_to_the_same_bits(recipes, whole, tmp_path, number, moment, kind):
     workdir = tmp_path / "run"
     run = typed_run.start(arguments(recipes, kind, workdir), 1, tmp_path)
