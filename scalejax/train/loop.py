@@ -132,7 +132,7 @@ def train(
                 files = report.read_run(folder.path)
                 report.write(files)
                 for svg, name, _ in files.predictions:
-                    events.picture(experiment.total_steps, name, svg)
+                    events.picture(closing["steps"], name, svg)
     return closing | {"run_folder": str(folder.path)}
 
 

@@ -113,6 +113,12 @@ class Peers:
 
     # What the job's own threads say.
 
+    def begin(self) -> None:
+        """Another run: its steps count anew. Every process calls it before its first step."""
+        with self._agreed:
+            self._step, self._wanted, self._standing = 0, GO_ON, None
+            self._points.clear()
+
     def present(self, token: int) -> None:
         """Says that this process is of the job, by the token of process 0, which came by way of jax."""
         if self.is_primary:

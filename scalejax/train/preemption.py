@@ -54,7 +54,7 @@ class Preemption:
         Raises:
           UserError: grace_s is negative.
         """
-        if grace_s < 0:
+        if not 0 <= grace_s < float("inf"):
             raise UserError(f"--grace must be 0 or more seconds; got {grace_s:g}.")
         self.again, self.trained, self.leaving = again, 0, False
         self._saved: Callable[[], int] = lambda: 0
@@ -94,6 +94,7 @@ class Preemption:
         """
         self.trained, self.leaving, self._saved = 0, False, saved
         peers.job.again = self.again
+        peers.job.begin()
 
     def unsaved(self) -> bool:
         """Whether anything was trained that no checkpoint holds."""

@@ -8,7 +8,7 @@ _window = events.EventWriter.window
 
 
 def window(self, step, values):
-    if self._board is not None and step >= 4:
+    if self._files and step >= 4:
         raise UserError("cannot write metrics.jsonl: the disk is full.")
     _window(self, step, values)
 

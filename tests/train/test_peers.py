@@ -86,6 +86,16 @@ def test_a_process_alone_stops_after_the_running_step():
     assert [alone.reached(step) for step in (4, 5)] == [peers.END, peers.GO_ON]
 
 
+def test_the_steps_of_another_run_count_anew():
+    alone = peers.Peers()
+    for step in range(1, 6):
+        alone.reached(step)
+    alone.ask(peers.SAVE)  # agreed on for step 6, which that run does not have
+    alone.begin()
+    alone.ask(peers.END)
+    assert alone.reached(1) == peers.END
+
+
 def test_absent_processes_are_named_to_those_that_came():
     port, said = free_port(), {}
 

@@ -127,7 +127,10 @@ def train(
     fields = {"label": label, "positive": positive, "weight": weight, "time": time, "leave_out": tuple(leave_out or ())}
     job = {"cpu_devices": cpu_devices, "coordinator": coordinator, "processes": processes, "process_id": process_id}
     again = ["scalejax", "train", recipe, *(f"--set={s}" for s in sets)]
-    again += _words({"data": data} | fields | job | {"workdir": workdir})
+    told = {"log": log.value, "grace": grace, "peer_timeout": peer_timeout}
+    usual = {"log": "text", "grace": 30, "peer_timeout": 30}
+    said = {name: value for name, value in told.items() if value != usual[name]}
+    again += _words({"data": data} | fields | job | said | {"workdir": workdir})
     ends = preemption.deadline(deadline, grace)
     with preemption.Preemption(deadline=ends, grace_s=grace, again=shlex.join(again)) as heard:
         from scalejax import configs
@@ -177,10 +180,11 @@ def train(
                 with contextlib.suppress(OSError):
                     folder.rmdir()  # only if it is empty: a run that could not begin leaves nothing behind
             raise
+        finally:
+            if own is not None and primary and folder.is_dir():
+                own.write(folder / own_table.FILE)
     if console is not None and log is Log.text:
         console.print(closing.closing_table(summary, report.read_described(folder)))
-        if own is not None:
-            own.write(folder / own_table.FILE)
         _print_next(folder, recipe, sets, cpu_devices, experiment, summary)
 
 
@@ -221,6 +225,7 @@ def _print_next(
     from scalejax.configs import discovery, own_table
     from scalejax.plan import topology
     from scalejax.train.reports import report
+    from scalejax.train.trackers.tensorboard import TensorBoard
 
     own = [] if discovery.is_bundled(recipe) else ["--recipe", recipe]  # the user's code is run when the user names it
     devices = [] if cpu_devices is None else ["--cpu-devices", str(cpu_devices)]
@@ -236,10 +241,12 @@ def _print_next(
     }
     commands["scalejax", "eval", str(folder), *own, *devices] = "score the newest checkpoint again"
     best = summary.get("best_step", summary["steps"])
-    if best != summary["steps"]:
+    if best != summary["steps"] and (folder / "checkpoints" / str(best)).is_dir():
         commands["scalejax", "eval", str(folder), *own, *devices, "--step", str(best)] = "score the best one"
     notes = []
-    if shutil.which("tensorboard") is None:
+    if not any(isinstance(tracker, TensorBoard) for tracker in experiment.trackers):
+        pass
+    elif shutil.which("tensorboard") is None:
         notes.append(f"pip install tensorboard, and tensorboard --logdir {shlex.quote(str(folder))} shows curves")
     else:
         commands["tensorboard", "--logdir", str(folder)] = "curves, beside those of other runs"

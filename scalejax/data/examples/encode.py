@@ -180,7 +180,7 @@ def encode(
     for t, name in enumerate(schema.labels, start=layout.labels.start):
         floats[:, t] = _labels(_vector(columns, name), name, where)
     if schema.weight is not None:
-        floats[:, layout.labels.stop] = _weights(_vector(columns, schema.weight), schema.weight, where)
+        floats[:, layout.labels.stop] = check_weights(_vector(columns, schema.weight), schema.weight, where)
     jagged = []
     for feature in layout.jagged:
         lists = columns[feature.name]
@@ -269,11 +269,17 @@ def _labels(column: np.ndarray, name: str, where: str) -> np.ndarray:
     return column
 
 
-def _weights(column: np.ndarray, name: str, where: str) -> np.ndarray:
+def check_weights(column: np.ndarray, name: str, where: str) -> np.ndarray:
+    """float[N] weights of examples -> float32[N].
+
+    Raises:
+      UserError: one is negative, missing or not finite in float32, or all are 0.
+    """
     good = np.isfinite(column) & (column >= 0)
     if not good.all():
         row = int((~good).argmax())
         raise UserError(f"{where}: weight {name!r} is {column[row]} in row {row}; wanted a finite number, at least 0.")
+    column = _as_float32(column.astype(np.float64), name, where)
     if not column.any():
         raise UserError(f"{where}: weight {name!r} is 0 in every row, so that nothing would count. Leave it out.")
     return column

@@ -1,14 +1,16 @@
 """Tables of any origin as polars frames, and what tells one content from another.
 
 Of text (CSV, TSV) the whole file decides what a column holds: numbers if all of it are numbers and none has a leading
-zero that a number would lose, times if all of it are ISO 8601 dates or times of day, else text. `NA`, `?` and nothing
-stand for a missing value.
+zero that a number would lose, times if all of it are ISO 8601 dates, with or without a time of day, else text. `NA`,
+`?` and nothing stand for a missing value.
 """
 
 import csv
+import functools
 import hashlib
 import io
 import pathlib
+import re
 from typing import Any, Protocol
 
 import polars as pl
@@ -16,6 +18,7 @@ import pyarrow as pa
 import pyarrow.feather
 import pyarrow.parquet
 
+from scalejax.data import packed_files
 from scalejax.data.tables.parquet_files import find_files, first_line
 from scalejax.errors import UserError
 
@@ -26,10 +29,13 @@ IN_MEMORY = "frame:"
 
 _TEXT = {".csv": ",", ".tsv": "\t"}
 _READERS = {
-    **dict.fromkeys((".parquet", ".pq"), pyarrow.parquet.read_table),
-    **dict.fromkeys((".arrow", ".feather", ".ipc"), pyarrow.feather.read_table),
+    **dict.fromkeys(
+        (".parquet", ".pq"), functools.partial(pyarrow.parquet.read_table, page_checksum_verification=True)
+    ),
+    **dict.fromkeys((".arrow", ".feather", ".ipc"), functools.partial(pyarrow.feather.read_table, memory_map=False)),
 }
 _TIMES = ("%Y-%m-%d", "%Y/%m/%d", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M")
+_ZONED = "%Y-%m-%dT%H:%M:%S%.f%#z"
 _LEADING_ZERO = r"^[+-]?0\d"
 _held: dict[str, pl.DataFrame] = {}
 
@@ -75,7 +81,8 @@ def read(path: str) -> pl.DataFrame:
 def hold(frame: ArrowStream) -> str:
     """Keeps a frame for as long as the process lives, and returns the path under which `read` finds it.
 
-    The path is made of the content: equal frames have one path, in every process.
+    The path is made of the content: equal frames have one path, in every process. The index of a pandas frame is left
+    out: make a column of it where it means something (`reset_index`).
     """
     try:
         table = pa.RecordBatchReader.from_stream(frame).read_all()
@@ -84,7 +91,8 @@ def hold(frame: ArrowStream) -> str:
             f"TableData.from_frame: {type(frame).__name__} cannot be taken as Arrow columns ({first_line(error)}). "
             "Give a pandas, polars or pyarrow table whose columns hold one type each."
         ) from error
-    found = _checked(table, "the frame")
+    indices = [name for name in table.column_names if re.fullmatch(r"__index_level_\d+__", name)]  # of pandas
+    found = _checked(table.drop_columns(indices), "TableData.from_frame")
     digest = hashlib.sha256()
     for column in found:
         digest.update(repr((column.name, str(column.dtype))).encode())
@@ -129,11 +137,18 @@ def _hash(column: pl.Series, digest: Any) -> None:
 
 def _checked(table: pa.Table, where: str) -> pl.DataFrame:
     _check_names(table.column_names, where)
-    for number, field in enumerate(table.schema):
-        if pa.types.is_map(field.type):  # lists of (key, value)
-            pair = pa.struct([("key", field.type.key_type), ("value", field.type.item_type)])
-            table = table.set_column(number, field.name, table[field.name].cast(pa.list_(pair)))
-    frame = pl.DataFrame(table)
+    try:
+        table.validate(full=True)  # a damaged offset would be read far outside of the file
+        for number, field in enumerate(table.schema):
+            if pa.types.is_map(field.type):  # lists of (key, value)
+                pair = pa.struct([("key", field.type.key_type), ("value", field.type.item_type)])
+                table = table.set_column(number, field.name, table[field.name].cast(pa.list_(pair)))
+        frame = pl.DataFrame(table)
+    except (pa.ArrowException, pl.exceptions.PolarsError, pl.exceptions.PanicException) as error:
+        raise UserError(
+            f"{where}: cannot be read ({first_line(error)}); damaged, or a column is of a type that no model sees. "
+            "Leave that column out, or write the table again."
+        ) from error
     texts = [name for name, kind in frame.schema.items() if kind in (pl.String, pl.Categorical, pl.Enum)]
     fixed = [name for name, kind in frame.schema.items() if isinstance(kind, pl.Array)]
     return frame.with_columns(
@@ -162,7 +177,8 @@ def _without_missing(column: pl.Series) -> pl.Series:
 def _read_text(file: pathlib.Path, separator: str) -> pl.DataFrame:
     try:
         header, rows = _check_lines(file, separator)
-        frame = pl.read_csv(file, separator=separator, infer_schema=False, encoding="utf8")
+        with packed_files.open_unpacked(file) as raw:
+            frame = pl.read_csv(raw, separator=separator, infer_schema=False, encoding="utf8")
     except (OSError, UnicodeDecodeError, csv.Error, pl.exceptions.PolarsError, pa.ArrowException) as error:
         raise UserError(
             f"{file}: cannot be read as text in UTF-8 with {separator!r} between fields ({first_line(error)}); "
@@ -181,8 +197,8 @@ def _read_text(file: pathlib.Path, separator: str) -> pl.DataFrame:
 def _check_lines(file: pathlib.Path, separator: str) -> tuple[list[str], int]:
     """Names of the columns, and the number of lines below, each of which has that many fields."""
     with (
-        pa.input_stream(str(file)) as raw,
-        io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text,  # pyright: ignore[reportArgumentType]
+        packed_files.open_unpacked(file) as raw,
+        io.TextIOWrapper(raw, encoding="utf-8-sig", newline="") as text,
     ):
         lines = csv.reader(text, delimiter=separator)
         header = [name.strip() for name in next(lines, [])]
@@ -216,4 +232,5 @@ def _typed(text: pl.Series) -> pl.Series:
         times = text.str.to_datetime(form, strict=False)
         if times.null_count() == missing:
             return times
-    return text
+    times = text.str.to_datetime(_ZONED, strict=False, time_zone="UTC")
+    return text if times.null_count() > missing else times.dt.replace_time_zone(None)

@@ -100,13 +100,7 @@ def build(data: ParquetData) -> BatchedDataSet:
 
     files = ParquetFiles(data.path)
     built = _build(data, files)
-    if unchecked := files.without_checksums():
-        first, *others = unchecked
-        more = f" and {len(others)} more files" if others else ""
-        built.remarks = (
-            f"data: {first}{more}: pages have no checksums, so damage may be read as other values. Writers add "
-            "them on request (pyarrow: write_page_checksum=True).",
-        )
+    built.remarks = files.remarks()
     return built
 
 

@@ -124,6 +124,18 @@ class ParquetFiles:
         """Files whose pages carry no checksum, by their first page; damage to these may be read as other values."""
         return tuple(file for file, metadata in self._metadata.items() if not _has_checksum(file, metadata))
 
+    def remarks(self) -> tuple[str, ...]:
+        """What a user should know of the files before anything is trained on them."""
+        unchecked = self.without_checksums()
+        if not unchecked:
+            return ()
+        first, *others = unchecked
+        more = f" and {len(others)} more files" if others else ""
+        return (
+            f"data: {first}{more}: pages have no checksums, so damage may be read as other values. Writers add "
+            "them on request (pyarrow: write_page_checksum=True).",
+        )
+
     def files(self) -> dict[pathlib.Path, int]:
         """Rows of each file, in order."""
         return {file: metadata.num_rows for file, metadata in self._metadata.items()}

@@ -10,7 +10,7 @@ import numpy as np
 from scalejax.data.examples.binning import value_bins
 from scalejax.data.examples.coding import Coder, Counted
 from scalejax.data.examples.dataset import BatchedDataSet
-from scalejax.data.examples.encode import missing_column
+from scalejax.data.examples.encode import check_weights, missing_column
 from scalejax.data.examples.jagged import lengths_to_offsets
 from scalejax.data.examples.memory import from_columns
 from scalejax.data.examples.records import Ragged
@@ -65,7 +65,7 @@ class TableData:
     bins: int = 48
     coding: Counted = Counted(min_count=5)
     sha256: str | None = None
-    batch_size: int = 256
+    batch_size: int = 64
     seed: int = 0
     threads: int = 2
 
@@ -142,6 +142,10 @@ class OpenTable:
         for name in (data.label, data.weight, data.time, *data.leave_out, *(column.name for column in data.columns)):
             if name is not None and name not in frame.columns:
                 raise missing_column(name, frame.columns, where)
+        if data.label in (data.weight, data.time):
+            raise UserError(
+                f"{where}: the label {data.label!r} cannot be the weight or the time too. Name another column."
+            )
         if frame.height < FEWEST_ROWS:
             raise UserError(
                 f"{where}: has {frame.height} rows; at least {FEWEST_ROWS} are wanted, since "
@@ -149,14 +153,20 @@ class OpenTable:
                 "(scikit-learn's LogisticRegression) is the better model for so few."
             )
         self._labels = self._read_label()
+        self._weights = self._read_weights()
         self.splits = self._split()
+        shares = "Choose other shares: --set data.split.train=... --set data.split.validation=..."
         for split, rows in self.splits.items():
-            held = np.unique(self._labels[rows])
+            if not rows.size:
+                tied = "" if data.time is None else f" (rows of one {data.time!r} stay together)"
+                raise UserError(f"{where}: the {split} split has no rows{tied}. {shares}")
+            counted = rows if self._weights is None else rows[self._weights[rows] > 0]
+            held = np.unique(self._labels[counted])
             if held.size < 2:
-                only = "no rows" if not held.size else f"only {(self.negative, self.positive)[int(held[0])]!r}"
+                only = f"only {(self.negative, self.positive)[int(held[0])]!r}" if held.size else "of weight 0"
                 raise UserError(
                     f"{where}: label {data.label!r} is {only} in the {rows.size} rows of the {split} split; both "
-                    "values are wanted there. Choose other shares: --set data.split.train=... data.split.validation=..."
+                    f"values are wanted there, with weights above 0. {shares}"
                 )
         self.findings = self._find()
 
@@ -168,6 +178,8 @@ class OpenTable:
     def _read_label(self) -> np.ndarray:
         column, data = self._frame[self.data.label], self.data
         where = f"{data.path}: label {data.label!r}"
+        if column.dtype.is_nested() or str(column.dtype) == "Binary":
+            raise UserError(f"{where} holds {column.dtype}; wanted numbers, text, or true and false.")
         if missing := column.null_count():
             row = int(column.is_null().to_numpy().argmax())
             raise UserError(f"{where} is missing in {missing} rows, first in row {row}. Take those rows out.")
@@ -184,6 +196,14 @@ class OpenTable:
         self.positive, self.negative = wanted, values[1 - values.index(wanted)]
         greater = column == column.unique().sort()[1]
         return (greater.to_numpy() == (wanted == values[1])).astype(np.float32)
+
+    def _read_weights(self) -> np.ndarray | None:
+        if self.data.weight is None:
+            return None
+        column, where = self._frame[self.data.weight], self.data.path
+        if not column.dtype.is_numeric():
+            raise UserError(f"{where}: weight {self.data.weight!r} holds {column.dtype}; wanted numbers.")
+        return check_weights(_numbers(column), self.data.weight, where)
 
     def _split(self) -> dict[str, np.ndarray]:
         data = self.data
@@ -211,6 +231,8 @@ class OpenTable:
             roles.add(data.time)
         others = self._frame.select(name for name in self._frame.columns if name not in roles)
         if data.columns:
+            if both := sorted({column.name for column in data.columns} & set(data.leave_out)):
+                raise UserError(f"{where}: {both[0]!r} is in data.columns and in data.leave_out. Take it out of one.")
             named = {column.name: column for column in data.columns}
             if clash := sorted(roles & named.keys() - {None}, key=str):
                 raise UserError(f"{where}: column {clash[0]!r} cannot be a feature too; take it out of data.columns.")
@@ -232,17 +254,14 @@ class OpenTable:
     def build(self) -> BatchedDataSet:
         """The data set."""
         data, frame = self.data, self._frame
-        encoder = _Encoder(self.splits["train"], data.bins, data.coding)
+        encoder = _Encoder(self.splits["train"], data.bins, data.coding, data.path)
         for column in self.columns:
             encoder.add(column, frame[column.name])
         label, weight = encoder.fresh(data.label), None
         encoder.columns[label] = self._labels
-        if data.weight is not None:
-            series = frame[data.weight]
-            if not series.dtype.is_numeric():
-                raise UserError(f"{data.path}: weight {data.weight!r} holds {series.dtype}; wanted numbers.")
+        if data.weight is not None and self._weights is not None:
             weight = encoder.fresh(data.weight)
-            encoder.columns[weight] = _numbers(series)
+            encoder.columns[weight] = self._weights
         return from_columns(
             encoder.columns,
             Schema(categorical=tuple(encoder.categorical), dense=tuple(encoder.dense), labels=(label,), weight=weight),
@@ -257,8 +276,8 @@ class OpenTable:
 class _Encoder:
     """Columns of a table as columns of ids and numbers, by statistics of the training rows."""
 
-    def __init__(self, train: np.ndarray, bins: int, coding: Counted) -> None:
-        self._train, self._bins, self._coding = train, bins, coding
+    def __init__(self, train: np.ndarray, bins: int, coding: Counted, where: str) -> None:
+        self._train, self._bins, self._coding, self._where = train, bins, coding, where
         self.columns: dict[str, np.ndarray | Ragged] = {}
         self.categorical: list[Categorical] = []
         self.dense: list[str] = []
@@ -307,7 +326,12 @@ class _Encoder:
         values, weights = series.filter(lengths > 0).explode(), None
         if is_pair(values.dtype):
             values, weight = values.struct.unnest().get_columns()
-            weights = _numbers(weight).astype(np.float32)
+            with np.errstate(over="ignore"):
+                weights = _numbers(weight).astype(np.float32)
+            if not np.isfinite(weights).all():
+                raise UserError(
+                    f"{self._where}: a weight in the lists of {name!r} is missing, or not finite in float32."
+                )
         inside = np.repeat(np.isin(np.arange(len(series)), self._train), np.diff(offsets))
         ids, rows = self._coded(values, np.flatnonzero(inside))
         most = max(int(lengths.max() or 0), 1)  # pyright: ignore[reportArgumentType]

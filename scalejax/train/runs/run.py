@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import weakref
 from collections.abc import Iterator, Mapping
@@ -445,7 +446,7 @@ class Run:
         self.records.events.evaluation(step, evaluation.split, values)
         self.records.progress.evaluation(step, evaluation.split, values, self._first_curves(values))
         value, sign = values[self.best.name], 1 if self.best.better == "high" else -1
-        if host.best.step == 0 or sign * value > sign * host.best.value:
+        if host.best.step == 0 or math.isnan(host.best.value) or sign * value > sign * host.best.value:
             final = None
             if evaluation.final == "best":
                 final = self._scores(state, evaluation.final_split).measure()[self.best.name]

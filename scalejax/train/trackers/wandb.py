@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from scalejax.errors import UserError
 from scalejax.train.trackers import protocol
 from scalejax.train.trackers.protocol import TrackedRun
 
@@ -36,18 +37,23 @@ class _Run:
         import wandb  # pyright: ignore[reportMissingImports] # optional, and slow to import
 
         c = self._config
-        self._run = wandb.init(
-            project=c.project,
-            entity=c.entity,
-            mode=c.mode,
-            id=run.id,
-            name=run.folder.name,
-            dir=str(run.folder),
-            config=dict(run.record),
-            # Offline there is nobody to ask; the id alone says what the run goes on with.
-            resume="allow" if c.mode == "online" else None,
-            settings=wandb.Settings(console="off", silent=True),
-        )
+        try:
+            self._run = wandb.init(
+                project=c.project,
+                entity=c.entity,
+                mode=c.mode,
+                id=run.id,
+                name=run.folder.name,
+                dir=str(run.folder),
+                config=dict(run.record),
+                # Offline there is nobody to ask; the id alone says what the run goes on with.
+                resume="allow" if c.mode == "online" else None,
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except wandb.errors.Error as error:
+            raise UserError(
+                f"trackers: Wandb cannot begin ({error}). Run `wandb login`, or set mode='offline'."
+            ) from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

@@ -99,7 +99,7 @@ def test_the_recipe_of_the_run_gives_the_same_examples_and_steps(trained):
     experiment = configs.load(str(run / own_table.FILE))
     recorded = json.loads((run / "experiment.json").read_text())["experiment"]["fields"]
     assert experiment.steps == recorded["steps"]
-    assert experiment.data.batch_size == 256
+    assert experiment.data.batch_size == 64
     assert [column.name for column in experiment.data.columns] == ["colour", "number"]
     original = configs.load("dcnv2-table", json.loads((run / "experiment.json").read_text())["sets"])
     assert experiment.data.build().fingerprint() == original.data.build().fingerprint()

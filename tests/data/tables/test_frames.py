@@ -1,5 +1,7 @@
 """Files and frames of any kind become the same table, and a broken one is a message with its line."""
 
+import contextlib
+import datetime
 import gzip
 import io
 
@@ -10,6 +12,7 @@ import pyarrow.feather
 import pyarrow.parquet
 import pytest
 
+from scalejax.data import packed_files
 from scalejax.data.tables import frames
 from scalejax.errors import UserError
 
@@ -123,6 +126,53 @@ def test_a_damaged_file_is_one_message(tmp_path, name):
     path.write_bytes(b"PAR1" + bytes(np.random.RandomState(0).randint(0, 256, 100, dtype=np.uint8)))
     with pytest.raises(UserError, match="damaged"):
         frames.read(str(path))
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_flipped_bits_give_the_same_table_or_one_message(tmp_path, kind):
+    random, path = np.random.RandomState(0), tmp_path / f"a.{kind}"
+    table = pa.table({"t": [f"text {i % 7}" for i in range(300)], "n": random.rand(300), "l": [[1, 2]] * 300})
+    if kind == "parquet":
+        pyarrow.parquet.write_table(table, path, write_page_checksum=True)
+    else:
+        pyarrow.feather.write_feather(table, str(path))
+    whole = path.read_bytes()
+    for bit in random.randint(0, 8 * len(whole), 60):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with contextlib.suppress(UserError):
+            found = frames.read(str(path))
+            # Values of Arrow carry no checksum; pages of this Parquet file do.
+            assert kind == "arrow" or found.equals(pl.DataFrame(table))
+
+
+def test_a_file_that_unpacks_to_far_too_much_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(packed_files, "ALWAYS_BYTES", 2**16)
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(b"a,b\n" + b"1,2\n" * 2**20))
+    with pytest.raises(UserError, match="unpacks to more than 500 times"):
+        frames.read(str(path))
+
+
+@pytest.mark.parametrize(
+    "array", [pa.array([b"\xff"], pa.binary()).view(pa.string()), pa.array([1], pa.decimal256(70))]
+)
+def test_columns_that_cannot_be_taken_are_one_message(array):
+    with pytest.raises(UserError, match="cannot be read"):
+        frames.hold(pa.table({"a": array}))
+
+
+def test_the_index_of_a_pandas_frame_is_no_column():
+    table = pa.table({"a": [1, 2], "__index_level_0__": [0, 0]})  # as pandas gives an index that is no range
+    assert frames.read(frames.hold(table)).columns == ["a"]
+
+
+def test_times_may_have_a_zone(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("t\n2024-01-01T00:00:00Z\n2024-01-01T02:30:00+02:00\n")
+    utc = [datetime.datetime(2024, 1, 1), datetime.datetime(2024, 1, 1, 0, 30)]
+    assert frames.read(str(path))["t"].to_list() == utc
 
 
 def test_an_unknown_ending_is_named(tmp_path):

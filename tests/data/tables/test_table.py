@@ -212,6 +212,21 @@ def test_the_greater_of_two_values_is_predicted_unless_said(values, positive, ex
         ({"w": [1.0, -2.0] * 500}, {"weight": "w"}, r"weight 'w' is -2.0 in row 1; wanted a finite number, at least 0"),
         ({"w": [0.0] * ROWS}, {"weight": "w"}, r"weight 'w' is 0 in every row"),
         ({}, {"weight": "word"}, r"weight 'word' holds String; wanted numbers"),
+        ({}, {"weight": "label"}, r"the label 'label' cannot be the weight or the time too"),
+        ({"w": [1e300] * ROWS}, {"weight": "w"}, r"number 'w' becomes 1e\+300 in row 0, beyond float32"),
+        (
+            {"w": [1, 0] * 500, "label": [1, 0] * 500},
+            {"weight": "w"},
+            r"is only '1' in the \d+ rows of the train split",
+        ),
+        ({"label": [[1], [2]] * 500}, {}, r"label 'label' holds List\(Int64\); wanted numbers, text, or true"),
+        ({"label": [b"a", b"b"] * 500}, {}, r"label 'label' holds Binary; wanted"),
+        ({"t": [0] * 900 + [1] * 100}, {"time": "t"}, r"split has no rows \(rows of one 't' stay together\)"),
+        (
+            {"l": [[{"v": "a", "w": 1e300}]] * ROWS},
+            {},
+            r"a weight in the lists of 'l' is missing, or not finite in float32",
+        ),
         ({}, {"time": "word"}, r"time 'word' holds String; wanted numbers, or dates"),
         ({}, {"time": "number"}, r"time 'number' is missing in row 0"),
         ({"number": [float("inf")] * 500 + [0.5] * 500}, {}, r"number 'number' is infinite in row 0"),
@@ -220,6 +235,12 @@ def test_the_greater_of_two_values_is_predicted_unless_said(values, positive, ex
 def test_what_is_wrong_with_a_column_is_one_message(changes, data, message):
     with pytest.raises(UserError, match=message):
         TableData.from_frame(table(**changes), **(LABEL | data)).build()
+
+
+def test_a_column_that_is_named_and_left_out_is_refused():
+    columns = (TableColumn(name="small", kind="number"),)
+    with pytest.raises(UserError, match=r"'small' is in data\.columns and in data\.leave_out"):
+        dataclasses.replace(TableData.from_frame(table(), **LABEL), columns=columns, leave_out=("small",)).build()
 
 
 def test_no_column_left_and_too_few_rows_are_said():
