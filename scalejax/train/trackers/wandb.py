@@ -50,7 +50,7 @@ class _Run:
                 resume="allow" if c.mode == "online" else None,
                 settings=wandb.Settings(console="off", silent=True),
             )
-        except wandb.errors.Error as error:
+        except wandb.Error as error:
             raise UserError(
                 f"trackers: Wandb cannot begin ({error}). Run `wandb login`, or set mode='offline'."
             ) from error

@@ -11,6 +11,7 @@ import pytest
 import typer.testing
 
 from scalejax import configs
+from scalejax.cli.commands import train
 from scalejax.configs import own_table
 from scalejax.data import TableData
 from scalejax.errors import UserError
@@ -80,6 +81,26 @@ def test_the_run_is_scored_and_goes_on_from_what_it_recorded(trained, tmp_path, 
     again = invoke("train", "dcnv2", "--data", str(path), *ARGUMENTS, "--workdir", str(run), "--resume", "must")
     assert again.exit_code == 0, again.stderr
     assert (run / "metrics.jsonl").read_bytes() == before
+
+
+def test_the_recipe_is_written_however_the_run_is_told(trained, tmp_path, invoke):
+    run = tmp_path / "run"
+    steps = ("--set", "steps=2", "--set", "evaluation.every=1", "--set", "checkpoints.every=2")
+    told = invoke(
+        "train", "logistic", "--data", str(trained[0]), *ARGUMENTS, *steps, "--log", "json", "--workdir", str(run)
+    )
+    assert told.exit_code == 0, told.output
+    assert all(json.loads(line) for line in told.stdout.splitlines())
+    assert configs.load(str(run / own_table.FILE)).data.label == "late"
+
+
+def test_a_best_step_is_offered_if_it_has_a_checkpoint(trained, capsys):
+    _, run, _ = trained
+    saved = min(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
+    experiment = configs.load("dcnv2-table", json.loads((run / "experiment.json").read_text())["sets"])
+    for best, offered in ((saved, True), (saved - 1, False)):
+        train._print_next(run, "dcnv2-table", [], None, experiment, {"steps": 10**6, "best_step": best})
+        assert (f"--step {best}" in capsys.readouterr().out) == offered
 
 
 def test_a_file_that_changed_is_refused(trained, tmp_path, invoke):
