@@ -15,7 +15,7 @@ from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel import xla_flags
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
-from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan
 from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp, Strategy
 from scalejax.parallel.gradients.scaling import LossScaling

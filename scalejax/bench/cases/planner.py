@@ -22,7 +22,7 @@ from scalejax.bench.harness import Contest, Effort, OutputsDiffer
 from scalejax.errors import UserError
 from scalejax.parallel import planner
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan.placement import ShardingPlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 from scalejax.parallel.planner import HostTopology, Reuse, TableStatistics
 from scalejax.parallel.planner.options import MIN_SLICE_WIDTH
 from scalejax.plan import planner_machines

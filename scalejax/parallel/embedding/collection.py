@@ -42,7 +42,7 @@ from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import DedupGroup, DeviceJagged, FeatureLayout, to_device
 from scalejax.parallel.embedding.lookup import Routing
 from scalejax.parallel.embedding.plan import memory
-from scalejax.parallel.embedding.plan.placement import Accumulate, Exchange, ShardingPlan
+from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan
 from scalejax.parallel.embedding.plan.stacks import Stack
 from scalejax.parallel.embedding.sharded_tables import ShardedTables, State, shardings
 from scalejax.parallel.embedding.stored import initial, logical

@@ -24,7 +24,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.compression import codec
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.exchange import wire
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 # Largest error as a share of the element (half types) or of the largest magnitude of its vector (scaled types): half a
