@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 
 T = TypeVar("T")
 Rows = TypeVar("Rows")
@@ -61,10 +61,8 @@ def read_ahead(source: BatchSource[T], threads: int) -> Iterator[T]:
 
 def check_sizes(batch_size: int, threads: int) -> None:
     """Raises UserError unless both are at least 1."""
-    if batch_size < 1:
-        raise UserError(f"data.batch_size must be at least 1; got {batch_size}.")
-    if threads < 1:
-        raise UserError(f"data.threads must be at least 1; got {threads}.")
+    check_at_least("data.batch_size", batch_size, 1)
+    check_at_least("data.threads", threads, 1)
 
 
 def check_start(start_example: int) -> None:

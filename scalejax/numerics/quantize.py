@@ -17,7 +17,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks, formats
 from scalejax.numerics.formats import BlockFormat
@@ -223,8 +223,7 @@ def check_arguments(
         raise UserError(f"axis: x has {x.ndim} axes; got axis {axis}. Name one of them.")
     axis %= x.ndim
     length = x.shape[axis]
-    if tail not in ("refuse", "pad"):
-        raise UserError(f"tail: must be 'refuse' or 'pad'; got {tail!r}.")
+    check_one_of("tail", tail, ("refuse", "pad"))
     if length % format.k1 and tail == "refuse":
         raise UserError(
             f"quantize: {format.name} has blocks of {format.k1}, and axis {axis} of x{list(x.shape)} is no multiple of "

@@ -267,7 +267,7 @@ def test_the_greedy_range_keeps_broken_rows_broken_and_small_rows_exact():
             lambda t: block_quant.quantized_bag(
                 block_quant.quantize_rows(t, "int8"), jnp.zeros(2, jnp.int32), jnp.ones(2, jnp.int32), pooling="max"
             ),
-            '"sum" or "mean"; got \'max\'',
+            "one of sum, mean; got 'max'",
         ),
         (
             lambda t: block_quant.quantized_bag(

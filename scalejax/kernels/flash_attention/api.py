@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from scalejax import compat
-from scalejax.errors import UnsupportedError
+from scalejax.errors import UnsupportedError, check_one_of
 from scalejax.kernels.flash_attention import reference
 from scalejax.kernels.flash_attention.visibility import Known, Visibility
 
@@ -304,8 +304,7 @@ def _visibility(
     """The masks, checked."""
     _check_operands(op, q, k, v)
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-    if mask not in ("causal", "full"):
-        raise ValueError(f'{op}: mask must be "causal" or "full"; got {mask!r}.')
+    check_one_of(f"{op}: mask", mask, ("causal", "full"))
     if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1):
         raise ValueError(f"{op}: window must be an int >= 1, a number of positions, or None; got {window!r}.")
     if kv_segment_ids is not None and segment_ids is None:

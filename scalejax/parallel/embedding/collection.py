@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data.examples.dedup import DedupKeyedJagged
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.parallel.embedding import lookup, mapped, packing
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange import ragged
@@ -82,8 +82,7 @@ class EmbeddingCollection:
                 f"EmbeddingCollection: a feature belongs to one table; {', '.join(twice)} appear in several. For "
                 "several embeddings of one feature use a wider table and split its vector."
             )
-        if self.accumulate not in ("ordered", "exact"):
-            raise ValueError(f"EmbeddingCollection: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
+        check_one_of("EmbeddingCollection: accumulate", self.accumulate, ("ordered", "exact"))
         double = [table.name for table in self.tables if table.dtype == "float64"]
         if self.accumulate == "exact" and double:
             raise UserError(

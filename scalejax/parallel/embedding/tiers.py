@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 from scalejax.parallel.embedding.config import TableConfig
 
 Leaves = dict[str, np.ndarray]
@@ -88,8 +88,7 @@ class Tier:
             raise UserError(
                 f"Tier: store must be a dataclass with build(table, leaves), such as HostMemory(); got {self.store!r}."
             )
-        if self.slots < 1:
-            raise UserError(f"Tier: slots must be at least 1; got {self.slots}.")
+        check_at_least("Tier: slots", self.slots, 1)
 
 
 def tier_of(table: TableConfig, tiers: tuple[Tier, ...]) -> Tier | None:

@@ -35,7 +35,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.stored import tracking
 from scalejax.parallel.embedding.stored.tracking import TableRows
@@ -95,10 +95,8 @@ class Checkpointer:
         Raises:
           UserError: The policy keeps fewer than one last checkpoint or a negative number of best ones.
         """
-        if policy.keep_last < 1:
-            raise UserError(f"checkpoints.keep_last must be 1 or more; got {policy.keep_last}.")
-        if policy.keep_best < 0:
-            raise UserError(f"checkpoints.keep_best must be 0 or more; got {policy.keep_best}.")
+        check_at_least("checkpoints.keep_last", policy.keep_last, 1)
+        check_at_least("checkpoints.keep_best", policy.keep_best, 0)
         self.folder = folder.absolute()
         self._full_every = full_every
         self._store: ArrayStore | None = None

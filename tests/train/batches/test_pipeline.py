@@ -173,5 +173,5 @@ def test_the_compiled_exchange_of_the_next_ids_waits_for_nothing_of_the_step(row
 
 
 def test_other_pipelines_are_refused(rows):
-    with pytest.raises(ValueError, match="pipeline must be 'none', 'ids' or 'stale'; got 'fast'"):
+    with pytest.raises(ValueError, match="pipeline must be one of none, ids, stale; got 'fast'"):
         experiment(rows, tables__pipeline="fast")

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast, get_args
 
 from scalejax import json_reading
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.parallel.compression.wire_formats import WireFormat
 
 Kind = Literal["row_wise", "table_wise", "column_wise", "table_row_wise", "table_column_wise", "grid", "data_parallel"]
@@ -70,16 +70,11 @@ class Exchange:
                 f"{self.capacity_factor}. Set it with --set tables.exchange.capacity_factor=2."
             )
         for name in ("forward", "backward"):
-            if getattr(self, name) not in get_args(Wire):
-                raise UserError(
-                    f"Exchange: {name} must be one of {', '.join(get_args(Wire))}; got {getattr(self, name)!r}."
-                )
+            check_one_of(f"Exchange: {name}", getattr(self, name), get_args(Wire))
         if not (self.loss_scale > 0 and math.isfinite(self.loss_scale)):
             raise UserError(f"Exchange: loss_scale must be a positive number; got {self.loss_scale}.")
-        if self.overflow not in ("fail", "count"):
-            raise UserError(f"Exchange: overflow must be 'fail' or 'count'; got {self.overflow!r}.")
-        if self.all_to_all not in ("padded", "ragged"):
-            raise UserError(f"Exchange: all_to_all must be 'padded' or 'ragged'; got {self.all_to_all!r}.")
+        check_one_of("Exchange: overflow", self.overflow, ("fail", "count"))
+        check_one_of("Exchange: all_to_all", self.all_to_all, ("padded", "ragged"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,8 +186,7 @@ class ShardingPlan:
             if entry.table in named:
                 raise UserError(f"ShardingPlan: table {entry.table!r} is named twice; give it one entry.")
             named[entry.table] = entry
-        if self.replicas not in ("shard", "copy"):
-            raise UserError(f"ShardingPlan: replicas must be 'shard' or 'copy'; got {self.replicas!r}.")
+        check_one_of("ShardingPlan: replicas", self.replicas, ("shard", "copy"))
         return {name: named.get(name, TablePlan(table=name)) for name in tables}
 
 

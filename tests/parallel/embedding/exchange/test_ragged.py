@@ -123,5 +123,5 @@ def test_other_platforms_are_refused(monkeypatch):
     monkeypatch.setattr(ragged, "PLATFORMS", ("tpu",))
     with pytest.raises(UserError, match=r"all_to_all='ragged' needs a TPU or a GPU.*on 'cpu'.*'padded'"):
         both("row_wise", {})
-    with pytest.raises(UserError, match="all_to_all must be 'padded' or 'ragged'; got 'dense'"):
+    with pytest.raises(UserError, match="all_to_all must be one of padded, ragged; got 'dense'"):
         Exchange(all_to_all="dense")

@@ -161,7 +161,7 @@ def test_tables_that_are_not_tracked_carry_no_numbers():
 
 
 def test_only_names_of_choices_are_taken():
-    with pytest.raises(ValueError, match="track must be nothing or updates; got 'yes'"):
+    with pytest.raises(ValueError, match="track must be one of nothing, updates; got 'yes'"):
         dataclasses.replace(wide_tables(RowwiseAdagrad())[0], track="yes")
 
 
