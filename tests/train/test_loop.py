@@ -75,6 +75,7 @@ def assert_equal_trees(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
+@pytest.mark.slow
 def test_summary_has_what_the_closing_table_shows_and_all_of_it_is_finite(trained):
     folder, summary = trained
     quality = {f"test_{name}" for name in ("logloss", "ne", "auc", "calibration", "base_rate", "examples")}
@@ -94,6 +95,7 @@ def test_windows_and_evaluations_come_at_their_intervals_and_at_the_end(trained)
     assert list(evaluations(folder)) == [(6, "validation"), (12, "validation"), (12, "test")]
 
 
+@pytest.mark.slow
 def test_an_end_between_intervals_is_logged_scored_and_saved(rows, tmp_path):
     loop.train(small_run.experiment(rows, steps=5), workdir=tmp_path)
     assert [r["step"] for r in windows(tmp_path)] == [4, 5]
@@ -101,6 +103,7 @@ def test_an_end_between_intervals_is_logged_scored_and_saved(rows, tmp_path):
     assert steps_kept(tmp_path) == [5]
 
 
+@pytest.mark.slow
 def test_equal_runs_write_equal_metrics(trained, rows, tmp_path):
     loop.train(small_run.experiment(rows), workdir=tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == (trained[0] / "metrics.jsonl").read_bytes()
@@ -210,6 +213,7 @@ def by_day(rows, **changes):
     )
 
 
+@pytest.mark.slow
 def test_each_day_is_scored_before_it_is_trained(rows, tmp_path):
     loop.train(by_day(rows), workdir=tmp_path / "learning")
     summary = loop.train(by_day(rows, **FROZEN), workdir=tmp_path / "frozen")
@@ -303,6 +307,7 @@ class FailingData:
         return Failing(self.whole.build(), self.bad)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_read_ends_the_run_where_it_is_needed(rows, tmp_path):
     data = FailingData(small_run.data(rows), bad=6)
     with pytest.raises(UserError, match="batch 6 cannot be read"):
@@ -335,6 +340,7 @@ def test_a_checkpoint_is_the_same_on_any_number_of_devices(trained, rows):
     assert (item["rows_body"].shape, item["rows_tail"].shape) == ((1024, 8), (77, 8))
 
 
+@pytest.mark.slow
 def test_a_run_ends_after_so_many_evaluations_that_are_no_better_and_stays_ended(rows, tmp_path):
     experiment = small_run.experiment(
         rows,

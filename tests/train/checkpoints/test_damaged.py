@@ -54,7 +54,7 @@ def resumed(rows, run, **changes):
     return summary, console.export_text()
 
 
-@pytest.mark.default_cases("full-damage1*", "full-damage3*", "deltas-damage7*")
+@pytest.mark.default_cases("deltas-damage7-2-moved7")
 @pytest.mark.parametrize(
     ("form", "damage", "goes_on", "moved"),
     [
@@ -115,6 +115,7 @@ def test_scoring_and_a_resume_that_must_refuse_a_damaged_one(rows, whole, tmp_pa
     assert not list((run / "checkpoints").glob("damaged-*"))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_under_the_name_of_another_step_is_damaged(rows, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole / "full", run)
@@ -127,6 +128,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_damaged(rows, whole, tmp
     assert (run / "metrics.jsonl").read_bytes() == (whole / "full" / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.slow
 def test_damage_found_twice_keeps_both(rows, whole, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(whole / "full", run)

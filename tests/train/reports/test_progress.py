@@ -112,6 +112,7 @@ print(*found, sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_nothing_replaces_the_import_function_while_a_bar_is_drawn(tmp_path):
     """etils' `lazy_imports` does for a moment, for all threads: a relative import of rich's thread fails in it."""
     done = subprocess.run(

@@ -61,6 +61,7 @@ def recipe() -> Experiment:
 """
 
 
+@pytest.mark.slow
 def test_a_tracker_of_a_users_file_follows_a_run_over_its_attempts(tmp_path):
     small_run.write(tmp_path / "rows.parquet")
     file, folder = tmp_path / "mine.py", tmp_path / "run"
