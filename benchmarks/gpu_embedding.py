@@ -4,7 +4,7 @@ python benchmarks/gpu_embedding.py [--json FILE] [--seconds 300]      # on a mac
 python benchmarks/gpu_embedding.py --smoke                            # anywhere: tiny sizes, kernels interpreted
 
 One JSON object a line, to standard output and to FILE, as gpu_report.py says. `checks` come first: every kernel on
-every case of scalejax.kernels.embedding_bag.cases against XLA; where one differs, nothing is timed and the exit status
+every case of tests/cases/bag_cases.py against XLA; where one differs, nothing is timed and the exit status
 is 1.
 
 Letters in the formulas of bytes:
@@ -15,19 +15,22 @@ Timings are of one program, without making the plan (which belongs to the batch)
 """
 
 import functools
+import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any, Literal
 
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests" / "cases"))
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bag_cases import CASES
 from gpu_report import Report, main, timed
 from jax import lax
 
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag.api import Implementation
-from scalejax.kernels.embedding_bag.cases import CASES
 
 KERNELS: tuple[Implementation, ...] = ("pallas_gpu", "xla")
 POOLINGS: tuple[Literal["sum", "mean"], ...] = ("sum", "mean")
@@ -44,6 +47,12 @@ def rowwise_adagrad(rate: float) -> Callable[..., Any]:
         return arrays[0] - (rate / (jnp.sqrt(accumulator) + 1e-8))[:, None] * grads, accumulator
 
     return step
+
+
+def sum_and_update(
+    arrays: tuple[jax.Array, ...], plan: ops.RowPlan, grads: jax.Array, step: Callable[..., Any], **options: Any
+) -> tuple[jax.Array, ...]:
+    return ops.update_rows(arrays, plan, ops.sum_by_row(grads, plan, **options), step, **options)
 
 
 # Checks.
@@ -92,9 +101,7 @@ def differences(interpret: bool, dims: tuple[int, ...], names: tuple[str, ...]) 
             compare(f"sums, {name}, {dim}", lambda i, g=grads, p=plan: ops.sum_by_row(g, p, **options(i)))
             compare(
                 f"update, {name}, {dim}",
-                lambda i, a=arrays, g=grads, p=plan: ops.sum_and_update_rows(
-                    a, p, g, rowwise_adagrad(0.1), **options(i)
-                ),
+                lambda i, a=arrays, g=grads, p=plan: sum_and_update(a, p, g, rowwise_adagrad(0.1), **options(i)),
             )
     return found
 
@@ -180,7 +187,7 @@ def updates(report: Report, table: jax.Array, count: int, *, smoke: bool) -> jax
                     pooled = ops.embedding_bag(arrays[0], ids, lengths, **options)
                     if on_device:
                         plan = ops.plan_rows(ids, num_rows=num_rows, capacity=count)
-                    return ops.sum_and_update_rows(arrays, plan, grads, rowwise_adagrad(0.01), **options), pooled
+                    return sum_and_update(arrays, plan, grads, rowwise_adagrad(0.01), **options), pooled
 
                 compiled, state = jax.jit(step, donate_argnums=0), [arrays]
 
@@ -218,7 +225,7 @@ def small_tables(report: Report, *, smoke: bool) -> None:
 
         def look_and_update(arrays, ids, plan, grads, options=options):
             pooled = ops.embedding_bag(arrays[0], ids, ones[: ids.shape[0]], **options)
-            return ops.sum_and_update_rows(arrays, plan, grads, rowwise_adagrad(0.01), **options), pooled
+            return sum_and_update(arrays, plan, grads, rowwise_adagrad(0.01), **options), pooled
 
         def loop(all_arrays, one=look_and_update):
             plans = [jax.tree.map(lambda x, t=t: x[t], each) for t in range(tables)]

@@ -4,7 +4,7 @@ python benchmarks/gpu_mx.py [--json FILE] [--seconds 120]      # on a machine wi
 python benchmarks/gpu_mx.py --smoke                            # anywhere: tiny sizes, kernels interpreted
 
 One JSON object a line, to standard output and to FILE, as gpu_report.py says. `checks` come first: codes, scales and
-decoded numbers of every format and case of scalejax.kernels.mx.cases, and of numbers of every exponent, subnormal ones
+decoded numbers of every format and case of tests/cases/mx_cases.py, and of numbers of every exponent, subnormal ones
 too, must equal XLA's to the bit, products to 1e-2 (the rounding of bfloat16 results). Where one differs, nothing is
 timed and the exit status is 1.
 
@@ -13,17 +13,20 @@ run (aim: 0.8). Products of 1 to 8 rows with packed weights are rated by the tim
 weights (aims: 1.5 for mxfp8, 2.5 for mxfp4; the limits are what the bytes allow, 1.94 and 3.76).
 """
 
+import pathlib
 import sys
 from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "tests" / "cases"))
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from gpu_report import Report, main, timed
+from mx_cases import CASES
 
 from scalejax.kernels import mx
 from scalejax.kernels.mx.api import Implementation
-from scalejax.kernels.mx.cases import CASES
 from scalejax.numerics.formats import FORMATS
 
 KERNELS: tuple[Implementation, ...] = ("pallas_gpu", "xla")

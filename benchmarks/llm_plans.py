@@ -7,7 +7,7 @@ Arithmetic only: needs no TPU, no TPU compiler, and takes seconds.
 
 import dataclasses
 
-from scalejax.parallel.mesh import MeshShape
+from scalejax.parallel.mesh import MeshShape, mesh_text
 from scalejax.plan import topology
 from scalejax.plan.arithmetic import mesh_search, step_model
 from scalejax.plan.arithmetic import published_runs as runs
@@ -104,7 +104,7 @@ def searched() -> str:
                 run.name,
                 f"{run.estimate(share).step_s:.2f}",
                 f"{best.estimate.step_s:.2f}",
-                f"{mesh_search.stated(best.mesh)}, {best.remat}",
+                f"{mesh_text(best.mesh)}, {best.remat}",
                 f"{len(candidates)} of {len(candidates) + len(dropped)}",
             ]
         )

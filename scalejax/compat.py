@@ -3,8 +3,6 @@
 # pyright: reportPrivateUsage=false
 
 import ctypes
-import importlib
-import importlib.util
 import inspect
 import signal
 import warnings
@@ -91,19 +89,6 @@ def custom_vjp(*nondiff_argnums: int) -> Callable[[Callable[P, T]], WithDerivati
         return cast("WithDerivative[P, T]", jax.custom_vjp(function, nondiff_argnums=nondiff_argnums))
 
     return decorate
-
-
-def copy_from_subcore(source: object, destination: object) -> None:
-    """A synchronous copy out of the memory of a SparseCore's vector subcore.
-
-    From 0.12 on such a copy completes without a semaphore, and jax warns where it is given one.
-    """
-    from jax.experimental.pallas import tpu as pltpu  # slow to import, and needed by this alone
-
-    if "src_sem" in inspect.signature(pltpu.async_copy).parameters:
-        pltpu.async_copy(source, destination, sem=None).wait()  # pyright: ignore[reportArgumentType]
-    else:
-        pltpu.sync_copy(source, destination)
 
 
 def splash_kernel(
@@ -298,48 +283,6 @@ def cudnn_attention_gradients(
     }
     grads = rule(**{name: given[name] for name in inspect.signature(rule).parameters})
     return grads[0], grads[1], grads[2]
-
-
-def has_tokamax() -> bool:
-    """Whether the package tokamax is installed with what it needs."""
-    return importlib.util.find_spec("tokamax") is not None
-
-
-def tokamax_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    """(out [B, S, H, D], lse float32[B, H, S]) by the kernel that tokamax has for the platform; it publishes no lse."""
-    kernel, residuals_are_lse = _tokamax_kernel()
-    out, (first, second) = kernel(q, k, v, is_causal=causal, logits_scale=scale, return_residuals=True)
-    # On a TPU (maximum, log-sum-exp), on a GPU (maximum, sum of exponentials less the maximum).
-    return out, second if residuals_are_lse else first + jnp.log(second)
-
-
-def tokamax_attention_gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    *,
-    causal: bool,
-    scale: float,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of q, k and v by tokamax, from a result that is known."""
-    kernel, residuals_are_lse = _tokamax_kernel()
-    said = dict(kernel.bind(q, k, v, is_causal=causal, logits_scale=scale).arguments)
-    for name in ("q", "k", "v", "return_residuals"):
-        said.pop(name, None)
-    residuals = (lse, lse if residuals_are_lse else jnp.ones_like(lse))
-    grads = kernel.vjp(residuals, out, d_out, q, k, v, **said)
-    return (grads["q"], grads["k"], grads["v"]) if isinstance(grads, dict) else tuple(grads[:3])
-
-
-def _tokamax_kernel() -> tuple[Any, bool]:
-    attention = importlib.import_module("tokamax._src.ops.attention.api")
-    on_tpu = platform() == "tpu"
-    return attention.IMPLEMENTATIONS["mosaic_tpu" if on_tpu else "mosaic_gpu"], on_tpu
 
 
 def cusparse_product(

@@ -1,4 +1,6 @@
-"""The exceptions that stand for a user's mistake."""
+"""The exceptions that stand for a user's mistake, and the checks that many places make."""
+
+from collections.abc import Collection
 
 
 class UserError(ValueError):
@@ -19,3 +21,15 @@ class TemporaryFailure(Exception):
     Because it was asked to end, or because another process of it is gone or never came. The command line prints the
     message alone and exits with status 75 (EX_TEMPFAIL).
     """
+
+
+def check_at_least(name: str, value: float, least: float) -> None:
+    """Refuses a number below `least`, and NaN."""
+    if not value >= least:
+        raise UserError(f"{name} must be at least {least}; got {value}.")
+
+
+def check_one_of(name: str, value: object, choices: Collection[object]) -> None:
+    """Refuses a value that is none of `choices`."""
+    if value not in choices:
+        raise UserError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")

@@ -265,7 +265,7 @@ def test_overflow_ids_are_a_metric_where_that_is_chosen(tmp_path):
 PLANNED = """
 import dataclasses
 import pathlib
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.train.experiment import Experiment
 import small_run
 

@@ -10,7 +10,7 @@ from scalejax.data.kept_arrays import open_arrays
 from scalejax.data.tables import clustered
 from scalejax.errors import UserError
 from scalejax.models.llm import model_folder, safetensors
-from scalejax.parallel.embedding.plan.placement import ShardingPlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 from scalejax.parallel.planner.topology import Constants
 from scalejax.train import disk
 from scalejax.train.checkpoints import manifest

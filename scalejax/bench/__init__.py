@@ -1,8 +1,9 @@
 """`scalejax bench`: how fast a piece of scalejax is, beside the same work in another library, measured in one run.
 
-Each benchmark is a module of `bench.cases` with three names: `CASES`, `PEERS` and `prepare(case, against, data)`, which
-builds a `harness.Contest`. The harness knows contests and nothing else. A fourth name, `EFFORT`, says how long to
-measure where the default does not suit.
+Each benchmark is a module of `bench.cases` with three names: `CASES`, `PEERS` and `prepare(case, against)`, which
+builds a `harness.Contest`. The harness knows contests and nothing else. More names where the defaults do not suit:
+`EFFORT`, how long to measure; `ON_CPU`, that it runs on the CPU whatever the accelerator; `TAKES_DATA`, that `prepare`
+takes the path of a user's data, or None, as its third argument.
 """
 
 import contextlib
@@ -76,6 +77,9 @@ def run(
     chosen = [_one_of(case, benchmark.CASES, f"--case of {name}") for case in cases or benchmark.CASES]
     if against is not None:
         _one_of(against, benchmark.PEERS, f"--against of {name}")
+    takes_data = getattr(benchmark, "TAKES_DATA", False)
+    if data is not None and not takes_data:
+        raise errors.UserError(f"--data: {name} makes its own data; got {data}. Leave --data out.")
 
     from scalejax.bench import harness, machine, output
     from scalejax.train import disk
@@ -87,11 +91,11 @@ def run(
     results: list[Result] = []
     with contextlib.ExitStack() as threads:
         threads.enter_context(machine.cpu_threads(_THREADS))
-        if not benchmark.on_cpu():
+        if not getattr(benchmark, "ON_CPU", False) and not machine.on_cpu():
             threads.close()  # feeding an accelerator may take every core
         for case in chosen:
             try:
-                contest = benchmark.prepare(case, against, data)
+                contest = benchmark.prepare(case, against, *([data] if takes_data else []))
             except harness.Unsuited as error:
                 if cases or (case == chosen[-1] and not results):
                     raise

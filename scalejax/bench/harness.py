@@ -19,19 +19,19 @@ class Contest:
 
     Attributes:
       ours: Does n units and returns when their outputs are there (not when they are merely enqueued).
-      peer: The same in another library; None times ours alone.
-      check: Raises `OutputsDiffer` unless both sides compute the same; called once, before timing.
       examples: Examples in one unit.
       device: Where it runs.
+      peer: The same in another library; None times ours alone.
+      check: Raises `OutputsDiffer` unless both sides compute the same; called once, before timing, if there is a peer.
       close: Gives back what the contest holds (worker processes, files).
       figures: What else is worth knowing of what was run, by name; called once, after timing.
     """
 
     ours: Callable[[int], None]
-    peer: Callable[[int], None] | None
-    check: Callable[[], None]
     examples: int
     device: str
+    peer: Callable[[int], None] | None = None
+    check: Callable[[], None] = lambda: None
     close: Callable[[], None] = lambda: None
     figures: Callable[[], dict[str, float]] = dict
 
@@ -115,7 +115,8 @@ def measure(
     Raises:
       OutputsDiffer: the two sides do not compute the same.
     """
-    contest.check()
+    if contest.peer is not None:
+        contest.check()
     sides = [contest.ours] if contest.peer is None else [contest.ours, contest.peer]
     units = [_units_per_turn(side, effort.turn_s, clock) if effort.warm_up else 1 for side in sides]
     seconds: list[list[float]] = [[] for _ in sides]
@@ -145,6 +146,49 @@ def relative_spread(values: Sequence[float]) -> float:
         return 0.0
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / middle
+
+
+def repeated(run: Callable[[], object]) -> Callable[[int], None]:
+    """One unit of work as so many of them."""
+
+    def several(count: int) -> None:
+        for _ in range(count):
+            run()
+
+    return several
+
+
+class Timed:
+    """One side of a contest that remembers how long its turns took.
+
+    Args:
+      run: Does n units, as in `Contest`.
+    """
+
+    def __init__(self, run: Callable[[int], None]) -> None:
+        self._run = run
+        self._turns: list[tuple[int, float]] = []
+
+    def __call__(self, count: int) -> None:
+        start = time.perf_counter()
+        self._run(count)
+        self._turns.append((count, (time.perf_counter() - start) / count))
+
+    def seconds(self) -> float:
+        """Seconds of one unit, over the turns that were long."""
+        longest = max(count for count, _ in self._turns)
+        return statistics.median(seconds for count, seconds in self._turns if count == longest)
+
+
+def best_seconds(run: Callable[[], object]) -> float:
+    """The least of five runs, after one that is not timed."""
+    run()
+    found = []
+    for _ in range(5):
+        start = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - start)
+    return min(found)
 
 
 def _units_per_turn(side: Callable[[int], None], turn_s: float, clock: Callable[[], float]) -> int:

@@ -16,6 +16,13 @@ def device_name(device: object) -> str:
     return f"cpu ({_processor()}, {len(usable_cpus())} threads)"
 
 
+def on_cpu() -> bool:
+    """Whether jax's first device is a CPU."""
+    import jax
+
+    return jax.devices()[0].platform == "cpu"
+
+
 def usable_cpus() -> list[int]:
     """CPUs that this process may run on."""
     if hasattr(os, "sched_getaffinity"):

@@ -6,15 +6,16 @@ through the same batches, which lie on the device already, start from the same p
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import jax
 import numpy as np
 
 from scalejax import optim
-from scalejax.bench import machine, peers
-from scalejax.bench.harness import Contest, OutputsDiffer
+from scalejax.bench import machine, peers, workloads
+from scalejax.bench.harness import Contest, OutputsDiffer, repeated
 from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.schema import Schema
 from scalejax.errors import UserError
@@ -101,17 +102,13 @@ def contest(model: ModelConfig, schema: Schema, batches: Sequence[ClickBatch], m
     )
     built = binding.bind(experiment, schema, meshes.make_mesh(experiment.placement.mesh, [device]))
     ours = _Ours(built, batches)
+    alone = Contest(ours.steps, examples=len(batches[0]), device=machine.device_name(device))
     if make_peer is None:
-        return Contest(
-            ours=ours.steps, peer=None, check=lambda: None, examples=len(batches[0]), device=machine.device_name(device)
-        )
+        return alone
     peer = make_peer(ours.parameters(), ours.tables())
     placed = [peer.place(batch) for batch in batches]
     turn = itertools.cycle(placed)
-
-    def peer_steps(count: int) -> None:
-        for _ in range(count):
-            peer.step(next(turn))
+    peer_steps = repeated(lambda: peer.step(next(turn)))
 
     def check() -> None:
         done = 0
@@ -125,13 +122,32 @@ def contest(model: ModelConfig, schema: Schema, batches: Sequence[ClickBatch], m
             done, at = steps, steps % len(batches)
             check_equal(ours.logits(at), peer.logits(placed[at]), batches[at], f"after {steps} steps", tolerance, size)
 
-    return Contest(
-        ours=ours.steps,
-        peer=peer_steps,
-        check=check,
-        examples=len(batches[0]),
-        device=machine.device_name(device),
-    )
+    return dataclasses.replace(alone, peer=peer_steps, check=check)
+
+
+def click_contest(
+    case: str,
+    against: str | None,
+    data: pathlib.Path | None,
+    models: Mapping[str, ModelConfig],
+    module: Callable[[Any, Schema], Any],
+) -> Contest:
+    """The training step of a click model on flights or, with `case` "criteo", on the shape of Criteo.
+
+    Args:
+      case: As in `workloads.for_case`.
+      against: "torch", "torch-compile" or None.
+      data: Of the user, or None.
+      models: The model of each kind of case, "flights" and "criteo".
+      module: (model, schema) -> the same in PyTorch.
+    """
+    schema, batches = workloads.for_case(case, data)
+    model = models["criteo" if case == "criteo" else "flights"]
+
+    def peer(parameters: dict[str, np.ndarray], tables: list[np.ndarray]) -> Peer:
+        return torch_step(module(model, schema), parameters, tables, against == "torch-compile")
+
+    return contest(model, schema, batches, None if against is None else peer)
 
 
 def torch_step(module: Any, parameters: dict[str, np.ndarray], tables: Sequence[np.ndarray], compiled: bool) -> Peer:
@@ -146,11 +162,6 @@ def torch_step(module: Any, parameters: dict[str, np.ndarray], tables: Sequence[
         compiled=compiled,
     )
     return peer.TrainingStep(module, tables, settings)
-
-
-def on_cpu() -> bool:
-    """Whether jax's first device is a CPU."""
-    return jax.devices()[0].platform == "cpu"
 
 
 def check_peer_device(device: Any) -> None:

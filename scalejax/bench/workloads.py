@@ -6,16 +6,13 @@ import pathlib
 import numpy as np
 
 from scalejax.data import FlightsData
+from scalejax.data.click_logs.criteo_terabyte import TABLE_ROWS
 from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import expand_batch
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 
-# Categorical cardinalities of Criteo Terabyte in MLPerf's DLRM v2 (facebookresearch/dlrm, torchrec_dlrm,
-# num_embeddings_per_feature); they add up to 204,184,588.
-_CRITEO_ROWS = (40000000, 39060, 17295, 7424, 20265, 3, 7122, 1543, 63, 40000000, 3067956, 405282, 10, 2209, 11938, 155,
-                4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36)  # fmt: skip
 CRITEO_DENSE = 13
 CRITEO_MOST_ROWS = 100_000
 """Tables are cut off here, so that 26 of them with d=128 take 0.5 GB and not 105."""
@@ -28,7 +25,7 @@ _DISTINCT = 8
 
 def criteo_schema() -> Schema:
     """26 one-hot categoricals, the largest cut to `CRITEO_MOST_ROWS` rows, and 13 numbers."""
-    rows = [min(r, CRITEO_MOST_ROWS) for r in _CRITEO_ROWS]
+    rows = [min(r, CRITEO_MOST_ROWS) for r in TABLE_ROWS]
     return Schema(
         categorical=tuple(Categorical(name=f"C{i + 1}", rows=r) for i, r in enumerate(rows)),
         dense=tuple(f"I{i + 1}" for i in range(CRITEO_DENSE)),

@@ -127,7 +127,7 @@ def _build(recipe: str, sets: Sequence[str], recorded: Any, where: pathlib.Path 
     parts = [[part.strip() for part in text.partition("=")] for text in sets]
     if not any(path == _PLAN and value.endswith(".json") for path, _, value in parts):
         return configs.load(recipe, sets)
-    from scalejax.parallel.embedding.plan.placement import ShardingPlan
+    from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 
     others = [text for text, (path, *_) in zip(sets, parts, strict=True) if not f"{path}.".startswith(f"{_PLAN}.")]
     tables: Any = _plain(recorded.get("fields", {}).get("tables"))

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from scalejax import nn, units
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 from scalejax.inference import packed_params, static_inputs
 from scalejax.inference import sampling as samplings
 from scalejax.inference.sampling import GREEDY, TokenSampling
@@ -194,8 +194,7 @@ class Engine:
         Raises:
           UserError: names the first by its number, from 1.
         """
-        if max_tokens < 1:
-            raise UserError(f"max_tokens must be at least 1; got {max_tokens}.")
+        check_at_least("max_tokens", max_tokens, 1)
         vocabulary = self.config.vocabulary
         assert vocabulary is not None
         for number, prompt in enumerate(prompts):

@@ -6,7 +6,7 @@ import numpy as np
 
 from scalejax.data.text import sources
 from scalejax.data.text.tokenizer import check_vocabulary
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 from scalejax.models.llm.model_folder import LanguageModel
 
 LENGTH = 512
@@ -24,8 +24,7 @@ def read_rows(model: LanguageModel, text: pathlib.Path | None, tokens: int) -> n
     Raises:
       UserError: the model has no tokenizer, the text cannot be read, or it is shorter than two tokens.
     """
-    if tokens < 2:
-        raise UserError(f"--tokens must be at least 2; got {tokens}.")
+    check_at_least("--tokens", tokens, 2)
     if model.tokenizer is None:
         raise UserError(
             f"{model.path} has no tokenizer.json, which --text needs. Copy the files of the tokenizer into it "

@@ -12,7 +12,7 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.parallel import pipeline
 from scalejax.parallel.mesh import batch_shards
 
@@ -50,8 +50,7 @@ def remat_policy(remat: Remat, gather: Gather = whole) -> Callable[..., Any] | N
         "full": jax.checkpoint_policies.nothing_saveable,
         "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     }
-    if remat not in policies:
-        raise ValueError(f"remat must be one of {', '.join(policies)}; got {remat!r}.")
+    check_one_of("remat", remat, policies)
     adapt = getattr(gather, "remat", None)
     policy = policies[remat]
     return policy if adapt is None else adapt(policy)

@@ -17,7 +17,7 @@ Two layouts:
         bdr_mx4   the same                                    | 16 codes of 3 bits                         8 bytes
         mxfp4     E8M0                                        | 32 codes of 4 bits                        17 bytes
 
-Static shifts of static slices: nothing is gathered. `to_words` gives any stream of bytes as uint32.
+Static shifts of static slices: nothing is gathered.
 """
 
 import dataclasses
@@ -101,37 +101,6 @@ def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
             f"{axis}. Pass what pack_bits gave, along the same axis."
         )
     return _regrouped(packed, 8, bits, axis=axis)
-
-
-def to_words(data: jax.Array, *, axis: int) -> jax.Array:
-    """Bytes in words of 32 bits, the first byte lowest: uint8[..., 4 n, ...] -> uint32[..., n, ...].
-
-    Of streams of codes: code i of 4 bits lies in bits 4 (i mod 8) of word i // 8; 16 codes of 6 bits fill three words.
-
-    Raises:
-      UserError: the bytes do not fill whole words, or are of another dtype.
-    """
-    axis = _axis("to_words", data, axis)
-    if data.dtype != jnp.uint8 or data.shape[axis] % 4:
-        raise UserError(
-            f"to_words: data must be uint8, a multiple of 4 along axis {axis}; got {data.dtype}{list(data.shape)}. "
-            "Pack codes in groups that fill words: of 4 bits 8, of 6 bits 16."
-        )
-    apart = data.reshape(*data.shape[:axis], data.shape[axis] // 4, 4, *data.shape[axis + 1 :])
-    return jax.lax.bitcast_convert_type(jnp.moveaxis(apart, axis + 1, -1), jnp.uint32)
-
-
-def from_words(words: jax.Array, *, axis: int) -> jax.Array:
-    """uint32[..., n, ...] -> uint8[..., 4 n, ...]: what to_words was given.
-
-    Raises:
-      UserError: another dtype.
-    """
-    axis = _axis("from_words", words, axis)
-    if words.dtype != jnp.uint32:
-        raise UserError(f"from_words: words must be uint32; got {words.dtype}. View them as that.")
-    apart = jnp.moveaxis(jax.lax.bitcast_convert_type(words, jnp.uint8), -1, axis + 1)
-    return apart.reshape(*words.shape[:axis], words.shape[axis] * 4, *words.shape[axis + 1 :])
 
 
 def _regrouped(words: jax.Array, given: int, wanted: int, *, axis: int) -> jax.Array:

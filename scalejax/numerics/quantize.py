@@ -11,13 +11,13 @@ product that the array is for. Nothing moves in memory but for padding.
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.core
 import jax.numpy as jnp
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks, formats
 from scalejax.numerics.formats import BlockFormat
@@ -25,6 +25,15 @@ from scalejax.numerics.rounding import Rounding
 from scalejax.numerics.scales import ScaleRule, threshold
 
 Tail = Literal["refuse", "pad"]
+
+
+class QuantizeCall(NamedTuple):
+    """What is static in a call of `quantize`, checked: an axis counted from the front, and the rule that it takes."""
+
+    format: BlockFormat
+    axis: int
+    rule: ScaleRule | None
+    rounding: Rounding
 
 
 @functools.partial(
@@ -93,20 +102,13 @@ def quantize(
         whose blocks would straddle shards.
     """
     format = formats.find(format)
-    axis, rule = check_arguments(x, format, axis, scale_rule, rounding, key, tail, tensor_scale)
-    return _quantized(x, key, tensor_scale, format, axis, rule, rounding)
+    call = check_arguments(x, format, axis, scale_rule, rounding, key, tail, tensor_scale)
+    return _quantized(x, key, tensor_scale, call)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def _quantized(
-    x: jax.Array,
-    key: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    format: BlockFormat,
-    axis: int,
-    rule: ScaleRule | None,
-    rounding: Rounding,
-) -> Quantized:
+@functools.partial(jax.jit, static_argnums=3)
+def _quantized(x: jax.Array, key: jax.Array | None, tensor_scale: jax.Array | None, call: QuantizeCall) -> Quantized:
+    format, axis, rule, rounding = call
     chance = None if key is None else blocks.split(jax.random.bits(key, x.shape, jnp.uint32), format, axis)
     split = blocks.split(float32.float_bits(x), format, axis)
     if format.scale == "e4m3" and tensor_scale is None:
@@ -212,8 +214,8 @@ def check_arguments(
     key: jax.Array | None,
     tail: Tail,
     tensor_scale: jax.Array | None,
-) -> tuple[int, ScaleRule | None]:
-    """What `quantize` refuses, for kernels that do the same; the axis counted from the front, and the rule."""
+) -> QuantizeCall:
+    """What `quantize` refuses, for kernels that do the same."""
     if not hasattr(x, "dtype"):
         raise UserError(f"quantize: x must be an array; got a {type(x).__name__}. Pass jnp.asarray(x, jnp.float32).")
     float32.check_dtype(x.dtype)  # before jax makes float32 of NumPy's float64
@@ -221,8 +223,7 @@ def check_arguments(
         raise UserError(f"axis: x has {x.ndim} axes; got axis {axis}. Name one of them.")
     axis %= x.ndim
     length = x.shape[axis]
-    if tail not in ("refuse", "pad"):
-        raise UserError(f"tail: must be 'refuse' or 'pad'; got {tail!r}.")
+    check_one_of("tail", tail, ("refuse", "pad"))
     if length % format.k1 and tail == "refuse":
         raise UserError(
             f"quantize: {format.name} has blocks of {format.k1}, and axis {axis} of x{list(x.shape)} is no multiple of "
@@ -249,7 +250,7 @@ def check_arguments(
     rule: ScaleRule | None = (scale_rule or "floor") if format.scale == "exponent" else None
     if rule is not None:
         threshold(format.element, rule)  # raises
-    return axis, rule
+    return QuantizeCall(format, axis, rule, rounding)
 
 
 def _check_shards(x: jax.Array, format: BlockFormat, axis: int) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.parallel.gradients.blocks import (
     Accumulate,
     Arrays,
@@ -60,10 +60,8 @@ class Ddp:
     output_dtype: DTypeName | None = None
 
     def __post_init__(self) -> None:
-        if self.bucket_bytes < 1:
-            raise UserError(f"Ddp: bucket_bytes must be at least 1; got {self.bucket_bytes}.")
-        if self.accumulate not in ("communicate", "local"):
-            raise UserError(f"Ddp: accumulate must be 'communicate' or 'local'; got {self.accumulate!r}.")
+        check_at_least("Ddp: bucket_bytes", self.bucket_bytes, 1)
+        check_one_of("Ddp: accumulate", self.accumulate, ("communicate", "local"))
         check_dtypes(
             "Ddp", param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, output_dtype=self.output_dtype
         )

@@ -28,7 +28,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.kernels.sampled_spmm import Csr, Ell, Int8Rows, SparsePlan, spmm
 from scalejax.kernels.sampled_spmm.sparse_plan import plan_on_host, stack_plans
 from scalejax.parallel.mesh import everywhere, put
@@ -84,8 +84,7 @@ def shard_graph(
         raise UserError(f"shard_graph: graph must be a Csr or Ell; got {type(graph).__name__}. Pass the Csr.")
     if not isinstance(devices, int) or devices < 1:
         raise UserError(f"shard_graph: devices must be at least 1, a whole number; got {devices!r}.")
-    if exchange not in ("halo", "all_gather"):
-        raise UserError(f'shard_graph: exchange must be "halo" or "all_gather"; got {exchange!r}.')
+    check_one_of("shard_graph: exchange", exchange, ("halo", "all_gather"))
     if mesh is not None and mesh.size != devices:
         raise UserError(f"shard_graph: devices must be the {mesh.size} of the mesh; got {devices}.")
     csr = (graph.to_csr() if isinstance(graph, Ell) else graph).check()

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 
 AXES = ("replica", "fsdp", "expert", "context", "tensor", "stage")
 BATCH_AXES = ("replica", "fsdp", "expert")
@@ -212,8 +212,7 @@ def check_batch(batch_size: int, mesh: Mesh, over: Literal["batch axes", "all ax
     Raises:
       UserError: names the axes and their sizes.
     """
-    if batch_size < 1:
-        raise UserError(f"batch_size must be at least 1; got {batch_size}.")
+    check_at_least("batch_size", batch_size, 1)
     over_batch = math.prod(mesh.shape.get(axis, 1) for axis in BATCH_AXES)
     checks = [(BATCH_AXES, over_batch, "the batch axes")]
     if over == "all axes":

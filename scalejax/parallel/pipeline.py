@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 from scalejax.parallel.mesh import batch_shards, cut, join
 
 AXIS = "stage"
@@ -55,8 +55,7 @@ def pipelined(body: Body, *, mesh: Mesh | AbstractMesh, parts: int) -> Callable[
     Raises:
       UserError: on call: the layers do not divide over the stages, or the batch over parts and devices.
     """
-    if parts < 1:
-        raise UserError(f"pipelined: parts must be at least 1; got {parts}.")
+    check_at_least("pipelined: parts", parts, 1)
     stages = mesh.shape[AXIS]
 
     def run(params: Any, x: Any) -> Any:

@@ -102,18 +102,6 @@ REPLICATED = Rules()
 FSDP = Rules(axes=tuple((name, ("fsdp",)) for name in _WEIGHT_AXES))
 """Every weight sharded over `fsdp` along its first dimension that divides."""
 
-FSDP_TENSOR = Rules(
-    axes=(
-        ("input", ("fsdp",)),
-        ("output", ("fsdp",)),
-        ("embed", ("fsdp",)),
-        ("vectors", ("fsdp",)),
-        ("hidden", ("tensor",)),
-        ("mixed", ("tensor",)),
-    )
-)
-"""Hidden features over `tensor`, the other dimension over `fsdp`."""
-
 LLM = Rules(
     axes=(
         ("layers", ("stage",)),

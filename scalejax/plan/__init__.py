@@ -15,7 +15,6 @@ from scalejax.plan.arithmetic.mesh_search import search as search
 from scalejax.plan.compiled.collectives import Collective as Collective
 from scalejax.plan.compiled.collectives import collectives_table as collectives_table
 from scalejax.plan.compiled.collectives import explain_sharding as explain_sharding
-from scalejax.plan.compiled.stablehlo import stated_collectives as stated_collectives
 from scalejax.plan.run import PlanResult as PlanResult
 from scalejax.plan.run import StepProgram as StepProgram
 from scalejax.plan.run import plan as plan

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from scalejax import optim
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel import xla_flags
 from scalejax.parallel.embedding.config import MappedFeatures, RowOptimizer, RowwiseAdagrad
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
-from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan
 from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp, Strategy
 from scalejax.parallel.gradients.scaling import LossScaling
@@ -85,10 +85,8 @@ class Tables:
     full_every: int | None = None
 
     def __post_init__(self) -> None:
-        if self.accumulate not in ("ordered", "exact"):
-            raise ValueError(f"Tables: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
-        if self.pipeline not in ("none", "ids", "stale"):
-            raise ValueError(f"Tables: pipeline must be 'none', 'ids' or 'stale'; got {self.pipeline!r}.")
+        check_one_of("Tables: accumulate", self.accumulate, ("ordered", "exact"))
+        check_one_of("Tables: pipeline", self.pipeline, ("none", "ids", "stale"))
         if self.pipeline == "stale" and self.id_maps:
             raise UserError(
                 "Tables: pipeline='stale' fetches rows before the update of the step before, which may be that of an "
@@ -192,10 +190,7 @@ class Evaluation:
         if self.every < 0:
             raise ValueError(f"Evaluation: every must be at least 1, or 0 for only the end; got {self.every}.")
         for field, choices in (("final", ("end", "best")), ("validation", ("split", "progressive"))):
-            if getattr(self, field) not in choices:
-                raise ValueError(
-                    f"Evaluation: {field} must be {' or '.join(map(repr, choices))}; got {getattr(self, field)!r}."
-                )
+            check_one_of(f"Evaluation: {field}", getattr(self, field), choices)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -286,8 +281,7 @@ class Phase:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", self.name):
             raise UserError(f"Phase: name must be of letters, digits, - and _; got {self.name!r}.")
-        if self.steps < 1:
-            raise UserError(f"Phase {self.name!r}: steps must be at least 1; got {self.steps}.")
+        check_at_least(f"Phase {self.name!r}: steps", self.steps, 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,8 +342,7 @@ class Experiment:
             raise ValueError(f"Experiment: steps must be at least 1 and less than 2**31; got {self.total_steps}.")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"Experiment: seed must be at least 0 and less than 2**32; got {self.seed}.")
-        if self.log_every < 1:
-            raise ValueError(f"Experiment: log_every must be at least 1; got {self.log_every}.")
+        check_at_least("Experiment: log_every", self.log_every, 1)
         every, full = self.checkpoints.every, self.tables.full_every
         if full is not None and (every == 0 or full < 1 or full % every):
             raise ValueError(

@@ -7,7 +7,7 @@ from embedding_cases import device_features, schema_of
 
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.plan import explain_sharding, topology
 from scalejax.plan.compiled.collectives import total
 

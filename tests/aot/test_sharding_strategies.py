@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import residual_stack
+import stablehlo
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -13,7 +14,6 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.rules import Rules
 from scalejax.plan import explain_sharding, topology
-from scalejax.plan.compiled import stablehlo
 
 pytestmark = pytest.mark.aot
 

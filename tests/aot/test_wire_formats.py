@@ -9,7 +9,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.compression import codec
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.plan import explain_sharding, topology
 from scalejax.plan.compiled.collectives import total

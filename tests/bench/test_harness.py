@@ -55,7 +55,9 @@ def test_nothing_is_timed_when_outputs_differ():
         raise harness.OutputsDiffer("logits")
 
     with pytest.raises(harness.OutputsDiffer):
-        harness.measure(contest(clock.work("ours", 1.0), check=differ), harness.Effort(), clock=clock)
+        harness.measure(
+            contest(clock.work("ours", 1.0), clock.work("peer", 1.0), check=differ), harness.Effort(), clock=clock
+        )
     assert clock.log == []
 
 

@@ -25,13 +25,12 @@ class Stub:
 
     CASES = ("small", "large")
     PEERS = ("torch",)
+    ON_CPU = True
+    TAKES_DATA = True
 
     def __init__(self) -> None:
         self.closed: list[str] = []
         self.data: list[object] = []
-
-    def on_cpu(self) -> bool:
-        return True
 
     def prepare(self, case, against, data) -> harness.Contest:
         self.data.append(data)
@@ -100,7 +99,7 @@ def test_a_case_for_another_device_is_skipped_and_what_was_measured_stays(monkey
     path, shown = tmp_path / "result.json", io.StringIO()
     console = rich.console.Console(file=shown, width=160)
     with pytest.raises(harness.OutputsDiffer):
-        bench.run("wukong_step", json_path=path, console=console, effort=QUICK)
+        bench.run("wukong_step", against="torch", json_path=path, console=console, effort=QUICK)
     lines = shown.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines] == ["wukong_step small", "wukong_step huge"]
     assert lines[1].endswith("skipped. --case huge takes minutes on a CPU.")
@@ -112,7 +111,7 @@ def test_a_case_for_another_device_is_skipped_and_what_was_measured_stays(monkey
 @pytest.mark.parametrize(("name", "case"), [("llama_step", "1b"), ("llama_decode", "8b")])
 def test_the_large_cases_of_language_models_are_not_for_a_cpu(name, case):
     with pytest.raises(harness.Unsuited):
-        bench._benchmark(name).prepare(case, None, None)
+        bench._benchmark(name).prepare(case, None)
 
 
 def test_the_bar_is_drawn_without_a_thread_beside_what_is_timed():

@@ -3,12 +3,13 @@
 import numpy as np
 
 from scalejax.bench import workloads
+from scalejax.data.click_logs.criteo_terabyte import TABLE_ROWS
 from scalejax.data.examples.schema import Categorical, Schema
 
 
 def test_criteo_tables_are_those_of_criteo_terabyte_up_to_the_cut():
     # MLPerf's preprocessing: the sum of the uncut cardinalities.
-    assert sum(workloads._CRITEO_ROWS) == 204_184_588
+    assert sum(TABLE_ROWS) == 204_184_588
     schema = workloads.criteo_schema()
     assert len(schema.categorical) == 26
     assert len(schema.dense) == 13

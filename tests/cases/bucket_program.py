@@ -9,6 +9,7 @@ import sys
 import jax
 import numpy as np
 import residual_stack
+import stablehlo
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -17,7 +18,6 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import explain_sharding
-from scalejax.plan.compiled import stablehlo
 
 
 def collectives(bucket_bytes, accumulate, parts):

@@ -20,7 +20,7 @@ from scalejax.parallel.embedding.config import (
     TableConfig,
 )
 from scalejax.parallel.embedding.ids import jagged
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 
 SHARED_ROWS, BIG_ROWS, TINY_ROWS = 13, 1030, 3
 """None divides by 8; one has fewer rows than devices, one more than a granule of the stored form."""

@@ -13,7 +13,7 @@ import pytest
 from scalejax import configs
 from scalejax.configs import earlier, serialization
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape

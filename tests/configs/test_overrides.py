@@ -9,7 +9,7 @@ from scalejax import optim
 from scalejax.configs import discovery, overrides
 from scalejax.errors import UserError
 from scalejax.numerics.quantized.rules import QuantizationRule
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 
 EXAMPLES = pathlib.Path(__file__).parent / "example_recipes.py"
 

@@ -13,7 +13,7 @@ import pytest
 from scalejax import configs
 from scalejax.configs import as_data, serialization
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 
 EXAMPLES = pathlib.Path(__file__).parent / "example_recipes.py"
 RECIPE = f"{EXAMPLES}:first"

@@ -274,14 +274,14 @@ def _write_shards(folder: pathlib.Path) -> None:
 
 
 def _write_plan(folder: pathlib.Path) -> None:
-    from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+    from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 
     tables = (TablePlan(table="user", kind="row_wise"), TablePlan(table="item", kind="table_wise"))
     ShardingPlan(tables=tables, devices=4).save(folder / "plan.json")
 
 
 def _read_plan(folder: pathlib.Path) -> str:
-    from scalejax.parallel.embedding.plan.placement import ShardingPlan
+    from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 
     return _digest(ShardingPlan.load(folder / "plan.json"))
 

@@ -1,18 +1,15 @@
 """Attention of libraries, by name: what they have equals the reference, what they lack is refused and said."""
 
-import importlib.util
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import assert_matches_reference
+from flash_attention_cases import Case
 
 from scalejax import compat
 from scalejax.errors import UnsupportedError
-from scalejax.kernels.flash_attention import api, flash_attention, library
-from scalejax.kernels.flash_attention.cases import Case
+from scalejax.kernels.flash_attention import api, flash_attention
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 
@@ -43,12 +40,10 @@ IDS = np.ones((2, 256), np.int32)
         ("cudnn", {"query_offset": 3}, "no offset"),
         ("cudnn", {"segment_ids": IDS}, "no segment ids"),
         ("cudnn", {}, "needs an NVIDIA GPU with cuDNN"),
-        ("tokamax", {"window": 3}, "no windows"),
-        ("tokamax", {}, "kernels for TPUs and GPUs; this is compiled for a cpu"),
     ],
 )
 def test_a_library_that_lacks_a_case_says_so_and_nothing_else_is_run(implementation, args, message):
-    with pytest.raises(UnsupportedError, match=message):
+    with pytest.raises(UnsupportedError, match=f"{message}.* model.attention=none"):
         flash_attention(Q, Q, Q, implementation=implementation, **args)
 
 
@@ -131,56 +126,3 @@ def test_a_cotangent_of_lse_is_refused_by_cudnn(monkeypatch):
     d_lse = jnp.ones((2, 4, 256))
     with pytest.raises(UnsupportedError, match="cotangent of lse"):
         api.flash_attention_gradients(Q, Q, Q, Q, d_lse, Q, d_lse, implementation="cudnn")
-
-
-class _Tokamax:
-    """The kernels that are not here: of a row they keep its maximum and, on a TPU its log-sum-exp, else its sum."""
-
-    def __init__(self, keeps_lse):
-        self.keeps_lse = keeps_lse
-
-    def __call__(self, q, k, v, *, is_causal, logits_scale, return_residuals):
-        assert is_causal
-        assert return_residuals
-        scores = jnp.einsum("bshd,bthd->bhst", q * logits_scale, k)
-        scores = jnp.where(np.tri(q.shape[1], dtype=bool), scores, -jnp.inf)
-        highest, lse = scores.max(-1), jax.nn.logsumexp(scores, axis=-1)
-        out = jnp.einsum("bhst,bthd->bshd", jnp.exp(scores - lse[..., None]), v)
-        return out, (highest, lse if self.keeps_lse else jnp.exp(lse - highest))
-
-    def bind(self, q, k, v, **said):
-        return types.SimpleNamespace(arguments={"q": q, "k": k, "v": v, **said})
-
-    def vjp(self, residuals, out, d_out, q, k, v, *, is_causal, logits_scale):
-        assert is_causal
-        lse = residuals[1] if self.keeps_lse else residuals[0] + jnp.log(residuals[1])
-        scores = jnp.einsum("bshd,bthd->bhst", q * logits_scale, k) - lse[..., None]
-        p = jnp.where(np.tri(q.shape[1], dtype=bool), jnp.exp(scores), 0)
-        d_p = jnp.einsum("bshd,bthd->bhst", d_out, v) - jnp.einsum("bshd,bshd->bhs", out, d_out)[..., None]
-        d_s = logits_scale * p * d_p
-        pairs = (("bhst,bthd->bshd", d_s, k), ("bhst,bshd->bthd", d_s, q), ("bhst,bshd->bthd", p, d_out))
-        return dict(zip("qkv", (jnp.einsum(*pair) for pair in pairs), strict=True))
-
-
-@pytest.mark.parametrize("on_tpu", [True, False], ids=["tpu", "gpu"])
-def test_what_tokamax_keeps_becomes_a_log_sum_exp_and_goes_back(monkeypatch, on_tpu):
-    monkeypatch.setattr(compat, "_tokamax_kernel", lambda: (_Tokamax(on_tpu), on_tpu))
-    rng = np.random.default_rng(0)
-    q, k, v, d_out = (jnp.asarray(rng.normal(size=(2, 6, 3, 4)), jnp.float32) for _ in range(4))
-
-    @jax.jit
-    def both(q, k, v, d_out):
-        (out, lse), pull = jax.vjp(lambda *x: flash_attention(*x, scale=0.3, implementation="reference"), q, k, v)
-        got = compat.tokamax_attention(q, k, v, causal=True, scale=0.3)
-        grads = compat.tokamax_attention_gradients(q, k, v, out, lse, d_out, causal=True, scale=0.3)
-        return (*got, *grads), (out, lse, *pull((d_out, jnp.zeros_like(lse))))
-
-    for one, two in zip(*both(q, k, v, d_out), strict=True):
-        np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tokamax") is not None, reason="tokamax is installed")
-def test_tokamax_is_asked_for_where_it_is_missing():
-    with jax.sharding.use_abstract_mesh(_device("tpu", "TPU v6 lite")):
-        visibility = api._visibility("test", Q, Q, Q, "causal", None, None, None, None, None, None)
-        assert "pip install tokamax" in library.BACKENDS["tokamax"].lacks(Q, Q, Q, visibility, d_lse=False)

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bag_cases import CASES
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax.errors import UnsupportedError
 from scalejax.kernels import embedding_bag as ops
 from scalejax.kernels.embedding_bag import packing
-from scalejax.kernels.embedding_bag.cases import CASES
 from scalejax.numerics import rounding
 from scalejax.parallel.embedding import config
 from scalejax.parallel.embedding.update import optimizers
@@ -319,26 +319,6 @@ def test_updates_equal_those_of_the_reference_and_touch_nothing_else(optimizer, 
         np.testing.assert_array_equal(ours[untouched], before[untouched])
 
 
-@pytest.mark.default_cases("700-600")
-@pytest.mark.parametrize(("count", "hot"), [(40, 0), (700, 600)])
-def test_the_fused_update_equals_sums_and_update(count, hot):
-    num_rows = 30
-    rows, grads = _occurrences(count, num_rows, hot)
-    arrays = _arrays("row-wise adagrad", num_rows)
-    plan = jax.tree.map(jnp.asarray, ops.plan_rows_host(rows, num_rows, num_rows))
-
-    @functools.partial(jax.jit, static_argnums=(2, 3))
-    def update(arrays, grads, implementation, interpret):
-        step = _rowwise_adagrad(jnp.float32(0.1))
-        return ops.sum_and_update_rows(arrays, plan, grads, step, implementation=implementation, interpret=interpret)
-
-    for implementation, interpret in BACKENDS:
-        for ours, theirs in zip(
-            update(arrays, grads, implementation, interpret), update(arrays, grads, "xla", False), strict=True
-        ):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.default_cases("pallas_tpu-True", "xla-False")
 @pytest.mark.parametrize(("implementation", "interpret"), [BACKENDS[0], SIMULATED[0], ("xla", False)])
 def test_packed_rows_are_updated_in_float32_and_rounded_once(implementation, interpret):
@@ -389,8 +369,6 @@ def test_what_a_kernel_cannot_take_is_refused_and_never_done_by_another():
         ("pallas_tpu", jnp.zeros((4, 128), jnp.bfloat16), "packed by pack_rows"),
         ("pallas_tpu", jnp.zeros((4, 64), jnp.uint32), "multiple of 256"),
         ("pallas_gpu", jnp.zeros((4, 64), jnp.uint32), "Packed rows are for TPUs"),
-        ("sparsecore", jnp.zeros((4, 128)), 'wants a TPU with SparseCores .* this is "cpu"'),
-        ("sparsecore", jnp.zeros((4, 64)), "multiple of 128"),
         ("cuda", jnp.zeros((4, 64)), "got 'cuda'"),
     ]
     for implementation, table, message in refused:
@@ -398,8 +376,6 @@ def test_what_a_kernel_cannot_take_is_refused_and_never_done_by_another():
             ops.gather_rows(table, ids, implementation=implementation)
         with pytest.raises(ValueError, match=message):
             ops.embedding_bag(table, ids, lengths, implementation=implementation)
-    with pytest.raises(ValueError, match="leave interpret out"):
-        ops.gather_rows(jnp.zeros((4, 128)), ids, implementation="sparsecore", interpret=True)
     plan = ops.plan_rows(ids, num_rows=4, capacity=2)
     for op in (ops.sum_by_row, lambda g, p, **kw: ops.pool_rows(g, p.slots, 2, **kw)):
         with pytest.raises(ValueError, match="implementation must be None or one of"):

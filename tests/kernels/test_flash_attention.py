@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_oracle import arrays, assert_matches_reference, by_loops, cotangents, of_reference
+from flash_attention_cases import CASES, Case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scalejax.errors import UnsupportedError
 from scalejax.kernels.flash_attention import api, blocks, flash_attention, flash_attention_gradients
-from scalejax.kernels.flash_attention.cases import CASES, Case
 
 pytestmark = pytest.mark.usefixtures("strict_promotion")
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bag_cases import CASES, Case
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax import compat
@@ -15,7 +16,6 @@ from scalejax.errors import UnsupportedError
 from scalejax.inference.recommendation import click_model
 from scalejax.kernels import block_quant
 from scalejax.kernels.block_quant import CODEBOOK_FORMATS, ROW_FORMATS, LaneRows, pallas_tpu
-from scalejax.kernels.embedding_bag.cases import CASES, Case
 from scalejax.parallel.embedding.config import TableConfig
 
 WAIT = pltpu.InterpretParams()  # copies happen when they are waited for; unwritten memory is NaN

@@ -11,11 +11,11 @@ from format_cases import assert_equal_bits as equal
 from format_cases import sparse_numbers as numbers
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mx_cases import CASES, PRODUCTS
 
 from scalejax import compat
 from scalejax.errors import UnsupportedError, UserError
 from scalejax.kernels import mx
-from scalejax.kernels.mx.cases import CASES, PRODUCTS
 from scalejax.numerics import formats
 from scalejax.numerics.formats import FORMATS, bdr
 from scalejax.numerics.packing import pack, unpack

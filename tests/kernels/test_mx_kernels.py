@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from format_cases import assert_equal_bits as equal
 from format_cases import sparse_numbers as numbers
+from mx_cases import CASES, PRODUCTS
 
 from scalejax.errors import UnsupportedError
 from scalejax.kernels import mx
-from scalejax.kernels.mx.cases import CASES, PRODUCTS
 from scalejax.numerics.formats import FORMATS, bdr
 from scalejax.numerics.packing import pack, unpack
 from scalejax.numerics.quantize import dequantize, quantize

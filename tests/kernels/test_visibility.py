@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flash_attention_cases import CASES, Case
 
 from scalejax.kernels.flash_attention import api, reference
-from scalejax.kernels.flash_attention.cases import CASES, Case
 from scalejax.kernels.flash_attention.visibility import HIDDEN, PARTLY, WHOLE, stretches
 
 

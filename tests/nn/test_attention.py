@@ -14,9 +14,3 @@ Q, K = jnp.ones((1, 8, 4, 16)), jnp.ones((1, 8, 2, 16))
 def test_kernels_of_another_platform_are_refused_by_name(name):
     with pytest.raises(UserError, match=rf"model.attention={name} is for a \w+, .* compiled for a CPU.*attention=none"):
         jax.jit(lambda q, k: nn.attend(q, k, k, implementation=name))(Q, K)
-
-
-def test_what_a_named_implementation_lacks_is_a_message():
-    segments = jnp.ones((1, 8), jnp.int32)
-    with pytest.raises(UserError, match=r'implementation="tokamax" has no segment ids.* model.attention=none'):
-        nn.attend(Q, K, K, segment_ids=segments, implementation="tokamax")

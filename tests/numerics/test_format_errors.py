@@ -60,7 +60,7 @@ def test_float64_of_numpy_is_refused_too():
         ({"rounding": "up"}, "rounding: must be one of ties_to_even, .*'up'"),
         ({"rounding": "stochastic"}, "key: stochastic rounding needs one"),
         ({"key": 0}, "no other rounding does; got one with rounding 'ties_to_even'"),
-        ({"tail": "drop"}, "tail: must be 'refuse' or 'pad'; got 'drop'"),
+        ({"tail": "drop"}, "tail must be one of refuse, pad; got 'drop'"),
         ({"tensor_scale": np.float32(1)}, "tensor_scale: mxfp8_e4m3 has none"),
         ({"tensor_scale": np.ones(2, np.float32), "format": "nvfp4"}, r"must be float32\[\]; got float32\[2\]"),
         ({"tensor_scale": 1.0, "format": "nvfp4"}, r"must be float32\[\]; got the number 1.0. Pass jnp.float32"),

@@ -13,11 +13,9 @@ from scalejax.errors import UserError
 from scalejax.numerics.formats import FORMATS, bdr
 from scalejax.numerics.packing import (
     block_bytes,
-    from_words,
     pack,
     pack_bits,
     pack_blocks,
-    to_words,
     unpack,
     unpack_bits,
     unpack_blocks,
@@ -129,23 +127,6 @@ def test_codes_that_do_not_fill_bytes_are_refused():
     odd = bdr(k1=4, k2=2, m=7)
     with pytest.raises(UserError, match=r"2 times 1 bits .* do not fill whole bytes"):
         pack_blocks(quantize(jnp.zeros(16), odd, axis=0))
-
-
-@pytest.mark.parametrize(("bits", "axis"), [pytest.param(4, 1, marks=pytest.mark.slow), (6, 0)])
-def test_words_of_32_bits_begin_with_the_lowest_bits_of_the_first_code(bits, axis):
-    codes = np.random.default_rng(bits).integers(0, 1 << bits, (32, 32))
-    data = pack_bits(jnp.asarray(codes, jnp.uint8), bits, axis=axis)
-    words = to_words(data, axis=axis)
-    assert words.dtype == jnp.uint32
-    for i in range(2):
-        own, found = (codes[i], words[i]) if axis else (codes[:, i], words[:, i])
-        stream = sum(int(c) << (bits * k) for k, c in enumerate(own))
-        assert [int(w) for w in found] == [stream >> (32 * k) & 0xFFFFFFFF for k in range(bits)]
-    np.testing.assert_array_equal(np.asarray(from_words(words, axis=axis)), np.asarray(data))
-    with pytest.raises(UserError, match=r"to_words: data must be uint8, a multiple of 4 along axis 0; got uint8\[6\]"):
-        to_words(jnp.zeros(6, jnp.uint8), axis=0)
-    with pytest.raises(UserError, match="from_words: words must be uint32; got int32"):
-        from_words(jnp.zeros(6, jnp.int32), axis=0)
 
 
 def test_negative_codes_are_packed_in_two_s_complement_and_spare_their_neighbours():

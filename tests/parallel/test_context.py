@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stablehlo
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.kernels.flash_attention import flash_attention
 from scalejax.parallel import context
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.plan.compiled import collectives, hlo, stablehlo
+from scalejax.plan.compiled import collectives, hlo
 
 B, S, H, K, D = 2, 22, 4, 2, 8  # 22 divides by 2 n for n = 1 alone
 METHODS = ("all_gather", "ring")

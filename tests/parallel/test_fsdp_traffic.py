@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 import residual_stack
+import stablehlo
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -15,7 +16,6 @@ from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients import blocks
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import explain_sharding
-from scalejax.plan.compiled import stablehlo
 
 DIM, HIDDEN, LAYERS = 32, 64, 3
 NUMBER = 4  # bytes

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import residual_stack
+import stablehlo
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -14,7 +15,6 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import Rules
-from scalejax.plan.compiled import stablehlo
 
 LAYERS, DIM, HIDDEN, ROWS = 8, 8, 16, 16
 

@@ -7,6 +7,8 @@ from scalejax.parallel import rules
 from scalejax.parallel.mesh import MeshShape
 from scalejax.parallel.rules import Rules
 
+FSDP_TENSOR = Rules(axes=(("input", ("fsdp",)), ("embed", ("fsdp",)), ("hidden", ("tensor",))))
+
 
 @pytest.fixture(scope="module")
 def mesh():
@@ -16,12 +18,12 @@ def mesh():
 def test_named_axes_are_sharded_and_the_rest_replicated(mesh):
     assert rules.REPLICATED.spec(("input", "hidden"), (8, 6), mesh) == P()
     assert rules.FSDP.spec(("input", "hidden"), (8, 6), mesh) == P("fsdp")
-    assert rules.FSDP_TENSOR.spec(("input", "hidden"), (8, 6), mesh) == P("fsdp", "tensor")
-    assert rules.FSDP_TENSOR.spec((None, "hidden"), (8, 6), mesh) == P(None, "tensor")
+    assert FSDP_TENSOR.spec(("input", "hidden"), (8, 6), mesh) == P("fsdp", "tensor")
+    assert FSDP_TENSOR.spec((None, "hidden"), (8, 6), mesh) == P(None, "tensor")
 
 
 def test_a_dimension_that_does_not_divide_is_replicated_and_reported(mesh):
-    described = rules.FSDP_TENSOR.describe(
+    described = FSDP_TENSOR.describe(
         {"a": (("input", "hidden"), (7, 6)), "b": (("input",), (8,)), "c": (("input", "embed"), (4, 4))}, mesh
     )
     assert [p.spec for p in described] == [P(None, "tensor"), P("fsdp"), P("fsdp")]

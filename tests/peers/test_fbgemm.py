@@ -22,7 +22,7 @@ from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adagrad, Adam, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 with warnings.catch_warnings():

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.peers
 @pytest.mark.parametrize("peer", data_pipeline.PEERS)
 @pytest.mark.parametrize("case", data_pipeline.CASES)
 def test_an_epoch_holds_the_same_rows(case, peer):
-    contest = data_pipeline.prepare(case, peer, None, groups=6)
+    contest = data_pipeline.prepare(case, peer, groups=6)
     try:
         contest.check()
         contest.ours(3)
@@ -36,7 +36,7 @@ def test_missing_rows_are_found(monkeypatch):
 
     monkeypatch.setattr(torch_loader, "from_memory", without_the_last)
     with pytest.raises(harness.OutputsDiffer):
-        data_pipeline.prepare("memory", "torch", None, groups=1).check()
+        data_pipeline.prepare("memory", "torch", groups=1).check()
 
 
 @pytest.mark.parametrize("case", text_pipeline.CASES)

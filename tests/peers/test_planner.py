@@ -10,7 +10,7 @@ from planner_cases import machine, table
 from scalejax.bench import harness
 from scalejax.bench.cases import planner
 from scalejax.bench.peers.torchrec_planner import Planner
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.planner import evaluate
 
 pytestmark = pytest.mark.peers

@@ -20,7 +20,7 @@ from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.embedding.stored import torchrec
 from scalejax.parallel.mesh import MeshShape
 

@@ -22,7 +22,7 @@ from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Sgd
-from scalejax.parallel.embedding.plan.placement import KINDS, Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import KINDS, Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.embedding.stored import torchrec
 from scalejax.parallel.mesh import MeshShape
 

@@ -46,7 +46,7 @@ class Spied:
         module, model = MODELS[name]
 
         def make(parameters, tables):
-            self.peer = module.torch_peer(model, SCHEMA, compiled, parameters, tables)
+            self.peer = training_step.torch_step(module.torch_module(model, SCHEMA), parameters, tables, compiled)
             change(self.peer)
             return self.peer
 
@@ -131,7 +131,7 @@ def test_peers_are_refused_away_from_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("case", gcn_step.CASES)
 def test_a_graph_network_has_the_losses_of_its_peer(case):
-    gcn_step.prepare(case, "torch", None).check()
+    gcn_step.prepare(case, "torch").check()
 
 
 def test_a_peer_with_another_graph_is_noticed(monkeypatch):
@@ -145,4 +145,4 @@ def test_a_peer_with_another_graph_is_noticed(monkeypatch):
 
     monkeypatch.setattr(torch_gcn, "csr", scaled)
     with pytest.raises(harness.OutputsDiffer, match="losses of step 1 differ"):
-        gcn_step.prepare("cora16", "torch", None).check()
+        gcn_step.prepare("cora16", "torch").check()

@@ -13,7 +13,7 @@ from scalejax.configs.recsys import dcnv2
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, TableConfig
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.planner import Zipf
 from scalejax.plan.sharding import shard, statistics_of_schema

@@ -14,7 +14,7 @@ from scalejax.parallel import offload, xla_flags
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures, RowwiseAdagrad
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
-from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan
 from scalejax.parallel.embedding.tiers import Tier
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling

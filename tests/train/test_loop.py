@@ -17,7 +17,7 @@ from rich.console import Console
 from scalejax import optim
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.batches import convert

@@ -9,20 +9,20 @@ import functools
 import itertools
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from scalejax.bench import machine, peers, workloads
-from scalejax.bench.harness import Contest, OutputsDiffer
+from scalejax.bench.harness import Contest, OutputsDiffer, repeated
 from scalejax.data import BatchedDataSet, FlightsData, Fractions, Schema, from_columns
 from scalejax.data.examples.dedup import AnyBatch, expand_batch
 from scalejax.data.tables.parquet import ParquetData
-from scalejax.errors import UserError
 
 CASES = ("memory", "parquet")
 PEERS = ("torch", "torch-workers")
+ON_CPU = True
 
 _WORKERS = {"torch": 0, "torch-workers": 2}
 BATCH = 8192
@@ -32,19 +32,12 @@ WINDOW = 4
 """Row groups that are shuffled together."""
 
 
-def on_cpu() -> bool:
-    """Whether this runs on the CPU whatever the accelerator."""
-    return True
-
-
-def prepare(case: str, against: str | None, data: pathlib.Path | None, groups: int = 76) -> Contest:
+def prepare(case: str, against: str | None, groups: int = 76) -> Contest:
     """The contest of a case over `groups` row groups (76: 5 million rows).
 
     Raises:
       UserError: `data` is given.
     """
-    if data is not None:
-        raise UserError(f"--data: data_pipeline makes its own rows; got {data}. Leave --data out.")
     schema = FlightsData().schema()
     ids, dense, labels = workloads.columns(schema, groups * GROUP, seed=0)
     with contextlib.ExitStack() as held:
@@ -58,11 +51,10 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None, groups: i
         loader = None if against is None else _torch(schema, path, ids, dense, labels, _WORKERS[against])
         keep = held.pop_all()
     batches = ours.train_batches()
-    peer = None if loader is None else _taker(_forever(loader))
     return Contest(
-        ours=_taker(batches),
-        peer=peer,
-        check=(lambda: None) if loader is None else functools.partial(_check, ours, loader, groups * GROUP // BATCH),
+        ours=repeated(lambda: next(batches)),
+        peer=None if loader is None else repeated(functools.partial(next, _forever(loader))),
+        check=functools.partial(_check, ours, loader, groups * GROUP // BATCH),
         examples=BATCH,
         device=machine.device_name(None),
         close=keep.close,
@@ -136,20 +128,12 @@ def _torch(
     return peer.from_parquet(path, schema.keys, schema.dense, schema.labels[0], BATCH, WINDOW, workers)
 
 
-def _taker(batches: Iterator[Any]) -> Callable[[int], None]:
-    def take(count: int) -> None:
-        for _ in range(count):
-            next(batches)
-
-    return take
-
-
 def _forever(loader: Iterable[Any]) -> Iterator[Any]:
     while True:
         yield from loader
 
 
-def _check(ours: BatchedDataSet, loader: Iterable[Any], batches: int) -> None:
+def _check(ours: BatchedDataSet, loader: Any, batches: int) -> None:
     """Raises OutputsDiffer unless one epoch of both sides holds the same rows."""
     sums = [0, 0]
     for batch in itertools.islice(ours.train_batches(), batches):

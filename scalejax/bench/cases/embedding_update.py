@@ -14,7 +14,6 @@ Figures: `slots_of_temporaries`, the step's temporary memory as a multiple of (i
 import dataclasses
 import functools
 import itertools
-import pathlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -23,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.bench import machine, peers
-from scalejax.bench.harness import Contest, OutputsDiffer
+from scalejax.bench.harness import Contest, OutputsDiffer, repeated
 from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
-from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, TableConfig
@@ -38,6 +36,7 @@ from scalejax.parallel.mesh import MeshShape
 _ROWS_CASES = {"rows-1e4": 10**4, "rows-1e5": 10**5, "rows-1e6": 10**6, "rows-1e7": 10**7}
 CASES = ("pipelined", "inline", *_ROWS_CASES)
 PEERS = ("fbgemm",)
+ON_CPU = True
 
 TABLES, ROWS, DIM, BATCH = 26, 100_000, 64, 8192
 ZIPF = 1.2
@@ -61,34 +60,25 @@ class Peer(Protocol):
         ...
 
 
-def on_cpu() -> bool:
-    """Whether this runs on the CPU whatever the accelerator."""
-    return True
-
-
-def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
+def prepare(case: str, against: str | None) -> Contest:
     """The contest of a case.
 
     Raises:
       UserError: data is given: ids are made.
     """
-    if data is not None:
-        raise UserError(f"--data: embedding_update makes its ids; got {data}. Leave it out.")
     count, rows, below = (1, _ROWS_CASES[case], 10**4) if case in _ROWS_CASES else (TABLES, ROWS, ROWS)
     ids = [zipf_ids(count, below, seed) for seed in range(_BATCHES)]
     grads = np.random.default_rng(9).normal(size=(BATCH, count * DIM)).astype(np.float32)
     ours = _Ours(count, rows, ids, grads, inline=case == "inline")
+    alone = Contest(ours.steps, BATCH, machine.device_name(ours.device), figures=ours.figures)
     if against is None:
-        return Contest(ours.steps, None, lambda: None, BATCH, machine.device_name(ours.device), figures=ours.figures)
+        return alone
     peer: Peer = peers.load("fbgemm_tables").Tables(
         ours.tables(), OPTIMIZER.learning_rate, OPTIMIZER.eps, len(machine.usable_cpus())
     )
     placed = [peer.place(one, grads) for one in ids]
     turn = itertools.cycle(placed)
-
-    def peer_steps(count: int) -> None:
-        for _ in range(count):
-            peer.step(next(turn))
+    peer_steps = repeated(lambda: peer.step(next(turn)))
 
     def check() -> None:
         for steps in (0, 3):
@@ -100,7 +90,7 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
                 if not difference <= ROW_TOLERANCE:
                     raise OutputsDiffer(f"rows after {steps} steps differ by {difference:.1e} of the largest")
 
-    return Contest(ours.steps, peer_steps, check, BATCH, machine.device_name(ours.device), figures=ours.figures)
+    return dataclasses.replace(alone, peer=peer_steps, check=check)
 
 
 def zipf_ids(tables: int, rows: int, seed: int) -> np.ndarray:

@@ -14,9 +14,6 @@ on a GPU whose dense bfloat16 peak is known also their shares of it.
 
 import dataclasses
 import functools
-import pathlib
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.bench import machine
-from scalejax.bench.harness import Contest, Effort, OutputsDiffer
-from scalejax.errors import UserError
+from scalejax.bench.harness import Contest, Effort, OutputsDiffer, Timed
 from scalejax.kernels.flash_attention import flash_attention
 
 CASES = ("forward-d64", "train-d64", "forward-d128", "train-d128")
@@ -55,21 +51,14 @@ _CPU_SIZES = {64: Size(2, 1024, 8, 2), 128: Size(1, 1024, 8, 2)}
 _GPU_SIZES = {64: Size(4, 8192, 32, 8), 128: Size(2, 8192, 32, 8)}
 
 
-def on_cpu() -> bool:
-    """Whether jax's first device is a CPU."""
-    return jax.devices()[0].platform == "cpu"
-
-
-def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
+def prepare(case: str, against: str | None) -> Contest:
     """The contest of a case.
 
     Raises:
       UserError: data is given: operands are made.
     """
-    if data is not None:
-        raise UserError(f"--data: flash_attention makes its operands; got {data}. Leave it out.")
     width = int(case.rpartition("-d")[2])
-    sizes = (_CPU_SIZES if on_cpu() else _GPU_SIZES)[width]
+    sizes = (_CPU_SIZES if machine.on_cpu() else _GPU_SIZES)[width]
     return contest(sizes, width, gradients=case.startswith("train"), against=against)
 
 
@@ -86,8 +75,7 @@ def contest(sizes: Size, width: int, *, gradients: bool, against: str | None) ->
         peer = _Side(_program(functools.partial(_jax, implementation=peers), gradients), operands)
 
     def check() -> None:
-        if peer is None:
-            return
+        assert peer is not None
         for number, (one, two) in enumerate(zip(ours.results(), peer.results(), strict=True)):
             difference = np.abs(one - two).max() / np.abs(two).max()
             if not difference <= TOLERANCE[jnp.dtype(dtype).name]:
@@ -95,9 +83,9 @@ def contest(sizes: Size, width: int, *, gradients: bool, against: str | None) ->
 
     def figures() -> dict[str, float]:
         flops = useful_flops(sizes, width, gradients=gradients)
-        found = {"tflops": flops / ours.seconds() / 1e12}
+        found = {"tflops": flops / ours.run.seconds() / 1e12}
         if peer is not None:
-            found["tflops_peer"] = flops / peer.seconds() / 1e12
+            found["tflops_peer"] = flops / peer.run.seconds() / 1e12
         peak = PEAK_FLOPS.get(device.device_kind)
         if peak is not None:
             found |= {f"share_of_peak{name[6:]}": value * 1e12 / peak for name, value in found.items()}
@@ -105,10 +93,10 @@ def contest(sizes: Size, width: int, *, gradients: bool, against: str | None) ->
 
     return Contest(
         ours.run,
-        None if peer is None else peer.run,
-        check,
         sizes.batch * sizes.length,
         machine.device_name(device),
+        None if peer is None else peer.run,
+        check,
         figures=figures,
     )
 
@@ -125,23 +113,16 @@ class _Side:
     def __init__(self, program: Callable[..., Any], operands: tuple[jax.Array, ...]):
         self.program = program
         self.operands = operands
-        self.turns: list[tuple[int, float]] = []
+        self.run = Timed(self._run)
 
-    def run(self, count: int) -> None:
-        start = time.perf_counter()
+    def _run(self, count: int) -> None:
         done: Any = None
         for _ in range(count):
             done = self.program(*self.operands)
         jax.block_until_ready(done)
-        self.turns.append((count, (time.perf_counter() - start) / count))
 
     def results(self) -> list[np.ndarray]:
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(self.program(*self.operands))]
-
-    def seconds(self) -> float:
-        """Seconds of one unit, over the turns that were long."""
-        longest = max(count for count, _ in self.turns)
-        return statistics.median(seconds for count, seconds in self.turns if count == longest)
 
 
 def _ours(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Any) -> jax.Array:

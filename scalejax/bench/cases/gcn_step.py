@@ -7,17 +7,15 @@ same numbers from the same parameters.
     cora256     256 wide
 """
 
-import itertools
-import pathlib
+import dataclasses
 
 import jax
 import numpy as np
 
 from scalejax import optim
 from scalejax.bench import machine, peers, training_step
-from scalejax.bench.harness import Contest, OutputsDiffer
+from scalejax.bench.harness import Contest, OutputsDiffer, repeated
 from scalejax.data.graphs import NodeData
-from scalejax.errors import UserError
 from scalejax.models.graph import GcnConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.train.batches import convert
@@ -35,19 +33,12 @@ LOSS_TOLERANCE = 1e-5
 CHECKED_STEPS = 4
 
 
-def on_cpu() -> bool:
-    """Whether this runs on the CPU whatever the accelerator."""
-    return training_step.on_cpu()
-
-
-def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
+def prepare(case: str, against: str | None) -> Contest:
     """The contest of a case.
 
     Raises:
       UserError: a peer on an accelerator, or data.
     """
-    if data is not None:
-        raise UserError("--data: this benchmark runs on the bundled graph. Leave --data out.")
     device = jax.devices()[0]
     if against is not None:
         training_step.check_peer_device(device)
@@ -70,10 +61,10 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
             state, loss = program.train_step(state, placed)
         jax.block_until_ready(state)
 
-    count, name = nodes.graph.adjacency.shape[0], machine.device_name(device)
-    if against is None:
-        return Contest(ours=steps, peer=None, check=lambda: None, examples=count, device=name)
     adjacency = nodes.graph.adjacency
+    alone = Contest(steps, examples=adjacency.shape[0], device=machine.device_name(device))
+    if against is None:
+        return alone
     theirs = peers.load("torch_gcn").TrainingStep(
         (adjacency.indptr, adjacency.indices, adjacency.values),
         (np.asarray(nodes.graph.features, np.float32), batch.nodes, batch.labels),
@@ -89,8 +80,4 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
             if not abs(mine - other) <= LOSS_TOLERANCE * abs(other):
                 raise OutputsDiffer(f"losses of step {step} differ: {mine:.7f} here, {other:.7f} in the peer")
 
-    def peer_steps(number: int) -> None:
-        for _ in itertools.repeat(None, number):
-            theirs.step()
-
-    return Contest(ours=steps, peer=peer_steps, check=check, examples=count, device=name)
+    return dataclasses.replace(alone, peer=repeated(theirs.step), check=check)

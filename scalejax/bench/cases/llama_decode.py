@@ -8,7 +8,7 @@ is their bytes over the bandwidth of the memory; a copy, timed in the same run, 
 """
 
 import dataclasses
-import pathlib
+import functools
 import time
 from typing import Any
 
@@ -19,8 +19,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.bench import machine, peers, training_step
-from scalejax.bench.harness import Contest, OutputsDiffer, Unsuited
-from scalejax.errors import UserError
+from scalejax.bench.harness import Contest, OutputsDiffer, Unsuited, best_seconds, repeated
 from scalejax.inference.generate import Engine
 from scalejax.models.llm.llama3 import SIZES, Llama, LlamaConfig
 from scalejax.parallel import mesh as meshes
@@ -44,20 +43,13 @@ TINY = LlamaConfig(
 )
 
 
-def on_cpu() -> bool:
-    """Whether this runs on the CPU whatever the accelerator."""
-    return training_step.on_cpu()
-
-
-def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
+def prepare(case: str, against: str | None) -> Contest:
     """The contest of a case; parameters and prompt are random.
 
     Raises:
       Unsuited: a case for accelerators on a CPU.
       UserError: a peer on an accelerator.
     """
-    if data is not None:
-        raise UserError("--data: this benchmark makes its prompt itself. Leave --data out.")
     device = jax.devices()[0]
     if case == "8b" and device.platform == "cpu":
         raise Unsuited("--case 8b takes minutes on a CPU. Run it on an accelerator, or choose tiny.")
@@ -69,22 +61,16 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     assert config.vocabulary is not None
     prompt = np.random.default_rng(0).integers(0, config.vocabulary, PROMPT).tolist()
 
-    def ours(count: int) -> None:
-        for _ in range(count):
-            engine.generate([prompt], max_tokens=TOKENS)
-
-    def figures() -> dict[str, float]:
-        return _figures(engine, prompt)
-
-    common: dict[str, Any] = {"ours": ours, "examples": TOKENS, "device": machine.device_name(device)}
+    ours = Contest(
+        repeated(lambda: engine.generate([prompt], max_tokens=TOKENS)),
+        examples=TOKENS,
+        device=machine.device_name(device),
+        figures=functools.partial(_figures, engine, prompt),
+    )
     if against is None:
-        return Contest(peer=None, check=lambda: None, figures=figures, **common)
+        return ours
     arrays = {name: np.array(value) for name, value in engine.params.items()}
     theirs = peers.load("transformers_llama").Generation(config, arrays, threads=len(machine.usable_cpus()))
-
-    def peer(count: int) -> None:
-        for _ in range(count):
-            theirs.generate(prompt, TOKENS)
 
     def check() -> None:
         mine, other = engine.generate([prompt], max_tokens=TOKENS)[0].tokens, theirs.generate(prompt, TOKENS)
@@ -92,7 +78,7 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
             at = next(i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b)
             raise OutputsDiffer(f"token {at + 1} of {TOKENS} differs: {mine[at]} here, {other[at]} in the peer")
 
-    return Contest(peer=peer, check=check, figures=figures, **common)
+    return dataclasses.replace(ours, peer=repeated(lambda: theirs.generate(prompt, TOKENS)), check=check)
 
 
 def _engine(config: LlamaConfig, device: Any, dtype: Any) -> Engine:
@@ -128,12 +114,6 @@ def _figures(engine: Engine, prompt: list[int]) -> dict[str, float]:
 
 def _copy_bytes_per_s() -> float:
     """Bytes read and written a second by the best of five copies."""
-    x = jnp.ones(2**26 if on_cpu() else 2**30, jnp.float32)
+    x = jnp.ones(2**26 if machine.on_cpu() else 2**30, jnp.float32)
     copy = jax.jit(lambda x: x + 1)
-    copy(x).block_until_ready()
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        copy(x).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * x.nbytes / best
+    return 2 * x.nbytes / best_seconds(lambda: copy(x).block_until_ready())

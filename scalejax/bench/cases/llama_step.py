@@ -10,7 +10,6 @@ cycle through the same batches, which lie on the device already.
 
 import dataclasses
 import itertools
-import pathlib
 import time
 from typing import Any
 
@@ -20,9 +19,8 @@ import numpy as np
 
 from scalejax import chips, optim
 from scalejax.bench import machine, peers, training_step
-from scalejax.bench.harness import Contest, OutputsDiffer, Unsuited
+from scalejax.bench.harness import Contest, OutputsDiffer, Unsuited, best_seconds, repeated
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
-from scalejax.errors import UserError
 from scalejax.models.llm.llama3 import SIZES, LlamaConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.fsdp import Fsdp
@@ -58,20 +56,13 @@ TRAINED_TOLERANCE = 1e-3
 CHECKED_STEPS = 4
 
 
-def on_cpu() -> bool:
-    """Whether this runs on the CPU whatever the accelerator."""
-    return training_step.on_cpu()
-
-
-def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
+def prepare(case: str, against: str | None) -> Contest:
     """The contest of a case; its batches are random tokens.
 
     Raises:
       Unsuited: a case for accelerators on a CPU.
       UserError: a peer on an accelerator.
     """
-    if data is not None:
-        raise UserError("--data: this benchmark makes its tokens itself. Leave --data out.")
     device = jax.devices()[0]
     if case == "1b" and device.platform == "cpu":
         raise Unsuited("--case 1b takes minutes a step on a CPU. Run it on an accelerator, or choose tiny or small.")
@@ -83,15 +74,9 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
         "1b": (dataclasses.replace(SIZES["3.2-1b"], remat="dots"), 1, 8192),
     }[case]
     ours = _Ours(model, device, rows, length)
+    alone = Contest(ours.steps, examples=rows, device=machine.device_name(device), figures=ours.figures)
     if against is None:
-        return Contest(
-            ours=ours.steps,
-            peer=None,
-            check=lambda: None,
-            examples=rows,
-            device=machine.device_name(device),
-            figures=ours.figures,
-        )
+        return alone
     peer = peers.load("transformers_llama")
     theirs = peer.TrainingStep(
         model,
@@ -104,12 +89,7 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
             compiled=against == "transformers-compile",
         ),
     )
-    placed = [theirs.place(batch) for batch in ours.batches]
-    turn = itertools.cycle(placed)
-
-    def peer_steps(count: int) -> None:
-        for _ in range(count):
-            theirs.step(next(turn))
+    turn = itertools.cycle([theirs.place(batch) for batch in ours.batches])
 
     def check() -> None:
         for step in range(CHECKED_STEPS):
@@ -118,14 +98,7 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
             if not abs(mine - other) <= tolerance * abs(other):
                 raise OutputsDiffer(f"losses of step {step + 1} differ: {mine:.7f} here, {other:.7f} in the peer")
 
-    return Contest(
-        ours=ours.steps,
-        peer=peer_steps,
-        check=check,
-        examples=rows,
-        device=machine.device_name(device),
-        figures=ours.figures,
-    )
+    return dataclasses.replace(alone, peer=repeated(lambda: theirs.step(next(turn))), check=check)
 
 
 class _Ours:
@@ -172,7 +145,7 @@ class _Ours:
         seconds = (time.perf_counter() - start) / 8
         tokens = self._rows * self._length
         flops = {kind: self._model.flops_per_token(self._length, kind) * tokens for kind in ("causal", "full")}
-        rate = _matmul_flops_per_s(jnp.bfloat16 if not on_cpu() else jnp.float32)
+        rate = _matmul_flops_per_s(jnp.bfloat16 if not machine.on_cpu() else jnp.float32)
         found = {
             "tokens_per_s": tokens / seconds,
             "tflops_per_s_causal": flops["causal"] / seconds / 1e12,
@@ -200,13 +173,7 @@ def _random(schema: TokenSchema, rows: int, seed: int) -> TokenBatch:
 
 def _matmul_flops_per_s(dtype: Any) -> float:
     """What a square matrix product reaches: the best of five."""
-    side = 1024 if on_cpu() else 8192
+    side = 1024 if machine.on_cpu() else 8192
     x = jnp.ones((side, side), dtype)
     product = jax.jit(jnp.matmul)
-    product(x, x).block_until_ready()
-    best = float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        product(x, x).block_until_ready()
-        best = min(best, time.perf_counter() - start)
-    return 2 * side**3 / best
+    return 2 * side**3 / best_seconds(lambda: product(x, x).block_until_ready())

@@ -9,9 +9,6 @@ Figures: `floor_share`, what one pass of XLA over the array takes that turns eac
 takes: the scales need a pass of their own.
 """
 
-import pathlib
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -21,13 +18,13 @@ import numpy as np
 from jax import lax
 
 from scalejax.bench import machine, peers
-from scalejax.bench.harness import Contest, OutputsDiffer
-from scalejax.errors import UserError
+from scalejax.bench.harness import Contest, OutputsDiffer, Timed, repeated
 from scalejax.kernels.mx import quantize_blocks
 from scalejax.numerics.packing import Packed, unpack
 
 CASES = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxfp8_e4m3-bfloat16")
 PEERS = ("torchao", "torchao-compile")
+ON_CPU = True
 
 SHAPE = (4096, 4096)
 
@@ -42,19 +39,12 @@ class Peer(Protocol):
         ...
 
 
-def on_cpu() -> bool:
-    """Whether this runs on the CPU whatever the accelerator."""
-    return True
-
-
-def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
+def prepare(case: str, against: str | None) -> Contest:
     """The contest of a case.
 
     Raises:
       UserError: data is given: numbers are made.
     """
-    if data is not None:
-        raise UserError(f"--data: mx_quantize makes its numbers; got {data}. Leave it out.")
     return contest(case, against, SHAPE)
 
 
@@ -72,57 +62,33 @@ def contest(case: str, against: str | None, shape: tuple[int, int]) -> Contest:
         peer = peers.load("torchao_mx").Quantizer(numbers, name, dtype or "float32", compiled, threads)
 
     def check() -> None:
-        if peer is None:
-            return
+        assert peer is not None
         packed = quantize(x)
         for what, ours, theirs in zip(("codes", "scales"), _arrays(packed), peer.results(), strict=True):
             different = int((ours != theirs).sum())
             if different:
                 raise OutputsDiffer(f"{different} of {ours.size} {what} differ")
 
-    ours = _Timed(quantize, x)
+    ours = _timed(quantize, x)
     return Contest(
-        ours.run,
-        None if peer is None else _times(peer.run),
-        check,
+        ours,
         x.size,
         machine.device_name(device),
+        None if peer is None else repeated(peer.run),
+        check,
         figures=lambda: {"floor_share": _floor_seconds(x) / ours.seconds()},
     )
 
 
-class _Timed:
-    """A compiled program on its array, and how long its turns took."""
-
-    def __init__(self, program: Callable[..., Any], x: jax.Array):
-        self.program, self.x = program, x
-        self.turns: list[tuple[int, float]] = []
-
-    def run(self, count: int) -> None:
-        start = time.perf_counter()
-        for _ in range(count):
-            jax.block_until_ready(self.program(self.x))
-        self.turns.append((count, (time.perf_counter() - start) / count))
-
-    def seconds(self) -> float:
-        """Seconds of one unit, over the turns that were long."""
-        longest = max(count for count, _ in self.turns)
-        return statistics.median(seconds for count, seconds in self.turns if count == longest)
-
-
-def _times(run: Callable[[], None]) -> Callable[[int], None]:
-    def several(count: int) -> None:
-        for _ in range(count):
-            run()
-
-    return several
+def _timed(program: Callable[[jax.Array], Any], x: jax.Array) -> Timed:
+    return Timed(repeated(lambda: jax.block_until_ready(program(x))))
 
 
 def _floor_seconds(x: jax.Array) -> float:
-    floor = _Timed(jax.jit(lambda x: lax.convert_element_type(x, jnp.int8)), x)
-    floor.run(3)
+    floor = _timed(jax.jit(lambda x: lax.convert_element_type(x, jnp.int8)), x)
+    floor(3)
     for _ in range(9):
-        floor.run(4)
+        floor(4)
     return floor.seconds()
 
 

@@ -22,13 +22,15 @@ from scalejax.bench.harness import Contest, Effort, OutputsDiffer
 from scalejax.errors import UserError
 from scalejax.parallel import planner
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan.placement import ShardingPlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 from scalejax.parallel.planner import HostTopology, Reuse, TableStatistics
 from scalejax.parallel.planner.options import MIN_SLICE_WIDTH
 from scalejax.plan import planner_machines
 
 CASES = ("t100-d16", "t1000-d128")
 PEERS = ("torchrec",)
+ON_CPU = True
+TAKES_DATA = True
 
 EFFORT = Effort(turns=1, turn_s=0.0, warm_up=0)
 """TorchRec takes minutes for a plan, and neither side has anything to warm up."""
@@ -54,11 +56,6 @@ class Task:
     batch_size: int
 
 
-def on_cpu() -> bool:
-    """Whether this runs on the CPU whatever the accelerator."""
-    return True
-
-
 def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
     """The contest of a case.
 
@@ -70,7 +67,7 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     return Contest(
         ours=sides.ours,
         peer=None if against is None else sides.theirs,
-        check=lambda: None,  # nothing is equal by right: `figures` says how the plans compare
+        # Nothing is equal by right: `figures` says how the plans compare.
         examples=len(task.tables),
         device=machine.device_name(None),
         figures=sides.figures,

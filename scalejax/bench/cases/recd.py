@@ -36,7 +36,6 @@ from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.sessions.generate import SessionLog, dedup_factor
 from scalejax.data.tables.parquet_files import ParquetFiles, RowGroup
 from scalejax.data.tables.windows import decode
-from scalejax.errors import UserError
 from scalejax.models.recsys.dlrm import DlrmConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.config import RowwiseAdagrad
@@ -62,14 +61,7 @@ _ROOM = 1.15
 """Room for distinct rows and for ids, over what is expected."""
 
 
-def on_cpu() -> bool:
-    """Whether jax's first device is a CPU."""
-    return jax.devices()[0].platform == "cpu"
-
-
-def prepare(
-    case: str, against: str | None, data: pathlib.Path | None, batches: int = 8, batch_size: int = BATCH
-) -> Contest:
+def prepare(case: str, against: str | None, batches: int = 8, batch_size: int = BATCH) -> Contest:
     """The contest of a case over a log of `batches` batches.
 
     Raises:
@@ -77,8 +69,6 @@ def prepare(
     """
     from scalejax.data.sessions.clustering import cluster_by_session
 
-    if data is not None:
-        raise UserError(f"--data: recd makes its own log; got {data}. Leave --data out.")
     part, samples, repeat = case.split("-")
     log = _log(int(samples[1:]), float(repeat[1:]), batches * batch_size)
     held = tempfile.TemporaryDirectory(prefix="scalejax-bench-")

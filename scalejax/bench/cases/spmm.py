@@ -17,7 +17,6 @@ the edges are. A figure is the median over pairs of turns, which are as long and
 """
 
 import dataclasses
-import pathlib
 import statistics
 from collections.abc import Callable
 from typing import Any
@@ -27,8 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.bench import machine, peers
-from scalejax.bench.harness import Contest, Effort, OutputsDiffer, measure
-from scalejax.errors import UserError
+from scalejax.bench.harness import Contest, Effort, OutputsDiffer, measure, repeated
 from scalejax.kernels.sampled_spmm import Csr, plan_sample, presample, sampled_spmm, sparse_plan, spmm
 
 CASES = (
@@ -39,6 +37,7 @@ CASES = (
     *(f"sampled-{width}" for width in (8, 16, 32, 64, 128)),
 )
 PEERS = ("scipy", "torch", "bcsr")
+ON_CPU = True
 
 _EFFORT = Effort()
 _MODULES = {"scipy": "scipy_sparse", "torch": "torch_sparse", "bcsr": "jax_sparse"}
@@ -53,19 +52,12 @@ class Size:
     features: int = 64
 
 
-def on_cpu() -> bool:
-    """Whether this runs on the CPU whatever the accelerator."""
-    return True
-
-
-def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
+def prepare(case: str, against: str | None) -> Contest:
     """The contest of a case.
 
     Raises:
       UserError: data is given: the graph is made.
     """
-    if data is not None:
-        raise UserError(f"--data: spmm makes its graph; got {data}. Leave it out.")
     return contest(case, against, Size())
 
 
@@ -88,8 +80,6 @@ def contest(case: str, against: str | None, size: Size, effort: Effort = _EFFORT
             peer = peer_of.Product(_arrays(work.matrix), work.matrix.shape, work.dense, threads)
 
     def check() -> None:
-        if peer is None:
-            return
         ours, theirs = np.asarray(work.run(), np.float32), peer.run()
         most = np.abs(theirs).max()
         difference = np.abs(ours - theirs).max() / most
@@ -104,11 +94,11 @@ def contest(case: str, against: str | None, size: Size, effort: Effort = _EFFORT
         return found
 
     return Contest(
-        _times(work.run),
-        None if peer is None else _times(peer.run),
-        check,
+        repeated(work.run),
         work.matrix.nnz,
         machine.device_name(device),
+        None if peer is None else repeated(peer.run),
+        check,
         figures=figures,
     )
 
@@ -172,21 +162,13 @@ def _program(function: Callable[..., Any], *operands: Any) -> Callable[[], Any]:
     return lambda: jax.block_until_ready(compiled(*operands))
 
 
-def _times(run: Callable[[], Any]) -> Callable[[int], None]:
-    def several(count: int) -> None:
-        for _ in range(count):
-            run()
-
-    return several
-
-
 def _ratio(above: Callable[[], Any], below: Callable[[], Any], effort: Effort) -> float:
     """Time of one by time of the other, in turns.
 
     Single calls in alternation would not do: a product of a millisecond would be timed with what one of twenty left in
     the caches.
     """
-    contest = Contest(_times(below), _times(above), check=lambda: None, examples=0, device="")
+    contest = Contest(repeated(below), examples=0, device="", peer=repeated(above))
     below_s, above_s = measure(contest, effort)
     return statistics.median(a / b for a, b in zip(above_s, below_s, strict=True))
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from scalejax.bench import machine, peers
-from scalejax.bench.harness import Contest, OutputsDiffer
+from scalejax.bench.harness import Contest, OutputsDiffer, repeated
 from scalejax.data.text.corpus import open_corpus
 from scalejax.data.text.dataset import Counts, TokenDataSet
 from scalejax.data.text.files import TextData, TextSplit
@@ -25,14 +25,11 @@ from scalejax.data.text.packing import fewest_rows
 
 CASES = ("best-fit", "first-fit", "concatenate", "random-crops")
 PEERS = ("torch",)
+ON_CPU = True
+TAKES_DATA = True
 
 ROWS = 16
 LENGTH = 2048
-
-
-def on_cpu() -> bool:
-    """Whether this runs on the CPU whatever the accelerator."""
-    return True
 
 
 def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contest:
@@ -59,15 +56,10 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
         peer = None if against is None else peers.load("torch_text").Windows(corpus.tokens, LENGTH, ROWS)
         keep = held.pop_all()
     batches = ours.train_batches()
-
-    def take(count: int) -> None:
-        for _ in range(count):
-            next(batches)
-
     return Contest(
-        ours=take,
+        ours=repeated(lambda: next(batches)),
         peer=None if peer is None else peer.take,
-        check=(lambda: None) if peer is None else functools.partial(_check, config, peer),
+        check=functools.partial(_check, config, peer),
         examples=ROWS * LENGTH,
         device=machine.device_name(None),
         close=keep.close,

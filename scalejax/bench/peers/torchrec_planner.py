@@ -19,7 +19,7 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.planner import HostTopology as Machine
 from scalejax.parallel.planner import TableStatistics
 

@@ -7,7 +7,7 @@ import typer
 
 from scalejax.cli import environment, options, output
 from scalejax.cli.commands import precision as precisions
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 
 
 def export(
@@ -44,8 +44,7 @@ def export(
     from scalejax.inference.recommendation import precision as choices
 
     for name, given, known in (("tables", tables, choices.TABLES), ("dense", dense, choices.DENSE)):
-        if given not in known:
-            raise UserError(f"--{name} must be one of {', '.join(known)}; got {given!r}.")
+        check_one_of(f"--{name}", given, known)
     experiment, model = precisions.open_run(run_folder, recipe, step)
     from scalejax.inference.recommendation import click_model, lowering, reload, report
     from scalejax.inference.recommendation import export as exports

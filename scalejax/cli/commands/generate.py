@@ -12,7 +12,7 @@ import typer
 
 from scalejax.cli import environment, folders, options, output
 from scalejax.cli.commands.convert import Step, check_dtype
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 
 if TYPE_CHECKING:
     from scalejax.inference.text import Completion, Writer
@@ -85,8 +85,7 @@ def generate(
     environment.prepare(cpu_devices=cpu_devices)
     prompts = _prompts(prompt or [], prompt_file or [])
     check_dtype(dtype)
-    if weights not in ("packed", "decoded"):
-        raise UserError(f"--weights must be packed or decoded; got {weights!r}.")
+    check_one_of("--weights", weights, ("packed", "decoded"))
     from scalejax.inference.sampling import TokenSampling
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 

@@ -9,7 +9,7 @@ import typer
 
 from scalejax.cli import environment, folders, options, output
 from scalejax.cli.commands.convert import Step
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 
 if TYPE_CHECKING:
     from scalejax.models.llm.model_folder import LanguageModel
@@ -118,8 +118,7 @@ def quantize(
     from scalejax.surgery.quantize import quantization_plan as planning
     from scalejax.surgery.quantize.calibration import Calibration
 
-    if method not in ("direct", "error-diffusion"):
-        raise UserError(f"--method must be direct or error-diffusion; got {method!r}.")
+    check_one_of("--method", method, ("direct", "error-diffusion"))
     inputs = None if activations is None else static.find(activations, "--activations")
     if method == "direct":
         for option, given in (("--text", text), ("--tokens", tokens)):

@@ -20,7 +20,6 @@ import datetime
 import json
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +28,7 @@ from scalejax.data.click_logs.delimited import Progress, first_fields, hex_value
 from scalejax.data.examples.coding import MILLION, Coder, Coding, Hashed
 from scalejax.data.examples.dataset import BatchedDataSet
 from scalejax.data.examples.encode import missing_column
-from scalejax.data.examples.memory import Order, from_columns
+from scalejax.data.examples.memory import from_columns
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import ByTime, Fractions
 from scalejax.data.tables import parquet
@@ -60,7 +59,7 @@ _TYPES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AvazuData:
+class AvazuData(parquet.ParquetReading):
     """Examples in the Avazu schema.
 
     Attributes:
@@ -75,15 +74,8 @@ class AvazuData:
       threads: Reading threads.
     """
 
-    path: str
     coding: Coding = MILLION
     split: ByTime | Fractions = BY_DAY
-    access: Literal["memory", "windows"] = "memory"
-    window: int = 4
-    order: Order = "shuffled"
-    batch_size: int = 1024
-    seed: int = 0
-    threads: int = 2
 
     def schema(self) -> Schema:
         """What batches hold. Of text with `Hashed` ids nothing is read, with `Counted` ids all; else the footer.
@@ -103,20 +95,9 @@ class AvazuData:
         if isinstance(self.split, ByTime) and self.split.column != _HOUR:
             raise UserError(f"data.split: the time of this log is the column 'hour'; got {self.split.column!r}.")
         if converted := open_converted(self.path):
-            schema = _schema(_rows_in(converted))
-            return parquet.ParquetData(
-                path=self.path,
-                categorical=schema.categorical,
-                labels=schema.labels,
-                split=self.split,
-                access=self.access,
-                window=self.window,
-                order=self.order,
-                time=_DAY if self.order == "time" else None,
-                batch_size=self.batch_size,
-                seed=self.seed,
-                threads=self.threads,
-            ).build()
+            return self.read(
+                _schema(_rows_in(converted)), split=self.split, time=_DAY if self.order == "time" else None
+            )
         if self.access == "windows":
             raise UserError(f'{self.path}: access="windows" needs a converted file; run avazu.to_parquet on it first.')
         coder = self._fit()

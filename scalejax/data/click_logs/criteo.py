@@ -16,7 +16,6 @@ import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -25,7 +24,7 @@ from scalejax.data.click_logs.delimited import Progress, hex_values, read_blocks
 from scalejax.data.examples.coding import MILLION, Coder, Coding, Counted, Hashed
 from scalejax.data.examples.dataset import BatchedDataSet
 from scalejax.data.examples.encode import NanPolicy
-from scalejax.data.examples.memory import Order, from_columns
+from scalejax.data.examples.memory import from_columns
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.splits import EIGHTY_TEN_TEN, Fractions
 from scalejax.data.tables import parquet
@@ -65,7 +64,7 @@ class Lines:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CriteoData:
+class CriteoData(parquet.ParquetReading):
     """Examples in the Criteo schema.
 
     Attributes:
@@ -84,17 +83,10 @@ class CriteoData:
       threads: Reading threads.
     """
 
-    path: str
     coding: Coding = MILLION
     split: Fractions = EIGHTY_TEN_TEN
     log_shift: float = 3.0
-    access: Literal["memory", "windows"] = "memory"
-    window: int = 4
-    order: Order = "shuffled"
     nan: NanPolicy = "mean"
-    batch_size: int = 1024
-    seed: int = 0
-    threads: int = 2
 
     def schema(self) -> Schema:
         """What batches hold. Of text with `Hashed` ids nothing is read, with `Counted` ids all; else the footer.
@@ -114,22 +106,7 @@ class CriteoData:
         path = pathlib.Path(self.path)
         log_shift = tuple((name, self.log_shift) for name in INTEGERS)
         if converted := open_converted(self.path):
-            schema = schema_of(rows_in(converted))
-            return parquet.ParquetData(
-                path=self.path,
-                categorical=schema.categorical,
-                dense=schema.dense,
-                labels=schema.labels,
-                split=self.split,
-                access=self.access,
-                window=self.window,
-                order=self.order,
-                log_shift=log_shift,
-                nan=self.nan,
-                batch_size=self.batch_size,
-                seed=self.seed,
-                threads=self.threads,
-            ).build()
+            return self.read(schema_of(rows_in(converted)), split=self.split, log_shift=log_shift, nan=self.nan)
         if self.access == "windows":
             raise UserError(f'{path}: access="windows" needs a converted file; run criteo.to_parquet on it first.')
         coder = self._fit()

@@ -24,7 +24,6 @@ from scalejax.data.click_logs.criteo_terabyte import DAYS, TABLE_ROWS, converted
 from scalejax.data.click_logs.delimited import Progress
 from scalejax.data.examples.dataset import BatchedDataSet
 from scalejax.data.examples.jagged import check_ids
-from scalejax.data.examples.memory import Order
 from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.data.tables import parquet
 from scalejax.data.tables.parquet_writing import writing
@@ -38,7 +37,7 @@ _LABELS, _DENSE, _SPARSE = "_labels.npy", "_dense.npy", "_sparse_multi_hot.npz"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CriteoMultiHotData:
+class CriteoMultiHotData(parquet.ParquetReading):
     """Examples of MLPerf's multi-hot Criteo logs.
 
     Attributes:
@@ -54,16 +53,11 @@ class CriteoMultiHotData:
       threads: Reading threads.
     """
 
-    path: str
     days: int = DAYS
     sizes: tuple[int, ...] = MULTI_HOT_SIZES
     rows: tuple[int, ...] = TABLE_ROWS
     access: Literal["memory", "windows"] = "windows"
-    window: int = 4
-    order: Order = "shuffled"
     batch_size: int = 65_536
-    seed: int = 0
-    threads: int = 2
 
     def schema(self) -> Schema:
         """What batches hold; does no I/O."""
@@ -87,21 +81,8 @@ class CriteoMultiHotData:
                 f"{self.path}: holds no *.parquet; wanted day_0.parquet to day_{self.days - 1}.parquet. Convert "
                 "MLPerf's NumPy files with criteo_multi_hot.to_parquet."
             )
-        return parquet.ParquetData(
-            path=self.path,
-            categorical=schema.categorical,
-            dense=schema.dense,
-            labels=schema.labels,
-            split=last_day_split(list(files.files().values())),
-            access=self.access,
-            window=self.window,
-            order=self.order,
-            scaling="none",
-            nan="error",
-            batch_size=self.batch_size,
-            seed=self.seed,
-            threads=self.threads,
-        ).build()
+        split = last_day_split(list(files.files().values()))
+        return self.read(schema, split=split, scaling="none", nan="error")
 
 
 def schema_of(sizes: tuple[int, ...], rows: tuple[int, ...]) -> Schema:

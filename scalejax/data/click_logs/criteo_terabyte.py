@@ -28,7 +28,7 @@ from scalejax.data.click_logs.delimited import Progress
 from scalejax.data.examples.coding import Coding, Hashed
 from scalejax.data.examples.dataset import BatchedDataSet
 from scalejax.data.examples.encode import NanPolicy, Scaling
-from scalejax.data.examples.memory import Order, from_columns
+from scalejax.data.examples.memory import from_columns
 from scalejax.data.examples.schema import Schema
 from scalejax.data.splits import ByPosition
 from scalejax.data.tables import parquet
@@ -51,7 +51,7 @@ _DAY = "day"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CriteoTerabyteData:
+class CriteoTerabyteData(parquet.ParquetReading):
     """Examples of the Criteo 1TB logs, one id per feature.
 
     Attributes:
@@ -68,16 +68,11 @@ class CriteoTerabyteData:
       threads: Reading threads.
     """
 
-    path: str
     days: int = DAYS
     coding: Coding = MLPERF
     numbers: Numbers = "log"
     access: Literal["memory", "windows"] = "windows"
-    window: int = 4
-    order: Order = "shuffled"
     batch_size: int = 8192
-    seed: int = 0
-    threads: int = 2
 
     def schema(self) -> Schema:
         """What batches hold. Of text with `Hashed` ids nothing is read, with `Counted` ids all; else the footers.
@@ -99,24 +94,14 @@ class CriteoTerabyteData:
         nan, scaling = _NUMBERS[self.numbers]
         log_shift = dict.fromkeys(INTEGERS, 3.0)
         if converted := self._converted():
-            schema = criteo.schema_of(criteo.rows_in(converted))
-            return parquet.ParquetData(
-                path=self.path,
-                categorical=schema.categorical,
-                dense=schema.dense,
-                labels=schema.labels,
+            return self.read(
+                criteo.schema_of(criteo.rows_in(converted)),
                 split=last_day_split(list(converted.files().values())),
-                access=self.access,
-                window=self.window,
-                order=self.order,
                 time=_DAY if self.order == "time" else None,
                 log_shift=tuple(log_shift.items()),
                 scaling=scaling,
                 nan=nan,
-                batch_size=self.batch_size,
-                seed=self.seed,
-                threads=self.threads,
-            ).build()
+            )
         files = self._text_files()
         if self.access == "windows":
             raise UserError(

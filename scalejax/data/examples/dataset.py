@@ -1,8 +1,7 @@
 """The data set that training sees: batches cut from a source of examples, by global example number."""
 
 import functools
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +11,7 @@ from scalejax.data.examples.records import ExampleRecords, RecordLayout, Table
 from scalejax.data.examples.runs import RunOrder
 from scalejax.data.examples.schema import Schema
 from scalejax.data.permutation import Permutation
-from scalejax.data.reading import BatchSource, check_sizes, check_start, read_ahead, share
+from scalejax.data.reading import GlobalBatches, Streamed
 from scalejax.data.splits import rows_of
 from scalejax.errors import UserError
 
@@ -23,26 +22,14 @@ _ORDER_BLOCK = 32_768
 _KEPT_ORDER_BLOCKS = 4
 
 
-class Examples(Protocol):
-    """Examples of every split, in the order of training and in file order."""
+class Examples(Streamed[ExampleRecords], Protocol):
+    """Examples that know their layout and their days."""
 
     layout: RecordLayout
-
-    def num_examples(self, split: str) -> int: ...
-
-    def stream(self, start: int, stop: int) -> ExampleRecords:
-        """Positions [start, stop) of the infinite training stream."""
-        ...
-
-    def held(self, split: str, start: int, stop: int) -> ExampleRecords:
-        """Examples [start, stop) of a split in file order."""
-        ...
 
     def days(self) -> tuple[Day, ...]:
         """(name, start, stop) of each period in the first epoch of the stream."""
         ...
-
-    def fingerprint(self) -> str: ...
 
 
 class TableExamples:
@@ -128,13 +115,10 @@ def day_ranges(period: np.ndarray, name: Callable[[int], str]) -> tuple[Day, ...
     return tuple((name(int(period[a])), int(a), int(b)) for a, b in zip(starts, stops, strict=True))
 
 
-class BatchedDataSet:
-    """Batches of a fixed global size; implements the `DataSet` protocol of `train.protocols`.
+class BatchedDataSet(GlobalBatches[ExampleRecords, AnyBatch]):
+    """Batches of examples; implements the `DataSet` protocol of `train.protocols`.
 
     They are `DedupBatch`es where the layout of the examples has groups, else `Batch`es.
-
-    Every process reads its contiguous slice of each *global* batch, so where a run stands is one number, the global
-    example counter, and it resumes exactly at any number of processes.
 
     Args:
       examples: Where they come from.
@@ -142,19 +126,12 @@ class BatchedDataSet:
       threads: Reading threads.
     """
 
+    examples: Examples
+
     def __init__(self, examples: Examples, *, batch_size: int, threads: int = 2) -> None:
-        check_sizes(batch_size, threads)
+        super().__init__(examples, batch_size=batch_size, threads=threads)
         self.remarks: tuple[str, ...] = ()  # what a user should know of the files; a run prints it when it begins
-        self.examples, self.batch_size, self.threads = examples, batch_size, threads
         self.schema: Schema = examples.layout.schema
-
-    def num_examples(self, split: str) -> int:
-        """Examples in split "train", "validation" or "test"."""
-        return self.examples.num_examples(split)
-
-    def fingerprint(self) -> str:
-        """Hex digest of data, columns, split and order (not of the batch size or of file names)."""
-        return self.examples.fingerprint()
 
     def days(self) -> tuple[Day, ...]:
         """(name, start, stop) of each day of the training split, as positions of the training stream.
@@ -170,52 +147,6 @@ class BatchedDataSet:
             )
         return days
 
-    def train_batches(
-        self, *, start_example: int = 0, process_index: int = 0, process_count: int = 1
-    ) -> Iterator[AnyBatch]:
-        """This process's slice of each global batch from stream position `start_example`, without end.
-
-        Raises:
-          UserError: a negative position, or a batch that the processes cannot share evenly.
-        """
-        check_start(start_example)
-        local = share(self.batch_size, process_index, process_count)
-        if self.num_examples("train") == 0:
-            raise UserError("the training split is empty; change the split or the data.")
-        first = start_example + process_index * local
-
-        def make(number: int) -> AnyBatch:
-            start = first + number * self.batch_size
-            return self.examples.layout.batch(self.examples.stream(start, start + local), local)
-
-        return read_ahead(BatchSource(make, sys.maxsize), self.threads)
-
-    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[AnyBatch]:
-        """One pass over a split in file order; the last batch is filled up with examples of weight 0."""
-        stop = self.num_examples(split)
-        return self._pass(lambda a, b: self.examples.held(split, a, b), 0, stop, process_index, process_count)
-
-    def range_batches(
-        self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1
-    ) -> Iterator[AnyBatch]:
-        """One pass over positions [start, stop) of the training stream, the last batch filled up with weight 0.
-
-        Progressive validation scores `range_batches(*day)` before it trains on the same positions.
-        """
-        if not 0 <= start <= stop:
-            raise UserError(f"range_batches needs 0 <= start <= stop; got [{start}, {stop}).")
-        return self._pass(self.examples.stream, start, stop, process_index, process_count)
-
-    def _pass(
-        self, read: Callable[[int, int], ExampleRecords], start: int, stop: int, process_index: int, process_count: int
-    ) -> Iterator[AnyBatch]:
-        local = share(self.batch_size, process_index, process_count)
-        layout = self.examples.layout
-
-        def make(number: int) -> AnyBatch:
-            a = start + number * self.batch_size + process_index * local
-            a, b = min(a, stop), min(a + local, stop)
-            rows = read(a, b) if a < b else read(stop - 1, stop).take(np.zeros(0, np.int64))
-            return layout.batch(rows, local)
-
-        return read_ahead(BatchSource(make, -(-(stop - start) // self.batch_size)), self.threads)
+    def filled(self, read: Callable[[int, int], ExampleRecords], start: int, stop: int, size: int) -> AnyBatch:
+        rows = read(start, stop) if start < stop else read(stop - 1, stop).take(np.zeros(0, np.int64))
+        return self.examples.layout.batch(rows, size)

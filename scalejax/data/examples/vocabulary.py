@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from scalejax.data.permutation import key_of, mix
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 
 MISSING, RARE, FIRST = 0, 1, 2
 """Ids of a missing value, of all values that are not in a vocabulary, and of the first that is."""
@@ -121,8 +121,7 @@ class ValueCounter:
 
         The counter is used up by it.
         """
-        if min_count < 1:
-            raise UserError(f"Vocabulary: min_count must be at least 1; got {min_count}.")
+        check_at_least("Vocabulary: min_count", min_count, 1)
         if max_values is not None and max_values < 1:
             raise UserError(f"Vocabulary: max_values must be at least 1, or None; got {max_values}.")
         kept = np.zeros(0, _ENTRY)

@@ -10,7 +10,7 @@ import numpy as np
 
 from scalejax.data.graphs.adjacency import Adjacency
 from scalejax.data.permutation import key_of, mix
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _POWER, _RMAT = 0x9031, 0x43A7
@@ -97,8 +97,7 @@ def knn(features: np.ndarray, neighbors: int, *, block: int = 1024) -> Adjacency
 
 def _check(**sizes: int) -> None:
     for name, size in sizes.items():
-        if size < 1:
-            raise UserError(f"{name} must be at least 1; got {size}.")
+        check_at_least(name, size, 1)
 
 
 def _bits(count: int, *key: int) -> np.ndarray:

@@ -23,7 +23,7 @@ from scalejax.data.graphs import npz
 from scalejax.data.graphs.adjacency import Adjacency, as_float32
 from scalejax.data.graphs.graph import NodeGraph, as_labels
 from scalejax.data.packed_files import open_unpacked
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 
 Edges = Literal["as-written", "both-ways"]
 _FILES = {"train": "train", "validation": "valid", "test": "test"}
@@ -50,8 +50,7 @@ def read_ogb(folder: str | pathlib.Path, *, edges: Edges, split: str | None = No
         raise UserError(f"{place}: is not a folder. Set data.path to the unpacked folder of an OGB data set.")
     if not raw.is_dir():
         raise UserError(f"{place}: has no folder raw/. Give the unpacked folder of an OGB data set.")
-    if edges not in ("as-written", "both-ways"):
-        raise UserError(f"read_ogb: edges must be 'as-written' or 'both-ways'; got {edges!r}.")
+    check_one_of("read_ogb: edges", edges, ("as-written", "both-ways"))
     found = _binary(raw) if (raw / "data.npz").exists() else _text(raw)
     pairs = found.pairs
     try:

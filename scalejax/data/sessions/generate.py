@@ -16,7 +16,7 @@ Both hold for the *mean* number of samples where sessions differ. They also hold
 batch of B consecutive rows of a log in time order has, with its mean number of samples in the place of S; with C
 sessions open at a time and exponential gaps between the samples of a session, each B (S - 1) / (C S) mean gaps long,
 
-  samples of a session in a batch  S x / (x + (S - 1)(1 - e^-x)),  x = B (S - 1) / (C S)       (`samples_in_batch`)
+  samples of a session in a batch  S x / (x + (S - 1)(1 - e^-x)),  x = B (S - 1) / (C S)
 
 which is near 1 as long as a batch is short beside C S: without clustering by session there is nothing to deduplicate.
 
@@ -56,20 +56,6 @@ def dedup_factor(samples: float, repeat: float) -> float:
       repeat: d, probability of keeping the value of the previous sample.
     """
     return samples / (1 + (samples - 1) * (1 - repeat))
-
-
-def samples_in_batch(batch: int, samples: float, concurrent: float) -> float:
-    """Expected samples of a session in a batch of consecutive rows in time order, over the sessions that it meets.
-
-    Args:
-      batch: Rows.
-      samples: S, samples of a session.
-      concurrent: C, mean number of sessions that are between their first and last sample.
-    """
-    if samples == 1:
-        return 1.0
-    x = batch * (samples - 1) / (concurrent * samples)
-    return samples * x / (x - (samples - 1) * math.expm1(-x))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,43 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ParquetData:
+class ParquetReading:
+    """How Parquet files are read, whatever is in them; the attributes are those of `ParquetData`."""
+
+    path: str
+    access: Literal["memory", "windows"] = "memory"
+    window: int = 4
+    order: Order = "shuffled"
+    batch_size: int = 1024
+    seed: int = 0
+    threads: int = 2
+
+    def read(
+        self,
+        schema: Schema,
+        *,
+        split: Split,
+        time: str | None = None,
+        log_shift: tuple[tuple[str, float], ...] = (),
+        scaling: Scaling = "standard",
+        nan: NanPolicy = "mean",
+    ) -> BatchedDataSet:
+        """The data set of files that hold the columns of a schema; arguments and errors as of `ParquetData`."""
+        return ParquetData(
+            **{field.name: getattr(self, field.name) for field in dataclasses.fields(ParquetReading)},
+            categorical=schema.categorical,
+            dense=schema.dense,
+            labels=schema.labels,
+            split=split,
+            time=time,
+            log_shift=log_shift,
+            scaling=scaling,
+            nan=nan,
+        ).build()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ParquetData(ParquetReading):
     """Examples in Parquet: one row each, integer columns (or lists of integers) as ids, numbers, labels in {0, 1}.
 
     Only the columns named here are read.
@@ -61,15 +97,11 @@ class ParquetData:
       threads: Reading threads.
     """
 
-    path: str
     categorical: tuple[Categorical, ...]
     dense: tuple[str, ...] = ()
     labels: tuple[str, ...] = ("label",)
     group: str | None = None
     split: Split = EIGHTY_TEN_TEN
-    access: Literal["memory", "windows"] = "memory"
-    window: int = 4
-    order: Order = "shuffled"
     time: str | None = None
     session: str | None = None
     dedup: Groups = ()
@@ -77,9 +109,6 @@ class ParquetData:
     log_shift: tuple[tuple[str, float], ...] = ()
     scaling: Scaling = "standard"
     nan: NanPolicy = "mean"
-    batch_size: int = 1024
-    seed: int = 0
-    threads: int = 2
 
     def schema(self) -> Schema:
         """What batches hold; does no I/O."""

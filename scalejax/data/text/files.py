@@ -19,7 +19,7 @@ from scalejax.data.text.packing import ConcatenatedRows, PackedRows, Pieces, Pos
 from scalejax.data.text.sources import SUFFIXES, find_texts
 from scalejax.data.text.tokenizer import ByteTokenizer, CharacterTokenizer, check_vocabulary
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 
 TextOrder = Literal["shuffled", "file", "random-crops"]
 Packing = Literal["first-fit", "best-fit", "concatenate"]
@@ -159,8 +159,7 @@ class TextData:
 
     def _check(self) -> None:
         for name in ("length", "window"):
-            if getattr(self, name) < 1:
-                raise UserError(f"data.{name} must be at least 1; got {getattr(self, name)}.")
+            check_at_least(f"data.{name}", getattr(self, name), 1)
         if self.order == "random-crops" and self.packing != "concatenate":
             raise UserError(
                 f'data.order="random-crops" cuts windows from documents one after another; got data.packing='

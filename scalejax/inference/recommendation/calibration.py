@@ -8,7 +8,6 @@ saturated where that pays.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
 
 import numpy as np
 
@@ -37,20 +36,15 @@ class Histogram:
     counts: np.ndarray
 
 
-def limits(model: ServedModel, batches: Sequence[Inputs], *, method: Literal["l2", "minmax"] = "l2") -> Limits:
+def limits(model: ServedModel, batches: Sequence[Inputs]) -> Limits:
     """A range for the inputs of every linear operator.
 
     Raises:
-      UserError: an unknown method, no batches, or activations that are not finite.
+      UserError: no batches, or activations that are not finite.
     """
-    if method not in ("l2", "minmax"):
-        raise UserError(f"calibration.limits: method must be 'l2' or 'minmax'; got {method!r}.")
     if not batches:
         raise UserError("calibration.limits: batches must not be empty. Give some of the traffic.")
-    found = histograms(model, batches)
-    if method == "minmax":
-        return {path: (histogram.low, histogram.high) for path, histogram in found.items()}
-    return {path: least_error(histogram) for path, histogram in found.items()}
+    return {path: least_error(histogram) for path, histogram in histograms(model, batches).items()}
 
 
 def histograms(model: ServedModel, batches: Sequence[Inputs]) -> dict[str, Histogram]:

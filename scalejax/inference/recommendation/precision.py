@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 from scalejax import json_reading
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.inference.recommendation import operators
 from scalejax.inference.recommendation.click_model import ServedModel
 from scalejax.kernels import block_quant
@@ -76,8 +76,7 @@ def uniform(model: ServedModel, *, tables: TablePrecision = "float32", dense: De
       UserError: an unknown precision.
     """
     for what, given, known in (("tables", tables, TABLES), ("dense", dense, DENSE)):
-        if given not in known:
-            raise UserError(f"--{what} must be one of {', '.join(known)}; got {given!r}.")
+        check_one_of(f"--{what}", given, known)
     found = operators.find(model.shape)
     return Precisions(
         {c.name: tables for c in model.configs},
@@ -112,11 +111,7 @@ def check(precisions: Precisions, model: ServedModel, *, where: str = "precision
         what = "is not in the model" if (kind, key) in given else "has no precision"
         raise UserError(f"{where}: {kind} {key!r} {what}. Make the choice for this model.")
     for name in wanted:
-        if precisions.of(name) not in choices(model, name):
-            raise UserError(
-                f"{where}: {name[0]} {name[1]!r} must be one of {', '.join(choices(model, name))}; got "
-                f"{precisions.of(name)!r}."
-            )
+        check_one_of(f"{where}: {name[0]} {name[1]!r}", precisions.of(name), choices(model, name))
 
 
 def bytes_of(model: ServedModel, name: tuple[str, str], precision: str) -> int:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.inference.recommendation import lowering, operators, precision
 from scalejax.inference.recommendation import search as searches
 from scalejax.inference.recommendation.calibration import Limits
@@ -118,8 +118,7 @@ def study(
     Raises:
       UserError: an unknown objective, or examples that all have one label, for which there is no NE.
     """
-    if objective not in ("bytes", "latency"):
-        raise UserError(f"--objective must be bytes or latency; got {objective!r}.")
+    check_one_of("--objective", objective, ("bytes", "latency"))
     for name, examples in (("the validation split", calibration), ("the test split", held_out)):
         for task, labels in zip(model.schema.labels, examples.labels.T, strict=True):
             if labels.min() == labels.max():

@@ -44,7 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax import compat
-from scalejax.errors import UnsupportedError, UserError
+from scalejax.errors import UnsupportedError, UserError, check_one_of
 from scalejax.kernels import embedding_bag as bags
 from scalejax.kernels.block_quant import codebook, formats, lanes, search, shared_codebook, xla
 from scalejax.kernels.block_quant.codebook import CODEBOOK_FORMATS, CodebookFormat, CodebookRows
@@ -114,8 +114,7 @@ def quantize_rows(
     """
     bits = formats.bits_of(format, ROW_FORMATS)
     _check_table("quantize_rows", table)
-    if range not in ("minmax", "greedy"):
-        raise UserError(f"quantize_rows: range must be 'minmax' or 'greedy'; got {range!r}.")
+    check_one_of("quantize_rows: range", range, ("minmax", "greedy"))
     chosen = search.quantize if range == "greedy" else xla.quantize
     codes, scales, biases = chosen(table.astype(jnp.float32), bits, scale_dtype(format).name)
     return QuantizedRows(codes=codes, scales=scales, biases=biases, format=format, dim=table.shape[1])
@@ -224,8 +223,7 @@ def quantized_bag(
     lengths = _integers("quantized_bag", "lengths", lengths)
     if weights is not None and weights.shape != ids.shape:
         raise UserError(f"quantized_bag: weights must have the shape of ids, {ids.shape}; got {weights.shape}.")
-    if pooling not in ("sum", "mean"):
-        raise UserError(f'quantized_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
+    check_one_of("quantized_bag: pooling", pooling, ("sum", "mean"))
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UserError(f"quantized_bag: dtype must be of floating point; got {jnp.dtype(dtype)}. Cast the result.")
     chosen = _choose(rows, implementation, lengths.shape[0])
@@ -378,7 +376,6 @@ def _integers(op: str, name: str, array: jax.Array) -> jax.Array:
 
 
 def _check_layout(name: str, layout: str, align: int) -> None:
-    if layout not in ("training", "inference"):
-        raise UserError(f"{name}: layout must be 'training' or 'inference'; got {layout!r}.")
+    check_one_of(f"{name}: layout", layout, ("training", "inference"))
     if align < 1:
         raise UserError(f"{name}: align must be at least 1 byte; got {align}.")

@@ -11,7 +11,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from scalejax.errors import UserError
+from scalejax.errors import check_one_of
 
 
 class DecodableRows(Protocol):
@@ -66,8 +66,7 @@ def bits_of(format: str, known: Collection[str]) -> int:
     Raises:
       UserError: the format is none of the known ones.
     """
-    if format not in known:
-        raise UserError(f"format must be one of {', '.join(known)}; got {format!r}.")
+    check_one_of("format", format, known)
     return ENCODINGS[format].bits
 
 

@@ -6,7 +6,6 @@ from scalejax.kernels.embedding_bag.api import gather_rows as gather_rows
 from scalejax.kernels.embedding_bag.api import plan_rows as plan_rows
 from scalejax.kernels.embedding_bag.api import pool_rows as pool_rows
 from scalejax.kernels.embedding_bag.api import slot_bags as slot_bags
-from scalejax.kernels.embedding_bag.api import sum_and_update_rows as sum_and_update_rows
 from scalejax.kernels.embedding_bag.api import sum_by_row as sum_by_row
 from scalejax.kernels.embedding_bag.api import update_rows as update_rows
 from scalejax.kernels.embedding_bag.host_row_plan import plan_rows_host as plan_rows_host

@@ -6,11 +6,10 @@
     xla          XLA's own gathers, sorts and scatters; what None picks on every platform
     pallas_tpu   row copies by DMA (`pallas_tpu`)
     pallas_gpu   Triton kernels (`pallas_gpu`)
-    sparsecore   indirect streams of a TPU's SparseCores (`sparsecore`); lookups only
 
 A name never falls back: what it cannot do is a ValueError that says what it wants. A table of bfloat16 may be packed,
-uint32[V, D/2] from `pack_rows`, which is the only form of bfloat16 whose rows a TPU's DMA can address; "pallas_gpu" and
-"sparsecore" do not take it.
+uint32[V, D/2] from `pack_rows`, which is the only form of bfloat16 whose rows a TPU's DMA can address; for "pallas_gpu"
+it is none.
 """
 
 import dataclasses
@@ -29,7 +28,7 @@ from scalejax.kernels.embedding_bag.steps import Step
 if TYPE_CHECKING:
     from scalejax.kernels.interpretation import Interpret
 
-Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "sparsecore"]
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
 Summation = Literal["fold", "tree", "fixed"]
 
 
@@ -72,7 +71,7 @@ def embedding_bag(
         raise ValueError(f'embedding_bag: pooling must be "sum" or "mean"; got {pooling!r}.')
     chosen = _choose("embedding_bag", implementation)
     if chosen not in ("reference", "xla"):
-        return _kernel_bag(table, ids, lengths, weights, pooling, chosen, interpret)
+        return _kernel_bag(_Call(chosen, interpret, pooling), table, ids, lengths, weights)
     if chosen == "reference":
         return reference.embedding_bag(table, ids, lengths, weights, pooling)
     rows = packing.widen(xla.gather_rows(table, ids), packing.sum_dtype(table))
@@ -102,7 +101,7 @@ def gather_rows(
     _check_integers("gather_rows", "ids", ids)
     chosen = _choose("gather_rows", implementation)
     if chosen not in ("reference", "xla"):
-        return _kernel_gather(table, ids, chosen, interpret)
+        return _kernel_gather(_Call(chosen, interpret), table, ids)
     return (reference if chosen == "reference" else xla).gather_rows(table, ids)
 
 
@@ -248,7 +247,7 @@ def update_rows(
     Raises:
       ValueError: the named implementation cannot take the arrays, the sums or the step.
     """
-    chosen = _choose("update_rows", implementation, ("reference", "xla", "pallas_tpu", "pallas_gpu"))
+    chosen = _choose("update_rows", implementation)
     if chosen == "reference":
         return reference.update_rows(arrays, plan.rows, sums, step)
     if chosen == "xla":
@@ -256,130 +255,78 @@ def update_rows(
     return _backend(chosen).update_rows(arrays, plan.rows, sums, step, interpret=interpret)
 
 
-def sum_and_update_rows(
-    arrays: tuple[jax.Array, ...],
-    plan: RowPlan,
-    grads: jax.Array,
-    step: Step,
-    *,
-    implementation: Implementation | None = None,
-    interpret: "Interpret" = False,
-) -> tuple[jax.Array, ...]:
-    """`update_rows` of `sum_by_row`; "pallas_gpu" makes one kernel of both, which never writes the sums to memory.
-
-    Args:
-      arrays: As in `update_rows`.
-      plan: From `plan_rows`.
-      grads: float[N, D], per occurrence.
-      step: As in `update_rows`.
-      implementation: None picks; a name never falls back. "pallas_tpu" leaves the sums to XLA.
-      interpret: As in `embedding_bag`.
-
-    Returns:
-      The arrays, updated; in place when they are donated.
-
-    Raises:
-      ValueError: the named implementation cannot take the arrays, the gradients or the step.
-    """
-    _check_matrix("sum_and_update_rows", "grads", grads)
-    chosen = _choose("sum_and_update_rows", implementation, ("reference", "xla", "pallas_tpu", "pallas_gpu"))
-    if chosen == "pallas_gpu":
-        return _backend(chosen).sum_and_update_rows(
-            arrays, plan.order, plan.slots, plan.rows, grads, step, interpret=interpret
-        )
-    sums = sum_by_row(grads, plan, implementation="reference" if chosen == "reference" else "xla")
-    return update_rows(arrays, plan, sums, step, implementation=chosen, interpret=interpret)
-
-
 _BagSaved = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 """Table, ids, lengths and weights."""
 
 
-@compat.custom_vjp(4, 5, 6)
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What is static: the implementation, how Pallas kernels run, and how rows are pooled."""
+
+    implementation: Implementation
+    interpret: "Interpret"
+    pooling: str = "sum"
+
+
+@compat.custom_vjp(0)
 def _kernel_bag(
-    table: jax.Array,
-    ids: jax.Array,
-    lengths: jax.Array,
-    weights: jax.Array | None,
-    pooling: str,
-    implementation: Implementation,
-    interpret: "Interpret",
+    call: _Call, table: jax.Array, ids: jax.Array, lengths: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
-    return _backend(implementation).embedding_bag(
-        table, ids, lengths, weights, pooling, **_interpreted(implementation, interpret)
-    )
+    backend = _backend(call.implementation)
+    return backend.embedding_bag(table, ids, lengths, weights, call.pooling, interpret=call.interpret)
 
 
 def _bag_forward(
-    table: jax.Array,
-    ids: jax.Array,
-    lengths: jax.Array,
-    weights: jax.Array | None,
-    pooling: str,
-    implementation: Implementation,
-    interpret: "Interpret",
+    call: _Call, table: jax.Array, ids: jax.Array, lengths: jax.Array, weights: jax.Array | None
 ) -> tuple[jax.Array, _BagSaved]:
-    pooled = _kernel_bag(table, ids, lengths, weights, pooling, implementation, interpret)
-    return pooled, (table, ids, lengths, weights)
+    return _kernel_bag(call, table, ids, lengths, weights), (table, ids, lengths, weights)
 
 
-def _bag_backward(
-    pooling: str, implementation: Implementation, interpret: "Interpret", saved: _BagSaved, grads: jax.Array
-) -> tuple[jax.Array | None, ...]:
+def _bag_backward(call: _Call, saved: _BagSaved, grads: jax.Array) -> tuple[jax.Array | None, ...]:
     table, ids, lengths, weights = saved
-    if pooling == "mean":
+    if call.pooling == "mean":
         ends = jnp.minimum(jnp.cumsum(lengths), ids.shape[0])
         counts = jnp.diff(ends, prepend=jnp.zeros(1, ends.dtype))
         grads = grads / jnp.maximum(counts, 1).astype(grads.dtype)[:, None]
     by_slot = grads.at[xla.slot_bags(lengths, ids.shape[0])].get(mode="fill", fill_value=0)
     weight_grads = None
     if weights is not None:
-        rows = gather_rows(table, ids, implementation=implementation, interpret=interpret)
+        rows = gather_rows(table, ids, implementation=call.implementation, interpret=call.interpret)
         rows = packing.widen(rows, by_slot.dtype)
         weight_grads = (rows * by_slot).sum(axis=1).astype(weights.dtype)
         by_slot = by_slot * weights.astype(by_slot.dtype)[:, None]
-    return _table_gradient(table, ids, by_slot, implementation, interpret), None, None, weight_grads
+    return _table_gradient(call, table, ids, by_slot), None, None, weight_grads
 
 
 _kernel_bag.defvjp(_bag_forward, _bag_backward)
 
 
-@compat.custom_vjp(2, 3)
-def _kernel_gather(
-    table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: "Interpret"
-) -> jax.Array:
-    return _backend(implementation).gather_rows(table, ids, **_interpreted(implementation, interpret))
+@compat.custom_vjp(0)
+def _kernel_gather(call: _Call, table: jax.Array, ids: jax.Array) -> jax.Array:
+    return _backend(call.implementation).gather_rows(table, ids, interpret=call.interpret)
 
 
-def _gather_forward(
-    table: jax.Array, ids: jax.Array, implementation: Implementation, interpret: "Interpret"
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    rows = _kernel_gather(table, ids, implementation, interpret)
-    return rows, (table, ids)
+def _gather_forward(call: _Call, table: jax.Array, ids: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _kernel_gather(call, table, ids), (table, ids)
 
 
 def _gather_backward(
-    implementation: Implementation, interpret: "Interpret", saved: tuple[jax.Array, jax.Array], grads: jax.Array
+    call: _Call, saved: tuple[jax.Array, jax.Array], grads: jax.Array
 ) -> tuple[jax.Array | None, None]:
-    table, ids = saved
-    if table.dtype == jnp.uint32:
-        return None, None
-    return _table_gradient(table, ids, grads.astype(jnp.float32), implementation, interpret), None
+    return _table_gradient(call, *saved, grads.astype(jnp.float32)), None
 
 
 _kernel_gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _table_gradient(
-    table: jax.Array, ids: jax.Array, by_slot: jax.Array, implementation: Implementation, interpret: "Interpret"
-) -> jax.Array | None:
+def _table_gradient(call: _Call, table: jax.Array, ids: jax.Array, by_slot: jax.Array) -> jax.Array | None:
     """Dense gradient of a table from the gradient of each looked-up row; None for packed tables."""
     if table.dtype == jnp.uint32:
         return None
     num_rows = table.shape[0]
     plan = plan_rows(jnp.where(ids < 0, num_rows, ids), num_rows=num_rows, capacity=min(ids.shape[0], num_rows))
-    summing = "pallas_gpu" if implementation == "pallas_gpu" else "xla"
-    sums = sum_by_row(by_slot, plan, implementation=summing, interpret=interpret).astype(table.dtype)
+    summing = "pallas_gpu" if call.implementation == "pallas_gpu" else "xla"
+    sums = sum_by_row(by_slot, plan, implementation=summing, interpret=call.interpret).astype(table.dtype)
     empty = jnp.zeros(table.shape, table.dtype)
     return empty.at[plan.rows].set(sums, mode="drop", indices_are_sorted=True, unique_indices=True)
 
@@ -387,7 +334,7 @@ def _table_gradient(
 def _choose(
     op: str,
     implementation: Implementation | None,
-    known: tuple[str, ...] = ("reference", "xla", "pallas_tpu", "pallas_gpu", "sparsecore"),
+    known: tuple[str, ...] = ("reference", "xla", "pallas_tpu", "pallas_gpu"),
 ) -> Implementation:
     if implementation is None:
         return "xla"
@@ -400,14 +347,6 @@ def _choose(
 def _backend(name: Implementation) -> types.ModuleType:
     # Pallas takes longer to import than all the rest, and most programs never need it.
     return importlib.import_module(f"scalejax.kernels.embedding_bag.{name}")
-
-
-def _interpreted(implementation: Implementation, interpret: "Interpret") -> dict[str, "Interpret"]:
-    if implementation != "sparsecore":
-        return {"interpret": interpret}
-    if interpret is not False:
-        raise ValueError('embedding_bag: nothing interprets implementation="sparsecore"; leave interpret out.')
-    return {}
 
 
 def _check_table(op: str, array: jax.Array) -> None:

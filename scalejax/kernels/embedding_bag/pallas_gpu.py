@@ -1,8 +1,8 @@
 """Sums of rows on a GPU, written for Hopper in Pallas Triton.
 
-One kernel body does the lookup, the sums of gradients by row and, with an optimizer step at its end, the update:
+One kernel body does the lookup and the sums of gradients by row:
 
-    out[s] = step(sum over k of weight[k] * source[index[k]]),   start[s] <= k < start[s] + count[s]
+    out[s] = sum over k of weight[k] * source[index[k]],   start[s] <= k < start[s] + count[s]
 
     lookup      segments are bags, sources are rows, the index is the id
     gradients   segments are distinct rows, sources are gradients, the index is the occurrence, sorted by row
@@ -157,38 +157,6 @@ def sum_by_row(
     return _sum_cut(_by_slot(grads, order, slots, capacity), interpret=interpret)
 
 
-def sum_and_update_rows(
-    arrays: tuple[jax.Array, ...],
-    order: jax.Array,
-    slots: jax.Array,
-    distinct: jax.Array,
-    grads: jax.Array,
-    step: Step,
-    *,
-    interpret: bool = False,
-) -> tuple[jax.Array, ...]:
-    """`sum_by_row` and `update_rows` in one pass: sums stay in the registers of the program that uses them.
-
-    Args:
-      arrays: The table, float[V, D], and its row states, float[V] or float[V, D].
-      order: As in `sum_by_row`.
-      slots: As in `sum_by_row`.
-      distinct: int32[U], distinct rows, then fillers >= V.
-      grads: float32[N, D].
-      step: As in `api.update_rows`, row by row.
-      interpret: As in `gather_rows`.
-
-    Raises:
-      ValueError: D is no power of two, arrays of another dtype, gradients that are not float32, or a step that a
-        kernel cannot hold.
-    """
-    _check_float32("sum_and_update_rows", "grads", grads)
-    if grads.shape[0] == 0 or distinct.shape[0] == 0:
-        return arrays
-    segments, first = _sum_long(_by_slot(grads, order, slots, distinct.shape[0]), interpret=interpret)
-    return _update(arrays, distinct, segments, first, step, interpret=interpret)
-
-
 def update_rows(
     arrays: tuple[jax.Array, ...],
     distinct: jax.Array,
@@ -213,9 +181,55 @@ def update_rows(
     _check_float32("update_rows", "sums", sums)
     if sums.shape[0] == 0:
         return arrays
-    places = lax.iota(jnp.int32, sums.shape[0])
-    segments = _Segments(sums, None, places, jnp.ones_like(places))
-    return _update(arrays, distinct, segments, None, step, interpret=interpret)
+    size, dim = sums.shape
+    num_rows = arrays[0].shape[0]
+    if dim != pl.next_power_of_2(dim):
+        raise ValueError(
+            f'update_rows: implementation="pallas_gpu" wants a width that is a power of two; got {dim}. Pad the table, '
+            'or name implementation="xla".'
+        )
+    for number, array in enumerate(arrays):
+        _check_table("update_rows", array, f"arrays[{number}]")
+    sizes = _sizes()
+    group = max(1, sizes.elements // dim)
+    closed = steps.close(
+        step,
+        tuple(jax.ShapeDtypeStruct((group, dim)[: a.ndim], jnp.float32) for a in arrays),
+        jax.ShapeDtypeStruct((group, dim), jnp.float32),
+    )
+
+    def kernel(sums: Ref, distinct: Ref, *refs: Ref) -> None:
+        scalars, tables, updated = refs[:ahead], refs[ahead : -len(arrays)], refs[-len(arrays) :]
+        segment = pl.program_id(0) * group + lax.iota(jnp.int32, group)
+        column = lax.iota(jnp.int32, dim)
+        grads = _load_tile(sums, segment, segment < size, column)
+        row = plgpu.load(distinct.at[segment], mask=segment < size, other=num_rows)
+        used = row < num_rows
+        before = [
+            _load_tile(t, row, used, column) if len(t.shape) == 2 else plgpu.load(t.at[row], mask=used, other=0)
+            for t in tables
+        ]
+        after = closed(tuple(s[0] for s in scalars), tuple(b.astype(jnp.float32) for b in before), grads)
+        for ref, value in zip(updated, after, strict=True):
+            if len(ref.shape) == 2:
+                _store_tile(ref, row, used, column, value)
+            else:
+                plgpu.store(ref.at[row], value.astype(ref.dtype), mask=used)
+
+    ahead = len(closed.scalars)
+    moved = 4 + sums.dtype.itemsize * dim + sum(2 * a.dtype.itemsize * (dim if a.ndim == 2 else 1) for a in arrays)
+    return tuple(
+        pl.pallas_call(
+            kernel,
+            grid=(pl.cdiv(size, group),),
+            out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays],
+            input_output_aliases={2 + ahead + n: n for n in range(len(arrays))},
+            compiler_params=plgpu.CompilerParams(num_warps=sizes.warps),
+            cost_estimate=pl.CostEstimate(flops=size * dim, transcendentals=0, bytes_accessed=size * moved),
+            interpret=interpret,
+            name="embedding_update_rows",
+        )(sums, distinct, *closed.scalars, *arrays)
+    )
 
 
 def _as_int32(ids: jax.Array, num_rows: int) -> jax.Array:
@@ -304,70 +318,6 @@ def _sum(
         interpret=interpret,
         name=name,
     )(*operands.values())
-
-
-def _update(
-    arrays: tuple[jax.Array, ...],
-    distinct: jax.Array,
-    segments: _Segments,
-    first: tuple[jax.Array, jax.Array] | None,
-    step: Step,
-    *,
-    interpret: bool,
-) -> tuple[jax.Array, ...]:
-    """One kernel that ends in a step on the rows `distinct`."""
-    size, dim = segments.counts.shape[0], segments.source.shape[1]
-    num_rows = arrays[0].shape[0]
-    if dim != pl.next_power_of_2(dim):
-        raise ValueError(
-            f'update_rows: implementation="pallas_gpu" wants a width that is a power of two; got {dim}. Pad the table, '
-            'or name implementation="xla".'
-        )
-    for number, array in enumerate(arrays):
-        _check_table("update_rows", array, f"arrays[{number}]")
-    sizes = _sizes()
-    group = max(1, sizes.elements // dim)
-    closed = steps.close(
-        step,
-        tuple(jax.ShapeDtypeStruct((group, dim)[: a.ndim], jnp.float32) for a in arrays),
-        jax.ShapeDtypeStruct((group, dim), jnp.float32),
-    )
-    operands = _operands(segments, None, first)
-
-    def kernel(*refs: Ref) -> None:
-        inputs, rest = refs[: len(operands)], refs[len(operands) :]
-        distinct, scalars = rest[0], rest[1 : 1 + len(closed.scalars)]
-        tables, updated = rest[-2 * len(arrays) : -len(arrays)], rest[-len(arrays) :]
-        segment = pl.program_id(0) * group + lax.iota(jnp.int32, group)
-        column = lax.iota(jnp.int32, dim)
-        grads, _ = _walk(dict(zip(operands, inputs, strict=True)), segment, column, size, sizes.unroll)
-        row = plgpu.load(distinct.at[segment], mask=segment < size, other=num_rows)
-        used = row < num_rows
-        before = [
-            _load_tile(t, row, used, column) if len(t.shape) == 2 else plgpu.load(t.at[row], mask=used, other=0)
-            for t in tables
-        ]
-        after = closed(tuple(s[0] for s in scalars), tuple(b.astype(jnp.float32) for b in before), grads)
-        for ref, value in zip(updated, after, strict=True):
-            if len(ref.shape) == 2:
-                _store_tile(ref, row, used, column, value)
-            else:
-                plgpu.store(ref.at[row], value.astype(ref.dtype), mask=used)
-
-    per_row = sum(2 * a.dtype.itemsize * (dim if a.ndim == 2 else 1) for a in arrays) + 4
-    ahead = len(operands) + 1 + len(closed.scalars)
-    return tuple(
-        pl.pallas_call(
-            kernel,
-            grid=(pl.cdiv(size, group),),
-            out_shape=[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays],
-            input_output_aliases={ahead + n: n for n in range(len(arrays))},
-            compiler_params=plgpu.CompilerParams(num_warps=sizes.warps),
-            cost_estimate=_cost(segments, size * per_row),
-            interpret=interpret,
-            name="embedding_update_rows",
-        )(*operands.values(), distinct, *closed.scalars, *arrays)
-    )
 
 
 def _operands(

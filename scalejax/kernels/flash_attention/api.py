@@ -8,7 +8,6 @@
     pallas_gpu   Triton kernels (`pallas_gpu`)
     splash       jax's own TPU kernels, where they have the case (`library`)
     cudnn        NVIDIA's, through jax (`library`)
-    tokamax      those of the package tokamax, if it is installed (`library`)
 
 All of them are a forward function that gives (out, lse) and a backward function of (q, k, v, out, lse) and cotangents,
 so that any backward can follow any forward. A name never falls back: what it lacks is an UnsupportedError that says
@@ -32,15 +31,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from scalejax import compat
-from scalejax.errors import UnsupportedError
+from scalejax.errors import UnsupportedError, check_one_of
 from scalejax.kernels.flash_attention import reference
-from scalejax.kernels.flash_attention.visibility import Visibility
+from scalejax.kernels.flash_attention.visibility import Known, Visibility
 
 if TYPE_CHECKING:
     from scalejax.kernels.interpretation import Interpret
 
-Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "splash", "cudnn", "tokamax"]
-_IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_gpu", "splash", "cudnn", "tokamax")
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "splash", "cudnn"]
+_IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_gpu", "splash", "cudnn")
 
 OUT_NAME, LSE_NAME = "flash_attention_out", "flash_attention_lse"
 """Names of what the backward pass needs besides its inputs, for `jax.checkpoint_policies.save_only_these_names`."""
@@ -227,18 +226,18 @@ def _gradients(
     sees_none = lse == -jnp.inf
     lse, correction = jnp.where(sees_none, jnp.inf, lse), jnp.where(sees_none, 0, correction)
     chosen = _choose(call, q, k, v, visibility, d_lse=d_lse is not None)
-    return _run("backward", chosen, q, k, v, visibility, out, lse, d_out, correction)
+    return _run("backward", chosen, q, k, v, visibility, Known(out, lse, d_out, correction))
 
 
 # Compiled on its own where nothing around it is: loops and kernels run op by op would be very slow.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(
-    direction: str, call: "_Call", q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *saved: jax.Array
+    direction: str, call: "_Call", q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *known: Known
 ) -> Any:
     assert call.implementation is not None
     backend = _load(call.implementation)
     interpreted = {"interpret": call.interpret} if call.implementation in _INTERPRETABLE else {}
-    return getattr(backend, direction)(q, k, v, visibility, call.scale, *saved, **interpreted)
+    return getattr(backend, direction)(q, k, v, visibility, call.scale, *known, **interpreted)
 
 
 def _choose(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *, d_lse: bool) -> _Call:
@@ -269,7 +268,7 @@ _PREFERRED = {"tpu": ("splash", "pallas_tpu"), "gpu": ("cudnn", "pallas_gpu")}
 
 def _load(name: str) -> types.ModuleType:
     # Pallas takes longer to import than all the rest, and programs on a CPU never need it.
-    if name in ("splash", "cudnn", "tokamax"):
+    if name in ("splash", "cudnn"):
         return importlib.import_module("scalejax.kernels.flash_attention.library").BACKENDS[name]
     return importlib.import_module(f"scalejax.kernels.flash_attention.{name}")
 
@@ -305,8 +304,7 @@ def _visibility(
     """The masks, checked."""
     _check_operands(op, q, k, v)
     batch, queries, keys = q.shape[0], q.shape[1], k.shape[1]
-    if mask not in ("causal", "full"):
-        raise ValueError(f'{op}: mask must be "causal" or "full"; got {mask!r}.')
+    check_one_of(f"{op}: mask", mask, ("causal", "full"))
     if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1):
         raise ValueError(f"{op}: window must be an int >= 1, a number of positions, or None; got {window!r}.")
     if kv_segment_ids is not None and segment_ids is None:

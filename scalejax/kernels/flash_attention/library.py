@@ -1,4 +1,4 @@
-"""Kernels of others, where they have the case: jax's splash attention, cuDNN's, tokamax's.
+"""Kernels of others, where they have the case: jax's splash attention and cuDNN's.
 
 They know fewer masks than `api.flash_attention` states, and `lacks` says which; what they have, they have as it is
 meant here: out and lse of forward, a backward that takes both back, rows that see nothing. Where a library's own
@@ -7,7 +7,6 @@ functions are private they are reached through `compat`.
                 offset   positions   segments   window   cotangent of lse   heads            lengths
     splash      int      no          yes        causal   yes                any              multiples of 128
     cudnn       no       no          no         causal   no                 <= 128, by 8s    S = T where causal
-    tokamax     no       no          no         no       no                 by 128s on TPU   multiples of 128 on TPU
 """
 
 import dataclasses
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from scalejax import compat
 from scalejax.kernels.flash_attention import blocks
-from scalejax.kernels.flash_attention.visibility import Visibility
+from scalejax.kernels.flash_attention.visibility import Known, Visibility
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +86,7 @@ def _splash_backward(
     v: jax.Array,
     visibility: Visibility,
     scale: float,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    correction: jax.Array,
+    known: Known,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -102,9 +98,9 @@ def _splash_backward(
         v.swapaxes(1, 2),
         visibility.query_segments,
         visibility.key_segments,
-        lse,
-        d_out.swapaxes(1, 2),
-        correction,
+        known.lse,
+        known.d_out.swapaxes(1, 2),
+        known.correction,
     )
     return d_q.swapaxes(1, 2) * scale, d_k.swapaxes(1, 2), d_v.swapaxes(1, 2)
 
@@ -136,66 +132,15 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    visibility: Visibility,
-    scale: float,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    correction: jax.Array,
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, scale: float, known: Known
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     # It computes sum(out * d_out) itself, which is `correction` where lse has no cotangent.
     return compat.cudnn_attention_gradients(
-        q, k, v, out, lse, d_out, causal=visibility.causal, window=visibility.window, scale=scale
+        q, k, v, known.out, known.lse, known.d_out, causal=visibility.causal, window=visibility.window, scale=scale
     )
 
 
-def _lacks_tokamax(q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *, d_lse: bool) -> str | None:
-    if visibility.start or visibility.offset is not None or visibility.query_positions is not None:
-        return "has no offset and no positions."
-    if visibility.query_segments is not None or visibility.window is not None:
-        return "has no segment ids and no windows."
-    if visibility.causal and q.shape[1] != k.shape[1]:
-        return f"is causal only where S = T; got {q.shape[1]} and {k.shape[1]}."
-    if d_lse:
-        return "has no place for a cotangent of lse."
-    platform = compat.platform()
-    if platform not in ("tpu", "gpu"):
-        return f"has kernels for TPUs and GPUs; this is compiled for a {platform}."
-    if platform == "tpu" and (q.shape[1] % 128 or k.shape[1] % 128 or q.shape[3] % 128):
-        return f"needs S, T and D that are multiples of 128 on a TPU; got {q.shape[1]}, {k.shape[1]}, {q.shape[3]}."
-    if q.dtype not in ((jnp.bfloat16, jnp.float32) if platform == "tpu" else (jnp.bfloat16, jnp.float16)):
-        return f"does not compute in {q.dtype} on a {platform}."
-    if not compat.has_tokamax():
-        return "needs the package tokamax, which is not installed: pip install tokamax (Python 3.12)."
-    return None
-
-
-def _tokamax_forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, scale: float
-) -> tuple[jax.Array, jax.Array]:
-    return compat.tokamax_attention(q, k, v, causal=visibility.causal, scale=scale)
-
-
-def _tokamax_backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    visibility: Visibility,
-    scale: float,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    correction: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    # As with cuDNN.
-    return compat.tokamax_attention_gradients(q, k, v, out, lse, d_out, causal=visibility.causal, scale=scale)
-
-
 BACKENDS = {
-    "tokamax": Library(_lacks_tokamax, _tokamax_forward, _tokamax_backward),
     "splash": Library(_lacks_splash, _splash_forward, _splash_backward),
     "cudnn": Library(_lacks_cudnn, _cudnn_forward, _cudnn_backward),
 }

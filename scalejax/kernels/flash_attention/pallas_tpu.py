@@ -32,7 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from scalejax import compat
 from scalejax.kernels.flash_attention import blocks
-from scalejax.kernels.flash_attention.visibility import HIDDEN, PARTLY, WHOLE, Visibility
+from scalejax.kernels.flash_attention.visibility import HIDDEN, PARTLY, WHOLE, Known, Visibility
 from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.types import Kernel, Number, Ref, Shapes
 
@@ -133,10 +133,7 @@ def backward(
     v: jax.Array,
     visibility: Visibility,
     scale: float,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    correction: jax.Array,
+    known: Known,
     *,
     interpret: Interpret = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -146,9 +143,9 @@ def backward(
         plan.pad_queries(q),
         plan.pad_keys(k),
         plan.pad_keys(v),
-        plan.pad_queries(d_out),
-        plan.pad_row(lse, jnp.inf),
-        plan.pad_row(correction, 0.0),
+        plan.pad_queries(known.d_out),
+        plan.pad_row(known.lse, jnp.inf),
+        plan.pad_row(known.correction, 0.0),
     ]
     d_q = _query_gradient(plan, operands, scale, interpret)
     d_k, d_v = _key_gradients(plan, operands, scale, interpret)

@@ -13,6 +13,7 @@ is visible, all pairs are, or one has to look. `pairs` says it for all blocks of
 
 import dataclasses
 from types import ModuleType
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,22 @@ from scalejax.kernels.types import AnyArray
 
 HIDDEN, PARTLY, WHOLE = 0, 1, 2
 """What a block of queries sees of a block of keys: nothing, some of it, everything."""
+
+
+class Known(NamedTuple):
+    """A result, and what a backward pass needs of its cotangents.
+
+    Attributes:
+      out: [B, S, H, D].
+      lse: float[B, H, S]; +inf for rows that see nothing.
+      d_out: [B, S, H, D].
+      correction: float[B, H, S], sum over D of out * d_out, less the cotangent of lse.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    d_out: jax.Array
+    correction: jax.Array
 
 
 @jax.tree_util.register_dataclass

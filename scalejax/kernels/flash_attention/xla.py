@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.kernels.flash_attention import blocks, reference
-from scalejax.kernels.flash_attention.visibility import HIDDEN, Visibility, first_and_last, pad_row
+from scalejax.kernels.flash_attention.visibility import HIDDEN, Known, Visibility, first_and_last, pad_row
 from scalejax.kernels.types import AnyArray
 
 
@@ -83,31 +83,24 @@ def forward(
 
 
 def backward(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    visibility: Visibility,
-    scale: float,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    correction: jax.Array,
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, scale: float, known: Known
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v, in their dtypes.
 
     Args:
       q: As in `forward`; so are k, v, visibility and scale.
-      out: Not needed.
-      lse: float[B, H, S]; +inf for rows that see nothing.
-      d_out: [B, S, H, D].
-      correction: float[B, H, S], sum over D of out * d_out, less the cotangent of lse.
+      known: Its `out` is not needed.
     """
     cut = _Cut.of(q, k)
     masks = _Masks.of(visibility, cut)
     first, last = cut.bounds(visibility, by="key")
     dtype = reference.sum_dtype(q.dtype)
     queries, keys, values = cut.queries(q), cut.keys(k), cut.keys(v)
-    d_outs, lses, corrections = cut.queries(d_out), cut.query_rows(lse, jnp.inf), cut.query_rows(correction, 0)
+    d_outs, lses, corrections = (
+        cut.queries(known.d_out),
+        cut.query_rows(known.lse, jnp.inf),
+        cut.query_rows(known.correction, 0),
+    )
 
     def group(at: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         def chunk(d_q: jax.Array, j: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:

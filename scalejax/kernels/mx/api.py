@@ -77,10 +77,9 @@ def quantize_blocks(
     op = "quantize_blocks"
     _check_name(op, implementation, _OF_BLOCKS)
     format = formats.find(format)
-    axis, rule = check_arguments(x, format, axis, scale_rule, rounding, key, tail, tensor_scale)
+    call = check_arguments(x, format, axis, scale_rule, rounding, key, tail, tensor_scale)
     chosen = _choose(op, implementation, "lacks_blocks", format, x.size)
-    arguments = (x, key, tensor_scale, format, axis, rule, rounding)
-    return _load(chosen).quantize(*arguments, **_interpreted(chosen, interpret))
+    return _load(chosen).quantize(x, key, tensor_scale, call, **_interpreted(chosen, interpret))
 
 
 def dequantize_blocks(

@@ -38,8 +38,7 @@ from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
-from scalejax.numerics.rounding import Rounding
-from scalejax.numerics.scales import ScaleRule
+from scalejax.numerics.quantize import QuantizeCall
 
 _FLOAT32_ON_GPU = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 """No name for it on a CPU, where the kernels are interpreted."""
@@ -60,19 +59,17 @@ def lacks_products(format: BlockFormat) -> str | None:
     return lacks
 
 
-@functools.partial(jax.jit, static_argnames=("format", "axis", "rule", "rounding", "interpret"))
+@functools.partial(jax.jit, static_argnames=("call", "interpret"))
 def quantize(
     x: jax.Array,
     key: jax.Array | None,
     tensor_scale: jax.Array | None,
-    format: BlockFormat,
-    axis: int,
-    rule: ScaleRule | None,
-    rounding: Rounding,
+    call: QuantizeCall,
     *,
     interpret: bool = False,
 ) -> Packed:
-    """`api.quantize_blocks`; the axis is not negative."""
+    """`api.quantize_blocks`."""
+    format, axis, rule, rounding = call
     chance = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)
     if format.scale == "e4m3" and tensor_scale is None:
         tensor_scale = xla.tensor_scale_of(x, format, axis)

@@ -33,8 +33,7 @@ from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
-from scalejax.numerics.rounding import Rounding
-from scalejax.numerics.scales import ScaleRule
+from scalejax.numerics.quantize import QuantizeCall
 
 _AT_ONCE = 8
 """Blocks of a turn of a loop: their scales are a tile of 8 sublanes."""
@@ -51,19 +50,17 @@ def lacks_products(format: BlockFormat) -> str | None:
     return lacks_blocks(format) or tiles.lacks_products(format)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "axis", "rule", "rounding", "interpret"))
+@functools.partial(jax.jit, static_argnames=("call", "interpret"))
 def quantize(
     x: jax.Array,
     key: jax.Array | None,
     tensor_scale: jax.Array | None,
-    format: BlockFormat,
-    axis: int,
-    rule: ScaleRule | None,
-    rounding: Rounding,
+    call: QuantizeCall,
     *,
     interpret: Interpret = False,
 ) -> Packed:
-    """`api.quantize_blocks`; the axis is not negative."""
+    """`api.quantize_blocks`."""
+    format, axis, rule, rounding = call
     if x.dtype == jnp.float16:  # which not every chip can load
         x = lax.bitcast_convert_type(float32.float_bits(x), jnp.float32)
     chance = None if key is None else jax.random.bits(key, x.shape, jnp.uint32)

@@ -5,24 +5,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.numerics import packing
-from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed
+from scalejax.numerics.quantize import QuantizeCall
 from scalejax.numerics.quantize import dequantize as decode
 from scalejax.numerics.quantize import quantize as encode
-from scalejax.numerics.rounding import Rounding
-from scalejax.numerics.scales import ScaleRule
 
 
-def quantize(
-    x: jax.Array,
-    key: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    format: BlockFormat,
-    axis: int,
-    rule: ScaleRule | None,
-    rounding: Rounding,
-) -> Packed:
-    """`api.quantize_blocks`; the axis is not negative."""
+def quantize(x: jax.Array, key: jax.Array | None, tensor_scale: jax.Array | None, call: QuantizeCall) -> Packed:
+    """`api.quantize_blocks`."""
+    format, axis, rule, rounding = call
     return packing.pack(
         encode(x, format, axis=axis, scale_rule=rule, rounding=rounding, key=key, tail="pad", tensor_scale=tensor_scale)
     )

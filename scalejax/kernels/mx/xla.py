@@ -20,21 +20,14 @@ from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.packing import Packed, pack_bits, unpack_bits
-from scalejax.numerics.rounding import Rounding
+from scalejax.numerics.quantize import QuantizeCall
 from scalejax.numerics.scales import ScaleRule
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4, 5, 6))
-def quantize(
-    x: jax.Array,
-    key: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    format: BlockFormat,
-    axis: int,
-    rule: ScaleRule | None,
-    rounding: Rounding,
-) -> Packed:
-    """`api.quantize_blocks`; the axis is not negative."""
+@functools.partial(jax.jit, static_argnums=3)
+def quantize(x: jax.Array, key: jax.Array | None, tensor_scale: jax.Array | None, call: QuantizeCall) -> Packed:
+    """`api.quantize_blocks`."""
+    format, axis, rule, rounding = call
     chance = None if key is None else blocks.split(jax.random.bits(key, x.shape, jnp.uint32), format, axis)
     bits = blocks.split(float32.float_bits(x), format, axis)
     if format.scale == "e4m3" and tensor_scale is None:

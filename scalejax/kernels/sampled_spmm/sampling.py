@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.kernels.sampled_spmm.csr import Csr, Stored, index_dtype
 from scalejax.kernels.types import AnyArray
 
@@ -65,8 +65,7 @@ class EdgeSampling:
     rate: float | None = None
 
     def __post_init__(self):
-        if self.strategy not in STRATEGIES:
-            raise UserError(f"Sampling: strategy must be one of {', '.join(STRATEGIES)}; got {self.strategy!r}.")
+        check_one_of("Sampling: strategy", self.strategy, STRATEGIES)
         if self.prime is not None and not (_is_whole(self.prime) and self.prime >= 1):
             raise UserError(
                 f"Sampling: prime must be at least 1, a whole number, or None for a prime by seed; got {self.prime!r}."

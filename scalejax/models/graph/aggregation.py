@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax import nn
 from scalejax.data.graphs import Adjacency
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.kernels import sampled_spmm as ops
 from scalejax.kernels.sampled_spmm import PRIMES, Csr, Ell, SparsePlan, sampling
 from scalejax.kernels.sampled_spmm.sparse_plan import plan_on_host, stack_plans
@@ -58,10 +58,8 @@ class Sampling:
             raise UserError(f"Sampling: width must be a number of edges for strategy {self.strategy!r}; got None.")
         if self.width is not None and self.width < 1:
             raise UserError(f"Sampling: width must be at least 1; got {self.width}.")
-        if self.rescale not in ("degree", "none"):
-            raise UserError(f"Sampling: rescale must be 'degree' or 'none'; got {self.rescale!r}.")
-        if self.draws < 1:
-            raise UserError(f"Sampling: draws must be at least 1; got {self.draws}.")
+        check_one_of("Sampling: rescale", self.rescale, ("degree", "none"))
+        check_at_least("Sampling: draws", self.draws, 1)
         ten = self.strategy == "fastrand" and self.prime is None
         most = len(PRIMES) if ten else None if self.strategy in ("quadratic_residue", "rate") else 1
         if most is not None and self.draws > most:

@@ -16,38 +16,28 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
-from scalejax.models.graph.aggregation import Graph, Sampling, attend, num_rows
-from scalejax.models.graph.layers import Network, check_architecture, glorot
+from scalejax.models.graph.aggregation import Graph, attend, num_rows
+from scalejax.models.graph.layers import Network, NetworkConfig, glorot
 from scalejax.models.graph.task import NodeTask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatConfig:
+class GatConfig(NetworkConfig):
     """Architecture; the defaults are the paper's for Cora.
 
     Attributes:
-      layers: Layers.
       hidden: Width of a head.
       heads: Heads of all layers but the last.
       out_heads: Heads of the last, whose mean is taken.
       slope: Of the leaky ReLU.
-      dropout: Share of the inputs of each layer, and of the attention weights, that is zeroed in training.
-      train_sampling: Edges that training reads; None = all.
-      eval_sampling: Edges that scoring reads; None = all.
+      dropout: Of attention weights, too.
     """
 
-    layers: int = 2
     hidden: int = 8
     heads: int = 8
     out_heads: int = 1
     slope: float = 0.2
     dropout: float = 0.6
-    train_sampling: Sampling | None = None
-    eval_sampling: Sampling | None = None
-
-    def __post_init__(self) -> None:
-        sizes = {"layers": self.layers, "hidden": self.hidden, "heads": self.heads, "out_heads": self.out_heads}
-        check_architecture("GatConfig", dropout=self.dropout, **sizes)
 
     def task(self, schema: GraphSchema) -> NodeTask:
         """Binds the model to a graph.

@@ -17,31 +17,14 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
-from scalejax.models.graph.aggregation import Graph, Sampling, aggregate, num_rows
-from scalejax.models.graph.layers import Network, check_architecture, glorot, widths
+from scalejax.models.graph.aggregation import Graph, aggregate, num_rows
+from scalejax.models.graph.layers import Network, NetworkConfig, glorot, widths
 from scalejax.models.graph.task import NodeTask
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GraphSageConfig:
-    """Architecture.
-
-    Attributes:
-      layers: Layers.
-      hidden: Width between them.
-      dropout: Share of the inputs of each layer that is zeroed in training.
-      train_sampling: Edges that training reads; None = all.
-      eval_sampling: Edges that scoring reads; None = all.
-    """
-
-    layers: int = 2
-    hidden: int = 16
-    dropout: float = 0.5
-    train_sampling: Sampling | None = None
-    eval_sampling: Sampling | None = None
-
-    def __post_init__(self) -> None:
-        check_architecture("GraphSageConfig", dropout=self.dropout, layers=self.layers, hidden=self.hidden)
+class GraphSageConfig(NetworkConfig):
+    """Architecture."""
 
     def task(self, schema: GraphSchema) -> NodeTask:
         """Binds the model to a graph.

@@ -1,5 +1,6 @@
 """Parts that the graph networks have in common."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from flax import nnx
 
 from scalejax.data.graphs import GraphSchema
 from scalejax.errors import UserError
-from scalejax.models.graph.aggregation import Graph
+from scalejax.models.graph.aggregation import Graph, Sampling
 
 
 def glorot(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
@@ -17,17 +18,31 @@ def glorot(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
     return jax.random.uniform(key, shape, dtype, -limit, limit)
 
 
-def check_architecture(name: str, *, dropout: float, **sizes: int) -> None:
-    """Refuses what no network can have.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NetworkConfig:
+    """What the architectures of this folder have in common.
 
-    Raises:
-      UserError: a size below 1, or dropout outside of [0, 1).
+    Attributes:
+      layers: Layers.
+      hidden: Width between them.
+      dropout: Share of the inputs of each layer that is zeroed in training.
+      train_sampling: Edges that training reads; None = all.
+      eval_sampling: Edges that scoring reads; None = all.
     """
-    for size, value in sizes.items():
-        if value < 1:
-            raise UserError(f"{name}: {size} must be at least 1; got {value}.")
-    if not 0 <= dropout < 1:
-        raise UserError(f"{name}: dropout must lie in [0, 1); got {dropout}.")
+
+    layers: int = 2
+    hidden: int = 16
+    dropout: float = 0.5
+    train_sampling: Sampling | None = None
+    eval_sampling: Sampling | None = None
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for field in dataclasses.fields(self):
+            if field.type in ("int", int) and getattr(self, field.name) < 1:
+                raise UserError(f"{name}: {field.name} must be at least 1; got {getattr(self, field.name)}.")
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"{name}: dropout must lie in [0, 1); got {self.dropout}.")
 
 
 def widths(schema: GraphSchema, layers: int, hidden: int) -> list[int]:

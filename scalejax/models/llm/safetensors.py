@@ -16,7 +16,7 @@ import math
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
@@ -341,8 +341,3 @@ def some(names: list[str], shown: int = 3) -> str:
     """The first few of some names, and how many there are besides."""
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
-
-
-def largest_file(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the largest file among those that hold these tensors."""
-    return max((path.stat().st_size for path in {tensor.file for tensor in tensors.values()}), default=0)

@@ -14,7 +14,6 @@ Axes: B examples, n vectors, d width, T tasks.
 """
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,58 +21,37 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
-from scalejax.models.recsys.task import CtrTask, pooled_table
-from scalejax.parallel.embedding.config import TableConfig
+from scalejax.models.recsys.task import CtrTask, OneVectorConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DcnV2Config:
+class DcnV2Config(OneVectorConfig):
     """Architecture.
 
     Attributes:
-      dim: d.
       cross_layers: Number of cross layers; the crosses reach order cross_layers + 1.
       cross_rank: Rank of each W, or None = full.
       deep_hidden: Hidden widths of the MLP that makes the logits.
-      bottom_hidden: Hidden widths of the MLP on the dense features; its output is d wide.
-      pooling: How the rows of a multi-hot feature become one.
-      embedding_scale: Rows start uniform in [-embedding_scale, embedding_scale]; None = 1/sqrt(rows).
-      dropout: After hidden activations of the deep part.
     """
 
-    dim: int = 128
     cross_layers: int = 2
     cross_rank: int | None = None
     deep_hidden: tuple[int, ...] = (2048, 2048, 2048, 2048)
-    bottom_hidden: tuple[int, ...] = (512, 256)
-    pooling: Literal["sum", "mean"] = "sum"
-    embedding_scale: float | None = None
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"DcnV2Config: dropout must lie in [0, 1); got {self.dropout}.")
 
     def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set."""
         return CtrTask(model=self, schema=schema)
-
-    def tables(self, schema: Schema) -> tuple[TableConfig, ...]:
-        return tuple(
-            pooled_table(f, self.dim, pooling=self.pooling, init_scale=self.embedding_scale) for f in schema.categorical
-        )
 
     def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "DcnV2":
         return DcnV2(self, schema, rngs, dtypes)
 
     def width(self, schema: Schema) -> int:
         """The length of x_0, the input of the cross network."""
-        return (len(schema.categorical) + bool(schema.dense)) * self.dim
+        return self.input_vectors(schema) * self.dim
 
     def mlp_sizes(self, schema: Schema) -> dict[str, tuple[int, ...]]:
         """Sizes of the MLPs: "bottom" (if there are dense features) and "deep"."""
-        bottom = {"bottom": (len(schema.dense), *self.bottom_hidden, self.dim)} if schema.dense else {}
-        return {**bottom, "deep": (self.width(schema), *self.deep_hidden, len(schema.labels))}
+        return {**self.bottom_sizes(schema), "deep": (self.width(schema), *self.deep_hidden, len(schema.labels))}
 
 
 class Cross(nnx.Module):

@@ -17,7 +17,6 @@ Axes: B examples, n vectors, d width, T tasks.
 """
 
 import dataclasses
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,56 +25,31 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
-from scalejax.models.recsys.task import CtrTask, pooled_table
-from scalejax.parallel.embedding.config import TableConfig
+from scalejax.models.recsys.task import CtrTask, OneVectorConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DlrmConfig:
+class DlrmConfig(OneVectorConfig):
     """Architecture.
 
     Attributes:
-      dim: d.
-      bottom_hidden: Hidden widths of the MLP on the dense features; its output is d wide.
       top_hidden: Hidden widths of the MLP that makes the logits.
-      pooling: How the rows of a multi-hot feature become one.
-      embedding_scale: Rows start uniform in [-embedding_scale, embedding_scale]; None = 1/sqrt(rows).
-      dropout: After hidden activations of the top MLP.
     """
 
-    dim: int = 128
-    bottom_hidden: tuple[int, ...] = (512, 256)
     top_hidden: tuple[int, ...] = (512, 512)
-    pooling: Literal["sum", "mean"] = "sum"
-    embedding_scale: float | None = None
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"DlrmConfig: dropout must lie in [0, 1); got {self.dropout}.")
 
     def task(self, schema: Schema) -> CtrTask:
         """Binds the model to the columns of a data set."""
         return CtrTask(model=self, schema=schema)
 
-    def tables(self, schema: Schema) -> tuple[TableConfig, ...]:
-        return tuple(
-            pooled_table(f, self.dim, pooling=self.pooling, init_scale=self.embedding_scale) for f in schema.categorical
-        )
-
     def build(self, schema: Schema, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "Dlrm":
         return Dlrm(self, schema, rngs, dtypes)
-
-    def input_vectors(self, schema: Schema) -> int:
-        """n, the vectors that interact: one a categorical feature, one for the dense ones."""
-        return len(schema.categorical) + bool(schema.dense)
 
     def mlp_sizes(self, schema: Schema) -> dict[str, tuple[int, ...]]:
         """Sizes of the MLPs: "bottom" (if there are dense features) and "top"."""
         n = self.input_vectors(schema)
-        bottom = {"bottom": (len(schema.dense), *self.bottom_hidden, self.dim)} if schema.dense else {}
         top_in = n * (n - 1) // 2 + (self.dim if schema.dense else 0)
-        return {**bottom, "top": (top_in, *self.top_hidden, len(schema.labels))}
+        return {**self.bottom_sizes(schema), "top": (top_in, *self.top_hidden, len(schema.labels))}
 
 
 class Dlrm(nnx.Module):

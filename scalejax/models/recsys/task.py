@@ -147,6 +147,42 @@ def pooled_table(
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OneVectorConfig:
+    """The part of an architecture in which every feature is one vector of one width, and the dense ones make another.
+
+    Attributes:
+      dim: d.
+      bottom_hidden: Hidden widths of the MLP on the dense features; its output is d wide.
+      pooling: How the rows of a multi-hot feature become one.
+      embedding_scale: Rows start uniform in [-embedding_scale, embedding_scale]; None = 1/sqrt(rows).
+      dropout: After hidden activations of the MLP that makes the logits.
+    """
+
+    dim: int = 128
+    bottom_hidden: tuple[int, ...] = (512, 256)
+    pooling: Literal["sum", "mean"] = "sum"
+    embedding_scale: float | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"{type(self).__name__}: dropout must lie in [0, 1); got {self.dropout}.")
+
+    def tables(self, schema: Schema) -> tuple[TableConfig, ...]:
+        return tuple(
+            pooled_table(f, self.dim, pooling=self.pooling, init_scale=self.embedding_scale) for f in schema.categorical
+        )
+
+    def input_vectors(self, schema: Schema) -> int:
+        """n: one vector a categorical feature, one for the dense ones."""
+        return len(schema.categorical) + bool(schema.dense)
+
+    def bottom_sizes(self, schema: Schema) -> dict[str, tuple[int, ...]]:
+        """Sizes of the MLP "bottom", if there are dense features."""
+        return {"bottom": (len(schema.dense), *self.bottom_hidden, self.dim)} if schema.dense else {}
+
+
 def check_features(where: str, names: Iterable[str], schema: Schema) -> None:
     """Raises UserError if a config names a categorical feature that the schema lacks."""
     for name in names:

@@ -35,6 +35,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.data.examples.schema import Schema
+from scalejax.errors import check_at_least, check_one_of
 from scalejax.models.recsys.task import CtrTask, check_features, pooled_table
 from scalejax.parallel.embedding.config import TableConfig
 
@@ -118,16 +119,12 @@ class WukongConfig:
     def __post_init__(self) -> None:
         at_least_one = ("dim", "layers", "fm_outputs", "lcb_outputs", "rank", "attention_rows")
         for name in (*at_least_one, "dense_vectors", "feature_vectors"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"WukongConfig: {name} must be at least 1; got {getattr(self, name)}.")
+            check_at_least(f"WukongConfig: {name}", getattr(self, name), 1)
         for name in ("dropout", "embedding_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"WukongConfig: {name} must lie in [0, 1); got {getattr(self, name)}.")
         for name, choices in (("fm", FmKind), ("normalization", Normalization), ("activation", nn.Activation)):
-            if getattr(self, name) not in get_args(choices):
-                raise ValueError(
-                    f"WukongConfig: {name} must be one of {', '.join(get_args(choices))}; got {getattr(self, name)!r}."
-                )
+            check_one_of(f"WukongConfig: {name}", getattr(self, name), get_args(choices))
         named = [i.feature for i in self.important] + [f for group in self.narrow for f in group.features]
         twice = sorted({f for f in named if named.count(f) > 1})
         if twice:

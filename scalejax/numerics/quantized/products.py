@@ -27,7 +27,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from scalejax import compat
-from scalejax.errors import UnsupportedError, UserError
+from scalejax.errors import UnsupportedError, UserError, check_one_of
 from scalejax.numerics import float8, formats, quantize
 from scalejax.numerics.quantized.rules import QuantizationRule
 
@@ -203,8 +203,7 @@ def mx_dot_general(
             f"mx_dot_general: out_sharding must be None; got {out_sharding}. Put jax.lax.with_sharding_constraint, or "
             "jax.sharding.reshard on a mesh of explicit axes, around the product."
         )
-    if weight not in ("lhs", "rhs"):
-        raise UserError(f"mx_dot_general: weight must be 'lhs' or 'rhs'; got {weight!r}.")
+    check_one_of("mx_dot_general: weight", weight, ("lhs", "rhs"))
     (lc, rc), (lb, rb) = dimension_numbers
     call = _Call(
         contract=(tuple(lc), tuple(rc)),

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.numerics import formats
 from scalejax.numerics.quantize import Tail
 from scalejax.numerics.scales import ScaleRule, threshold
@@ -57,11 +57,7 @@ class QuantizationRule:
                 'A dot stands for any character, "/" parts names.'
             ) from None
         for field, choices in (("scales", Scales), ("tail", Tail), ("implementation", Implementation)):
-            if getattr(self, field) not in get_args(choices):
-                raise UserError(
-                    f"QuantizationRule: {field} must be one of {', '.join(get_args(choices))}; got "
-                    f"{getattr(self, field)!r}."
-                )
+            check_one_of(f"QuantizationRule: {field}", getattr(self, field), get_args(choices))
         named = [formats.find(name) for name in (self.weight_qtype, self.act_qtype, self.bwd_qtype) if name is not None]
         without = [format.name for format in named if format.scale != "float32" or format.sub_scale != "none"]
         if self.scales != "blocks" and without:
@@ -77,11 +73,7 @@ class QuantizationRule:
                 f"{', '.join(sized)}. Set scales='blocks', or leave the size out of the name."
             )
         if self.scale_rule is not None:
-            if self.scale_rule not in get_args(ScaleRule):
-                raise UserError(
-                    f"QuantizationRule: scale_rule must be one of {', '.join(get_args(ScaleRule))}; got "
-                    f"{self.scale_rule!r}."
-                )
+            check_one_of("QuantizationRule: scale_rule", self.scale_rule, get_args(ScaleRule))
             if not any(format.scale == "exponent" for format in named):
                 raise UserError(
                     f"QuantizationRule: scale_rule={self.scale_rule!r} needs a format whose scales are exponents; got "

@@ -33,7 +33,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.data.examples.dedup import DedupKeyedJagged
 from scalejax.data.examples.jagged import KeyedJagged
 from scalejax.data.examples.schema import Schema
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.parallel.embedding import lookup, mapped, packing
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange import ragged
@@ -42,7 +42,7 @@ from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import DedupGroup, DeviceJagged, FeatureLayout, to_device
 from scalejax.parallel.embedding.lookup import Routing
 from scalejax.parallel.embedding.plan import memory
-from scalejax.parallel.embedding.plan.placement import Accumulate, Exchange, ShardingPlan
+from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan
 from scalejax.parallel.embedding.plan.stacks import Stack
 from scalejax.parallel.embedding.sharded_tables import ShardedTables, State, shardings
 from scalejax.parallel.embedding.stored import initial, logical
@@ -82,8 +82,7 @@ class EmbeddingCollection:
                 f"EmbeddingCollection: a feature belongs to one table; {', '.join(twice)} appear in several. For "
                 "several embeddings of one feature use a wider table and split its vector."
             )
-        if self.accumulate not in ("ordered", "exact"):
-            raise ValueError(f"EmbeddingCollection: accumulate must be 'ordered' or 'exact'; got {self.accumulate!r}.")
+        check_one_of("EmbeddingCollection: accumulate", self.accumulate, ("ordered", "exact"))
         double = [table.name for table in self.tables if table.dtype == "float64"]
         if self.accumulate == "exact" and double:
             raise UserError(

@@ -12,7 +12,7 @@ shrinks by learning rate * weight_decay), and `max_norm`: rows that are longer a
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least, check_one_of
 
 if TYPE_CHECKING:
     from scalejax.numerics.quantized.rules import QuantizationRule
@@ -46,8 +46,7 @@ class _Row:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        if self.weight_decay_mode not in ("l2", "decoupled"):
-            raise ValueError(f"{name}: weight_decay_mode must be 'l2' or 'decoupled'; got {self.weight_decay_mode!r}.")
+        check_one_of(f"{name}: weight_decay_mode", self.weight_decay_mode, ("l2", "decoupled"))
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"{name}: max_norm must be positive, or None for no limit; got {self.max_norm}.")
 
@@ -91,8 +90,7 @@ class RowwiseAdagrad(_Row):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.statistic not in ("row", "slice"):
-            raise ValueError(f"RowwiseAdagrad: statistic must be 'row' or 'slice'; got {self.statistic!r}.")
+        check_one_of("RowwiseAdagrad: statistic", self.statistic, ("row", "slice"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,8 +218,7 @@ class IdMapConfig:
     ttl_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.ways < 1:
-            raise UserError(f"IdMapConfig: ways must be at least 1; got {self.ways}.")
+        check_at_least("IdMapConfig: ways", self.ways, 1)
         if self.rows < 1 + self.ways or (self.rows - 1) % self.ways:
             below = 1 + max(1, (self.rows - 1) // self.ways) * self.ways
             raise UserError(
@@ -230,15 +227,13 @@ class IdMapConfig:
             )
         if self.rows > _MOST_ROWS:
             raise UserError(f"IdMapConfig: rows must be at most 2**30 = {_MOST_ROWS}; got {self.rows}.")
-        if self.policy not in ("lfu", "lru", "ttl"):
-            raise UserError(f"IdMapConfig: policy must be 'lfu', 'lru' or 'ttl'; got {self.policy!r}.")
+        check_one_of("IdMapConfig: policy", self.policy, ("lfu", "lru", "ttl"))
         if self.admit_after < 1:
             raise UserError(
                 f"IdMapConfig: admit_after must be at least 1 (an id is admitted when first seen); got "
                 f"{self.admit_after}."
             )
-        if self.candidate_ways < 1:
-            raise UserError(f"IdMapConfig: candidate_ways must be at least 1; got {self.candidate_ways}.")
+        check_at_least("IdMapConfig: candidate_ways", self.candidate_ways, 1)
         if (self.policy == "ttl") != (self.ttl_steps is not None) or (self.ttl_steps or 0) < 0:
             raise UserError(
                 f"IdMapConfig: ttl_steps must be a number of steps, at least 0, with policy 'ttl', and None with the "
@@ -339,16 +334,11 @@ class TableConfig:
             )
         if not self.features:
             raise ValueError(f"TableConfig {self.name!r}: features must name at least one feature; got none.")
-        if self.pooling not in ("sum", "mean", "none"):
-            raise ValueError(f"TableConfig {self.name!r}: pooling must be sum, mean or none; got {self.pooling!r}.")
-        if self.rounding not in ("stochastic", "nearest"):
-            raise ValueError(
-                f"TableConfig {self.name!r}: rounding must be stochastic or nearest; got {self.rounding!r}."
-            )
+        check_one_of(f"TableConfig {self.name!r}: pooling", self.pooling, ("sum", "mean", "none"))
+        check_one_of(f"TableConfig {self.name!r}: rounding", self.rounding, ("stochastic", "nearest"))
         if self.id_map is not None and self.id_map.rows != self.rows:
             raise UserError(
                 f"TableConfig {self.name!r}: rows must be those of its id map, {self.id_map.rows}; got {self.rows}. "
                 "Set rows=id_map.rows."
             )
-        if self.track not in ("nothing", "updates"):
-            raise ValueError(f"TableConfig {self.name!r}: track must be nothing or updates; got {self.track!r}.")
+        check_one_of(f"TableConfig {self.name!r}: track", self.track, ("nothing", "updates"))

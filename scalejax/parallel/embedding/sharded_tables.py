@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.ids import id_map
-from scalejax.parallel.embedding.plan.placement import Accumulate, Exchange, ShardingPlan, place
+from scalejax.parallel.embedding.plan.placement import place
+from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan
 from scalejax.parallel.embedding.plan.stacks import Stack, stack_tables
 
 State = dict[str, Any]

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.blocks import (
@@ -552,8 +552,7 @@ def gradients(
       UserError: the parameters are not sharded as the strategy or `apart` says, or a path is not known.
     """
     apart = dict(apart or {})
-    if parts < 1:
-        raise UserError(f"gradients: parts must be at least 1; got {parts}.")
+    check_at_least("gradients: parts", parts, 1)
     for field, paths in (("trained", trained or ()), ("apart", apart)):
         for path in paths:
             if path not in specs:

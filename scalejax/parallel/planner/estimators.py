@@ -45,7 +45,8 @@ import math
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan.placement import Kind, StackKey, itemsize, row_bytes, stack_key
+from scalejax.parallel.embedding.plan.placement import StackKey, itemsize, row_bytes, stack_key
+from scalejax.parallel.embedding.plan.sharding_plan import Kind
 from scalejax.parallel.planner.statistics import TableStatistics
 from scalejax.parallel.planner.topology import HostTopology
 

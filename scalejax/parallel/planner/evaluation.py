@@ -11,7 +11,8 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan.placement import Accumulate, Exchange, ShardingPlan, StackKey, place
+from scalejax.parallel.embedding.plan.placement import StackKey, place
+from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan
 from scalejax.parallel.planner import estimators
 from scalejax.parallel.planner.estimators import Option, Seconds
 from scalejax.parallel.planner.report import DeviceReport, Report, TableReport

@@ -6,7 +6,8 @@ from typing import get_args
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan.placement import SLICED, Accumulate, Kind, TablePlan, refusal, refused_map
+from scalejax.parallel.embedding.plan.placement import refusal, refused_map
+from scalejax.parallel.embedding.plan.sharding_plan import SLICED, Accumulate, Kind, TablePlan
 from scalejax.parallel.planner import estimators
 from scalejax.parallel.planner.estimators import Option, TableWork
 from scalejax.parallel.planner.topology import HostTopology

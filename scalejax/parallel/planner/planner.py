@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.plan.placement import Accumulate, Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.planner import evaluation, options, partition, proposals
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import TableConstraints

@@ -16,7 +16,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from scalejax.parallel.embedding.plan.placement import Kind
+from scalejax.parallel.embedding.plan.sharding_plan import Kind
 from scalejax.parallel.planner.estimators import Option
 from scalejax.parallel.planner.options import KINDS
 from scalejax.parallel.planner.partition import ShardPlacement

@@ -4,7 +4,7 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from scalejax.parallel.embedding.plan.placement import Kind
+from scalejax.parallel.embedding.plan.sharding_plan import Kind
 from scalejax.parallel.planner.estimators import Seconds
 from scalejax.parallel.planner.topology import HostTopology
 from scalejax.units import duration, size

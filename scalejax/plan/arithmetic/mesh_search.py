@@ -2,11 +2,8 @@
 
 1. All meshes over (`replica`, `fsdp`, `context`, `tensor`) with every policy of `nn.layers`, judged by `step_model`.
    What does not divide or cannot fit is dropped with the reason.
-2. The fastest are compiled ahead of time, at most `compiles` of them. Where layers are scanned, as in all models here,
-   a program of 126 layers compiles as fast as one of 2, so the whole depth is. `depths=(1, 2)` compiles programs of 1
-   and 2 layers instead and adds to them what the second layer adds: for models whose layers are unrolled. (A scan of
-   one layer becomes another program, off the line of deeper ones, and of few layers it is not the layers that need the
-   most memory: `depths=(4, 5)` there.)
+2. The fastest are compiled ahead of time, at most `compiles` of them, whole: layers are scanned, and a program of 126
+   layers compiles as fast as one of 2.
 3. They are ranked by the time that the compiled programs need (`Candidate.step_s`); those that do not fit come last.
 """
 
@@ -22,9 +19,6 @@ from scalejax.plan import topology
 from scalejax.plan.arithmetic import decoders, published_runs, step_model
 from scalejax.plan.arithmetic.step_model import REMATS, Remat, StepEstimate, Training
 from scalejax.plan.arithmetic.transformer import Decoder
-from scalejax.plan.compiled import collectives, memory
-from scalejax.plan.compiled.collectives import Collective
-from scalejax.plan.compiled.roofline import Roofline
 from scalejax.plan.run import PlanResult, plan_on
 from scalejax.plan.topology import Topology
 from scalejax.units import size
@@ -119,7 +113,6 @@ def search(
     topology_name: str,
     *,
     compiles: int = MOST_COMPILES,
-    depths: tuple[int, int] | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> SearchResult:
     """Searches meshes and rematerialisation policies for an experiment.
@@ -128,7 +121,6 @@ def search(
       experiment: A run of a decoder; its own mesh and policy are not used, its strategy is.
       topology_name: Such as "v6e:16x16".
       compiles: Candidates to compile, 0 to 5.
-      depths: Two numbers of layers to compile and extrapolate from; None = all layers of the model.
       progress: Called with a line before each compilation.
 
     Raises:
@@ -137,8 +129,6 @@ def search(
     """
     if not 0 <= compiles <= MOST_COMPILES:
         raise UserError(f"search: compiles must be 0 to {MOST_COMPILES}; got {compiles}.")
-    if depths is not None and not 1 <= depths[0] < depths[1]:
-        raise UserError(f"search: depths must be two numbers of layers, the smaller first; got {depths}. Try (1, 2).")
     for field in ("gather_format", "reduce_format"):
         if getattr(experiment.strategy, field, None) is not None:
             raise UserError(
@@ -165,7 +155,8 @@ def search(
     found = []
     for candidate in candidates[:compiles]:
         progress(f"compiling {mesh_text(candidate.mesh)}, remat {candidate.remat}")
-        found.append(dataclasses.replace(candidate, compiled=_compile(experiment, candidate, machine, depths)))
+        chosen = decoders.with_model(experiment, remat=candidate.remat)
+        found.append(dataclasses.replace(candidate, compiled=plan_on(chosen, machine, candidate.mesh)))
     # Those that do not fit come last.
     ranked = sorted(found, key=lambda c: (c.step_s is None, c.step_s or c.estimate.step_s))
     return SearchResult(
@@ -233,85 +224,6 @@ def meshes(machine: Topology) -> Iterator[MeshShape]:
             for copies in _divisors(inside // tensor // context):
                 fsdp = inside // tensor // context // copies
                 yield MeshShape(replica=machine.slices * copies, fsdp=fsdp, context=context, tensor=tensor)
-
-
-def extrapolate(one: PlanResult, two: PlanResult, depths: tuple[int, int], layers: int) -> PlanResult:
-    """The plan of a model of `layers` layers from those of two depths, on a straight line through both.
-
-    What the deeper one needs less of is taken to be the same at every depth, with a warning. Where one of them did not
-    compile, the result has its memory and no time. Memory is a lower bound, with a warning: what lives at one time is
-    the larger of several moments, and in a deeper model it may be another.
-
-    Args:
-      one: Plan of `depths[0]` layers.
-      two: Plan of `depths[1]` layers.
-      depths: Their numbers of layers.
-      layers: The depth that is wanted, at least `depths[1]`.
-    """
-    step, further = depths[1] - depths[0], layers - depths[0]
-    less: list[str] = []
-
-    def line(what: str, a: Any, b: Any) -> Any:
-        if b < a:
-            less.append(what)
-        if b <= a:
-            return a
-        # Counts stay whole numbers.
-        return a + (further * (b - a) // step if isinstance(b, int) else further * (b - a) / step)
-
-    found, kinds = {}, {**one.memory.bytes_per_chip, **two.memory.bytes_per_chip}
-    for kind in (kind for kind in memory.KINDS if kind in kinds):
-        found[kind] = line(kind, one.memory.bytes_per_chip.get(kind, 0), two.memory.bytes_per_chip.get(kind, 0))
-    room = dataclasses.replace(two.memory, bytes_per_chip=found)
-    fits = one.memory.fits and two.memory.fits and room.total_bytes <= room.hbm_bytes
-    lines = None
-    if one.roofline is not None and two.roofline is not None:
-        a, b = dataclasses.asdict(one.roofline), dataclasses.asdict(two.roofline)
-        lines = Roofline(**{name: line(name, a[name], b[name]) for name in a})
-    rows: dict[tuple[str, tuple[str, ...], int], list[Collective | None]] = {}
-    for place, group in enumerate((one.collectives, two.collectives)):
-        for c in group:
-            rows.setdefault((c.kind, c.axes, c.group_size), [None, None])[place] = c
-    moved = []
-    for before, after in rows.values():
-        some = after or before
-        assert some is not None
-        counts = {
-            field: line(f"{some.kind} {some.axis}", getattr(before, field, 0), getattr(after, field, 0))
-            for field in ("bytes", "count", "minimum_bytes")
-        }
-        moved.append(dataclasses.replace(some, **counts))
-    warnings = list(dict.fromkeys((*one.warnings, *two.warnings)))
-    if layers > depths[1]:
-        warnings.append(
-            f"Memory is a lower bound, taken from {depths[0]} and {depths[1]} of {layers} layers: in the whole model "
-            "another moment of the step may need more. Compile all layers (depths=None) before relying on it."
-        )
-    if less:
-        names = ", ".join(dict.fromkeys(less))
-        warnings.append(
-            f"{depths[1]} layers need less than {depths[0]} of: {names}; taken to be the same at every depth."
-        )
-    return dataclasses.replace(
-        two,
-        memory=dataclasses.replace(room, fits=fits),
-        flops=line("flops", one.flops, two.flops),
-        model_flops=line("model flops", one.model_flops, two.model_flops),
-        collectives=tuple(collectives.total(moved)),
-        roofline=lines,
-        compile_s=one.compile_s + two.compile_s,
-        warnings=tuple(warnings),
-    )
-
-
-def _compile(
-    experiment: "Experiment", candidate: Candidate, machine: Topology, depths: tuple[int, int] | None
-) -> PlanResult:
-    chosen = decoders.with_model(experiment, remat=candidate.remat)
-    if depths is None:
-        return plan_on(chosen, machine, candidate.mesh)
-    first, second = (plan_on(decoders.with_model(chosen, layers=layers), machine, candidate.mesh) for layers in depths)
-    return extrapolate(first, second, depths, candidate.estimate.decoder.layers)
 
 
 def _divisors(n: int) -> list[int]:

@@ -24,7 +24,7 @@ import functools
 import math
 from typing import Literal
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
 from scalejax.plan.arithmetic.transformer import Decoder, Pairs
 from scalejax.plan.compiled import collectives, roofline
@@ -117,8 +117,7 @@ class Training:
 
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "parts"):
-            if getattr(self, name) < 1:
-                raise UserError(f"Training: {name} must be at least 1; got {getattr(self, name)}.")
+            check_at_least(f"Training: {name}", getattr(self, name), 1)
         for axis in self.sharded_over:
             if axis not in BATCH_AXES:
                 raise UserError(f"Training: sharded_over must name batch axes ({', '.join(BATCH_AXES)}); got {axis!r}.")

@@ -86,12 +86,6 @@ class Decoder:
         """Parameters of all layers and of what comes before and after them."""
         return self.layers * self.parameters_per_layer + self.end_parameters
 
-    @property
-    def active_parameters(self) -> int:
-        """Those that one token meets, the whole embedding included."""
-        idle = self.layer_parameters["gate_up"] + self.layer_parameters["down"]
-        return self.parameters - self.layers * idle * (self.experts - self.active_experts) // self.experts
-
     def product_flops(self) -> dict[Product, int]:
         """Forward FLOPs of a token in each product of one layer, in the experts that it passes through."""
         return {

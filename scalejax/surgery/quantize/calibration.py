@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_one_of
 from scalejax.numerics import bits as float32
 from scalejax.numerics import blocks, scales
 from scalejax.numerics.blocks import EncodedBlocks
@@ -51,8 +51,7 @@ class Calibration:
     scale_rule: ScaleRule | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in get_args(Method):
-            raise UserError(f"--calibrate must be one of {', '.join(get_args(Method))}; got {self.method!r}.")
+        check_one_of("--calibrate", self.method, get_args(Method))
         if not 0 < self.percentile <= 100:
             raise UserError(f"--percentile must be above 0 and at most 100; got {self.percentile}.")
 

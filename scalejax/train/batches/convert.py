@@ -15,7 +15,7 @@ from scalejax.parallel import context
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.ids import jagged
-from scalejax.parallel.embedding.tiers import RowCache
+from scalejax.parallel.embedding.row_cache import RowCache
 from scalejax.parallel.embedding.update.host_row_plans import Room
 from scalejax.train.batches.prefetch import Prefetch
 from scalejax.train.step import Program, is_field

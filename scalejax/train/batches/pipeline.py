@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from scalejax.parallel.embedding.tiers import RowCache
+from scalejax.parallel.embedding.row_cache import RowCache
 from scalejax.train.state import TrainState
 from scalejax.train.step import Ahead, Program
 from scalejax.train.task import Placed

@@ -19,6 +19,7 @@ A save copies the arrays to the host before it returns, so the caller may donate
 does not change is written before the first save of a phase begins.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -28,13 +29,13 @@ import shutil
 import threading
 import time
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 from scalejax.parallel.embedding.config import UPDATED
 from scalejax.parallel.embedding.stored import tracking
 from scalejax.parallel.embedding.stored.tracking import TableRows
@@ -94,10 +95,8 @@ class Checkpointer:
         Raises:
           UserError: The policy keeps fewer than one last checkpoint or a negative number of best ones.
         """
-        if policy.keep_last < 1:
-            raise UserError(f"checkpoints.keep_last must be 1 or more; got {policy.keep_last}.")
-        if policy.keep_best < 0:
-            raise UserError(f"checkpoints.keep_best must be 0 or more; got {policy.keep_best}.")
+        check_at_least("checkpoints.keep_last", policy.keep_last, 1)
+        check_at_least("checkpoints.keep_best", policy.keep_best, 0)
         self.folder = folder.absolute()
         self._full_every = full_every
         self._store: ArrayStore | None = None
@@ -495,30 +494,23 @@ class Checkpointer:
                 commit(self.folder / f"{_SAVING}{name}", manifest, name)
                 return manifests.stored_digest(self.folder / name)
 
-        try:
+        with self._abandoned_on_error(name):
             distributed.together(self._arrays_store().wait)
             digest = distributed.on_primary(finish)
-        except Exception as error:
-            self._abandon(name)
-            explanation = disk.explain(error, self._cannot_save(step))
-            if explanation is None:
-                raise
-            raise explanation from error
         self._frozen_at = manifests.Frozen(name, digest, tuple(own))
 
     def _begin_arrays(self, step: int | str, arrays: dict[str, jax.Array]) -> None:
-        try:
+        with self._abandoned_on_error(step):
             self._arrays_store().write(self.folder / f"{_SAVING}{step}" / _ARRAYS, arrays)
-        except Exception as error:
-            self._abandon(step)
-            explanation = disk.explain(error, self._cannot_save(step))
-            if explanation is None:
-                raise
-            raise explanation from error
 
     def _write_rows(self, step: int, rows: Iterable[TableRows]) -> None:
-        try:
+        with self._abandoned_on_error(step):
             rows_file.write(self.folder / f"{_SAVING}{step}", jax.process_index(), rows)
+
+    @contextlib.contextmanager
+    def _abandoned_on_error(self, step: int | str) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             self._abandon(step)
             explanation = disk.explain(error, self._cannot_save(step))

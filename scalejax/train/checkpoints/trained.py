@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.errors import UserError
+from scalejax.errors import UserError, check_at_least
 from scalejax.parallel.embedding.stored import logical
 from scalejax.parallel.embedding.stored.conversion import COUNTS, MAPS
 from scalejax.parallel.embedding.stored.tracking import TableRows
@@ -341,8 +341,7 @@ def _means(each: Sequence[Mapping[str, AnyArray]], words: str) -> dict[str, AnyA
 
 def _existing(folder: pathlib.Path, step: int | None, average: int) -> list[int]:
     """The last `average` checkpoints up to a step; the same on every process."""
-    if average < 1:
-        raise UserError(f"--average must be at least 1; got {average}.")
+    check_at_least("--average", average, 1)
     steps = distributed.on_primary(lambda: checkpoint.listed(folder))
     if not steps:
         raise UserError(f"{folder} holds no checkpoint. Train first, or give another run folder.")

@@ -240,17 +240,6 @@ def grouped_auc(
     return GroupedAuc(float(value), int(counts.sum()), _ratio(size.sum(), total))
 
 
-def recalibrate(predictions: ArrayLike, rate: float) -> np.ndarray:
-    """Undoes negative down-sampling: q = p / (p + (1 - p) / rate), where `rate` of the negatives were kept.
-
-    Metrics of q belong to un-sampled examples (or to weights of 1 / rate on the kept negatives).
-    """
-    if not 0 < rate <= 1:
-        raise ValueError(f"recalibrate: rate must be in (0, 1], the share of negatives kept; got {rate}.")
-    p = np.asarray(predictions, np.float64)
-    return p / (p + (1 - p) / rate)
-
-
 def relative_percent(model: float, base: float) -> float:
     """(model - base) / base in percent: relative LogLoss and NE difference; negative is better."""
     return (model - base) / base * 100

@@ -18,9 +18,10 @@ from scalejax import chips, optim
 from scalejax.errors import UserError
 from scalejax.parallel import offload
 from scalejax.parallel.embedding.collection import EmbeddingCollection
-from scalejax.parallel.embedding.plan.placement import PlanRefused, ShardingPlan
+from scalejax.parallel.embedding.plan.placement import PlanRefused
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
+from scalejax.parallel.embedding.row_cache import RowCache, Tiers
 from scalejax.parallel.embedding.stored.tracking import touched_rows
-from scalejax.parallel.embedding.tiers import RowCache, Tiers
 from scalejax.train import distributed, phases
 from scalejax.train import state as states
 from scalejax.train.batches.convert import prefetch

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.parallel import offload
 from scalejax.parallel.embedding.collection import EmbeddingCollection
+from scalejax.parallel.embedding.row_cache import Tiers
 from scalejax.parallel.embedding.stored import logical as stored
 from scalejax.parallel.embedding.stored.conversion import MAPS
-from scalejax.parallel.embedding.tiers import Tiers
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
 from scalejax.train.checkpoints.array_store import AnyArray, LazyArray

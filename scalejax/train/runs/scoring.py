@@ -10,7 +10,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.tiers import RowCache
+from scalejax.parallel.embedding.row_cache import RowCache
 from scalejax.parallel.gradients.compute import ROWS
 from scalejax.train.batches.convert import prefetch
 from scalejax.train.metrics import sums as metric_sums

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from scalejax import bench
 from scalejax.bench import workloads
 from scalejax.bench.cases import data_pipeline
 from scalejax.errors import UserError
@@ -36,7 +37,7 @@ def test_checksum_takes_both_zeros_for_the_same_number():
 
 @pytest.mark.parametrize("case", data_pipeline.CASES)
 def test_cases_deliver_batches(case):
-    contest = data_pipeline.prepare(case, None, None, groups=1)
+    contest = data_pipeline.prepare(case, None, groups=1)
     try:
         contest.ours(2)
     finally:
@@ -46,7 +47,7 @@ def test_cases_deliver_batches(case):
 
 
 def test_the_users_data_is_refused_where_it_would_be_ignored(tmp_path):
-    with pytest.raises(UserError, match="data_pipeline makes its own rows"):
-        data_pipeline.prepare("memory", None, tmp_path)
+    with pytest.raises(UserError, match="--data: data_pipeline makes its own data"):
+        bench.run("data_pipeline", data=tmp_path)
     with pytest.raises(UserError, match="the case criteo makes its own batches"):
         workloads.for_case("criteo", tmp_path)

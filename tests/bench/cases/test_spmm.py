@@ -8,7 +8,6 @@ import pytest
 from scalejax.bench import harness
 from scalejax.bench.cases import spmm
 from scalejax.bench.peers import scipy_sparse
-from scalejax.errors import UserError
 
 SMALL = spmm.Size(nodes=40, most=200, features=5)
 SHORT = harness.Effort(turns=3, turn_s=0.001)
@@ -61,8 +60,3 @@ def test_the_graph_has_the_edges_that_it_is_said_to_have():
     csr = spmm.power_law(spmm.Size(), np.random.default_rng(0))
     assert 1.85e6 < csr.nnz < 1.98e6
     assert np.diff(csr.indptr).max() == 3000
-
-
-def test_data_of_the_user_is_refused(tmp_path):
-    with pytest.raises(UserError, match="--data"):
-        spmm.prepare("exact", None, tmp_path)

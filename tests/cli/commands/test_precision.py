@@ -99,7 +99,7 @@ def test_a_search_is_saved_reported_and_exported(invoke, run, tmp_path):
     [
         (("precision", "nowhere"), "RUN_FOLDER nowhere does not exist"),
         (("precision", "{run}", "--budget", "-1"), "--budget must be at least 0 percent and finite; got -1"),
-        (("precision", "{run}", "--objective", "speed"), "--objective must be bytes or latency; got 'speed'"),
+        (("precision", "{run}", "--objective", "speed"), "--objective must be one of bytes, latency; got 'speed'"),
         (
             ("precision", "{run}", "--tables", "int3"),
             "--tables must name some of float32, float16, int8, kmeans4, int4",

@@ -88,7 +88,7 @@ def test_weights_are_packed_or_decoded_in_memory(invoke, theirs, tmp_path):
     quantize(theirs, tmp_path / "out", "mxfp6_e3m2")
     one_error(
         invoke("generate", str(tmp_path / "out"), "--prompt", "a", "--weights", "int8"),
-        "--weights must be packed or decoded; got 'int8'",
+        "--weights must be one of packed, decoded; got 'int8'",
     )
     arguments = ("--prompt", "def f(", "--max-tokens", "6", "--mesh", "fsdp=8", "--weights")
     texts = [invoke("generate", str(tmp_path / "out"), *arguments, weights) for weights in ("packed", "decoded")]
@@ -172,7 +172,7 @@ def test_static_scales_of_other_formats_are_calibrated_and_generate(invoke, thei
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--method", "gptq"), "--method must be direct or error-diffusion; got 'gptq'"),
+        (("--method", "gptq"), "--method must be one of direct, error-diffusion; got 'gptq'"),
         (("--text", "a.txt"), "--text a.txt: a direct cast reads no text"),
         (("--tokens", "500"), "--tokens 500: a direct cast reads no text"),
         (("--damping", "0.1"), "--damping 0.1: goes with --method error-diffusion"),

@@ -9,7 +9,7 @@ import small_run
 
 from scalejax import configs
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.plan.placement import ShardingPlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.parallel.planner import Constants
 from scalejax.train.runs import binding

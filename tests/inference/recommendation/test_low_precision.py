@@ -103,7 +103,7 @@ def test_calibration_finds_the_ranges_of_what_operators_are_given(dlrm):
     model, _, _ = dlrm
     batch = click_cases.batch(128, seed=3)
     inputs = [click_model.inputs_of(batch, click_cases.SCHEMA)]
-    found = calibration.limits(model, inputs, method="minmax")
+    found = {path: (h.low, h.high) for path, h in calibration.histograms(model, inputs).items()}
     linear = {p for p, o in operators.find(model.shape).items() if o.kind == "linear"}
     assert (
         set(found) == linear == {"bottom/layers/0", "bottom/layers/1", "top/layers/0", "top/layers/1", "top/layers/2"}

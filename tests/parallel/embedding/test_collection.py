@@ -22,7 +22,7 @@ from embedding_cases import (
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adagrad, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 ROOM = Exchange(capacity_factor=8.0)
@@ -288,7 +288,7 @@ def test_ids_and_rows_travel_by_all_to_all_and_memory_falls_with_devices():
 
 def test_plans_and_tables_that_do_not_exist_are_refused():
     from scalejax.errors import UserError
-    from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+    from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 
     mesh = meshes.make_mesh(MeshShape(), jax.devices()[:1])
     tables = tables_of(Sgd())

@@ -37,7 +37,7 @@ from scalejax.parallel.embedding.config import (
     Sgd,
     TableConfig,
 )
-from scalejax.parallel.embedding.plan.placement import KINDS, Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import KINDS, Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape
 
 BATCH = 16

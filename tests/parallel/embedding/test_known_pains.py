@@ -23,7 +23,7 @@ from scalejax.data.examples.schema import Categorical, Schema
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape
 
 BATCH, ROWS, RATE = 16, 11, 0.5

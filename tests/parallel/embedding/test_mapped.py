@@ -19,7 +19,7 @@ from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adagrad, IdMapConfig, MappedFeatures, RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
-from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.embedding.stored import initial
 from scalejax.parallel.embedding.stored.conversion import COUNTS, MAPS
 from scalejax.parallel.mesh import MeshShape

@@ -21,7 +21,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import IdMapConfig, RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 SIZE, ROWS, DIM, RATE = 24, 29, 8, 0.25

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import residual_stack
+import stablehlo
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -15,7 +16,6 @@ from scalejax.parallel import fsdp
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.gradients import blocks, compute
 from scalejax.parallel.mesh import BATCH_AXES, MeshShape
-from scalejax.plan.compiled import stablehlo
 
 pytestmark = pytest.mark.usefixtures("x64")
 

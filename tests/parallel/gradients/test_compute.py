@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stablehlo
 from covering import covering
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -19,7 +20,6 @@ from scalejax.parallel.gradients import blocks
 from scalejax.parallel.gradients.compute import ROWS, Keys, Loss, LossAndGradients, LossInputs, gradients
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
 from scalejax.parallel.rules import Rules
-from scalejax.plan.compiled import stablehlo
 
 pytestmark = pytest.mark.usefixtures("x64")
 

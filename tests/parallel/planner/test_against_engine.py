@@ -24,7 +24,8 @@ from scalejax.parallel.embedding.config import (
     Sgd,
     TableConfig,
 )
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan, place
+from scalejax.parallel.embedding.plan.placement import place
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import AXES
 from scalejax.parallel.planner import AnalyticPlanner, Reuse, TableConstraints, TableStatistics, evaluate
 from scalejax.parallel.planner.options import KINDS

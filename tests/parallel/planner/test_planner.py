@@ -15,7 +15,7 @@ from planner_cases import machine, memory_by_hand, table
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import Adagrad, RowwiseAdagrad, Sgd
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.planner import AnalyticPlanner, TableConstraints, estimators, evaluate, plan
 from scalejax.parallel.planner.estimators import work
 

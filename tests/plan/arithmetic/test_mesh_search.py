@@ -144,36 +144,6 @@ def _result(layers, *, constant=0, fits=True):
     )
 
 
-def test_two_depths_give_every_other():
-    found = mesh_search.extrapolate(_result(2), _result(5), (2, 5), 80)
-    wanted = _result(80)
-    assert found.memory == wanted.memory
-    assert found.roofline == wanted.roofline
-    assert set(found.collectives) == set(wanted.collectives)
-    assert (found.flops, found.model_flops) == (wanted.flops, wanted.model_flops)
-    assert found.compile_s == 2.0
-
-
-def test_memory_of_a_depth_that_was_not_compiled_is_called_a_lower_bound():
-    odd, warning = mesh_search.extrapolate(_result(2), _result(5), (2, 5), 80).warnings
-    assert odd == "odd"
-    assert "lower bound, taken from 2 and 5 of 80 layers" in warning
-    assert mesh_search.extrapolate(_result(2), _result(5), (2, 5), 5).warnings == ("odd",)
-
-
-def test_what_the_second_layer_makes_smaller_stays_and_is_said():
-    found = mesh_search.extrapolate(_result(1, constant=30), _result(2), (1, 2), 80)
-    assert found.memory.bytes_per_chip["temporaries"] == 130
-    assert "2 layers need less than 1 of: temporaries" in found.warnings[-1]
-
-
-def test_a_depth_that_does_not_fit_has_no_time():
-    deep = mesh_search.extrapolate(_result(1), _result(2), (1, 2), 2000)
-    assert not deep.memory.fits  # 7 + 3 * 2000 of 1000 bytes
-    failed = mesh_search.extrapolate(_result(1), _result(2, fits=False), (1, 2), 80)
-    assert (failed.memory.fits, failed.roofline) == (False, None)
-
-
 @pytest.fixture
 def compiled(monkeypatch):
     """A search whose compiler answers at once: time and memory by the estimate, backwards in rank."""
@@ -201,14 +171,6 @@ def test_a_search_compiles_the_best_few_and_ranks_them_by_what_was_compiled(comp
     # Products at the share of their peak, 2 s a layer at the peak, and links.
     line = found.ranked[0].compiled.roofline
     assert steps[0] == pytest.approx(2.0 * 32 / runs.SHARES["v6e"] + line.ici_s)
-
-
-def test_a_search_at_two_depths_compiles_both_and_draws_the_line(compiled):
-    found = search(_experiment(batch=64), "v6e:4x4", compiles=2, depths=(1, 2))
-    assert [layers for layers, _, _ in compiled] == [1, 2] * 2
-    assert {c.compiled.flops for c in found.ranked} == {1 + 4 * 32}
-    with pytest.raises(UserError, match="depths must be two numbers of layers"):
-        search(_experiment(batch=64), "v6e:4x4", depths=(2, 1))
 
 
 def test_a_search_as_tables_and_json(compiled):

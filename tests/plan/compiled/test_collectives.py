@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import stablehlo
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from plan import small_programs
 
 from scalejax.plan import collectives_table, explain_sharding
-from scalejax.plan.compiled import collectives, hlo, stablehlo
+from scalejax.plan.compiled import collectives, hlo
 
 STORED = pathlib.Path(__file__).parent / "hlo"
 

@@ -9,7 +9,7 @@ import pytest
 import small_run
 from changes import changed
 
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.experiment import Checkpoints
@@ -174,5 +174,5 @@ def test_the_compiled_exchange_of_the_next_ids_waits_for_nothing_of_the_step(row
 
 
 def test_other_pipelines_are_refused(rows):
-    with pytest.raises(ValueError, match="pipeline must be 'none', 'ids' or 'stale'; got 'fast'"):
+    with pytest.raises(ValueError, match="pipeline must be one of none, ids, stale; got 'fast'"):
         experiment(rows, tables__pipeline="fast")

@@ -14,7 +14,7 @@ import small_run
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.embedding.stored import tracking
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop

@@ -70,14 +70,6 @@ def test_dividing_by_the_calibration_calibrates():
     assert ev.calibration(labels, p / ev.calibration(labels, p, weights), weights) == pytest.approx(1, rel=EXACT)
 
 
-def test_recalibration_recovers_the_rate_before_negatives_were_dropped():
-    np.testing.assert_array_equal(ev.recalibrate([0.2, 0.9], 1), [0.2, 0.9])
-    # 10 positives among 1,000; a tenth of 990 negatives kept: the model learns 10 / 109.
-    assert ev.recalibrate([10 / 109], 0.1)[0] == pytest.approx(0.01, rel=EXACT)
-    with pytest.raises(ValueError, match="rate"):
-        ev.recalibrate([0.5], 0)
-
-
 def test_relative_percent():
     assert ev.relative_percent(0.99, 1.0) == pytest.approx(-1)
 

@@ -9,7 +9,7 @@ import small_run
 
 from scalejax.errors import UserError
 from scalejax.models.recsys.logistic import LogisticConfig
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import make_mesh
 from scalejax.train.reports import summary as summaries
 from scalejax.train.runs import binding, scoring

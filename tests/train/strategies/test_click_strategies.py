@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 import small_run
+import stablehlo
 from changes import changed
 from covering import covering
 
@@ -24,7 +25,6 @@ from scalejax.parallel.embedding.ids.jagged import DedupGroup
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.plan.compiled import stablehlo
 from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.batches.pipeline import Pipeline

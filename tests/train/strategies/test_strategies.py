@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 import small_language_run as small
+import stablehlo
 from jax.sharding import NamedSharding
 
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.plan.compiled import stablehlo
 from scalejax.train import loop
 from scalejax.train.batches import convert
 from scalejax.train.checkpoints.checkpoint import Checkpointer

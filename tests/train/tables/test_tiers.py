@@ -17,7 +17,7 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding import config
 from scalejax.parallel.embedding.config import IdMapConfig, MappedFeatures
 from scalejax.parallel.embedding.ids.jagged import DedupGroup
-from scalejax.parallel.embedding.plan.placement import Exchange, ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange, ShardingPlan, TablePlan
 from scalejax.parallel.embedding.tiers import ArrayRows, Tier
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop

@@ -23,7 +23,7 @@ from scalejax import optim
 from scalejax.errors import UserError
 from scalejax.models.recsys.task import CtrTask, pooled_table
 from scalejax.parallel.ddp import Ddp
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.gradients.scaling import LossScaling
 from scalejax.parallel.mesh import MeshShape, make_mesh

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from scalejax.errors import UnsupportedError, UserError
+from scalejax.errors import UnsupportedError, UserError, check_one_of
 from scalejax.models.llm.packed_layouts.compressed_tensors import BYTES, CompressedTensors
 from scalejax.models.llm.packed_layouts.gpt_oss import GptOss
 from scalejax.models.llm.packed_layouts.protocol import PackedLayout, Shape
@@ -21,8 +21,7 @@ def find_layout(name: str, inputs: static.Format | None = None) -> PackedLayout:
     Raises:
       UserError: there is no such layout.
     """
-    if name not in LAYOUTS:
-        raise UserError(f"--layout must be one of {', '.join(LAYOUTS)}; got {name!r}.")
+    check_one_of("--layout", name, LAYOUTS)
     return _INT8 if name == _INT8.name and inputs == "int8" else LAYOUTS[name]
 
 

@@ -10,7 +10,7 @@ from scalejax.errors import UserError
 from scalejax.parallel.embedding.exchange.routed import bucket_capacity
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.ids.occurrences import Lookup, lookups
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
 
 _LARGEST_ROWS = 2**31 - 1

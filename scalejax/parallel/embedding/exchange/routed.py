@@ -44,7 +44,7 @@ from scalejax.parallel.embedding.ids.occurrences import (
     summation_order,
     unpool,
 )
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
 from scalejax.parallel.embedding.sharded_tables import StackAxes
 

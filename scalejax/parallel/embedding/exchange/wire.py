@@ -19,7 +19,7 @@ from jax import lax
 from scalejax.numerics import float8
 from scalejax.parallel.compression import codec
 from scalejax.parallel.compression.wire_formats import WIRE_FORMATS
-from scalejax.parallel.embedding.plan.placement import Wire
+from scalejax.parallel.embedding.plan.sharding_plan import Wire
 
 _HALF = {"bfloat16": jnp.bfloat16, "float16": jnp.float16}
 _FLOAT8 = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}

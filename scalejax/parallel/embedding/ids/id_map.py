@@ -124,11 +124,6 @@ def split_ids(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return (words >> np.uint64(32)).astype(np.uint32), words.astype(np.uint32)
 
 
-def join_ids(hi: np.ndarray, lo: np.ndarray) -> np.ndarray:
-    """The inverse of `split_ids`: uint32 words -> int64 ids."""
-    return ((np.asarray(hi, np.uint64) << np.uint64(32)) | np.asarray(lo, np.uint64)).view(np.int64)
-
-
 def bucket_of(config: IdMapConfig, hi: jax.Array, lo: jax.Array) -> jax.Array:
     """int32[N] bucket of each id, in [0, config.buckets); the hash is in the module. NumPy in, NumPy out."""
     hashed = _mix(lo + _mix(hi + np.uint32(0x9E3779B9)))

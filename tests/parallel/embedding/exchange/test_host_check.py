@@ -26,7 +26,7 @@ from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.exchange.routed import bucket_capacity
 from scalejax.parallel.embedding.ids.occurrences import lookups
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 SIZE = 64

@@ -23,7 +23,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.exchange import ragged
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 
@@ -124,5 +124,5 @@ def test_other_platforms_are_refused(monkeypatch):
     monkeypatch.setattr(ragged, "PLATFORMS", ("tpu",))
     with pytest.raises(UserError, match=r"all_to_all='ragged' needs a TPU or a GPU.*on 'cpu'.*'padded'"):
         both("row_wise", {})
-    with pytest.raises(UserError, match="all_to_all must be 'padded' or 'ragged'; got 'dense'"):
+    with pytest.raises(UserError, match="all_to_all must be one of padded, ragged; got 'dense'"):
         Exchange(all_to_all="dense")

@@ -24,7 +24,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.compression import codec
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.exchange import wire
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 # Largest error as a share of the element (half types) or of the largest magnitude of its vector (scaled types): half a
@@ -184,5 +184,5 @@ def test_what_cannot_travel_is_refused():
         Exchange(backward="mx6")
     with pytest.raises(UserError, match="loss_scale must be a positive number; got 0"):
         Exchange(loss_scale=0.0)
-    with pytest.raises(UserError, match="overflow must be 'fail' or 'count'; got 'drop'"):
+    with pytest.raises(UserError, match="overflow must be one of fail, count; got 'drop'"):
         Exchange(overflow="drop")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.ids import id_map
-from scalejax.parallel.embedding.ids.id_map import IdMapConfig, join_ids, split_ids
+from scalejax.parallel.embedding.ids.id_map import IdMapConfig, split_ids
 
 SLOTS = 12
 MASK = 2**64 - 1
@@ -39,6 +39,11 @@ def padded(ids):
     """hi, lo, valid of `SLOTS` slots."""
     hi, lo = split_ids(np.array([*ids, *[7] * (SLOTS - len(ids))], np.int64))
     return hi, lo, np.arange(SLOTS) < len(ids)
+
+
+def join_ids(hi, lo):
+    """The inverse of `split_ids`."""
+    return ((np.asarray(hi, np.uint64) << np.uint64(32)) | np.asarray(lo, np.uint64)).view(np.int64)
 
 
 def run(config, state, ids, step):

@@ -9,7 +9,7 @@ from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, IdMapConfig, RowwiseAdagrad, Sgd, TableConfig
 from scalejax.parallel.embedding.plan import memory
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.units import size
 
 TABLES = (

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 
 PLAN = ShardingPlan(
     tables=(

@@ -8,7 +8,7 @@ from embedding_cases import numpy_stack, numpy_unstack, plan_of, random_logical
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import Adam, RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.embedding.plan.placement import KINDS
+from scalejax.parallel.embedding.plan.sharding_plan import KINDS
 from scalejax.parallel.embedding.stored import logical as stored
 from scalejax.parallel.mesh import MeshShape
 

@@ -21,7 +21,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad
-from scalejax.parallel.embedding.plan.placement import ShardingPlan, TablePlan
+from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.embedding.stored import tracking
 from scalejax.parallel.mesh import MeshShape
 
@@ -162,7 +162,7 @@ def test_tables_that_are_not_tracked_carry_no_numbers():
 
 
 def test_only_names_of_choices_are_taken():
-    with pytest.raises(ValueError, match="track must be nothing or updates; got 'yes'"):
+    with pytest.raises(ValueError, match="track must be one of nothing, updates; got 'yes'"):
         dataclasses.replace(wide_tables(RowwiseAdagrad())[0], track="yes")
 
 

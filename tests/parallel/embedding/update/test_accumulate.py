@@ -23,7 +23,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, Sgd, TableConfig
-from scalejax.parallel.embedding.plan.placement import Exchange
+from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.mesh import MeshShape
 
 BATCH = 16
@@ -95,7 +95,7 @@ def test_ordered_sums_do_see_the_order_of_the_batch():
     one = after(on, host, grads)
     other = after(on, *permuted(host, grads, np.random.default_rng(0).permutation(BATCH)))
     assert any((one[t]["rows"] != other[t]["rows"]).any() for t in one)
-    with pytest.raises(ValueError, match="accumulate must be 'ordered' or 'exact'; got 'fast'"):
+    with pytest.raises(ValueError, match="accumulate must be one of ordered, exact; got 'fast'"):
         collection(tables, 1, accumulate="fast")
     double = tuple(dataclasses.replace(table, dtype="float64") for table in tables)
     with pytest.raises(

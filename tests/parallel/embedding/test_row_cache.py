@@ -7,7 +7,7 @@ import pytest
 
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import TableConfig
-from scalejax.parallel.embedding.tiers import Directory
+from scalejax.parallel.embedding.row_cache import Directory
 
 TABLE = TableConfig(name="item", rows=50, dim=4, features=("item",))
 

