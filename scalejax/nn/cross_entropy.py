@@ -10,7 +10,7 @@ logits are at hand, so that nothing is computed twice: the head costs three matr
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,19 @@ from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.numerics.quantized.weights import FormattedWeight
 from scalejax.parallel.mesh import BATCH_AXES
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
 
 def linear_cross_entropy(
-    x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, *, positions: int = 512
-) -> jax.Array:
+    x: "Float[Array, 'batch positions embed']",
+    weight: jax.Array,
+    targets: "Int[Array, 'batch positions']",
+    weights: "Float[Array, 'batch positions']",
+    *,
+    positions: int = 512,
+) -> "Float[Array, '']":
     """sum_bs weights_bs * cross-entropy(x_bs @ weight, targets_bs).
 
     Args:

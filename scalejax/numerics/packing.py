@@ -23,6 +23,7 @@ Static shifts of static slices: nothing is gathered. `to_words` gives any stream
 import dataclasses
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,10 @@ from scalejax.errors import UserError
 from scalejax.numerics import formats
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.quantize import Quantized
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float32, Int32, Integer, UInt8, UInt32
 
 
 @functools.partial(
@@ -68,7 +73,7 @@ class Packed:
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "axis"))
-def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
+def pack_bits(codes: "Integer[Array, '...']", bits: int, *, axis: int) -> "UInt8[Array, '...']":
     """Integers of `bits` bits, [..., n, ...] -> uint8[..., n bits / 8, ...], a stream along `axis`.
 
     Of negative integers these are the lowest bits, two's complement.
@@ -85,7 +90,7 @@ def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "axis"))
-def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
+def unpack_bits(packed: "UInt8[Array, '...']", bits: int, *, axis: int) -> "Int32[Array, '...']":
     """uint8[..., n bits / 8, ...] -> int32[..., n, ...]: what pack_bits was given.
 
     Raises:
@@ -103,7 +108,7 @@ def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
     return _regrouped(packed, 8, bits, axis=axis)
 
 
-def to_words(data: jax.Array, *, axis: int) -> jax.Array:
+def to_words(data: "UInt8[Array, '...']", *, axis: int) -> "UInt32[Array, '...']":
     """Bytes in words of 32 bits, the first byte lowest: uint8[..., 4 n, ...] -> uint32[..., n, ...].
 
     Of streams of codes: code i of 4 bits lies in bits 4 (i mod 8) of word i // 8; 16 codes of 6 bits fill three words.
@@ -121,7 +126,7 @@ def to_words(data: jax.Array, *, axis: int) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.moveaxis(apart, axis + 1, -1), jnp.uint32)
 
 
-def from_words(words: jax.Array, *, axis: int) -> jax.Array:
+def from_words(words: "UInt32[Array, '...']", *, axis: int) -> "UInt8[Array, '...']":
     """uint32[..., n, ...] -> uint8[..., 4 n, ...]: what to_words was given.
 
     Raises:
@@ -209,7 +214,7 @@ def block_bytes(format: str | BlockFormat) -> int:
 
 
 @jax.jit
-def pack_blocks(quantized: Quantized) -> jax.Array:
+def pack_blocks(quantized: Quantized) -> "UInt8[Array, '...']":
     """One array of bytes, blocks one after another along the block axis: scale, second scales, codes.
 
     Returns:
@@ -239,12 +244,12 @@ def pack_blocks(quantized: Quantized) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("format", "axis", "length"))
 def unpack_blocks(
-    data: jax.Array,
+    data: "UInt8[Array, '...']",
     format: str | BlockFormat,
     *,
     axis: int,
     length: int,
-    tensor_scale: jax.Array | None = None,
+    tensor_scale: "Float32[Array, ''] | None" = None,
 ) -> Quantized:
     """The inverse of `pack_blocks`.
 
