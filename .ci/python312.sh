@@ -8,7 +8,7 @@ for candidate in python3.12 "$HOME"/.pyenv/versions/3.12*/bin/python3.12; do
 done
 if [ -z "$python" ]; then echo "skipped: no python3.12 on this machine"; exit 0; fi
 "$python" -m venv "$scratch/venv312"
-"$scratch/venv312/bin/pip" install -q -e '.[train]' pytest pytest-timeout pytest-xdist hypothesis beartype scikit-learn
+"$scratch/venv312/bin/pip" install -q -e '.[train]' pytest pytest-timeout pytest-xdist hypothesis scikit-learn
 "$scratch/venv312/bin/python" -c "import jax, flax; print('jax', jax.__version__, 'flax', flax.__version__)"
 # What depends on jax most: kernels, exchanges, models, and each kind of run once.
 JAX_COMPILATION_CACHE_DIR="$scratch/cache312" timeout 1200 "$scratch/venv312/bin/python" -m pytest -q -p no:cacheprovider -n 2 \

@@ -16,7 +16,7 @@ if packed != wanted:
 print(f"{wheel.name}: {len(packed)} files, {wheel.stat().st_size / 1e6:.1f} MB, as in the checkout")
 PY
 python3 -m venv "$scratch/wheel-venv"
-"$scratch/wheel-venv/bin/pip" install -q "$(ls "$scratch"/dist/*.whl)[train,llm]" pytest pytest-timeout pytest-xdist hypothesis beartype scikit-learn safetensors
+"$scratch/wheel-venv/bin/pip" install -q "$(ls "$scratch"/dist/*.whl)[train,llm]" pytest pytest-timeout pytest-xdist hypothesis scikit-learn safetensors
 cp -r tests "$scratch/tests" && cp pyproject.toml "$scratch/"
 cd "$scratch"
 "$scratch/wheel-venv/bin/python" -c "import scalejax, sys; assert not scalejax.__file__.startswith('$root/'), scalejax.__file__"

@@ -1,6 +1,6 @@
 """Attention on whatever mesh there is: each device computes the rows, heads and positions that it has."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -65,8 +65,16 @@ def attend(
     optional = {"segment_ids": segment_ids, "query_offset": query_offset}
     given = {name: array for name, array in optional.items() if array is not None}
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> jax.Array:
-        return flash_attention(q, k, v, **given, implementation=implementation)[0]
+    def local(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None = None,
+        query_offset: jax.Array | None = None,
+    ) -> jax.Array:
+        return flash_attention(
+            q, k, v, segment_ids=segment_ids, query_offset=query_offset, implementation=implementation
+        )[0]
 
     if mesh.empty or mesh.size == 1:
         return local(q, k, v, **given)

@@ -40,7 +40,7 @@ from scalejax.parallel.rules import LogicalAxes
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Int, PyTree
 
     from scalejax.kernels.interpretation import Interpret
 
@@ -59,7 +59,10 @@ _Keys = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
 """Keys, values, and positions and segments of them."""
 
 _Result = tuple[jax.Array, jax.Array]
-_Move = Callable[[Any], Any]
+_Sums = tuple[_Keys, jax.Array, list[jax.Array]]
+"""Keys on their way, the gradient of the queries, and those of keys and values on their way."""
+
+_Move = Callable[[A], A]
 
 
 def chunk_order(ranks: int) -> tuple[int, ...]:
@@ -198,9 +201,20 @@ def sharded_context_attention(
         fills = {"positions": 0, "segment_ids": _PADDING}
         given = {name: jnp.pad(x, ((0, 0), (0, more)), constant_values=fills[name]) for name, x in given.items()}
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> jax.Array:
+    def local(
+        q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
         return context_attention(
-            q, k, v, **given, method=method, mask=mask, window=window, scale=scale, implementation=implementation
+            q,
+            k,
+            v,
+            positions=positions,
+            segment_ids=segment_ids,
+            method=method,
+            mask=mask,
+            window=window,
+            scale=scale,
+            implementation=implementation,
         )[0]
 
     axes: dict[str, LogicalAxes] = dict.fromkeys(given, ("batch", "sequence"))
@@ -305,7 +319,7 @@ def _ring(
         out, lse = flash_attention(q, keys, values, **call.options(positions, segments, key_positions, key_segments))
         return out.astype(lse.dtype), lse
 
-    def step(carry: Any, move: _Move) -> Any:
+    def step(carry: tuple[_Keys, _Result], move: _Move[_Keys]) -> tuple[_Keys, _Result]:
         held, result = carry
         arriving = move(held)  # stated first: it has the time of what follows
         return arriving, _merge(result, attend(held))
@@ -313,7 +327,7 @@ def _ring(
     own = (k, v, positions, segments)
     ranks = lax.axis_size(call.axis)
     move = functools.partial(_pass_on, call.axis, ranks)
-    arriving = move(own) if ranks > 1 else None
+    arriving = move(own) if ranks > 1 else own
     result = attend(own)
     if ranks > 1:
         _, result = _round(step, (arriving, result), ranks, move)
@@ -321,7 +335,7 @@ def _ring(
     return out.astype(q.dtype), lse
 
 
-def _ring_forward(call: _Call, *args: Any) -> tuple[_Result, tuple[Any, ...]]:
+def _ring_forward(call: _Call, *args: "PyTree") -> tuple[_Result, tuple[jax.Array | None, ...]]:
     args = jax.tree.map(lambda x: x.value, args, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
     out, lse = _ring(call, *args)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
@@ -349,7 +363,7 @@ def _ring_backward(
     ranks = lax.axis_size(call.axis)
     move = functools.partial(_pass_on, call.axis, ranks)
 
-    def step(carry: Any, forward: _Move) -> Any:
+    def step(carry: _Sums, forward: _Move[_Keys]) -> _Sums:
         held, d_q, sums = carry
         arriving = forward(held)
         d_q_part, *parts = gradients(held)
@@ -357,7 +371,7 @@ def _ring_backward(
         return arriving, d_q + d_q_part, move(jax.tree.map(jnp.add, sums, parts))
 
     own = (k, v, positions, segments)
-    arriving = move(own) if ranks > 1 else None
+    arriving = move(own) if ranks > 1 else own
     d_q, *parts = gradients(own)
     if ranks > 1:
         # What the own queries add to the own keys waits here; the sums of the others come round in n - 1 steps.
@@ -370,7 +384,7 @@ def _ring_backward(
 _ring.defvjp(_ring_forward, _ring_backward, symbolic_zeros=True)
 
 
-def _round(step: Callable[[Carry, _Move], Carry], carry: Carry, ranks: int, move: _Move) -> Carry:
+def _round(step: Callable[[Carry, _Move[A]], Carry], carry: Carry, ranks: int, move: _Move[A]) -> Carry:
     """n - 1 steps, the last of which passes nothing on."""
 
     def one(carry: Carry, _: None) -> tuple[Carry, None]:

@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -187,7 +187,8 @@ def place(
 
 def gradients(
     loss: Callable[
-        [Mapping[str, jax.Array | ShardWithState], Any, jax.Array | None, Gather], tuple[jax.Array, jax.Array, Any]
+        [Mapping[str, jax.Array | ShardWithState], "PyTree", jax.Array | None, Gather],
+        tuple[jax.Array, jax.Array, dict[str, jax.Array]],
     ],
     strategy: Strategy,
     *,
@@ -195,7 +196,7 @@ def gradients(
     specs: Mapping[str, P],
     parts: int = 1,
     handled: tuple[str, ...] = (),
-) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
+) -> Callable[..., tuple[jax.Array, jax.Array, dict[str, jax.Array], Arrays]]:
     """Gradients of a loss of parameters alone under a strategy; to be called under jit.
 
     `parallel.gradients.compute` is the whole of it: inputs, frozen parameters, variables, exchanges with memory.
@@ -226,10 +227,10 @@ def gradients(
 
     def of_params(
         params: Arrays, batch: "PyTree", key: jax.Array | None = None, scale: jax.typing.ArrayLike = 1.0
-    ) -> tuple[jax.Array, jax.Array, Any, Arrays]:
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], Arrays]:
         keys = None if key is None else Keys(key, key)
         found = run(params, batch, keys=keys, scale=scale)
-        sums: Any = found.sums
+        sums = found.sums
         if strategy.output_dtype is not None:
             sums = jax.tree.map(lambda x: _cast_floating(x, strategy.output_dtype), sums)
         return found.sum, found.weight, sums, found.params

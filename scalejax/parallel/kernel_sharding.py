@@ -108,11 +108,13 @@ class _Run:
 # The derivative is written out because jax 0.10 to 0.12 cannot differentiate a shard_map inside another one: residuals
 # of the inner one are given specs that name axes of the outer.
 @compat.custom_vjp(0, 1)
-def _run(run: _Run, varying: frozenset[str], *args: jax.Array) -> Any:
+def _run(run: _Run, varying: frozenset[str], *args: jax.Array) -> "PyTree[jax.Array]":
     return _vary(run.shard_map(run.op, run.in_specs, run.out_specs)(*args), varying)
 
 
-def _run_forward(run: _Run, varying: frozenset[str], *args: jax.Array) -> Any:
+def _run_forward(
+    run: _Run, varying: frozenset[str], *args: jax.Array
+) -> tuple["PyTree[jax.Array]", tuple["_Static", list[jax.Array]]]:
     structure: list[Any] = []
 
     def local(*args: jax.Array) -> tuple["PyTree[jax.Array]", list[jax.Array]]:

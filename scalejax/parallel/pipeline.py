@@ -16,7 +16,7 @@ backward ones, so that what a layer keeps for its backward pass is kept for all 
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 AXIS = "stage"
 
 X = TypeVar("X")
-Body = Callable[[Any, X], X]
+Body = Callable[["PyTree[jax.Array]", X], X]
 """(parameters of one layer, x) -> x of the same structure, shapes and dtypes."""
 
 

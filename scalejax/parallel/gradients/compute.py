@@ -390,14 +390,16 @@ class GradientFunction:
                 gradients, changed = scheme.reduce(fetched, state, None)
                 gradients = {path: g.astype(params[path].dtype) for path, g in gradients.items()}
                 state = blocks.changed_states(state, changed)
-            total: Any = (found.sum, found.weight, found.sums)
+            total, weight, sums = found.sum, found.weight, found.sums
             if over + handled:
-                total = jax.lax.psum(total, over + handled)
+                total, weight, sums = jax.lax.psum((total, weight, sums), over + handled)
             outputs, inputs = found.outputs, found.inputs
             if handled:
                 outputs, inputs = jax.lax.psum((outputs, inputs), handled)
             return LossAndGradients(
-                *total,
+                sum=total,
+                weight=weight,
+                sums=sums,
                 outputs=outputs,
                 params=gradients,
                 inputs=inputs,
