@@ -1,7 +1,6 @@
 """Parts that the graph networks have in common."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
@@ -11,7 +10,7 @@ from scalejax.errors import UserError
 from scalejax.models.graph.aggregation import Graph
 
 
-def glorot(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
+def glorot(key: jax.Array, shape: tuple[int, int], dtype: jax.typing.DTypeLike) -> jax.Array:
     """Uniform in ± sqrt(6 / (rows + columns)) (Glorot and Bengio, 2010)."""
     limit = (6 / sum(shape)) ** 0.5
     return jax.random.uniform(key, shape, dtype, -limit, limit)
