@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, overload
 
 import jax
 import numpy as np
@@ -22,6 +22,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError, check_at_least
+
+Tree = TypeVar("Tree")
 
 AXES = ("replica", "fsdp", "expert", "context", "tensor", "stage")
 BATCH_AXES = ("replica", "fsdp", "expert")
@@ -156,7 +158,11 @@ def everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(tuple(mesh.axis_names)))
 
 
-def put(tree: Any, sharding: NamedSharding) -> Any:
+@overload
+def put(tree: np.ndarray, sharding: NamedSharding) -> jax.Array: ...
+@overload
+def put(tree: Tree, sharding: NamedSharding) -> Tree: ...
+def put(tree: object, sharding: NamedSharding) -> object:
     """Host arrays on the devices; every process passes the same ones, and each puts the parts of its own devices.
 
     Nothing is sent between processes. Nothing is compared either, as `jax.device_put` would do with all of it.
@@ -164,7 +170,7 @@ def put(tree: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
-    def parts(array: Any) -> jax.Array:
+    def parts(array: jax.typing.ArrayLike) -> jax.Array:
         host = np.asarray(array)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

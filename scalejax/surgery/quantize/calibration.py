@@ -13,7 +13,7 @@ mse         of several candidates the one of the least squared error
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 import jax
@@ -190,15 +190,16 @@ def encode(
 def join(parts: list[EncodedBlocks], format: BlockFormat, length: int, tensor_scale: jax.Array | None) -> Quantized:
     """Rows one below the other."""
 
-    def flat(arrays: list[Any]) -> jax.Array:
+    def flat(arrays: list[jax.Array]) -> jax.Array:
         whole = jnp.concatenate(arrays)
         return whole.reshape(whole.shape[0], -1)
 
     dtype = jnp.uint8 if format.element.bits <= 8 else jnp.uint16
+    subs = [part.sub_scales for part in parts if part.sub_scales is not None]
     return Quantized(
         codes=flat([part.codes for part in parts]).astype(dtype),
         scales=flat([part.scales for part in parts]),
-        sub_scales=None if parts[0].sub_scales is None else flat([part.sub_scales for part in parts]),
+        sub_scales=flat(subs) if subs else None,
         tensor_scale=tensor_scale,
         format=format,
         axis=-1,
@@ -230,7 +231,7 @@ def _chunks(x: jax.Array) -> list[jax.Array]:
     return [x[start : start + rows] for start in range(0, x.shape[0], rows)]
 
 
-def _chunked(function: Any, x: jax.Array, format: BlockFormat) -> jax.Array:
+def _chunked(function: Callable[[jax.Array, BlockFormat], jax.Array], x: jax.Array, format: BlockFormat) -> jax.Array:
     return jnp.concatenate([function(part, format) for part in _chunks(x)])
 
 
