@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, mesh_text
@@ -31,6 +31,8 @@ from scalejax.units import size
 
 if TYPE_CHECKING:
     from scalejax.train.experiment import Experiment
+
+Number = TypeVar("Number", int, float)
 
 MOST_COMPILES = 5
 _SLACK = 1.1
@@ -102,7 +104,7 @@ class SearchResult:
     others: tuple[Candidate, ...]
     dropped: tuple[Dropped, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The result as plain values."""
         return {
             "topology": self.topology.name,
@@ -251,7 +253,7 @@ def extrapolate(one: PlanResult, two: PlanResult, depths: tuple[int, int], layer
     step, further = depths[1] - depths[0], layers - depths[0]
     less: list[str] = []
 
-    def line(what: str, a: Any, b: Any) -> Any:
+    def line(what: str, a: Number, b: Number) -> Number:
         if b < a:
             less.append(what)
         if b <= a:
@@ -318,7 +320,7 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _candidate_json(c: Candidate) -> dict[str, Any]:
+def _candidate_json(c: Candidate) -> dict[str, object]:
     e = c.estimate
     return {
         "mesh": mesh_text(c.mesh),
