@@ -10,7 +10,7 @@ import itertools
 import pathlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,8 @@ from scalejax.data.examples.dedup import AnyBatch, expand_batch
 from scalejax.data.tables.parquet import ParquetData
 from scalejax.errors import UserError
 
+Batch = TypeVar("Batch")
+
 CASES = ("memory", "parquet")
 PEERS = ("torch", "torch-workers")
 
@@ -30,6 +32,10 @@ GROUP = 8 * BATCH
 """Rows of a row group: whole batches, so that every loader can deliver an epoch to the last row."""
 WINDOW = 4
 """Row groups that are shuffled together."""
+
+
+class _Tensor(Protocol):
+    def numpy(self) -> np.ndarray: ...
 
 
 def on_cpu() -> bool:
@@ -129,14 +135,14 @@ def _torch(
     dense: np.ndarray,
     labels: np.ndarray,
     workers: int,
-) -> Iterable[Any]:
+) -> Iterable[tuple[_Tensor, _Tensor, _Tensor]]:
     peer = peers.load("torch_loader")
     if path is None:
         return peer.from_memory(np.ascontiguousarray(ids.T), dense, labels, BATCH, workers)
     return peer.from_parquet(path, schema.keys, schema.dense, schema.labels[0], BATCH, WINDOW, workers)
 
 
-def _taker(batches: Iterator[Any]) -> Callable[[int], None]:
+def _taker(batches: Iterator[object]) -> Callable[[int], None]:
     def take(count: int) -> None:
         for _ in range(count):
             next(batches)
@@ -144,12 +150,12 @@ def _taker(batches: Iterator[Any]) -> Callable[[int], None]:
     return take
 
 
-def _forever(loader: Iterable[Any]) -> Iterator[Any]:
+def _forever(loader: Iterable[Batch]) -> Iterator[Batch]:
     while True:
         yield from loader
 
 
-def _check(ours: BatchedDataSet, loader: Iterable[Any], batches: int) -> None:
+def _check(ours: BatchedDataSet, loader: Iterable[tuple[_Tensor, _Tensor, _Tensor]], batches: int) -> None:
     """Raises OutputsDiffer unless one epoch of both sides holds the same rows."""
     sums = [0, 0]
     for batch in itertools.islice(ours.train_batches(), batches):

@@ -76,9 +76,16 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     def figures() -> dict[str, float]:
         return _figures(engine, prompt)
 
-    common: dict[str, Any] = {"ours": ours, "examples": TOKENS, "device": machine.device_name(device)}
+    alone = Contest(
+        ours=ours,
+        peer=None,
+        check=lambda: None,
+        examples=TOKENS,
+        device=machine.device_name(device),
+        figures=figures,
+    )
     if against is None:
-        return Contest(peer=None, check=lambda: None, figures=figures, **common)
+        return alone
     arrays = {name: np.array(value) for name, value in engine.params.items()}
     theirs = peers.load("transformers_llama").Generation(config, arrays, threads=len(machine.usable_cpus()))
 
@@ -92,10 +99,10 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
             at = next(i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b)
             raise OutputsDiffer(f"token {at + 1} of {TOKENS} differs: {mine[at]} here, {other[at]} in the peer")
 
-    return Contest(peer=peer, check=check, figures=figures, **common)
+    return dataclasses.replace(alone, peer=peer, check=check)
 
 
-def _engine(config: LlamaConfig, device: Any, dtype: Any) -> Engine:
+def _engine(config: LlamaConfig, device: Any, dtype: jax.typing.DTypeLike) -> Engine:
     def build() -> Llama:
         return Llama(config, nnx.Rngs(0), nn.Dtypes(dtype, dtype))
 

@@ -13,7 +13,7 @@ import pathlib
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +94,7 @@ def contest(case: str, against: str | None, shape: tuple[int, int]) -> Contest:
 class _Timed:
     """A compiled program on its array, and how long its turns took."""
 
-    def __init__(self, program: Callable[..., Any], x: jax.Array):
+    def __init__(self, program: Callable[..., object], x: jax.Array):
         self.program, self.x = program, x
         self.turns: list[tuple[int, float]] = []
 
