@@ -3,7 +3,7 @@
 import importlib.util
 import pathlib
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scalejax import json_reading
 from scalejax.cli import output
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from scalejax.train.experiment import Experiment
 
 
-def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
+def read_record(run_folder: pathlib.Path) -> as_data.Record:
     """What `experiment.json` of a run folder says.
 
     Raises:

@@ -24,7 +24,7 @@ class DataSet(Protocol):
     """
 
     @property
-    def schema(self) -> Any:
+    def schema(self) -> object:
         """Columns of the data, or what else a model must know of it."""
         ...
 
@@ -36,11 +36,11 @@ class DataSet(Protocol):
         """Hex digest of the files, columns, split and order; a run resumes only on equal fingerprints."""
         ...
 
-    def train_batches(self, *, start_example: int, process_index: int = 0, process_count: int = 1) -> Iterator[Any]:
+    def train_batches(self, *, start_example: int, process_index: int = 0, process_count: int = 1) -> Iterator[object]:
         """This process's contiguous slice of each global batch from stream position `start_example`, without end."""
         ...
 
-    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Any]:
+    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[object]:
         """One pass in file order; the last batch is filled up with examples of weight 0."""
         ...
 
@@ -48,7 +48,9 @@ class DataSet(Protocol):
         """(name, start, stop) of each day of the training split, as stream positions; data in time order only."""
         ...
 
-    def range_batches(self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1) -> Iterator[Any]:
+    def range_batches(
+        self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[object]:
         """One pass over stream positions [start, stop), the last batch filled up with examples of weight 0."""
         ...
 

@@ -11,7 +11,8 @@ import hashlib
 import io
 import pathlib
 import re
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import polars as pl
 import pyarrow as pa
@@ -96,7 +97,7 @@ def hold(frame: ArrowStream) -> str:
     digest = hashlib.sha256()
     for column in found:
         digest.update(repr((column.name, str(column.dtype))).encode())
-        _hash(column, digest)
+        _hash(column, digest.update)
     path = IN_MEMORY + digest.hexdigest()
     _held[path] = found
     return path
@@ -117,22 +118,22 @@ def _file(path: str) -> pathlib.Path:
     return file
 
 
-def _hash(column: pl.Series, digest: Any) -> None:
+def _hash(column: pl.Series, update: Callable[[bytes], None]) -> None:
     """What stands under a missing value does not count."""
-    digest.update(column.is_null().to_numpy().tobytes())
+    update(column.is_null().to_numpy().tobytes())
     if isinstance(column.dtype, pl.List):
         lengths = column.list.len().fill_null(0)
-        _hash(lengths, digest)
-        _hash(column.filter(lengths > 0).explode(), digest)
+        _hash(lengths, update)
+        _hash(column.filter(lengths > 0).explode(), update)
     elif isinstance(column.dtype, pl.Struct):
         for field in column.struct.unnest():
-            _hash(field, digest)
+            _hash(field, update)
     elif column.dtype.is_numeric() or column.dtype.is_temporal():
-        digest.update(column.to_physical().fill_null(0).to_numpy().tobytes())
+        update(column.to_physical().fill_null(0).to_numpy().tobytes())
     else:
         text = (column.bin.encode("hex") if column.dtype == pl.Binary else column.cast(pl.String)).fill_null("")
-        _hash(text.str.len_bytes(), digest)
-        digest.update("".join(text).encode())
+        _hash(text.str.len_bytes(), update)
+        update("".join(text).encode())
 
 
 def _checked(table: pa.Table, where: str) -> pl.DataFrame:

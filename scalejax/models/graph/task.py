@@ -230,7 +230,7 @@ class NodeTask(TaskBase):
           The sum, the number, and the output "logits", float32[B, C].
         """
         del gather
-        placed, around, key = batch.constants, batch["neighborhood"], None if keys is None else keys.examples
+        placed, around, key = batch.constants, batch.fields["neighborhood"], None if keys is None else keys.examples
         if batch.purpose == "evaluation":
             logits = self.logits(model, placed)[batch["nodes"]]
         elif placed.train is not None:
