@@ -52,10 +52,9 @@ class Preemption:
           again: The command that goes on; may change later.
 
         Raises:
-          UserError: grace_s is negative.
+          UserError: grace_s is negative or not finite.
         """
-        if not 0 <= grace_s < float("inf"):
-            raise UserError(f"--grace must be 0 or more seconds; got {grace_s:g}.")
+        _check_grace(grace_s)
         self.again, self.trained, self.leaving = again, 0, False
         self._saved: Callable[[], int] = lambda: 0
         self._grace_s = grace_s
@@ -147,8 +146,9 @@ def deadline(text: str | None, grace_s: float) -> float | None:
       grace_s: How long before it the run is asked to end.
 
     Raises:
-      UserError: it is neither, or nearer than `grace_s`.
+      UserError: it is neither, or nearer than `grace_s`; grace_s is negative or not finite.
     """
+    _check_grace(grace_s)
     if text is None:
         slurm = os.environ.get(SLURM_VARIABLE, "")
         return float(slurm) if slurm.isdecimal() and int(slurm) else None
@@ -162,6 +162,11 @@ def deadline(text: str | None, grace_s: float) -> float | None:
         "--deadline must be seconds from now or a time to come, such as 3600 or 2026-11-24T18:30, and farther away "
         f"than --grace, {grace_s:g} s, which is for the last save; got {text!r}."
     )
+
+
+def _check_grace(grace_s: float) -> None:
+    if not 0 <= grace_s < float("inf"):
+        raise UserError(f"--grace must be 0 or more seconds, such as 30; got {grace_s:g}.")
 
 
 def _nothing() -> None:

@@ -171,7 +171,7 @@ def test_what_is_no_process_of_the_job_is_sent_away():
 )
 def test_a_process_that_is_gone_ends_the_others_with_a_line(other, status, said):
     port = free_port()
-    first = script(f"{WATCH}peers.job.present(peers.job.token); time.sleep(6)", port, 2, 0)
+    first = script(f"{WATCH}peers.job.present(peers.job.token); time.sleep({9 if status else 3})", port, 2, 0)
     second = script(WATCH + other, port, 2, 1)
     message = first.communicate(timeout=60)[1]
     second.kill()

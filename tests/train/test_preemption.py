@@ -10,8 +10,10 @@ import time
 import pytest
 import typed_run
 
+from scalejax import configs
+from scalejax.configs import serialization
 from scalejax.errors import UserError
-from scalejax.train import preemption
+from scalejax.train import loop, preemption
 from scalejax.train.experiment import Checkpoints, Tables
 
 SETS = {
@@ -46,7 +48,30 @@ def whole(recipes, tmp_path_factory):
     return run
 
 
-@pytest.mark.default_cases("*SIGTERM-step-click*")
+def assert_left_in_order(run, workdir):
+    """It said so, and recorded nothing that is not saved."""
+    assert re.fullmatch(r"Asked to end.*saved.* Go on with: scalejax train .*--workdir=\S+", run.said().strip())
+    recorded = [line["step"] for line in typed_run.lines(workdir)]
+    assert max(recorded, default=0) <= max(typed_run.saved(workdir), default=0)
+
+
+def test_a_run_that_is_asked_to_end_goes_on_to_the_same_bits(recipes, tmp_path):
+    """One case of the product below, in which this process, on as many devices, is the one that goes on."""
+    recipe, sets = f"{recipes}:click", ["steps=200", "log_every=10", "evaluation.every=100", "checkpoints.every=50"]
+    experiment, workdir = configs.load(recipe, sets), tmp_path / "run"
+    devices = {name: os.environ[name] for name in ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")}
+    typed = [word for text in sets for word in ("--set", text)]
+    run = typed_run.start([recipe, *typed, "--workdir", str(workdir)], 1, tmp_path, **devices)
+    typed_run.interrupt(run, signal.SIGTERM, typed_run.moments(workdir, 100)["step"], 0, [0])
+    assert run.wait() == [75], run.said()
+    assert_left_in_order(run, workdir)
+    assert 20 <= typed_run.saved(workdir)[-1] < 200
+    for folder in (workdir, tmp_path / "whole"):
+        loop.train(experiment, workdir=folder, record=serialization.record(recipe, sets, experiment))
+    typed_run.assert_equal(tmp_path / "whole", workdir)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETS)
 @pytest.mark.parametrize("moment", ["compile", "step", "save", "evaluation"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
@@ -58,9 +83,7 @@ def test_a_run_that_is_ended_at_any_moment_goes_on_to_the_same_bits(recipes, who
     assert status == [-signal.SIGKILL if number == signal.SIGKILL else 75], run.said()
     print(f"{number.name} in {moment} of {kind}: ended after {time.monotonic() - sent:.2f} s")
     if number != signal.SIGKILL:
-        assert re.fullmatch(r"Asked to end.*saved.* Go on with: scalejax train .*--workdir=\S+", run.said().strip())
-        recorded = [line["step"] for line in typed_run.lines(workdir)]
-        assert max(recorded, default=0) <= max(typed_run.saved(workdir), default=0)
+        assert_left_in_order(run, workdir)
     again = typed_run.start(arguments(recipes, kind, workdir), 1, tmp_path)
     assert again.wait() == [0], again.said()
     typed_run.assert_equal(whole(kind), workdir)
