@@ -174,10 +174,11 @@ def _nothing() -> None:
 
 
 def _stack(frame: types.FrameType | None) -> list[str]:
-    """Where a thread stands, innermost first, without reading any file."""
+    """Where a thread stands, innermost first: below the first, calls of scalejax and of the program. Reads no file."""
     found: list[str] = []
     while frame is not None and len(found) < _FRAMES:
-        code = frame.f_code
-        found.append(f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})")
+        if not found or frame.f_globals.get("__name__", "").partition(".")[0] in ("scalejax", "__main__"):
+            code = frame.f_code
+            found.append(f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})")
         frame = frame.f_back
     return found

@@ -1,5 +1,6 @@
 """The typed command, ended from outside at any moment, ends with a stated status and goes on to the same bits."""
 
+import copy
 import os
 import re
 import signal
@@ -205,6 +206,20 @@ def test_a_main_thread_in_native_code_is_ended_beside(grace, trained, deadline, 
     assert run.returncode == status, message
     assert re.fullmatch(said, message.strip())
     assert time.monotonic() - began < float(deadline) + (float(grace) if float(grace) < 60 else 0) + 3
+
+
+def test_where_a_run_stands_is_said_by_its_own_functions_however_deep_it_is_in_those_of_others():
+    stands = []
+
+    class Here:
+        def __deepcopy__(self, _):
+            stands.extend(preemption._stack(sys._getframe()))
+
+    run = {"__name__": "scalejax.made_up", "copy": copy, "lists": [[[[Here()]]]]}
+    exec("def step():\n    copy.deepcopy(lists)\ndef steps():\n    step()", run)
+    run["steps"]()
+    assert re.fullmatch(r"__deepcopy__ \(test_preemption.py:\d+\)", stands[0])
+    assert stands[1:] == ["step (<string>:2)", "steps (<string>:4)"]
 
 
 def test_handlers_of_the_program_come_back():
