@@ -36,8 +36,8 @@ from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange.through_maps import Assignment
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.lookup import Routing
+from scalejax.parallel.embedding.row_cache import Tiers
 from scalejax.parallel.embedding.sharded_tables import State
-from scalejax.parallel.embedding.tiers import Tiers
 from scalejax.parallel.gradients import scaling as gradient_scaling
 from scalejax.parallel.gradients.blocks import Gather, ShardWithState
 from scalejax.parallel.gradients.compute import GradientFunction, Keys, Loss, LossInputs, gradients

@@ -15,13 +15,15 @@ import small_run
 from rich.console import Console
 
 from scalejax import optim
-from scalejax.errors import UserError
+from scalejax.errors import TemporaryFailure, UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop
+from scalejax.train import loop, peers
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Checkpoints
+from scalejax.train.preemption import Preemption
+from scalejax.train.reports import comparison, report
 from scalejax.train.reports import summary as summaries
 from scalejax.train.run_folder import read_lines
 from scalejax.train.runs import binding
@@ -340,6 +342,28 @@ def test_a_checkpoint_is_the_same_on_any_number_of_devices(trained, rows):
     assert (item["rows_body"].shape, item["rows_tail"].shape) == ((1024, 8), (77, 8))
 
 
+class Pictures:
+    """A tracker that keeps the steps of pictures and of numbers."""
+
+    def __init__(self):
+        self.steps, self.logged = set(), set()
+
+    def build(self):
+        return self
+
+    def start(self, run):
+        pass
+
+    def log(self, step, values):
+        self.logged.add(step)
+
+    def picture(self, step, name, svg):
+        self.steps.add(step)
+
+    def finish(self):
+        pass
+
+
 @pytest.mark.slow
 def test_a_run_ends_after_so_many_evaluations_that_are_no_better_and_stays_ended(rows, tmp_path):
     experiment = small_run.experiment(
@@ -348,15 +372,37 @@ def test_a_run_ends_after_so_many_evaluations_that_are_no_better_and_stays_ended
         evaluation__every=2,
         evaluation__patience=2,
         checkpoints=Checkpoints(every=2, keep_last=1),
+        trackers=(pictures := Pictures(),),
         **FROZEN,
     )
     summary = loop.train(experiment, workdir=tmp_path)
     assert summary["steps"] == 6  # best at 2, the earliest of equals
+    assert pictures.steps == {6} == {max(pictures.logged)}  # no step of a tracker lies behind the end
     assert list(evaluations(tmp_path)) == [(2, "validation"), (4, "validation"), (6, "validation"), (6, "test")]
     assert steps_kept(tmp_path) == [2, 6]
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert loop.train(experiment, workdir=tmp_path, resume="must")["steps"] == 6
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+class AskedAtOnce(Preemption):
+    """A run that is asked to end before its first step."""
+
+    def watch(self, saved):
+        super().watch(saved)
+        peers.job.ask(peers.END)
+
+
+def test_a_run_that_ends_at_its_first_step_has_a_report(rows, trained, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(TemporaryFailure, match=r"saved after step 1\. Go on with: AGAIN"):
+        loop.train(small_run.experiment(rows), workdir=run, preemption=AskedAtOnce(again="AGAIN"))
+    assert steps_kept(run) == [1]
+    assert read_lines(run / "metrics.jsonl") == []
+    text = report.write_report(run).read_text()
+    assert "This run has not finished: it has no records yet." in text
+    assert "wukong" in text.lower()
+    assert comparison.write_comparison([run, trained[0]], tmp_path / "both.html").is_file()
 
 
 @pytest.mark.parametrize("changes", [{"checkpoints": Checkpoints(every=0)}, {"evaluation__every": 0}])

@@ -136,13 +136,13 @@ def train(
         from scalejax import configs
         from scalejax.configs import discovery, own_table, serialization
 
-        own = None if data is None else _on_table(recipe, data, fields, sets)
+        own, all_sets = None if data is None else _on_table(recipe, data, fields, sets), sets
         if own is not None:
-            recipe, sets = own.recipe, list(own.sets)
+            recipe, all_sets = own.recipe, list(own.sets)
         elif words := _words(fields):
             raise UserError(f"{words[0].replace('=', ' ', 1)}: goes with --data FILE. Add it.")
-        experiment = configs.load(recipe, sets)
-        record = serialization.record(recipe, sets, experiment)
+        experiment = configs.load(recipe, all_sets)
+        record = serialization.record(recipe, all_sets, experiment)
 
         from scalejax.train import distributed, loop, run_folder
         from scalejax.train.reports import console as closing
@@ -233,8 +233,9 @@ def _print_next(
         folder = folder.relative_to(pathlib.Path.cwd())
     print(f"\nRun folder: {folder}\nReport:     {folder / 'report.html'}")
     commands: dict[tuple[str, ...], str] = {}
-    if (folder / own_table.FILE).is_file():
-        commands["scalejax", "train", str(folder / own_table.FILE)] = "what was made of your columns, to edit"
+    if (table := folder / own_table.FILE).is_file():
+        commands["scalejax", "train", str(table)] = "what was made of your columns, to edit"
+        recipe = str(table)  # which says all that --data and its options said
     commands |= {
         ("scalejax", *(argument.format(run=folder) for argument in arguments), *own): what
         for *arguments, what in report.read_advice(folder)

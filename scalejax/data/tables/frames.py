@@ -20,7 +20,7 @@ import pyarrow.feather
 import pyarrow.parquet
 
 from scalejax.data import packed_files
-from scalejax.data.tables.parquet_files import find_files, first_line
+from scalejax.data.tables.parquet_files import ParquetFiles, find_files, first_line
 from scalejax.errors import UserError
 
 MISSING = ("", "NA", "?")
@@ -28,11 +28,10 @@ MOST_COLUMNS = 1000
 IN_MEMORY = "frame:"
 """A path that begins so names a frame in memory by the digest of its content."""
 
+_PARQUET = (".parquet", ".pq")
 _TEXT = {".csv": ",", ".tsv": "\t"}
 _READERS = {
-    **dict.fromkeys(
-        (".parquet", ".pq"), functools.partial(pyarrow.parquet.read_table, page_checksum_verification=True)
-    ),
+    **dict.fromkeys(_PARQUET, functools.partial(pyarrow.parquet.read_table, page_checksum_verification=True)),
     **dict.fromkeys((".arrow", ".feather", ".ipc"), functools.partial(pyarrow.feather.read_table, memory_map=False)),
 }
 _TIMES = ("%Y-%m-%d", "%Y/%m/%d", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M")
@@ -101,6 +100,13 @@ def hold(frame: ArrowStream) -> str:
     path = IN_MEMORY + digest.hexdigest()
     _held[path] = found
     return path
+
+
+def remarks(path: str) -> tuple[str, ...]:
+    """What a user should know of the file before anything is trained on it."""
+    if path.startswith(IN_MEMORY) or pathlib.Path(path).suffix not in _PARQUET:
+        return ()
+    return ParquetFiles(path).remarks()
 
 
 def digest_of(path: str) -> str:

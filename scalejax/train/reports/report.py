@@ -184,8 +184,8 @@ def _tiles(run: RunFiles) -> str:
         compiled = summaries.duration(figure("compile_s"))
         items.append(("wall time", wall, f"compilation {compiled}" if compiled else ""))
     if not items and not run.summary:
-        last = run.windows[-1]["step"] if run.windows else 0
-        return page.paragraph(f"This run has not finished: its records end at step {last:,}.")
+        last = f"its records end at step {run.windows[-1]['step']:,}" if run.windows else "it has no records yet"
+        return page.paragraph(f"This run has not finished: {last}.")
     return page.tiles(items)
 
 
