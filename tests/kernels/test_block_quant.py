@@ -241,7 +241,7 @@ def test_the_greedy_range_keeps_broken_rows_broken_and_small_rows_exact():
         (lambda t: block_quant.quantize_rows(t, "int3"), "one of int8, int8_half, int4, int2; got 'int3'"),
         (lambda t: block_quant.quantize_rows(t.astype(jnp.int32), "int8"), "got int32[2, 8]"),
         (lambda t: block_quant.quantize_rows(t[0], "int8"), "got float32[8]"),
-        (lambda t: block_quant.quantize_rows(t, "int4", range="best"), "'minmax' or 'greedy'; got 'best'"),
+        (lambda t: block_quant.quantize_rows(t, "int4", range="best"), "one of minmax, greedy; got 'best'"),
         (lambda t: block_quant.split_rows(jnp.zeros((2, 9), jnp.uint8), "int4", 8), "have 8 bytes each"),
         (lambda t: block_quant.fuse_rows(block_quant.quantize_rows(t, "int8"), layout="gpu"), "got 'gpu'"),
         (lambda t: block_quant.fuse_rows(block_quant.quantize_rows(t, "int8"), align=0), "got 0"),

@@ -344,7 +344,7 @@ def test_every_64_bit_id_is_split_and_joined_without_loss():
         ({"rows": 2, "ways": 4}, "The nearest that fit: 5 and 9"),
         ({"rows": 1 + 2**30, "ways": 1}, r"at most 2\*\*30"),
         ({"rows": 9, "ways": 0}, "ways must be at least 1; got 0"),
-        ({"rows": 9, "policy": "fifo"}, "'lfu', 'lru' or 'ttl'; got 'fifo'"),
+        ({"rows": 9, "policy": "fifo"}, "one of lfu, lru, ttl; got 'fifo'"),
         ({"rows": 9, "admit_after": 0}, "admit_after must be at least 1"),
         ({"rows": 9, "candidate_ways": 0}, "candidate_ways must be at least 1"),
         ({"rows": 9, "policy": "ttl"}, "ttl_steps=None with policy 'ttl'"),
