@@ -16,7 +16,11 @@ from scalejax import nn
 from scalejax.kernels import block_quant, embedding_bag, mx, sampled_spmm
 from scalejax.kernels.flash_attention import flash_attention, flash_attention_gradients
 from scalejax.kernels.interpretation import Interpret
-from scalejax.numerics import float8, packing, quantize, stochastic
+from scalejax.numerics import bits, float8, packing, quantize, scales, stochastic
+from scalejax.numerics.elements import E4M3
+from scalejax.parallel import ddp
+from scalejax.parallel.compression import codec
+from scalejax.parallel.gradients import scaling
 
 random = np.random.default_rng(3)
 
@@ -104,6 +108,18 @@ CALLS = {
     "from_words": (packing.from_words, (packing.to_words(BYTES, axis=0),), {"axis": 0}),
     "pack_blocks": (packing.pack_blocks, (BLOCKS,), {}),
     "unpack_blocks": (packing.unpack_blocks, (packing.pack_blocks(BLOCKS), "mxfp8_e4m3"), {"axis": 1, "length": 32}),
+    "float_bits": (bits.float_bits, (TABLE.astype(jnp.float16),), {}),
+    "parts of bits": (bits.parts, (bits.float_bits(TABLE),), {}),
+    "compose": (bits.compose, bits.parts(bits.float_bits(TABLE)), {}),
+    "to_dtype": (bits.to_dtype, (bits.float_bits(TABLE), jnp.bfloat16), {}),
+    "scale_exponent": (scales.scale_exponent, (bits.float_bits(TABLE), E4M3, "floor"), {}),
+    "store_exponent": (scales.store_exponent, (IDS, IDS > 3), {}),
+    "load_exponent": (scales.load_exponent, (BYTES,), {}),
+    "encode": (codec.encode, (TABLE, "bdr_mx9"), {}),
+    "decode": (codec.decode, (codec.encode(TABLE, "bdr_mx9"), "bdr_mx9"), {"length": 4}),
+    "clip_by_global_norm": (scaling.clip_by_global_norm, ({"w": TABLE}, 1.0), {}),
+    "all_finite": (scaling.all_finite, ({"w": TABLE},), {}),
+    "checksum": (ddp.checksum, (TABLE,), {}),
     "attend": (nn.attend, (QUERIES, KEYS, KEYS), {"segment_ids": jnp.ones((2, 8), jnp.int32)}),
     "linear_cross_entropy": (
         nn.linear_cross_entropy,

@@ -14,7 +14,7 @@ Also here: making replicas equal at the start, and finding out whether they stil
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,10 @@ from scalejax.parallel.gradients.blocks import (
     check_dtypes,
     summable,
 )
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Bool, UInt32
 
 Tree = TypeVar("Tree")
 
@@ -212,7 +216,7 @@ def broadcast(tree: Tree, mesh: Mesh) -> Tree:
     return jax.jit(run)(tree)
 
 
-def differing(params: Mapping[str, jax.Array], specs: Mapping[str, P], mesh: Mesh) -> dict[str, jax.Array]:
+def differing(params: Mapping[str, jax.Array], specs: Mapping[str, P], mesh: Mesh) -> dict[str, "Bool[Array, '']"]:
     """Compares the copies of parameters by checksums of their bits; a few numbers travel, whatever the size.
 
     A change of one element always changes its checksum; several changes cancel with a chance of 2**-32.
@@ -243,7 +247,7 @@ def differing(params: Mapping[str, jax.Array], specs: Mapping[str, P], mesh: Mes
     return run(dict(params))
 
 
-def checksum(x: jax.Array) -> jax.Array:
+def checksum(x: jax.Array) -> "UInt32[Array, '']":
     """uint32: the sum of all 32-bit words of an array, each times an odd number of its own, modulo 2**32."""
     words = _bits(x).ravel().astype(jnp.uint32)
     odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1

@@ -7,22 +7,26 @@ whether to take the step.
 """
 
 import dataclasses
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from scalejax.errors import UserError
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Bool, Float
+
 Tree = TypeVar("Tree")
 
 
-def global_norm(grads: object) -> jax.Array:
+def global_norm(grads: object) -> "Float[Array, '']":
     """The Euclidean norm of all elements of a pytree, in float32 or wider."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(_wide(g))) for g in jax.tree.leaves(grads)))
 
 
-def clip_by_global_norm(grads: Tree, limit: float) -> tuple[Tree, jax.Array]:
+def clip_by_global_norm(grads: Tree, limit: float) -> tuple[Tree, "Float[Array, '']"]:
     """Shrinks gradients to a global norm of at most `limit`.
 
     Args:
@@ -110,7 +114,7 @@ class LossScale:
         )
 
 
-def all_finite(tree: object) -> jax.Array:
+def all_finite(tree: object) -> "Bool[Array, '']":
     """bool[]: no element of a pytree is inf or NaN."""
     checks = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return jnp.stack(checks).all() if checks else jnp.ones((), bool)

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -122,8 +122,15 @@ def choose_scales(
       tensor_scale: float32[] for NVFP4, see `choose_tensor_scale`.
       percentiles: int32[blocks], see `ranks`.
     """
-    more: dict[str, Any] = {"axis": 2, "rule": calibration.rule(format), "rounding": "ties_to_even"}
-    found = blocks.encode_blocks(bits, format, tensor_scale=tensor_scale, **more)
+    encode = functools.partial(
+        blocks.encode_blocks,
+        format=format,
+        axis=2,
+        rule=calibration.rule(format),
+        rounding="ties_to_even",
+        tensor_scale=tensor_scale,
+    )
+    found = encode(bits)
     if calibration.method == "max" or format.scale == "e4m3":
         return found
     if calibration.method == "percentile":
@@ -132,7 +139,7 @@ def choose_scales(
         top = jnp.take_along_axis(flat, jnp.broadcast_to(percentiles[:, None], (*flat.shape[:2], 1)), axis=-1)
         top = jnp.where(top > 0, top, flat[..., -1:])[..., None]
         below = jnp.minimum(magnitude, top)  # bits of magnitudes are ordered as they are
-        found = blocks.encode_blocks(below, format, tensor_scale=tensor_scale, **more)
+        found = encode(below)
         return found._replace(codes=_under(bits, found, format, tensor_scale))
     exponents = format.scale == "exponent"
     moves = jnp.asarray((-1, 1) if exponents else FACTORS[1:], jnp.int32 if exponents else jnp.float32)
