@@ -17,6 +17,7 @@ from scalejax import optim
 from scalejax.bench import machine, peers, training_step
 from scalejax.bench.harness import Contest, OutputsDiffer
 from scalejax.data.graphs import NodeData
+from scalejax.data.graphs.dataset import NodeBatch
 from scalejax.errors import UserError
 from scalejax.models.graph import GcnConfig
 from scalejax.parallel import mesh as meshes
@@ -61,6 +62,7 @@ def prepare(case: str, against: str | None, data: pathlib.Path | None) -> Contes
     mesh = meshes.make_mesh(None, [device])
     program = binding.bind(experiment, nodes.schema, mesh, nodes)
     batch = next(program.task.train_batches(nodes, mesh, 0))
+    assert isinstance(batch, NodeBatch)
     placed, state, loss = convert.to_device(batch, program), program.init(), None
     parameters = {path: np.array(p) for path, p in state.params.items()}
 
