@@ -107,7 +107,7 @@ class _Change:
             raise self.unknown(value, annotation, name, done)
         hint = typing.get_type_hints(type(value))[name]
         new = self.into(getattr(value, name), hint, rest, here)
-        return self.construct(lambda: dataclasses.replace(value, **{name: new}))
+        return self.construct(lambda: dataclasses.replace(typing.cast(Any, value), **{name: new}))
 
     def convert(self, value: object, annotation: object, path: str) -> object:
         """Turns the text into a value of type `annotation`; `value` is what is there now."""

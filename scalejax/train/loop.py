@@ -305,7 +305,7 @@ def _steps(
     return state, host
 
 
-def _build_data(experiment: Experiment, console: Console | None) -> DataSet:
+def _build_data(experiment: Experiment, console: Console | None) -> DataSet[object]:
     """Opens the data; shows how far it is where that takes long and the data say so (a `progress` of `build`)."""
     build = experiment.data.build
     if console is None or "progress" not in inspect.signature(build).parameters:
@@ -316,7 +316,7 @@ def _build_data(experiment: Experiment, console: Console | None) -> DataSet:
         return build(progress=lambda done, total: progress.update(task, completed=done, total=total))  # pyright: ignore[reportCallIssue]
 
 
-def _check_splits(data: DataSet, splits: dict[str, str]) -> None:
+def _check_splits(data: DataSet[object], splits: dict[str, str]) -> None:
     """Before anything is trained for scores that cannot be had."""
     for field, split in splits.items():
         if data.num_examples(split) == 0:

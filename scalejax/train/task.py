@@ -32,7 +32,7 @@ kind of model:
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -53,9 +53,6 @@ from scalejax.train.batch import Batch
 from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import Metric
-
-if TYPE_CHECKING:
-    from scalejax.train.experiment import Experiment
 
 __all__ = ["Batch", "Field", "Gather", "Keys", "Loss", "Task", "TaskBase", "Work", "whole"]
 
@@ -201,7 +198,7 @@ class Task(Protocol):
         """
         ...
 
-    def check(self, experiment: "Experiment", mesh: Mesh, data: Any = None) -> None:
+    def check(self, experiment: Any, mesh: Mesh, data: Any = None) -> None:
         """Refuses what this model cannot do in a run.
 
         Args:
@@ -301,7 +298,7 @@ class TaskBase:
     def tables(self) -> tuple[TableConfig, ...]:
         return ()
 
-    def check(self, experiment: "Experiment", mesh: Mesh, data: Any = None) -> None:
+    def check(self, experiment: Any, mesh: Mesh, data: Any = None) -> None:
         del data
         for size in getattr(experiment.data, "batch_sizes", (experiment.data.batch_size,)):
             check_batch(size, mesh, over="all axes" if self.tables() else "batch axes")

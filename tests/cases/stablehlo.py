@@ -34,6 +34,7 @@ def stated_collectives(lowered: "Lowered", mesh: "Mesh") -> list[Collective]:
       mesh: The mesh that its shard_maps run on.
     """
     module = lowered.compiler_ir("stablehlo")
+    assert module is not None
     functions = {}
     for operation in module.body.operations:
         if operation.operation.name == "func.func":
@@ -152,7 +153,7 @@ def _trip_count(loop: "ir.OpView") -> int | None:
     return None if not by or by < 1 else max(0, -(-(limit - start) // by))
 
 
-def _beneath(value: "ir.Value") -> "ir.Value":
+def _beneath(value: "ir.Value[ir.Type]") -> "ir.Value[ir.Type]":
     """The value without constraints on its sharding, of which a partly automatic shard_map puts one on every value."""
     owner = _owner(value)
     while owner is not None and owner.name == "sdy.sharding_constraint":
@@ -161,18 +162,16 @@ def _beneath(value: "ir.Value") -> "ir.Value":
     return value
 
 
-def _owner(value: "ir.Value") -> "ir.Operation | None":
+def _owner(value: "ir.Value[ir.Type]") -> "ir.Operation | None":
     """The operation that made a value; None for an argument of a block."""
-    owner = value.owner
-    operation = getattr(owner, "operation", owner)
-    return operation if hasattr(operation, "name") and hasattr(operation, "operands") else None
+    return getattr(value.owner, "operation", None)
 
 
-def _argument_number(value: "ir.Value", block: "ir.Block") -> int:
+def _argument_number(value: "ir.Value[ir.Type]", block: "ir.Block") -> int:
     return next((i for i, argument in enumerate(block.arguments) if argument == value), -1)
 
 
-def _constant(value: "ir.Value") -> int | None:
+def _constant(value: "ir.Value[ir.Type]") -> int | None:
     made = _owner(_beneath(value))
     if made is None or made.name != "stablehlo.constant":
         return None

@@ -300,7 +300,7 @@ class Labelled:
         return float(np.mean([exact.auc(self.labels[:, t], scores[:, t], self.weights) for t in tasks]))
 
 
-def sample(data: DataSet, split: str, schema: Schema, most: int) -> Labelled:
+def sample(data: DataSet[AnyBatch], split: str, schema: Schema, most: int) -> Labelled:
     """At most `most` examples of a split, drawn without replacement and always the same; all where there are no more.
 
     Files are in some order, mostly that of time: the first examples stand for themselves alone.

@@ -52,7 +52,7 @@ class Run:
     `remarks` are what a user should know of how the state came about.
     """
 
-    def __init__(self, program: Program, data: DataSet, phase: ResolvedPhase | None = None) -> None:
+    def __init__(self, program: Program, data: DataSet[object], phase: ResolvedPhase | None = None) -> None:
         self.program, self.data, self.experiment = program, data, program.experiment
         self.phase = phases.resolved(self.experiment)[0] if phase is None else phase
         self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
@@ -65,7 +65,9 @@ class Run:
         self._last: tuple[weakref.ref[TrainState], dict[str, Scores]] | None = None
 
     @classmethod
-    def bind(cls, experiment: Experiment, data: DataSet, mesh: Mesh, phase: ResolvedPhase | None = None) -> "Run":
+    def bind(
+        cls, experiment: Experiment, data: DataSet[object], mesh: Mesh, phase: ResolvedPhase | None = None
+    ) -> "Run":
         """Binds an experiment, or a phase of it, to its data and a mesh.
 
         Raises:
@@ -79,7 +81,7 @@ class Run:
         return cls(dataclasses.replace(program, schedules_from=phase.optimizer_from), data, phase)
 
     @classmethod
-    def bind_to_score(cls, experiment: Experiment, data: DataSet, mesh: Mesh, console: Console | None) -> "Run":
+    def bind_to_score(cls, experiment: Experiment, data: DataSet[object], mesh: Mesh, console: Console | None) -> "Run":
         """The same, without the sharding plan of the tables where that does not suit the mesh."""
         try:
             return cls.bind(experiment, data, mesh)
