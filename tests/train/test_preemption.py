@@ -58,15 +58,15 @@ def assert_left_in_order(run, workdir):
 
 def test_a_run_that_is_asked_to_end_goes_on_to_the_same_bits(recipes, tmp_path):
     """One case of the product below, in which this process, on as many devices, is the one that goes on."""
-    recipe, sets = f"{recipes}:click", ["steps=200", "log_every=10", "evaluation.every=100", "checkpoints.every=50"]
+    recipe, sets = f"{recipes}:click", ["steps=80", "log_every=5", "evaluation.every=40", "checkpoints.every=40"]
     experiment, workdir = configs.load(recipe, sets), tmp_path / "run"
     devices = {name: os.environ[name] for name in ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")}
     typed = [word for text in sets for word in ("--set", text)]
     run = typed_run.start([recipe, *typed, "--workdir", str(workdir)], 1, tmp_path, **devices)
-    typed_run.interrupt(run, signal.SIGTERM, typed_run.moments(workdir, 100)["step"], 0, [0])
+    typed_run.interrupt(run, signal.SIGTERM, typed_run.moments(workdir, 40)["step"], 0, [0])
     assert run.wait() == [75], run.said()
     assert_left_in_order(run, workdir)
-    assert 20 <= typed_run.saved(workdir)[-1] < 200
+    assert 10 <= typed_run.saved(workdir)[-1] < 80
     for folder in (workdir, tmp_path / "whole"):
         loop.train(experiment, workdir=folder, record=serialization.record(recipe, sets, experiment))
     typed_run.assert_equal(tmp_path / "whole", workdir)
