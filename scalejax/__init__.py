@@ -7,7 +7,8 @@ Importing this package imports nothing heavy; each sub-package loads on first us
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+import types
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from scalejax import train as train
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> types.ModuleType:
     if name in _SUBPACKAGES:
         return importlib.import_module(f"scalejax.{name}")
     raise AttributeError(f"module 'scalejax' has no attribute {name!r}")

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+from collections.abc import Iterable
 from typing import Any
 
 LARGEST_BYTES = 2**28
@@ -43,5 +44,5 @@ def read(path: str | pathlib.Path) -> Any:
     return parse(text)
 
 
-def _inside(item: Any) -> Any:
+def _inside(item: object) -> Iterable[object]:
     return item.values() if isinstance(item, dict) else item if isinstance(item, list) else ()

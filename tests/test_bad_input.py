@@ -138,6 +138,7 @@ def test_data_that_cannot_be_trained_on(tmp_path, harm, words):
     assert_one_message(result.exit_code, result.stderr, "rows.parquet", *words)
 
 
+@pytest.mark.slow
 def test_missing_numbers_are_the_mean_or_refused_as_stated(tmp_path):
     recipe = small_run.write_recipe(tmp_path)
     change("price", 5, np.nan)(tmp_path / "rows.parquet")

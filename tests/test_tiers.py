@@ -157,6 +157,7 @@ def test_a_tier_or_shard_that_does_not_exist_is_named(arguments, message, capsys
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_file_are_all_of_it_and_their_tests_stay():
     """Every test has the part that its own name gives, whatever others there are."""
     file = "tests/optim/test_optim.py"

@@ -9,8 +9,9 @@ takes the path of a user's data, or None, as its third argument.
 import contextlib
 import importlib
 import pathlib
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from scalejax import errors
 
@@ -135,7 +136,7 @@ def run(
     return results
 
 
-def _benchmark(name: str) -> Any:
+def _benchmark(name: str) -> ModuleType:
     return importlib.import_module(f"scalejax.bench.cases.{_one_of(name, _NAMES, 'benchmark')}")
 
 
@@ -150,7 +151,7 @@ def _one_of(value: str, allowed: Sequence[str], what: str) -> str:
 
 
 @contextlib.contextmanager
-def _progress(console: "Console | None", what: str, total: int) -> Any:
+def _progress(console: "Console | None", what: str, total: int) -> Iterator[Callable[[], None]]:
     if console is None or not console.is_terminal:
         yield lambda: None
         return

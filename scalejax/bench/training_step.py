@@ -54,13 +54,13 @@ LOSS_TOLERANCE = 1e-4
 class Peer(Protocol):
     """A training step in another library."""
 
-    def place(self, batch: ClickBatch) -> Any: ...
+    def place(self, batch: ClickBatch) -> object: ...
 
-    def step(self, batch: Any) -> Any:
+    def step(self, batch: object) -> object:
         """One step, complete when it returns."""
         ...
 
-    def logits(self, batch: Any) -> np.ndarray:
+    def logits(self, batch: object) -> np.ndarray:
         """float32[B]."""
         ...
 
@@ -150,7 +150,7 @@ def click_contest(
     return contest(model, schema, batches, None if against is None else peer)
 
 
-def torch_step(module: Any, parameters: dict[str, np.ndarray], tables: Sequence[np.ndarray], compiled: bool) -> Peer:
+def torch_step(module: object, parameters: dict[str, np.ndarray], tables: Sequence[np.ndarray], compiled: bool) -> Peer:
     """A PyTorch module that starts from our parameters and tables, with the optimizers of `contest`."""
     peer = peers.load("torch_training")
     peer.set_parameters(module, peer.from_jax(parameters))

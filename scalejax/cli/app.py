@@ -42,7 +42,7 @@ class _Commands(typer.core.TyperGroup):
             print("Interrupted.", file=sys.stderr)
             raise typer.Exit(130) from error
 
-    def list_commands(self, ctx: Any) -> list[str]:
+    def list_commands(self, ctx: object) -> list[str]:
         del ctx
         return list(self.commands)  # in the order in which one meets them, not by the alphabet
 

@@ -3,7 +3,7 @@
 import importlib.util
 import pathlib
 import shlex
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scalejax import json_reading
 from scalejax.cli import output
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from scalejax.train.experiment import Experiment
 
 
-def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
+def read_record(run_folder: pathlib.Path) -> as_data.Record:
     """What `experiment.json` of a run folder says.
 
     Raises:
@@ -27,7 +27,7 @@ def read_record(run_folder: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"RUN_FOLDER {run_folder} has no experiment.json. Give a folder that `scalejax train` wrote.")
     try:
-        record = json_reading.read(path)
+        record: as_data.Record = json_reading.read(path)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be read as JSON: {error}. Give another run folder, or train again.") from error
     types = {"recipe": str, "sets": list, "file_sha256": str | None, "scalejax": str, "experiment": dict}

@@ -7,7 +7,7 @@ import pathlib
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 import rich.console
 import rich.progress
@@ -51,11 +51,11 @@ def print_next(commands: Mapping[tuple[str, ...], str], where: str = "", notes: 
         print(f"  ({note})")
 
 
-def print_json(data: Any) -> None:
+def print_json(data: object) -> None:
     print(json.dumps(data, indent=2))
 
 
-def write_json(path: pathlib.Path, data: Any) -> None:
+def write_json(path: pathlib.Path, data: object) -> None:
     """Writes JSON to the file that --json names.
 
     Raises:

@@ -8,8 +8,19 @@ for inf and nan: these are {"type": "float", "fields": {"value": "inf"}}.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping
+from typing import TypedDict
 
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+class Record(TypedDict):
+    """What `experiment.json` of a run folder holds, see `serialization.record`."""
+
+    recipe: str
+    sets: list[str]
+    file_sha256: str | None
+    scalejax: str
+    experiment: Json
 
 
 def to_data(value: object) -> Json:

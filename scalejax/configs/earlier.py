@@ -7,6 +7,8 @@ recipe is run again and compared (`serialization.reload`). It is not trained fur
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from scalejax.configs.as_data import Record
+
 _RENAMED = {"tables.exchange.spill": "tables.exchange.overflow", "exchange.spill": "tables.exchange.overflow"}
 """Of records since then, too."""
 
@@ -43,7 +45,7 @@ def path(given: str) -> str:
     return given
 
 
-def renamed(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def renamed(recorded: Record) -> Record:
     """What `serialization.record` wrote since then, with fields that have been renamed as they are called now."""
     parts = [text.partition("=") for text in recorded["sets"]]
     sets = [f"{_RENAMED.get(given.strip(), given)}={value}" if equals else given for given, equals, value in parts]
@@ -60,13 +62,14 @@ def _with_new_names(data: Any) -> Any:
     return {**data, "fields": {names[name]: _with_new_names(value) for name, value in data["fields"].items()}}
 
 
-def as_now(recorded: Mapping[str, Any]) -> Mapping[str, Any]:
+def as_now(recorded: Record) -> Record:
     """What `serialization.record` wrote then, with overrides and experiment as it writes them now; itself if it did."""
     from scalejax.train.run_folder import is_earlier
 
     if not is_earlier(recorded):
         return recorded
-    data, sets = recorded["experiment"], recorded["sets"]
+    data: Any = recorded["experiment"]
+    sets = recorded["sets"]
     kind = data["type"].rpartition(".")[2]
     return {**recorded, "sets": [_set(text, kind) for text in sets], "experiment": _experiment(data, kind, sets)}
 

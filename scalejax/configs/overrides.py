@@ -21,15 +21,17 @@ import functools
 import re
 import types
 import typing
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard, TypeVar
 
 from scalejax.errors import UserError
 
 if typing.TYPE_CHECKING:
     from scalejax.train.experiment import Experiment
 
-_EXAMPLES: dict[Any, tuple[str, str]] = {
+T = TypeVar("T")
+
+_EXAMPLES: dict[object, tuple[str, str]] = {
     bool: ("true or false", "true"),
     int: ("an integer", "8"),
     float: ("a number", "1e-3"),
@@ -89,7 +91,7 @@ class _Change:
     path: str
     text: str
 
-    def into(self, value: Any, annotation: Any, segments: list[str], done: str) -> Any:
+    def into(self, value: Any, annotation: object, segments: list[str], done: str) -> Any:
         """Returns `value`, annotated as `annotation` and reached by `done`, with the change applied."""
         if not segments:
             return self.convert(value, annotation, done)
@@ -107,7 +109,7 @@ class _Change:
         new = self.into(getattr(value, name), hint, rest, here)
         return self.construct(lambda: dataclasses.replace(typing.cast(Any, value), **{name: new}))
 
-    def convert(self, value: Any, annotation: Any, path: str) -> Any:
+    def convert(self, value: object, annotation: object, path: str) -> object:
         """Turns the text into a value of type `annotation`; `value` is what is there now."""
         members = _members(annotation)
         configs = [m for m in members if _is_config_type(m)]
@@ -143,7 +145,7 @@ class _Change:
                 return self.construct(lambda: member(**{name: result}))
         raise self.error(f"{path} must be {self.wanted(value, annotation)}; got {self.text!r}.")
 
-    def items(self, members: list[Any], path: str) -> tuple[Any, ...] | None:
+    def items(self, members: list[object], path: str) -> tuple[object, ...] | None:
         """The tuple of dataclasses that a list of type names stands for; None = the text is no such list."""
         words = [word.strip() for word in self.text.strip("[]").split(",")]
         for member in members:
@@ -156,7 +158,7 @@ class _Change:
                     return tuple(self.default(types[word], f"{path}.{i}") for i, word in enumerate(words))
         return None
 
-    def default(self, member: type, path: str) -> Any:
+    def default(self, member: type, path: str) -> object:
         missing = [
             f.name
             for f in dataclasses.fields(member)
@@ -169,7 +171,7 @@ class _Change:
             )
         return self.construct(member)
 
-    def construct(self, make: Any) -> Any:
+    def construct(self, make: Callable[[], T]) -> T:
         try:
             return make()
         except UserError as error:
@@ -177,13 +179,13 @@ class _Change:
         except (ValueError, TypeError) as error:
             raise self.error(f"refused: {error}") from error
 
-    def wanted(self, value: Any, annotation: Any) -> str:
+    def wanted(self, value: object, annotation: object) -> str:
         words, example = _describe(annotation)
         if _is_simple(value) and value not in (None, "", ()):
             example = show(value)
         return f"{words}, for example --set {self.path}={example}"
 
-    def unknown(self, value: Any, annotation: Any, name: str, done: str) -> UserError:
+    def unknown(self, value: object, annotation: object, name: str, done: str) -> UserError:
         where = done or type(value).__name__
         if not _is_config(value):
             kind = "a tuple: give a position" if isinstance(value, tuple) else f"{show(value)!r} and has no fields"
@@ -206,18 +208,18 @@ class _Change:
             "`scalejax recipes NAME` shows every path with its value."
         )
 
-    def fields(self, value: Any, path: str) -> str:
+    def fields(self, value: object, path: str) -> str:
         return ", ".join(f"{path}.{name}" if path else name for name in _settable(value))
 
     def error(self, message: str) -> UserError:
         return UserError(f"--set {self.path}={self.text}: {message}")
 
 
-def _is_config_type(annotation: Any) -> TypeGuard[type]:
+def _is_config_type(annotation: object) -> TypeGuard[type]:
     return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
-def _is_config(value: Any) -> bool:
+def _is_config(value: object) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
@@ -229,7 +231,7 @@ def _settable(config: Any) -> list[str]:
     return [f.name for f in dataclasses.fields(config) if f.init]
 
 
-def _members(annotation: Any) -> list[Any]:
+def _members(annotation: object) -> list[object]:
     """Members of a union, or the annotation alone."""
     if typing.get_origin(annotation) is typing.Annotated:
         return _members(typing.get_args(annotation)[0])
@@ -238,7 +240,7 @@ def _members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _item_annotation(annotation: Any, i: int) -> Any:
+def _item_annotation(annotation: object, i: int) -> object:
     for member in _members(annotation):
         arguments = typing.get_args(member)
         if typing.get_origin(member) is tuple and arguments:
@@ -246,7 +248,7 @@ def _item_annotation(annotation: Any, i: int) -> Any:
     return Any
 
 
-def _parse(text: str, annotation: Any) -> tuple[bool, Any]:
+def _parse(text: str, annotation: Any) -> tuple[bool, object]:
     """(whether the text can be read as `annotation`, the value). Strict: no reading coerces one type into another."""
     import pydantic
 
@@ -263,7 +265,7 @@ def _parse(text: str, annotation: Any) -> tuple[bool, Any]:
     return False, None
 
 
-def _has_nan(value: Any) -> bool:
+def _has_nan(value: object) -> bool:
     return any(map(_has_nan, value)) if isinstance(value, tuple) else value != value
 
 
@@ -306,7 +308,7 @@ def _tuples(value: object) -> object:
     return tuple(_tuples(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def _describe(annotation: Any) -> tuple[str, str]:
+def _describe(annotation: object) -> tuple[str, str]:
     """(what is wanted in words, an example)."""
     words, examples = [], []
     for member in _members(annotation):

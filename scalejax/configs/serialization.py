@@ -9,13 +9,13 @@ and the file may have gone or be another by now.
 import dataclasses
 import pathlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import scalejax
 from scalejax import configs
 from scalejax.configs import as_data, discovery, earlier
-from scalejax.configs.as_data import Json
+from scalejax.configs.as_data import Json, Record
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _MAY_DIFFER = "xla_flags"
 """Options of the compiler: a recipe may learn better ones, and a run goes on with them. What a user set stays set."""
 
 
-def record(recipe: str, sets: Sequence[str], experiment: "Experiment") -> dict[str, Any]:
+def record(recipe: str, sets: Sequence[str], experiment: "Experiment") -> Record:
     """What `experiment.json` of a run folder holds.
 
     Args:
@@ -48,7 +48,7 @@ def record(recipe: str, sets: Sequence[str], experiment: "Experiment") -> dict[s
     }
 
 
-def reload(recorded: Mapping[str, Any], *, recipe: str | None = None, where: pathlib.Path | str = "") -> "Experiment":
+def reload(recorded: Record, *, recipe: str | None = None, where: pathlib.Path | str = "") -> "Experiment":
     """Re-runs the recipe of a run folder with its overrides, and checks that it still is the same experiment.
 
     Fields that types have gained since the record count as their defaults, which must be what was before.

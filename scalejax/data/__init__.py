@@ -5,7 +5,7 @@ imports jax itself; it is loaded when the first batch is asked for.)
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from scalejax.data.click_logs.avazu import AvazuData as AvazuData
@@ -87,7 +87,7 @@ _HOMES = {
 __all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _HOMES:
         return getattr(importlib.import_module(f"scalejax.data.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'scalejax.data' has no attribute {name!r}")

@@ -8,7 +8,6 @@ that fill up the last batch of a split that is scored.
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ class ArrayDataSet:
     """
 
     def __init__(
-        self, splits: Mapping[str, Mapping[str, np.ndarray]], *, batch_size: int, seed: int = 0, schema: Any = None
+        self, splits: Mapping[str, Mapping[str, np.ndarray]], *, batch_size: int, seed: int = 0, schema: object = None
     ) -> None:
         check_sizes(batch_size, 1)
         if not splits.get("train"):

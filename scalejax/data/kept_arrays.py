@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from scalejax import json_reading
 from scalejax.errors import UserError
@@ -35,13 +36,13 @@ class ArrayWriter:
       dtypes: Name -> type of each array.
     """
 
-    def __init__(self, path: pathlib.Path, dtypes: Mapping[str, Any]) -> None:
+    def __init__(self, path: pathlib.Path, dtypes: Mapping[str, DTypeLike]) -> None:
         self._path = path
         self._dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
         self._sums = {name: hashlib.sha256() for name in dtypes}
         self.sizes = dict.fromkeys(dtypes, 0)
 
-    def append(self, name: str, values: Any) -> None:
+    def append(self, name: str, values: ArrayLike) -> None:
         """Adds values to the end of an array."""
         array = np.asarray(values, self._dtypes[name])
         data = array.tobytes()
@@ -50,7 +51,7 @@ class ArrayWriter:
         self._sums[name].update(data)
         self.sizes[name] += array.size
 
-    def finish(self, **more: Any) -> None:
+    def finish(self, **more: object) -> None:
         """Brings everything to disk and writes `about`, with `more` in it."""
         for name in self._dtypes:
             with open(self._path / name, "ab") as file:
@@ -119,7 +120,7 @@ def kept(folder: pathlib.Path, name: str, make: Callable[[pathlib.Path], None]) 
     return target
 
 
-def _digest(about: Mapping[str, Any]) -> str:
+def _digest(about: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 

@@ -10,7 +10,7 @@ import io
 import math
 import pathlib
 import zipfile
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -37,10 +37,16 @@ def check_ratio(unpacked: int, packed: int) -> None:
         )
 
 
+class _Stream(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
 def open_unpacked(path: pathlib.Path) -> IO[bytes]:
     """A file as it is, or what `.gz` or `.zst` was made of; reading too much of it is an OSError (`check_ratio`)."""
     if path.suffix == ".gz":
-        stream: Any = gzip.open(path, "rb")  # noqa: SIM115  closed by its reader
+        stream: _Stream = gzip.open(path, "rb")  # noqa: SIM115  closed by its reader
     elif path.suffix == ".zst":
         import pyarrow as pa
 
@@ -51,7 +57,7 @@ def open_unpacked(path: pathlib.Path) -> IO[bytes]:
 
 
 class _Bounded(io.RawIOBase):
-    def __init__(self, stream: Any, packed: int) -> None:
+    def __init__(self, stream: _Stream, packed: int) -> None:
         self._stream, self._packed, self._given = stream, packed, 0
 
     def readable(self) -> bool:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,12 +107,12 @@ def _sums(engines: tuple[Engine, ...], rows: np.ndarray) -> dict[str, np.ndarray
 
 
 @jax.jit
-def _measures(logits: tuple[jax.Array, ...], tokens: jax.Array, weights: jax.Array) -> dict[str, Any]:
+def _measures(logits: tuple[jax.Array, ...], tokens: jax.Array, weights: jax.Array) -> dict[str, jax.Array]:
     """Logits [B, S, V] each, tokens int32[B, S], weights of rows -> sums."""
     logs = [jax.nn.log_softmax(each[:, :-1], axis=-1) for each in logits]
     wanted = tokens[:, 1:, None]
     losses = [-jnp.take_along_axis(each, wanted, axis=-1)[..., 0] for each in logs]
-    made: dict[str, Any] = {"loss": jnp.stack([jnp.sum(loss * weights[:, None]) for loss in losses])}
+    made = {"loss": jnp.stack([jnp.sum(loss * weights[:, None]) for loss in losses])}
     if len(logs) == 2:
         apart = jnp.sum(jnp.exp(logs[0]) * (logs[0] - logs[1]), axis=-1)
         same = jnp.argmax(logs[0], axis=-1) == jnp.argmax(logs[1], axis=-1)

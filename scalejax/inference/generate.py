@@ -16,12 +16,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
@@ -40,8 +42,11 @@ from scalejax.numerics.quantized.weights import weights_of
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.compression.quantized_gather import QuantizedGather
-from scalejax.parallel.rules import LLM, Rules
+from scalejax.parallel.rules import LLM, LogicalAxes, Rules
 from scalejax.train.state import ModelShape, Params
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
 PIECE = 512
 """Positions of a prompt that are read at once, at most."""
@@ -80,7 +85,7 @@ class _State:
       broken: bool[B], rows whose token was chosen by logits that are not finite.
     """
 
-    cache: Any
+    cache: "PyTree[jax.Array]"
     logits: jax.Array
     done: jax.Array
     broken: jax.Array
@@ -223,14 +228,14 @@ class Engine:
         cache = jax.eval_shape(lambda: self._model(self.shape.params).cache(rows, positions))
         return sum(jax.tree.leaves(jax.tree.map(_device_bytes, cache, self._cache_shardings(cache))))
 
-    def _cache_shardings(self, cache: Any) -> Any:
-        def sharding(array: Any, axes: Any) -> NamedSharding:
+    def _cache_shardings(self, cache: "PyTree[jax.ShapeDtypeStruct]") -> "PyTree[NamedSharding]":
+        def sharding(array: jax.ShapeDtypeStruct, axes: LogicalAxes) -> NamedSharding:
             return NamedSharding(self.mesh, ACTIVATIONS.spec(axes, array.shape, self.mesh))
 
         return jax.tree.map(sharding, cache, self._cache_axes)
 
     @functools.cached_property
-    def _cache_axes(self) -> Any:
+    def _cache_axes(self) -> "PyTree[LogicalAxes]":
         return self._model(self.shape.params).cache_axes()
 
     # The programs.
@@ -258,7 +263,7 @@ class Engine:
         return jax.jit(empty, out_shardings=_State(cache, whole, whole, whole))()  # pyright: ignore[reportArgumentType]
 
     @functools.cached_property
-    def _forward(self) -> Any:
+    def _forward(self) -> Callable[[Params, jax.typing.ArrayLike], jax.Array]:
         def forward(params: Params, tokens: jax.Array) -> jax.Array:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
             with self._on_mesh():
@@ -267,7 +272,7 @@ class Engine:
         return jax.jit(forward)
 
     @functools.cached_property
-    def _read_piece(self) -> Any:
+    def _read_piece(self) -> Callable[[Params, np.ndarray, np.ndarray, _State], _State]:
         def read(params: Params, tokens: jax.Array, counts: jax.Array, state: _State) -> _State:
             with self._on_mesh():
                 logits, cache = self._model(params).extend(tokens, counts, state.cache, gather=self._gather)
@@ -294,7 +299,7 @@ class Engine:
             made += limit
 
     @functools.cached_property
-    def _decode(self) -> Any:
+    def _decode(self) -> Callable[..., tuple[_State, jax.Array]]:
         def decode(
             params: Params,
             state: _State,
@@ -326,7 +331,7 @@ class Engine:
 
         return jax.jit(decode, static_argnums=6, donate_argnums=1)
 
-    def _laid_out(self, cache: Any) -> Any:
+    def _laid_out(self, cache: "PyTree[jax.Array]") -> "PyTree[jax.Array]":
         return jax.tree.map(nn.constrain, cache, self._cache_axes)
 
     def _allowed(self, logits: jax.Array) -> jax.Array:
@@ -339,11 +344,10 @@ class Engine:
     def _gather(self) -> Gather:
         return QuantizedGather(packed_params.whole, self.formats) if self.formats else packed_params.whole
 
-    def _model(self, params: Any) -> LanguageModule:
-        model: Any = self.shape.merge(params)
-        return model
+    def _model(self, params: Mapping[str, object]) -> LanguageModule:
+        return cast(LanguageModule, self.shape.merge(params))
 
-    def _on_mesh(self) -> Any:
+    def _on_mesh(self) -> AbstractContextManager[object]:
         return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
 
@@ -380,7 +384,8 @@ def load(
             )
     dtype = model.dtype if dtype is None else dtype
     family = model.architecture
-    abstract: Any = counts.abstract(family.build, model.config, dtypes=nn.Dtypes(dtype, dtype))
+    abstract = counts.abstract(family.build, model.config, dtypes=nn.Dtypes(dtype, dtype))
+    assert isinstance(abstract, nnx.Module)
     shape = ModelShape.of(abstract)
     formats = assign(model.quantization, weights_of(shape.logical_axes))
     shardings = shape.shardings(mesh, rules)
@@ -391,7 +396,7 @@ def load(
     needed = sum(_device_bytes(p, p.sharding) for name, p in targets.items() if name not in packed)
     needed += sum(packed_params.nbytes(parts) for _, parts in packed.values())
     _check_memory(mesh, needed, "the parameters")
-    params: Params = {}
+    params: dict[str, Any] = {}  # arrays, and weights in the place of some
     if packed:
         params, targets = packed_params.load(model.source, targets, loaded=loaded)
     params |= loading.load(model.source, targets, loaded=loaded)
@@ -401,7 +406,7 @@ def load(
     return Engine(model.config, shape, params, mesh, choices, formats)
 
 
-def _device_bytes(array: Any, sharding: Any) -> int:
+def _device_bytes(array: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> int:
     return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 

@@ -53,8 +53,12 @@ class PackedWeight:
     def decode(self) -> jax.Array:
         """The parameter of one layer."""
         weight = dequantize(packing.unpack(self.packed), self.stored).astype(self.dtype)
-        made: Any = self.entry.from_tensor(weight, dict(self.sizes))  # pyright: ignore[reportArgumentType]
-        return made
+        return self.entry.from_tensor(weight, dict(self.sizes))
+
+
+_Axes = str | tuple[str, ...] | None
+_Spec = tuple[_Axes, _Axes, _Axes]
+"""Mesh axes of layers, rows and columns."""
 
 
 def whole(params: Arrays) -> Arrays:
@@ -62,7 +66,7 @@ def whole(params: Arrays) -> Arrays:
     return {name: _decoded(value) for name, value in params.items()}
 
 
-def _decoded(value: Any) -> Any:
+def _decoded(value: "jax.Array | PackedWeight | StaticWeight") -> Any:
     if isinstance(value, StaticWeight):
         return dataclasses.replace(value, array=_decoded(value.array))
     return value.decode() if isinstance(value, PackedWeight) else value
@@ -73,7 +77,7 @@ class _Parts:
     """Codes and scales as parameters of their own, "PATH ROLE"; a `mapping.ParamSource`."""
 
     layers: Mapping[str, tuple[PackedTensor, ...]]
-    _held: tuple[Any, Packed] | None = None
+    _held: tuple[tuple[str | int, ...], Packed] | None = None
 
     def dtype(self, path: str) -> np.dtype:
         """See `mapping.ParamSource`."""
@@ -122,7 +126,7 @@ def load(
         arrays = loading.load(
             _Parts({path: tensors}), {f"{path} {role}": part for role, part in parts.items()}, loaded=loaded
         )
-        found: dict[str, Any] = {role: arrays[f"{path} {role}"] for role in parts}
+        found = {role: arrays[f"{path} {role}"] for role in parts}
         packed = Packed(
             codes=found["codes"],
             scales=found["scales"],
@@ -179,9 +183,10 @@ def _per_block(tensor: PackedTensor) -> dict[str, int]:
     return made
 
 
-def _spec(entry: Entry, target: jax.ShapeDtypeStruct) -> tuple[Any, Any, Any] | None:
+def _spec(entry: Entry, target: jax.ShapeDtypeStruct) -> _Spec | None:
     """Mesh axes of layers, rows and columns; None where more than the first axis of rows or columns is cut."""
-    sharding: Any = target.sharding
+    sharding = target.sharding
+    assert isinstance(sharding, NamedSharding)
     spec = (*sharding.spec, *(None,) * (len(target.shape) - len(sharding.spec)))
     named = dict(zip(entry.ours(), spec[1:], strict=True))
     dims = entry.theirs()
@@ -190,11 +195,10 @@ def _spec(entry: Entry, target: jax.ShapeDtypeStruct) -> tuple[Any, Any, Any] | 
     return spec[0], named[dims[0][0]], named[dims[1][0]]
 
 
-def _parts(
-    tensor: PackedTensor, target: jax.ShapeDtypeStruct, spec: tuple[Any, Any, Any]
-) -> dict[str, jax.ShapeDtypeStruct] | None:
+def _parts(tensor: PackedTensor, target: jax.ShapeDtypeStruct, spec: _Spec) -> dict[str, jax.ShapeDtypeStruct] | None:
     """Codes and scales of all layers; None where a device would get a part of a block."""
-    sharding: Any = target.sharding
+    sharding = target.sharding
+    assert isinstance(sharding, NamedSharding)
     mesh, layers = sharding.mesh, target.shape[0]
     blocks = -(-tensor.shape[1] // tensor.format.k1)
     axes = () if spec[2] is None else (spec[2],) if isinstance(spec[2], str) else tuple(spec[2])

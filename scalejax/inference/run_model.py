@@ -107,7 +107,7 @@ def open_run(
     )
 
 
-def _text_of(data: Any) -> TextData | None:
+def _text_of(data: object) -> TextData | None:
     """Where the tokenizer of a run stands: all parts of its data have the same."""
     if isinstance(data, StagedData):
         return _text_of(data.stages[-1].data)
@@ -157,7 +157,14 @@ def _byte_tokenizer(begins: str) -> dict[str, str]:
     return _tokenizer_files_of(specials=specials, before=level, after=level, model=model, config=config)
 
 
-def _tokenizer_files_of(*, specials: list[Any], before: Any, after: Any, model: Any, config: Any) -> dict[str, str]:
+def _tokenizer_files_of(
+    *,
+    specials: list[dict[str, object]],
+    before: dict[str, object],
+    after: dict[str, object],
+    model: dict[str, object],
+    config: dict[str, str],
+) -> dict[str, str]:
     tokenizer = {
         "version": "1.0",
         "truncation": None,

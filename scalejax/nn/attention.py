@@ -1,6 +1,6 @@
 """Attention on whatever mesh there is: each device computes the rows, heads and positions that it has."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -12,21 +12,25 @@ from scalejax.parallel.activations import constrain as constrain
 from scalejax.parallel.attention import shard_attention
 from scalejax.parallel.context import Method, sharded_context_attention
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
 _RUNS_ON = {"splash": "tpu", "pallas_tpu": "tpu", "cudnn": "gpu", "pallas_gpu": "gpu"}
 """Platforms of implementations that have one."""
 
 
 def attend(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: "Float[Array, 'batch queries heads head_dim']",
+    k: "Float[Array, 'batch keys kv_heads head_dim']",
+    v: "Float[Array, 'batch keys kv_heads head_dim']",
     *,
-    positions: jax.Array | None = None,
-    segment_ids: jax.Array | None = None,
+    positions: "Int[Array, 'batch queries'] | None" = None,
+    segment_ids: "Int[Array, 'batch queries'] | None" = None,
     query_offset: jax.Array | None = None,
     implementation: Implementation | None = None,
     context_method: Method = "all_gather",
-) -> jax.Array:
+) -> "Float[Array, 'batch queries heads head_dim']":
     """Causal attention of q [B, S, H, D] to k and v [B, T, K, D] -> [B, S, H, D]; see `kernels.flash_attention`.
 
     Args:
@@ -58,11 +62,19 @@ def attend(
         return sharded_context_attention(
             q, k, v, positions=positions, segment_ids=segment_ids, method=context_method, implementation=implementation
         )
-    given: dict[str, Any] = {"segment_ids": segment_ids, "query_offset": query_offset}
-    given = {name: array for name, array in given.items() if array is not None}
+    optional = {"segment_ids": segment_ids, "query_offset": query_offset}
+    given = {name: array for name, array in optional.items() if array is not None}
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> jax.Array:
-        return flash_attention(q, k, v, **given, implementation=implementation)[0]
+    def local(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        segment_ids: jax.Array | None = None,
+        query_offset: jax.Array | None = None,
+    ) -> jax.Array:
+        return flash_attention(
+            q, k, v, segment_ids=segment_ids, query_offset=query_offset, implementation=implementation
+        )[0]
 
     if mesh.empty or mesh.size == 1:
         return local(q, k, v, **given)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from flax import nnx
@@ -14,7 +14,7 @@ T = TypeVar("T")
 _NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
-def abstract(build: Callable[..., T], *args: Any, dtypes: Dtypes = FLOAT32) -> T:
+def abstract(build: Callable[..., T], *args: object, dtypes: Dtypes = FLOAT32) -> T:
     """The model that build(*args, rngs, dtypes) makes, without its arrays."""
     return nnx.eval_shape(lambda: build(*args, nnx.Rngs(0), dtypes))
 
@@ -25,7 +25,7 @@ def parameters(model: nnx.Module, *, axes: int = 0) -> int:
     return sum(math.prod(shape) for shape in shapes if len(shape) >= axes)
 
 
-def macs(model: nnx.Module, *inputs: Any) -> int:
+def macs(model: nnx.Module, *inputs: object) -> int:
     """Multiply-accumulates of the matrix products of model(*inputs).
 
     Args:

@@ -10,7 +10,7 @@ logits are at hand, so that nothing is computed twice: the head costs three matr
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -25,10 +25,19 @@ from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.numerics.quantized.weights import FormattedWeight
 from scalejax.parallel.mesh import BATCH_AXES
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
 
 def linear_cross_entropy(
-    x: jax.Array, weight: jax.Array, targets: jax.Array, weights: jax.Array, *, positions: int = 512
-) -> jax.Array:
+    x: "Float[Array, 'batch positions embed']",
+    weight: jax.Array,
+    targets: "Int[Array, 'batch positions']",
+    weights: "Float[Array, 'batch positions']",
+    *,
+    positions: int = 512,
+) -> "Float[Array, '']":
     """sum_bs weights_bs * cross-entropy(x_bs @ weight, targets_bs).
 
     Args:
@@ -57,6 +66,11 @@ def linear_cross_entropy(
     return _sum(_Cut(positions=positions, over=over, spec=spec, head=head), x, weight, targets, weights)
 
 
+_Matrix = jax.Array | products.Operand
+_Parts = tuple[jax.Array, jax.Array | None, jax.Array | None]
+"""Sum over tokens, gradient of x, gradient of the matrix."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Head:
     """The three products of the head, in the dtype of x, or in the number formats of a rule.
@@ -69,28 +83,30 @@ class _Head:
     rule: QuantizationRule | None = None
     path: str = "head"
 
-    def forward(self, weight: jax.Array, dtype: DTypeLike) -> Any:
+    def forward(self, weight: jax.Array, dtype: DTypeLike) -> _Matrix:
         """The matrix as `logits` takes it, the same for all slices."""
         return weight if self.rule is None else self._weight(weight, dtype, axis=0)
 
-    def backward(self, weight: jax.Array, dtype: DTypeLike, forward: Any) -> Any:
+    def backward(self, weight: jax.Array, dtype: DTypeLike, forward: _Matrix) -> _Matrix:
         """The matrix as `d_x` takes it; `forward` is what `forward` gave."""
         straight = self.rule is None or self.rule.bwd_qtype is None
         return forward if straight else self._weight(weight, dtype, axis=1)
 
-    def logits(self, x: jax.Array, weight: Any) -> jax.Array:
+    def logits(self, x: jax.Array, weight: _Matrix) -> jax.Array:
         """[B, s, E], [E, V] -> wide[B, s, V]."""
-        if self.rule is None:
+        if not isinstance(weight, products.Operand):
             return jnp.einsum("bse,ev->bsv", x, weight.astype(x.dtype), preferred_element_type=wide(x.dtype))
+        assert self.rule is not None
         activations = self._operand(x, self.rule.act_qtype, 2)
         return products.multiply(activations, weight, (((2,), (0,)), ((), ())), dtype=wide(x.dtype))
 
-    def d_x(self, d_logits: jax.Array, weight: Any) -> jax.Array:
+    def d_x(self, d_logits: jax.Array, weight: _Matrix) -> jax.Array:
         """[B, s, V], [E, V] -> wide[B, s, E]."""
         dtype = wide(d_logits.dtype)
-        if self.rule is None:
+        if not isinstance(weight, products.Operand):
             weight = weight.astype(d_logits.dtype)
             return jnp.einsum("bsv,ev->bse", d_logits, weight, preferred_element_type=dtype)
+        assert self.rule is not None
         gradients = self._operand(d_logits, self.rule.bwd_qtype, 2)
         return products.multiply(gradients, weight, (((2,), (1,)), ((), ())), dtype=dtype)
 
@@ -129,7 +145,7 @@ class _Cut:
     spec: P
     head: _Head
 
-    def run(self, function: Callable[..., Any], *args: jax.Array) -> Any:
+    def run(self, function: Callable[..., _Parts], *args: jax.Array) -> _Parts:
         """function(x, weight, targets, weights) -> (sum over tokens, gradient of x, of weight), of all devices.
 
         Each device slices the positions that it has, and adds up the gradient of `weight` over its own slices. Left to
@@ -139,7 +155,7 @@ class _Cut:
         if not self.over:
             return function(*args)
 
-        def local(*args: jax.Array) -> tuple[jax.Array, Any, Any]:
+        def local(*args: jax.Array) -> _Parts:
             total, d_x, d_weight = function(*args)
             total, d_weight = jax.lax.psum((total, d_weight), self.over)
             return total, d_x, d_weight
@@ -228,7 +244,7 @@ def _gradients(
     return total, d_x, d_weight.astype(weight.dtype)
 
 
-def _logits(head: _Head, x: jax.Array, weight: Any, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _logits(head: _Head, x: jax.Array, weight: _Matrix, targets: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logits wide[B, s, V], their log-sum-exp and the logit of the target, wide[B, s]."""
     logits = head.logits(x, weight)
     target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]

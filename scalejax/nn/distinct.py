@@ -6,12 +6,14 @@ arXiv 2211.05239). What looks across rows (batch norm, in-batch negatives) or dr
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 
+T = TypeVar("T")
 
-def over_distinct_rows(function: Callable[..., Any], inverse: jax.Array, *rows: Any) -> Any:
+
+def over_distinct_rows(function: Callable[..., T], inverse: jax.Array, *rows: object) -> T:
     """function(rows of every example), computed once per distinct row.
 
     Equal to the bit where the function's sums do not depend on the number of rows; XLA on CPUs orders the terms of a

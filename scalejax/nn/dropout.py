@@ -1,10 +1,18 @@
 """Dropout with an explicit key."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+
+def dropout(
+    x: "Float[Array, '*batch features']", rate: float, key: jax.Array | None
+) -> "Float[Array, '*batch features']":
     """Zeroes each element with probability `rate` and divides the others by 1 - rate; key=None returns x.
 
     Random bits are the dearest part of dropout on a CPU, so one 32-bit draw serves two elements: the rate is rounded

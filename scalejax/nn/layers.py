@@ -6,7 +6,7 @@ parameters of one layer are fetched inside its body, where they can be gathered 
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import jax
 from flax import nnx
@@ -14,7 +14,16 @@ from jax.sharding import AxisType
 
 from scalejax.errors import UserError, check_one_of
 from scalejax.parallel import pipeline
+from scalejax.parallel.gradients.blocks import RematPolicy
 from scalejax.parallel.mesh import batch_shards
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+M = TypeVar("M")
+X = TypeVar("X")
+Y = TypeVar("Y")
+Beside = TypeVar("Beside")
 
 Remat = Literal["none", "full", "dots"]
 """What the backward pass finds: "none" all that the forward pass computed, "full" the input of each layer, "dots" also
@@ -39,7 +48,7 @@ def whole(params: Arrays) -> Arrays:
     return params
 
 
-def remat_policy(remat: Remat, gather: Gather = whole) -> Callable[..., Any] | None:
+def remat_policy(remat: Remat, gather: Gather = whole) -> RematPolicy | None:
     """jax's policy for a choice of `Remat`, as `gather` wants it; None = everything is kept.
 
     Raises:
@@ -58,16 +67,16 @@ def remat_policy(remat: Remat, gather: Gather = whole) -> Callable[..., Any] | N
 
 def apply_layers(
     layers: nnx.Module,
-    body: Callable[[Any, Any, Any], Any],
-    x: Any,
-    beside: Any,
+    body: Callable[[Any, X, Beside], X],
+    x: X,
+    beside: Beside,
     *,
     prefix: str = "layers",
     remat: Remat = "none",
     gather: Gather = whole,
     stage_parts: int | None = None,
     unroll: int = 1,
-) -> Any:
+) -> X:
     """x = body(layer l, x, beside) for each layer in turn, over the devices of `stage` where the mesh has several.
 
     Args:
@@ -89,7 +98,7 @@ def apply_layers(
     """
     mesh = jax.sharding.get_abstract_mesh()
     stages = 1 if mesh.empty else mesh.shape.get(pipeline.AXIS, 1)
-    options: Any = {"prefix": prefix, "remat": remat, "gather": gather}
+    options: dict[str, Any] = {"prefix": prefix, "remat": remat, "gather": gather}
     if stages == 1:
         run = functools.partial(scan_layers, unroll=unroll, **options)
         return run(layers, lambda layer, x, _: (body(layer, x, beside), None), x)[0]
@@ -102,7 +111,7 @@ def apply_layers(
             "not carry. Use a mesh with stage=1."
         )
 
-    def stacked(params: Any, carry: Any) -> Any:
+    def stacked(params: Arrays, carry: tuple[X, Beside]) -> tuple[X, Beside]:
         return step(carry, ((params, {}), None))[0]
 
     (rows,) = {leaf.shape[0] for leaf in jax.tree.leaves((x, beside))}
@@ -121,15 +130,15 @@ def apply_layers(
 
 def scan_layers(
     layers: nnx.Module,
-    body: Callable[[Any, Any, Any], tuple[Any, Any]],
-    carry: Any,
-    xs: Any = None,
+    body: Callable[[Any, X, Any], tuple[X, Y]],
+    carry: X,
+    xs: "PyTree[jax.Array]" = None,
     *,
     prefix: str = "layers",
     remat: Remat = "none",
     gather: Gather = whole,
     unroll: int = 1,
-) -> tuple[Any, Any]:
+) -> tuple[X, Y]:
     """carry, y_l = body(layer l, carry, x_l) for each layer in turn.
 
     Args:
@@ -163,8 +172,8 @@ def _variables(layers: nnx.Module) -> dict[tuple[Any, ...], nnx.Variable[Any]]:
 
 
 def _one_layer(
-    layers: nnx.Module, body: Callable[[Any, Any, Any], tuple[Any, Any]], *, prefix: str, remat: Remat, gather: Gather
-) -> tuple[Callable[[Any, Any], tuple[Any, Any]], dict[str, Any]]:
+    layers: nnx.Module, body: Callable[[Any, X, Any], tuple[X, Y]], *, prefix: str, remat: Remat, gather: Gather
+) -> tuple[Callable[[X, "PyTree"], tuple[X, tuple[Y, "PyTree"]]], Arrays]:
     """The body of a scan, and the parameters of all layers.
 
     It is (carry, ((parameters of a layer, its other variables), x)) -> (carry, (y, the next variables)).
@@ -172,7 +181,7 @@ def _one_layer(
     values, merge = split_params(layers, prefix)
     others = {f"{prefix}/{'/'.join(map(str, path))}": path for path in _variables(layers)}
 
-    def step(carry: Any, scanned: Any) -> tuple[Any, Any]:
+    def step(carry: X, scanned: "PyTree") -> tuple[X, tuple[Y, "PyTree"]]:
         (params, variables), x = scanned
         own = {name: variables[path] for name, path in others.items()}
         layer = merge({**gather(params), **own})
@@ -186,7 +195,7 @@ def _one_layer(
     return step, {name: value for name, value in values.items() if name not in others}
 
 
-def split_params(module: Any, prefix: str) -> tuple[dict[str, Any], Callable[[dict[str, Any]], Any]]:
+def split_params(module: M, prefix: str) -> tuple[dict[str, Any], Callable[[dict[str, Any]], M]]:
     """The parameters of a module by path under a prefix, and what puts it together with others in their place.
 
     Before they are gathered, values may be other pytrees than single arrays.
@@ -194,7 +203,7 @@ def split_params(module: Any, prefix: str) -> tuple[dict[str, Any], Callable[[di
     graph, state = nnx.split(module)
     variables = {f"{prefix}/{'/'.join(map(str, path))}": (path, v) for path, v in nnx.to_flat_state(state)}
 
-    def merge(params: dict[str, Any]) -> Any:
+    def merge(params: dict[str, Any]) -> M:
         flat = [(path, variable.replace(params[name])) for name, (path, variable) in variables.items()]
         return nnx.merge(graph, nnx.from_flat_state(flat))
 

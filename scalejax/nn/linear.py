@@ -1,6 +1,7 @@
 """Affine maps, their initialiser, and the dtype in which sums are kept."""
 
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,10 @@ from jax.typing import DTypeLike
 
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
 from scalejax.numerics.quantized import weights
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
 
 
 def wide(*dtypes: DTypeLike) -> jnp.dtype:
@@ -26,7 +31,9 @@ def scaled_normal(
     return (gain / fan_in) ** 0.5 * jax.random.normal(key, shape, dtype)
 
 
-def project(x: jax.Array, weight: jax.Array, *, contract: int = 1) -> jax.Array:
+def project(
+    x: "Float[Array, 'batch positions *inner']", weight: jax.Array, *, contract: int = 1
+) -> "Float[Array, 'batch positions *outer']":
     """x times a weight: the last `contract` axes of x against the first of `weight`, [B, S, ...] -> [B, S, ...].
 
     Rows and positions are merged for the product where no mesh may shard positions. XLA's products of three axes took
@@ -80,7 +87,7 @@ class Linear(nnx.Module):
         self.compute_dtype = dtypes.compute
         self.out_dtype = self.compute_dtype if out_dtype is None else jnp.dtype(out_dtype)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: "Float[Array, 'batch inputs']") -> "Float[Array, 'batch outputs']":
         """x: float[B, in_features], cast to compute_dtype. Returns out_dtype[B, out_features]."""
         x, kernel = x.astype(self.compute_dtype), self.kernel[...].astype(self.compute_dtype)
         y = weights.dot(x, kernel, dtype=self.out_dtype)  # B in -> B out

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 from flax import nnx
@@ -11,6 +11,10 @@ from jax.typing import DTypeLike
 from scalejax.nn.dropout import dropout
 from scalejax.nn.linear import Linear
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
 
 Activation = Literal["relu", "gelu", "silu", "linear"]
 
@@ -66,7 +70,9 @@ class Mlp(nnx.Module):
         self.final_activation: Activation = final_activation
         self.dropout_rate = dropout_rate
 
-    def __call__(self, x: jax.Array, *, key: jax.Array | None = None) -> jax.Array:
+    def __call__(
+        self, x: "Float[Array, 'batch inputs']", *, key: jax.Array | None = None
+    ) -> "Float[Array, 'batch outputs']":
         """x: float[B, sizes[0]] -> out_dtype[B, sizes[-1]]; `key` drives dropout, None = no dropout."""
         hidden = len(self.layers) - 1
         keys = [None] * hidden if key is None else list(jax.random.split(key, max(1, hidden)))

@@ -1,6 +1,6 @@
 """Layers that normalise: LayerNorm, RMSNorm and BatchNorm, with statistics in float32 or wider."""
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,10 @@ from scalejax import compat
 from scalejax.nn.linear import wide
 from scalejax.numerics.dtypes import FLOAT32, Dtypes
 from scalejax.parallel.mesh import BATCH_AXES
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
 
 
 class LayerNorm(nnx.Module):
@@ -25,7 +29,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
         self.compute_dtype = dtypes.compute
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: "Float[Array, '*batch features']") -> "Float[Array, '*batch features']":
         """x: float[..., features]. Returns compute_dtype[..., features]."""
         dtype = wide(x.dtype, self.compute_dtype)
         scale, bias = (p[...].astype(dtype).reshape(*(1,) * (x.ndim - 1), -1) for p in (self.scale, self.bias))
@@ -88,12 +92,14 @@ class RMSNorm(nnx.Module):
         self.eps = eps
         self.compute_dtype = dtypes.compute
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: "Float[Array, '*batch features']") -> "Float[Array, '*batch features']":
         """x: float[..., features]. Returns compute_dtype[..., features]."""
         return rms_norm(x, self.scale[...], self.eps, self.compute_dtype)
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, compute_dtype: DTypeLike) -> jax.Array:
+def rms_norm(
+    x: "Float[Array, '*batch features']", scale: "Float[Array, 'features']", eps: float, compute_dtype: DTypeLike
+) -> "Float[Array, '*batch features']":
     """RMSNorm of x, float[..., D], with scale float[D]; returns compute_dtype[..., D]."""
     wider = x.astype(wide(x.dtype, compute_dtype))
     normal = wider * jax.lax.rsqrt((wider * wider).mean(-1, keepdims=True) + eps)
@@ -119,7 +125,9 @@ class BatchNorm(nnx.Module):
         self.momentum, self.eps = momentum, eps
         self.compute_dtype = dtypes.compute
 
-    def __call__(self, x: jax.Array, purpose: Literal["training", "evaluation", "statistics"]) -> jax.Array:
+    def __call__(
+        self, x: "Float[Array, '*batch features']", purpose: Literal["training", "evaluation", "statistics"]
+    ) -> "Float[Array, '*batch features']":
         """x: float[..., features]. Returns compute_dtype[..., features]; training changes the running means."""
         wider = x.astype(wide(x.dtype, self.compute_dtype))
         mean, variance = self.mean[...], self.variance[...]

@@ -1,14 +1,20 @@
 """Inner products between the vectors of each example."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
 from scalejax import compat
 from scalejax.nn.linear import wide
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
 
 @compat.custom_vjp()
-def products(x: jax.Array, z: jax.Array) -> jax.Array:
+def products(x: "Float[Array, 'n batch dim']", z: "Float[Array, 'k batch dim']") -> "Float[Array, 'batch n k']":
     """Inner products of each example's vectors: float[n, B, d], float[k, B, d] -> wide[B, n, k].
 
     The gradient is written out for the CPU's sake, whose batched products are fast only where both operands lie batch

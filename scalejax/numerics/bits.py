@@ -7,11 +7,17 @@ values for zero. Shifts, additions, products and comparisons of int32 are exact 
 The functions below take and give arrays of any shape, gather nothing and keep no state.
 """
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from scalejax.errors import UserError
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int32
 
 MAGNITUDE = 0x7FFFFFFF
 INFINITY = 0x7F800000
@@ -32,7 +38,7 @@ def check_dtype(dtype: jax.typing.DTypeLike) -> None:
         raise UserError(f"quantize: x must be float32, bfloat16 or float16; got {dtype.name}. {what} to float32 first.")
 
 
-def float_bits(values: jax.Array) -> jax.Array:
+def float_bits(values: "Float[Array, '*shape']") -> "Int32[Array, '*shape']":
     """float32, bfloat16 or float16 [...] -> int32[...], the bits of the same values in float32.
 
     Raises:
@@ -47,7 +53,7 @@ def float_bits(values: jax.Array) -> jax.Array:
     return from_float16(lax.bitcast_convert_type(values, jnp.uint16).astype(jnp.int32))
 
 
-def from_float16(half: jax.Array) -> jax.Array:
+def from_float16(half: "Int32[Array, '*shape']") -> "Int32[Array, '*shape']":
     """Bits of float16, int32[...] -> those of the same values in float32, int32[...]."""
     field, fraction, sign = (half >> 10) & 0x1F, half & 0x3FF, (half >> 15) << 31
     # An integer times 2^-24, exact and far from float32's own subnormals.
@@ -56,7 +62,7 @@ def from_float16(half: jax.Array) -> jax.Array:
     return sign | jnp.where(field == 0, small, (exponent << 23) | (fraction << 13))
 
 
-def parts(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def parts(bits: "Int32[Array, '*shape']") -> tuple["Int32[Array, '*shape']", "Int32[Array, '*shape']"]:
     """Bits of float32, int32[...] -> (significand int32[...] in [2^23, 2^24), exponent int32[...]).
 
     Subnormal numbers are normalised. Zero gets 2^23 and ZERO_EXPONENT; NaN and infinities an exponent of 128.
@@ -70,7 +76,7 @@ def parts(bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     return (word & 0x7FFFFF) | 0x800000, exponent
 
 
-def compose(count: jax.Array, exponent: jax.Array) -> jax.Array:
+def compose(count: "Int32[Array, '*shape']", exponent: "Int32[Array, '*shape']") -> "Int32[Array, '*shape']":
     """Bits of the float32 count * 2^exponent: int32[...] below 2^24, int32[...] -> int32[...].
 
     Subnormal results are exact for exponents of -149 and more; what lies beyond float32 is an infinity.
@@ -82,7 +88,7 @@ def compose(count: jax.Array, exponent: jax.Array) -> jax.Array:
     return jnp.where(count == 0, 0, jnp.where(normal >= 255, INFINITY, jnp.where(normal >= 1, shifted, small)))
 
 
-def to_dtype(bits: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+def to_dtype(bits: "Int32[Array, '*shape']", dtype: jax.typing.DTypeLike) -> "Float[Array, '*shape']":
     """Bits of float32, int32[...] -> float32, bfloat16 or float16 [...], to nearest, ties to even, subnormals kept.
 
     Raises:

@@ -7,17 +7,23 @@ within a float32 rounding of a tie may come out next to what `numerics.quantize`
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 
 from scalejax.numerics import bits, formats
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Float32
 
 DTYPES = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 """The dtype that stores the codes of each format."""
 
 
-def quantize(x: jax.Array, format: str, *, axes: Sequence[int]) -> tuple[jax.Array, jax.Array]:
+def quantize(
+    x: "Float[Array, '*shape']", format: str, *, axes: Sequence[int]
+) -> tuple["Float[Array, '*shape']", "Float32[Array, '...']"]:
     """An array in FP8, with the scales that its own magnitudes give.
 
     Args:

@@ -23,6 +23,7 @@ Static shifts of static slices: nothing is gathered.
 import dataclasses
 import functools
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,10 @@ from scalejax.errors import UserError
 from scalejax.numerics import formats
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.quantize import Quantized
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float32, Int32, Integer, UInt8
 
 
 @functools.partial(
@@ -68,7 +73,7 @@ class Packed:
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "axis"))
-def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
+def pack_bits(codes: "Integer[Array, '...']", bits: int, *, axis: int) -> "UInt8[Array, '...']":
     """Integers of `bits` bits, [..., n, ...] -> uint8[..., n bits / 8, ...], a stream along `axis`.
 
     Of negative integers these are the lowest bits, two's complement.
@@ -85,7 +90,7 @@ def pack_bits(codes: jax.Array, bits: int, *, axis: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnames=("bits", "axis"))
-def unpack_bits(packed: jax.Array, bits: int, *, axis: int) -> jax.Array:
+def unpack_bits(packed: "UInt8[Array, '...']", bits: int, *, axis: int) -> "Int32[Array, '...']":
     """uint8[..., n bits / 8, ...] -> int32[..., n, ...]: what pack_bits was given.
 
     Raises:
@@ -178,7 +183,7 @@ def block_bytes(format: str | BlockFormat) -> int:
 
 
 @jax.jit
-def pack_blocks(quantized: Quantized) -> jax.Array:
+def pack_blocks(quantized: Quantized) -> "UInt8[Array, '...']":
     """One array of bytes, blocks one after another along the block axis: scale, second scales, codes.
 
     Returns:
@@ -208,12 +213,12 @@ def pack_blocks(quantized: Quantized) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("format", "axis", "length"))
 def unpack_blocks(
-    data: jax.Array,
+    data: "UInt8[Array, '...']",
     format: str | BlockFormat,
     *,
     axis: int,
     length: int,
-    tensor_scale: jax.Array | None = None,
+    tensor_scale: "Float32[Array, ''] | None" = None,
 ) -> Quantized:
     """The inverse of `pack_blocks`.
 

@@ -11,7 +11,7 @@ product that the array is for. Nothing moves in memory but for padding.
 import dataclasses
 import functools
 import math
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import jax
 import jax.core
@@ -23,6 +23,10 @@ from scalejax.numerics import blocks, formats
 from scalejax.numerics.formats import BlockFormat
 from scalejax.numerics.rounding import Rounding
 from scalejax.numerics.scales import ScaleRule, threshold
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Float32, Int32
 
 Tail = Literal["refuse", "pad"]
 
@@ -68,7 +72,7 @@ class Quantized:
 
 
 def quantize(
-    x: jax.Array,
+    x: "Float[Array, '*shape']",
     format: str | BlockFormat,
     *,
     axis: int,
@@ -76,7 +80,7 @@ def quantize(
     rounding: Rounding = "ties_to_even",
     key: jax.Array | None = None,
     tail: Tail = "refuse",
-    tensor_scale: jax.Array | None = None,
+    tensor_scale: "Float32[Array, ''] | None" = None,
 ) -> Quantized:
     """The codes and scales of an array.
 
@@ -128,7 +132,7 @@ def _quantized(x: jax.Array, key: jax.Array | None, tensor_scale: jax.Array | No
     )
 
 
-def dequantize(quantized: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+def dequantize(quantized: Quantized, dtype: jax.typing.DTypeLike = jnp.float32) -> "Float[Array, '*shape']":
     """The values that codes and scales stand for, without padding; NaN in poisoned blocks.
 
     Args:
@@ -157,7 +161,7 @@ def _dequantized(quantized: Quantized, dtype: jnp.dtype) -> jax.Array:
 
 
 def cast(
-    x: jax.Array,
+    x: "Float[Array, '*shape']",
     format: str | BlockFormat,
     *,
     axis: int,
@@ -165,8 +169,8 @@ def cast(
     rounding: Rounding = "ties_to_even",
     key: jax.Array | None = None,
     tail: Tail = "refuse",
-    tensor_scale: jax.Array | None = None,
-) -> jax.Array:
+    tensor_scale: "Float32[Array, ''] | None" = None,
+) -> "Float[Array, '*shape']":
     """Quantizes and dequantizes: x as the format sees it, in its own dtype ("fake quantization").
 
     The derivative is that of the identity (straight through), also of values that saturate. Arguments and errors are
@@ -194,7 +198,7 @@ def cast(
     return through(x, key, tensor_scale)
 
 
-def poisoned_blocks(quantized: Quantized) -> jax.Array:
+def poisoned_blocks(quantized: Quantized) -> "Int32[Array, '']":
     """int32[]: how many blocks held NaN or infinities and decode to NaN."""
     scales = quantized.scales
     if quantized.format.scale == "float32":

@@ -21,7 +21,7 @@ values for zero gives the same results, except where results are subnormal thems
 
 import math
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,10 @@ import jax.numpy as jnp
 from scalejax.errors import UserError
 from scalejax.numerics import bits as float32
 from scalejax.numerics.elements import Element
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Bool, Int32, UInt8
 
 ScaleRule = Literal["floor", "rceil", "ceil", "even", "even_fbgemm", "qwix"]
 
@@ -63,7 +67,7 @@ def threshold(element: Element, rule: ScaleRule) -> int:
     raise UserError(f"scale_rule: must be one of {', '.join(get_args(ScaleRule))}; got {rule!r}.")
 
 
-def scale_exponent(largest: jax.Array, element: Element, rule: ScaleRule) -> jax.Array:
+def scale_exponent(largest: "Int32[Array, '*shape']", element: Element, rule: ScaleRule) -> "Int32[Array, '*shape']":
     """Exponents of the scales of blocks, not yet clamped to what a format can store.
 
     Args:
@@ -85,14 +89,18 @@ def exponent_range(bits: int) -> tuple[int, int]:
     return -bias, bias
 
 
-def store_exponent(exponent: jax.Array, poisoned: jax.Array, bits: int = 8) -> jax.Array:
+def store_exponent(
+    exponent: "Int32[Array, '*shape']", poisoned: "Bool[Array, '*shape']", bits: int = 8
+) -> "UInt8[Array, '*shape']":
     """Exponents int32[...], bool[...] of blocks that hold NaN or infinities -> codes uint8[...]; E8M0 for 8 bits."""
     low, high = exponent_range(bits)
     code = jnp.where(poisoned, (1 << bits) - 1, jnp.clip(exponent, low, high) - low)
     return code.astype(jnp.uint8)
 
 
-def load_exponent(codes: jax.Array, bits: int = 8) -> tuple[jax.Array, jax.Array]:
+def load_exponent(
+    codes: "UInt8[Array, '*shape']", bits: int = 8
+) -> tuple["Int32[Array, '*shape']", "Bool[Array, '*shape']"]:
     """Codes uint8[...] -> exponents int32[...] and bool[...], whether the scale is NaN."""
     code = codes.astype(jnp.int32)
     return code + exponent_range(bits)[0], code == (1 << bits) - 1

@@ -1,13 +1,21 @@
 """Rounding up or down by chance, in proportion to how near each neighbour is: right on average."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from scalejax.errors import UserError
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Float32, UInt32
 
-def stochastic_round(values: jax.Array, dtype: jax.typing.DTypeLike, bits: jax.Array) -> jax.Array:
+
+def stochastic_round(
+    values: "Float32[Array, '*shape']", dtype: jax.typing.DTypeLike, bits: "UInt32[Array, '*shape']"
+) -> "Float[Array, '*shape']":
     """Rounds float32 to a narrower float type so that the expected result is the value itself.
 
     Args:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,9 @@ class Average:
         if not 0 < self.decay < 1:
             raise UserError(f"Average: decay must lie between 0 and 1; got {self.decay}.")
 
-    def update(self, averages: dict[str, Any], params: dict[str, Any], step: jax.Array) -> dict[str, Any]:
+    def update(
+        self, averages: Mapping[str, jax.Array], params: Mapping[str, jax.Array], step: jax.Array
+    ) -> dict[str, jax.Array]:
         """The averages after a step, of the dtypes and shardings of the parameters.
 
         Args:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from typing import Any
+from collections.abc import Hashable
 
 import jax
 import optax
@@ -125,7 +125,9 @@ class ByPath:
         return self.rules[-1].optimizer.learning_rate
 
     def build(self, steps: int) -> optax.GradientTransformation:
-        each: dict[Any, Any] = {f"{number}": rule.optimizer.build(steps) for number, rule in enumerate(self.rules)}
+        each: dict[Hashable, optax.GradientTransformation] = {
+            f"{number}": rule.optimizer.build(steps) for number, rule in enumerate(self.rules)
+        }
         return optax.partition(each, self._assigned)
 
     def _assigned(self, params: optax.Params) -> optax.Params:
@@ -155,7 +157,7 @@ Optimizer = Sgd | Adam | AdamL2 | AdamW | ByPath
 def _matrices(params: optax.Params) -> optax.Params:
     """Of {path: array}: stacked scales and biases of layers have two dimensions, and go by their name."""
 
-    def is_matrix(path: tuple[Any, ...], p: jax.Array) -> bool:
+    def is_matrix(path: tuple[object, ...], p: jax.Array) -> bool:
         name = str(getattr(path[-1], "key", "")) if path else ""
         return p.ndim >= 2 and name.rpartition("/")[2] not in ("scale", "bias")
 

@@ -1,6 +1,7 @@
 """Attention on whatever mesh there is: how heads, rows and positions are handed to each device."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -9,17 +10,21 @@ from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.kernel_sharding import shard_kernel
 from scalejax.parallel.rules import LogicalAxes
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
 
 def shard_attention(
     local: Callable[..., jax.Array],
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: "Float[Array, 'batch positions heads head_dim']",
+    k: "Float[Array, 'batch keys kv_heads head_dim']",
+    v: "Float[Array, 'batch keys kv_heads head_dim']",
     given: dict[str, jax.Array],
     axes: dict[str, LogicalAxes],
     *,
     sequence: str | None = None,
-) -> jax.Array:
+) -> "Float[Array, 'batch positions heads head_dim']":
     """local(q, k, v, **given) on each device's rows and heads, under the mesh in force.
 
     Query heads of a group stay with their key and value head. Where the mesh has more devices along `tensor` than there

@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ from scalejax.parallel.attention import shard_attention
 from scalejax.parallel.rules import LogicalAxes
 
 if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int, PyTree
+
     from scalejax.kernels.interpretation import Interpret
 
 Method = Literal["all_gather", "ring"]
@@ -49,6 +52,17 @@ _UNROLLED = 16
 
 _PADDING = np.iinfo(np.int32).min
 """The segment id of positions that `sharded_context_attention` adds."""
+
+A = TypeVar("A")
+Carry = TypeVar("Carry")
+_Keys = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]
+"""Keys, values, and positions and segments of them."""
+
+_Result = tuple[jax.Array, jax.Array]
+_Sums = tuple[_Keys, jax.Array, list[jax.Array]]
+"""Keys on their way, the gradient of the queries, and those of keys and values on their way."""
+
+_Move = Callable[[A], A]
 
 
 def chunk_order(ranks: int) -> tuple[int, ...]:
@@ -93,12 +107,12 @@ def unzigzag(x: Any, ranks: int, length: int, *, axis: int = 1) -> Any:
 
 
 def context_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: "Float[Array, 'batch positions heads head_dim']",
+    k: "Float[Array, 'batch positions kv_heads head_dim']",
+    v: "Float[Array, 'batch positions kv_heads head_dim']",
     *,
-    positions: jax.Array,
-    segment_ids: jax.Array | None = None,
+    positions: "Int[Array, 'batch positions']",
+    segment_ids: "Int[Array, 'batch positions'] | None" = None,
     method: Method = "all_gather",
     axis: str = "context",
     mask: Literal["causal", "full"] = "causal",
@@ -106,7 +120,7 @@ def context_attention(
     scale: float | None = None,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple["Float[Array, 'batch positions heads head_dim']", "Float[Array, 'batch heads positions']"]:
     """Attention of the positions of this device to those of all devices along `axis`.
 
     For use inside a shard_map with check_vma=False in which `axis` is manual; `sharded_context_attention` makes one.
@@ -138,18 +152,18 @@ def context_attention(
 
 
 def sharded_context_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: "Float[Array, 'batch positions heads head_dim']",
+    k: "Float[Array, 'batch positions kv_heads head_dim']",
+    v: "Float[Array, 'batch positions kv_heads head_dim']",
     *,
-    positions: jax.Array,
-    segment_ids: jax.Array | None = None,
+    positions: "Int[Array, 'batch positions']",
+    segment_ids: "Int[Array, 'batch positions'] | None" = None,
     method: Method = "all_gather",
     mask: Literal["causal", "full"] = "causal",
     window: int | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> "Float[Array, 'batch positions heads head_dim']":
     """`context_attention` on whole arrays under jit and a mesh: rows over the batch axes, heads over `tensor`.
 
     The shard_map is over all axes of the mesh in force that are still automatic. Positions lie in any order; in that of
@@ -179,7 +193,7 @@ def sharded_context_attention(
         more = padded_length(length, mesh.shape["context"]) - length
     if more and segment_ids is None:
         segment_ids = jnp.ones(positions.shape, jnp.int32)
-    given: dict[str, Any] = {"positions": positions}
+    given: dict[str, jax.Array] = {"positions": positions}
     if segment_ids is not None:
         given["segment_ids"] = segment_ids
     if more:
@@ -187,9 +201,20 @@ def sharded_context_attention(
         fills = {"positions": 0, "segment_ids": _PADDING}
         given = {name: jnp.pad(x, ((0, 0), (0, more)), constant_values=fills[name]) for name, x in given.items()}
 
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> jax.Array:
+    def local(
+        q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segment_ids: jax.Array | None = None
+    ) -> jax.Array:
         return context_attention(
-            q, k, v, **given, method=method, mask=mask, window=window, scale=scale, implementation=implementation
+            q,
+            k,
+            v,
+            positions=positions,
+            segment_ids=segment_ids,
+            method=method,
+            mask=mask,
+            window=window,
+            scale=scale,
+            implementation=implementation,
         )[0]
 
     axes: dict[str, LogicalAxes] = dict.fromkeys(given, ("batch", "sequence"))
@@ -220,7 +245,7 @@ class _Call:
     interpret: "Interpret"
 
     def options(
-        self, positions: jax.Array, segments: Any, key_positions: jax.Array, key_segments: Any
+        self, positions: jax.Array, segments: jax.Array | None, key_positions: jax.Array, key_segments: jax.Array | None
     ) -> dict[str, Any]:
         """Keyword arguments of the kernels."""
         return {
@@ -236,9 +261,11 @@ class _Call:
         }
 
 
-def _gathered(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any) -> Any:
-    keys: Any = _gather(call.axis, k)
-    values: Any = _gather(call.axis, v)
+def _gathered(
+    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: jax.Array | None
+) -> _Result:
+    keys = _gather(call.axis, k)
+    values = _gather(call.axis, v)
     key_positions, key_segments = jax.tree.map(functools.partial(_all, call.axis), (positions, segments))
     return flash_attention(q, keys, values, **call.options(positions, segments, key_positions, key_segments))
 
@@ -284,13 +311,15 @@ def _ranked(x: jax.Array, ranks: int) -> jax.Array:
 # cotangents of their log-sum-exps, and all keys and values kept; with the result of the whole row each part of the
 # gradients is exact.
 @compat.custom_vjp(0)
-def _ring(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: Any) -> Any:
-    def attend(held: Any) -> tuple[jax.Array, jax.Array]:
-        keys, values, *where = held
-        out, lse = flash_attention(q, keys, values, **call.options(positions, segments, *where))
+def _ring(
+    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: jax.Array | None
+) -> _Result:
+    def attend(held: _Keys) -> _Result:
+        keys, values, key_positions, key_segments = held
+        out, lse = flash_attention(q, keys, values, **call.options(positions, segments, key_positions, key_segments))
         return out.astype(lse.dtype), lse
 
-    def step(carry: Any, move: Callable[[Any], Any]) -> Any:
+    def step(carry: tuple[_Keys, _Result], move: _Move[_Keys]) -> tuple[_Keys, _Result]:
         held, result = carry
         arriving = move(held)  # stated first: it has the time of what follows
         return arriving, _merge(result, attend(held))
@@ -298,7 +327,7 @@ def _ring(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.
     own = (k, v, positions, segments)
     ranks = lax.axis_size(call.axis)
     move = functools.partial(_pass_on, call.axis, ranks)
-    arriving = move(own) if ranks > 1 else None
+    arriving = move(own) if ranks > 1 else own
     result = attend(own)
     if ranks > 1:
         _, result = _round(step, (arriving, result), ranks, move)
@@ -306,15 +335,16 @@ def _ring(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.
     return out.astype(q.dtype), lse
 
 
-def _ring_forward(call: _Call, *args: Any) -> Any:
+def _ring_forward(call: _Call, *args: "PyTree") -> tuple[_Result, tuple[jax.Array | None, ...]]:
     args = jax.tree.map(lambda x: x.value, args, is_leaf=lambda x: isinstance(x, CustomVJPPrimal))
-    results: Any = _ring(call, *args)
-    out, lse = results
+    out, lse = _ring(call, *args)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     return (out, lse), (*args, out, lse)
 
 
-def _ring_backward(call: _Call, saved: Any, cotangents: Any) -> Any:
+def _ring_backward(
+    call: _Call, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array | SymbolicZero, ...]
+) -> tuple[jax.Array | None, ...]:
     q, k, v, positions, segments, out, lse = saved
     d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     if d_out is None:
@@ -323,9 +353,9 @@ def _ring_backward(call: _Call, saved: Any, cotangents: Any) -> Any:
     # keep those of all devices from one pass to the other.
     k, v, positions, segments, d_out = lax.optimization_barrier((k, v, positions, segments, d_out))
 
-    def gradients(held: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
-        keys, values, *where = held
-        options = call.options(positions, segments, *where)
+    def gradients(held: _Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
+        keys, values, key_positions, key_segments = held
+        options = call.options(positions, segments, key_positions, key_segments)
         parts = flash_attention_gradients(q, keys, values, out, lse, d_out, d_lse, **options)
         d_q, d_k, d_v = (part.astype(_wide(part)) for part in parts)
         return d_q, d_k, d_v
@@ -333,7 +363,7 @@ def _ring_backward(call: _Call, saved: Any, cotangents: Any) -> Any:
     ranks = lax.axis_size(call.axis)
     move = functools.partial(_pass_on, call.axis, ranks)
 
-    def step(carry: Any, forward: Callable[[Any], Any]) -> Any:
+    def step(carry: _Sums, forward: _Move[_Keys]) -> _Sums:
         held, d_q, sums = carry
         arriving = forward(held)
         d_q_part, *parts = gradients(held)
@@ -341,7 +371,7 @@ def _ring_backward(call: _Call, saved: Any, cotangents: Any) -> Any:
         return arriving, d_q + d_q_part, move(jax.tree.map(jnp.add, sums, parts))
 
     own = (k, v, positions, segments)
-    arriving = move(own) if ranks > 1 else None
+    arriving = move(own) if ranks > 1 else own
     d_q, *parts = gradients(own)
     if ranks > 1:
         # What the own queries add to the own keys waits here; the sums of the others come round in n - 1 steps.
@@ -354,10 +384,10 @@ def _ring_backward(call: _Call, saved: Any, cotangents: Any) -> Any:
 _ring.defvjp(_ring_forward, _ring_backward, symbolic_zeros=True)
 
 
-def _round(step: Callable[[Any, Callable[[Any], Any]], Any], carry: Any, ranks: int, move: Callable[[Any], Any]) -> Any:
+def _round(step: Callable[[Carry, _Move[A]], Carry], carry: Carry, ranks: int, move: _Move[A]) -> Carry:
     """n - 1 steps, the last of which passes nothing on."""
 
-    def one(carry: Any, _: None) -> tuple[Any, None]:
+    def one(carry: Carry, _: None) -> tuple[Carry, None]:
         return step(carry, move), None
 
     steps = ranks - 2
@@ -365,7 +395,7 @@ def _round(step: Callable[[Any, Callable[[Any], Any]], Any], carry: Any, ranks: 
     return step(carry, lambda held: held)
 
 
-def _pass_on(axis: str, ranks: int, tree: Any) -> Any:
+def _pass_on(axis: str, ranks: int, tree: A) -> A:
     """What the device before this one has."""
     to_next = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
     return jax.tree.map(lambda x: lax.ppermute(x, axis, to_next), tree)
@@ -383,5 +413,5 @@ def _merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array])
     return weighted(one) + weighted(other), lse
 
 
-def _wide(x: jax.Array) -> Any:
+def _wide(x: jax.Array) -> jax.typing.DTypeLike:
     return jnp.promote_types(x.dtype, jnp.float32)

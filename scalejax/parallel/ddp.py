@@ -14,12 +14,12 @@ Also here: making replicas equal at the start, and finding out whether they stil
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError, check_at_least, check_one_of
@@ -35,6 +35,12 @@ from scalejax.parallel.gradients.blocks import (
     check_dtypes,
     summable,
 )
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Bool, UInt32
+
+Tree = TypeVar("Tree")
 
 MIB = 2**20
 
@@ -81,7 +87,7 @@ class Ddp:
         """Parameters of any size are whole."""
         return 0
 
-    def axes(self, mesh: Any) -> tuple[str, ...]:
+    def axes(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
         """The mesh axes over which parameters are sharded: none."""
         del mesh
         return ()
@@ -117,14 +123,14 @@ class Bucketed(Stateless):
     layouts: Mapping[str, ParamLayout]
     axes: tuple[str, ...]
     bucket_bytes: int
-    param_dtype: Any = None
-    reduce_dtype: Any = None
+    param_dtype: jax.typing.DTypeLike | None = None
+    reduce_dtype: jax.typing.DTypeLike | None = None
 
-    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, Any]:
+    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, None]:
         del state
         return {path: p if self.param_dtype is None else p.astype(self.param_dtype) for path, p in shards.items()}, None
 
-    def reduce(self, gradients: Arrays, state: States, kept: Any) -> tuple[Arrays, States]:
+    def reduce(self, gradients: Arrays, state: States, kept: object) -> tuple[Arrays, States]:
         del kept
         if self.reduce_dtype is not None:
             gradients = {path: g.astype(self.reduce_dtype) for path, g in gradients.items()}
@@ -142,7 +148,7 @@ class Bucketed(Stateless):
         return reduced, state
 
 
-def buckets(arrays: Mapping[str, Any], bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
+def buckets(arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct], bucket_bytes: int) -> tuple[tuple[str, ...], ...]:
     """Which arrays travel together: from the last to the first, in buckets of one dtype each.
 
     Args:
@@ -152,7 +158,7 @@ def buckets(arrays: Mapping[str, Any], bucket_bytes: int) -> tuple[tuple[str, ..
     Returns:
       Paths by bucket, in the order in which buckets are full; those that never are come last.
     """
-    open_buckets: dict[Any, tuple[list[str], int]] = {}
+    open_buckets: dict[np.dtype, tuple[list[str], int]] = {}
     closed: list[list[str]] = []
     for path, array in reversed(list(arrays.items())):
         size = array.size * array.dtype.itemsize
@@ -184,7 +190,7 @@ def check_specs(specs: Mapping[str, P], mesh: Mesh) -> None:
             )
 
 
-def broadcast(tree: Any, mesh: Mesh) -> Any:
+def broadcast(tree: Tree, mesh: Mesh) -> Tree:
     """Gives every device the values that the first device of the mesh holds, to the bit.
 
     Args:
@@ -210,7 +216,7 @@ def broadcast(tree: Any, mesh: Mesh) -> Any:
     return jax.jit(run)(tree)
 
 
-def differing(params: Mapping[str, jax.Array], specs: Mapping[str, P], mesh: Mesh) -> dict[str, jax.Array]:
+def differing(params: Mapping[str, jax.Array], specs: Mapping[str, P], mesh: Mesh) -> dict[str, "Bool[Array, '']"]:
     """Compares the copies of parameters by checksums of their bits; a few numbers travel, whatever the size.
 
     A change of one element always changes its checksum; several changes cancel with a chance of 2**-32.
@@ -241,7 +247,7 @@ def differing(params: Mapping[str, jax.Array], specs: Mapping[str, P], mesh: Mes
     return run(dict(params))
 
 
-def checksum(x: jax.Array) -> jax.Array:
+def checksum(x: jax.Array) -> "UInt32[Array, '']":
     """uint32: the sum of all 32-bit words of an array, each times an odd number of its own, modulo 2**32."""
     words = _bits(x).ravel().astype(jnp.uint32)
     odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1

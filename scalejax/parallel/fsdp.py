@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,14 @@ from scalejax.parallel.compression import quantized_exchange
 from scalejax.parallel.compression.wire_formats import WireFormat, check_formats
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.gradients import blocks
-from scalejax.parallel.gradients.blocks import Accumulate, Arrays, DTypeName, Gather
+from scalejax.parallel.gradients.blocks import Accumulate, Arrays, DTypeName, Gather, ShardWithState
 from scalejax.parallel.gradients.compute import Keys, Loss, LossInputs
 from scalejax.parallel.gradients.compute import gradients as every_gradient
 from scalejax.parallel.mesh import BATCH_AXES
 from scalejax.parallel.rules import LogicalAxes, ParameterPlacement, Rules
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
 Sharding = Literal["NO_SHARD", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 
@@ -159,7 +162,7 @@ def place(
     placed = []
     for name, (logical_axes, shape) in params.items():
         base = others.describe({name: (logical_axes, shape)}, mesh)[0]
-        entries: list[Any] = [*base.spec, *(None for _ in range(len(shape) - len(base.spec)))]
+        entries: list[str | tuple[str, ...] | None] = [*base.spec, *(None for _ in range(len(shape) - len(base.spec)))]
         reason = base.reason
         elements = math.prod(n for n, axis in zip(shape, logical_axes, strict=True) if axis != "layers")
         free = [
@@ -183,14 +186,17 @@ def place(
 
 
 def gradients(
-    loss: Callable[[Any, Any, Any, Gather], tuple[jax.Array, jax.Array, Any]],
+    loss: Callable[
+        [Mapping[str, jax.Array | ShardWithState], "PyTree", jax.Array | None, Gather],
+        tuple[jax.Array, jax.Array, dict[str, jax.Array]],
+    ],
     strategy: Strategy,
     *,
     mesh: Mesh,
     specs: Mapping[str, P],
     parts: int = 1,
     handled: tuple[str, ...] = (),
-) -> Callable[..., tuple[jax.Array, jax.Array, Any, Arrays]]:
+) -> Callable[..., tuple[jax.Array, jax.Array, dict[str, jax.Array], Arrays]]:
     """Gradients of a loss of parameters alone under a strategy; to be called under jit.
 
     `parallel.gradients.compute` is the whole of it: inputs, frozen parameters, variables, exchanges with memory.
@@ -220,11 +226,11 @@ def gradients(
     run = every_gradient(of_given, strategy, mesh=mesh, specs=specs, parts=parts, handled=handled)
 
     def of_params(
-        params: Arrays, batch: Any, key: Any = None, scale: Any = 1.0
-    ) -> tuple[jax.Array, jax.Array, Any, Arrays]:
+        params: Arrays, batch: "PyTree", key: jax.Array | None = None, scale: jax.typing.ArrayLike = 1.0
+    ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], Arrays]:
         keys = None if key is None else Keys(key, key)
         found = run(params, batch, keys=keys, scale=scale)
-        sums: Any = found.sums
+        sums = found.sums
         if strategy.output_dtype is not None:
             sums = jax.tree.map(lambda x: _cast_floating(x, strategy.output_dtype), sums)
         return found.sum, found.weight, sums, found.params
@@ -232,7 +238,7 @@ def gradients(
     return of_params
 
 
-def sharded_init(init: Callable[..., Arrays], *, mesh: Mesh, specs: Mapping[str, P]) -> Any:
+def sharded_init(init: Callable[..., Arrays], *, mesh: Mesh, specs: Mapping[str, P]) -> Callable[..., Arrays]:
     """A jitted `init` whose parameters are born sharded: no device ever holds more than what it keeps.
 
     Every device computes the random numbers of its own shard, so that the result does not depend on the mesh.
@@ -362,7 +368,7 @@ def _check_blocks(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:
             )
 
 
-def _cast_floating(x: jax.Array, dtype: Any) -> jax.Array:
+def _cast_floating(x: jax.Array, dtype: jax.typing.DTypeLike | None) -> jax.Array:
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
 

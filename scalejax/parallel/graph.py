@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +30,16 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError, check_one_of
 from scalejax.kernels.sampled_spmm import Csr, Ell, Int8Rows, SparsePlan, spmm
+from scalejax.kernels.sampled_spmm.api import Implementation
+from scalejax.kernels.sampled_spmm.csr import Stored
 from scalejax.kernels.sampled_spmm.sparse_plan import plan_on_host, stack_plans
 from scalejax.parallel.mesh import everywhere, put
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+Tree = TypeVar("Tree")
 
 Exchange = Literal["halo", "all_gather"]
 
@@ -48,7 +56,7 @@ class ShardedGraph:
     """
 
     plan: SparsePlan
-    send: Any
+    send: Stored
     shape: tuple[int, int] = dataclasses.field(metadata={"static": True})
 
     @property
@@ -124,10 +132,10 @@ def shard_draws(draws: Sequence[Csr], devices: int, *, mesh: Mesh | None = None)
     return sharded if mesh is None else put(sharded, everywhere(mesh))
 
 
-def pad_nodes(nodes: Any, devices: int) -> Any:
+def pad_nodes(nodes: Tree, devices: int) -> Tree:
     """[N, ...], or `Int8Rows`, with zeros at the end, so that the first axis divides by a number of devices."""
 
-    def pad(array: Any) -> jax.Array:
+    def pad(array: np.ndarray | jax.Array) -> jax.Array:
         missing = -len(array) % devices
         return jnp.pad(jnp.asarray(array), ((0, missing), *((0, 0),) * (np.ndim(array) - 1)))
 
@@ -136,12 +144,12 @@ def pad_nodes(nodes: Any, devices: int) -> Any:
 
 def sharded_spmm(
     graph: ShardedGraph,
-    h: jax.Array | Int8Rows,
+    h: "Float[Array, 'columns features'] | Int8Rows",
     *,
     mesh: Mesh | AbstractMesh,
     reduce: Literal["sum", "mean"] = "sum",
-    implementation: Any = None,
-) -> jax.Array:
+    implementation: Implementation | None = None,
+) -> "Float[Array, 'rows features']":
     """`kernels.sampled_spmm.spmm` of a graph in blocks. Differentiable with respect to h.
 
     Args:
@@ -185,7 +193,7 @@ def own_block(block: ShardedGraph) -> ShardedGraph:
     return jax.tree.map(lambda array: array[0], block)
 
 
-def fetch_rows(block: ShardedGraph, h: Any, axes: tuple[str, ...]) -> Any:
+def fetch_rows(block: ShardedGraph, h: Tree, axes: tuple[str, ...]) -> Tree:
     """Inside a shard_map over all axes: the features that the columns of `block.plan` count through.
 
     Args:

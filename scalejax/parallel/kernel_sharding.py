@@ -8,24 +8,30 @@ under jit these are all axes; inside a shard_map over some axes, the others.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from scalejax import compat
 from scalejax.parallel.rules import LogicalAxes, Rules
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+Result = TypeVar("Result")
+Tree = TypeVar("Tree")
+
 
 def shard_kernel(
-    op: Callable[..., Any],
+    op: Callable[..., Result],
     *,
     in_axes: tuple[LogicalAxes, ...],
     out_axes: LogicalAxes | tuple[LogicalAxes, ...],
     rules: Rules,
     mesh: Mesh | None = None,
-) -> Callable[..., Any]:
+) -> Callable[..., Result]:
     """`op`, run on shards.
 
     `op` must work on any part of a sharded axis by itself (batch, heads, independent rows): nothing is summed over
@@ -46,7 +52,7 @@ def shard_kernel(
       ValueError: on call: no mesh, or arguments that do not fit `in_axes`.
     """
 
-    def sharded(*args: jax.Array) -> Any:
+    def sharded(*args: jax.Array) -> Result:
         context = jax.sharding.get_abstract_mesh()
         if context.empty and mesh is None:
             raise ValueError("shard_kernel: no mesh: pass mesh=, or call under jax.set_mesh or inside a shard_map.")
@@ -79,13 +85,15 @@ class _Run:
     """One wrapped call: everything static."""
 
     op: Callable[..., Any]
-    mesh: Any
+    mesh: Mesh | AbstractMesh | None
     free: tuple[str, ...]
     sizes: tuple[int, ...]
     in_specs: tuple[P, ...]
-    out_specs: Any
+    out_specs: P | tuple[P, ...]
 
-    def shard_map(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def shard_map(
+        self, function: Callable[..., Result], in_specs: "PyTree[P]", out_specs: "PyTree[P]"
+    ) -> Callable[..., Result]:
         # Unchecked, so that kernels need not say over which axes their results vary.
         return jax.shard_map(
             function,
@@ -100,14 +108,16 @@ class _Run:
 # The derivative is written out because jax 0.10 to 0.12 cannot differentiate a shard_map inside another one: residuals
 # of the inner one are given specs that name axes of the outer.
 @compat.custom_vjp(0, 1)
-def _run(run: _Run, varying: frozenset[str], *args: jax.Array) -> Any:
+def _run(run: _Run, varying: frozenset[str], *args: jax.Array) -> "PyTree[jax.Array]":
     return _vary(run.shard_map(run.op, run.in_specs, run.out_specs)(*args), varying)
 
 
-def _run_forward(run: _Run, varying: frozenset[str], *args: jax.Array) -> Any:
+def _run_forward(
+    run: _Run, varying: frozenset[str], *args: jax.Array
+) -> tuple["PyTree[jax.Array]", tuple["_Static", list[jax.Array]]]:
     structure: list[Any] = []
 
-    def local(*args: jax.Array) -> Any:
+    def local(*args: jax.Array) -> tuple["PyTree[jax.Array]", list[jax.Array]]:
         out, pull = jax.vjp(run.op, *map(_untracked, args))
         leaves, tree = jax.tree.flatten(pull)
         structure.append(tree)
@@ -117,11 +127,13 @@ def _run_forward(run: _Run, varying: frozenset[str], *args: jax.Array) -> Any:
     return _vary(out, varying), (_Static(structure[-1]), residuals)
 
 
-def _run_backward(run: _Run, varying: frozenset[str], saved: Any, cotangents: Any) -> tuple[Any, ...]:
+def _run_backward(
+    run: _Run, varying: frozenset[str], saved: tuple["_Static", list[jax.Array]], cotangents: "PyTree[jax.Array]"
+) -> tuple[jax.Array | None, ...]:
     tree, residuals = saved[0].value, saved[1]
     single = isinstance(run.out_specs, P)
 
-    def local(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    def local(residuals: list[jax.Array], cotangents: "PyTree[jax.Array]") -> tuple[jax.Array | None, ...]:
         pull = jax.tree.unflatten(tree, [leaf[0] for leaf in residuals])
         # A result that is whole along a mesh axis has one cotangent, which every device along the axis holds.
         cotangents = jax.tree.map(_untracked, cotangents)
@@ -162,7 +174,7 @@ def _untracked(array: jax.Array) -> jax.Array:
     return jax.lax.squeeze(jax.lax.expand_dims(array, (0,)), (0,))
 
 
-def _vary(tree: Any, varying: frozenset[str]) -> Any:
+def _vary(tree: Tree, varying: frozenset[str]) -> Tree:
     def cast(array: jax.Array) -> jax.Array:
         missing = tuple(varying - jax.typeof(array).manual_axis_type.varying)
         return jax.lax.pcast(array, missing, to="varying") if missing else array
@@ -193,5 +205,5 @@ def _assign(
     return assigned
 
 
-def _spec(axes: Any, assigned: dict[str, tuple[str, ...]]) -> P:
+def _spec(axes: LogicalAxes, assigned: dict[str, tuple[str, ...]]) -> P:
     return P(*(assigned.get(name) if name is not None else None for name in axes))

@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import jax
 import numpy as np
@@ -22,6 +22,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError, check_at_least
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Shaped
+
+Tree = TypeVar("Tree")
 
 AXES = ("replica", "fsdp", "expert", "context", "tensor", "stage")
 BATCH_AXES = ("replica", "fsdp", "expert")
@@ -128,7 +134,7 @@ def fewest_parts(rows: int, most: int) -> int:
     return next((parts for parts in range(1, rows + 1) if rows % parts == 0 and rows // parts <= most), 1)
 
 
-def cut(x: jax.Array, mesh: Mesh | AbstractMesh, parts: int) -> jax.Array:
+def cut(x: "Shaped[Array, 'batch ...']", mesh: Mesh | AbstractMesh, parts: int) -> "Shaped[Array, '{parts} rows ...']":
     """[B, ...] -> [parts, B / parts, ...], every device cutting its own examples, so that nothing moves."""
     shards = batch_shards(mesh)
     each = x.shape[0] // (shards * parts)  # not -1: there may be nothing in a row
@@ -137,7 +143,7 @@ def cut(x: jax.Array, mesh: Mesh | AbstractMesh, parts: int) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, BATCH_AXES)))
 
 
-def join(x: jax.Array, mesh: Mesh | AbstractMesh) -> jax.Array:
+def join(x: "Shaped[Array, 'parts rows ...']", mesh: Mesh | AbstractMesh) -> "Shaped[Array, 'batch ...']":
     """The inverse of `cut`."""
     parts, shards = x.shape[0], batch_shards(mesh)
     each = x.shape[1] // shards
@@ -156,7 +162,11 @@ def everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(tuple(mesh.axis_names)))
 
 
-def put(tree: Any, sharding: NamedSharding) -> Any:
+@overload
+def put(tree: np.ndarray, sharding: NamedSharding) -> jax.Array: ...
+@overload
+def put(tree: Tree, sharding: NamedSharding) -> Tree: ...
+def put(tree: object, sharding: NamedSharding) -> object:
     """Host arrays on the devices; every process passes the same ones, and each puts the parts of its own devices.
 
     Nothing is sent between processes. Nothing is compared either, as `jax.device_put` would do with all of it.
@@ -164,7 +174,7 @@ def put(tree: Any, sharding: NamedSharding) -> Any:
     if sharding.is_fully_addressable:
         return jax.device_put(tree, sharding)
 
-    def parts(array: Any) -> jax.Array:
+    def parts(array: jax.typing.ArrayLike) -> jax.Array:
         host = np.asarray(array)
         return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 

@@ -9,15 +9,23 @@ offloaded before this process has seen, once, that offloaded gradients equal pla
 """
 
 import functools
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import jaxlib.version
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Sharding
 
 from scalejax.errors import UserError
+from scalejax.parallel.gradients.blocks import RematPolicy
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+Tree = TypeVar("Tree")
 
 Offload = Literal["none", "optimizer", "optimizer and parameters"]
 """What rests in host memory between steps."""
@@ -25,7 +33,7 @@ Offload = Literal["none", "optimizer", "optimizer and parameters"]
 HOST = "pinned_host"
 
 
-def on_host(tree: Any) -> Any:
+def on_host(tree: object) -> "PyTree[Sharding]":
     """Shardings in host memory for state that rests there.
 
     Args:
@@ -37,7 +45,7 @@ def on_host(tree: Any) -> Any:
     return jax.tree.map(lambda x: x.sharding.with_memory_kind(HOST) if x.ndim else x.sharding, tree)
 
 
-def fetch(tree: Any, shardings: Any) -> Any:
+def fetch(tree: Tree, shardings: "PyTree[Sharding]") -> Tree:
     """Copies state to the devices, inside a jitted step.
 
     Args:
@@ -47,7 +55,7 @@ def fetch(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.device_put(x, s.with_memory_kind("device")), tree, shardings)
 
 
-def put_back(tree: Any, shardings: Any) -> Any:
+def put_back(tree: Tree, shardings: "PyTree[Sharding]") -> Tree:
     """Copies state to where it rests, inside a jitted step whose `out_shardings` are these.
 
     Args:
@@ -57,7 +65,7 @@ def put_back(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(jax.device_put, tree, shardings)
 
 
-def check(devices: Any = None) -> None:
+def check(devices: np.ndarray | Sequence[Any] | None = None) -> None:
     """Lets offloading pass where this jaxlib gets it right on these devices; tested once in a process.
 
     Args:
@@ -90,7 +98,7 @@ def _problem(device: Any) -> str:
     return f"gives other gradients with offloaded {' and '.join(differing)}" if differing else ""
 
 
-def _equal(plain: Any, offloaded: Any, device: Any) -> bool:
+def _equal(plain: Callable[..., jax.Array], offloaded: Callable[..., jax.Array], device: Any) -> bool:
     rng = np.random.default_rng(0)
     params = rng.normal(size=(6, 64, 64)).astype(np.float32) / 8
     x = rng.normal(size=(32, 64)).astype(np.float32)
@@ -101,7 +109,7 @@ def _equal(plain: Any, offloaded: Any, device: Any) -> bool:
     return bool(np.abs(np.asarray(ours) - np.asarray(theirs)).max() <= 1e-5 * scale)
 
 
-def _loss(params: jax.Array, x: jax.Array, policy: Any = None) -> jax.Array:
+def _loss(params: jax.Array, x: jax.Array, policy: RematPolicy | None = None) -> jax.Array:
     def body(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
         x = checkpoint_name(x, "kept")
         return x + jnp.sin(x @ w), None

@@ -16,7 +16,7 @@ backward ones, so that what a layer keeps for its backward pass is kept for all 
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +26,13 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError, check_at_least
 from scalejax.parallel.mesh import batch_shards, cut, join
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
 AXIS = "stage"
 
-Body = Callable[[Any, Any], Any]
+X = TypeVar("X")
+Body = Callable[["PyTree[jax.Array]", X], X]
 """(parameters of one layer, x) -> x of the same structure, shapes and dtypes."""
 
 
@@ -37,7 +41,7 @@ def ticks(parts: int, stages: int) -> int:
     return parts + stages - 1
 
 
-def pipelined(body: Body, *, mesh: Mesh | AbstractMesh, parts: int) -> Callable[[Any, Any], Any]:
+def pipelined(body: Body[X], *, mesh: Mesh | AbstractMesh, parts: int) -> Callable[["PyTree[jax.Array]", X], X]:
     """The stack `x = body(layer, x)`, one layer after the other, run over the stages of a mesh.
 
     For programs under jit with shardings: `stage` alone is manual, so that the body may be sharded over the other axes
@@ -58,7 +62,7 @@ def pipelined(body: Body, *, mesh: Mesh | AbstractMesh, parts: int) -> Callable[
     check_at_least("pipelined: parts", parts, 1)
     stages = mesh.shape[AXIS]
 
-    def run(params: Any, x: Any) -> Any:
+    def run(params: "PyTree[jax.Array]", x: X) -> X:
         check_layers(params, stages)
         shards = batch_shards(mesh)
         for leaf in jax.tree.leaves(x):
@@ -81,7 +85,7 @@ def pipelined(body: Body, *, mesh: Mesh | AbstractMesh, parts: int) -> Callable[
     return run
 
 
-def run_stages(body: Body, params: Any, parts: Any) -> Any:
+def run_stages(body: Body[X], params: "PyTree[jax.Array]", parts: X) -> X:
     """A pass of all parts through the stages; runs inside a shard_map in which `stage` is manual.
 
     Args:
@@ -97,10 +101,10 @@ def run_stages(body: Body, params: Any, parts: Any) -> Any:
     (count,) = {leaf.shape[0] for leaf in jax.tree.leaves(parts)}
     onward = [(i, i + 1) for i in range(stages - 1)]
 
-    def layers(x: Any) -> Any:
+    def layers(x: X) -> X:
         return jax.lax.scan(lambda x, layer: (body(layer, x), None), x, params)[0]
 
-    def tick(received: Any, number: jax.Array) -> tuple[Any, Any]:
+    def tick(received: X, number: jax.Array) -> tuple[X, X]:
         fresh = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, count - 1)], parts)
         x = jax.tree.map(functools.partial(jnp.where, stage == 0), fresh, received)
         y = layers(x)
@@ -112,13 +116,13 @@ def run_stages(body: Body, params: Any, parts: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[stages - 1 :], results)
 
 
-def on_last_stage(x: Any) -> Any:
+def on_last_stage(x: X) -> X:
     """x on the last stage and zeros on the others: what a loss must count of what follows a pipeline."""
     last = jax.lax.axis_index(AXIS) == jax.lax.axis_size(AXIS) - 1
     return jax.tree.map(lambda leaf: jnp.where(last, leaf, jnp.zeros_like(leaf)), x)
 
 
-def check_layers(params: Any, stages: int) -> None:
+def check_layers(params: object, stages: int) -> None:
     """Refuses layers that do not divide over the stages.
 
     Raises:

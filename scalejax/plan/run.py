@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from scalejax.numerics import flops
 from scalejax.plan import topology
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from scalejax.parallel.mesh import MeshShape
     from scalejax.train.experiment import Experiment
+    from scalejax.train.step import Jitted
 
 
 class StepProgram(Protocol):
@@ -28,7 +29,7 @@ class StepProgram(Protocol):
     @property
     def mesh(self) -> "Mesh": ...
 
-    def repeated_step(self) -> tuple[Any, tuple[Any, ...]]:
+    def repeated_step(self) -> "tuple[Jitted[..., object], tuple[object, ...]]":
         """The jitted function that a run calls in every step, and its arguments as shapes: first the state, donated."""
         ...
 
@@ -69,7 +70,7 @@ class PlanResult:
         peak = self.topology.chips * self.topology.chip.bf16_flops_per_s
         return self.model_flops / (self.roofline.predicted_step_s * peak)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The result as plain values; bytes of collectives are per device, `flops` are of all chips."""
         line = self.roofline
         return {

@@ -10,7 +10,7 @@ Zipf's law; with sample batches both are counted in the first batches of the dat
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scalejax import chips
 from scalejax.data.examples.dedup import expand_batch
@@ -48,7 +48,7 @@ class ShardResult:
     mesh: dict[str, int]
     statistics: str
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The result as plain values, equal for equal input."""
         return {
             "mesh": self.mesh,

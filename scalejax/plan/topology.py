@@ -17,6 +17,7 @@ import math
 import os
 import re
 import types
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from scalejax import chips
@@ -24,6 +25,7 @@ from scalejax.chips import Chip
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
+    import numpy as np
     from jax.sharding import Mesh
 
     from scalejax.parallel.mesh import MeshShape
@@ -118,7 +120,7 @@ def abstract_devices(topology: Topology) -> list[Any]:
     _quiet_libtpu()
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {}
+    options: dict[str, int | list[int]] = {}
     if topology.slices > 1:
         options["num_slices"] = topology.slices
     if math.prod(topology.shape) == 1:
@@ -143,7 +145,7 @@ class DeviceLayout:
       axis_names: Mesh axes.
     """
 
-    devices: Any
+    devices: "np.ndarray"
     axis_names: tuple[str, ...]
 
     @property
@@ -157,7 +159,7 @@ class DeviceLayout:
         return self.devices.size
 
 
-def stand_in_devices(topology: Topology) -> list[Any]:
+def stand_in_devices(topology: Topology) -> list[types.SimpleNamespace]:
     """Devices that have a place and nothing else: good for arithmetic, without libtpu."""
     coordinates = itertools.product(*(range(size) for size in reversed(topology.shape)))
     places = [tuple(reversed(c)) + (0,) * (3 - len(topology.shape)) for c in coordinates]
@@ -205,7 +207,7 @@ def make_mesh(topology: Topology, shape: "MeshShape | None" = None) -> "tuple[Me
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES)), warnings
 
 
-def _arrange(topology: Topology, shape: "MeshShape | None", devices: list[Any]) -> tuple[Any, list[str]]:
+def _arrange(topology: Topology, shape: "MeshShape | None", devices: Sequence[Any]) -> "tuple[np.ndarray, list[str]]":
     """Devices in the shape of the mesh, and warnings."""
     import numpy as np
     from jax.experimental import mesh_utils

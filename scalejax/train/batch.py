@@ -31,6 +31,6 @@ class Batch:
     constants: Any = None
     purpose: Literal["training", "evaluation", "statistics"] = "training"
 
-    def __getitem__(self, name: str) -> Any:
-        """A field."""
+    def __getitem__(self, name: str) -> jax.Array:
+        """A field that is one array."""
         return self.fields[name]

@@ -138,7 +138,7 @@ def sync(path: pathlib.Path) -> None:
         os.close(descriptor)
 
 
-def finite(value: Any) -> Any:
+def finite(value: object) -> object:
     """A copy in which NaN and infinities are None: JSON has no word for them, and many readers refuse Python's."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
@@ -149,7 +149,7 @@ def finite(value: Any) -> Any:
     return value
 
 
-def write_json(path: pathlib.Path, value: Any) -> None:
+def write_json(path: pathlib.Path, value: object) -> None:
     """Writes JSON, indented, atomically; numbers that are not finite become null."""
     write_atomically(path, json.dumps(finite(value), indent=2, allow_nan=False) + "\n")
 

@@ -112,14 +112,14 @@ def is_primary() -> bool:
     return jax.process_index() == 0
 
 
-def broadcast(value: Any) -> Any:
+def broadcast(value: object) -> Any:
     """The value of process 0 on every process. `value`: anything that JSON holds; ignored on the other processes."""
     if jax.process_count() == 1:
         return value
     return gather(value if is_primary() else None)[0]
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: T) -> list[T]:
     """The values of all processes, by process, on every process. `value`: anything that JSON holds."""
     if jax.process_count() == 1:
         return [value]

@@ -15,6 +15,7 @@ import datetime
 import inspect
 import pathlib
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import grain  # noqa: F401  # pyright: ignore[reportUnusedImport] (here, before a bar is drawn: see `train`)
@@ -38,6 +39,7 @@ from scalejax.train.reports.timing import StepTimer
 from scalejax.train.run_folder import Resume, RunFolder
 from scalejax.train.runs.run import Run
 from scalejax.train.runs.run_state import HostState
+from scalejax.train.state import TrainState
 from scalejax.train.trackers.protocol import Tracker
 
 _NOTHING = contextlib.nullcontext()
@@ -49,7 +51,7 @@ def train(
     workdir: pathlib.Path | None = None,
     resume: Resume = "auto",
     recipe: str = "run",
-    record: dict[str, Any] | None = None,
+    record: Mapping[str, object] | None = None,
     console: Console | None = None,
     progress: progresses.Progress | None = None,
     preemption: Preemption | None = None,
@@ -132,7 +134,7 @@ def train(
                 files = report.read_run(folder.path)
                 report.write(files)
                 for svg, name, _ in files.predictions:
-                    events.picture(closing["steps"], name, svg)
+                    events.picture(int(state.step), name, svg)
     return closing | {"run_folder": str(folder.path)}
 
 
@@ -164,7 +166,7 @@ def _bind(experiment: Experiment, console: Console | None) -> list[Run]:
 
 def _state_of(
     run: Run, runs: list[Run], checkpoints: Checkpointer, start: int | None, console: Console | None
-) -> tuple[Any, HostState]:
+) -> tuple[TrainState, HostState]:
     """The state with which a phase begins or goes on, and what the host knows; `start` is that of a checkpoint."""
     number = runs.index(run)
     if start is None:
@@ -252,8 +254,8 @@ def _become(checkpoints: Checkpointer, run: Run) -> None:
 
 
 def _steps(
-    run: Run, records: Records, state: Any, host: HostState, start: int, preemption: Preemption
-) -> tuple[Any, HostState]:
+    run: Run, records: Records, state: TrainState, host: HostState, start: int, preemption: Preemption
+) -> tuple[TrainState, HostState]:
     """Runs the steps of a phase after `start`."""
     experiment, stop = run.experiment, run.phase.stop
     timer, every, progress = records.timer, experiment.checkpoints.every, records.progress
@@ -303,7 +305,7 @@ def _steps(
     return state, host
 
 
-def _build_data(experiment: Experiment, console: Console | None) -> Any:
+def _build_data(experiment: Experiment, console: Console | None) -> DataSet[object]:
     """Opens the data; shows how far it is where that takes long and the data say so (a `progress` of `build`)."""
     build = experiment.data.build
     if console is None or "progress" not in inspect.signature(build).parameters:
@@ -314,7 +316,7 @@ def _build_data(experiment: Experiment, console: Console | None) -> Any:
         return build(progress=lambda done, total: progress.update(task, completed=done, total=total))  # pyright: ignore[reportCallIssue]
 
 
-def _check_splits(data: DataSet, splits: dict[str, str]) -> None:
+def _check_splits(data: DataSet[object], splits: dict[str, str]) -> None:
     """Before anything is trained for scores that cannot be had."""
     for field, split in splits.items():
         if data.num_examples(split) == 0:
@@ -328,7 +330,7 @@ def _mesh_sizes(run: Run) -> dict[str, int]:
     return {axis: size for axis, size in run.mesh.shape.items() if size > 1} or {"devices": 1}
 
 
-def _what_ran(run: Run, recipe: str, environment: dict[str, Any]) -> dict[str, Any]:
+def _what_ran(run: Run, recipe: str, environment: Mapping[str, Any]) -> dict[str, object]:
     devices = environment["devices"]
     return {
         "recipe": recipe,

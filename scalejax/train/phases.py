@@ -119,7 +119,7 @@ def _changed(experiment: Experiment, phase: Phase) -> Experiment:
     return experiment
 
 
-def _replaced(value: Any, path: list[str], new: Any, where: str) -> Any:
+def _replaced(value: Any, path: list[str], new: object, where: str) -> Any:
     name, *rest = path
     is_config = dataclasses.is_dataclass(value) and not isinstance(value, type)
     fields = [field.name for field in dataclasses.fields(value)] if is_config else []
@@ -134,7 +134,7 @@ def _replaced(value: Any, path: list[str], new: Any, where: str) -> Any:
         raise UserError(f"{where}: {error}") from error
 
 
-def _get(value: Any, path: str) -> Any:
+def _get(value: object, path: str) -> object:
     for name in path.split("."):
         value = getattr(value, name)
     return value

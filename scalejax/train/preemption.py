@@ -52,10 +52,9 @@ class Preemption:
           again: The command that goes on; may change later.
 
         Raises:
-          UserError: grace_s is negative.
+          UserError: grace_s is negative or not finite.
         """
-        if not 0 <= grace_s < float("inf"):
-            raise UserError(f"--grace must be 0 or more seconds; got {grace_s:g}.")
+        _check_grace(grace_s)
         self.again, self.trained, self.leaving = again, 0, False
         self._saved: Callable[[], int] = lambda: 0
         self._grace_s = grace_s
@@ -147,8 +146,9 @@ def deadline(text: str | None, grace_s: float) -> float | None:
       grace_s: How long before it the run is asked to end.
 
     Raises:
-      UserError: it is neither, or nearer than `grace_s`.
+      UserError: it is neither, or nearer than `grace_s`; grace_s is negative or not finite.
     """
+    _check_grace(grace_s)
     if text is None:
         slurm = os.environ.get(SLURM_VARIABLE, "")
         return float(slurm) if slurm.isdecimal() and int(slurm) else None
@@ -164,15 +164,21 @@ def deadline(text: str | None, grace_s: float) -> float | None:
     )
 
 
+def _check_grace(grace_s: float) -> None:
+    if not 0 <= grace_s < float("inf"):
+        raise UserError(f"--grace must be 0 or more seconds, such as 30; got {grace_s:g}.")
+
+
 def _nothing() -> None:
     pass
 
 
 def _stack(frame: types.FrameType | None) -> list[str]:
-    """Where a thread stands, innermost first, without reading any file."""
+    """Where a thread stands, innermost first: below the first, calls of scalejax and of the program. Reads no file."""
     found: list[str] = []
     while frame is not None and len(found) < _FRAMES:
-        code = frame.f_code
-        found.append(f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})")
+        if not found or frame.f_globals.get("__name__", "").partition(".")[0] in ("scalejax", "__main__"):
+            code = frame.f_code
+            found.append(f"{code.co_name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})")
         frame = frame.f_back
     return found

@@ -1,10 +1,12 @@
 """Protocols of data sets and of configs of models, as training sees them; that of a model itself is `task`."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     from scalejax.train.task import Task
+
+Batch_co = TypeVar("Batch_co", covariant=True)
 
 
 @runtime_checkable
@@ -16,7 +18,7 @@ class ModelConfig(Protocol):
         ...
 
 
-class DataSet(Protocol):
+class DataSet(Protocol[Batch_co]):
     """Examples of every split, addressed by *global* example number.
 
     The training stream is infinite: example i of the stream is example i % n of epoch i // n, in the order of that
@@ -24,7 +26,7 @@ class DataSet(Protocol):
     """
 
     @property
-    def schema(self) -> Any:
+    def schema(self) -> object:
         """Columns of the data, or what else a model must know of it."""
         ...
 
@@ -36,11 +38,13 @@ class DataSet(Protocol):
         """Hex digest of the files, columns, split and order; a run resumes only on equal fingerprints."""
         ...
 
-    def train_batches(self, *, start_example: int, process_index: int = 0, process_count: int = 1) -> Iterator[Any]:
+    def train_batches(
+        self, *, start_example: int, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch_co]:
         """This process's contiguous slice of each global batch from stream position `start_example`, without end."""
         ...
 
-    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Any]:
+    def eval_batches(self, split: str, *, process_index: int = 0, process_count: int = 1) -> Iterator[Batch_co]:
         """One pass in file order; the last batch is filled up with examples of weight 0."""
         ...
 
@@ -48,7 +52,9 @@ class DataSet(Protocol):
         """(name, start, stop) of each day of the training split, as stream positions; data in time order only."""
         ...
 
-    def range_batches(self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1) -> Iterator[Any]:
+    def range_batches(
+        self, start: int, stop: int, *, process_index: int = 0, process_count: int = 1
+    ) -> Iterator[Batch_co]:
         """One pass over stream positions [start, stop), the last batch filled up with examples of weight 0."""
         ...
 

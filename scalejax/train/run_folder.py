@@ -28,6 +28,7 @@ import socket
 import subprocess
 import time
 import types
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import jax
@@ -134,7 +135,7 @@ class RunFolder:
 
         return distributed.on_primary(decide)
 
-    def begin(self, experiment: dict[str, Any], environment: dict[str, Any], step: int | None) -> list[str]:
+    def begin(self, experiment: Mapping[str, object], environment: Mapping[str, object], step: int | None) -> list[str]:
         """Records what is run and cuts metrics and timing back to the restored step.
 
         Call it after the restore has succeeded: what it removes cannot be written again by a run that fails to start.
@@ -163,7 +164,7 @@ class RunFolder:
 
         return distributed.on_primary(record)
 
-    def write_summary(self, summary: dict[str, Any]) -> None:
+    def write_summary(self, summary: Mapping[str, object]) -> None:
         """Writes summary.json, one flat object.
 
         Raises:
@@ -172,7 +173,7 @@ class RunFolder:
         if self._lock is not None:
             disk.write_json(self.path / "summary.json", summary)
 
-    def write_measures(self, described: dict[str, Any]) -> None:
+    def write_measures(self, described: Mapping[str, object]) -> None:
         """Writes measures.json: names, titles, units and directions of what the run measures, and advice of its task.
 
         Raises:
@@ -187,7 +188,7 @@ class RunFolder:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._lock = _lock(self.path / "run.lock")
 
-    def _record_experiment(self, experiment: dict[str, Any], step: int | None) -> list[str]:
+    def _record_experiment(self, experiment: Mapping[str, object], step: int | None) -> list[str]:
         path = self.path / "experiment.json"
         if not path.exists():
             disk.write_json(path, experiment)
@@ -207,7 +208,7 @@ class RunFolder:
         return changes
 
 
-def is_earlier(record: Any) -> bool:
+def is_earlier(record: object) -> bool:
     """Whether an experiment.json is of before there was one kind of experiment, see `configs.earlier`."""
     experiment = record.get("experiment") if isinstance(record, dict) else None
     fields = experiment.get("fields") if isinstance(experiment, dict) else None
@@ -236,7 +237,7 @@ def cut_back(path: pathlib.Path, step: int) -> None:
         disk.write_atomically(path, kept)
 
 
-def differences(before: Any, after: Any, path: str = "") -> list[str]:
+def differences(before: object, after: object, path: str = "") -> list[str]:
     """What differs between two JSON values, one line each: "steps: 1000 -> 2000"."""
     if isinstance(before, dict) and isinstance(after, dict):
         lines = []
@@ -254,7 +255,7 @@ def differences(before: Any, after: Any, path: str = "") -> list[str]:
     return [] if old == new else [f"{path}: {old} -> {new}"]
 
 
-def environment_record(mesh: dict[str, int], compiler_options: dict[str, Any] | None = None) -> dict[str, Any]:
+def environment_record(mesh: dict[str, int], compiler_options: Mapping[str, object] | None = None) -> dict[str, Any]:
     """What a result may depend on besides the experiment: versions, devices, flags, commit. No host names.
 
     Args:

@@ -5,15 +5,18 @@ import hashlib
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
+from scalejax.parallel.embedding.sharded_tables import State
+from scalejax.parallel.embedding.stored import logical
+from scalejax.parallel.gradients.blocks import States
 from scalejax.parallel.gradients.compute import ROWS
 from scalejax.parallel.gradients.scaling import LossScale
 from scalejax.parallel.rules import Rules
@@ -45,10 +48,25 @@ class TrainState:
     variables: Params
     optimizer: optax.OptState
     averages: dict[str, Params]
-    tables: Any
-    exchange: Any
+    tables: State
+    exchange: States
     loss_scale: LossScale | None
-    metrics: Any
+    metrics: dict[str, Any]
+    key: jax.Array
+
+
+class Stored(TypedDict):
+    """A `TrainState` as a checkpoint holds it: what is empty is left out, and tables know no mesh."""
+
+    step: jax.Array
+    params: Params
+    variables: NotRequired[Params]
+    optimizer: optax.OptState
+    averages: NotRequired[dict[str, Params]]
+    tables: NotRequired[logical.Tree]
+    exchange: NotRequired[States]
+    loss_scale: NotRequired[LossScale]
+    metrics: dict[str, Any]
     key: jax.Array
 
 
@@ -68,7 +86,7 @@ class ModelShape:
     params: dict[str, jax.ShapeDtypeStruct]
     variables: dict[str, jax.ShapeDtypeStruct]
     logical_axes: dict[str, tuple[str | None, ...]]
-    graph: nnx.GraphDef[Any]
+    graph: nnx.GraphDef[nnx.Module]
     names: tuple[str, ...]
     treedef: Any
     statistics: tuple[str, ...] = ()
@@ -112,7 +130,7 @@ class ModelShape:
         leaves = zip(self.names, jax.tree.leaves(nnx.state(model)), strict=True)
         return {name: leaf for name, leaf in leaves if name in wanted}
 
-    def merge(self, params: Mapping[str, Any], variables: Mapping[str, Any] | None = None) -> nnx.Module:
+    def merge(self, params: Mapping[str, object], variables: Mapping[str, object] | None = None) -> nnx.Module:
         """A model with these parameters, and variables if it has any."""
         values = {**params, **(variables or {})}
         state = jax.tree.unflatten(self.treedef, [values[name] for name in self.names])
@@ -169,39 +187,58 @@ def optimizer_step(
     return {name: changed.get(name, p) for name, p in state.params.items()}, optimizer
 
 
-def to_stored(state: TrainState) -> dict[str, Any]:
+def to_stored(state: TrainState) -> Stored:
     """The state as named arrays that know no mesh, without tables; what is empty is left out."""
-    optional = {"variables": state.variables, "averages": state.averages, "exchange": state.exchange}
-    return {
+    stored: Stored = {
         "step": state.step,
         "params": state.params,
         "optimizer": state.optimizer,
         "metrics": state.metrics,
         "key": state.key,
-        **{name: value for name, value in optional.items() if value},
-        **({} if state.loss_scale is None else {"loss_scale": state.loss_scale}),
     }
+    if state.variables:
+        stored["variables"] = state.variables
+    if state.averages:
+        stored["averages"] = state.averages
+    if state.exchange:
+        stored["exchange"] = state.exchange
+    if state.loss_scale is not None:
+        stored["loss_scale"] = state.loss_scale
+    return stored
 
 
-def from_stored(stored: dict[str, Any], abstract: TrainState, tables: Any) -> TrainState:
+def from_stored(stored: Stored, abstract: TrainState, tables: State) -> TrainState:
     """The state of stored arrays; `abstract` knows the structure of the optimizer's, and tables are as given."""
-    empty = {"variables": {}, "averages": {}, "exchange": {}, "loss_scale": None}
     optimizer = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), jax.tree.leaves(stored["optimizer"]))
-    return TrainState(**{**empty, **stored, "optimizer": optimizer, "tables": tables})
+    return TrainState(
+        step=stored["step"],
+        params=stored["params"],
+        variables=stored.get("variables", {}),
+        optimizer=optimizer,
+        averages=stored.get("averages", {}),
+        tables=tables,
+        exchange=stored.get("exchange", {}),
+        loss_scale=stored.get("loss_scale"),
+        metrics=stored["metrics"],
+        key=stored["key"],
+    )
 
 
-def with_sharding(leaf: Any, sharding: NamedSharding) -> Any:
+def with_sharding(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> Any:
     """The shape and dtype of a leaf, in a sharding."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
 def optimizer_shardings(
-    abstract: Any, params: dict[str, jax.ShapeDtypeStruct], shardings: dict[str, NamedSharding], mesh: Mesh
-) -> Any:
+    abstract: optax.OptState,
+    params: dict[str, jax.ShapeDtypeStruct],
+    shardings: dict[str, NamedSharding],
+    mesh: Mesh,
+) -> object:
     """Shardings of an optax state: a leaf that mirrors a parameter is sharded like it, the rest is replicated."""
     replicated = NamedSharding(mesh, P())
 
-    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+    def place(path: tuple[object, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         name = getattr(path[-1], "key", None) if path else None
         if name in params and params[name].shape == leaf.shape:
             return shardings[name]

@@ -13,8 +13,8 @@ gradients is in units of the scaled loss, and follows its factor.
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,10 @@ from scalejax.parallel.embedding.config import TableConfig
 from scalejax.parallel.embedding.exchange.through_maps import Assignment
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.lookup import Routing
+from scalejax.parallel.embedding.row_cache import Tiers
+from scalejax.parallel.embedding.sharded_tables import State
 from scalejax.parallel.gradients import scaling as gradient_scaling
+from scalejax.parallel.gradients.blocks import Gather, ShardWithState
 from scalejax.parallel.gradients.compute import GradientFunction, Keys, Loss, LossInputs, gradients
 from scalejax.parallel.rules import ParameterPlacement
 from scalejax.train.experiment import Experiment
@@ -46,8 +49,31 @@ from scalejax.train.precision import init_model
 from scalejax.train.state import ModelShape, Params, TrainState, optimizer_shardings, optimizer_step, with_sharding
 from scalejax.train.task import Batch, Field, Placed, Task, host_fields, whole
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+Result_co = TypeVar("Result_co", covariant=True)
+
 _WHOLE_STEP = 0x57E9
 """Folded into the key of a step, for what is drawn once for all devices."""
+
+
+class Jitted(Protocol[Arguments, Result_co]):
+    """A jitted function with its signature, which jax's own type forgets."""
+
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result_co: ...
+
+    def eval_shape(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result_co: ...
+
+    def trace(self, *args: object) -> jax.stages.Traced: ...
+
+
+class _Read(TypedDict):
+    """What scoring reads of a state."""
+
+    params: Params
+    variables: Params
+    averages: dict[str, Params]
+    tables: State
 
 
 @jax.tree_util.register_dataclass
@@ -78,7 +104,7 @@ class Scored:
       faults: int32[2] of `EmbeddingCollection.faults` of this lookup.
     """
 
-    metrics: Any
+    metrics: dict[str, Any]
     outputs: dict[str, jax.Array]
     loss: jax.Array
     faults: jax.Array
@@ -110,8 +136,8 @@ class Program:
     tables: tuple[TableConfig, ...] = ()
     layout: tuple[FeatureLayout, ...] = ()
     plain_layout: tuple[FeatureLayout, ...] = ()
-    constants: Any = None
-    example: Any = None
+    constants: object = None
+    example: object = None
     schedules_from: int = 0
 
     # What the run is made of.
@@ -133,12 +159,12 @@ class Program:
         return {f"{number}": metric for number, metric in enumerate(self.task.metrics())}
 
     @functools.cached_property
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Mapping[str, object]:
         """What a batch holds, see `task.Task.fields`."""
         return self.task.fields()
 
     @functools.cached_property
-    def field_shardings(self) -> dict[str, Any]:
+    def field_shardings(self) -> dict[str, object]:
         """How the arrays of a global batch lie on the devices, a tree like `fields`."""
         return jax.tree.map(lambda field: NamedSharding(self.mesh, field.spec), self.fields, is_leaf=is_field)
 
@@ -166,7 +192,7 @@ class Program:
         return meshes.replicated(self.mesh)
 
     @functools.cached_property
-    def compiler_options(self) -> dict[str, Any] | None:
+    def compiler_options(self) -> dict[str, xla_flags.Value] | None:
         """Options of XLA that the run names, for the platform of its devices; None = none."""
         return xla_flags.compiler_options(self.experiment.xla_flags, self.mesh.devices.flat[0].platform) or None
 
@@ -239,7 +265,7 @@ class Program:
             for name, v in self.model.variables.items()
         }
 
-        def everywhere(tree: Any) -> Any:
+        def everywhere(tree: object) -> Any:
             return jax.tree.map(lambda leaf: with_sharding(leaf, self.replicated), tree)
 
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -258,7 +284,7 @@ class Program:
             key=everywhere(key),
         )
 
-    def init(self, tables: Any = None) -> TrainState:
+    def init(self, tables: EmbeddingCollection | Tiers | None = None) -> TrainState:
         """A fresh state, equal for equal seeds on every mesh; no device ever holds what it does not keep.
 
         Args:
@@ -299,19 +325,19 @@ class Program:
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), 2)
         return dataclasses.replace(state, tables=(tables or self.collection).init(key))
 
-    def _zeros(self) -> Any:
+    def _zeros(self) -> dict[str, object]:
         return {"steps": step_sums.zeros(), **{name: metric.zeros() for name, metric in self.metrics.items()}}
 
     def _first_scale(self) -> gradient_scaling.LossScale | None:
         scaling = self.experiment.gradients.loss_scaling
         return None if scaling is None else scaling.init()
 
-    def take_metrics(self, state: TrainState) -> tuple[TrainState, Any]:
+    def take_metrics(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The state with zeroed sums, and the sums."""
         return dataclasses.replace(state, metrics=self._zero_metrics()), state.metrics
 
     @functools.cached_property
-    def _zero_metrics(self) -> Any:
+    def _zero_metrics(self) -> Callable[[], dict[str, object]]:
         return jax.jit(self._zeros, out_shardings=self.state_shardings.metrics)
 
     def _offloads(self, what: Literal["optimizer", "parameters"]) -> bool:
@@ -331,20 +357,21 @@ class Program:
         """One global batch as shapes, dtypes and shardings."""
         rows, ranks = self.experiment.data.batch_size, self.mesh.shape["context"]
 
-        def leaf(field: Field, host: Any = None) -> Any:
-            own: Any = field.shape
+        def leaf(field: Field, host: np.ndarray | None = None) -> jax.ShapeDtypeStruct:
+            own = field.shape
             if None in own and host is not None:
                 have = np.shape(host) if field.scope == "step" else np.shape(host)[1:]
                 own = tuple(known if size is None else size for size, known in zip(own, have, strict=True))
-            if None in own:
+            sizes = tuple(size for size in own if size is not None)
+            if len(sizes) < len(own):
                 raise UserError(
                     f"A field of shape {own} of {type(self.task).__name__} has sizes that only the data know, so that "
                     "its step cannot be compiled without them. State them, or say planned_from = 'data' in the task."
                 )
             if field.arrange == "zigzag":
-                own = (context.padded_length(own[0], ranks), *own[1:])
+                sizes = (context.padded_length(sizes[0], ranks), *sizes[1:])
             first = {"example": (rows,), "step": (), "device": (self.mesh.size,)}[field.scope]
-            return jax.ShapeDtypeStruct((*first, *own), field.dtype, sharding=NamedSharding(self.mesh, field.spec))
+            return jax.ShapeDtypeStruct((*first, *sizes), field.dtype, sharding=NamedSharding(self.mesh, field.spec))
 
         fields = self.fields
         if self.example is None:
@@ -364,7 +391,7 @@ class Program:
         wide = sum(feature.capacity for feature in self.layout if feature.map is not None)
         each = NamedSharding(self.mesh, P(meshes.AXES))
 
-        def leaf(shape: tuple[int, ...], dtype: Any) -> Any:
+        def leaf(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> Any:
             return jax.ShapeDtypeStruct((self.mesh.size, *shape), dtype, sharding=each)
 
         return DeviceJagged(
@@ -405,17 +432,17 @@ class Program:
     # Functions.
 
     @functools.cached_property
-    def train_step(self) -> Any:
+    def train_step(self) -> Jitted[[TrainState, Placed], tuple[TrainState, jax.Array]]:
         """jitted (state, batch) -> (state, mean loss of the batch); the state is donated."""
-        return self._jit(self._train_step, (self.state_shardings, self.replicated), donate_argnums=0)
+        return self._jit(self._train_step, (self.state_shardings, self.replicated), donate_argnums=(0,))
 
     @functools.cached_property
-    def look_ahead(self) -> Any:
+    def look_ahead(self) -> Jitted[[TrainState, Placed], Ahead]:
         """jitted (state, batch) -> `Ahead` of a batch, for `pipelined_step`."""
         return self._jit(self._look_ahead, self._ahead_shardings)
 
     @functools.cached_property
-    def pipelined_step(self) -> Any:
+    def pipelined_step(self) -> Jitted[[TrainState, Placed, Ahead, Placed], tuple[TrainState, jax.Array, Ahead]]:
         """jitted (state, batch, ahead, next batch) -> (state, mean loss, ahead of the next batch).
 
         The state is donated.
@@ -424,7 +451,7 @@ class Program:
         """
         # Not `ahead`: it may hold arrays of the batch itself.
         out_shardings = (self.state_shardings, self.replicated, self._ahead_shardings)
-        return self._jit(self._pipelined_step, out_shardings, donate_argnums=0)
+        return self._jit(self._pipelined_step, out_shardings, donate_argnums=(0,))
 
     def eval_step(self, state: TrainState, batch: Placed, numbers: jax.Array | None = None) -> Scored:
         """Scores a batch, on every device; `numbers` are those of its examples, uint32[B], for tasks that draw."""
@@ -435,23 +462,23 @@ class Program:
         return self._compiled_statistics_step(_read_of(state), batch)
 
     @functools.cached_property
-    def _compiled_statistics_step(self) -> Any:
+    def _compiled_statistics_step(self) -> Jitted[[_Read, Placed], Params]:
         return self._jit(
             lambda read, batch: self._forward(read, batch, None, "statistics")[2], self.state_shardings.variables
         )
 
     @functools.cached_property
-    def _compiled_eval_step(self) -> Any:
+    def _compiled_eval_step(self) -> Jitted[[_Read, Placed, jax.Array | None], Scored]:
         return self._jit(self._eval_step, self.replicated)
 
     @functools.cached_property
-    def faults(self) -> Any:
+    def faults(self) -> Jitted[[TrainState], jax.Array]:
         """jitted state -> int32[2] of `EmbeddingCollection.faults`."""
         collection = self.embeddings
         return self._jit(lambda state: collection.faults(state.tables), self.replicated)
 
     @functools.cached_property
-    def id_counts(self) -> Any:
+    def id_counts(self) -> Jitted[[TrainState], dict[str, jax.Array]]:
         """jitted state -> `EmbeddingCollection.id_counts`."""
         collection = self.embeddings
         return self._jit(lambda state: collection.id_counts(state.tables), self.replicated)
@@ -461,7 +488,7 @@ class Program:
         """Whether a run calls `pipelined_step`, not `train_step`."""
         return self.collection is not None and self.experiment.tables.pipeline != "none"
 
-    def repeated_step(self) -> tuple[Any, tuple[Any, ...]]:
+    def repeated_step(self) -> tuple[Jitted[..., object], tuple[object, ...]]:
         """The jitted function that a run calls in every step, and its arguments as shapes: first the state, donated."""
         state, batch = self.abstract_state(), self.abstract_batch()
         if not self.is_pipelined:
@@ -469,14 +496,18 @@ class Program:
         return self.pipelined_step, (state, batch, self.look_ahead.eval_shape(state, batch), self.abstract_batch())
 
     @functools.cached_property
-    def _ahead_shardings(self) -> Any:
+    def _ahead_shardings(self) -> Ahead:
         """An `Ahead` of shardings; stated, so that the first step of a run is compiled for what all others get."""
         each: Any = NamedSharding(self.mesh, P(meshes.AXES))
         rows: Any = meshes.batch_sharding(self.mesh) if self.experiment.tables.pipeline == "stale" else None
         return Ahead(each, each, rows)
 
-    def _jit(self, function: Callable[..., Any], out_shardings: Any, **options: Any) -> Any:
-        return jax.jit(function, out_shardings=out_shardings, compiler_options=self.compiler_options, **options)
+    def _jit(
+        self, function: Callable[Arguments, Result], out_shardings: object, donate_argnums: tuple[int, ...] = ()
+    ) -> Jitted[Arguments, Result]:
+        options = self.compiler_options
+        jitted = jax.jit(function, out_shardings=out_shardings, donate_argnums=donate_argnums, compiler_options=options)
+        return cast("Jitted[Arguments, Result]", jitted)
 
     @property
     def embeddings(self) -> EmbeddingCollection:
@@ -484,7 +515,7 @@ class Program:
         assert self.collection is not None, "the model has no embedding tables"
         return self.collection
 
-    def _fetch(self, tables: Any, routing: Routing) -> dict[str, jax.Array]:
+    def _fetch(self, tables: State, routing: Routing) -> dict[str, jax.Array]:
         embedded = self.embeddings.fetch(tables, routing)
         return jax.lax.with_sharding_constraint(embedded, meshes.batch_sharding(self.mesh))
 
@@ -533,7 +564,7 @@ class Program:
         # Gradients of the mean loss where that matters before the end: a factor need not follow the size of a batch,
         # nor do residuals of an exchange follow its weight. Elsewhere the sum over examples is divided by its weight.
         held, means = state.loss_scale, state.loss_scale is not None or bool(state.exchange)
-        scale: Any = 1.0
+        scale = 1.0
         if means:
             widest = jax.dtypes.canonicalize_dtype(jnp.float64)  # or losses in float64 had gradients of 24 bits
             scale = (1.0 if held is None else held.scale) / self.task.weight(batch).astype(widest)
@@ -596,7 +627,7 @@ class Program:
         )
         return self._moved(state, offload.put_back), found.sum / found.weight.astype(found.sum.dtype)
 
-    def _divided(self, batch: Batch) -> tuple[dict[str, Any], Any]:
+    def _divided(self, batch: Batch) -> tuple[dict[str, dict[str, jax.Array]], dict[str, object]]:
         """What of a batch has rows, and what all devices and parts share."""
         scopes = {name: _scope(field) for name, field in self.fields.items()}
         own = {name: x for name, x in batch.fields.items() if scopes.get(name) == "example"}
@@ -610,17 +641,26 @@ class Program:
         return (pipeline.on_last_stage(found[0]), found[1]) if self._handled else found
 
     def _task_loss(
-        self, params: Any, variables: Params, batch: Batch, keys: Keys | None, gather: Any
+        self,
+        params: Mapping[str, jax.Array | ShardWithState],
+        variables: Params,
+        batch: Batch,
+        keys: Keys | None,
+        gather: Gather,
     ) -> tuple[Loss, Params]:
         """Loss and next variables of a batch, with parameters fetched by whom the task says."""
         if self.formats:
             gather = QuantizedGather(gather, self.formats)
 
-        def by_blocks(params: Any, variables: Params, batch: Batch) -> tuple[Loss, Params]:
+        def by_blocks(
+            params: Mapping[str, jax.Array | ShardWithState], variables: Params, batch: Batch
+        ) -> tuple[Loss, Params]:
             model = self.model.merge(params, variables)
             return self.task.loss(model, batch, keys=keys, gather=gather), self.model.variables_of(model)
 
-        def fetched(params: Any, variables: Params, batch: Batch) -> tuple[Loss, Params]:
+        def fetched(
+            params: Mapping[str, jax.Array | ShardWithState], variables: Params, batch: Batch
+        ) -> tuple[Loss, Params]:
             model = self.model.merge(gather(params), variables)
             return self.task.loss(model, batch, keys=keys, gather=whole), self.model.variables_of(model)
 
@@ -633,7 +673,7 @@ class Program:
         run = fetched if policy is None else jax.checkpoint(fetched, policy=policy)
         return run(params, variables, batch)
 
-    def _eval_step(self, read: dict[str, Any], placed: Placed, numbers: jax.Array | None) -> Scored:
+    def _eval_step(self, read: _Read, placed: Placed, numbers: jax.Array | None) -> Scored:
         keys = None
         if numbers is not None:
             key = jax.random.fold_in(jax.random.key(self.experiment.seed), 3)
@@ -647,7 +687,7 @@ class Program:
         )
 
     def _forward(
-        self, read: dict[str, Any], placed: Placed, keys: Keys | None, purpose: Literal["evaluation", "statistics"]
+        self, read: _Read, placed: Placed, keys: Keys | None, purpose: Literal["evaluation", "statistics"]
     ) -> tuple[Batch, Loss, Params, jax.Array]:
         """Batch, loss, next variables and faults of a lookup of what is only computed forward."""
         params, tables = read["params"], read["tables"]
@@ -674,23 +714,27 @@ class Program:
         return frozenset(name for metric in self.metrics.values() for name in metric.collects)
 
 
-def _read_of(state: TrainState) -> dict[str, Any]:
-    """What scoring reads of a state."""
-    return {name: getattr(state, name) for name in ("params", "variables", "averages", "tables")}
+def _read_of(state: TrainState) -> _Read:
+    return {
+        "params": state.params,
+        "variables": state.variables,
+        "averages": state.averages,
+        "tables": state.tables,
+    }
 
 
-def _rows(tree: Any) -> int:
+def _rows(tree: object) -> int:
     return jax.tree.leaves(tree)[0].shape[0]
 
 
-def _as_shape(x: Any) -> Any:
+def _as_shape(x: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return x if isinstance(x, jax.ShapeDtypeStruct) else with_sharding(x, x.sharding)
 
 
-def is_field(x: Any) -> bool:
+def is_field(x: object) -> bool:
     """Whether this is a leaf of a tree of fields."""
     return isinstance(x, Field)
 
 
-def _scope(field: Any) -> str:
+def _scope(field: object) -> Literal["example", "step", "device"]:
     return jax.tree.leaves(field, is_leaf=is_field)[0].scope

@@ -72,7 +72,7 @@ class Field:
     """
 
     shape: tuple[int | None, ...]
-    dtype: Any
+    dtype: jax.typing.DTypeLike
     axes: tuple[str | None, ...] = ()
     scope: Literal["example", "step", "device"] = "example"
     arrange: Literal["as-is", "zigzag"] = "as-is"
@@ -127,7 +127,7 @@ class Placed:
 
     fields: dict[str, Any]
     features: DeviceJagged | None = None
-    constants: Any = None
+    constants: object = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,7 +144,7 @@ class Work:
     count: float
 
 
-def host_fields(task: "Task", batch: Any, seed: int, step: int) -> dict[str, Any]:
+def host_fields(task: "Task", batch: object, seed: int, step: int) -> Mapping[str, object]:
     """The fields of a host batch as NumPy arrays, with those that the task draws for a step of a run."""
     return task.host_fields(batch, task.drawn(np.random.default_rng((seed, step))))
 
@@ -182,7 +182,7 @@ class Task(Protocol):
         """Path of a parameter -> data axes along which devices hold different ones (explicit form only)."""
         ...
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Mapping[str, object]:
         """What a batch holds: {name: `Field`, or a pytree of them}."""
         ...
 
@@ -219,19 +219,19 @@ class Task(Protocol):
         """
         ...
 
-    def constants(self, data: Any, mesh: Mesh) -> Any:
+    def constants(self, data: Any, mesh: Mesh) -> object:
         """What the model reads in every step, a pytree of arrays on the devices of the mesh; made once."""
         ...
 
-    def abstract_constants(self, data: Any, mesh: Mesh) -> Any:
+    def abstract_constants(self, data: Any, mesh: Mesh) -> object:
         """The same as shapes, dtypes and shardings, on a mesh whose devices need not be here."""
         ...
 
-    def host_fields(self, batch: Any, drawn: Mapping[str, Any]) -> dict[str, Any]:
+    def host_fields(self, batch: Any, drawn: Mapping[str, object]) -> Mapping[str, object]:
         """The fields of a host batch as NumPy arrays, with what `drawn` gave."""
         ...
 
-    def drawn(self, rng: np.random.Generator) -> dict[str, Any]:
+    def drawn(self, rng: np.random.Generator) -> Mapping[str, object]:
         """Fields of scope "step" that are not in the data: the host draws them for each step, a path of a supernet say.
 
         Args:
@@ -269,15 +269,15 @@ class Task(Protocol):
         """
         ...
 
-    def describe(self, data: Any) -> dict[str, Any]:
+    def describe(self, data: Any) -> Mapping[str, object]:
         """What the summary of a run says of model and data besides the number of parameters."""
         ...
 
-    def train_batches(self, data: Any, mesh: Mesh, start_example: int) -> Iterator[Any]:
+    def train_batches(self, data: Any, mesh: Mesh, start_example: int) -> Iterator[object]:
         """This process's slice of each global batch, without end."""
         ...
 
-    def eval_batches(self, data: Any, mesh: Mesh, split: str) -> Iterator[Any]:
+    def eval_batches(self, data: Any, mesh: Mesh, split: str) -> Iterator[object]:
         """One pass over a split."""
         ...
 
@@ -311,16 +311,16 @@ class TaskBase:
             "train` wrote."
         )
 
-    def constants(self, data: Any, mesh: Mesh) -> Any:
+    def constants(self, data: Any, mesh: Mesh) -> object:
         del data, mesh
 
-    def abstract_constants(self, data: Any, mesh: Mesh) -> Any:
+    def abstract_constants(self, data: Any, mesh: Mesh) -> object:
         del data, mesh
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> Mapping[str, object]:
         raise NotImplementedError(f"{type(self).__name__} has to say what a batch holds: fields() -> {{name: Field}}.")
 
-    def host_fields(self, batch: Any, drawn: Mapping[str, Any]) -> dict[str, Any]:
+    def host_fields(self, batch: Any, drawn: Mapping[str, object]) -> Mapping[str, object]:
         found = {}
         for name in self.fields():
             if name in drawn:
@@ -336,7 +336,7 @@ class TaskBase:
             found[name] = held
         return found
 
-    def drawn(self, rng: np.random.Generator) -> dict[str, Any]:
+    def drawn(self, rng: np.random.Generator) -> Mapping[str, object]:
         del rng
         return {}
 
@@ -352,16 +352,16 @@ class TaskBase:
     def advice(self) -> Mapping[tuple[str, ...], str]:
         return {}
 
-    def describe(self, data: Any) -> dict[str, Any]:
+    def describe(self, data: Any) -> Mapping[str, object]:
         del data
         return {}
 
-    def train_batches(self, data: Any, mesh: Mesh, start_example: int) -> Iterator[Any]:
+    def train_batches(self, data: Any, mesh: Mesh, start_example: int) -> Iterator[object]:
         del mesh
         return data.train_batches(
             start_example=start_example, process_index=jax.process_index(), process_count=jax.process_count()
         )
 
-    def eval_batches(self, data: Any, mesh: Mesh, split: str) -> Iterator[Any]:
+    def eval_batches(self, data: Any, mesh: Mesh, split: str) -> Iterator[object]:
         del mesh
         return data.eval_batches(split, process_index=jax.process_index(), process_count=jax.process_count())

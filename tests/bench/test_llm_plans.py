@@ -25,6 +25,7 @@ def test_the_predictions_are_those_of_the_model():
     assert _output("llm_plans.py") == (ROOT / "benchmarks" / "results" / "llm_plans.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_table_of_plans_in_the_documents_is_that_of_the_stored_plans():
     document = (ROOT / "docs" / "parallelism.md").read_text()
     table = document.partition("<!-- benchmarks/plan_table.py -->\n")[2].partition("\n\n")[0]

@@ -172,6 +172,7 @@ def test_a_missing_peer_names_the_script_that_installs_it():
     assert "benchmarks/peers.sh" in done.stdout
 
 
+@pytest.mark.slow
 def test_no_peer_library_is_imported_until_it_is_asked_for():
     code = (
         "import importlib, sys\nfrom scalejax import bench\n"

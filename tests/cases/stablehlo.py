@@ -7,12 +7,14 @@ are not there yet; `explain_sharding` shows those.
 
 import math
 import re
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from scalejax.plan.compiled.collectives import Collective, Groups, Kind, axes_of, minimum_bytes, positions_along
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+    from jax.stages import Lowered
+    from jaxlib.mlir import ir
 
 _KINDS: dict[str, Kind] = {
     "stablehlo.all_gather": "all-gather",
@@ -24,7 +26,7 @@ _KINDS: dict[str, Kind] = {
 }
 
 
-def stated_collectives(lowered: Any, mesh: "Mesh") -> list[Collective]:
+def stated_collectives(lowered: "Lowered", mesh: "Mesh") -> list[Collective]:
     """Lists the collectives that a program states itself, loop bodies multiplied by their trip counts.
 
     Args:
@@ -32,6 +34,7 @@ def stated_collectives(lowered: Any, mesh: "Mesh") -> list[Collective]:
       mesh: The mesh that its shard_maps run on.
     """
     module = lowered.compiler_ir("stablehlo")
+    assert module is not None
     functions = {}
     for operation in module.body.operations:
         if operation.operation.name == "func.func":
@@ -42,7 +45,12 @@ def stated_collectives(lowered: Any, mesh: "Mesh") -> list[Collective]:
 
 
 def _walk(
-    operation: Any, functions: dict[str, Any], times: int, known: bool, mesh: "Mesh", found: list[Collective]
+    operation: "ir.OpView",
+    functions: "dict[str, ir.OpView]",
+    times: int,
+    known: bool,
+    mesh: "Mesh",
+    found: list[Collective],
 ) -> None:
     for region in operation.regions:
         for block in region.blocks:
@@ -62,14 +70,14 @@ def _walk(
                     _walk(inner, functions, times, known, mesh, found)
 
 
-def _kind(operation: Any) -> Kind | None:
+def _kind(operation: "ir.OpView") -> Kind | None:
     name = operation.operation.name
     if name == "stablehlo.custom_call" and '"ragged_all_to_all"' in str(operation.attributes["call_target_name"]):
         return "ragged-all-to-all"
     return _KINDS.get(name)
 
 
-def _collective(kind: Kind, operation: Any, times: int, known: bool, mesh: "Mesh") -> Collective:
+def _collective(kind: Kind, operation: "ir.OpView", times: int, known: bool, mesh: "Mesh") -> Collective:
     operands = list(operation.operands)
     payload = sum(_bytes(value.type) for value in (operands[:1] if kind == "ragged-all-to-all" else operands))
     groups = _groups(operation, mesh)
@@ -93,7 +101,7 @@ def _collective(kind: Kind, operation: Any, times: int, known: bool, mesh: "Mesh
     )
 
 
-def _groups(operation: Any, mesh: "Mesh") -> Groups:
+def _groups(operation: "ir.OpView", mesh: "Mesh") -> Groups:
     attributes = operation.attributes
     if "source_target_pairs" in attributes:
         text = str(attributes["source_target_pairs"])
@@ -109,7 +117,7 @@ def _groups(operation: Any, mesh: "Mesh") -> Groups:
     return tuple(tuple(int(d) for d in row.split(",")) for row in rows)
 
 
-def _bytes(kind: Any) -> int:
+def _bytes(kind: "ir.Type") -> int:
     """Bytes of a `tensor<4x8xbf16>`."""
     match = re.match(r"tensor<((?:\d+x)*)(.+)>$", str(kind))
     if match is None:
@@ -120,7 +128,7 @@ def _bytes(kind: Any) -> int:
     return -(-math.prod(int(d) for d in match.group(1).split("x") if d) * bits // 8)
 
 
-def _trip_count(loop: Any) -> int | None:
+def _trip_count(loop: "ir.OpView") -> int | None:
     """Trip count of the loops that jax makes of scans: a counter below a constant, plus one each time."""
     condition, body = (region.blocks[0] for region in loop.regions)
     compared = _owner(_beneath(list(condition.operations)[-1].operands[0]))
@@ -145,7 +153,7 @@ def _trip_count(loop: Any) -> int | None:
     return None if not by or by < 1 else max(0, -(-(limit - start) // by))
 
 
-def _beneath(value: Any) -> Any:
+def _beneath(value: "ir.Value[ir.Type]") -> "ir.Value[ir.Type]":
     """The value without constraints on its sharding, of which a partly automatic shard_map puts one on every value."""
     owner = _owner(value)
     while owner is not None and owner.name == "sdy.sharding_constraint":
@@ -154,18 +162,16 @@ def _beneath(value: Any) -> Any:
     return value
 
 
-def _owner(value: Any) -> Any:
+def _owner(value: "ir.Value[ir.Type]") -> "ir.Operation | None":
     """The operation that made a value; None for an argument of a block."""
-    owner = value.owner
-    operation = getattr(owner, "operation", owner)
-    return operation if hasattr(operation, "name") and hasattr(operation, "operands") else None
+    return getattr(value.owner, "operation", None)
 
 
-def _argument_number(value: Any, block: Any) -> int:
+def _argument_number(value: "ir.Value[ir.Type]", block: "ir.Block") -> int:
     return next((i for i, argument in enumerate(block.arguments) if argument == value), -1)
 
 
-def _constant(value: Any) -> int | None:
+def _constant(value: "ir.Value[ir.Type]") -> int | None:
     made = _owner(_beneath(value))
     if made is None or made.name != "stablehlo.constant":
         return None

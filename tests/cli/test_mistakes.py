@@ -1,5 +1,6 @@
 """A user's mistake is one message on stderr and exit status 2; a bug keeps its traceback and exits 1."""
 
+import importlib.machinery
 import json
 import os
 import pathlib
@@ -9,6 +10,7 @@ import sys
 import types
 
 import pytest
+import small_run
 
 import scalejax.train
 from scalejax.errors import UserError
@@ -111,6 +113,35 @@ def test_usage_errors_exit_with_status_2(invoke, arguments):
 def test_cpu_devices_against_another_platform(invoke, example, monkeypatch):
     monkeypatch.setitem(os.environ, "JAX_PLATFORMS", "cuda")
     _one_message(invoke("train", example, "--cpu-devices", "2"), "JAX_PLATFORMS is 'cuda'")
+
+
+@pytest.mark.parametrize("grace", ["nan", "inf", "-1"])
+@pytest.mark.parametrize("deadline", [(), ("--deadline", "3600")], ids=["no deadline", "a deadline"])
+def test_a_grace_that_is_no_time(invoke, example, grace, deadline):
+    words = f"--grace must be 0 or more seconds, such as 30; got {grace}."
+    _one_message(invoke("train", example, "--grace", grace, *deadline), words)
+
+
+NO_KEY = "api_key not configured (no-tty). call wandb.login(key=[your_api_key])"
+
+
+def test_wandb_without_a_login(invoke, tmp_path, monkeypatch):
+    class Error(Exception):
+        pass
+
+    def init(**_):
+        raise Error(NO_KEY)
+
+    wandb = types.ModuleType("wandb")
+    wandb.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    vars(wandb).update(Error=Error, init=init, Settings=dict)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    sets = ("--set", "trackers=Wandb", "--set", "trackers.0.mode=online")
+    result = invoke("train", small_run.write_recipe(tmp_path), *sets, "--workdir", str(tmp_path / "run"))
+    assert result.exit_code == 2, result.stderr
+    told = f"Error: trackers: Wandb cannot begin ({NO_KEY}). Run `wandb login`, or set mode='offline'."
+    assert told in result.stderr.splitlines()
+    assert "Traceback" not in result.output
 
 
 @pytest.fixture

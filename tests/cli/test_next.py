@@ -85,6 +85,7 @@ def test_the_plan_that_is_printed_after_training_compiles(invoke, here, monkeypa
     assert planned.exit_code == 0, planned.stderr
 
 
+@pytest.mark.slow
 def test_a_model_with_a_tokenizer_generates_next(invoke, tmp_path, monkeypatch, capsys):
     write_model(tmp_path / "their model")
     converted = invoke("convert", str(tmp_path / "their model"), str(tmp_path / "our model"))
@@ -135,6 +136,7 @@ def test_after_training_converting_and_quantizing_a_language_model(invoke, tmp_p
             assert ran.exit_code == 0, (words, ran.stderr)
 
 
+@pytest.mark.slow
 def test_a_plan_of_tables_is_kept_and_trained_by(invoke, here, monkeypatch):
     folder, recipe = here
     monkeypatch.chdir(folder)

@@ -29,6 +29,7 @@ def test_train_then_eval_give_the_same_scores(invoke, tmp_path):
     assert f"{summary['test_auc']:.4f}" in resized.stdout
 
 
+@pytest.mark.slow
 def test_a_run_in_a_pipe_says_how_far_it_is_and_as_json_nothing_else(invoke, tmp_path, capfd):
     recipe = small_run.write_recipe(tmp_path)
     trained = invoke("train", recipe, "--set", "steps=4", "--set", "log_every=2", "--workdir", str(tmp_path / "a"))

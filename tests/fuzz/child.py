@@ -23,6 +23,7 @@ from typing import Any
 from scalejax.errors import UserError
 
 SECONDS = 10.0
+IMPORT_SECONDS = 120.0
 BYTES = 2**32
 """Of addresses beyond those in use when a child begins; each thread of Arrow reserves many that it never uses."""
 
@@ -42,7 +43,7 @@ class End:
     lines: tuple[int, ...] = ()
 
 
-def run(read: Callable[[], str], *, trace: bool = False) -> End:
+def run(read: Callable[[], str], *, trace: bool = False, seconds: float | None = None) -> End:
     """Calls `read` in a child."""
     source, sink = os.pipe()
     pid = os.fork()
@@ -55,7 +56,8 @@ def run(read: Callable[[], str], *, trace: bool = False) -> End:
         finally:
             os._exit(0)
     os.close(sink)
-    data, until = b"", time.monotonic() + SECONDS
+    seconds = SECONDS if seconds is None else seconds
+    data, until = b"", time.monotonic() + seconds
     with os.fdopen(source, "rb", buffering=0) as pipe:
         while select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
             if not (part := pipe.read(1 << 16)):
@@ -64,7 +66,7 @@ def run(read: Callable[[], str], *, trace: bool = False) -> End:
         else:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-            return End("hang", f"no end within {SECONDS} s")
+            return End("hang", f"no end within {seconds} s")
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status):
         return End("signal", signal.Signals(os.WTERMSIG(status)).name)
@@ -108,7 +110,7 @@ def intact(reader: Any, files: dict[str, bytes]) -> str:
         return json.dumps([reader.read(folder), sorted(sys.modules)])
 
     with _written(files) as folder:
-        end = run(read_and_name)
+        end = run(read_and_name, seconds=IMPORT_SECONDS)
     assert end.kind == "read", end
     digest, modules = json.loads(end.text)
     for module in modules:

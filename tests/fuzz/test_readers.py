@@ -25,6 +25,18 @@ def fuzz(reader: str, *options: str) -> None:
     assert f"\n{reader}: {{" in f"\n{done.stdout}"
 
 
+def test_the_intact_sample_has_time_for_the_imports_of_its_reader() -> None:
+    program = """
+import pathlib, time
+from fuzz import child, readers
+child.SECONDS = 0.2
+slow = readers.Reader(lambda folder: None, "none", lambda folder: time.sleep(0.6) or "read")
+assert child.intact(slow, {}) == "read"
+assert child.run_on(slow, {}).kind == "hang"
+"""
+    subprocess.run([sys.executable, "-c", program], cwd=TESTS, check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     ("reader", "bits"),
     [

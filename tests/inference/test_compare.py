@@ -35,6 +35,7 @@ def pair(tmp_path_factory):
     return engine(folder / "a"), engine(folder / "b", noisy)
 
 
+@pytest.mark.slow
 def test_sums_are_those_of_numpy(pair, monkeypatch):
     monkeypatch.setattr(compare, "_BATCH_TOKENS", 24)  # the last batch is filled up
     found = compare.compare(*pair, ROWS)

@@ -111,6 +111,7 @@ def test_draws_go_by_the_place_in_the_text_and_not_in_a_block(tmp_path):
     assert one_by_one == on.generate(PROMPTS[:1], **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
@@ -132,6 +133,7 @@ def test_a_row_ends_at_its_stop_token(tmp_path, want):
     assert got[0].ended == "stop"
 
 
+@pytest.mark.slow
 def test_progress_sees_each_token_and_can_end(tmp_path, want):
     seen = []
 
@@ -144,6 +146,7 @@ def test_progress_sees_each_token_and_can_end(tmp_path, want):
     assert got[0].tokens == want[0][:5] == tuple(seen[-1][0])
 
 
+@pytest.mark.slow
 def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
     on = engine(tmp_path)
     on.generate([PROMPTS[0]], max_tokens=4, sampling=TokenSampling(temperature=1.0, seed=1))
@@ -209,6 +212,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkey
         on.generate([[1]], max_tokens=3)
 
 
+@pytest.mark.slow
 def test_logits_that_are_not_finite_are_never_chosen_from(tmp_path):
     weights = tensors(GQA)
     weights["model.layers.1.mlp.down_proj.weight"] *= 1e4
@@ -245,6 +249,7 @@ def test_other_shapes_generate_as_well(tmp_path, case):
     assert [c.tokens for c in got] == [greedy(config, prompt, 6) for prompt in PROMPTS[:2]]
 
 
+@pytest.mark.slow
 def test_ids_that_the_tokenizer_lacks_are_never_chosen(tmp_path):
     whole = engine(tmp_path)
     limit = 5

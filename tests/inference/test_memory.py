@@ -69,6 +69,7 @@ def growth(root, what):
     return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="peak memory is read from /proc")
 def test_conversion_takes_less_than_twice_the_largest_file(folders):
     root, largest, total = folders

@@ -34,7 +34,7 @@ def packed(on):
     return {name: value for name, value in on.params.items() if isinstance(value, PackedWeight)}
 
 
-@pytest.mark.default_cases("bdr_mx9-*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("format", "each"),
     [
@@ -100,6 +100,7 @@ def test_blocks_that_a_mesh_cuts_are_decoded(theirs, tmp_path):
     assert "layers/attention/out" not in packed(on)
 
 
+@pytest.mark.slow
 def test_layers_of_several_formats_are_decoded(theirs, tmp_path):
     quantize(theirs / "float32", tmp_path / "out", "mxfp4_e2m1", given=[("layers/0/mlp/.*", "bdr_mx9")])
     assert not any("mlp" in name for name in packed(engine(tmp_path / "out")))

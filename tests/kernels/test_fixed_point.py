@@ -53,12 +53,14 @@ def test_two_limbs_and_three_give_the_same_bits():
     np.testing.assert_allclose(np.asarray(two)[:, 0], expected, atol=2**19 * 8 * 2.0**-24 / 5)
 
 
+@pytest.mark.slow
 def test_equal_gradients_do_not_overflow():
     grads = np.full((2**19, 1), -0.99999994, np.float32)
     got = sum_by_slot_fixed(jnp.asarray(grads), jnp.zeros(2**19, jnp.int32), 1)
     np.testing.assert_allclose(got, -0.99999994 * 2**19, rtol=2e-7)
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_shows_in_its_row_only():
     rows = np.int32([0, 0, 1])
     got = total(rows, np.float32([[np.inf], [1], [2]]))

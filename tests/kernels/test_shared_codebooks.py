@@ -33,6 +33,7 @@ def errors(table, found):
     return np.square(found.astype(np.float64) - table).sum(axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", BOTH)
 def test_a_codebook_for_each_row_is_that_of_the_row(format):
     table = spread(60, WIDTH)
@@ -136,6 +137,7 @@ def test_broken_rows_decode_to_nan_are_counted_and_bear_on_no_codebook():
     assert int(block_quant.nonfinite_rows(none)) == 5
 
 
+@pytest.mark.slow
 def test_ids_of_no_row_give_zeros_though_no_code_stands_for_zero():
     rows = block_quant.share_codebooks(jnp.ones((4, WIDTH)), "kmeans2_shared")
     found = block_quant.gather_quantized_rows(rows, jnp.asarray([-1, 2, 4], jnp.int32))

@@ -44,7 +44,12 @@ def whole(recipes, tmp_path_factory):
 
 
 ENDED = {"both asked": (15, (0, 1)), "one asked": (15, (1,)), "one killed": (9, (1,)), "0 killed": (9, (0,))}
-DEFAULT = [("both asked", "compile", "click"), ("one asked", "step", "click"), ("0 killed", "save", "click")]
+DEFAULT = [
+    ("both asked", "compile", "click"),
+    ("one asked", "step", "click"),
+    ("one killed", "step", "click"),
+    ("0 killed", "save", "click"),
+]
 CASES = [
     pytest.param(*case, marks=[] if case in DEFAULT else pytest.mark.slow)
     for case in itertools.product(ENDED, ("compile", "step", "save", "evaluation"), SETS)
@@ -58,7 +63,9 @@ def test_processes_that_are_ended_go_on_to_the_same_bits(recipes, whole, tmp_pat
     run = typed_run.start(arguments(recipes, kind, workdir), 2, tmp_path)
     sent = typed_run.interrupt(run, number, typed_run.moments(workdir, EVALUATED[kind])[moment], 0, who)
     statuses = run.wait()
-    print(f"{number.name} to {who} in {moment} of {kind}: all ended after {time.monotonic() - sent:.2f} s")
+    took = time.monotonic() - sent
+    print(f"{number.name} to {who} in {moment} of {kind}: all ended after {took:.2f} s")
+    assert number == signal.SIGTERM or took < 15  # of one that is asked, status 75 says that it was within --grace
     said = [run.said(0), run.said(1)]
     for index, status in enumerate(statuses):
         killed = number == signal.SIGKILL and index in who

@@ -45,6 +45,7 @@ def test_logits_of_any_size_are_safe(x64):
     np.testing.assert_allclose(ours, plain(1e4 * x, weight, targets, weights), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_bfloat16_products_are_added_up_in_float32(strict_promotion):
     x, weight, targets, weights = problem(width=64)
     half = x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)

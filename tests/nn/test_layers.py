@@ -107,6 +107,7 @@ def test_a_layer_has_its_own_buffers_which_come_back_as_it_left_them(remat, x64)
     np.testing.assert_allclose(total, x.sum(), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_rematerialisation_keeps_the_input_of_each_layer_only():
     """Bytes that the forward pass of 64 layers leaves for the backward pass."""
 

@@ -30,6 +30,7 @@ def test_codes_under_their_own_scales_are_the_same(name):
     np.testing.assert_array_equal(one, made.codes[:, :, :1, :1])
 
 
+@pytest.mark.slow
 def test_what_lies_beyond_a_scale_saturates():
     format = formats.find("mxfp4_e2m1")
     words = bits.float_bits(jnp.asarray([[[[0.5, 7.0, -1e30, 3.0]]]]))

@@ -168,6 +168,7 @@ def test_distributions_are_repeatable_and_symmetric(name):
     assert abs((x > 0).mean() - 0.5) < 0.01
 
 
+@pytest.mark.slow
 def test_the_search_measures_what_casting_gives():
     few = vectors()[:64]
     members = [bdr(m=7), bdr(m=3, d2=2), bdr(m=1, d2=3), bdr(m=4, d1=3, d2=0), find("vsq4"), bdr(k1=32, k2=4, m=8)]

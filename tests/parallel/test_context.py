@@ -132,6 +132,7 @@ def merged_without_weights(q, k, v, *, positions, segment_ids):
     return total
 
 
+@pytest.mark.slow
 def test_parts_differentiated_one_by_one_have_the_right_result_and_wrong_gradients(x64):
     q, k, v, d_out, d_lse = problem()
     arguments = q, k, v, d_out, 0 * d_lse
@@ -142,6 +143,7 @@ def test_parts_differentiated_one_by_one_have_the_right_result_and_wrong_gradien
         assert np.abs(got[name] - want[name]).max() > 0.01, name
 
 
+@pytest.mark.default_cases("shard_map-ring")
 @pytest.mark.default_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("nested", [False, True], ids=["jit", "shard_map"])

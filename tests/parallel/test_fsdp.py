@@ -114,16 +114,11 @@ PRODUCT = [
 
 
 @pytest.mark.default_cases(
-    "NO_SHARD-mode1-*",
-    "SHARD_GRAD_OP-mode2-*",
-    "FULL_SHARD-mode3-*",
-    "FULL_SHARD-mode9-*",
-    "HYBRID_SHARD-mode4-*",
-    "HYBRID_SHARD-mode5-*",
-    "HYBRID_SHARD_ZERO2-mode6-*",
-    "HYBRID_SHARD_ZERO2-mode7-*",
-    "DDP-mode10-*",
-    "DDP-mode17-*",
+    "SHARD_GRAD_OP-mode2-replica2-fsdp2-tensor2-2-clipped momentum",
+    "FULL_SHARD-mode3-replica2-fsdp4-1-clipped momentum",
+    "HYBRID_SHARD-mode5-fsdp8-2-adamw",
+    "HYBRID_SHARD_ZERO2-mode6-replica2-fsdp4-1-adamw",
+    "DDP-mode10-replica2-fsdp2-tensor2-1-adamw",
 )
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("sharding", "mode", "shape", "parts", "optimizer"), covering(PRODUCT))
@@ -146,7 +141,7 @@ LONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.default_cases("HYBRID_SHARD-*")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("sharding", "mode", "optimizer"), LONG)
 def test_equals_one_device_for_fifty_steps(sharding, mode, optimizer):
@@ -311,6 +306,7 @@ def test_float16_overflow_on_one_device_skips_the_step_everywhere(sharding, form
     assert seen == [(True, 2.0**11), (False, 2.0**10), (True, 2.0**11)]
 
 
+@pytest.mark.slow
 def test_gradients_of_a_scaled_loss_are_scaled():
     mesh = meshes.make_mesh(MeshShape(fsdp=8))
     for strategy in (Fsdp(form="implicit"), Ddp()):

@@ -101,6 +101,7 @@ def test_parameters_travel_in_their_dtype_and_gradients_in_theirs():
         assert found["reduce-scatter", "fsdp"][0] == (INSIDE + OUTSIDE) * reduce_width // NUMBER
 
 
+@pytest.mark.default_cases("HYBRID_SHARD-implicit")
 @pytest.mark.default_cases
 @pytest.mark.parametrize("form", ["explicit", "implicit"])
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
@@ -113,7 +114,7 @@ def test_arguments_take_what_is_sharded_over_f_and_what_is_whole(form, sharding)
     assert memory.argument_size_in_bytes == (INSIDE + OUTSIDE - norms) // shards + norms + batch
 
 
-@pytest.mark.default_cases("remat")
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [residual_stack.loss, residual_stack.without_remat], ids=["remat", "no remat"])
 def test_temporaries_grow_by_whole_layers_only_if_gathered_copies_are_kept(loss):
     mesh = meshes.make_mesh(MeshShape(fsdp=8))
@@ -136,6 +137,7 @@ def test_temporaries_grow_by_whole_layers_only_if_gathered_copies_are_kept(loss)
     assert growth("SHARD_GRAD_OP") > 0.9 * layer
 
 
+@pytest.mark.slow
 def test_temporaries_grow_with_the_largest_block():
     mesh = meshes.make_mesh(MeshShape(fsdp=8))
 
@@ -196,7 +198,7 @@ class _BrokenExchange(blocks.UncompressedExchange):
         return super()._reduce(path, x)
 
 
-@pytest.mark.default_cases("a gather is missing", "a mean of means")
+@pytest.mark.default_cases("a mean of means")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("mistake", ["", "a gather is missing", "a mean of means", "a sum over one axis is missing"])
 def test_mistakes_of_an_exchange_show_in_gradients(mistake):

@@ -99,6 +99,7 @@ def test_a_pass_takes_as_many_ticks_as_the_formula_says(parts, stages):
     assert max(c.bytes for c in found) == (parts + stages - 1) * (len(x[0]) // parts) * 3 * DIM * 4
 
 
+@pytest.mark.slow
 def test_parameters_stay_on_their_stage():
     mesh = meshes.make_mesh(MeshShape(stage=4, fsdp=2))
     params, x = jax.tree.map(np.float32, arguments())
@@ -139,7 +140,7 @@ def explicit_loss(params, batch, key, gather):
     return pipeline.on_last_stage(residual_stack.loss(params, batch, key, gather, scan=stages_by_hand))
 
 
-@pytest.mark.default_cases("FULL_SHARD*")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("strategy", "shape"),

@@ -35,6 +35,7 @@ def _experiment(path: str, name: str, mesh: MeshShape | None) -> Any:
     return changed(experiment, data=changed(experiment.data, **changes))
 
 
+@pytest.mark.default_cases("every edge-one", "drawn edges-eight")
 @pytest.mark.default_cases
 @pytest.mark.parametrize("mesh", [None, MeshShape(fsdp=4, tensor=2)], ids=["one", "eight"])
 @pytest.mark.parametrize("name", MODELS)

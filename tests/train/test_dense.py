@@ -72,6 +72,7 @@ def test_a_step_is_the_optimizer_on_the_gradient_of_the_mean_over_all_targets(te
     np.testing.assert_allclose(after.metrics["steps"].grad_norm.value, optax.tree.norm(grads), rtol=1e-10)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_scaled_down_to_the_norm_that_it_may_have(texts, x64):
     sgd = optim.Sgd(learning_rate=optim.Constant(value=1.0))
     changes = {"optimizer": sgd, "precision": Precision(params="float64")}
@@ -132,6 +133,7 @@ def test_replicas_in_several_processes_begin_from_a_broadcast(texts, monkeypatch
         assert (np.asarray(value) == np.asarray(together.params[name])).all(), name
 
 
+@pytest.mark.slow
 def test_windows_and_evaluations_hold_the_mean_loss(whole, texts):
     folder, summary = whole
     lines = read_lines(folder / "metrics.jsonl")
@@ -146,6 +148,7 @@ def test_windows_and_evaluations_hold_the_mean_loss(whole, texts):
     assert again["val_loss"] == summary["val_loss"]
 
 
+@pytest.mark.slow
 def test_a_validation_loss_is_the_mean_over_the_targets_of_the_split(whole, texts):
     folder, summary = whole
     experiment = small.experiment(texts)
@@ -225,6 +228,7 @@ def test_mfu_is_a_share_of_the_peak_that_is_named(texts, monkeypatch):
         assert dict(summaries.speed(speed))["MFU"] == "10.0% of 918 TFLOP/s bf16, causal attention by half"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_upon_another_mesh(whole, texts):
     experiment = small.experiment(texts)
     found = []
@@ -237,7 +241,7 @@ def test_a_checkpoint_goes_on_upon_another_mesh(whole, texts):
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-@pytest.mark.default_cases("*-peak")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rate", "field"), [(optim.Constant(value=1e30), "value"), (optim.WarmupCosine(peak=1e30), "peak")]
 )
@@ -251,6 +255,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_it_is_saved(texts, tmp_p
     assert not list((tmp_path / "checkpoints").glob("[0-9]*"))
 
 
+@pytest.mark.slow
 def test_batches_without_a_target_are_named_as_what_they_are(texts, tmp_path, monkeypatch):
     placed = convert.place_fields
 

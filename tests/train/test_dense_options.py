@@ -182,6 +182,7 @@ def test_a_run_in_parts_with_a_scaled_loss_and_state_on_the_host_equals_one_in_o
     assert windows[0][-1]["loss_scale"] == float(states[0].loss_scale.scale)
 
 
+@pytest.mark.slow
 def test_an_overflow_at_the_least_factor_ends_the_run(texts, tmp_path):
     stuck = LossScaling(initial=2.0**40, smallest=2.0**40)
     with pytest.raises(UserError, match="gradient of 4 steps was not finite in the steps up to 4"):

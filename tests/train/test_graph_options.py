@@ -84,9 +84,7 @@ CASES: dict[str, tuple[MeshShape, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.default_cases(
-    "full over three axes", "hybrid, kept", "by rules, beside tensor", "clipped", "in host memory"
-)
+@pytest.mark.default_cases("full over three axes", "clipped")
 @pytest.mark.parametrize("name", CASES)
 def test_eight_devices_are_one(name: str, path: str, x64: None) -> None:
     shape, pieces, changes = CASES[name]

@@ -15,13 +15,15 @@ import small_run
 from rich.console import Console
 
 from scalejax import optim
-from scalejax.errors import UserError
+from scalejax.errors import TemporaryFailure, UserError
 from scalejax.parallel.embedding.config import RowwiseAdagrad
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
 from scalejax.parallel.mesh import MeshShape, make_mesh
-from scalejax.train import loop
+from scalejax.train import loop, peers
 from scalejax.train.batches import convert
 from scalejax.train.experiment import Checkpoints
+from scalejax.train.preemption import Preemption
+from scalejax.train.reports import comparison, report
 from scalejax.train.reports import summary as summaries
 from scalejax.train.run_folder import read_lines
 from scalejax.train.runs import binding
@@ -75,6 +77,7 @@ def assert_equal_trees(left, right):
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
+@pytest.mark.slow
 def test_summary_has_what_the_closing_table_shows_and_all_of_it_is_finite(trained):
     folder, summary = trained
     quality = {f"test_{name}" for name in ("logloss", "ne", "auc", "calibration", "base_rate", "examples")}
@@ -94,6 +97,7 @@ def test_windows_and_evaluations_come_at_their_intervals_and_at_the_end(trained)
     assert list(evaluations(folder)) == [(6, "validation"), (12, "validation"), (12, "test")]
 
 
+@pytest.mark.slow
 def test_an_end_between_intervals_is_logged_scored_and_saved(rows, tmp_path):
     loop.train(small_run.experiment(rows, steps=5), workdir=tmp_path)
     assert [r["step"] for r in windows(tmp_path)] == [4, 5]
@@ -101,6 +105,7 @@ def test_an_end_between_intervals_is_logged_scored_and_saved(rows, tmp_path):
     assert steps_kept(tmp_path) == [5]
 
 
+@pytest.mark.slow
 def test_equal_runs_write_equal_metrics(trained, rows, tmp_path):
     loop.train(small_run.experiment(rows), workdir=tmp_path)
     assert (tmp_path / "metrics.jsonl").read_bytes() == (trained[0] / "metrics.jsonl").read_bytes()
@@ -210,6 +215,7 @@ def by_day(rows, **changes):
     )
 
 
+@pytest.mark.slow
 def test_each_day_is_scored_before_it_is_trained(rows, tmp_path):
     loop.train(by_day(rows), workdir=tmp_path / "learning")
     summary = loop.train(by_day(rows, **FROZEN), workdir=tmp_path / "frozen")
@@ -303,6 +309,7 @@ class FailingData:
         return Failing(self.whole.build(), self.bad)
 
 
+@pytest.mark.slow
 def test_a_batch_that_cannot_be_read_ends_the_run_where_it_is_needed(rows, tmp_path):
     data = FailingData(small_run.data(rows), bad=6)
     with pytest.raises(UserError, match="batch 6 cannot be read"):
@@ -335,6 +342,29 @@ def test_a_checkpoint_is_the_same_on_any_number_of_devices(trained, rows):
     assert (item["rows_body"].shape, item["rows_tail"].shape) == ((1024, 8), (77, 8))
 
 
+class Pictures:
+    """A tracker that keeps the steps of pictures and of numbers."""
+
+    def __init__(self):
+        self.steps, self.logged = set(), set()
+
+    def build(self):
+        return self
+
+    def start(self, run):
+        pass
+
+    def log(self, step, values):
+        self.logged.add(step)
+
+    def picture(self, step, name, svg):
+        self.steps.add(step)
+
+    def finish(self):
+        pass
+
+
+@pytest.mark.slow
 def test_a_run_ends_after_so_many_evaluations_that_are_no_better_and_stays_ended(rows, tmp_path):
     experiment = small_run.experiment(
         rows,
@@ -342,15 +372,37 @@ def test_a_run_ends_after_so_many_evaluations_that_are_no_better_and_stays_ended
         evaluation__every=2,
         evaluation__patience=2,
         checkpoints=Checkpoints(every=2, keep_last=1),
+        trackers=(pictures := Pictures(),),
         **FROZEN,
     )
     summary = loop.train(experiment, workdir=tmp_path)
     assert summary["steps"] == 6  # best at 2, the earliest of equals
+    assert pictures.steps == {6} == {max(pictures.logged)}  # no step of a tracker lies behind the end
     assert list(evaluations(tmp_path)) == [(2, "validation"), (4, "validation"), (6, "validation"), (6, "test")]
     assert steps_kept(tmp_path) == [2, 6]
     before = (tmp_path / "metrics.jsonl").read_bytes()
     assert loop.train(experiment, workdir=tmp_path, resume="must")["steps"] == 6
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
+class AskedAtOnce(Preemption):
+    """A run that is asked to end before its first step."""
+
+    def watch(self, saved):
+        super().watch(saved)
+        peers.job.ask(peers.END)
+
+
+def test_a_run_that_ends_at_its_first_step_has_a_report(rows, trained, tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(TemporaryFailure, match=r"saved after step 1\. Go on with: AGAIN"):
+        loop.train(small_run.experiment(rows), workdir=run, preemption=AskedAtOnce(again="AGAIN"))
+    assert steps_kept(run) == [1]
+    assert read_lines(run / "metrics.jsonl") == []
+    text = report.write_report(run).read_text()
+    assert "This run has not finished: it has no records yet." in text
+    assert "wukong" in text.lower()
+    assert comparison.write_comparison([run, trained[0]], tmp_path / "both.html").is_file()
 
 
 @pytest.mark.parametrize("changes", [{"checkpoints": Checkpoints(every=0)}, {"evaluation__every": 0}])

@@ -146,6 +146,7 @@ def test_averages_follow_their_recursion_and_are_what_is_scored(texts):
     assert plain.score(state, "validation")["val_loss"] == loss(plain, state)
 
 
+@pytest.mark.slow
 def test_a_killed_run_with_frozen_parameters_and_averages_goes_on_to_the_same_bits(texts, tmp_path):
     options = {"trainable": MLP_AND_HEAD, "averages": (EMA,), "evaluation__average": "ema", "evaluation__every": 4}
     experiment = small.experiment(texts, **options)

@@ -228,9 +228,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.default_cases(
-    "pair-ddp", "soft_targets-explicit", "segmenter-implicit", "detector-explicit", "diffusion-implicit"
-)
+@pytest.mark.default_cases("pair-ddp", "segmenter-implicit", "detector-explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_eight_devices_learn_what_one_does(of_one_device, name, form):
@@ -388,7 +386,7 @@ def test_noise_of_an_evaluation_is_that_of_each_example():
     assert loss(ahead) == loss(ahead) != loss(behind) != loss(ahead[::-1])
 
 
-@pytest.mark.default_cases("explicit")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["explicit", "ddp"])
 def test_each_device_draws_noise_of_its_own_that_its_number_gives(form):
@@ -506,7 +504,7 @@ def test_a_policy_begins_as_its_reference_and_its_average_is_scored(runs):
 # A supernet.
 
 
-@pytest.mark.default_cases("explicit")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_all_devices_and_parts_take_the_same_path(of_one_device, form):

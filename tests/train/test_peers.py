@@ -49,6 +49,7 @@ def script(body, *arguments):
 
 
 WATCH = """
+peers._LEAVE_S = 0.5
 port, count, number = map(int, sys.argv[1:4])
 peers.job.watch(peers.join('127.0.0.1', port, count, number, 20), number, count, 2)
 """
@@ -171,7 +172,7 @@ def test_what_is_no_process_of_the_job_is_sent_away():
 )
 def test_a_process_that_is_gone_ends_the_others_with_a_line(other, status, said):
     port = free_port()
-    first = script(f"{WATCH}peers.job.present(peers.job.token); time.sleep(6)", port, 2, 0)
+    first = script(f"{WATCH}peers.job.present(peers.job.token); time.sleep({9 if status else 3})", port, 2, 0)
     second = script(WATCH + other, port, 2, 1)
     message = first.communicate(timeout=60)[1]
     second.kill()
@@ -182,7 +183,7 @@ def test_a_process_that_is_gone_ends_the_others_with_a_line(other, status, said)
 
 def test_a_process_that_ends_with_an_error_keeps_its_status_when_the_others_go():
     port = free_port()
-    body = "peers.job.present(peers.job.token); peers.job.leave(2); time.sleep(5); sys.exit(2)"
+    body = "peers.job.present(peers.job.token); peers.job.leave(2); time.sleep(2); sys.exit(2)"
     first, second = script(WATCH + body, port, 2, 0), script(f"{WATCH}time.sleep(20)", port, 2, 1)
     assert [one.communicate(timeout=60)[1].count("Error: ") for one in (first, second)] == [0, 1]
     assert (first.returncode, second.returncode) == (2, 2)

@@ -213,6 +213,7 @@ def test_frozen_parameters_are_stored_once(user, whole, tmp_path):
         (tmp_path / "away").rename(frozen)
 
 
+@pytest.mark.slow
 def test_frozen_parameters_that_nobody_names_any_more_are_removed(user, tmp_path):
     phase = Phase(name="all", steps=6, changes={"trainable": ".*"})
     loop.train(
@@ -225,6 +226,7 @@ def test_frozen_parameters_that_nobody_names_any_more_are_removed(user, tmp_path
     assert set(trained.open_run(tmp_path).params) == {"filters", "norm/scale", "norm/bias", "head"}
 
 
+@pytest.mark.slow
 def test_routers_alone_are_trained_in_a_second_phase(texts, tmp_path):
     experiment = small.experiment(
         texts, steps=4, phases=(Phase(name="head", steps=4, changes={"trainable": "head/.*"}),)
@@ -315,6 +317,7 @@ def test_tables_go_on_with_their_states_and_maps_in_a_phase_that_leaves_them_alo
     assert [step for step, manifest in manifests.items() if manifest.delta is None] == [4, 6, 8]
 
 
+@pytest.mark.slow
 def test_another_optimizer_of_the_tables_takes_their_rows_alone(rows, tmp_path):
     changes = {"tables.optimizer": RowwiseAdagrad(), "optimizer": optim.Sgd()}
     experiment = click_experiment(rows, phases=(Phase(name="other", steps=1, changes=changes),))
@@ -369,7 +372,7 @@ class FreshHead:
         return dataclasses.replace(trained, params={**trained.params, "head/weight": fresh.params["head/weight"]})
 
 
-@pytest.mark.default_cases("optimizer and parameters")
+@pytest.mark.slow
 @pytest.mark.parametrize("offload", ["none", "optimizer and parameters"])
 def test_a_surgery_reads_what_is_fresh_wherever_it_lies(texts, offload, tmp_path):
     mesh = MeshShape(fsdp=8)
@@ -412,7 +415,7 @@ def test_scores_of_other_data_keep_no_checkpoint(user, tmp_path):
     assert trained.Checkpoint.read(tmp_path / "checkpoints" / "80").manifest.host["best"]["step"] == best
 
 
-@pytest.mark.default_cases("phases_1*")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("phases_", "message"),
     [
@@ -428,6 +431,7 @@ def test_a_checkpoint_of_a_phase_is_not_taken_for_that_of_another(user, tmp_path
         loop.train(other, workdir=tmp_path, resume="must")
 
 
+@pytest.mark.slow
 def test_id_maps_keep_their_order_in_time_where_a_run_begins_with_another(rows, tmp_path):
     experiment = click_experiment(rows, steps=8)
     loop.train(experiment, workdir=tmp_path)

@@ -1,5 +1,6 @@
 """The typed command, ended from outside at any moment, ends with a stated status and goes on to the same bits."""
 
+import copy
 import os
 import re
 import signal
@@ -10,8 +11,10 @@ import time
 import pytest
 import typed_run
 
+from scalejax import configs
+from scalejax.configs import serialization
 from scalejax.errors import UserError
-from scalejax.train import preemption
+from scalejax.train import loop, preemption
 from scalejax.train.experiment import Checkpoints, Tables
 
 SETS = {
@@ -46,7 +49,30 @@ def whole(recipes, tmp_path_factory):
     return run
 
 
-@pytest.mark.default_cases("*SIGTERM-step-click*")
+def assert_left_in_order(run, workdir):
+    """It said so, and recorded nothing that is not saved."""
+    assert re.fullmatch(r"Asked to end.*saved.* Go on with: scalejax train .*--workdir=\S+", run.said().strip())
+    recorded = [line["step"] for line in typed_run.lines(workdir)]
+    assert max(recorded, default=0) <= max(typed_run.saved(workdir), default=0)
+
+
+def test_a_run_that_is_asked_to_end_goes_on_to_the_same_bits(recipes, tmp_path):
+    """One case of the product below, in which this process, on as many devices, is the one that goes on."""
+    recipe, sets = f"{recipes}:click", ["steps=80", "log_every=5", "evaluation.every=40", "checkpoints.every=40"]
+    experiment, workdir = configs.load(recipe, sets), tmp_path / "run"
+    devices = {name: os.environ[name] for name in ("JAX_NUM_CPU_DEVICES", "PJRT_NPROC")}
+    typed = [word for text in sets for word in ("--set", text)]
+    run = typed_run.start([recipe, *typed, "--workdir", str(workdir)], 1, tmp_path, **devices)
+    typed_run.interrupt(run, signal.SIGTERM, typed_run.moments(workdir, 40)["step"], 0, [0])
+    assert run.wait() == [75], run.said()
+    assert_left_in_order(run, workdir)
+    assert 10 <= typed_run.saved(workdir)[-1] < 80
+    for folder in (workdir, tmp_path / "whole"):
+        loop.train(experiment, workdir=folder, record=serialization.record(recipe, sets, experiment))
+    typed_run.assert_equal(tmp_path / "whole", workdir)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SETS)
 @pytest.mark.parametrize("moment", ["compile", "step", "save", "evaluation"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
@@ -58,9 +84,7 @@ def test_a_run_that_is_ended_at_any_moment_goes_on_to_the_same_bits(recipes, who
     assert status == [-signal.SIGKILL if number == signal.SIGKILL else 75], run.said()
     print(f"{number.name} in {moment} of {kind}: ended after {time.monotonic() - sent:.2f} s")
     if number != signal.SIGKILL:
-        assert re.fullmatch(r"Asked to end.*saved.* Go on with: scalejax train .*--workdir=\S+", run.said().strip())
-        recorded = [line["step"] for line in typed_run.lines(workdir)]
-        assert max(recorded, default=0) <= max(typed_run.saved(workdir), default=0)
+        assert_left_in_order(run, workdir)
     again = typed_run.start(arguments(recipes, kind, workdir), 1, tmp_path)
     assert again.wait() == [0], again.said()
     typed_run.assert_equal(whole(kind), workdir)
@@ -182,6 +206,20 @@ def test_a_main_thread_in_native_code_is_ended_beside(grace, trained, deadline, 
     assert run.returncode == status, message
     assert re.fullmatch(said, message.strip())
     assert time.monotonic() - began < float(deadline) + (float(grace) if float(grace) < 60 else 0) + 3
+
+
+def test_where_a_run_stands_is_said_by_its_own_functions_however_deep_it_is_in_those_of_others():
+    stands = []
+
+    class Here:
+        def __deepcopy__(self, _):
+            stands.extend(preemption._stack(sys._getframe()))
+
+    run = {"__name__": "scalejax.made_up", "copy": copy, "lists": [[[[Here()]]]]}
+    exec("def step():\n    copy.deepcopy(lists)\ndef steps():\n    step()", run)
+    run["steps"]()
+    assert re.fullmatch(r"__deepcopy__ \(test_preemption.py:\d+\)", stands[0])
+    assert stands[1:] == ["step (<string>:2)", "steps (<string>:4)"]
 
 
 def test_handlers_of_the_program_come_back():

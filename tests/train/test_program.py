@@ -93,6 +93,7 @@ def test_each_step_drops_out_other_activations(experiment):
     assert losses[0] == losses[2] != losses[1]
 
 
+@pytest.mark.slow
 def test_state_is_donated_and_the_step_compiles_once(experiment):
     data = experiment.data.build()
     built = binding.bind(experiment, data.schema, make_mesh(MeshShape(), jax.devices()[:1]))

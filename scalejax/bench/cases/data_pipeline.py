@@ -10,7 +10,7 @@ import itertools
 import pathlib
 import tempfile
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,8 @@ from scalejax.bench.harness import Contest, OutputsDiffer, repeated
 from scalejax.data import BatchedDataSet, FlightsData, Fractions, Schema, from_columns
 from scalejax.data.examples.dedup import AnyBatch, expand_batch
 from scalejax.data.tables.parquet import ParquetData
+
+Batch = TypeVar("Batch")
 
 CASES = ("memory", "parquet")
 PEERS = ("torch", "torch-workers")
@@ -30,6 +32,10 @@ GROUP = 8 * BATCH
 """Rows of a row group: whole batches, so that every loader can deliver an epoch to the last row."""
 WINDOW = 4
 """Row groups that are shuffled together."""
+
+
+class _Tensor(Protocol):
+    def numpy(self) -> np.ndarray: ...
 
 
 def prepare(case: str, against: str | None, groups: int = 76) -> Contest:
@@ -121,19 +127,19 @@ def _torch(
     dense: np.ndarray,
     labels: np.ndarray,
     workers: int,
-) -> Iterable[Any]:
+) -> Iterable[tuple[_Tensor, _Tensor, _Tensor]]:
     peer = peers.load("torch_loader")
     if path is None:
         return peer.from_memory(np.ascontiguousarray(ids.T), dense, labels, BATCH, workers)
     return peer.from_parquet(path, schema.keys, schema.dense, schema.labels[0], BATCH, WINDOW, workers)
 
 
-def _forever(loader: Iterable[Any]) -> Iterator[Any]:
+def _forever(loader: Iterable[Batch]) -> Iterator[Batch]:
     while True:
         yield from loader
 
 
-def _check(ours: BatchedDataSet, loader: Any, batches: int) -> None:
+def _check(ours: BatchedDataSet, loader: Iterable[tuple[_Tensor, _Tensor, _Tensor]], batches: int) -> None:
     """Raises OutputsDiffer unless one epoch of both sides holds the same rows."""
     sums = [0, 0]
     for batch in itertools.islice(ours.train_batches(), batches):

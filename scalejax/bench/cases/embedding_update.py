@@ -14,8 +14,8 @@ Figures: `slots_of_temporaries`, the step's temporary memory as a multiple of (i
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.config import RowwiseAdagrad, TableConfig
 from scalejax.parallel.embedding.ids import jagged
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged
+from scalejax.parallel.embedding.sharded_tables import State
 from scalejax.parallel.embedding.update.host_row_plans import Room
 from scalejax.parallel.mesh import MeshShape
 
@@ -51,11 +52,11 @@ gradients of a row, in another order, and divide by their own size."""
 class Peer(Protocol):
     """The same tables in another library."""
 
-    def place(self, ids: np.ndarray, grads: np.ndarray) -> Any: ...
+    def place(self, ids: np.ndarray, grads: np.ndarray) -> object: ...
 
-    def step(self, placed: Any) -> Any: ...
+    def step(self, placed: object) -> object: ...
 
-    def lookup(self, placed: Any) -> np.ndarray:
+    def lookup(self, placed: object) -> np.ndarray:
         """float32[B, tables * dim]."""
         ...
 
@@ -126,7 +127,9 @@ class _Ours:
         step = jax.jit(self._step, donate_argnums=0)
         self._compiled = step.lower(self._state, self._batches[0].features, self._grads).compile()
 
-    def _step(self, state: Any, features: DeviceJagged, grads: Any) -> Any:
+    def _step(
+        self, state: State, features: DeviceJagged, grads: dict[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], State]:
         embedded, routing = self.collection.lookup(state, features)
         # The update comes after the lookups, as in a model that mixes features. Without anything that says so the
         # compiler copies all rows, to look them up after they are updated.
@@ -153,7 +156,7 @@ class _Ours:
         jax.block_until_ready(self._state)
 
     @functools.cached_property
-    def _lookup(self) -> Any:
+    def _lookup(self) -> Callable[[State, DeviceJagged], dict[str, jax.Array]]:
         return jax.jit(lambda state, features: self.collection.lookup(state, features)[0])
 
     def lookup(self, number: int) -> np.ndarray:
@@ -168,7 +171,8 @@ class _Ours:
 
     def figures(self) -> dict[str, float]:
         """Temporary memory."""
-        memory: Any = self._compiled.memory_analysis()
+        memory = self._compiled.memory_analysis()
+        assert memory is not None
         slots = len(self._grads) * BATCH * DIM * 4
         outputs = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return {"slots_of_temporaries": (memory.temp_size_in_bytes + outputs) / slots}

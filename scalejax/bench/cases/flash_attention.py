@@ -15,7 +15,7 @@ on a GPU whose dense bfloat16 peak is known also their shares of it.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -110,13 +110,13 @@ def useful_flops(sizes: Size, width: int, *, gradients: bool) -> float:
 class _Side:
     """A compiled program on its operands, and how long its turns took."""
 
-    def __init__(self, program: Callable[..., Any], operands: tuple[jax.Array, ...]):
+    def __init__(self, program: Callable[..., object], operands: tuple[jax.Array, ...]):
         self.program = program
         self.operands = operands
         self.run = Timed(self._run)
 
     def _run(self, count: int) -> None:
-        done: Any = None
+        done: object = None
         for _ in range(count):
             done = self.program(*self.operands)
         jax.block_until_ready(done)
@@ -125,26 +125,26 @@ class _Side:
         return [np.asarray(x, np.float32) for x in jax.tree.leaves(self.program(*self.operands))]
 
 
-def _ours(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Any) -> jax.Array:
+def _ours(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Literal["pallas_gpu", "xla"]) -> jax.Array:
     return flash_attention(q, k, v, implementation=implementation)[0]
 
 
-def _jax(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Any) -> jax.Array:
+def _jax(q: jax.Array, k: jax.Array, v: jax.Array, *, implementation: Literal["cudnn", "xla"]) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=implementation)
 
 
-def _program(attention: Callable[..., jax.Array], gradients: bool) -> Callable[..., Any]:
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+def _program(attention: Callable[..., jax.Array], gradients: bool) -> Callable[..., object]:
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> jax.Array:
         return attention(q, k, v)
 
-    def train(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+    def train(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         out, pull = jax.vjp(attention, q, k, v)
         return out, pull(d_out)
 
     return jax.jit(train if gradients else forward)
 
 
-def _operands(sizes: Size, width: int, dtype: Any) -> tuple[jax.Array, ...]:
+def _operands(sizes: Size, width: int, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, ...]:
     of_queries = (sizes.batch, sizes.length, sizes.heads, width)
     of_keys = (sizes.batch, sizes.length, sizes.kv_heads, width)
     keys = jax.random.split(jax.random.key(0), 4)

@@ -16,6 +16,7 @@ from scalejax import optim
 from scalejax.bench import machine, peers, training_step
 from scalejax.bench.harness import Contest, OutputsDiffer, repeated
 from scalejax.data.graphs import NodeData
+from scalejax.data.graphs.dataset import NodeBatch
 from scalejax.models.graph import GcnConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.train.batches import convert
@@ -52,6 +53,7 @@ def prepare(case: str, against: str | None) -> Contest:
     mesh = meshes.make_mesh(None, [device])
     program = binding.bind(experiment, nodes.schema, mesh, nodes)
     batch = next(program.task.train_batches(nodes, mesh, 0))
+    assert isinstance(batch, NodeBatch)
     placed, state, loss = convert.to_device(batch, program), program.init(), None
     parameters = {path: np.array(p) for path, p in state.params.items()}
 

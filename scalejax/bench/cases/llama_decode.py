@@ -81,7 +81,7 @@ def prepare(case: str, against: str | None) -> Contest:
     return dataclasses.replace(ours, peer=repeated(lambda: theirs.generate(prompt, TOKENS)), check=check)
 
 
-def _engine(config: LlamaConfig, device: Any, dtype: Any) -> Engine:
+def _engine(config: LlamaConfig, device: Any, dtype: jax.typing.DTypeLike) -> Engine:
     def build() -> Llama:
         return Llama(config, nnx.Rngs(0), nn.Dtypes(dtype, dtype))
 

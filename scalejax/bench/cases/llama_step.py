@@ -171,7 +171,7 @@ def _random(schema: TokenSchema, rows: int, seed: int) -> TokenBatch:
     )
 
 
-def _matmul_flops_per_s(dtype: Any) -> float:
+def _matmul_flops_per_s(dtype: jax.typing.DTypeLike) -> float:
     """What a square matrix product reaches: the best of five."""
     side = 1024 if machine.on_cpu() else 8192
     x = jnp.ones((side, side), dtype)

@@ -10,7 +10,7 @@ takes: the scales need a pass of their own.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +80,7 @@ def contest(case: str, against: str | None, shape: tuple[int, int]) -> Contest:
     )
 
 
-def _timed(program: Callable[[jax.Array], Any], x: jax.Array) -> Timed:
+def _timed(program: Callable[[jax.Array], object], x: jax.Array) -> Timed:
     return Timed(repeated(lambda: jax.block_until_ready(program(x))))
 
 

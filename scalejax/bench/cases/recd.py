@@ -20,7 +20,6 @@ import itertools
 import pathlib
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -45,6 +44,7 @@ from scalejax.train.batches import convert
 from scalejax.train.experiment import Experiment, Gradients, Tables
 from scalejax.train.runs import binding
 from scalejax.train.state import TrainState
+from scalejax.train.task import Placed
 
 _SETTINGS = ((1, 0.0), (4, 0.0), (4, 0.5), (4, 0.9), (16, 0.0), (16, 0.5), (16, 0.8), (16, 0.9))
 CASES = tuple(
@@ -161,12 +161,12 @@ class _Side:
         return [self.program.init()]  # a list, because steps give their state away
 
     @functools.lru_cache(maxsize=1)  # noqa: B019  one side lives as long as its contest
-    def device_batches(self) -> list[Any]:
+    def device_batches(self) -> list[Placed]:
         """Four batches on the device."""
         return [convert.to_device(self.read(group), self.program) for group in self.files.groups[:4]]
 
     @functools.cached_property
-    def _turn(self) -> Iterator[Any]:
+    def _turn(self) -> Iterator[Placed]:
         return itertools.cycle(self.device_batches())
 
     @functools.cached_property
@@ -201,11 +201,12 @@ class _Side:
 
     def temporaries(self) -> int:
         """Bytes that a step takes on top of its arguments and results."""
-        step: Any = self.program.train_step
-        analysis = step.lower(self._state[0], self.device_batches()[0]).compile().memory_analysis()
+        traced = self.program.train_step.trace(self._state[0], self.device_batches()[0])
+        analysis = traced.lower().compile().memory_analysis()
+        assert analysis is not None
         return analysis.temp_size_in_bytes
 
-    def _step(self, batch: object) -> None:
+    def _step(self, batch: Placed) -> None:
         self._state[0], _ = self.program.train_step(self._state[0], batch)
 
 

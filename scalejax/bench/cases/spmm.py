@@ -18,8 +18,8 @@ the edges are. A figure is the median over pairs of turns, which are as long and
 
 import dataclasses
 import statistics
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ import numpy as np
 from scalejax.bench import machine, peers
 from scalejax.bench.harness import Contest, Effort, OutputsDiffer, measure, repeated
 from scalejax.kernels.sampled_spmm import Csr, plan_sample, presample, sampled_spmm, sparse_plan, spmm
+
+Result = TypeVar("Result")
 
 CASES = (
     "exact",
@@ -65,14 +67,14 @@ def contest(case: str, against: str | None, size: Size, effort: Effort = _EFFORT
     """Ours and the peer's product with the same graph; `effort` is that of its figures."""
     device = jax.devices("cpu")[0]
     threads = len(machine.usable_cpus())
-    peer_of: Any = None if against is None else peers.load(_MODULES[against])
+    peer_of = None if against is None else peers.load(_MODULES[against])
     rng = np.random.default_rng(0)
     csr = power_law(size, rng)
     h, g = (rng.standard_normal((size.nodes, size.features)).astype(np.float32) for _ in range(2))
     with jax.default_device(device):
         work = _work(case, csr, h, g)
         bcsr = peers.load("jax_sparse").Product(_arrays(csr), csr.shape, h, threads)
-    peer: Any = None
+    peer = None
     if peer_of is not None:
         if case == "backward-values":
             peer = peer_of.EdgeProducts(_arrays(csr), csr.shape, g, h, threads)
@@ -123,11 +125,11 @@ class _Work:
       ratios: Figures: the time of the first by the time of the second.
     """
 
-    run: Callable[[], Any]
+    run: Callable[[], jax.Array]
     matrix: Csr
     dense: np.ndarray
     tolerance: float = 1e-5
-    ratios: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = dataclasses.field(default_factory=dict)
+    ratios: Mapping[str, tuple[Callable[[], object], Callable[[], object]]] = dataclasses.field(default_factory=dict)
 
 
 def _work(case: str, csr: Csr, h: np.ndarray, g: np.ndarray) -> _Work:
@@ -157,12 +159,12 @@ def _work(case: str, csr: Csr, h: np.ndarray, g: np.ndarray) -> _Work:
     return _Work(run, csr, h, ratios={"of_forward": (run, forward), "both_of_forward": (both, forward)})
 
 
-def _program(function: Callable[..., Any], *operands: Any) -> Callable[[], Any]:
-    compiled, operands = jax.jit(function), jax.device_put(operands)
-    return lambda: jax.block_until_ready(compiled(*operands))
+def _program(function: Callable[..., Result], *operands: object) -> Callable[[], Result]:
+    compiled, placed = jax.jit(function), jax.device_put(operands)
+    return lambda: jax.block_until_ready(compiled(*placed))
 
 
-def _ratio(above: Callable[[], Any], below: Callable[[], Any], effort: Effort) -> float:
+def _ratio(above: Callable[[], object], below: Callable[[], object], effort: Effort) -> float:
     """Time of one by time of the other, in turns.
 
     Single calls in alternation would not do: a product of a millisecond would be timed with what one of twenty left in

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 import torch
@@ -101,7 +100,7 @@ class Generation:
         return out[0, len(prompt) :].tolist()
 
 
-def build(config: LlamaConfig, parameters: Mapping[str, np.ndarray]) -> Any:
+def build(config: LlamaConfig, parameters: Mapping[str, np.ndarray]) -> "transformers.LlamaForCausalLM":
     """`LlamaForCausalLM` with our parameters."""
     model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
@@ -124,7 +123,7 @@ def build(config: LlamaConfig, parameters: Mapping[str, np.ndarray]) -> Any:
     return model
 
 
-def from_ours(config: LlamaConfig, parameters: Mapping[str, np.ndarray]) -> dict[str, Any]:
+def from_ours(config: LlamaConfig, parameters: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Our parameters under the names and in the layouts of `LlamaForCausalLM`: weights of linear maps [out, in]."""
     state = {
         "model.embed_tokens.weight": parameters["embed/weight"],

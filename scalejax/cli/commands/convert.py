@@ -2,7 +2,7 @@
 
 import os
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,8 @@ from scalejax.cli import environment, folders, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
+    from rich import table
+
     from scalejax.models.llm.model_folder import LanguageModel
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -81,7 +83,7 @@ def check_dtype(dtype: str | None) -> None:
         raise UserError(f"--dtype must be one of {', '.join(_DTYPES)}; got {dtype!r}.")
 
 
-def _table(model: "LanguageModel") -> Any:
+def _table(model: "LanguageModel") -> "table.Table":
     from rich import box, markup, table
 
     from scalejax import units

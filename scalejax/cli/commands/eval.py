@@ -2,7 +2,8 @@
 
 import dataclasses
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -111,7 +112,7 @@ def _score_text(
         score = compare.score(first, rows)
         lines = [("tokens predicted", f"{score.tokens:,}"), ("loss", f"{score.loss:.4f}")]
         lines.append(("perplexity", f"{score.perplexity:.4f}"))
-        found: dict[str, Any] = dataclasses.asdict(score) | {"perplexity": score.perplexity}
+        found: Mapping[str, object] = dataclasses.asdict(score) | {"perplexity": score.perplexity}
     else:
         second = generate.load(folders.open_model(against, recipe=None, step=None), made)
         both = compare.compare(first, second, rows)

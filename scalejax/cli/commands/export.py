@@ -1,7 +1,7 @@
 """`scalejax export`: a trained click model as a folder that jax and numpy alone can score with."""
 
 import pathlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -49,7 +49,7 @@ def export(
     from scalejax.inference.recommendation import click_model, lowering, reload, report
     from scalejax.inference.recommendation import export as exports
 
-    chosen: Any = (
+    chosen = (
         choices.load(precision, model) if precision is not None else choices.uniform(model, tables=tables, dense=dense)  # pyright: ignore[reportArgumentType]
     )
     data = experiment.data.build()

@@ -6,7 +6,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,8 @@ from scalejax.cli.commands.convert import Step, check_dtype
 from scalejax.errors import UserError, check_one_of
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from scalejax.inference.text import Completion, Writer
     from scalejax.models.llm.model_folder import LanguageModel
 
@@ -120,7 +122,7 @@ def generate(
         output.write_json(json, [_as_json(c) for c in found])
 
 
-def _load(model: "LanguageModel", mesh: Any, dtype: str | None, weights: str) -> "Writer":
+def _load(model: "LanguageModel", mesh: "Mesh", dtype: str | None, weights: str) -> "Writer":
     import jax.numpy as jnp
     import rich.console
 
@@ -154,7 +156,7 @@ def _prompts(given: Sequence[str], files: Sequence[pathlib.Path]) -> list[str]:
 
 def _prompt_of(line: str, where: str) -> str:
     try:
-        value: Any = jsons.loads(line)
+        value = jsons.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: is no JSON: {error}.") from error
     value = value.get("prompt") if isinstance(value, dict) else value
@@ -170,7 +172,7 @@ def _print_all(found: Sequence["Completion"], samples: int) -> None:
         print(completion.prompt + completion.text)
 
 
-def _as_json(completion: "Completion") -> dict[str, Any]:
+def _as_json(completion: "Completion") -> dict[str, object]:
     return {
         "prompt": completion.prompt,
         "text": completion.text,

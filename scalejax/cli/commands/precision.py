@@ -1,7 +1,8 @@
 """`scalejax precision`: how narrow the tables and operators of a click model can be within a budget of quality."""
 
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,7 +10,7 @@ from scalejax.cli import environment, folders, options, output
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
-    from scalejax.inference.recommendation.calibration import Limits
+    from scalejax.inference.recommendation.calibration import Inputs, Limits
     from scalejax.inference.recommendation.click_model import ServedModel
     from scalejax.train.experiment import Experiment
 
@@ -101,7 +102,7 @@ def open_run(run_folder: pathlib.Path, recipe: str | None, step: int | None) -> 
     Raises:
       UserError: see `click_model.load` and `folders.load_run`.
     """
-    experiment: Any = folders.load_run(run_folder, recipe)
+    experiment = folders.load_run(run_folder, recipe)
     from scalejax.inference.recommendation import click_model
     from scalejax.train import phases
 
@@ -109,7 +110,7 @@ def open_run(run_folder: pathlib.Path, recipe: str | None, step: int | None) -> 
     return experiment, click_model.load(run_folder, experiment, step)
 
 
-def calibrated(model: "ServedModel", batches: Any) -> "Limits":
+def calibrated(model: "ServedModel", batches: "Sequence[Inputs]") -> "Limits":
     """Ranges of activations from up to eight batches."""
     from scalejax.inference.recommendation import calibration
 

@@ -12,6 +12,8 @@ from scalejax.cli.commands.convert import Step
 from scalejax.errors import UserError, check_one_of
 
 if TYPE_CHECKING:
+    from rich import table
+
     from scalejax.models.llm.model_folder import LanguageModel
     from scalejax.models.llm.packed_layouts.protocol import PackedLayout
     from scalejax.surgery.quantize.checkpoint import Quantizer, TensorReport
@@ -181,7 +183,7 @@ def _stored_bytes(weight: "Weight", layout: "PackedLayout", model: "LanguageMode
     return inputs + sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)
 
 
-def _table(rows: Sequence["TensorReport"]) -> Any:
+def _table(rows: Sequence["TensorReport"]) -> "table.Table":
     """A line for each quantized tensor, one for the others, and one for all."""
     from rich import box, table
 

@@ -6,8 +6,8 @@ import pathlib
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -136,13 +136,13 @@ def train(
         from scalejax import configs
         from scalejax.configs import discovery, own_table, serialization
 
-        own = None if data is None else _on_table(recipe, data, fields, sets)
+        own, all_sets = None if data is None else _on_table(recipe, data, fields, sets), sets
         if own is not None:
-            recipe, sets = own.recipe, list(own.sets)
+            recipe, all_sets = own.recipe, list(own.sets)
         elif words := _words(fields):
             raise UserError(f"{words[0].replace('=', ' ', 1)}: goes with --data FILE. Add it.")
-        experiment = configs.load(recipe, sets)
-        record = serialization.record(recipe, sets, experiment)
+        experiment = configs.load(recipe, all_sets)
+        record = serialization.record(recipe, all_sets, experiment)
 
         from scalejax.train import distributed, loop, run_folder
         from scalejax.train.reports import console as closing
@@ -188,18 +188,18 @@ def train(
         _print_next(folder, recipe, sets, cpu_devices, experiment, summary)
 
 
-def _words(options: dict[str, Any]) -> list[str]:
+def _words(options: Mapping[str, object]) -> list[str]:
     """Options as they are typed, those that were given."""
     lists = {name: value if isinstance(value, tuple) else (value,) for name, value in options.items()}
     return [f"--{name.replace('_', '-')}={one}" for name, values in lists.items() for one in values if one is not None]
 
 
-def _on_table(recipe: str, path: pathlib.Path, fields: dict[str, Any], sets: list[str]) -> "TableRecipe":
+def _on_table(recipe: str, path: pathlib.Path, fields: Mapping[str, object], sets: list[str]) -> "TableRecipe":
     from scalejax.configs import own_table
 
     if fields["label"] is None:
         raise UserError(f"--data {path}: --label COLUMN has to say which column is to be predicted. Add it.")
-    return own_table.resolve(recipe, {"path": str(path)} | fields, sets)
+    return own_table.resolve(recipe, {"path": str(path), **fields}, sets)
 
 
 def _check_memory(experiment: "Experiment") -> None:
@@ -220,7 +220,7 @@ def _print_next(
     sets: Sequence[str],
     cpu_devices: int | None,
     experiment: "Experiment",
-    summary: dict[str, Any],
+    summary: Mapping[str, object],
 ) -> None:
     from scalejax.configs import discovery, own_table
     from scalejax.plan import topology
@@ -233,8 +233,9 @@ def _print_next(
         folder = folder.relative_to(pathlib.Path.cwd())
     print(f"\nRun folder: {folder}\nReport:     {folder / 'report.html'}")
     commands: dict[tuple[str, ...], str] = {}
-    if (folder / own_table.FILE).is_file():
-        commands["scalejax", "train", str(folder / own_table.FILE)] = "what was made of your columns, to edit"
+    if (table := folder / own_table.FILE).is_file():
+        commands["scalejax", "train", str(table)] = "what was made of your columns, to edit"
+        recipe = str(table)  # which says all that --data and its options said
     commands |= {
         ("scalejax", *(argument.format(run=folder) for argument in arguments), *own): what
         for *arguments, what in report.read_advice(folder)

@@ -18,7 +18,7 @@ import argparse
 import pathlib
 import pickle
 from collections import defaultdict
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -37,8 +37,8 @@ class Rows:
     _shape: tuple[int, int]
 
 
-_RECONSTRUCT: Any = np.zeros(0).__reduce__()[0]
-_NAMES: dict[tuple[str, str], Any] = {
+_RECONSTRUCT = np.zeros(0).__reduce__()[0]
+_NAMES: dict[tuple[str, str], object] = {
     ("numpy", "ndarray"): np.ndarray,
     ("numpy", "dtype"): np.dtype,
     ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
@@ -54,7 +54,7 @@ _NAMES: dict[tuple[str, str], Any] = {
 class _Reader(pickle.Unpickler):
     """Knows the names of `_NAMES` and no others."""
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> object:
         if (module_name, global_name) not in _NAMES:
             raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is no part of arrays or lists")
         return _NAMES[module_name, global_name]
@@ -122,7 +122,7 @@ def _text(file: pathlib.Path) -> str:
         return opened.read().decode()
 
 
-def _open(file: pathlib.Path) -> Any:
+def _open(file: pathlib.Path) -> BinaryIO:
     if not file.is_file():
         raise UserError(f"{file}: is missing. Point at the folder `data` of a clone of Planetoid.")
     return file.open("rb")

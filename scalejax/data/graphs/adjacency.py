@@ -5,7 +5,7 @@ is the order of the edges as they were given, and it matters: a kernel that samp
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -188,7 +188,7 @@ def as_float32(values: np.ndarray, name: str) -> np.ndarray:
 
 
 def _ids(values: ArrayLike, name: str, below: int) -> np.ndarray:
-    array: Any = np.asarray(values)
+    array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in ("iu" if array.size else "biuf"):  # [] is a list of floats
         raise UserError(f"from_edges: {name} must be integers[E]; got {array.dtype}{list(array.shape)}.")
     if array.size and not 0 <= array.min() <= array.max() < below:

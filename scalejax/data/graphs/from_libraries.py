@@ -34,7 +34,7 @@ def from_scipy(matrix: Any) -> Adjacency:
     return Adjacency(np.array(csr.indptr, np.int64), np.array(csr.indices, np.int64), values, (int(rows), int(columns)))
 
 
-def from_pyg(data: Any) -> NodeGraph:
+def from_pyg(data: object) -> NodeGraph:
     """A `torch_geometric.data.Data`, or what has its attributes: the graph that an npz of the same arrays gives.
 
     Args:
@@ -73,7 +73,7 @@ def from_pyg(data: Any) -> NodeGraph:
     return npz.from_arrays(arrays, "from_pyg")
 
 
-def _array(data: Any, name: str) -> np.ndarray | None:
+def _array(data: object, name: str) -> np.ndarray | None:
     value = getattr(data, name, None)
     if value is None:
         return None

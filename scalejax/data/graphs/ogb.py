@@ -15,7 +15,7 @@ is what OGB's own baselines take. Years and species are left alone.
 import dataclasses
 import pathlib
 import zlib
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -129,7 +129,7 @@ def _binary(raw: pathlib.Path) -> _Raw:
     )
     labels = None
     if (file := raw / "node-label.npz").exists():
-        found: dict[str, Any] = npz.load_arrays(file)
+        found = npz.load_arrays(file)
         if "node_label" not in found:
             raise UserError(f"{file} has no array 'node_label', only {', '.join(found)}.")
         labels = _labels(found["node_label"], file)

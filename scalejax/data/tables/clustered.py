@@ -10,7 +10,6 @@ import hashlib
 import json
 import pathlib
 from collections.abc import Mapping
-from typing import Any
 
 from scalejax import json_reading
 from scalejax.errors import UserError
@@ -178,5 +177,5 @@ def sha256(file: pathlib.Path) -> str:
         return hashlib.file_digest(content, "sha256").hexdigest()
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _digest(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

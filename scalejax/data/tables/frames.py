@@ -11,7 +11,8 @@ import hashlib
 import io
 import pathlib
 import re
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import polars as pl
 import pyarrow as pa
@@ -19,7 +20,7 @@ import pyarrow.feather
 import pyarrow.parquet
 
 from scalejax.data import packed_files
-from scalejax.data.tables.parquet_files import find_files, first_line
+from scalejax.data.tables.parquet_files import ParquetFiles, find_files, first_line
 from scalejax.errors import UserError
 
 MISSING = ("", "NA", "?")
@@ -27,11 +28,10 @@ MOST_COLUMNS = 1000
 IN_MEMORY = "frame:"
 """A path that begins so names a frame in memory by the digest of its content."""
 
+_PARQUET = (".parquet", ".pq")
 _TEXT = {".csv": ",", ".tsv": "\t"}
 _READERS = {
-    **dict.fromkeys(
-        (".parquet", ".pq"), functools.partial(pyarrow.parquet.read_table, page_checksum_verification=True)
-    ),
+    **dict.fromkeys(_PARQUET, functools.partial(pyarrow.parquet.read_table, page_checksum_verification=True)),
     **dict.fromkeys((".arrow", ".feather", ".ipc"), functools.partial(pyarrow.feather.read_table, memory_map=False)),
 }
 _TIMES = ("%Y-%m-%d", "%Y/%m/%d", "%Y-%m-%dT%H:%M:%S%.f", "%Y-%m-%d %H:%M:%S%.f", "%Y-%m-%dT%H:%M", "%Y-%m-%d %H:%M")
@@ -96,10 +96,17 @@ def hold(frame: ArrowStream) -> str:
     digest = hashlib.sha256()
     for column in found:
         digest.update(repr((column.name, str(column.dtype))).encode())
-        _hash(column, digest)
+        _hash(column, digest.update)
     path = IN_MEMORY + digest.hexdigest()
     _held[path] = found
     return path
+
+
+def remarks(path: str) -> tuple[str, ...]:
+    """What a user should know of the file before anything is trained on it."""
+    if path.startswith(IN_MEMORY) or pathlib.Path(path).suffix not in _PARQUET:
+        return ()
+    return ParquetFiles(path).remarks()
 
 
 def digest_of(path: str) -> str:
@@ -117,22 +124,22 @@ def _file(path: str) -> pathlib.Path:
     return file
 
 
-def _hash(column: pl.Series, digest: Any) -> None:
+def _hash(column: pl.Series, update: Callable[[bytes], None]) -> None:
     """What stands under a missing value does not count."""
-    digest.update(column.is_null().to_numpy().tobytes())
+    update(column.is_null().to_numpy().tobytes())
     if isinstance(column.dtype, pl.List):
         lengths = column.list.len().fill_null(0)
-        _hash(lengths, digest)
-        _hash(column.filter(lengths > 0).explode(), digest)
+        _hash(lengths, update)
+        _hash(column.filter(lengths > 0).explode(), update)
     elif isinstance(column.dtype, pl.Struct):
         for field in column.struct.unnest():
-            _hash(field, digest)
+            _hash(field, update)
     elif column.dtype.is_numeric() or column.dtype.is_temporal():
-        digest.update(column.to_physical().fill_null(0).to_numpy().tobytes())
+        update(column.to_physical().fill_null(0).to_numpy().tobytes())
     else:
         text = (column.bin.encode("hex") if column.dtype == pl.Binary else column.cast(pl.String)).fill_null("")
-        _hash(text.str.len_bytes(), digest)
-        digest.update("".join(text).encode())
+        _hash(text.str.len_bytes(), update)
+        update("".join(text).encode())
 
 
 def _checked(table: pa.Table, where: str) -> pl.DataFrame:

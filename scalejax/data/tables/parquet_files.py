@@ -19,8 +19,8 @@ from scalejax.data.examples.schema import Schema
 from scalejax.data.tables import clustered
 from scalejax.errors import UserError
 
-# pyarrow reports damage as either; ArrowNotImplementedError as well, when a flipped byte names an unknown codec.
 _THRIFT_NEXT_I32 = 0x15  # the field after the one before, a number of 32 bits
+# pyarrow reports damage as either; ArrowNotImplementedError as well, when a flipped byte names an unknown codec.
 _DAMAGE = (pa.ArrowException, OSError)
 
 

@@ -253,6 +253,8 @@ class OpenTable:
 
     def build(self) -> BatchedDataSet:
         """The data set."""
+        from scalejax.data.tables import frames
+
         data, frame = self.data, self._frame
         encoder = _Encoder(self.splits["train"], data.bins, data.coding, data.path)
         for column in self.columns:
@@ -262,7 +264,7 @@ class OpenTable:
         if data.weight is not None and self._weights is not None:
             weight = encoder.fresh(data.weight)
             encoder.columns[weight] = self._weights
-        return from_columns(
+        built = from_columns(
             encoder.columns,
             Schema(categorical=tuple(encoder.categorical), dense=tuple(encoder.dense), labels=(label,), weight=weight),
             batch_size=data.batch_size,
@@ -271,6 +273,8 @@ class OpenTable:
             threads=data.threads,
             where=data.path,
         )
+        built.remarks = frames.remarks(data.path)
+        return built
 
 
 class _Encoder:

@@ -56,10 +56,10 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         reply: Literal["open", "none"] = "open",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The text of a conversation.
 
@@ -96,6 +96,6 @@ def _refuse(message: str) -> None:
     raise _Refused(message)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+def _to_json(value: object, indent: int | None = None, **options: Any) -> str:
     # Unlike jinja2's own, for text and not for HTML.
     return json.dumps(value, ensure_ascii=False, indent=indent, **options)

@@ -154,10 +154,10 @@ class HuggingFace:
 
     def render_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
         reply: Literal["open", "none"] = "open",
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, object] | None = None,
     ) -> str:
         """The text of a conversation by the checkpoint's template; encode it with specials="parse".
 

@@ -6,12 +6,13 @@ The mesh, the exchange and the optimizer of training are not here: a table is on
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from scalejax.data.examples.batch import ClickBatch
 from scalejax.data.examples.dedup import AnyBatch, expand_batch
@@ -22,7 +23,7 @@ from scalejax.kernels import block_quant
 from scalejax.kernels import embedding_bag as bags
 from scalejax.kernels.block_quant import LaneRows, PackedRows
 from scalejax.nn import counts
-from scalejax.parallel.embedding.config import TableConfig
+from scalejax.parallel.embedding.config import Pooling, TableConfig
 from scalejax.train import phases
 from scalejax.train.checkpoints import trained
 from scalejax.train.experiment import Experiment
@@ -87,7 +88,7 @@ class ServedModel:
         )
 
     @functools.cached_property
-    def score(self) -> Any:
+    def score(self) -> Callable[[dict[str, jax.Array], dict[str, jax.Array], Inputs], jax.Array]:
         """jitted (tables, params, inputs) -> logits float32[B, T]."""
 
         def score(tables: dict[str, Table], params: dict[str, jax.Array], inputs: Inputs) -> jax.Array:
@@ -187,7 +188,8 @@ def embed(configs: tuple[TableConfig, ...], tables: Mapping[str, AnyTable], inpu
     }
 
 
-def _pooled(table: AnyTable, inputs: Inputs, feature: str, pooling: Any) -> jax.Array:
+def _pooled(table: AnyTable, inputs: Inputs, feature: str, pooling: Pooling) -> jax.Array:
+    assert pooling != "none"  # which `bind` refuses
     ids = inputs.ids[feature]
     if ids.ndim == 1:
         lengths = inputs.lengths[feature]
@@ -208,7 +210,7 @@ def _rows(table: Table, ids: jax.Array) -> jax.Array:
     return bags.gather_rows(table, ids, implementation="xla").astype(jnp.float32)
 
 
-def logits(model: ServedModel, tables: Mapping[str, AnyTable], module: Any, inputs: Inputs) -> jax.Array:
+def logits(model: ServedModel, tables: Mapping[str, AnyTable], module: nnx.Module, inputs: Inputs) -> jax.Array:
     """float32[B, T] of a dense part that may have been changed, see `operators`."""
     return module(embed(model.configs, tables, inputs), inputs.dense, key=None).astype(jnp.float32)
 
@@ -242,7 +244,7 @@ class Labelled:
     labels: np.ndarray
     weights: np.ndarray
 
-    def scores(self, score: Any) -> np.ndarray:
+    def scores(self, score: Callable[[Inputs], jax.Array]) -> np.ndarray:
         """float32[N, T]: `score(inputs)` of every batch.
 
         Raises:
@@ -298,7 +300,7 @@ class Labelled:
         return float(np.mean([exact.auc(self.labels[:, t], scores[:, t], self.weights) for t in tasks]))
 
 
-def sample(data: DataSet, split: str, schema: Schema, most: int) -> Labelled:
+def sample(data: DataSet[AnyBatch], split: str, schema: Schema, most: int) -> Labelled:
     """At most `most` examples of a split, drawn without replacement and always the same; all where there are no more.
 
     Files are in some order, mostly that of time: the first examples stand for themselves alone.

@@ -9,16 +9,16 @@ import json
 import pathlib
 import shutil
 from collections.abc import Sequence
-from typing import Any
 
 import jax
+import jax.core
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.inference.recommendation import lowering, reload
-from scalejax.inference.recommendation.click_model import Inputs, ServedModel
+from scalejax.inference.recommendation.click_model import Inputs, ServedModel, Table
 from scalejax.inference.recommendation.lowering import Arrays, Lowered
 from scalejax.kernels.block_quant import PackedRows
 from scalejax.kernels.block_quant.dense import Int8Weight
@@ -32,7 +32,7 @@ PROGRAM = "model.stablehlo"
 SIGNATURE = "signature.json"
 
 
-def write(lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = PLATFORMS) -> dict[str, Any]:
+def write(lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = PLATFORMS) -> dict[str, object]:
     """Writes a lowered model.
 
     Args:
@@ -109,10 +109,10 @@ def flatten(arrays: Arrays) -> dict[str, jax.Array]:
 
 
 def _unflatten(like: Arrays, found: dict[str, jax.Array]) -> Arrays:
-    tables: dict[str, Any] = {}
+    tables: dict[str, Table] = {}
     for name, table in like.tables.items():
         if isinstance(table, PackedRows):
-            parts: dict[str, Any] = {part: found[f"table.{name}.{part}"] for part in _parts(table)}
+            parts = {part: found[f"table.{name}.{part}"] for part in _parts(table)}
             tables[name] = dataclasses.replace(table, **parts)
         else:
             tables[name] = found[f"table.{name}"]
@@ -149,7 +149,7 @@ def _as_inputs(given: dict[str, jax.Array]) -> Inputs:
     return Inputs(ids, lengths, given["dense"])
 
 
-def _described(array: Any) -> dict[str, Any]:
+def _described(array: jax.Array | jax.ShapeDtypeStruct | jax.core.ShapedArray) -> dict[str, object]:
     return {
         "dtype": np.dtype(array.dtype).name,
         "shape": [int(n) if isinstance(n, int | np.integer) else str(n) for n in array.shape],

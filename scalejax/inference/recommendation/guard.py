@@ -8,7 +8,7 @@ once for a score that is not finite.
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -86,7 +86,11 @@ class Guard:
         return served
 
     def compare(
-        self, wanted: np.ndarray, served: np.ndarray, labels: Any = None, weights: np.ndarray | None = None
+        self,
+        wanted: np.ndarray,
+        served: np.ndarray,
+        labels: np.ndarray | None = None,
+        weights: np.ndarray | None = None,
     ) -> None:
         """Takes logits of both models, float32[B, T] each.
 
@@ -155,6 +159,9 @@ class Guard:
         self._nonfinite, self._largest, self._sums = 0, 0.0, _Sums()
 
 
+_ZERO = np.float64(0)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sums:
     """Over examples of weight w, d the difference of the losses of T tasks.
@@ -169,13 +176,13 @@ class _Sums:
     """
 
     examples: int = 0
-    weight: Any = 0.0
-    squares: Any = 0.0
-    positive: Any = 0.0
-    loss: Any = 0.0
-    gap: Any = 0.0
-    cross: Any = 0.0
-    products: Any = 0.0
+    weight: np.ndarray | np.float64 = _ZERO
+    squares: np.ndarray | np.float64 = _ZERO
+    positive: np.ndarray | np.float64 = _ZERO
+    loss: np.ndarray | np.float64 = _ZERO
+    gap: np.ndarray | np.float64 = _ZERO
+    cross: np.ndarray | np.float64 = _ZERO
+    products: np.ndarray | np.float64 = _ZERO
 
     def __add__(self, other: "_Sums") -> "_Sums":
         added = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in dataclasses.fields(self)}

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
+from scalejax import nn
 from scalejax.errors import UserError
 from scalejax.inference.recommendation import operators, precision
 from scalejax.inference.recommendation.calibration import Limits
@@ -16,6 +19,8 @@ from scalejax.inference.recommendation.precision import Precisions, TablePrecisi
 from scalejax.kernels import block_quant
 from scalejax.kernels.block_quant import dense
 from scalejax.kernels.block_quant.dense import Int8Weight
+
+Ranges = Literal["minmax", "greedy"]
 
 
 @jax.tree_util.register_dataclass
@@ -51,12 +56,14 @@ class Lowered:
     arrays: Arrays
 
     @functools.cached_property
-    def score(self) -> Any:
+    def score(self) -> Callable[[Arrays, Inputs], jax.Array]:
         """jitted (arrays, inputs) -> logits float32[B, T]."""
         return jax.jit(functools.partial(scores, self.model))
 
 
-def lower(model: ServedModel, precisions: Precisions, limits: Limits | None = None, *, rows: Any = "minmax") -> Lowered:
+def lower(
+    model: ServedModel, precisions: Precisions, limits: Limits | None = None, *, rows: Ranges = "minmax"
+) -> Lowered:
     """Quantizes a trained model.
 
     Args:
@@ -99,7 +106,7 @@ def lower(model: ServedModel, precisions: Precisions, limits: Limits | None = No
     )
 
 
-def table_in(model: ServedModel, name: str, chosen: TablePrecision, rows: Any = "minmax") -> Table:
+def table_in(model: ServedModel, name: str, chosen: TablePrecision, rows: Ranges = "minmax") -> Table:
     """A table in a precision.
 
     Raises:
@@ -130,14 +137,14 @@ def scores(model: ServedModel, arrays: Arrays, inputs: Inputs) -> jax.Array:
     return logits(model, arrays.tables, module_of(model, arrays), inputs)
 
 
-def module_of(model: ServedModel, arrays: Arrays) -> Any:
+def module_of(model: ServedModel, arrays: Arrays) -> nnx.Module:
     """The dense part with its int8 operators in place."""
     unused = {name: jnp.zeros(()) for name in model.shape.names if name not in arrays.params}
     module = model.shape.merge({**arrays.params, **unused})
     found = operators.find(model.shape)
     for path, weight in arrays.int8.items():
 
-        def make(old: Any, path: str = path, weight: Int8Weight = weight) -> operators.Int8Linear:
+        def make(old: nn.Linear, path: str = path, weight: Int8Weight = weight) -> operators.Int8Linear:
             return operators.Int8Linear(weight, arrays.limits.get(path), old)
 
         operators.replace(module, found[path].keys, make)

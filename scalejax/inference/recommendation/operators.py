@@ -57,14 +57,14 @@ def find(shape: ModelShape) -> dict[str, Operator]:
     }
 
 
-def get(module: Any, keys: tuple[str | int, ...]) -> Any:
+def get(module: object, keys: tuple[str | int, ...]) -> Any:
     """A module inside another."""
     for key in keys:
         module = module[key] if isinstance(module, nnx.List | nnx.Dict) else getattr(module, str(key))  # pyright: ignore
     return module
 
 
-def replace(module: Any, keys: tuple[str | int, ...], make: Callable[[Any], Any]) -> None:
+def replace(module: object, keys: tuple[str | int, ...], make: Callable[[Any], object]) -> None:
     """Puts `make(old)` in the place of a module inside another."""
     parent, last = get(module, keys[:-1]), keys[-1]
     made = make(get(parent, keys[-1:]))
@@ -99,23 +99,23 @@ class FakeInt8Linear:
 class Recorder:
     """An operator that keeps what it was called with and what it returned; for calls outside of jit."""
 
-    def __init__(self, operator: Any) -> None:
+    def __init__(self, operator: Callable[..., jax.Array]) -> None:
         self.operator = operator
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any], jax.Array]] = []
+        self.calls: list[tuple[tuple[object, ...], dict[str, object], jax.Array]] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+    def __call__(self, *args: object, **kwargs: object) -> jax.Array:
         result = self.operator(*args, **kwargs)
         self.calls.append((args, kwargs, result))
         return result
 
 
-def record(module: Any, found: dict[str, Operator]) -> dict[str, Recorder]:
+def record(module: nnx.Module, found: dict[str, Operator]) -> dict[str, Recorder]:
     """Puts a recorder around every operator but ROOT; innermost first, so that each sees all of its calls."""
     recorders: dict[str, Recorder] = {}
     for operator in sorted(found.values(), key=lambda o: -len(o.keys)):
         if operator.path != ROOT:
 
-            def wrap(old: Any, path: str = operator.path) -> Recorder:
+            def wrap(old: Callable[..., jax.Array], path: str = operator.path) -> Recorder:
                 recorders[path] = Recorder(old)
                 return recorders[path]
 

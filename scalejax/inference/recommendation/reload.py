@@ -19,7 +19,7 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,8 +27,10 @@ import jax.core
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 
 FORMAT = "scalejax click model 1"
+Ids = Sequence[npt.ArrayLike] | np.ndarray
 _DTYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I8": np.int8, "I32": np.int32}
 
 
@@ -42,7 +44,7 @@ class Model:
         self._run = jax.jit(lambda weights, inputs: exported.call(*weights, *inputs))
 
     def __call__(
-        self, ids: Mapping[str, Any], dense: Any = None, lengths: Mapping[str, Any] | None = None
+        self, ids: Mapping[str, Ids], dense: Ids | None = None, lengths: Mapping[str, Ids] | None = None
     ) -> dict[str, np.ndarray]:
         """Scores B examples.
 
@@ -59,8 +61,8 @@ class Model:
         logits, probabilities = self._run(self._weights, arguments)
         return {"logits": np.asarray(logits), "probabilities": np.asarray(probabilities)}
 
-    def _inputs(self, ids: Mapping[str, Any], dense: Any, lengths: Mapping[str, Any]) -> dict[str, np.ndarray]:
-        features: dict[str, Any] = self.signature["features"]
+    def _inputs(self, ids: Mapping[str, Ids], dense: Ids | None, lengths: Mapping[str, Ids]) -> dict[str, np.ndarray]:
+        features: dict[str, dict[str, Any]] = self.signature["features"]
         for name in features.keys() ^ ids.keys():
             what = "is missing" if name in features else "is not known"
             raise ValueError(f"ids: feature {name!r} {what}; the model has {', '.join(features)}.")
@@ -134,7 +136,7 @@ def read_safetensors(data: bytes) -> dict[str, np.ndarray]:
     return found
 
 
-def _jagged(name: str, ids: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
+def _jagged(name: str, ids: Ids, lengths: Ids | None) -> tuple[np.ndarray, np.ndarray]:
     if lengths is not None:
         values, counts = np.asarray(ids), np.asarray(lengths)
         whole = counts.ndim == 1 and (not counts.size or np.issubdtype(counts.dtype, np.integer))
@@ -149,11 +151,11 @@ def _jagged(name: str, ids: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate(filled) if filled else np.zeros(0, np.int64), counts
 
 
-def _exported(signature: dict[str, Any], program: bytes) -> Any:
+def _exported(signature: dict[str, Any], program: bytes) -> jax.export.Exported:
     """The program as jax knows it. `jax.export.deserialize` would want a package that jax does not depend on."""
     scope = jax.export.SymbolicScope()
 
-    def abstract(entry: dict[str, Any]) -> Any:
+    def abstract(entry: dict[str, Any]) -> jax.core.ShapedArray:
         text = ",".join(map(str, entry["shape"]))
         shape = jax.export.symbolic_shape(text, scope=scope) if text else ()
         return jax.core.ShapedArray(shape, np.dtype(entry["dtype"]))

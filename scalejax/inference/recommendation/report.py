@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -153,7 +153,7 @@ def _times(lowered: Lowered, inputs: Inputs, turns: int) -> tuple[float, float, 
     """Medians of seconds of the float and the lowered model in turn, and of the ratio of neighbouring turns."""
     model = lowered.model
 
-    def timed(function: Any, *args: Any) -> float:
+    def timed(function: Callable[..., jax.Array], *args: object) -> float:
         begun = time.perf_counter()
         jax.block_until_ready(function(*args))
         return time.perf_counter() - begun

@@ -13,7 +13,6 @@ paper names such a search and its budget of a few hundredths of a percent of NE;
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from scalejax.errors import UserError
 from scalejax.inference.recommendation.click_model import Gap
@@ -59,7 +58,7 @@ class PrecisionChoice:
     gap: Gap
     held_out_gap: Gap
     sensitivity: dict[tuple[Name, str], float]
-    path: list[dict[str, Any]]
+    path: list[dict[str, object]]
 
 
 def widest(study: PrecisionStudy) -> Precisions:
@@ -97,11 +96,11 @@ def search(study: PrecisionStudy, *, budget: float, told: Callable[[str], None] 
             sensitivity[name, chosen] = study.gap(wide.with_one(name, chosen)).value
         if len(study.choices(name)) > 1:
             told(f"alone: {name[1]} in {study.choices(name)[-1]}: {sensitivity[name, study.choices(name)[-1]]:+.3%}")
-    path: list[dict[str, Any]] = []
+    path: list[dict[str, object]] = []
 
     def move(step: str, name: Name, before: str, after: str, now: Gap, precisions: Precisions) -> None:
         record = {"step": step, "name": list(name), "from": before, "to": after, "gap": now.value, "high": now.high}
-        path.append(record | {"cost": cost(study, precisions)})
+        path.append({**record, "cost": cost(study, precisions)})
         told(f"{step}: {name[1]} from {before} to {after}: gap {now.value:+.4%}, at most {now.high:+.4%}")
 
     current = narrowest(study)

@@ -8,20 +8,23 @@ What is served is packed and sums integers; `report` scores that.
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from scalejax import nn
 from scalejax.errors import UserError, check_one_of
 from scalejax.inference.recommendation import lowering, operators, precision
 from scalejax.inference.recommendation import search as searches
 from scalejax.inference.recommendation.calibration import Limits
-from scalejax.inference.recommendation.click_model import Inputs, Labelled, ServedModel, embed, logits
-from scalejax.inference.recommendation.precision import Precisions
+from scalejax.inference.recommendation.click_model import Gap, Inputs, Labelled, ServedModel, Table, embed, logits
+from scalejax.inference.recommendation.precision import Precisions, TablePrecision
 from scalejax.kernels import block_quant
 from scalejax.kernels.block_quant import PackedRows, dense
+from scalejax.parallel.embedding.config import TableConfig
 
 Objective = Literal["bytes", "latency"]
 
@@ -41,23 +44,27 @@ class Emulation:
 
     model: ServedModel
     limits: Limits
-    rows: str = "minmax"
+    rows: lowering.Ranges = "minmax"
 
     @functools.cached_property
     def _kept(self) -> dict[tuple[str, str], Any]:
         return {}
 
     @functools.cached_property
-    def score(self) -> Any:
+    def score(self) -> Callable[..., jax.Array]:
         """jitted (tables, params, on, inputs) -> logits float32[B, T]."""
 
-        def score(tables: Any, params: Any, on: dict[str, jax.Array], inputs: Inputs) -> jax.Array:
+        def score(
+            tables: dict[str, jax.Array], params: dict[str, jax.Array], on: dict[str, jax.Array], inputs: Inputs
+        ) -> jax.Array:
             module = self.model.shape.merge(params)
             for path, operator in operators.find(self.model.shape).items():
                 if operator.kind == "linear":
                     ends = tuple(map(jnp.float32, self.limits[path]))
 
-                    def make(old: Any, path: str = path, ends: Any = ends) -> operators.FakeInt8Linear:
+                    def make(
+                        old: nn.Linear, path: str = path, ends: tuple[jax.Array, jax.Array] = ends
+                    ) -> operators.FakeInt8Linear:
                         return operators.FakeInt8Linear(old, on[path], ends)
 
                     operators.replace(module, operator.keys, make)
@@ -75,7 +82,7 @@ class Emulation:
         on = {p: jnp.asarray(c == "int8") for p, c in precisions.operators.items() if found[p].kind == "linear"}
         return examples.scores(lambda inputs: self.score(tables, params, on, inputs))
 
-    def _table(self, name: str, chosen: Any) -> jax.Array:
+    def _table(self, name: str, chosen: TablePrecision) -> jax.Array:
         if (name, chosen) not in self._kept:
             made = lowering.table_in(self.model, name, chosen, self.rows)
             whole = block_quant.dequantize_rows(made) if isinstance(made, PackedRows) else made.astype(jnp.float32)
@@ -143,7 +150,7 @@ def study(
     def cost(name: tuple[str, str], chosen: str) -> float:
         return seconds[name, chosen] if seconds else precision.bytes_of(model, name, chosen)
 
-    def gap(examples: Labelled) -> Any:
+    def gap(examples: Labelled) -> Callable[[Precisions], Gap]:
         # Of the program that scores the others, so that only numbers that were rounded differ.
         wanted = emulation.scores(precision.uniform(model), examples)
         return lambda precisions: examples.gap(wanted, emulation.scores(precisions, examples))
@@ -159,7 +166,12 @@ def study(
 
 
 def latencies(
-    model: ServedModel, limits: Limits, inputs: Inputs, choices: Any, *, turns: int = 15
+    model: ServedModel,
+    limits: Limits,
+    inputs: Inputs,
+    choices: Callable[[searches.Name], Sequence[str]],
+    *,
+    turns: int = 15,
 ) -> dict[tuple[tuple[str, str], str], float]:
     """Seconds of every table's lookups and every operator by itself in each of its precisions, medians of `turns`.
 
@@ -174,9 +186,9 @@ def latencies(
     times: dict[tuple[tuple[str, str], str], float] = {}
     for config in model.configs:
         for chosen in choices(("table", config.name)):
-            table = lowering.table_in(model, config.name, chosen, "minmax")
+            table = lowering.table_in(model, config.name, chosen, "minmax")  # pyright: ignore[reportArgumentType]
 
-            def look_up(table: Any, inputs: Inputs, config: Any = config) -> Any:
+            def look_up(table: Table, inputs: Inputs, config: TableConfig = config) -> dict[str, jax.Array]:
                 return embed((config,), {config.name: table}, inputs)
 
             times[("table", config.name), chosen] = median_seconds(jax.jit(look_up), table, inputs, turns=turns)
@@ -189,14 +201,19 @@ def latencies(
             one = precision.uniform(model).with_one(("operator", path), chosen)
             arrays = dataclasses.replace(lowering.lower(model, one, limits).arrays, tables={})
 
-            def run(arrays: Any, args: Any, operator: Any = operator, kwargs: Any = kwargs) -> Any:
+            def run(
+                arrays: lowering.Arrays,
+                args: tuple[object, ...],
+                operator: operators.Operator = operator,
+                kwargs: dict[str, object] = kwargs,
+            ) -> jax.Array:
                 return operators.get(lowering.module_of(model, arrays), operator.keys)(*args, **kwargs)
 
             times[("operator", path), chosen] = median_seconds(jax.jit(run), arrays, args, turns=turns)
     return times
 
 
-def median_seconds(function: Any, *args: Any, turns: int) -> float:
+def median_seconds(function: Callable[..., object], *args: object, turns: int) -> float:
     """Median seconds of a call that is compiled, warm and awaited."""
     jax.block_until_ready(function(*args))
     taken = []

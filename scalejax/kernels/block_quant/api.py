@@ -54,6 +54,9 @@ from scalejax.kernels.block_quant.scale_bias import ROW_FORMATS, QuantizedRows, 
 from scalejax.kernels.block_quant.shared_codebook import SharedCodebookFormat, SharedCodebookRows
 
 if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Float32, Int, Int32, UInt8
+
     from scalejax.kernels.interpretation import Interpret
 
 PackedRows = QuantizedRows | CodebookRows | SharedCodebookRows
@@ -89,7 +92,7 @@ def table_bytes(format: str, rows: int, dim: int) -> int:
 
 
 def quantize_rows(
-    table: jax.Array, format: RowFormat, *, range: Literal["minmax", "greedy"] = "minmax"
+    table: "Float[Array, 'rows dim']", format: RowFormat, *, range: Literal["minmax", "greedy"] = "minmax"
 ) -> QuantizedRows:
     """Quantizes every row under its own scale and bias.
 
@@ -120,7 +123,7 @@ def quantize_rows(
     return QuantizedRows(codes=codes, scales=scales, biases=biases, format=format, dim=table.shape[1])
 
 
-def quantize_rows_kmeans(table: jax.Array, format: CodebookFormat) -> CodebookRows:
+def quantize_rows_kmeans(table: "Float[Array, 'rows dim']", format: CodebookFormat) -> CodebookRows:
     """Quantizes every row under a codebook of its own, that of least squared error before its values are float16.
 
     Values of a row that are at most 16 (4) different ones, and are float16, come back as they were. A row that holds
@@ -140,7 +143,9 @@ def quantize_rows_kmeans(table: jax.Array, format: CodebookFormat) -> CodebookRo
     return CodebookRows(codes=codes, books=books, format=format, dim=table.shape[1])
 
 
-def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: int | None = None) -> SharedCodebookRows:
+def share_codebooks(
+    table: "Float[Array, 'rows dim']", format: SharedCodebookFormat, *, books: int | None = None
+) -> SharedCodebookRows:
     """Quantizes rows under codebooks that they share: rows of like values together, see `shared_codebook`.
 
     A row that holds NaN, an infinity, or more than float16 does, decodes to NaN and bears on no codebook;
@@ -172,7 +177,7 @@ def share_codebooks(table: jax.Array, format: SharedCodebookFormat, *, books: in
     )
 
 
-def dequantize_rows(rows: PackedRows) -> jax.Array:
+def dequantize_rows(rows: PackedRows) -> "Float32[Array, 'rows dim']":
     """float32[V, D]: float32(float32(code * scale) + bias), or book[code], the same bits in every program.
 
     FBGEMM's CPU kernels round once, in a fused multiply-add, which for int8 may differ in the last bit; with float16
@@ -184,15 +189,15 @@ def dequantize_rows(rows: PackedRows) -> jax.Array:
 
 def quantized_bag(
     rows: PackedRows | LaneRows,
-    ids: jax.Array,
-    lengths: jax.Array,
+    ids: "Int[Array, 'num_ids']",
+    lengths: "Int[Array, 'bags']",
     *,
-    weights: jax.Array | None = None,
+    weights: "Float[Array, 'num_ids'] | None" = None,
     pooling: Literal["sum", "mean"] = "sum",
     dtype: jax.typing.DTypeLike = jnp.float32,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> jax.Array:
+) -> "Float[Array, 'bags dim']":
     """Looks rows up and pools them: out[b] = sum over the ids i of bag b of weight * dequantized row i.
 
     Only the rows that are looked up are decoded. Equals `embedding_bag` of `dequantize_rows(rows)` to the bit.
@@ -241,7 +246,7 @@ def quantized_bag(
     return bags.pool_rows(found, slots, lengths.shape[0], pooling=pooling).astype(dtype)
 
 
-def gather_quantized_rows(rows: PackedRows | LaneRows, ids: jax.Array) -> jax.Array:
+def gather_quantized_rows(rows: PackedRows | LaneRows, ids: "Int[Array, 'num_ids']") -> "Float32[Array, 'num_ids dim']":
     """Decoded rows, float32[N, D]; zeros where ids[n] is no row.
 
     Raises:
@@ -252,7 +257,7 @@ def gather_quantized_rows(rows: PackedRows | LaneRows, ids: jax.Array) -> jax.Ar
     return rows.gather(ids) if jax.tree.leaves(rows)[0].size else jnp.zeros((ids.shape[0], rows.dim), jnp.float32)
 
 
-def nonfinite_rows(rows: PackedRows) -> jax.Array:
+def nonfinite_rows(rows: PackedRows) -> "Int32[Array, '']":
     """int32[]: rows that decode to NaN, see `quantize_rows`, `quantize_rows_kmeans` and `share_codebooks`."""
     return rows.nonfinite_rows()
 
@@ -276,7 +281,7 @@ def unpack_lanes(rows: LaneRows) -> QuantizedRows | CodebookRows:
     return cast("QuantizedRows | CodebookRows", rows.unpack())
 
 
-def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 1) -> jax.Array:
+def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 1) -> "UInt8[Array, 'rows row_bytes']":
     """One array of bytes, uint8[V, row_bytes(format, dim, align=align)].
 
     Args:
@@ -299,7 +304,7 @@ def fuse_rows(rows: QuantizedRows, *, layout: Layout = "training", align: int = 
 
 
 def split_rows(
-    data: jax.Array, format: RowFormat, dim: int, *, layout: Layout = "training", align: int = 1
+    data: "UInt8[Array, 'rows row_bytes']", format: RowFormat, dim: int, *, layout: Layout = "training", align: int = 1
 ) -> QuantizedRows:
     """The inverse of `fuse_rows`.
 

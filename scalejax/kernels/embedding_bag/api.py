@@ -26,6 +26,9 @@ from scalejax.kernels.embedding_bag import fixed_point, packing, reference, xla
 from scalejax.kernels.embedding_bag.steps import Step
 
 if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int, Int32, Shaped, UInt32
+
     from scalejax.kernels.interpretation import Interpret
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
@@ -33,15 +36,15 @@ Summation = Literal["fold", "tree", "fixed"]
 
 
 def embedding_bag(
-    table: jax.Array,
-    ids: jax.Array,
-    lengths: jax.Array,
+    table: "Float[Array, 'rows dim'] | UInt32[Array, 'rows words']",
+    ids: "Int[Array, 'num_ids']",
+    lengths: "Int[Array, 'bags']",
     *,
-    weights: jax.Array | None = None,
+    weights: "Float[Array, 'num_ids'] | None" = None,
     pooling: Literal["sum", "mean"] = "sum",
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> jax.Array:
+) -> "Float[Array, 'bags dim']":
     """Sums or averages rows of `table` per bag: out[b] = sum over the ids i of bag b of weight * table[i].
 
     Differentiable with respect to `table` and `weights` (the gradient of a table is dense; training with large tables
@@ -81,8 +84,12 @@ def embedding_bag(
 
 
 def gather_rows(
-    table: jax.Array, ids: jax.Array, *, implementation: Implementation | None = None, interpret: "Interpret" = False
-) -> jax.Array:
+    table: "Float[Array, 'rows dim'] | UInt32[Array, 'rows words']",
+    ids: "Int[Array, 'num_ids']",
+    *,
+    implementation: Implementation | None = None,
+    interpret: "Interpret" = False,
+) -> "Float[Array, 'num_ids dim'] | UInt32[Array, 'num_ids words']":
     """out[n] = table[ids[n]]; zeros where ids[n] is no row. Differentiable with respect to `table`.
 
     Args:
@@ -105,20 +112,20 @@ def gather_rows(
     return (reference if chosen == "reference" else xla).gather_rows(table, ids)
 
 
-def slot_bags(lengths: jax.Array, slots: int) -> jax.Array:
+def slot_bags(lengths: "Int[Array, 'bags']", slots: int) -> "Int32[Array, '{slots}']":
     """Bag of each slot, when bags fill slots from the front: int32[slots], `len(lengths)` past the last bag."""
     _check_integers("slot_bags", "lengths", lengths)
     return xla.slot_bags(lengths, slots)
 
 
 def pool_rows(
-    rows: jax.Array,
-    bags: jax.Array,
+    rows: "Float[Array, 'num_ids dim']",
+    bags: "Int[Array, 'num_ids']",
     num_bags: int,
     *,
     pooling: Literal["sum", "mean"] = "sum",
     implementation: Implementation | None = None,
-) -> jax.Array:
+) -> "Float[Array, '{num_bags} dim']":
     """out[b] = sum or mean of the rows n with bags[n] == b.
 
     Args:
@@ -153,7 +160,7 @@ class RowPlan:
     rows: jax.Array
 
 
-def plan_rows(rows: jax.Array, *, num_rows: int, capacity: int) -> RowPlan:
+def plan_rows(rows: "Int[Array, 'num_ids']", *, num_rows: int, capacity: int) -> RowPlan:
     """Sorts occurrences by row.
 
     Args:
@@ -166,13 +173,13 @@ def plan_rows(rows: jax.Array, *, num_rows: int, capacity: int) -> RowPlan:
 
 
 def sum_by_row(
-    grads: jax.Array,
+    grads: "Float[Array, 'num_ids dim']",
     plan: RowPlan,
     *,
     summation: Summation | None = None,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> jax.Array:
+) -> "Float[Array, 'capacity dim']":
     """Sums the gradients of each distinct row, in order of occurrence.
 
     A sum depends on the gradients of its row and on their order alone, to the bit.
@@ -222,14 +229,14 @@ def sum_by_row(
 
 
 def update_rows(
-    arrays: tuple[jax.Array, ...],
+    arrays: tuple["Shaped[Array, 'rows ...']", ...],
     plan: RowPlan,
-    sums: jax.Array,
+    sums: "Float[Array, 'capacity dim']",
     step: Step,
     *,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> tuple[jax.Array, ...]:
+) -> tuple["Shaped[Array, 'rows ...']", ...]:
     """Applies an optimizer to the rows of a plan and to nothing else.
 
     Args:

@@ -7,14 +7,20 @@ word. Stored as uint32[V, D/2] it has one. Halves of a row rather than neighbour
 apart into two contiguous pieces without a shuffle. A bfloat16 is the upper half of a float32, so unpacking is exact.
 """
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import BFloat16, Float, UInt32
+
 _HIGH = 0xFFFF0000
 
 
-def pack_rows(rows: jax.Array) -> jax.Array:
+def pack_rows(rows: "Float[Array, '*rows dim']") -> "UInt32[Array, '*rows words']":
     """float[..., D] -> uint32[..., D/2], rounded to bfloat16, to nearest, ties to even.
 
     Raises:
@@ -29,7 +35,7 @@ def pack_rows(rows: jax.Array) -> jax.Array:
     return low | (high << 16)
 
 
-def unpack_rows(words: jax.Array) -> jax.Array:
+def unpack_rows(words: "UInt32[Array, '*rows words']") -> "BFloat16[Array, '*rows dim']":
     """uint32[..., D/2] -> bfloat16[..., D].
 
     Raises:

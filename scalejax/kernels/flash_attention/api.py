@@ -36,6 +36,9 @@ from scalejax.kernels.flash_attention import reference
 from scalejax.kernels.flash_attention.visibility import Known, Visibility
 
 if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
     from scalejax.kernels.interpretation import Interpret
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "splash", "cudnn"]
@@ -46,21 +49,21 @@ OUT_NAME, LSE_NAME = "flash_attention_out", "flash_attention_lse"
 
 
 def flash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: "Float[Array, 'batch queries heads head_dim']",
+    k: "Float[Array, 'batch keys kv_heads head_dim']",
+    v: "Float[Array, 'batch keys kv_heads head_dim']",
     *,
     mask: Literal["causal", "full"] = "causal",
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
+    segment_ids: "Int[Array, 'batch queries'] | None" = None,
+    kv_segment_ids: "Int[Array, 'batch keys'] | None" = None,
     window: int | None = None,
-    query_offset: int | jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_positions: jax.Array | None = None,
+    query_offset: "int | Int[Array, ''] | Int[Array, 'batch'] | None" = None,
+    query_positions: "Int[Array, 'batch queries'] | None" = None,
+    key_positions: "Int[Array, 'batch keys'] | None" = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple["Float[Array, 'batch queries heads head_dim']", "Float[Array, 'batch heads queries']"]:
     """out[i] = sum over visible j of softmax_j(scale * q[i] . k[j]) v[j], and the log-sum-exp of each row.
 
     Query i sees key j if (causal) key_position[j] <= query_position[i], (window) query_position[i] - key_position[j] <
@@ -106,25 +109,29 @@ def flash_attention(
 
 
 def flash_attention_gradients(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    out: jax.Array,
-    lse: jax.Array,
-    d_out: jax.Array,
-    d_lse: jax.Array | None = None,
+    q: "Float[Array, 'batch queries heads head_dim']",
+    k: "Float[Array, 'batch keys kv_heads head_dim']",
+    v: "Float[Array, 'batch keys kv_heads head_dim']",
+    out: "Float[Array, 'batch queries heads head_dim']",
+    lse: "Float[Array, 'batch heads queries']",
+    d_out: "Float[Array, 'batch queries heads head_dim']",
+    d_lse: "Float[Array, 'batch heads queries'] | None" = None,
     *,
     mask: Literal["causal", "full"] = "causal",
-    segment_ids: jax.Array | None = None,
-    kv_segment_ids: jax.Array | None = None,
+    segment_ids: "Int[Array, 'batch queries'] | None" = None,
+    kv_segment_ids: "Int[Array, 'batch keys'] | None" = None,
     window: int | None = None,
-    query_offset: int | jax.Array | None = None,
-    query_positions: jax.Array | None = None,
-    key_positions: jax.Array | None = None,
+    query_offset: "int | Int[Array, ''] | Int[Array, 'batch'] | None" = None,
+    query_positions: "Int[Array, 'batch queries'] | None" = None,
+    key_positions: "Int[Array, 'batch keys'] | None" = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[
+    "Float[Array, 'batch queries heads head_dim']",
+    "Float[Array, 'batch keys kv_heads head_dim']",
+    "Float[Array, 'batch keys kv_heads head_dim']",
+]:
     """Gradients of q, k and v from a result that is known, possibly of more keys than are given here.
 
     For sequences whose keys lie in several places: with `out` and `lse` of the whole row, the gradients of each part of

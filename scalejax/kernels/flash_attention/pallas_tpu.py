@@ -303,7 +303,7 @@ class _Plan:
     def spec(self, by: str, shape: tuple[int, ...], place: _BlockIndex) -> pl.BlockSpec:
         """A block of an operand, at place(row, head, block of queries, block of keys, inner...)."""
 
-        def index(row: Number, head: Number, step: Number, *rest: Any) -> tuple[Number, ...]:
+        def index(row: Number, head: Number, step: Number, *rest: "Ref") -> tuple[Number, ...]:
             *inner, pairs, _ = rest
             number = pairs[self.place(by, row, step)]
             return place(row, head, number >> 16, (number >> 2) & (_MOST_BLOCKS - 1), *inner)

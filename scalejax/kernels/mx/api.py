@@ -34,6 +34,9 @@ from scalejax.numerics.rounding import Rounding
 from scalejax.numerics.scales import ScaleRule
 
 if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Float32
+
     from scalejax.kernels.interpretation import Interpret
 
 Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu", "native"]
@@ -42,7 +45,7 @@ _OF_PRODUCTS = (*_OF_BLOCKS, "native")
 
 
 def quantize_blocks(
-    x: jax.Array,
+    x: "Float[Array, '*shape']",
     format: str | BlockFormat,
     *,
     axis: int,
@@ -50,7 +53,7 @@ def quantize_blocks(
     rounding: Rounding = "ties_to_even",
     key: jax.Array | None = None,
     tail: Tail = "refuse",
-    tensor_scale: jax.Array | None = None,
+    tensor_scale: "Float32[Array, ''] | None" = None,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
 ) -> Packed:
@@ -88,7 +91,7 @@ def dequantize_blocks(
     *,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> jax.Array:
+) -> "Float[Array, '*shape']":
     """The values that packed codes and scales stand for, without padding; NaN in poisoned blocks.
 
     `numerics.quantize.dequantize(numerics.packing.unpack(packed), dtype)` to the bit.
@@ -119,13 +122,13 @@ def dequantize_blocks(
 
 
 def matmul(
-    x: jax.Array | Packed,
+    x: "Float[Array, '*batch contracted'] | Packed",
     weights: Packed,
     *,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> jax.Array:
+) -> "Float[Array, '*batch columns']":
     """out[..., n] = sum over k of x[..., k] * weights[k, n], over the axis of the weights' blocks, in float32.
 
     With x an array only the weights are quantized. They are decoded tile by tile, to bfloat16 where x is bfloat16 and

@@ -44,6 +44,9 @@ from scalejax.kernels.sampled_spmm.sampling import EdgeSampling, Ell, Strategy, 
 from scalejax.kernels.sampled_spmm.sparse_plan import SampledPlan, SparsePlan, check_plan, transposed_values
 
 if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
     from scalejax.kernels.interpretation import Interpret
 
 Implementation = Literal["reference", "xla", "native", "cusparse", "pallas_gpu", "pallas_tpu"]
@@ -94,13 +97,13 @@ class _Call:
 
 def spmm(
     plan: SparsePlan,
-    h: jax.Array | Int8Rows,
+    h: "Float[Array, 'columns features'] | Int8Rows",
     *,
-    values: jax.Array | None = None,
+    values: "Float[Array, 'edges'] | None" = None,
     reduce: Literal["sum", "mean"] = "sum",
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> jax.Array:
+) -> "Float[Array, 'rows features']":
     """out[r] = sum over the edges e of row r of values[e] * h[indices[e]].
 
     Differentiable (in reverse mode) with respect to h and to `values` where they are given, any number of times.
@@ -132,11 +135,11 @@ def spmm(
 
 def sddmm(
     plan: SparsePlan,
-    a: jax.Array,
-    b: jax.Array,
+    a: "Float[Array, 'rows features']",
+    b: "Float[Array, 'columns features']",
     *,
     implementation: Literal["reference", "xla"] | None = None,
-) -> jax.Array:
+) -> "Float[Array, 'edges']":
     """out[e] = a[row of e] . b[column of e], for every edge e. Differentiable in reverse mode, any number of times.
 
     Args:
@@ -168,7 +171,7 @@ def sddmm(
 
 def sampled_spmm(
     graph: Csr | Ell | SampledPlan,
-    h: jax.Array | Int8Rows,
+    h: "Float[Array, 'columns features'] | Int8Rows",
     width: int | None = None,
     *,
     strategy: Strategy | None = None,
@@ -176,12 +179,12 @@ def sampled_spmm(
     seed: int = 0,
     rate: float | None = None,
     reduce: Literal["mean", "sum"] = "mean",
-    values: jax.Array | None = None,
+    values: "Float[Array, 'edges'] | None" = None,
     rescale: Literal["none", "degree"] = "none",
     self_loop_bias: float = 0.0,
     implementation: Implementation | None = None,
     interpret: "Interpret" = False,
-) -> jax.Array:
+) -> "Float[Array, 'rows features']":
     """`spmm` over at most `width` edges of each row, picked by a fixed rule (`sampling`).
 
         mean    out[r] = sum over picked e of values[e] * h[indices[e]] / (picked + self_loop_bias)

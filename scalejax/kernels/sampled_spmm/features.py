@@ -1,11 +1,16 @@
 """Features of nodes in int8, a scale each."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 
 from scalejax.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
 
 _OF_KERNELS = (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int8)
 """Features that Pallas kernels sum, in float32."""
@@ -35,7 +40,7 @@ class Int8Rows:
         return self.codes.astype(jnp.float32) * self.scales[:, None]
 
 
-def quantize_rows(h: jax.Array) -> Int8Rows:
+def quantize_rows(h: "Float[Array, 'rows features']") -> Int8Rows:
     """Rounds each row to int8, to nearest even, with the scale max |row| / 127; a row of zeros has scale 0.
 
     A row with a NaN or an infinity gets a NaN for its scale, so that it does not pass for a number.

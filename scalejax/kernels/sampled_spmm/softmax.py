@@ -1,5 +1,7 @@
 """Softmax over the edges of each row, as attention on graphs needs it."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 
@@ -9,8 +11,12 @@ from scalejax.kernels.sampled_spmm.gathers import take
 from scalejax.kernels.sampled_spmm.sparse_plan import SparsePlan, check_plan
 from scalejax.kernels.sampled_spmm.xla import reduce_edges
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
 
-def segment_softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
+
+def segment_softmax(plan: SparsePlan, scores: "Float[Array, 'edges *heads']") -> "Float[Array, 'edges *heads']":
     """out[e] = exp(scores[e]) / sum over the edges i of the row of e of exp(scores[i]).
 
     A score of -inf gives 0, and so does every edge of a row whose scores are all -inf. Differentiable in `scores`.

@@ -8,7 +8,7 @@ what the layer reads: of a whole graph these are the same nodes, and neighbourho
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from scalejax.errors import UserError, check_at_least, check_one_of
 from scalejax.kernels import sampled_spmm as ops
 from scalejax.kernels.sampled_spmm import PRIMES, Csr, Ell, SparsePlan, sampling
 from scalejax.kernels.sampled_spmm.sparse_plan import plan_on_host, stack_plans
+from scalejax.kernels.types import AnyArray
 from scalejax.parallel.graph import ShardedGraph, fetch_rows, own_block, shard_draws, shard_graph, sharded_spmm
 from scalejax.parallel.mesh import everywhere, put
 
@@ -148,7 +149,13 @@ def _drawn(adjacency: Adjacency, s: Sampling, draw: int = 0) -> Ell:
 
 
 def of_hop(
-    indices: jax.Array, edges: jax.Array, counts: jax.Array, degrees: jax.Array, *, sources: int, values: Any
+    indices: jax.Array,
+    edges: jax.Array,
+    counts: jax.Array,
+    degrees: jax.Array,
+    *,
+    sources: int,
+    values: AnyArray | None,
 ) -> Ell:
     """The arrays of a `data.graphs.Hop` as a graph.
 
@@ -178,7 +185,14 @@ def aggregate(graph: Graph, h: jax.Array, *, reduce: Literal["sum", "mean"]) -> 
 
 
 def attend(
-    graph: Graph, h: jax.Array, sources: jax.Array, targets: jax.Array, *, slope: float, rate: float, key: Any
+    graph: Graph,
+    h: jax.Array,
+    sources: jax.Array,
+    targets: jax.Array,
+    *,
+    slope: float,
+    rate: float,
+    key: jax.Array | None,
 ) -> jax.Array:
     """Attention of GAT: out[i, a] = sum_j softmax_j(leaky_relu(sources[j, a] + targets[i, a])) h[j, a].
 
@@ -220,13 +234,22 @@ def _sum_by_head(graph: SparsePlan, by_head: jax.Array, weights: jax.Array) -> j
 
 
 def _attend_in_blocks(
-    graph: ShardedGraph, h: jax.Array, sources: jax.Array, targets: jax.Array, *, slope: float, rate: float, key: Any
+    graph: ShardedGraph,
+    h: jax.Array,
+    sources: jax.Array,
+    targets: jax.Array,
+    *,
+    slope: float,
+    rate: float,
+    key: jax.Array | None,
 ) -> jax.Array:
     """`attend` where each device has a block of rows, and fetches what these read."""
     mesh = ambient_mesh()
     axes = tuple(mesh.axis_names)
 
-    def of_block(block: ShardedGraph, h: jax.Array, sources: jax.Array, targets: jax.Array, key: Any) -> jax.Array:
+    def of_block(
+        block: ShardedGraph, h: jax.Array, sources: jax.Array, targets: jax.Array, key: jax.Array | None
+    ) -> jax.Array:
         local = own_block(block)
         plan, flat = local.plan, h.reshape(h.shape[0], -1)
         read = fetch_rows(local, flat, axes).reshape(-1, *h.shape[1:])

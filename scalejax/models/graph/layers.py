@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 from flax import nnx
@@ -12,7 +11,7 @@ from scalejax.errors import UserError
 from scalejax.models.graph.aggregation import Graph, Sampling
 
 
-def glorot(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
+def glorot(key: jax.Array, shape: tuple[int, int], dtype: jax.typing.DTypeLike) -> jax.Array:
     """Uniform in ± sqrt(6 / (rows + columns)) (Glorot and Bengio, 2010)."""
     limit = (6 / sum(shape)) ** 0.5
     return jax.random.uniform(key, shape, dtype, -limit, limit)

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
-from scalejax.data.graphs import GraphSchema, NodeBatch, NodeDataSet, NodeGraph
+from scalejax.data.graphs import GraphSchema, Neighborhood, NodeBatch, NodeDataSet, NodeGraph
 from scalejax.errors import UserError
 from scalejax.kernels.sampled_spmm import SparsePlan
+from scalejax.kernels.types import AnyArray
 from scalejax.models.graph.aggregation import Draws, Sampling, ambient_mesh, blocks_of, draws_of, graph_of, of_hop
 from scalejax.nn import counts
 from scalejax.numerics.dtypes import Dtypes
@@ -24,6 +26,8 @@ from scalejax.train.metrics.classification import Accuracy, MeanAuc
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import Metric
 from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
+
+Tree = TypeVar("Tree")
 
 
 class GraphConfig(Protocol):
@@ -53,10 +57,10 @@ class PlacedGraph:
       weights: float32[E] of all edges, which mini-batches pick from; None = there are none, or no mini-batches.
     """
 
-    features: Any
+    features: AnyArray
     score: SparsePlan | ShardedGraph
     train: SparsePlan | ShardedGraph | Draws | None
-    weights: Any
+    weights: AnyArray | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +80,7 @@ class NodeTask(TaskBase):
     unit: str = "nodes"
     planned_from: Literal["schema", "data"] = "data"
 
-    def fields(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, object]:
         """Nodes and labels of a batch, and what surrounds its parts, see `data.graphs.NodeBatch`."""
         tasks = () if self.schema.labels == "class" else (self.schema.outputs,)
         return {
@@ -138,7 +142,7 @@ class NodeTask(TaskBase):
         check_processes(mesh)
         return self.place(data.graph, data.fanouts, mesh)
 
-    def host_fields(self, batch: NodeBatch, drawn: Mapping[str, Any]) -> dict[str, Any]:
+    def host_fields(self, batch: NodeBatch, drawn: Mapping[str, object]) -> dict[str, object]:
         """Arrays of a batch; parts of its neighbourhood stacked, one for each device of this process."""
         parts = [_arrays(part) for part in batch.neighborhoods]
         around = jax.tree.map(lambda *arrays: np.stack(arrays), *parts) if parts else None
@@ -226,7 +230,7 @@ class NodeTask(TaskBase):
           The sum, the number, and the output "logits", float32[B, C].
         """
         del gather
-        placed, around, key = batch.constants, batch["neighborhood"], None if keys is None else keys.examples
+        placed, around, key = batch.constants, batch.fields["neighborhood"], None if keys is None else keys.examples
         if batch.purpose == "evaluation":
             logits = self.logits(model, placed)[batch["nodes"]]
         elif placed.train is not None:
@@ -259,7 +263,7 @@ class NodeTask(TaskBase):
         """Of some nodes; FLOPs depend on how many nodes of the graph a step reads, see `describe`."""
         return Work(flops=0, count=shapes["nodes"][0])
 
-    def describe(self, data: NodeDataSet) -> dict[str, Any]:
+    def describe(self, data: NodeDataSet) -> dict[str, object]:
         """Sizes of the graph, and FLOPs of a step."""
         return {
             "nodes": self.schema.nodes,
@@ -286,14 +290,14 @@ def _laid_out(made: PlacedGraph, mesh: Mesh, lay: Callable[[Any, NamedSharding],
     return PlacedGraph(lay(made.features, cut), score, train, lay(made.weights, whole))
 
 
-def _shapes(tree: Any, sharding: NamedSharding) -> Any:
-    def shape(x: Any) -> Any:
+def _shapes(tree: Tree, sharding: NamedSharding) -> Tree:
+    def shape(x: AnyArray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=sharding)
 
     return jax.tree.map(shape, tree)
 
 
-def _of_device(*shape: int | None, dtype: Any = "int32") -> Field:
+def _of_device(*shape: int | None, dtype: DTypeLike = "int32") -> Field:
     return Field(shape=shape, dtype=dtype, scope="device")
 
 
@@ -302,7 +306,7 @@ def _wide() -> np.dtype:
     return np.dtype(jnp.result_type(int))
 
 
-def _arrays(neighborhood: Any) -> dict[str, Any]:
+def _arrays(neighborhood: Neighborhood) -> dict[str, object]:
     """A neighbourhood as a pytree of arrays."""
     hops = [
         {name: value.astype(_wide()) if name == "edges" else value for name, value in vars(hop).items()}
@@ -330,7 +334,9 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.
     return jnp.where(known, losses, 0).sum(), known.sum(dtype=jnp.int32)
 
 
-def _around(model: Any, x: jax.Array, around: dict[str, Any], weights: jax.Array | None, key: Any) -> jax.Array:
+def _around(
+    model: nnx.Module, x: AnyArray, around: dict[str, Any], weights: AnyArray | None, key: jax.Array | None
+) -> jax.Array:
     """Logits of the seeds of a neighbourhood whose nodes have features x."""
     rows = (x.shape[0], *(hop["indices"].shape[0] for hop in around["hops"]))
     hops = zip(around["hops"], rows[:-1], strict=True)
@@ -338,14 +344,22 @@ def _around(model: Any, x: jax.Array, around: dict[str, Any], weights: jax.Array
     return model(x, graphs, key=key)[around["seeds"]]
 
 
-def _around_in_parts(model: Any, placed: PlacedGraph, around: dict[str, Any], key: Any) -> jax.Array:
+def _around_in_parts(
+    model: nnx.Module, placed: PlacedGraph, around: dict[str, Any], key: jax.Array | None
+) -> jax.Array:
     """Logits of the seeds, float[B, C], where each device has a part of the mini-batch, and all parameters."""
     mesh = ambient_mesh()
     axes = tuple(mesh.axis_names)
     structure, params = nnx.split(model)
     x = placed.features[around["nodes"]]  # parts n F, from whatever devices have them
 
-    def of_part(params: Any, x: jax.Array, around: Any, weights: Any, key: Any) -> jax.Array:
+    def of_part(
+        params: nnx.State[Any, Any],
+        x: AnyArray,
+        around: dict[str, Any],
+        weights: AnyArray | None,
+        key: jax.Array | None,
+    ) -> jax.Array:
         own_x, own = jax.tree.map(lambda array: array[0], (x, around))
         own_key = None if key is None else jax.random.fold_in(key, jax.lax.axis_index(axes))
         return _around(nnx.merge(structure, params), own_x, own, weights, own_key)

@@ -6,7 +6,7 @@ Face, and what config.json says. `families` finds it.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import jax
 from flax import nnx
@@ -18,9 +18,16 @@ from scalejax.models.llm.special_tokens import SpecialTokens
 from scalejax.nn.layers import Gather, whole
 from scalejax.numerics.dtypes import Dtypes
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+    from scalejax.parallel.rules import LogicalAxes
+
 
 class LanguageConfig(Protocol):
     """Config of a language model: a frozen dataclass of plain values and parts."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     @property
     def layers(self) -> int: ...
@@ -42,6 +49,9 @@ class LanguageConfig(Protocol):
         ...
 
 
+Config = TypeVar("Config")
+
+
 class LanguageModule(Protocol):
     """A model that reads whole rows, or goes on with what it keeps of them in a cache.
 
@@ -50,8 +60,12 @@ class LanguageModule(Protocol):
     """
 
     compute_dtype: DTypeLike
-    layers: Any
-    final_norm: Any
+
+    @property
+    def layers(self) -> nnx.Module: ...
+
+    @property
+    def final_norm(self) -> Callable[[jax.Array], jax.Array]: ...
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
@@ -59,17 +73,17 @@ class LanguageModule(Protocol):
         """Logits of all positions, wide[B, S, V]."""
         ...
 
-    def cache(self, rows: int, positions: int) -> Any:
+    def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
         """An empty cache: a pytree of arrays."""
         ...
 
-    def cache_axes(self) -> Any:
+    def cache_axes(self) -> "PyTree[LogicalAxes]":
         """Names of the axes of the cache's arrays, see `parallel.activations`, in a pytree like it."""
         ...
 
     def extend(
-        self, tokens: jax.Array, counts: jax.Array, cache: Any, *, gather: Gather = whole
-    ) -> tuple[jax.Array, Any]:
+        self, tokens: jax.Array, counts: jax.Array, cache: "PyTree[jax.Array]", *, gather: Gather = whole
+    ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
         """Reads the next tokens of every row: logits after the last of them, wide[B, V], and the cache."""
         ...
 
@@ -90,7 +104,7 @@ class LanguageModule(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Architecture:
+class Architecture(Generic[Config]):
     """A family of language models.
 
     Attributes:
@@ -108,15 +122,15 @@ class Architecture:
       describe: Lines of a table for a user.
     """
 
-    config: type
+    config: type[Config]
     parts: tuple[type, ...]
-    build: Callable[[Any, nnx.Rngs, Dtypes], LanguageModule]
+    build: Callable[[Config, nnx.Rngs, Dtypes], LanguageModule]
     name: str
     model_type: str
-    entries: Callable[[Any], tuple[Entry, ...]]
-    sizes: Callable[[Any], dict[str, int]]
+    entries: Callable[[Config], tuple[Entry, ...]]
+    sizes: Callable[[Config], dict[str, int]]
     derived: tuple[str, ...]
-    copies: Callable[[Any], dict[str, str]]
-    read_config: Callable[[Mapping[str, Any], str], tuple[Any, SpecialTokens, tuple[str, ...]]]
-    write_config: Callable[[Any, SpecialTokens, str], dict[str, Any]]
-    describe: Callable[[Any], dict[str, str]]
+    copies: Callable[[Config], dict[str, str]]
+    read_config: Callable[[Mapping[str, object], str], tuple[Config, SpecialTokens, tuple[str, ...]]]
+    write_config: Callable[[Config, SpecialTokens, str], dict[str, object]]
+    describe: Callable[[Config], dict[str, str]]

@@ -10,30 +10,30 @@ from typing import Any
 from flax import nnx
 
 from scalejax.errors import UserError
-from scalejax.models.llm.architecture import Architecture
+from scalejax.models.llm.architecture import Architecture, Config, LanguageConfig
 from scalejax.models.llm.llama3.architecture import LLAMA
 from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.nn import counts
 
-_REGISTERED: list[Architecture] = []
+_REGISTERED: list[Architecture[Any]] = []
 
 
-def register(entry: Architecture) -> None:
+def register(entry: Architecture[Any]) -> None:
     """Adds a family."""
     _REGISTERED.append(entry)
 
 
-def known() -> tuple[Architecture, ...]:
+def known() -> tuple[Architecture[Any], ...]:
     """All families."""
     return LLAMA, *_REGISTERED
 
 
-def find(config: object) -> Architecture | None:
+def find(config: Config) -> Architecture[Config] | None:
     """The family of a config, if it is that of a language model."""
     return next((entry for entry in known() if type(config) is entry.config), None)
 
 
-def of(config: object) -> Architecture:
+def of(config: Config) -> Architecture[Config]:
     """The family of a config.
 
     Raises:
@@ -46,7 +46,7 @@ def of(config: object) -> Architecture:
     return found
 
 
-def of_folder(content: Mapping[str, Any], where: str) -> Architecture:
+def of_folder(content: Mapping[str, object], where: str) -> Architecture[Any]:
     """The family that a config.json of Hugging Face names.
 
     Args:
@@ -69,7 +69,7 @@ def of_folder(content: Mapping[str, Any], where: str) -> Architecture:
 
 
 @functools.lru_cache(maxsize=16)
-def own_table(config: Any) -> tuple[tuple[Entry, ...], dict[str, int]]:
+def own_table(config: LanguageConfig) -> tuple[tuple[Entry, ...], dict[str, int]]:
     """(entries, sizes) of the parameters under our own paths, "layers/3/attention/query", and in our layout."""
     entries, sizes = [], {}
     for path, variable in nnx.to_flat_state(nnx.state(counts.abstract(of(config).build, config))):

@@ -1,13 +1,13 @@
 """Parameters from files onto devices: each holds its part, and the host one layer's at a time."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from scalejax.models.llm import mapping
 from scalejax.models.llm.mapping import Index, ParamSource
@@ -47,7 +47,8 @@ def load(
 
 
 def _stacked(source: ParamSource, path: str, target: jax.ShapeDtypeStruct, loaded: Callable[[int], None]) -> jax.Array:
-    whole: Any = target.sharding
+    whole = target.sharding
+    assert isinstance(whole, NamedSharding)
     one = NamedSharding(whole.mesh, P(*whole.spec[1:]), memory_kind=whole.memory_kind)
     shape = target.shape[1:]
 
@@ -65,7 +66,7 @@ def _stacked(source: ParamSource, path: str, target: jax.ShapeDtypeStruct, loade
 
 
 def _place(
-    source: ParamSource, path: str, layer: int | None, shape: tuple[int, ...], dtype: Any, sharding: NamedSharding
+    source: ParamSource, path: str, layer: int | None, shape: tuple[int, ...], dtype: DTypeLike, sharding: NamedSharding
 ) -> jax.Array:
     """One tensor: the box around the parts of this process's devices is read once, and cut for each."""
     local = [

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -19,6 +19,11 @@ import numpy as np
 from scalejax.errors import UserError
 from scalejax.models.llm import safetensors
 from scalejax.models.llm.safetensors import some
+
+if TYPE_CHECKING:
+    import jax
+
+A = TypeVar("A", np.ndarray, "jax.Array")
 
 LAYER = "{layer}"
 Index = tuple[slice, ...]
@@ -72,7 +77,7 @@ class Entry:
         """Shape of one layer of the parameter."""
         return tuple(sizes[axis] for axis in self.ours())
 
-    def from_tensor(self, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
+    def from_tensor(self, array: A, sizes: Mapping[str, int]) -> A:
         """The tensor, or the slice of it whose axes have these sizes, as one layer of the parameter (a view)."""
         flat = [axis for dim in self.theirs() for axis in dim]
         return array.reshape([sizes[axis] for axis in flat]).transpose([flat.index(axis) for axis in self.ours()])

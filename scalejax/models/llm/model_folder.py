@@ -18,7 +18,7 @@ import math
 import pathlib
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -37,6 +37,9 @@ from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.train import disk
 from scalejax.train.checkpoints.array_store import LazyArray
 from scalejax.train.checkpoints.trained import Trained
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 FORMAT = 1
 """Raised when a scalejax of today could not read the folders of tomorrow."""
@@ -90,7 +93,7 @@ class LanguageModel:
     remarks: tuple[str, ...] = ()
 
     @property
-    def architecture(self) -> Architecture:
+    def architecture(self) -> Architecture[Any]:
         """The family of its config."""
         return families.of(self.config)
 
@@ -258,7 +261,7 @@ def convert(
         write_json(folder / (MODEL if to == "model" else CONFIG), content)
 
 
-def model_json(config: LanguageConfig, tokens: SpecialTokens) -> dict[str, Any]:
+def model_json(config: LanguageConfig, tokens: SpecialTokens) -> dict[str, object]:
     """The content of model.json.
 
     Raises:
@@ -272,12 +275,12 @@ def model_json(config: LanguageConfig, tokens: SpecialTokens) -> dict[str, Any]:
     }
 
 
-def _fields_as_data(config: Any, parts: tuple[type, ...]) -> dict[str, Any]:
+def _fields_as_data(config: "DataclassInstance", parts: tuple[type, ...]) -> dict[str, object]:
     """Fields as JSON; parts that are the default are left out, as they were before there were others."""
     made = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             if value == field.default:
                 continue
             if type(value) not in parts:
@@ -339,7 +342,7 @@ def _read_model_json(content: dict[str, Any], where: str) -> tuple[LanguageConfi
     return config, tokens
 
 
-def _kind(content: Mapping[str, Any], folder: pathlib.Path) -> str:
+def _kind(content: Mapping[str, object], folder: pathlib.Path) -> str:
     """What weights were before they were quantized, as config.json says it, by its name in a file."""
     given = content.get("dtype", content.get("torch_dtype"))
     for kind, dtype in safetensors.DTYPES.items():
@@ -351,7 +354,7 @@ def _kind(content: Mapping[str, Any], folder: pathlib.Path) -> str:
 
 
 def _without_copies(
-    tensors: dict[str, Tensor], family: Architecture, config: LanguageConfig
+    tensors: dict[str, Tensor], family: Architecture[Any], config: LanguageConfig
 ) -> tuple[dict[str, Tensor], tuple[str, ...]]:
     """Tensors without those that say again what others and the config say."""
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(family.derived)}
@@ -421,6 +424,6 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+def write_json(path: pathlib.Path, content: dict[str, object]) -> None:
     """Writes a file of a model folder."""
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -294,7 +294,7 @@ def write_folder(
 def _write_file(
     path: pathlib.Path, tensors: list[Written], produce: Callable[[str], np.ndarray], wrote: Callable[[int], None]
 ) -> None:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers wants to be told of "pt"
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers wants to be told of "pt"
     at = 0
     for tensor in tensors:
         header[tensor.name] = {
@@ -333,7 +333,7 @@ def _bytes(array: np.ndarray) -> memoryview:
     return memoryview(flat)
 
 
-def _from_1(items: list[Any]) -> range:
+def _from_1(items: list[Written] | list[list[Written]]) -> range:
     return range(1, len(items) + 1)
 
 

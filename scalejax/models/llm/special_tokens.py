@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from scalejax.errors import UserError
 
@@ -21,7 +20,7 @@ class SpecialTokens:
     eos: tuple[int, ...] = ()
     pad: int | None = None
 
-    def named(self) -> dict[str, Any]:
+    def named(self) -> dict[str, object]:
         """As config.json has them."""
         eos = list(self.eos)
         return {
@@ -31,7 +30,7 @@ class SpecialTokens:
         }
 
 
-def read_special(content: Mapping[str, Any], where: str) -> SpecialTokens:
+def read_special(content: Mapping[str, object], where: str) -> SpecialTokens:
     """The special tokens that a config.json or generation_config.json names.
 
     Raises:
@@ -41,14 +40,15 @@ def read_special(content: Mapping[str, Any], where: str) -> SpecialTokens:
     def ids(key: str) -> tuple[int, ...]:
         value = content.get(key)
         several = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) for item in several):
+        found = tuple(item for item in several if isinstance(item, int) and not isinstance(item, bool))
+        if len(found) < len(several):
             raise UserError(f"{where}: {key} must be a token id or a list of them; got {value!r}.")
-        return tuple(several)
+        return found
 
     bos, pad = ids("bos_token_id"), ids("pad_token_id")
     return SpecialTokens(bos=bos[0] if bos else None, eos=ids("eos_token_id"), pad=pad[0] if pad else None)
 
 
-def write_generation_config(tokens: SpecialTokens) -> dict[str, Any]:
+def write_generation_config(tokens: SpecialTokens) -> dict[str, object]:
     """The generation_config.json of a model that came without."""
     return {"_from_model_config": True} | {name: ids for name, ids in tokens.named().items() if ids is not None}

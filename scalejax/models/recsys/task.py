@@ -86,7 +86,7 @@ class CtrTask(TaskBase):
         rows = shapes["labels"][0]
         return Work(flops=rows * self.flops_per_example(), count=rows)
 
-    def describe(self, data: Any) -> dict[str, Any]:
+    def describe(self, data: Any) -> dict[str, object]:
         """FLOPs of an example."""
         del data
         return {"flops_per_example": self.flops_per_example()}

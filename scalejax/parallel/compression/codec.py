@@ -14,6 +14,7 @@ values, and the bits of the element for each number.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +26,17 @@ from scalejax.numerics.packing import Packed
 from scalejax.numerics.quantize import dequantize, quantize
 from scalejax.parallel.compression.wire_formats import WireFormat
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, UInt8
+
 
 def encoded_bytes(count: int, format: WireFormat) -> int:
     """Bytes of a vector of `count` values: 1.125 a number for MX9 if its blocks of 16 are full."""
     return sum(_sizes(count, formats.find(format)))
 
 
-def encode(x: jax.Array, format: WireFormat) -> jax.Array:
+def encode(x: "Float[Array, '*rows n']", format: WireFormat) -> "UInt8[Array, '*rows bytes']":
     """float[..., n] -> uint8[..., encoded_bytes(n, format)].
 
     Args:
@@ -53,7 +58,9 @@ def encode(x: jax.Array, format: WireFormat) -> jax.Array:
     )
 
 
-def decode(data: jax.Array, format: WireFormat, *, length: int, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
+def decode(
+    data: "UInt8[Array, '*rows bytes']", format: WireFormat, *, length: int, dtype: jax.typing.DTypeLike = jnp.float32
+) -> "Float[Array, '*rows {length}']":
     """uint8[..., encoded_bytes(length, format)] -> float[..., length].
 
     Args:

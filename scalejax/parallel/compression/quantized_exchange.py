@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.core
 import jax.extend.core
 import jax.numpy as jnp
 from jax.interpreters import mlir
@@ -44,14 +45,14 @@ class QuantizedExchange(blocks.Stateless):
     gather_format: WireFormat | None
     reduce_format: WireFormat | None
 
-    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, Any]:
+    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, None]:
         if self.gather_format is None:
             return self.plain.gather(shards, state)
         whole, _ = self.plain.gather({path: x for path, x in shards.items() if not self._cut(path, x)}, state)
         encoded = {path: self._gather(path, x) for path, x in shards.items() if path not in whole}
         return {path: (whole | encoded)[path] for path in shards}, None
 
-    def reduce(self, gradients: Arrays, state: States, kept: Any) -> tuple[Arrays, States]:
+    def reduce(self, gradients: Arrays, state: States, kept: object) -> tuple[Arrays, States]:
         if self.reduce_format is None:
             return self.plain.reduce(gradients, state, kept)
         whole, _ = self.plain.reduce({path: x for path, x in gradients.items() if not self._cut(path, x)}, state, kept)
@@ -107,13 +108,15 @@ def decode_shards(
     return _decode_shards.bind(data, format=format, shape=tuple(shape), dim=dim, dtype=jnp.dtype(dtype))
 
 
-def _decoded(data: jax.Array, *, format: WireFormat, shape: tuple[int, ...], dim: int, dtype: Any) -> jax.Array:
+def _decoded(
+    data: jax.Array, *, format: WireFormat, shape: tuple[int, ...], dim: int, dtype: jax.typing.DTypeLike
+) -> jax.Array:
     values = codec.decode(data, format, length=math.prod(shape), dtype=dtype)
     rest = shape[:dim] + shape[dim + 1 :]
     return jnp.moveaxis(values.reshape(data.shape[0] * shape[dim], *rest), 0, dim)
 
 
-def _abstract(data: Any, **how: Any) -> Any:
+def _abstract(data: jax.core.ShapedArray, **how: Any) -> jax.core.AbstractValue:
     return jax.make_jaxpr(functools.partial(_decoded, **how))(data).out_avals[0]
 
 

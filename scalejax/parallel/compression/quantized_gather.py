@@ -8,7 +8,7 @@ import jax
 
 from scalejax.numerics.quantized import products, weights
 from scalejax.numerics.quantized.rules import QuantizationRule
-from scalejax.parallel.gradients.blocks import ParamGather
+from scalejax.parallel.gradients.blocks import Arrays, Gather, ParamGather, RematPolicy, ShardWithState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,13 +20,13 @@ class QuantizedGather:
       rules: {path of a module: its rule}, see `numerics.quantized.rules.assign`.
     """
 
-    gather: Callable[[Any], Any]
+    gather: Gather | Callable[..., Arrays]
     rules: Mapping[str, QuantizationRule]
 
-    def __call__(self, params: Any) -> dict[str, Any]:
+    def __call__(self, params: Mapping[str, jax.Array | ShardWithState]) -> dict[str, Any]:
         return weights.formatted(self.gather(params), self.rules)
 
-    def remat(self, policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def remat(self, policy: RematPolicy | None) -> RematPolicy | None:
         """A rematerialisation policy like `policy` that also keeps what forward products took: quantized once.
 
         Quantized weights are not kept where gathered weights are dropped: kept for all layers, they would be as much as

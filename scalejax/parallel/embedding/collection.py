@@ -44,7 +44,7 @@ from scalejax.parallel.embedding.lookup import Routing
 from scalejax.parallel.embedding.plan import memory
 from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan
 from scalejax.parallel.embedding.plan.stacks import Stack
-from scalejax.parallel.embedding.sharded_tables import ShardedTables, State, shardings
+from scalejax.parallel.embedding.sharded_tables import ShardedTables, StackLeaves, State, shardings
 from scalejax.parallel.embedding.stored import initial, logical
 from scalejax.parallel.embedding.stored.conversion import StoredForm
 from scalejax.parallel.embedding.update import host_row_plans
@@ -217,7 +217,7 @@ class EmbeddingCollection:
         if sharded.mapped_tables and key.dtype != jax.eval_shape(lambda: jax.random.key(0)).dtype:
             raise ValueError(f"EmbeddingCollection.init: key must be what jax.random.key makes; got {key.dtype}.")
 
-        def fill(key: jax.Array) -> Any:
+        def fill(key: jax.Array) -> StackLeaves:
             return {
                 stack.name: initial.local_leaves(
                     stack, key, jax.lax.axis_index(sharded.group) if stack.devices > 1 else 0

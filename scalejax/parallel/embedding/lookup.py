@@ -19,7 +19,7 @@ from scalejax.parallel.embedding.ids.jagged import DeviceJagged, expand
 from scalejax.parallel.embedding.ids.occurrences import lookups
 from scalejax.parallel.embedding.packing import plain_layout
 from scalejax.parallel.embedding.plan.stacks import Stack
-from scalejax.parallel.embedding.sharded_tables import ShardedTables, State
+from scalejax.parallel.embedding.sharded_tables import ShardedTables, StackLeaves, State
 from scalejax.parallel.embedding.stored import tracking
 from scalejax.parallel.embedding.update.rows import (
     StepInputs,
@@ -47,7 +47,7 @@ class Routing:
 
     features: DeviceJagged
     routes: dict[str, routed.Route]
-    plans: dict[str, RowPlan | tuple[RowPlan, ...]]
+    plans: dict[str, RowPlan | tuple[RowPlan | None, ...]]
     faults: jax.Array
     plain: "Routing | None"
 
@@ -77,7 +77,9 @@ def exchange_ids(sharded: ShardedTables, features: DeviceJagged) -> Routing:
 
 
 def _exchange(sharded: ShardedTables, features: DeviceJagged) -> Routing:
-    def local(features: DeviceJagged) -> Any:
+    def local(
+        features: DeviceJagged,
+    ) -> tuple[dict[str, routed.Route], dict[str, RowPlan | tuple[RowPlan, ...]], jax.Array]:
         routes, plans, faults = {}, {}, jnp.zeros(2, jnp.int32)
         for here in _local_stacks(sharded, features):
             stack = here.stack
@@ -95,7 +97,9 @@ def _exchange(sharded: ShardedTables, features: DeviceJagged) -> Routing:
 def fetch(sharded: ShardedTables, state: State, routing: Routing) -> dict[str, jax.Array]:
     """Rows of all features, from where their ids went: see `EmbeddingCollection.fetch`."""
 
-    def local(tables: dict[str, jax.Array], routes: Any, features: DeviceJagged) -> Any:
+    def local(
+        tables: dict[str, jax.Array], routes: dict[str, routed.Route], features: DeviceJagged
+    ) -> dict[str, jax.Array]:
         slices: dict[str, list[tuple[int, jax.Array]]] = {}
         for here in _local_stacks(sharded, features):
             parts = routed.fetch(here, tables[here.stack.name], routes[here.stack.name])
@@ -152,7 +156,14 @@ def update(
     if routing.plain is not None:
         routing = dataclasses.replace(routing.plain, faults=routing.faults + routing.plain.faults)
 
-    def local(stacks: Any, routes: Any, plans: Any, features: DeviceJagged, grads: Any, rest: Any) -> Any:
+    def local(
+        stacks: StackLeaves,
+        routes: dict[str, routed.Route],
+        plans: Any,
+        features: DeviceJagged,
+        grads: dict[str, jax.Array],
+        rest: tuple[jax.Array, jax.Array, jax.Array | None],
+    ) -> StackLeaves:
         scale, updates, when = rest
         inputs = StepInputs(scale, updates, sharded.accumulate, when)
         grads = _by_distinct_row(grads, features.shard())

@@ -1,7 +1,6 @@
 """The id maps of a batch, over a whole mesh; `EmbeddingCollection` says how these functions are used."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from scalejax.parallel.embedding.exchange import through_maps
 from scalejax.parallel.embedding.exchange.through_maps import Assignment, Maps
 from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged
-from scalejax.parallel.embedding.sharded_tables import ShardedTables, State
+from scalejax.parallel.embedding.sharded_tables import ShardedTables, StackLeaves, State
 from scalejax.parallel.embedding.stored import initial
 
 
@@ -23,7 +22,7 @@ def map_ids(
     if not sharded.mapped_tables:
         return features, Assignment({}, {}, _no_faults(sharded))
 
-    def local(maps: Maps, features: DeviceJagged, step: jax.Array) -> Any:
+    def local(maps: Maps, features: DeviceJagged, step: jax.Array) -> tuple[jax.Array, Assignment]:
         return through_maps.assign(sharded, maps, features, step)
 
     all_axes, ids = P(sharded.axes), dataclasses.replace(features, plans=None)
@@ -37,7 +36,7 @@ def find_ids(sharded: ShardedTables, state: State, features: DeviceJagged) -> tu
     if not sharded.mapped_tables:
         return features, _no_faults(sharded)
 
-    def local(maps: Maps, features: DeviceJagged) -> Any:
+    def local(maps: Maps, features: DeviceJagged) -> tuple[jax.Array, jax.Array]:
         return through_maps.find(sharded, maps, features)
 
     all_axes, ids = P(sharded.axes), dataclasses.replace(features, plans=None)
@@ -50,7 +49,7 @@ def admit(sharded: ShardedTables, state: State, assignment: Assignment) -> State
     if not sharded.mapped_tables:
         return state
 
-    def local(stacks: Any, evicted: dict[str, jax.Array], key: jax.Array, update: jax.Array) -> Any:
+    def local(stacks: StackLeaves, evicted: dict[str, jax.Array], key: jax.Array, update: jax.Array) -> StackLeaves:
         return initial.reset(sharded, stacks, evicted, jax.random.wrap_key_data(key), update)
 
     specs = sharded.stack_specs
@@ -66,7 +65,7 @@ def expire(sharded: ShardedTables, state: State) -> State:
     if all(table.id_map is None or table.id_map.policy != "ttl" for table in sharded.mapped_tables):
         raise ValueError("expire: no table has an id map of policy 'ttl'; the ids of others do not expire.")
 
-    def local(maps: Maps, step: jax.Array) -> Any:
+    def local(maps: Maps, step: jax.Array) -> tuple[Maps, dict[str, jax.Array]]:
         return through_maps.expire(sharded, maps, step)
 
     all_axes = P(sharded.axes)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,14 @@ from scalejax.parallel.embedding.ids import id_map
 from scalejax.parallel.embedding.plan.placement import place
 from scalejax.parallel.embedding.plan.sharding_plan import Accumulate, Exchange, ShardingPlan
 from scalejax.parallel.embedding.plan.stacks import Stack, stack_tables
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
+Result = TypeVar("Result")
+
+StackLeaves = dict[str, dict[str, jax.Array]]
+"""{stack: {"rows": [N * L, dim], "accumulator": ...}}."""
 
 State = dict[str, Any]
 """{"stacks": {stack: {"rows": [N * L, dim], "accumulator": ...}}, "updates": int32[], "faults": int32[M, 2]}.
@@ -101,7 +109,9 @@ class ShardedTables:
         """`spec` of every array in state["stacks"]."""
         return {stack.name: dict.fromkeys(stack.arrays, self.spec(stack)) for stack in self.stacks}
 
-    def everywhere(self, function: Callable[..., Any], *, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    def everywhere(
+        self, function: Callable[..., Result], *, in_specs: "PyTree[P]", out_specs: "PyTree[P]"
+    ) -> Callable[..., Result]:
         """A shard_map over all axes; `function` sees the part of one device."""
         # Every axis is manual and gradients never pass through, so there is no replication to keep track of.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -127,7 +137,7 @@ class ShardedTables:
         }
 
     @staticmethod
-    def _abstract(make: Callable[[], Any], sharding: NamedSharding) -> Any:
+    def _abstract(make: Callable[[], object], sharding: NamedSharding) -> "PyTree[jax.ShapeDtypeStruct]":
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), jax.eval_shape(make))
 
     def empty_maps(self) -> dict[str, id_map.State]:
@@ -135,6 +145,6 @@ class ShardedTables:
         return {t.name: id_map.init(t.id_map, self.mesh.size) for t in self.mapped_tables if t.id_map is not None}
 
 
-def shardings(abstract: Any) -> Any:
+def shardings(abstract: object) -> "PyTree[NamedSharding]":
     """Of a tree of abstract arrays."""
     return jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -51,10 +51,11 @@ An exchange of one's own, whose gradients travel in bfloat16, on whatever device
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -62,9 +63,15 @@ from scalejax import compat
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import BATCH_AXES
 
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
 Arrays = dict[str, jax.Array]
-States = dict[str, Any]
-Gather = Callable[[Any], Arrays]
+States = dict[str, "PyTree"]
+Gather = Callable[[Mapping[str, "jax.Array | ShardWithState"]], Arrays]
+RematPolicy = Callable[..., Any]
+"""jax's form of a rematerialisation policy: (primitive, *inputs, **parameters) -> what to do."""
+
 Accumulate = Literal["communicate", "local"]
 """Whether gradients of every part of a batch are reduced over devices ("communicate"), or their local sum, once."""
 
@@ -107,7 +114,7 @@ class ParamExchange(Protocol):
     order of a dict is that in which parameters are fetched.
     """
 
-    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, Any]:
+    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, "PyTree"]:
         """Makes parameters whole.
 
         Args:
@@ -119,7 +126,7 @@ class ParamExchange(Protocol):
         """
         ...
 
-    def reduce(self, gradients: Arrays, state: States, kept: Any) -> tuple[Arrays, States]:
+    def reduce(self, gradients: Arrays, state: States, kept: "PyTree") -> tuple[Arrays, States]:
         """Sums gradients over all data devices, each device getting the part that it holds.
 
         Args:
@@ -168,7 +175,7 @@ class ParamExchange(Protocol):
         """
         ...
 
-    def resized(self, path: str, state: Any, devices: int) -> Any:
+    def resized(self, path: str, state: "PyTree", devices: int) -> "PyTree":
         """The state of a parameter on another number of devices.
 
         Args:
@@ -206,7 +213,7 @@ class Stateless:
             "give the exchange a `rescaled`."
         )
 
-    def resized(self, path: str, state: Any, devices: int) -> Any:
+    def resized(self, path: str, state: "PyTree", devices: int) -> "PyTree":
         del state
         raise UserError(
             f"{type(self).__name__}: the state of {path!r} has no rule for another number of devices, {devices}. Go on "
@@ -225,11 +232,11 @@ class ShardWithState:
       sink: Zeros of the shape of the whole parameter: where its gradient arrives if it is not to be reduced yet.
     """
 
-    shard: Any
-    state: Any = None
-    sink: Any = None
+    shard: jax.Array
+    state: "PyTree" = None
+    sink: jax.Array | None = None
 
-    def __getitem__(self, index: Any) -> "ShardWithState":
+    def __getitem__(self, index: object) -> "ShardWithState":
         """The bundle itself: modules read a parameter as `p[...]`, and leave it at that until it is gathered."""
         if index is not Ellipsis:
             raise TypeError(f"A parameter must be gathered before it is used; got the index {index!r}.")
@@ -274,7 +281,7 @@ class ParamGather:
             )
         return {path: whole[path] for path in params}
 
-    def remat(self, policy: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    def remat(self, policy: RematPolicy | None) -> RematPolicy | None:
         """A rematerialisation policy like `policy`, but for gathered parameters.
 
         Args:
@@ -284,7 +291,7 @@ class ParamGather:
             return policy
         gathered = self.after_forward == "keep"
 
-        def adapted(primitive: Any, *args: Any, **kwargs: Any) -> Any:
+        def adapted(primitive: Primitive, *args: Any, **kwargs: Any) -> Any:
             if primitive.name in self.primitives:
                 return gathered
             if not gathered and primitive.name in _MOVES:
@@ -300,14 +307,14 @@ def _fetch(exchange: ParamExchange, shards: Arrays, state: States, sinks: Arrays
     return exchange.gather(shards, state)[0]
 
 
-def _fetch_forward(exchange: ParamExchange, shards: Arrays, state: States, sinks: Arrays) -> tuple[Arrays, Any]:
+def _fetch_forward(exchange: ParamExchange, shards: Arrays, state: States, sinks: Arrays) -> tuple[Arrays, "PyTree"]:
     gathered, kept = exchange.gather(shards, state)
     # Of shards and sinks shapes and dtypes are all that the backward pass needs.
     like = jax.tree.map(lambda x: _Static((x.shape, x.dtype)), (shards, sinks))
     return gathered, (like, None if sinks else kept, state)
 
 
-def _fetch_backward(exchange: ParamExchange, saved: Any, gradients: Arrays) -> tuple[Arrays, States, Arrays]:
+def _fetch_backward(exchange: ParamExchange, saved: "PyTree", gradients: Arrays) -> tuple[Arrays, States, Arrays]:
     (shards, sinks), kept, state = saved
     if sinks:
         zeros = {path: jnp.zeros(*like.value) for path, like in shards.items()}
@@ -325,7 +332,7 @@ _fetch.defvjp(_fetch_forward, _fetch_backward)
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    value: Any
+    value: tuple[tuple[int, ...], jax.typing.DTypeLike]
 
 
 def _floating(x: jax.Array) -> bool:
@@ -337,7 +344,7 @@ def changed_states(state: States, new: States) -> States:
     return jax.tree.map(lambda old, new: new if _floating(old) else old, state, new)
 
 
-def _unchanged(x: jax.Array) -> Any:
+def _unchanged(x: jax.Array) -> jax.Array:
     """The cotangent that leaves a state as it is: itself, or what jax wants for arrays that have none."""
     return x if _floating(x) else jnp.zeros(x.shape, jax.dtypes.float0)
 
@@ -376,14 +383,14 @@ class UncompressedExchange(Stateless):
 
     layouts: Mapping[str, ParamLayout]
     axes: tuple[str, ...]
-    param_dtype: Any = None
-    reduce_dtype: Any = None
+    param_dtype: jax.typing.DTypeLike | None = None
+    reduce_dtype: jax.typing.DTypeLike | None = None
 
-    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, Any]:
+    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, None]:
         del state
         return {path: self._gather(path, shard) for path, shard in shards.items()}, None
 
-    def reduce(self, gradients: Arrays, state: States, kept: Any) -> tuple[Arrays, States]:
+    def reduce(self, gradients: Arrays, state: States, kept: "PyTree") -> tuple[Arrays, States]:
         del kept
         return {path: self._reduce(path, gradient) for path, gradient in gradients.items()}, state
 
@@ -462,5 +469,5 @@ def layouts(
     return found
 
 
-def axes_of(entry: Any) -> tuple[str, ...]:
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -19,11 +19,11 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError, check_at_least
@@ -41,6 +41,9 @@ from scalejax.parallel.gradients.blocks import (
     axes_of,
 )
 from scalejax.parallel.mesh import BATCH_AXES
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
 ROWS = P(BATCH_AXES)
 """The sharding of what has a row for each example."""
@@ -101,7 +104,7 @@ class LossAndGradients:
     sums: dict[str, jax.Array]
     outputs: dict[str, jax.Array]
     params: Arrays
-    inputs: Any
+    inputs: "PyTree"
     variables: Arrays
     exchange: States
 
@@ -121,11 +124,11 @@ class LossInputs:
       gather: Fetches parameters.
     """
 
-    params: Any
-    inputs: Any
+    params: Mapping[str, jax.Array | ShardWithState]
+    inputs: "PyTree"
     variables: Arrays
-    constants: Any
-    batch: Any
+    constants: "PyTree"
+    batch: "PyTree"
     keys: Keys | None
     gather: Gather
 
@@ -135,13 +138,20 @@ class LossInputs:
 class _Part:
     """What a part of the batch brings, or all of it, and what goes from part to part; see `GradientFunction`."""
 
-    inputs: Any
+    inputs: "PyTree"
     variables: Arrays
     exchange: States
-    constants: Any
-    batch: Any
+    constants: "PyTree"
+    batch: "PyTree"
     keys: Keys | None
 
+
+Moving = TypeVar("Moving")
+_Sums = tuple[jax.Array, jax.Array, dict[str, jax.Array], Arrays]
+"""Sum, weight, further sums and gradients of parameters."""
+
+_Scanned = tuple["PyTree", Arrays, "PyTree", Any]
+"""Inputs, variables by row, batch and key of a part."""
 
 LossFunction = Callable[[LossInputs], tuple[Loss, Arrays]]
 """Returns what it found out and the next variables."""
@@ -160,9 +170,9 @@ class Strategy(Protocol):
     def accumulate(self) -> Accumulate: ...
 
     @property
-    def param_dtype(self) -> Any: ...
+    def param_dtype(self) -> jax.typing.DTypeLike | None: ...
 
-    def axes(self, mesh: Any) -> tuple[str, ...]:
+    def axes(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
         """The mesh axes over which parameters are sharded."""
         ...
 
@@ -187,20 +197,20 @@ class GradientFunction:
     parts: int
     handled: tuple[str, ...]
     apart: Mapping[str, tuple[str, ...]]
-    input_specs: Any
+    input_specs: "PyTree[P]"
     variable_specs: Mapping[str, P]
 
     def __call__(
         self,
         params: Arrays,
-        batch: Any,
+        batch: "PyTree",
         *,
-        inputs: Any = None,
+        inputs: "PyTree" = None,
         variables: Arrays | None = None,
         exchange: States | None = None,
-        constants: Any = None,
+        constants: "PyTree" = None,
         keys: Keys | None = None,
-        scale: Any = 1.0,
+        scale: jax.typing.ArrayLike = 1.0,
     ) -> LossAndGradients:
         """Takes the gradients of one global batch.
 
@@ -246,7 +256,9 @@ class GradientFunction:
         trained = {path: p for path, p in params.items() if path in self.trained}
         return self._on_devices(self.scheme(params).after_update, trained, exchange)
 
-    def rescaled(self, params: Mapping[str, Any], exchange: States, factor: jax.Array) -> States:
+    def rescaled(
+        self, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct], exchange: States, factor: jax.Array
+    ) -> States:
         """What the exchange remembers where the next gradients are those of `scale` times a further factor.
 
         Args:
@@ -290,12 +302,12 @@ class GradientFunction:
         """What a sharding says of the manual axes."""
         return P(*(tuple(a for a in axes_of(entry) if a in self._manual) or None for entry in spec))
 
-    def _where(self, params: Mapping[str, Any]) -> dict[str, ParamLayout]:
+    def _where(self, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> dict[str, ParamLayout]:
         specs = {path: self.specs[path] for path in params}
         ndims = {path: len(p.shape) for path, p in params.items()}
         return blocks.layouts(specs, ndims, self.mesh, self.handled, self.apart)
 
-    def scheme(self, params: Mapping[str, Any]) -> ParamExchange:
+    def scheme(self, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> ParamExchange:
         """The exchange of these parameters, arrays or shapes."""
         return self.strategy.exchange(self._where(params), self._over + self.handled)
 
@@ -324,11 +336,16 @@ class GradientFunction:
         )
 
     def _pulled(
-        self, params: Callable[[Any], Any], moving: Any, part: _Part, fetch: Gather, scale: jax.Array
+        self,
+        params: Callable[[Moving], Mapping[str, jax.Array | ShardWithState]],
+        moving: Moving,
+        part: _Part,
+        fetch: Gather,
+        scale: jax.Array,
     ) -> LossAndGradients:
         """Of one part, with the gradients of `moving` for those of the parameters, which `params` makes of it."""
 
-        def value(moving: Any, inputs: Any) -> tuple[jax.Array, Any]:
+        def value(moving: Moving, inputs: "PyTree") -> tuple[jax.Array, tuple[Loss, Arrays]]:
             given = LossInputs(params(moving), inputs, part.variables, part.constants, part.batch, part.keys, fetch)
             loss, new = self.loss(given)
             if set(new) != set(part.variables):
@@ -373,14 +390,16 @@ class GradientFunction:
                 gradients, changed = scheme.reduce(fetched, state, None)
                 gradients = {path: g.astype(params[path].dtype) for path, g in gradients.items()}
                 state = blocks.changed_states(state, changed)
-            total: Any = (found.sum, found.weight, found.sums)
+            total, weight, sums = found.sum, found.weight, found.sums
             if over + handled:
-                total = jax.lax.psum(total, over + handled)
+                total, weight, sums = jax.lax.psum((total, weight, sums), over + handled)
             outputs, inputs = found.outputs, found.inputs
             if handled:
                 outputs, inputs = jax.lax.psum((outputs, inputs), handled)
             return LossAndGradients(
-                *total,
+                sum=total,
+                weight=weight,
+                sums=sums,
                 outputs=outputs,
                 params=gradients,
                 inputs=inputs,
@@ -388,9 +407,9 @@ class GradientFunction:
                 exchange=jax.tree.map(lambda x: x[None], state),
             )
 
-        moving_specs: dict[str, Any] = {"inputs": input_specs, "variables": held, "exchange": each}
-        part_specs: dict[str, Any] = {**moving_specs, "constants": P(), "batch": rows, "keys": P()}
-        found_specs: dict[str, Any] = {
+        moving_specs: dict[str, PyTree[P]] = {"inputs": input_specs, "variables": held, "exchange": each}
+        part_specs: dict[str, PyTree[P]] = {**moving_specs, "constants": P(), "batch": rows, "keys": P()}
+        found_specs: dict[str, PyTree[P]] = {
             **dict.fromkeys(("sum", "weight", "sums"), P()),
             "outputs": rows,
             "params": {path: inside[path] for path in inside if path in self.trained},
@@ -418,7 +437,7 @@ class GradientFunction:
                 shape[dim] *= math.prod(sizes[axis] for axis in over)
             return jnp.zeros(shape, params[path].dtype)
 
-        def bundled(moving: dict[str, Any]) -> dict[str, Any]:
+        def bundled(moving: dict[str, "PyTree"]) -> dict[str, jax.Array | ShardWithState]:
             if once:
                 given = {path: ShardWithState(params[path], state.get(path), moving[path]) for path in moving}
             else:
@@ -448,7 +467,7 @@ class GradientFunction:
         keep = strategy.after_forward == "keep"
         fetch = cutting if keep else moving
 
-        def given(trained: Arrays) -> Any:
+        def given(trained: Arrays) -> Arrays:
             return moving({**params, **trained}) if keep else {**params, **trained}
 
         def one(part: _Part) -> LossAndGradients:
@@ -490,15 +509,17 @@ class GradientFunction:
         numbers = jnp.arange(self.parts)
         each = None if keys is None else jax.vmap(lambda i: jax.random.fold_in(keys.examples, i))(numbers)
 
-        def part(state: States, carried: Arrays, scanned: Any) -> LossAndGradients:
+        def part(state: States, carried: Arrays, scanned: _Scanned) -> LossAndGradients:
             inputs, rows, batch, key = scanned
             own = None if keys is None else Keys(keys.step, key)
             return one(_Part(inputs, {**carried, **rows}, state, whole.constants, batch, own))
 
-        def added(found: LossAndGradients) -> Any:
+        def added(found: LossAndGradients) -> _Sums:
             return found.sum, found.weight, found.sums, found.params
 
-        def step(carry: Any, scanned: Any) -> tuple[Any, Any]:
+        def step(
+            carry: tuple[_Sums, States, Arrays], scanned: _Scanned
+        ) -> tuple[tuple[_Sums, States, Arrays], tuple[Arrays, "PyTree", Arrays]]:
             sums, state, carried = carry
             found = part(state, carried, scanned)
             new = {path: x for path, x in found.variables.items() if path not in self._by_row}
@@ -526,7 +547,7 @@ def gradients(
     parts: int = 1,
     handled: tuple[str, ...] = (),
     apart: Mapping[str, tuple[str, ...]] | None = None,
-    input_specs: Any = ROWS,
+    input_specs: "PyTree[P]" = ROWS,
     variable_specs: Mapping[str, P] | None = None,
 ) -> GradientFunction:
     """Gradients of a loss under a strategy.
@@ -598,10 +619,10 @@ class _Constrained(blocks.Stateless):
     mesh: Mesh
     specs: Mapping[str, P]
     ndims: Mapping[str, int]
-    param_dtype: Any = None
+    param_dtype: jax.typing.DTypeLike | None = None
     moves: bool = True
 
-    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, Any]:
+    def gather(self, shards: Arrays, state: States) -> tuple[Arrays, None]:
         del state
         if not self.moves:
             return shards, None
@@ -612,7 +633,7 @@ class _Constrained(blocks.Stateless):
             whole[path] = self._constrain(path, x, BATCH_AXES)
         return whole, None
 
-    def reduce(self, gradients: Arrays, state: States, kept: Any) -> tuple[Arrays, States]:
+    def reduce(self, gradients: Arrays, state: States, kept: object) -> tuple[Arrays, States]:
         del kept
         return {path: self._constrain(path, g, ()) for path, g in gradients.items()}, state
 
@@ -624,7 +645,7 @@ class _Constrained(blocks.Stateless):
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec) if around.empty else spec)
 
 
-def check_cut(rows: Any, mesh: Mesh, parts: int) -> None:
+def check_cut(rows: object, mesh: Mesh, parts: int) -> None:
     """Refuses a batch that does not divide into parts of equal size on every device.
 
     Raises:
@@ -641,7 +662,7 @@ def check_cut(rows: Any, mesh: Mesh, parts: int) -> None:
             )
 
 
-def _check_fetched(fetch: ParamGather, params: Mapping[str, Any]) -> None:
+def _check_fetched(fetch: ParamGather, params: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> None:
     """Gradients of a parameter that did not go through `gather` would be summed over no device, without a word."""
     missing = [path for path in params if path not in fetch.order]
     if missing:

@@ -7,20 +7,26 @@ whether to take the step.
 """
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from scalejax.errors import UserError
 
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Bool, Float
 
-def global_norm(grads: Any) -> jax.Array:
+Tree = TypeVar("Tree")
+
+
+def global_norm(grads: object) -> "Float[Array, '']":
     """The Euclidean norm of all elements of a pytree, in float32 or wider."""
     return jnp.sqrt(sum(jnp.sum(jnp.square(_wide(g))) for g in jax.tree.leaves(grads)))
 
 
-def clip_by_global_norm(grads: Any, limit: float) -> tuple[Any, jax.Array]:
+def clip_by_global_norm(grads: Tree, limit: float) -> tuple[Tree, "Float[Array, '']"]:
     """Shrinks gradients to a global norm of at most `limit`.
 
     Args:
@@ -89,7 +95,7 @@ class LossScale:
     clean_steps: jax.Array
     skipped: jax.Array
 
-    def unscale(self, grads: Any) -> tuple[Any, jax.Array]:
+    def unscale(self, grads: Tree) -> tuple[Tree, jax.Array]:
         """Gradients of the loss itself, and bool[]: whether all of them, on all devices, are finite."""
         finite = all_finite(grads)
         return jax.tree.map(lambda g: (_wide(g) / self.scale).astype(g.dtype), grads), finite
@@ -108,13 +114,13 @@ class LossScale:
         )
 
 
-def all_finite(tree: Any) -> jax.Array:
+def all_finite(tree: object) -> "Bool[Array, '']":
     """bool[]: no element of a pytree is inf or NaN."""
     checks = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return jnp.stack(checks).all() if checks else jnp.ones((), bool)
 
 
-def take_step_if(finite: jax.Array, new: Any, old: Any) -> Any:
+def take_step_if(finite: jax.Array, new: Tree, old: Tree) -> Tree:
     """`new` where a step counts, `old` where it is skipped; pytrees of equal structure."""
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scalejax.parallel.embedding.plan.sharding_plan import Kind
 from scalejax.parallel.planner.estimators import Seconds
@@ -129,7 +129,7 @@ class Report:
         """Whether every device has this memory."""
         return self.memory_bytes <= self.topology.memory_bytes
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Plain values, equal for equal input."""
         return {
             "topology": dataclasses.asdict(self.topology),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
@@ -80,7 +81,7 @@ def decoder_of(experiment: "Experiment") -> Decoder:
 
 def find_decoder(experiment: "Experiment") -> Decoder | None:
     """The dimensions of the model of an experiment; None = it is no decoder, or has parts that they do not describe."""
-    model: Any = experiment.model
+    model = experiment.model
     if not isinstance(model, DecoderConfig):
         return None
     bound: Any = dataclasses.replace(model, vocabulary=model.vocabulary or experiment.data.schema().vocabulary)  # pyright: ignore[reportArgumentType, reportCallIssue]
@@ -98,7 +99,9 @@ def find_decoder(experiment: "Experiment") -> Decoder | None:
     return decoder if counted == (decoder.parameters, decoder.model_flops_per_token(1, attention="full")) else None
 
 
-def training_of(experiment: "Experiment", mesh: MeshShape, devices: int, *, compute_dtype: Any) -> Training:
+def training_of(
+    experiment: "Experiment", mesh: MeshShape, devices: int, *, compute_dtype: jax.typing.DTypeLike
+) -> Training:
     """How an experiment is trained on a mesh.
 
     Args:
@@ -107,7 +110,8 @@ def training_of(experiment: "Experiment", mesh: MeshShape, devices: int, *, comp
       devices: How many there are.
       compute_dtype: Of products and activations, see `train.precision.dtypes_of`.
     """
-    model: Any = experiment.model
+    model = experiment.model
+    assert isinstance(model, DecoderConfig)
     sizes = {axis: count for axis, count in zip(AXES, mesh.resolve(devices), strict=True)}
     strategy, batch = experiment.strategy, experiment.data.batch_size
     master, compute = jnp.dtype(experiment.precision.params), jnp.dtype(compute_dtype)
@@ -145,7 +149,7 @@ def with_model(experiment: "Experiment", **fields: Any) -> "Experiment":
     return dataclasses.replace(experiment, model=dataclasses.replace(model, **fields))
 
 
-def _optimizer_bytes(experiment: "Experiment", master: Any) -> int:
+def _optimizer_bytes(experiment: "Experiment", master: np.dtype) -> int:
     """Of the state of one parameter; what does not grow with the parameters (step counters) is left out."""
     from scalejax import optim  # which needs optax
 
@@ -157,5 +161,5 @@ def _optimizer_bytes(experiment: "Experiment", master: Any) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)) // count
 
 
-def _abstract_mesh(sizes: Mapping[Any, int]) -> jax.sharding.AbstractMesh:
+def _abstract_mesh(sizes: Mapping[str, int]) -> jax.sharding.AbstractMesh:
     return jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))

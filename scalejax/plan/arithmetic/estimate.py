@@ -10,7 +10,7 @@ may still not fit, one that is refused cannot.
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jax.sharding import Mesh
 
@@ -20,6 +20,7 @@ from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
 from scalejax.plan.arithmetic import decoders, step_model
+from scalejax.plan.arithmetic.decoders import DecoderConfig
 from scalejax.plan.arithmetic.step_model import Training
 from scalejax.units import size
 
@@ -106,7 +107,8 @@ def _remedy(experiment: "Experiment", shape: MeshShape, mesh: Mesh, memory_bytes
 
 def _changes(experiment: "Experiment", shape: MeshShape, mesh: Mesh) -> Iterator[tuple[str, "Experiment", MeshShape]]:
     """Changes that save memory, those that cost least time first; each comes on top of the ones before it."""
-    model: Any = experiment.model
+    model = experiment.model
+    assert isinstance(model, DecoderConfig)
     strategy, sharded = experiment.strategy, ""
     if isinstance(strategy, Ddp):
         experiment, sharded = dataclasses.replace(experiment, strategy=Fsdp()), "--set strategy=Fsdp "

@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import MeshShape, mesh_text
@@ -25,6 +25,8 @@ from scalejax.units import size
 
 if TYPE_CHECKING:
     from scalejax.train.experiment import Experiment
+
+Number = TypeVar("Number", int, float)
 
 MOST_COMPILES = 5
 _SLACK = 1.1
@@ -96,7 +98,7 @@ class SearchResult:
     others: tuple[Candidate, ...]
     dropped: tuple[Dropped, ...]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The result as plain values."""
         return {
             "topology": self.topology.name,
@@ -230,7 +232,7 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _candidate_json(c: Candidate) -> dict[str, Any]:
+def _candidate_json(c: Candidate) -> dict[str, object]:
     e = c.estimate
     return {
         "mesh": mesh_text(c.mesh),

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from scalejax.plan.compiled import hlo
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
+    from jax.stages import Compiled
 
     from scalejax.plan.topology import DeviceLayout
 
@@ -70,7 +71,7 @@ class Collective:
         return "+".join(self.axes) or "none"
 
 
-def explain_sharding(compiled: Any, mesh: "Mesh | None" = None) -> list[Collective]:
+def explain_sharding(compiled: "Compiled", mesh: "Mesh | None" = None) -> list[Collective]:
     """Lists the collectives of a compiled program.
 
     Args:
@@ -317,14 +318,14 @@ def _megascale_groups(kind: Kind, attributes: str, mesh: "Mesh") -> Groups:
         return tuple(
             tuple(positions[int(d)] for d in group.split(",")) for group in re.findall(r"\{([\d,]+)\}", target)
         )
-    across: dict[Any, list[int]] = {}
+    across: dict[tuple[tuple[int, ...], int], list[int]] = {}
     for index, device in enumerate(mesh.devices.flat):
         place = (tuple(device.coords), getattr(device, "core_on_chip", 0))
         across.setdefault(place, []).append(index)
     return tuple(tuple(group) for group in across.values())
 
 
-def _mesh_of(compiled: Any) -> "Mesh":
+def _mesh_of(compiled: "Compiled") -> "Mesh":
     import jax
     from jax.sharding import NamedSharding
 

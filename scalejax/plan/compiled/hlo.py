@@ -172,12 +172,14 @@ class Module:
                 )
 
 
-def parse(text: str) -> Module:
+def parse(text: str | None) -> Module:
     """Reads `compiled.as_text()`.
 
     Raises:
-      ValueError: the text holds no entry computation.
+      ValueError: the text holds no entry computation, or the compiler shows none.
     """
+    if text is None:
+        raise ValueError("hlo: this compiler does not show its programs as text.")
     computations: dict[str, Computation] = {}
     entry = None
     name, lines = None, []

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +43,7 @@ class MemoryPlan:
         return sum(self.bytes_per_chip.values())
 
 
-def arguments_by_kind(state: Any, batch: Any) -> dict[str, int]:
+def arguments_by_kind(state: object, batch: object) -> dict[str, int]:
     """Bytes of one device's share of the arguments of a step, without padding and what rests in host memory.
 
     Args:
@@ -86,9 +85,10 @@ def bytes_per_device(leaf: jax.ShapeDtypeStruct) -> int:
     return count * leaf.dtype.itemsize
 
 
-def of_compiled(state: Any, batch: Any, compiled: Any, chip: Chip) -> MemoryPlan:
+def of_compiled(state: object, batch: object, compiled: jax.stages.Compiled, chip: Chip) -> MemoryPlan:
     """Reads the memory of a step that compiled."""
     stats = compiled.memory_analysis()
+    assert stats is not None, "this backend does not say what a program needs"
     kinds = arguments_by_kind(state, batch)
     # An argument that the step never reads is dropped, which can make the sum of the arguments too large.
     kinds["layout padding"] = max(0, stats.argument_size_in_bytes - sum(kinds.values()))
@@ -101,7 +101,7 @@ def of_compiled(state: Any, batch: Any, compiled: Any, chip: Chip) -> MemoryPlan
     return _plan(kinds, chip, fits=True, message="")
 
 
-def of_failure(state: Any, batch: Any, error: Exception, chip: Chip) -> MemoryPlan:
+def of_failure(state: object, batch: object, error: Exception, chip: Chip) -> MemoryPlan:
     """Reads the memory of a step that the compiler refused for want of memory.
 
     Raises:
@@ -142,7 +142,7 @@ def _kind(path: list[str]) -> str:
     return _FIELDS.get(path[0], "other state")
 
 
-def _name(part: Any) -> str:
+def _name(part: object) -> str:
     for attribute in ("name", "key", "idx"):
         if hasattr(part, attribute):
             return str(getattr(part, attribute))

@@ -7,7 +7,7 @@ and what doubling something does to it. XLA's `optimal_seconds` is not used (it 
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -117,7 +117,7 @@ class _Group:
 
 def _place(groups: Groups, mesh: "Mesh | DeviceLayout") -> _Group:
     """Where the widest group lies (of a permute: the pair that is furthest apart)."""
-    devices: list[Any] = list(mesh.devices.flat)
+    devices = list(mesh.devices.flat)
     coordinates = np.array([tuple(d.coords) for d in devices])
     slices = np.array([getattr(d, "slice_index", 0) for d in devices])
     widest = None

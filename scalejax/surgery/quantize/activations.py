@@ -9,14 +9,15 @@ model says (`LanguageModule.stages`); others are cast directly.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from scalejax.errors import UserError
 from scalejax.models.llm import families
+from scalejax.models.llm.architecture import LanguageConfig
 from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts.protocol import PackedLayout
 from scalejax.nn import counts
@@ -140,7 +141,7 @@ class Walk:
       done: Layers passed.
     """
 
-    config: Any
+    config: LanguageConfig
     tokens: np.ndarray
     streams: list[np.ndarray] = dataclasses.field(default_factory=list)
     done: int = 0
@@ -173,7 +174,7 @@ class Walk:
 
     def normed(self, params: dict[str, np.ndarray]) -> Callable[[np.ndarray], jax.Array]:
         """What the head multiplies, as a function of what comes behind the layers; of the last norm's parameters."""
-        norm: Any = self._shape.norm.merge({path: jnp.asarray(value) for path, value in params.items()})
+        norm = self._shape.norm.merge({path: jnp.asarray(value) for path, value in params.items()})
         return lambda x: norm(jnp.asarray(x))
 
     @functools.cached_property
@@ -196,10 +197,12 @@ def outside(plan: Sequence[Weight], module: str) -> dict[str, Weight]:
 class LayerShape:
     """A model of one layer without its arrays; equal to itself alone, so that programs are made once for a model."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: LanguageConfig) -> None:
         one = dataclasses.replace(config, layers=1)
         self.model = counts.abstract(families.of(one).build, one)
-        self.layer, self.norm = ModelShape.of(self.model.layers), ModelShape.of(self.model.final_norm)
+        norm = self.model.final_norm
+        assert isinstance(norm, nnx.Module)
+        self.layer, self.norm = ModelShape.of(self.model.layers), ModelShape.of(norm)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
@@ -215,9 +218,9 @@ def run_layer(shape: LayerShape, params: dict[str, jax.Array], x: jax.Array, sta
     return shape.model.run_layer(shape.layer.merge(params), x, stage)
 
 
-def _covariance(inputs: Any, streams: Sequence[np.ndarray]) -> np.ndarray:
+def _covariance(inputs: Callable[[np.ndarray], jax.Array], streams: Sequence[np.ndarray]) -> np.ndarray:
     """float32[n, n], the sum of x x^T over all tokens, x the input of a matrix."""
-    total: Any = None
+    total: jax.Array | None = None
     for x in streams:
         total = _added(inputs(x), total)
     return np.asarray(total)

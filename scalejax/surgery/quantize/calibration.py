@@ -13,8 +13,8 @@ mse         of several candidates the one of the least squared error
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -122,8 +122,15 @@ def choose_scales(
       tensor_scale: float32[] for NVFP4, see `choose_tensor_scale`.
       percentiles: int32[blocks], see `ranks`.
     """
-    more: dict[str, Any] = {"axis": 2, "rule": calibration.rule(format), "rounding": "ties_to_even"}
-    found = blocks.encode_blocks(bits, format, tensor_scale=tensor_scale, **more)
+    encode = functools.partial(
+        blocks.encode_blocks,
+        format=format,
+        axis=2,
+        rule=calibration.rule(format),
+        rounding="ties_to_even",
+        tensor_scale=tensor_scale,
+    )
+    found = encode(bits)
     if calibration.method == "max" or format.scale == "e4m3":
         return found
     if calibration.method == "percentile":
@@ -132,7 +139,7 @@ def choose_scales(
         top = jnp.take_along_axis(flat, jnp.broadcast_to(percentiles[:, None], (*flat.shape[:2], 1)), axis=-1)
         top = jnp.where(top > 0, top, flat[..., -1:])[..., None]
         below = jnp.minimum(magnitude, top)  # bits of magnitudes are ordered as they are
-        found = blocks.encode_blocks(below, format, tensor_scale=tensor_scale, **more)
+        found = encode(below)
         return found._replace(codes=_under(bits, found, format, tensor_scale))
     exponents = format.scale == "exponent"
     moves = jnp.asarray((-1, 1) if exponents else FACTORS[1:], jnp.int32 if exponents else jnp.float32)
@@ -190,15 +197,16 @@ def encode(
 def join(parts: list[EncodedBlocks], format: BlockFormat, length: int, tensor_scale: jax.Array | None) -> Quantized:
     """Rows one below the other."""
 
-    def flat(arrays: list[Any]) -> jax.Array:
+    def flat(arrays: list[jax.Array]) -> jax.Array:
         whole = jnp.concatenate(arrays)
         return whole.reshape(whole.shape[0], -1)
 
     dtype = jnp.uint8 if format.element.bits <= 8 else jnp.uint16
+    subs = [part.sub_scales for part in parts if part.sub_scales is not None]
     return Quantized(
         codes=flat([part.codes for part in parts]).astype(dtype),
         scales=flat([part.scales for part in parts]),
-        sub_scales=None if parts[0].sub_scales is None else flat([part.sub_scales for part in parts]),
+        sub_scales=flat(subs) if subs else None,
         tensor_scale=tensor_scale,
         format=format,
         axis=-1,
@@ -230,7 +238,7 @@ def _chunks(x: jax.Array) -> list[jax.Array]:
     return [x[start : start + rows] for start in range(0, x.shape[0], rows)]
 
 
-def _chunked(function: Any, x: jax.Array, format: BlockFormat) -> jax.Array:
+def _chunked(function: Callable[[jax.Array, BlockFormat], jax.Array], x: jax.Array, format: BlockFormat) -> jax.Array:
     return jnp.concatenate([function(part, format) for part in _chunks(x)])
 
 

@@ -5,7 +5,7 @@ import math
 import pathlib
 import shutil
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -237,7 +237,7 @@ def _qsnr(exact: np.ndarray, quantized: Quantized) -> float:
     step = max(1, _CHUNK // max(1, exact.shape[1]))
     for start in range(0, len(exact), step):
 
-        def part(array: Any, start: int = start) -> Any:
+        def part(array: jax.Array, start: int = start) -> jax.Array:
             return array[start : start + step] if array.ndim else array
 
         inexact = np.asarray(dequantize(jax.tree.map(part, quantized)), np.float64)
@@ -249,7 +249,7 @@ def _qsnr(exact: np.ndarray, quantized: Quantized) -> float:
     return 10 * math.log10(signal / noise)
 
 
-def as_json(rows: Sequence[TensorReport]) -> list[dict[str, Any]]:
+def as_json(rows: Sequence[TensorReport]) -> list[dict[str, object]]:
     """The report for a file; a QSNR without noise is null."""
     made = [dataclasses.asdict(row) for row in rows]
     for row in made:

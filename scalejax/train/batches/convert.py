@@ -3,13 +3,14 @@
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
 
-from scalejax.data.examples.dedup import AnyBatch, DedupKeyedJagged, deduplicate, expand
+from scalejax.data.examples.dedup import DedupKeyedJagged, deduplicate, expand
 from scalejax.errors import UserError
 from scalejax.parallel import context
 from scalejax.parallel import mesh as meshes
@@ -21,9 +22,11 @@ from scalejax.train.batches.prefetch import Prefetch
 from scalejax.train.step import Program, is_field
 from scalejax.train.task import Field, Placed, host_fields
 
+Batch = TypeVar("Batch")
+
 
 def to_device(
-    batch: Any,
+    batch: object,
     program: Program,
     purpose: Literal["training", "scoring"] = "training",
     room: Room | None = None,
@@ -52,7 +55,7 @@ def to_device(
     return Placed(place_fields(program, batch, processes, step), features, program.constants)
 
 
-def place_fields(program: Program, batch: Any, processes: int, step: int) -> dict[str, Any]:
+def place_fields(program: Program, batch: object, processes: int, step: int) -> dict[str, Any]:
     """The fields of a host batch on the devices, see `task.Field`."""
     host = host_fields(program.task, batch, program.experiment.seed, step)
     there = {name: field for name, field in program.fields.items() if host[name] is not None}
@@ -69,16 +72,16 @@ def place_fields(program: Program, batch: Any, processes: int, step: int) -> dic
     return {name: placed.get(name) for name in program.fields}
 
 
-def _arranged(name: str, field: Field, array: Any, *, program: Program) -> np.ndarray:
+def _arranged(name: str, field: Field, array: ArrayLike, *, program: Program) -> np.ndarray:
     """A host array that is as the field says, in the order in which it is cut."""
-    array = np.asarray(array)
-    field.check(name, array)
+    host = np.asarray(array)
+    field.check(name, host)
     if field.arrange == "zigzag":
         # All fields are arranged alike, so that each token keeps its target, weight, segment and position, and a loss
         # that is a sum over tokens stays what it was. What fills rows up to a length that divides is padding as the
         # data has it: zeros, of weight 0 and in a segment of its own.
-        array = context.zigzag(array, program.mesh.shape["context"])
-    return array
+        host = context.zigzag(host, program.mesh.shape["context"])
+    return host
 
 
 def _of_process(field: Field, array: np.ndarray, sharding: NamedSharding, *, processes: int) -> jax.Array:
@@ -89,34 +92,32 @@ def _of_process(field: Field, array: np.ndarray, sharding: NamedSharding, *, pro
     return jax.make_array_from_process_local_data(sharding, array, shape)
 
 
-def _packed(batch: AnyBatch, program: Program, collection: EmbeddingCollection, shards: int) -> jagged.DeviceJagged:
-    features, groups = getattr(batch, "features", None), program.experiment.tables.dedup
-    if features is None:
+def _packed(batch: object, program: Program, collection: EmbeddingCollection, shards: int) -> jagged.DeviceJagged:
+    held, groups = getattr(batch, "features", None), program.experiment.tables.dedup
+    if held is None:
         raise UserError(
             f"The batch, a {type(batch).__name__}, has no `features`, whose ids the tables of "
             f"{type(program.experiment.model).__name__} look up. Use data with categorical features."
         )
     if groups:
         wanted = tuple(group.features for group in groups)
-        if not isinstance(features, DedupKeyedJagged):
-            features = deduplicate(features, wanted)
+        features = held if isinstance(held, DedupKeyedJagged) else deduplicate(held, wanted)
         packed = collection.pack_deduplicated(features, shards, program.layout, groups)
         if packed is not None:
             return packed
-    features = batch.features
-    plain = expand(features) if isinstance(features, DedupKeyedJagged) else features
+    plain = expand(held) if isinstance(held, DedupKeyedJagged) else held
     return collection.pack(plain, shards, program.plain_layout)
 
 
 def prefetch(
-    batches: Iterator[Any],
+    batches: Iterator[Batch],
     program: Program,
     *,
     depth: int = 2,
     purpose: Literal["training", "scoring"] = "training",
     first_step: int = 1,
     cache: RowCache | None = None,
-) -> Prefetch:
+) -> Prefetch[Batch, Placed]:
     """(Host batch, its device form) pairs that a thread prepares ahead; a context manager.
 
     Where tables have tiers, `cache.advance` comes before each batch is used.

@@ -8,7 +8,6 @@ stale        and its rows fetched                                   after update
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
@@ -35,7 +34,7 @@ class Pipeline:
     def __init__(
         self,
         program: Program,
-        batches: Iterator[tuple[Any, Placed]],
+        batches: Iterator[tuple[object, Placed]],
         steps: int,
         cache: RowCache | None = None,
     ) -> None:
@@ -74,6 +73,7 @@ class Pipeline:
             state = dataclasses.replace(state, tables=self._cache.advance(state.tables))
         if not self._program.is_pipelined:
             return self._program.train_step(state, self._batch)
+        assert self._coming is not None
         ahead = self._ahead or self._program.look_ahead(state, self._batch)
         state, loss, self._ahead = self._program.pipelined_step(state, self._batch, ahead, self._coming)
         return state, loss

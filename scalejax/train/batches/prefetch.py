@@ -4,10 +4,13 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Generic, TypeVar
+
+Host = TypeVar("Host")
+Device = TypeVar("Device")
 
 
-class Prefetch:
+class Prefetch(Generic[Host, Device]):
     """Iterates over (host batch, device batch) pairs that a thread prepares ahead; use as a context manager.
 
     An exception of the thread (a bad id, a corrupt file) is raised by `__next__` at the batch where it happened.
@@ -18,13 +21,13 @@ class Prefetch:
       depth: Batches ready at one time.
     """
 
-    def __init__(self, batches: Iterator[Any], place: Callable[[Any], Any], *, depth: int = 2) -> None:
-        self._ready: queue.Queue[Any] = queue.Queue(maxsize=depth)
+    def __init__(self, batches: Iterator[Host], place: Callable[[Host], Device], *, depth: int = 2) -> None:
+        self._ready: queue.Queue[tuple[Host, Device] | BaseException] = queue.Queue(maxsize=depth)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._fill, args=(batches, place), name="prefetch", daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> "Prefetch":
+    def __enter__(self) -> "Prefetch[Host, Device]":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -34,16 +37,16 @@ class Prefetch:
                 self._ready.get_nowait()
             self._thread.join(0.05)  # not a wait for a batch: a thread that is about to end brings none
 
-    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+    def __iter__(self) -> Iterator[tuple[Host, Device]]:
         return self
 
-    def __next__(self) -> tuple[Any, Any]:
+    def __next__(self) -> tuple[Host, Device]:
         item = self._ready.get()
         if isinstance(item, BaseException):
             raise item
         return item
 
-    def _fill(self, batches: Iterator[Any], place: Callable[[Any], Any]) -> None:
+    def _fill(self, batches: Iterator[Host], place: Callable[[Host], Device]) -> None:
         try:
             for batch in batches:
                 if self._stop.is_set():

@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import EllipsisType
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
+from orbax.checkpoint import future
 
 from scalejax.errors import UserError
 
@@ -24,6 +26,10 @@ _SMALLEST_SPLIT_BYTES = 16 * 2**20
 
 _PIECE_BYTES = 4 * 2**20
 """What `write_each` compresses at a time, at least: arrays in one piece took four times their size of memory."""
+
+
+Entry = int | slice | EllipsisType
+Index = Entry | tuple[Entry, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,14 +46,14 @@ class LazyArray:
 
     shape: tuple[int, ...]
     dtype: np.dtype
-    read: Callable[[Any], np.ndarray]
+    read: Callable[[Index], np.ndarray]
 
     @property
     def ndim(self) -> int:
         """Number of axes."""
         return len(self.shape)
 
-    def __getitem__(self, index: Any, /) -> np.ndarray:
+    def __getitem__(self, index: Index, /) -> np.ndarray:
         return self.read(index)
 
 
@@ -62,7 +68,7 @@ def stored(folder: pathlib.Path, name: str, shape: tuple[int, ...], dtype: np.dt
     Indexing raises UserError where it cannot be read.
     """
 
-    def read(index: Any) -> np.ndarray:
+    def read(index: Index) -> np.ndarray:
         if not math.prod(shape):
             return np.empty(shape, dtype)[index]
         base = {"driver": "file", "path": f"{folder.absolute()}/"}
@@ -79,11 +85,12 @@ def stored(folder: pathlib.Path, name: str, shape: tuple[int, ...], dtype: np.dt
     return LazyArray(shape, dtype, read)
 
 
-def _from_the_start(index: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
+def _from_the_start(index: Index, shape: tuple[int, ...]) -> tuple[int | slice, ...]:
     """An index with one entry a dimension, none of which counts from the end: tensorstore knows no other."""
     given = index if isinstance(index, tuple) else (index,)
     at = next((number for number, entry in enumerate(given) if entry is ...), len(given))
-    before, after = given[:at], given[at + 1 :]
+    entries = [entry for entry in given if entry is not ...]
+    before, after = entries[:at], entries[at:]
     whole = (*before, *[slice(None)] * (len(shape) - len(before) - len(after)), *after)
     places = [range(size)[entry] for entry, size in zip(whole, shape, strict=True)]
     return tuple(slice(p.start, max(p.start, p.stop), p.step) if isinstance(p, range) else p for p in places)
@@ -115,7 +122,13 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
     def typestr(self) -> str:
         return "jax.Array"
 
-    async def serialize(self, values: Sequence[Any], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+    async def serialize(
+        self,
+        values: Sequence[AnyArray],
+        infos: Sequence[ocp.type_handlers.ParamInfo],
+        args: Sequence[ocp.SaveArgs] | None = None,
+    ) -> Sequence[future.Future]:
+        assert args is not None
         for value, info, one in zip(values, infos, args, strict=True):
             for written in await super().serialize([np.asarray(value[...])], [info], [one]):
                 written.result()
@@ -171,7 +184,7 @@ def _not_of_forgotten_errors(record: logging.LogRecord) -> bool:
     return "exception was never retrieved" not in record.getMessage()
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
@@ -179,7 +192,7 @@ def _as_numbers(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if _is_key(leaf) else leaf
 
 
-def _as_abstract_numbers(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
+def _as_abstract_numbers(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     if leaf.sharding is None:
         raise ValueError(f"restore: every leaf of abstract_tree needs a sharding; {name} has none.")
     if not _is_key(leaf):
@@ -188,7 +201,7 @@ def _as_abstract_numbers(name: str, leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
 
 
-def _as_target(array: jax.Array | None, leaf: Any) -> jax.Array:
+def _as_target(array: jax.Array | None, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     if array is None:
         return jax.jit(lambda: jnp.empty(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
     if not _is_key(leaf):
@@ -221,10 +234,10 @@ class _QuietHook:
     Python prints a traceback for each, from a thread where nothing can catch it.
     """
 
-    def __init__(self, following: Any) -> None:
+    def __init__(self, following: Callable[["sys.UnraisableHookArgs"], object]) -> None:
         self._following = following
 
-    def __call__(self, unraisable: Any) -> None:
+    def __call__(self, unraisable: "sys.UnraisableHookArgs") -> None:
         error = unraisable.exc_value
         if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed" and unraisable.object is None):
             self._following(unraisable)

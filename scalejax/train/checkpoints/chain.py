@@ -6,10 +6,9 @@ together of parts that do not belong together.
 
 import dataclasses
 import pathlib
-from typing import Any
 
 from scalejax.train.checkpoints import manifest as manifests
-from scalejax.train.checkpoints.manifest import Damaged, Manifest
+from scalejax.train.checkpoints.manifest import Damaged, DeltaRecord, Manifest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +27,14 @@ class Delta:
     since: int
     whole: tuple[str, ...]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> DeltaRecord:
         """As JSON values."""
-        return dataclasses.asdict(self) | {"whole": list(self.whole)}
+        return {
+            "base_step": self.base_step,
+            "base_digest": self.base_digest,
+            "since": self.since,
+            "whole": list(self.whole),
+        }
 
 
 def delta_of(manifest: Manifest) -> Delta | None:

@@ -29,8 +29,8 @@ import shutil
 import threading
 import time
 import types
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, Protocol
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,9 @@ from scalejax.train import disk, distributed
 from scalejax.train.checkpoints import chain, rows_file
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints.array_store import ArrayStore
-from scalejax.train.checkpoints.manifest import Damaged, Manifest
+from scalejax.train.checkpoints.manifest import Damaged, FileRecord, HostRecord, Manifest, Shaped
+
+Tree = TypeVar("Tree")
 
 _SAVING = "saving-"
 _REMOVING = "removing-"
@@ -211,12 +213,12 @@ class Checkpointer:
     def save_delta(
         self,
         step: int,
-        tree: Any,
+        tree: object,
         rows: Iterable[TableRows],
-        host: dict[str, Any],
+        host: HostRecord,
         metrics: dict[str, float] | None = None,
         *,
-        abstract_tree: Any,
+        abstract_tree: object,
         updates: int,
     ) -> None:
         """As `save`, with only those rows of tables that were updated since the newest checkpoint.
@@ -248,8 +250,8 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        tree: Any,
-        host: dict[str, Any],
+        tree: object,
+        host: HostRecord,
         metrics: dict[str, float] | None = None,
         *,
         updates: int | None = None,
@@ -278,8 +280,8 @@ class Checkpointer:
         self,
         step: int,
         arrays: dict[str, Any],
-        described: dict[str, Any],
-        host: dict[str, Any],
+        described: Mapping[str, Shaped],
+        host: HostRecord,
         metrics: dict[str, float] | None,
         *,
         updates: int | None,
@@ -316,7 +318,7 @@ class Checkpointer:
         self._newest_saved = step
         self._base = None if updates is None else (step, updates)
 
-    def add_scores(self, step: int, host: dict[str, Any], metrics: dict[str, float]) -> None:
+    def add_scores(self, step: int, host: HostRecord, metrics: dict[str, float]) -> None:
         """Adds the evaluation at the step that was saved last, in the background, when that save is complete.
 
         Args:
@@ -379,7 +381,7 @@ class Checkpointer:
                 self._store.close()
                 self._store = None
 
-    def restore(self, step: int | None, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
+    def restore(self, step: int | None, abstract_tree: Tree) -> tuple[Tree, HostRecord]:
         """Reads a checkpoint onto the mesh of `abstract_tree`, whatever mesh it was saved from.
 
         Rows that are tracked here and were not when it was saved count as never updated. The next checkpoint is then a
@@ -396,9 +398,11 @@ class Checkpointer:
         """
         return self._restore(step, abstract_tree, self._identity, "refused")
 
-    def read(self, step: int | None, abstract_tree: Any) -> tuple[Any, dict[str, Any]]:
-        """As `restore`, of some of the arrays that a checkpoint holds."""
-        return self._restore(step, abstract_tree, self._identity, "ignored")
+    def read(
+        self, step: int | None, leaves: dict[str, jax.ShapeDtypeStruct]
+    ) -> tuple[dict[str, jax.Array], HostRecord]:
+        """As `restore`, of some of the arrays that a checkpoint holds, by name."""
+        return self._restore(step, leaves, self._identity, "ignored")
 
     def shapes(self, step: int | None) -> dict[str, tuple[int, ...]]:
         """Shapes of the arrays of a checkpoint, by name; step None = the newest."""
@@ -407,8 +411,8 @@ class Checkpointer:
         return {name: tuple(described["shape"]) for name, described in manifest.arrays.items()}
 
     def _restore(
-        self, step: int | None, abstract_tree: Any, identity: dict[str, str], others: Literal["refused", "ignored"]
-    ) -> tuple[Any, dict[str, Any]]:
+        self, step: int | None, abstract_tree: object, identity: dict[str, str], others: Literal["refused", "ignored"]
+    ) -> tuple[Any, HostRecord]:
         self.wait()
         step = self._existing(step)
         links = distributed.together(lambda: self._checked_chain(step, abstract_tree, identity, others))
@@ -609,7 +613,7 @@ class Checkpointer:
         return step
 
     def _checked_chain(
-        self, step: int, abstract_tree: Any, identity: dict[str, str], others: Literal["refused", "ignored"]
+        self, step: int, abstract_tree: object, identity: dict[str, str], others: Literal["refused", "ignored"]
     ) -> list[Manifest]:
         try:
             links = chain.chain_to(self.folder, step)
@@ -698,7 +702,7 @@ def check_files(folder: pathlib.Path, checkpoints: Iterable[Manifest], part: tup
     Raises:
       Damaged: One is missing, cut short or altered.
     """
-    folders: dict[pathlib.Path, dict[str, Any]] = {}
+    folders: dict[pathlib.Path, dict[str, FileRecord]] = {}
     for manifest in checkpoints:
         folders[folder / str(manifest.step)] = manifest.files
         if (frozen := manifests.Frozen.of(manifest)) is not None and folder / frozen.folder not in folders:
@@ -707,7 +711,7 @@ def check_files(folder: pathlib.Path, checkpoints: Iterable[Manifest], part: tup
         manifests.check_files(path, {name: files[name] for name in sorted(files)[part[0] :: part[1]]})
 
 
-def _untracked_marks(manifest: Manifest, targets: dict[str, Any]) -> dict[str, Any]:
+def _untracked_marks(manifest: Manifest, targets: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
     """Of the leaves to restore, the numbers of updates of rows that were not tracked when a checkpoint was saved."""
     if manifest.updates is not None:
         return {}
@@ -719,7 +723,7 @@ def _untracked_marks(manifest: Manifest, targets: dict[str, Any]) -> dict[str, A
     }
 
 
-def _zeros(leaf: Any) -> jax.Array:
+def _zeros(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
 
 

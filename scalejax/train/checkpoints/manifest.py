@@ -6,9 +6,11 @@ import hashlib
 import json
 import os
 import pathlib
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, TypedDict
 
 import jax
+from numpy.typing import ArrayLike
 
 from scalejax import json_reading
 from scalejax.errors import UserError
@@ -27,6 +29,66 @@ SCORES = "scores.json"
 """Evaluations come after a save, and a manifest does not change: checkpoints that build on it name its digest."""
 
 
+class ArrayRecord(TypedDict):
+    """Shape and dtype of an array; the dtype of a typed PRNG key names its implementation."""
+
+    shape: list[int]
+    dtype: str
+
+
+class FileRecord(TypedDict):
+    """Size and SHA-256 of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class DeltaRecord(TypedDict):
+    """`chain.Delta`."""
+
+    base_step: int
+    base_digest: str
+    since: int
+    whole: list[str]
+
+
+class FrozenRecord(TypedDict):
+    """`Frozen`."""
+
+    folder: str
+    digest: str
+    names: list[str]
+
+
+class BestRecord(TypedDict):
+    """`run_state.Best`."""
+
+    step: int
+    value: float
+    final: float | None
+
+
+class HostRecord(TypedDict, total=False):
+    """`run_state.HostState`; of a model alone only `examples`."""
+
+    examples: int
+    data_from: int
+    weight: float
+    lifetime: dict[str, list[ArrayLike]]
+    progressive: dict[str, list[ArrayLike]]
+    best: BestRecord
+
+
+class Shaped(Protocol):
+    """An array, or what is known of one before it is there."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> object: ...
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
     """What `manifest.json` holds, besides the version of the format and its own digest."""
@@ -34,14 +96,14 @@ class Manifest:
     step: int
     identity: dict[str, str]
     metrics: dict[str, float] | None
-    host: dict[str, Any]
-    arrays: dict[str, dict[str, Any]]
-    files: dict[str, dict[str, Any]]
+    host: HostRecord
+    arrays: dict[str, ArrayRecord]
+    files: dict[str, FileRecord]
     updates: int | None = None
     """Count of the updates of the tables, where rows know which update last touched them."""
-    delta: dict[str, Any] | None = None
+    delta: DeltaRecord | None = None
     """See `chain.Delta`; None for a full checkpoint, which needs no other."""
-    frozen: dict[str, Any] | None = None
+    frozen: FrozenRecord | None = None
     """{"folder", "digest", "names"}: where the arrays are that do not change, beside the checkpoint; see `Frozen`."""
 
 
@@ -65,9 +127,9 @@ class Frozen:
         said = manifest.frozen
         return None if said is None else cls(said["folder"], said["digest"], tuple(said["names"]))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> FrozenRecord:
         """As JSON values."""
-        return dataclasses.asdict(self) | {"names": list(self.names)}
+        return {"folder": self.folder, "digest": self.digest, "names": list(self.names)}
 
     def read(self, checkpoints: pathlib.Path) -> Manifest:
         """The manifest of the folder.
@@ -124,7 +186,7 @@ def read(folder: pathlib.Path) -> Manifest:
     return manifest
 
 
-def write_scores(folder: pathlib.Path, metrics: dict[str, float], host: dict[str, Any]) -> None:
+def write_scores(folder: pathlib.Path, metrics: dict[str, float], host: HostRecord) -> None:
     """Adds an evaluation to a checkpoint, and what the host knows since then, which `read` then gives.
 
     Args:
@@ -165,11 +227,11 @@ def stored_digest(folder: pathlib.Path) -> str:
         raise Damaged(f"file {path} is missing") from error
 
 
-def _content_digest(content: dict[str, Any]) -> str:
+def _content_digest(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def check_files(folder: pathlib.Path, files: dict[str, dict[str, Any]]) -> None:
+def check_files(folder: pathlib.Path, files: dict[str, FileRecord]) -> None:
     """Compares files with the digests they were written with.
 
     Raises:
@@ -180,7 +242,7 @@ def check_files(folder: pathlib.Path, files: dict[str, dict[str, Any]]) -> None:
             pass
 
 
-def _check_file(path: pathlib.Path, expected: dict[str, Any]) -> None:
+def _check_file(path: pathlib.Path, expected: FileRecord) -> None:
     try:
         actual = digest(path)
     except FileNotFoundError as error:
@@ -191,16 +253,16 @@ def _check_file(path: pathlib.Path, expected: dict[str, Any]) -> None:
         raise Damaged(f"file {path} is damaged (its SHA-256 is not the one it was written with)")
 
 
-def digest(path: pathlib.Path) -> dict[str, Any]:
+def digest(path: pathlib.Path) -> FileRecord:
     """Size and SHA-256 of a file."""
     with disk.explained(f"cannot read {path}"), open(path, "rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
-def digests(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
+def digests(folder: pathlib.Path) -> dict[str, FileRecord]:
     """Makes every file below a folder durable and digests it: path relative to the folder -> size and SHA-256."""
 
-    def sync_and_digest(name: str) -> dict[str, Any]:
+    def sync_and_digest(name: str) -> FileRecord:
         disk.sync(folder / name)
         return digest(folder / name)
 
@@ -209,7 +271,7 @@ def digests(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
         return dict(zip(names, pool.map(sync_and_digest, names), strict=True))
 
 
-def describe_mismatch(abstract_tree: Any, stored: dict[str, dict[str, Any]]) -> list[str]:
+def describe_mismatch(abstract_tree: object, stored: dict[str, ArrayRecord]) -> list[str]:
     """Says how a tree differs from what a checkpoint holds; empty if it does not.
 
     Args:
@@ -227,7 +289,7 @@ def describe_mismatch(abstract_tree: Any, stored: dict[str, dict[str, Any]]) -> 
     return differences
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: object) -> dict[str, Any]:
     """Path of a leaf, joined by dots -> the leaf, in the order of `jax.tree.leaves`."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
@@ -236,12 +298,12 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return named
 
 
-def describe(leaf: Any) -> dict[str, Any]:
+def describe(leaf: Shaped) -> ArrayRecord:
     """Shape and dtype as JSON values; the dtype of a typed PRNG key names its implementation."""
     return {"shape": list(leaf.shape), "dtype": str(leaf.dtype)}
 
 
-def _short(description: dict[str, Any]) -> str:
+def _short(description: ArrayRecord) -> str:
     return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"
 
 

@@ -11,7 +11,7 @@ null for states of one number a row. Blocks are written and read one by one, so 
 
 import pathlib
 from collections.abc import Iterable, Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypedDict
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,25 @@ from scalejax.train import disk
 FOLDER = "rows"
 
 _ALIGNED = 64
+
+
+class Leaf(TypedDict):
+    """One array of a block."""
+
+    name: str
+    columns: tuple[int, int] | None
+    dtype: str
+    shape: list[int]
+    offset: int
+
+
+class Block(TypedDict):
+    """Rows of one table, as the index describes them."""
+
+    table: str
+    rows: int
+    numbers: int
+    leaves: list[Leaf]
 
 
 def write(folder: pathlib.Path, process: int, blocks: Iterable[TableRows]) -> dict[str, int]:
@@ -37,7 +56,7 @@ def write(folder: pathlib.Path, process: int, blocks: Iterable[TableRows]) -> di
     """
     folder = folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
-    index: list[dict[str, Any]] = []
+    index: list[Block] = []
     counts: dict[str, int] = {}
     with open(folder / f"{process:05d}.bin", "wb") as file:
         for rows in blocks:
@@ -68,13 +87,13 @@ def read(folder: pathlib.Path) -> Iterator[TableRows]:
     return (read_block(path, block) for path, block in blocks(folder))
 
 
-def blocks(folder: pathlib.Path) -> list[tuple[pathlib.Path, dict[str, Any]]]:
+def blocks(folder: pathlib.Path) -> list[tuple[pathlib.Path, Block]]:
     """File and description of each block of a checkpoint, of which `read_block` takes one."""
     indices = sorted((folder / FOLDER).glob("*.json"))
     return [(path.with_suffix(".bin"), block) for path in indices for block in disk.read_json(path)["blocks"]]
 
 
-def read_block(path: pathlib.Path, block: dict[str, Any]) -> TableRows:
+def read_block(path: pathlib.Path, block: Block) -> TableRows:
     """The rows of one block."""
     with disk.explained(f"cannot read {path}"), open(path, "rb") as file:
         return TableRows(

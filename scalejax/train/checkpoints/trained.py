@@ -14,8 +14,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +27,7 @@ from scalejax.parallel.embedding.stored.tracking import TableRows
 from scalejax.train import disk, distributed
 from scalejax.train.checkpoints import array_store, chain, checkpoint, rows_file
 from scalejax.train.checkpoints import manifest as manifests
-from scalejax.train.checkpoints.array_store import AnyArray, LazyArray
+from scalejax.train.checkpoints.array_store import AnyArray, Index, LazyArray
 from scalejax.train.checkpoints.manifest import Damaged, Manifest
 
 _RECORD, _CHECKPOINTS, _ARRAYS = "experiment.json", "checkpoints", "arrays"
@@ -66,7 +65,7 @@ class Trained:
     updates: AnyArray | None = None
     step: int
     examples: int = 0
-    record: Any = None
+    record: Mapping[str, object] | None = None
     identity: Mapping[str, str] = dataclasses.field(default_factory=dict)
     digest: str = ""
     checkpoints: tuple[pathlib.Path, ...] = ()
@@ -139,15 +138,21 @@ def write_run(path: pathlib.Path, trained: Trained) -> None:
     """
     arrays = _by_name(trained)
     described = {name: manifests.describe(array) for name, array in arrays.items()}
-    host = {"examples": trained.examples}
-    about: Any = {"metrics": None, "host": host, "files": {}, "identity": dict(trained.identity)}
+    manifest = Manifest(
+        step=trained.step,
+        identity=dict(trained.identity),
+        metrics=None,
+        host={"examples": trained.examples},
+        arrays=described,
+        files={},
+    )
     with disk.appearing(path) as folder:
         if trained.record is not None:
             disk.write_json(folder / _RECORD, trained.record)
         saving = folder / _CHECKPOINTS / "saving"
         try:
             array_store.write_each(saving / _ARRAYS, arrays)
-            checkpoint.commit(saving, Manifest(step=trained.step, arrays=described, **about))
+            checkpoint.commit(saving, manifest)
         except UserError:
             raise
         except Exception as error:
@@ -216,7 +221,7 @@ class Checkpoint:
         return (rows_file.read_block(*one) for one in self._blocks if table in (None, one[1]["table"]))
 
     @functools.cached_property
-    def _blocks(self) -> list[tuple[pathlib.Path, dict[str, Any]]]:
+    def _blocks(self) -> list[tuple[pathlib.Path, rows_file.Block]]:
         return rows_file.blocks(self.folder)  # of a full checkpoint there are none
 
     def frozen(self) -> "Checkpoint | None":
@@ -279,7 +284,7 @@ def merge(links: Sequence[Checkpoint], frozen: Checkpoint | None = None) -> Trai
     )
 
 
-def parts_of_tables(names: Mapping[str, Any]) -> dict[str, list[str]]:
+def parts_of_tables(names: Iterable[str]) -> dict[str, list[str]]:
     """Table -> names of the arrays of a checkpoint that hold its rows, in their order (see `embedding.stored`)."""
     found: dict[str, list[str]] = {}
     for part in ("body", "tail"):
@@ -304,7 +309,7 @@ def _table(name: str, parts: Sequence[LazyArray], links: Sequence[Checkpoint]) -
             array[rows.numbers[inside] - start, slice(*columns) if columns else slice(None)] = values[inside]
         return array
 
-    def read(index: Any) -> np.ndarray:
+    def read(index: Index) -> np.ndarray:
         first, *rest = index if isinstance(index, tuple) else (index,)
         if isinstance(first, slice) and first.step in (None, 1):  # of a range of rows no more is read
             start, stop, _ = first.indices(bounds[-1])
@@ -317,7 +322,7 @@ def _table(name: str, parts: Sequence[LazyArray], links: Sequence[Checkpoint]) -
 def _mean(arrays: Sequence[AnyArray]) -> LazyArray:
     """The mean of equal arrays, added up in float64 and rounded once."""
 
-    def read(index: Any) -> np.ndarray:
+    def read(index: Index) -> np.ndarray:
         total = np.array(arrays[0][index], np.float64)
         for array in arrays[1:]:
             total += array[index]

@@ -1,14 +1,15 @@
 """Metrics of classes, and of yes or no in several tasks."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Generic, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from scalejax.train.metrics import exact
 from scalejax.train.metrics.protocol import Collected, MetricBase, Value
-from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
+from scalejax.train.metrics.sums import Pair, Total, add, pair_zeros, ratio
 
 if TYPE_CHECKING:
     from scalejax.parallel.gradients.compute import Loss
@@ -17,11 +18,11 @@ if TYPE_CHECKING:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class AccuracySums:
+class AccuracySums(Generic[Total]):
     """Weight of what is right, and of all: pairs on the devices, float64[] on the host."""
 
-    right: Pair
-    weight: Pair
+    right: Total
+    weight: Total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,16 +42,16 @@ class Accuracy(MetricBase):
         unit = f"share of {self.unit} whose class is right"
         return (Value(name="accuracy", title="accuracy", unit=unit, better="high"),)
 
-    def zeros(self) -> AccuracySums:
+    def zeros(self) -> AccuracySums[Pair]:
         return AccuracySums(pair_zeros(), pair_zeros())
 
-    def update(self, sums: AccuracySums, loss: "Loss", batch: "Batch") -> AccuracySums:
+    def update(self, sums: AccuracySums[Pair], loss: "Loss", batch: "Batch") -> AccuracySums[Pair]:
         right = (loss.outputs["logits"].argmax(-1) == batch["labels"]).astype(jnp.float32)
         weights = batch.fields.get("weights")
         weights = jnp.ones_like(right) if weights is None else weights.astype(jnp.float32)
         return AccuracySums(add(sums.right, (right * weights).sum()), add(sums.weight, weights.sum()))
 
-    def compute(self, sums: Any) -> dict[str, float]:
+    def compute(self, sums: AccuracySums[np.ndarray]) -> dict[str, float]:
         return {"accuracy": ratio(sums.right, sums.weight)}
 
 
@@ -77,7 +78,7 @@ class MeanAuc(MetricBase):
         del loss, batch
         return sums
 
-    def compute(self, sums: Any) -> dict[str, float]:
+    def compute(self, sums: tuple[()]) -> dict[str, float]:
         del sums
         return {}
 

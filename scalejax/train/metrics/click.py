@@ -18,7 +18,7 @@ operations: rounding can merge neighbours but never swap them, hence the bound h
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Generic, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ import numpy as np
 
 from scalejax.train.metrics import evaluation, exact
 from scalejax.train.metrics.protocol import Collected, MetricBase, Value
-from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
+from scalejax.train.metrics.sums import Pair, Total, add, pair_zeros, ratio
 
 if TYPE_CHECKING:
     from scalejax.parallel.gradients.compute import Loss
@@ -41,7 +41,7 @@ _SOFTNESS = 4.0
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class ClickSums:
+class ClickSums(Generic[Total]):
     """Sums over examples: pairs on the devices, replicated; float64 arrays on the host.
 
     Attributes:
@@ -54,13 +54,13 @@ class ClickSums:
       histogram: Pair float[T, 2, bins]. Weight of negatives ([:, 0]) and positives ([:, 1]) per bin of the score.
     """
 
-    examples: jax.Array
-    nonfinite: jax.Array
-    weight: Pair
-    positive: Pair
-    cross_entropy: Pair
-    prediction: Pair
-    histogram: Pair
+    examples: jax.Array | np.ndarray
+    nonfinite: jax.Array | np.ndarray
+    weight: Total
+    positive: Total
+    cross_entropy: Total
+    prediction: Total
+    histogram: Total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -126,13 +126,13 @@ class ClickQuality(MetricBase):
             ]
         return tuple(found)
 
-    def zeros(self) -> ClickSums:
+    def zeros(self) -> ClickSums[Pair]:
         return zeros(len(self.tasks))
 
-    def update(self, sums: ClickSums, loss: "Loss", batch: "Batch") -> ClickSums:
+    def update(self, sums: ClickSums[Pair], loss: "Loss", batch: "Batch") -> ClickSums[Pair]:
         return update(sums, loss.outputs["logits"], batch["labels"], batch["weights"])
 
-    def compute(self, sums: Any) -> dict[str, float]:
+    def compute(self, sums: ClickSums[np.ndarray]) -> dict[str, float]:
         return compute(sums, self.tasks)
 
     def exact(self, collected: Collected, *, intervals: Literal["none", "bootstrap"]) -> dict[str, float]:
@@ -145,7 +145,7 @@ class ClickQuality(MetricBase):
             intervals=intervals,
         )
 
-    def of_collected(self, collected: Collected) -> ClickSums:
+    def of_collected(self, collected: Collected) -> ClickSums[np.ndarray]:
         return of_scores(collected["logits"], collected["labels"], collected["weights"])
 
     def keep(self, folder: pathlib.Path, split: str, collected: Collected) -> None:
@@ -154,7 +154,7 @@ class ClickQuality(MetricBase):
         evaluation.save_diagrams(folder, split, predictions, labels, weights, names=self.tasks)
 
 
-def zeros(tasks: int, *, bins: int = BINS) -> ClickSums:
+def zeros(tasks: int, *, bins: int = BINS) -> ClickSums[Pair]:
     """Sums of no examples for `tasks` tasks.
 
     Raises:
@@ -174,7 +174,7 @@ def zeros(tasks: int, *, bins: int = BINS) -> ClickSums:
     )
 
 
-def update(sums: ClickSums, logits: jax.Array, labels: jax.Array, weights: jax.Array) -> ClickSums:
+def update(sums: ClickSums[Pair], logits: jax.Array, labels: jax.Array, weights: jax.Array) -> ClickSums[Pair]:
     """Adds a batch; jit-able, one pass, no host sync.
 
     Args:
@@ -251,7 +251,9 @@ def _one_hot_product(bins: int):
     return histogram
 
 
-def of_scores(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, bins: int = BINS) -> ClickSums:
+def of_scores(
+    logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, bins: int = BINS
+) -> ClickSums[np.ndarray]:
     """The sums of examples that were scored already, in float64; they add to those of the devices.
 
     Args:
@@ -271,7 +273,7 @@ def of_scores(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, bi
     sides = (np.where(scored, w * (1 - y), 0), np.where(scored, w * y, 0))
     histogram = [[np.bincount(index[:, t], side[:, t], bins) for side in sides] for t in range(l.shape[1])]
     prediction = np.where(counts, 0.5 * (1 + np.tanh(l / 2)), 0)
-    sums: dict[str, Any] = dict(
+    return ClickSums(
         examples=counts.sum(),
         nonfinite=np.sum(counts & ~np.isfinite(loss), axis=0),
         weight=np.sum(w * np.ones_like(y), axis=0),
@@ -280,10 +282,9 @@ def of_scores(logits: np.ndarray, labels: np.ndarray, weights: np.ndarray, *, bi
         prediction=np.sum(w * prediction, axis=0),
         histogram=np.array(histogram, np.float64),
     )
-    return ClickSums(**sums)
 
 
-def compute(sums: Any, names: Sequence[str] = ()) -> dict[str, float]:
+def compute(sums: ClickSums[np.ndarray], names: Sequence[str] = ()) -> dict[str, float]:
     """Metrics of the examples in the sums.
 
     Args:
@@ -307,7 +308,7 @@ def compute(sums: Any, names: Sequence[str] = ()) -> dict[str, float]:
     return result
 
 
-def _task_metrics(sums: Any, task: int) -> dict[str, float]:
+def _task_metrics(sums: ClickSums[np.ndarray], task: int) -> dict[str, float]:
     n, p = float(sums.weight[task]), float(sums.positive[task])
     auc, bound = histogram_auc(sums.histogram[task, 0], sums.histogram[task, 1])
     return {

@@ -19,7 +19,7 @@ import json
 import pathlib
 import re
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -88,6 +88,23 @@ def _metrics(p: np.ndarray, y: np.ndarray, w: np.ndarray, groups: ArrayLike | No
     return values | {"calibration": exact.calibration(y, p, w), "base_rate": exact.base_rate(y, w)}
 
 
+class ScoredTask(TypedDict):
+    """What is drawn of a task; numbers that are not finite are null."""
+
+    name: str
+    reliability: dict[str, list[float]]
+    histogram: dict[str, list[float]]
+
+
+class Diagrams(TypedDict):
+    """Content of `evaluation/<split>.json`."""
+
+    format: int
+    split: str
+    examples: int
+    tasks: list[ScoredTask]
+
+
 def save_diagrams(
     folder: pathlib.Path,
     split: str,
@@ -107,7 +124,7 @@ def save_diagrams(
       UserError: the disk refuses.
     """
     p, y, w = _arrays(predictions, labels, weights, names)
-    tasks = []
+    tasks: list[ScoredTask] = []
     for t in range(p.shape[1]):
         negative, positive = exact.score_histogram(y[:, t], p[:, t], w)
         tasks.append(
@@ -120,7 +137,7 @@ def save_diagrams(
                 "histogram": {"negative": negative.tolist(), "positive": positive.tolist()},
             }
         )
-    content = {"format": FORMAT, "split": split, "examples": int(np.sum(w > 0)), "tasks": tasks}
+    content: Diagrams = {"format": FORMAT, "split": split, "examples": int(np.sum(w > 0)), "tasks": tasks}
     target = folder / FOLDER
     with disk.explained(f"cannot write {target}"):
         target.mkdir(parents=True, exist_ok=True)
@@ -134,13 +151,13 @@ def save_diagrams(
     disk.write_atomically(target / f"{split}.json", json.dumps(disk.finite(content), allow_nan=False) + "\n")
 
 
-def read_diagrams(folder: pathlib.Path) -> list[dict[str, Any]]:
+def read_diagrams(folder: pathlib.Path) -> list[Diagrams]:
     """The content of every `evaluation/*.json` of a run folder, by name of the split.
 
     Raises:
       UserError: a file is damaged, or of another format.
     """
-    found = []
+    found: list[Diagrams] = []
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
             content = json_reading.read(path)

@@ -16,7 +16,7 @@ prediction costs 27.6 nats instead of infinity. What is undefined (no positive, 
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -315,5 +315,5 @@ def _columns(
     return y, s, w
 
 
-def _ratio(numerator: Any, denominator: Any) -> float:
+def _ratio(numerator: float | np.ndarray, denominator: float | np.ndarray) -> float:
     return float(numerator / denominator) if denominator else float("nan")

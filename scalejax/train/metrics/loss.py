@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Generic, Literal
 
 import jax
 import numpy as np
 
 from scalejax.train.metrics.protocol import MetricBase, Value
-from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
+from scalejax.train.metrics.sums import Pair, Total, add, pair_zeros, ratio
 
 if TYPE_CHECKING:
     from scalejax.parallel.gradients.compute import Loss
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class LossSums:
+class LossSums(Generic[Total]):
     """Sum of losses and of weights: pairs on the devices, float64[] on the host."""
 
-    loss: Pair
-    weight: Pair
+    loss: Total
+    weight: Total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,14 +52,14 @@ class MeanLoss(MetricBase):
     def counts(self) -> tuple[str, str]:
         return ("weight", self.unit)
 
-    def zeros(self) -> LossSums:
+    def zeros(self) -> LossSums[Pair]:
         return LossSums(pair_zeros(), pair_zeros())
 
-    def update(self, sums: LossSums, loss: "Loss", batch: "Batch") -> LossSums:
+    def update(self, sums: LossSums[Pair], loss: "Loss", batch: "Batch") -> LossSums[Pair]:
         del batch
         return LossSums(add(sums.loss, loss.sum), add(sums.weight, loss.weight))
 
-    def compute(self, sums: Any) -> dict[str, float]:
+    def compute(self, sums: LossSums[np.ndarray]) -> dict[str, float]:
         mean = ratio(sums.loss, sums.weight)
         found = {"loss": mean, "weight": float(sums.weight)}
         if self.of == "nats":

@@ -71,11 +71,11 @@ class Metric(Protocol):
         """Names of values that windows also give for the whole run so far, as "lifetime_NAME"."""
         ...
 
-    def zeros(self) -> Any:
+    def zeros(self) -> object:
         """Sums of no examples, a pytree of `sums.Pair`s and integer arrays."""
         ...
 
-    def update(self, sums: Any, loss: "Loss", batch: "Batch") -> Any:
+    def update(self, sums: Any, loss: "Loss", batch: "Batch") -> object:
         """Adds a batch, inside a compiled step. `loss` is that of the global batch."""
         ...
 
@@ -87,7 +87,7 @@ class Metric(Protocol):
         """Values of collected outputs, with 95 % intervals as NAME_low and NAME_high if asked; {} where sums do."""
         ...
 
-    def of_collected(self, collected: Collected) -> Any:
+    def of_collected(self, collected: Collected) -> object:
         """The sums on the host of collected outputs, for `lifetime` values of examples that were scored."""
         ...
 
@@ -115,7 +115,7 @@ class MetricBase:
         del collected, intervals
         return {}
 
-    def of_collected(self, collected: Collected) -> Any:
+    def of_collected(self, collected: Collected) -> object:
         raise NotImplementedError(f"{type(self).__name__} has no sums of collected outputs.")
 
     def keep(self, folder: pathlib.Path, split: str, collected: Collected) -> None:
@@ -139,7 +139,7 @@ class Described:
         """What some metrics say of themselves."""
         return cls(values=tuple(value for metric in metrics for value in metric.values), counts=metrics[0].counts)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """As JSON values."""
         return {"values": [dataclasses.asdict(value) for value in self.values], "counts": list(self.counts)}
 

@@ -7,17 +7,18 @@ skipped      steps that a scaled loss skipped since their gradient overflowed; n
 """
 
 import dataclasses
-from typing import Any
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from scalejax.train.metrics.sums import Pair, add, pair_zeros, ratio
+from scalejax.train.metrics.sums import Pair, Total, add, pair_zeros, ratio
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class StepSums:
+class StepSums(Generic[Total]):
     """Sums over steps; replicated on the devices, NumPy arrays on the host.
 
     Attributes:
@@ -34,12 +35,12 @@ class StepSums:
     clipped: jax.Array
     nonfinite: jax.Array
     skipped: jax.Array
-    weight: Pair
-    grad_norm: Pair
+    weight: Total
+    grad_norm: Total
     grad_norm_max: jax.Array
 
 
-def zeros() -> StepSums:
+def zeros() -> StepSums[Pair]:
     """Sums of no steps."""
 
     def none() -> jax.Array:
@@ -50,13 +51,13 @@ def zeros() -> StepSums:
 
 
 def update(
-    sums: StepSums,
+    sums: StepSums[Pair],
     loss: jax.Array,
     weight: jax.Array,
     norm: jax.Array,
     clip: float | None,
     skipped: jax.Array | None = None,
-) -> StepSums:
+) -> StepSums[Pair]:
     """Adds a step.
 
     Args:
@@ -84,7 +85,7 @@ def update(
     )
 
 
-def compute(sums: Any) -> dict[str, float]:
+def compute(sums: StepSums[np.ndarray]) -> dict[str, float]:
     """The values of a window, of sums on the host."""
     taken = int(sums.steps) - int(sums.skipped)
     return {

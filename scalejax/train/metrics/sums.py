@@ -8,11 +8,14 @@ Sums of a metric are a pytree of `Pair`s and integer arrays. They are merged by 
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
+
+Tree = TypeVar("Tree")
 
 
 @jax.tree_util.register_dataclass
@@ -22,6 +25,10 @@ class Pair:
 
     value: jax.Array
     error: jax.Array
+
+
+Total = TypeVar("Total", Pair, np.ndarray)
+"""Of sums on the devices `Pair`, of sums on the host float64 arrays."""
 
 
 def pair_zeros(*shape: int) -> Pair:
@@ -38,11 +45,11 @@ def add(total: Pair, x: jax.Array) -> Pair:
     return Pair(s, total.error + ((total.value - (s - back)) + (x - back)))
 
 
-def to_host(sums: Any) -> Any:
+def to_host(sums: object) -> Any:
     """Waits for sums; pairs become float64 arrays, everything else NumPy arrays."""
     host = jax.device_get(sums)
 
-    def whole(leaf: Any) -> np.ndarray:
+    def whole(leaf: Pair | np.ndarray) -> np.ndarray:
         if isinstance(leaf, Pair):
             return np.asarray(leaf.value, np.float64) + np.asarray(leaf.error, np.float64)
         return np.asarray(leaf)
@@ -50,17 +57,17 @@ def to_host(sums: Any) -> Any:
     return jax.tree.map(whole, host, is_leaf=lambda x: isinstance(x, Pair))
 
 
-def merge(a: Any, b: Any) -> Any:
+def merge(a: Tree, b: Tree) -> Tree:
     """Sums on the host of the examples of both."""
     return jax.tree.map(np.add, a, b)
 
 
-def to_json(sums: Any) -> list[Any]:
+def to_json(sums: object) -> list[ArrayLike]:
     """Leaves of sums on the host as lists; `json` writes floats by their shortest exact form: nothing is lost."""
     return [np.asarray(leaf).tolist() for leaf in jax.tree.leaves(sums)]
 
 
-def from_json(values: list[Any], like: Any) -> Any:
+def from_json(values: list[ArrayLike], like: Tree) -> Tree:
     """The inverse of `to_json`.
 
     Args:
@@ -73,6 +80,6 @@ def from_json(values: list[Any], like: Any) -> Any:
     )
 
 
-def ratio(numerator: float, denominator: float) -> float:
+def ratio(numerator: float | np.ndarray, denominator: float | np.ndarray) -> float:
     """The quotient, NaN where the denominator is 0."""
     return float(numerator / denominator) if denominator else float("nan")

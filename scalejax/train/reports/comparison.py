@@ -75,14 +75,14 @@ def _results(runs: Sequence[RunFiles], names: Sequence[str]) -> Iterator[str]:
                 rows.append([name, run.name])
                 continue
             head = ["run", "recipe", *((row.name, "n") for row in section.rows), ("samples/s", "n"), ("wall time", "n")]
-            rate = run.summary.get("samples_per_s")
+            rate = summaries.figure(run.summary, "samples_per_s")
             rows.append(
                 [
                     name,
                     run.name,
                     *((f"{row.value}" + (f"  ({row.interval})" if row.interval else ""), "n") for row in section.rows),
                     ("" if rate is None else console.count(rate), "n"),
-                    (summaries.duration(run.summary.get("wall_s")) or "", "n"),
+                    (summaries.duration(summaries.figure(run.summary, "wall_s")) or "", "n"),
                 ]
             )
         yield page.card(f"{title} (95 % intervals in brackets)", page.table(head, rows))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from rich import box
 from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
@@ -34,7 +33,7 @@ def progress_fields(rate: str = "", **metrics: float) -> dict[str, str]:
     return {"rate": rate, "quality": "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())}
 
 
-def closing_table(summary: Mapping[str, Any], described: Described | None = None) -> Table:
+def closing_table(summary: Mapping[str, object], described: Described | None = None) -> Table:
     """The table that ends a run: every scored split beside the base rate, then speed and memory.
 
     Args:

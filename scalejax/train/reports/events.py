@@ -24,7 +24,9 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Literal
+
+import numpy as np
 
 from scalejax.train import disk, run_folder
 from scalejax.train.trackers.protocol import TrackedRun, Tracker
@@ -51,7 +53,7 @@ class EventWriter:
         self, folder: Path, *, process_index: int = 0, step: int = 0, trackers: Sequence[Tracker] = ()
     ) -> None:
         self._files: dict[str, io.FileIO] = {}
-        self._present: set[tuple[Any, ...]] = set()
+        self._present: set[tuple[object, ...]] = set()
         self._trackers: list[Tracker] = []
         if process_index != 0:
             return
@@ -74,11 +76,11 @@ class EventWriter:
 
     def window(self, step: int, values: Mapping[str, Value]) -> None:
         """Adds the training metrics of the window that ends with `step`."""
-        self._metrics({"kind": "window", "step": step, "split": "train", **values})
+        self._metrics("window", step, "train", values)
 
     def evaluation(self, step: int, split: str, values: Mapping[str, Value]) -> None:
         """Adds the metrics of a pass over `split` with the parameters after `step`."""
-        self._metrics({"kind": "evaluation", "step": step, "split": split, **values})
+        self._metrics("evaluation", step, split, values)
 
     def timing(self, step: int, values: Mapping[str, Value]) -> None:
         """Adds what the machine did in the window that ends with `step`."""
@@ -112,13 +114,15 @@ class EventWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _metrics(self, record: dict[str, Any]) -> None:
+    def _metrics(
+        self, kind: Literal["window", "evaluation"], step: int, split: str, values: Mapping[str, Value]
+    ) -> None:
+        record = {"kind": kind, "step": step, "split": split, **values}
         if not self._files or _identity(record) in self._present:
             return
         self._present.add(_identity(record))
         self._line(METRICS_FILE, record)
-        kind = "train" if record["kind"] == "window" else record["split"]
-        self._scalars(kind, record["step"], {k: v for k, v in record.items() if k not in ("kind", "step", "split")})
+        self._scalars(split, step, values)
 
     def _line(self, name: str, record: Mapping[str, Value]) -> None:
         disk.append(self._files[name], to_line(record).encode(), self._folder / name)
@@ -135,14 +139,14 @@ def to_line(record: Mapping[str, Value]) -> str:
     return json.dumps({name: plain(value) for name, value in record.items()}, allow_nan=False) + "\n"
 
 
-def plain(value: Any) -> Value:
+def plain(value: Value | np.generic | np.ndarray) -> Value:
     """A value that strict JSON can hold: NumPy scalars become Python's, non-finite floats None."""
     if value is None or isinstance(value, (str, int)):
         return value
-    if hasattr(value, "item"):
-        return plain(value.item())
-    return float(value) if math.isfinite(value) else None
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    return plain(value.item())
 
 
-def _identity(record: Mapping[str, Any]) -> tuple[Any, ...]:
+def _identity(record: Mapping[str, object]) -> tuple[object, ...]:
     return record["kind"], record["step"], record["split"]

@@ -241,7 +241,7 @@ def by_day(title: str, days: Sequence[str], values: Sequence[float], base: float
         return _svg(figure)
 
 
-def _marked(points: Sequence[Any] | np.ndarray, size: float, shape: str = "o") -> dict[str, Any]:
+def _marked(points: Sequence[object] | np.ndarray, size: float, shape: str = "o") -> dict[str, Any]:
     """Marks where points are few: one or two would be no curve, and marks of many run into each other.
 
     They are hollow, and every split has its own shape, so that one on top of another does not hide it.
@@ -283,6 +283,6 @@ def _svg(figure: Figure) -> str:
     return svg[:head] + _THEME + svg[head:]
 
 
-def finite(points: Sequence[tuple[float, Any]]) -> list[tuple[float, float]]:
+def finite(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, float]]:
     """The points whose value is there (JSON's null and NaN are not)."""
     return [(x, float(y)) for x, y in points if y is not None and math.isfinite(y)]

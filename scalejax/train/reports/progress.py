@@ -73,7 +73,7 @@ class Progress:
     def evaluation(self, step: int, split: str, values: Mapping[str, float], shown: Mapping[str, float]) -> None:
         """A split was scored with the parameters after `step`: all values, and the few to show to people."""
 
-    def done(self, summary: Mapping[str, Any]) -> None:
+    def done(self, summary: Mapping[str, object]) -> None:
         """The run has ended."""
 
 
@@ -103,7 +103,7 @@ class TextLines(Progress):
         self._steps, self._start = 0, 0
         self._began = time.perf_counter()  # moved on by what compiling takes: the time that is left has none
 
-    def _say(self, event: dict[str, Any], text: str) -> None:
+    def _say(self, event: Mapping[str, object], text: str) -> None:
         del event
         if text:
             print(text, file=self._stream, flush=True)
@@ -136,14 +136,14 @@ class TextLines(Progress):
         event = {"event": "evaluation", "step": step, "split": split, **values}
         self._say(event, f"{split} at step {step}  {_texts(shown)}")
 
-    def done(self, summary: Mapping[str, Any]) -> None:
+    def done(self, summary: Mapping[str, object]) -> None:
         self._say({"event": "done", **summary}, "")
 
 
 class JsonLines(TextLines):
     """The same events as JSON objects, one a line."""
 
-    def _say(self, event: dict[str, Any], text: str) -> None:
+    def _say(self, event: Mapping[str, object], text: str) -> None:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
         super()._say(event, json.dumps(finite))
 

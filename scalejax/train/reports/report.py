@@ -41,13 +41,13 @@ class RunFiles:
     """
 
     path: pathlib.Path
-    summary: Mapping[str, Any]
+    summary: Mapping[str, object]
     experiment: Mapping[str, Any]
     environment: Mapping[str, Any]
     windows: Sequence[Mapping[str, Any]]
     evaluations: Sequence[Mapping[str, Any]]
     timing: Sequence[Mapping[str, Any]]
-    diagrams: Sequence[Mapping[str, Any]]
+    diagrams: Sequence[evaluation.Diagrams]
     pictures: Sequence[evaluation.Picture]
     described: Described
 
@@ -173,18 +173,19 @@ def _tiles(run: RunFiles) -> str:
         for row in sections[0].rows:
             if row.name in titles[:3]:
                 items.append((f"{split} {row.name}", row.value, f"base rate {row.base}" if row.base else ""))
-    rate, tokens = run.summary.get("samples_per_s"), run.summary.get("tokens_per_s")
+    figure = functools.partial(summaries.figure, run.summary)
+    rate, tokens = figure("samples_per_s"), figure("tokens_per_s")
     if tokens is not None:
         items.append(("tokens/s", console.count(tokens), "training, without warm-up"))
     elif rate is not None:
         items.append(("samples/s", console.count(rate), "training, without warm-up"))
-    wall = summaries.duration(run.summary.get("wall_s"))
+    wall = summaries.duration(figure("wall_s"))
     if wall is not None:
-        compiled = summaries.duration(run.summary.get("compile_s"))
+        compiled = summaries.duration(figure("compile_s"))
         items.append(("wall time", wall, f"compilation {compiled}" if compiled else ""))
     if not items and not run.summary:
-        last = run.windows[-1]["step"] if run.windows else 0
-        return page.paragraph(f"This run has not finished: its records end at step {last:,}.")
+        last = f"its records end at step {run.windows[-1]['step']:,}" if run.windows else "it has no records yet"
+        return page.paragraph(f"This run has not finished: {last}.")
     return page.tiles(items)
 
 
@@ -251,7 +252,7 @@ def _base(evaluations: Sequence[Mapping[str, Any]], value: Value) -> tuple[str, 
     return None
 
 
-def _is_progressive(record: Mapping[str, Any]) -> bool:
+def _is_progressive(record: Mapping[str, object]) -> bool:
     """Progressive validation scores by histogram; the named splits exactly."""
     return any(key == "auc_hist" or key.startswith("auc_hist/") for key in record)
 
@@ -327,7 +328,7 @@ def _configuration(run: RunFiles) -> Iterator[str]:
         yield page.details("Environment", page.table([], [[(key, "key"), (value, "val")] for key, value in rows]))
 
 
-def flatten(value: Any, path: str = "") -> list[tuple[str, str]]:
+def flatten(value: object, path: str = "") -> list[tuple[str, str]]:
     """Nested data as (path, text): dataclasses written as {"type", "fields"} give their type and then their fields."""
     if isinstance(value, Mapping) and set(value) == {"type", "fields"}:
         short = str(value["type"]).rpartition(".")[2]

@@ -20,9 +20,9 @@ optional for a reader.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from scalejax.train.metrics.classification import Accuracy, MeanAuc
 from scalejax.train.metrics.click import ClickQuality
@@ -61,7 +61,14 @@ class Section:
     rows: tuple[MetricRow, ...]
 
 
-def quality(summary: Mapping[str, Any], described: Described | None = None) -> list[Section]:
+def figure(summary: Mapping[str, object], key: str) -> float | None:
+    """A number of the summary; None where it has none."""
+    value = summary.get(key)
+    assert value is None or isinstance(value, int | float), f"{key} is {value!r}"
+    return value
+
+
+def quality(summary: Mapping[str, object], described: Described | None = None) -> list[Section]:
     """What the summary says of each scored split (test first) and task.
 
     Args:
@@ -78,14 +85,15 @@ def quality(summary: Mapping[str, Any], described: Described | None = None) -> l
                 continue
             if (at_best := _row_at_best(summary, start, values)) is not None:
                 rows.append(at_best)
-            overflowed = summary.get(f"{start}_overflow_ids", summary.get(f"{start}_spilled_ids"))  # as it was called
+            spilled = figure(summary, f"{start}_spilled_ids")  # as it was called
+            overflowed = figure(summary, f"{start}_overflow_ids") if spilled is None else spilled
             if overflowed is not None:
                 rows.append(MetricRow("ids without room", f"{overflowed:,}", "", ""))
             sections.append(Section(_title(summary, start, split, ending, described), tuple(rows)))
     return sections
 
 
-def known(records: Sequence[Mapping[str, Any]], prefixes: tuple[str, ...] = ("",)) -> Described:
+def known(records: Sequence[Mapping[str, object]], prefixes: tuple[str, ...] = ("",)) -> Described:
     """What the keys of records say was measured, by the metrics that this package has."""
     keys = {key[len(p) :] for record in records for key in record for p in prefixes if key.startswith(p)}
     tasks = tuple(dict.fromkeys(key.partition("/")[2] for key in sorted(keys) if key.startswith("logloss/")))
@@ -105,43 +113,44 @@ def _ending(value: Value) -> str:
     return slash + task
 
 
-def _row(summary: Mapping[str, Any], start: str, value: Value) -> MetricRow | None:
+def _row(summary: Mapping[str, object], start: str, value: Value) -> MetricRow | None:
     if value.shown == "records":
         return None
     key, interval = f"{start}_{value.name}", ""
     if key not in summary and value.window is not None and f"{start}_{value.window}" in summary:
         key = f"{start}_{value.window}"
-        bound = summary.get(f"{start}_{value.bound}")
+        bound = figure(summary, f"{start}_{value.bound}")
         interval = "" if bound is None else f"± {bound:.4f} by binning"
     if key not in summary:
         return None
     name, _, task = value.name.partition("/")
     end = f"/{task}" if task else ""
-    low, high = summary.get(f"{start}_{name}_low{end}"), summary.get(f"{start}_{name}_high{end}")
+    low, high = figure(summary, f"{start}_{name}_low{end}"), figure(summary, f"{start}_{name}_high{end}")
     if low is not None and high is not None:
         interval = f"{low:.4f} to {high:.4f}"
-    base = value.base if value.base is not None else summary.get(f"{start}_{name}_base{end}")
-    return MetricRow(value.title, number(summary[key]), interval, "" if base is None else number(base))
+    base = value.base if value.base is not None else figure(summary, f"{start}_{name}_base{end}")
+    return MetricRow(value.title, number(figure(summary, key)), interval, "" if base is None else number(base))
 
 
-def _row_at_best(summary: Mapping[str, Any], start: str, values: Sequence[Value]) -> MetricRow | None:
+def _row_at_best(summary: Mapping[str, object], start: str, values: Sequence[Value]) -> MetricRow | None:
     for value in values:
-        if (best := summary.get(f"{start}_{value.name}_at_best")) is not None:
+        if (best := figure(summary, f"{start}_{value.name}_at_best")) is not None:
             return MetricRow(f"{value.title} at step {summary.get('best_step')}, the best", number(best), "", "")
     return None
 
 
-def _title(summary: Mapping[str, Any], start: str, split: str, ending: str, described: Described) -> str:
+def _title(summary: Mapping[str, object], start: str, split: str, ending: str, described: Described) -> str:
     title = split + (f", {ending[1:]}" if ending else "")
-    count = summary.get(f"{start}_{described.counts[0]}")
+    count = figure(summary, f"{start}_{described.counts[0]}")
     return title if count is None else f"{title}: {_whole(count)} {described.counts[1]}"
 
 
-def speed(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def speed(summary: Mapping[str, object]) -> list[tuple[str, str]]:
     """Names and texts of what the summary says of work, speed and memory."""
-    get = summary.get
+    get, device = functools.partial(figure, summary), summary.get("device")
+    waiting = get("data_wait_share")
     rows: list[tuple[str, str | None]] = [
-        ("device", get("device")),
+        ("device", None if device is None else str(device)),
         ("parameters, dense / tables", _both(_whole(get("dense_parameters")), _whole(get("table_parameters")))),
         ("parameters", None if "table_parameters" in summary else _whole(get("dense_parameters"))),
         ("steps", _whole(get("steps"))),
@@ -153,7 +162,7 @@ def speed(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("TFLOP/s a device", _decimals(get("tflops_per_s_per_device"))),
         ("MFU", _share_of_peak(summary)),
         ("step p50 / p95", _both(duration(get("step_p50_s")), duration(get("step_p95_s")))),
-        ("waiting for data", None if get("data_wait_share") is None else f"{get('data_wait_share'):.1%}"),
+        ("waiting for data", None if waiting is None else f"{waiting:.1%}"),
         ("compilation", duration(get("compile_s"))),
         ("wall time", duration(get("wall_s"))),
         ("peak device memory", size(get("peak_device_bytes"))),
@@ -192,9 +201,9 @@ def _decimals(value: float | None) -> str | None:
     return None if value is None or math.isnan(value) else f"{value:.3g}"
 
 
-def _share_of_peak(summary: Mapping[str, Any]) -> str | None:
+def _share_of_peak(summary: Mapping[str, object]) -> str | None:
     """Model FLOPs over the peak of the chip, which is named: the number means nothing without it."""
-    mfu, peak = summary.get("mfu"), summary.get("peak_tflops_per_s")
+    mfu, peak = figure(summary, "mfu"), figure(summary, "peak_tflops_per_s")
     if mfu is None or peak is None:
         return None
     return f"{mfu:.1%} of {peak:,.0f} TFLOP/s bf16, causal attention by half"

@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 
@@ -38,7 +38,13 @@ _WAITS = ("blocked", "checkpoint", "evaluation")
 class Output(Protocol):
     """An array that a step returned."""
 
-    def block_until_ready(self) -> Any: ...
+    def block_until_ready(self) -> object: ...
+
+
+class Device(Protocol):
+    """A device of jax."""
+
+    def memory_stats(self) -> dict[str, int] | None: ...
 
 
 class StepTimer:
@@ -186,7 +192,7 @@ def _quantiles(durations: list[float]) -> dict[str, float]:
     return {"step_mean_s": float(np.mean(durations)), "step_p50_s": float(p50), "step_p95_s": float(p95)}
 
 
-def peak_memory(devices: Iterable[Any] = ()) -> dict[str, int]:
+def peak_memory(devices: Iterable[Device] = ()) -> dict[str, int]:
     """The most memory that this process ever held, by what it is.
 
     Args:

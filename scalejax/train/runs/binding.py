@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from scalejax.train.step import Program
 from scalejax.train.task import Task
 
 
-def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, abstract: bool = False) -> Program:
+def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None, *, abstract: bool = False) -> Program:
     """Binds an experiment to a schema and a mesh; allocates nothing but the constants of the task.
 
     Args:
@@ -97,7 +96,7 @@ def bind(experiment: Experiment, schema: Any, mesh: Mesh, data: Any = None, *, a
     return program
 
 
-def bound_task(experiment: Experiment, schema: Any) -> Task:
+def bound_task(experiment: Experiment, schema: object) -> Task:
     """The model of a run, bound to the schema of its data.
 
     Raises:

@@ -6,7 +6,6 @@ import math
 import pathlib
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from scalejax import chips, optim
 from scalejax.errors import UserError
-from scalejax.parallel import offload
+from scalejax.parallel import offload, xla_flags
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.plan.placement import PlanRefused
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan
@@ -29,6 +28,7 @@ from scalejax.train.batches.pipeline import Pipeline
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
 from scalejax.train.checkpoints.checkpoint import Checkpointer
+from scalejax.train.checkpoints.manifest import HostRecord
 from scalejax.train.experiment import Experiment, Init
 from scalejax.train.metrics import steps as step_sums
 from scalejax.train.metrics import sums as metric_sums
@@ -41,7 +41,7 @@ from scalejax.train.reports.timing import peak_memory
 from scalejax.train.runs import binding, run_state, scoring
 from scalejax.train.runs.run_state import Best, HostState
 from scalejax.train.runs.scoring import Scores
-from scalejax.train.state import TrainState
+from scalejax.train.state import Stored, TrainState
 from scalejax.train.step import Program
 
 
@@ -52,7 +52,7 @@ class Run:
     `remarks` are what a user should know of how the state came about.
     """
 
-    def __init__(self, program: Program, data: DataSet, phase: ResolvedPhase | None = None) -> None:
+    def __init__(self, program: Program, data: DataSet[object], phase: ResolvedPhase | None = None) -> None:
         self.program, self.data, self.experiment = program, data, program.experiment
         self.phase = phases.resolved(self.experiment)[0] if phase is None else phase
         self.learning_rate = self.experiment.optimizer.learning_rate.build(self.experiment.steps)
@@ -65,7 +65,9 @@ class Run:
         self._last: tuple[weakref.ref[TrainState], dict[str, Scores]] | None = None
 
     @classmethod
-    def bind(cls, experiment: Experiment, data: DataSet, mesh: Mesh, phase: ResolvedPhase | None = None) -> "Run":
+    def bind(
+        cls, experiment: Experiment, data: DataSet[object], mesh: Mesh, phase: ResolvedPhase | None = None
+    ) -> "Run":
         """Binds an experiment, or a phase of it, to its data and a mesh.
 
         Raises:
@@ -79,7 +81,7 @@ class Run:
         return cls(dataclasses.replace(program, schedules_from=phase.optimizer_from), data, phase)
 
     @classmethod
-    def bind_to_score(cls, experiment: Experiment, data: DataSet, mesh: Mesh, console: Console | None) -> "Run":
+    def bind_to_score(cls, experiment: Experiment, data: DataSet[object], mesh: Mesh, console: Console | None) -> "Run":
         """The same, without the sharding plan of the tables where that does not suit the mesh."""
         try:
             return cls.bind(experiment, data, mesh)
@@ -106,7 +108,7 @@ class Run:
         return self.program.in_flight
 
     @property
-    def compiler_options(self) -> dict[str, Any]:
+    def compiler_options(self) -> dict[str, xla_flags.Value]:
         """Options of XLA that the run sets itself."""
         return self.program.compiler_options or {}
 
@@ -193,7 +195,7 @@ class Run:
                     leaves[name] = jax.device_put(leaves[f"params.{path}"], leaves[name].sharding, may_alias=False)
         return self.from_stored(jax.tree.unflatten(structure, leaves.values())), self._host_after(before, saved)
 
-    def kept(self, before: "Run") -> dict[str, Any]:
+    def kept(self, before: "Run") -> dict[str, jax.ShapeDtypeStruct]:
         """What of the stored state is that of the phase before, by name, as shapes, dtypes and shardings here.
 
         Raises:
@@ -230,7 +232,7 @@ class Run:
             )
         return kept
 
-    def _host_after(self, before: "Run", saved: Mapping[str, Any]) -> HostState:
+    def _host_after(self, before: "Run", saved: HostRecord) -> HostState:
         """What the host knows, of what it knew at the end of the phase before."""
         host = HostState.from_dict(saved, before.zero_sums())
         if tuple(self.program.metrics.values()) != tuple(before.program.metrics.values()):
@@ -241,7 +243,7 @@ class Run:
             host = dataclasses.replace(host, data_from=host.examples)
         return host
 
-    def zero_sums(self) -> dict[str, Any]:
+    def zero_sums(self) -> dict[str, object]:
         """Host sums of the metrics that have values for the whole run."""
         metrics = self.program.metrics.items()
         return {name: metric_sums.to_host(metric.zeros()) for name, metric in metrics if metric.lifetime}
@@ -305,19 +307,19 @@ class Run:
             state = dataclasses.replace(state, tables=rows)
         return state, found.examples
 
-    def abstract_stored(self) -> dict[str, Any]:
+    def abstract_stored(self) -> Stored:
         """What a checkpoint holds, as shapes, dtypes and the shardings of this mesh."""
         stored = states.to_stored(self.program.abstract_state())
         return stored if self.tables is None else {**stored, "tables": self.tables.abstract_stored()}
 
-    def to_stored(self, state: TrainState) -> dict[str, Any]:
+    def to_stored(self, state: TrainState) -> Stored:
         """The state as arrays that know no mesh: tables unpadded and unstacked, under their own names."""
         stored = states.to_stored(state)
         return stored if self.tables is None else {**stored, "tables": self.tables.to_stored(state.tables)}
 
-    def from_stored(self, stored: dict[str, Any]) -> TrainState:
+    def from_stored(self, stored: Stored) -> TrainState:
         """The state on this mesh."""
-        tables = {} if self.tables is None else self.tables.from_stored(stored["tables"])
+        tables = {} if self.tables is None else self.tables.from_stored(stored.get("tables", {}))
         return states.from_stored(stored, self.program.abstract_state(), tables)
 
     def _resize(self, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -397,7 +399,7 @@ class Run:
         self.records.events.timing(step, timing)
         return state, host, self._shown(values, timing, rate)
 
-    def _summed(self, host: HostState, window: Mapping[str, Any]) -> dict[str, Any]:
+    def _summed(self, host: HostState, window: Mapping[str, object]) -> dict[str, object]:
         """Sums of the whole run; the order of additions is that of windows, so a resumed run adds the same bits."""
         lifetime = dict(host.lifetime)
         for name, metric in self.program.metrics.items():
@@ -474,11 +476,11 @@ class Run:
         abstract = self.abstract_stored()
         checkpoints.save_delta(step, tree, rows, host.to_dict(), abstract_tree=abstract, updates=updates)
 
-    def close(self, state: TrainState, host: HostState) -> dict[str, Any]:
+    def close(self, state: TrainState, host: HostState) -> dict[str, float | None]:
         """Scores the final split, with intervals, and adds up the run; returns what the summary says of it."""
         e, timer = self.experiment, self.records.timer
         split, step = e.evaluation.final_split, int(state.step)
-        closing: dict[str, Any] = {"steps": step, "examples": host.examples, "weight": host.weight}
+        closing: dict[str, float | None] = {"steps": step, "examples": host.examples, "weight": host.weight}
         with timer.phase("evaluation"):
             scores = self._scores(state, split)
             values = scores.measure(intervals="bootstrap")
@@ -501,12 +503,12 @@ class Run:
             closing |= {f"{summary.prefix(split)}_{self.best.name}_at_best": host.best.final}
         return closing | self._speed(timer.summary()) | peak_memory(self.mesh.local_mesh.devices.flat)
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, object]:
         """What the summary says of the model."""
         tables = {} if self.tables is None else {"table_parameters": sum(t.rows * t.dim for t in self.tables.tables)}
         return {"dense_parameters": self.program.model.size, **tables, **self.program.task.describe(self.data)}
 
-    def score(self, state: TrainState, split: str) -> dict[str, Any]:
+    def score(self, state: TrainState, split: str) -> dict[str, float]:
         """Scores a split once more; writes nothing."""
         scores = self._scores(state, split)
         return summary.of_evaluation(split, scores.measure(intervals="bootstrap"))
@@ -575,7 +577,7 @@ class Run:
             speed |= {"peak_tflops_per_s": peak, "mfu": speed["tflops_per_s_per_device"] / peak}
         return timing | speed
 
-    def _check(self, state: TrainState, step: int) -> dict[str, Any]:
+    def _check(self, state: TrainState, step: int) -> dict[str, int]:
         """Nothing that is not finite, and no lookup that went wrong, is ever logged or saved.
 
         Returns:

@@ -15,11 +15,13 @@ from scalejax.errors import UserError
 from scalejax.parallel import offload
 from scalejax.parallel.embedding.collection import EmbeddingCollection
 from scalejax.parallel.embedding.row_cache import Tiers
+from scalejax.parallel.embedding.sharded_tables import State
 from scalejax.parallel.embedding.stored import logical as stored
 from scalejax.parallel.embedding.stored.conversion import MAPS
 from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints import trained
-from scalejax.train.checkpoints.array_store import AnyArray, LazyArray
+from scalejax.train.checkpoints.array_store import AnyArray, Index, LazyArray
+from scalejax.train.checkpoints.manifest import HostRecord
 from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.experiment import Init, Surgery
 from scalejax.train.metrics import sums as metric_sums
@@ -60,8 +62,8 @@ class HostState:
     examples: int = 0
     data_from: int = 0
     weight: float = 0.0
-    lifetime: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    progressive: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    lifetime: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    progressive: Mapping[str, object] = dataclasses.field(default_factory=dict)
     best: Best = Best()
 
     @property
@@ -73,7 +75,7 @@ class HostState:
         """One step later."""
         return dataclasses.replace(self, examples=self.examples + examples)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> HostRecord:
         """As JSON values, exactly."""
         return {
             "examples": self.examples,
@@ -81,11 +83,11 @@ class HostState:
             "weight": self.weight,
             "lifetime": {name: metric_sums.to_json(sums) for name, sums in self.lifetime.items()},
             "progressive": {name: metric_sums.to_json(sums) for name, sums in self.progressive.items()},
-            "best": dataclasses.asdict(self.best),
+            "best": {"step": self.best.step, "value": self.best.value, "final": self.best.final},
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], like: Mapping[str, Any]) -> "HostState":
+    def from_dict(cls, values: Mapping[str, Any], like: Mapping[str, object]) -> "HostState":
         """The inverse of `to_dict`; `like` has host sums of each metric."""
         lifetime, progressive = (
             {name: metric_sums.from_json(sums, like[name]) for name, sums in values[key].items()}
@@ -95,11 +97,11 @@ class HostState:
         return cls(int(values["examples"]), data_from, float(values["weight"]), lifetime, progressive, best)
 
 
-def placed(arrays: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, jax.Array]:
+def placed(arrays: Mapping[str, AnyArray], like: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Arrays on the devices, in the dtypes and shardings of `like`; of each a device's part is read at a time."""
 
-    def read(array: Any, dtype: Any) -> Callable[[Any], np.ndarray]:
-        return lambda index: np.asarray(array[index]).astype(dtype)
+    def read(array: AnyArray, dtype: np.dtype) -> Callable[[Index | None], np.ndarray]:
+        return lambda index: np.asarray(array[... if index is None else index]).astype(dtype)
 
     return {
         path: jax.make_array_from_callback(x.shape, x.sharding, read(arrays[path], x.dtype)) for path, x in like.items()
@@ -167,7 +169,7 @@ def with_rows(program: Program, tables: AnyTables, state: TrainState, source: Tr
     return dataclasses.replace(state, tables=tables_of(program, tables, source, rest, where))
 
 
-def tables_of(program: Program, tables: AnyTables, source: Trained, rest: dict[str, Any], where: str) -> Any:
+def tables_of(program: Program, tables: AnyTables, source: Trained, rest: stored.Tree, where: str) -> State:
     """Tables with the rows and id maps of another model, and all else of the stored tree `rest`."""
     assert program.collection is not None
     tree = {name: dict(leaves) for name, leaves in rest.items()}

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -33,7 +33,7 @@ class Scores:
     """
 
     metrics: Mapping[str, Metric]
-    sums: Mapping[str, Any]
+    sums: Mapping[str, object]
     collected: Mapping[str, np.ndarray]
     overflow_ids: int | None = None
 
@@ -56,7 +56,7 @@ class Scores:
 def score(
     program: Program,
     state: TrainState,
-    batches: Iterator[Any],
+    batches: Iterator[object],
     *,
     of: str = "these examples",
     cache: RowCache | None = None,
@@ -75,7 +75,7 @@ def score(
         `Exchange(overflow="count")` the latter are in the result instead.
     """
     found: list[Scored] = []
-    slices: list[Any] = []
+    slices: list[object] = []
     numbered = program.task.draws == "evaluation too"
     seen = 0
     with prefetch(batches, program, purpose="scoring", cache=cache) as prefetched:
@@ -104,7 +104,7 @@ def score(
             f"The loss of {of} is not finite at step {int(state.step)}: these parameters are of no use. Take an "
             "earlier checkpoint (--step), or train again with lower learning rates."
         )
-    sums: dict[str, Any] = {}
+    sums: dict[str, object] = {}
     for of_batch in parts:
         for name, part in of_batch.items():
             sums[name] = metric_sums.merge(sums[name], part) if name in sums else part
@@ -118,7 +118,7 @@ def _numbers(program: Program, first: int, rows: int) -> jax.Array:
     return jax.make_array_from_process_local_data(NamedSharding(program.mesh, ROWS), own, (rows,))
 
 
-def _collected(program: Program, found: list[Scored], slices: list[Any]) -> dict[str, np.ndarray]:
+def _collected(program: Program, found: list[Scored], slices: list[object]) -> dict[str, np.ndarray]:
     collected = {}
     scopes = {name: field.scope for name, field in program.fields.items() if isinstance(field, Field)}
     wanted = program.collected

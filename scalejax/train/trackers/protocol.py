@@ -5,7 +5,7 @@ import importlib.util
 import pathlib
 import uuid
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from scalejax.errors import UserError
 from scalejax.train import disk
@@ -28,7 +28,7 @@ class TrackedRun:
     folder: pathlib.Path
     id: str
     step: int
-    record: Mapping[str, Any]
+    record: Mapping[str, object]
 
     @classmethod
     def of(cls, folder: pathlib.Path, step: int) -> "TrackedRun":

@@ -135,6 +135,7 @@ def test_mistakes_are_one_message(invoke, run, tmp_path, monkeypatch, arguments,
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 def test_runs_of_other_models_are_refused(invoke, tmp_path):
     import small_run
 

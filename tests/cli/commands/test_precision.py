@@ -38,6 +38,7 @@ def one_error(result, words):
     assert words in line, line
 
 
+@pytest.mark.slow
 def test_an_exported_run_scores_the_test_split_as_the_run_did(invoke, run, tmp_path):
     folder, recipe = run
     done = invoke("export", str(folder), str(tmp_path / "out"), "--recipe", recipe, "--json", str(tmp_path / "m.json"))

@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import json
+import shlex
 import shutil
 
 import numpy as np
@@ -19,7 +20,7 @@ from scalejax.train import loop
 from scalejax.train.experiment import Checkpoints, Evaluation
 
 ROWS = 4000
-ARGUMENTS = ("--label", "late", "--weight", "count", "--leave-out", "secret")
+ARGUMENTS = ("--label", "late", "--weight", "count", "--leave-out", "secret", "--set", "log_every=19")
 
 
 def table():
@@ -71,6 +72,21 @@ def test_one_command_learns_what_is_in_the_table(trained):
     assert f"scalejax train {run / own_table.FILE}" in printed
 
 
+def test_the_plan_that_is_printed_names_the_recipe_of_the_run(trained):
+    _, run, printed = trained
+    (plan,) = [line.strip().rpartition("  ")[0] for line in printed.splitlines() if "scalejax plan" in line]
+    assert shlex.split(plan) == [
+        *("scalejax", "plan", str(run / own_table.FILE), "--topology", "v5e:2x2"),
+        "--set=log_every=19",
+    ]
+
+
+@pytest.mark.aot
+def test_the_plan_of_a_table_compiles(trained, invoke):
+    planned = invoke("plan", str(trained[1] / own_table.FILE), "--topology", "v5e:2x2")
+    assert planned.exit_code == 0, planned.stderr
+
+
 def test_the_run_is_scored_and_goes_on_from_what_it_recorded(trained, tmp_path, invoke):
     path, run, _ = trained
     run = shutil.copytree(run, tmp_path / "run")
@@ -83,14 +99,14 @@ def test_the_run_is_scored_and_goes_on_from_what_it_recorded(trained, tmp_path, 
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
-def test_the_recipe_is_written_however_the_run_is_told(trained, tmp_path, invoke):
-    run = tmp_path / "run"
+def test_the_recipe_is_written_however_the_run_is_told(tmp_path, invoke):
+    run, path = tmp_path / "run", tmp_path / "own.parquet"
+    table().write_parquet(path)
     steps = ("--set", "steps=2", "--set", "evaluation.every=1", "--set", "checkpoints.every=2")
-    told = invoke(
-        "train", "logistic", "--data", str(trained[0]), *ARGUMENTS, *steps, "--log", "json", "--workdir", str(run)
-    )
+    told = invoke("train", "logistic", "--data", str(path), *ARGUMENTS, *steps, "--log", "json", "--workdir", str(run))
     assert told.exit_code == 0, told.output
     assert all(json.loads(line) for line in told.stdout.splitlines())
+    assert f"{path}: pages have no checksums, so damage may be read as other values" in told.stderr
     assert configs.load(str(run / own_table.FILE)).data.label == "late"
 
 

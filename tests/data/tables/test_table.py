@@ -5,6 +5,7 @@ import datetime
 
 import numpy as np
 import polars as pl
+import pyarrow.parquet
 import pytest
 
 from scalejax.data import TableColumn, TableData
@@ -57,6 +58,19 @@ def rows_of(split, rows=ROWS):
     order = np.random.RandomState(0).permutation(rows)
     a, b = int(0.76 * rows), int(0.8 * rows)
     return np.sort({"train": order[:a], "validation": order[a:b], "test": order[b:]}[split])
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.pq", "a.csv"])
+@pytest.mark.parametrize("checksums", [True, False])
+def test_pages_without_checksums_are_said(tmp_path, name, checksums):
+    path = tmp_path / name
+    if path.suffix == ".csv":
+        table().write_csv(path)
+    else:
+        pyarrow.parquet.write_table(table().to_arrow(), path, write_page_checksum=checksums)
+    remarks = TableData(path=str(path), label="label").build().remarks
+    said = path.suffix != ".csv" and not checksums
+    assert [f"{path}: pages have no checksums" in remark for remark in remarks] == [True] * said
 
 
 def test_columns_are_seen_as_what_they_hold():

@@ -98,6 +98,7 @@ def test_bytes_are_those_of_the_arrays(dlrm):
     )
 
 
+@pytest.mark.slow
 def test_calibration_finds_the_ranges_of_what_operators_are_given(dlrm):
     model, _, _ = dlrm
     batch = click_cases.batch(128, seed=3)
@@ -290,6 +291,7 @@ def test_examples_of_one_label_are_refused(dlrm):
         study.study(model, limits, examples, alike)
 
 
+@pytest.mark.slow
 def test_latencies_are_measured_for_every_choice(dlrm):
     model, examples, limits = dlrm
     asked = study.study(

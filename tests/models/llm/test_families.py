@@ -63,6 +63,7 @@ def _continued(folder):
     return [made.tokens for made in on.generate([tokens(GQA, 1, 5)[0].tolist()], max_tokens=6)]
 
 
+@pytest.mark.slow
 def test_a_registered_family_is_converted_read_and_generated_with(camel, tmp_path):
     write_checkpoint(tmp_path / "llama", GQA)
     llama = model_folder.open_folder(tmp_path / "llama")

@@ -205,6 +205,15 @@ def test_other_ways_to_store_the_same_numbers_are_refused(fields, group, words):
         layout.read_config(content, {NAME: (8, 64)}, [], "config.json")
 
 
+@pytest.mark.parametrize(("key", "value"), [("ignore", 3), ("targets", "Linear")])
+def test_names_of_modules_that_are_no_list_are_refused(key, value):
+    layout = LAYOUTS["compressed-tensors"]
+    content = layout.write_config({NAME: (formats.find("int8:32"), (8, 64))}, [], {})
+    (content if key == "ignore" else content["config_groups"]["group_0"])[key] = value
+    with pytest.raises(UserError, match=f"{key} must be a list of names of modules; got {value!r}"):
+        layout.read_config(content, {NAME: (8, 64)}, [], "config.json")
+
+
 @pytest.mark.parametrize(
     ("layout", "made", "said"),
     [

@@ -78,6 +78,7 @@ def loss_of(config, dtypes):
     return lambda state: loss(nnx.merge(graph, state)).sum, state
 
 
+@pytest.mark.slow
 def test_a_config_with_parts_of_its_own_trains_and_all_its_parameters_move():
     loss, state = loss_of(OWN, F32)
     names = {"/".join(map(str, path)) for path, _ in nnx.to_flat_state(state)}

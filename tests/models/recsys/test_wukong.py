@@ -250,6 +250,7 @@ def test_permuting_inputs_and_the_matching_parameters_changes_nothing(fm, random
     np.testing.assert_allclose(forward(layer)(x[order]), before, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_two_layers_learn_a_product_of_four_features_and_one_layer_cannot():
     """Parity of four signs is orthogonal to every polynomial of order 2, so one layer stays at log 2."""
     schema = Schema(categorical=tuple(Categorical(name=f"c{i}", rows=2) for i in range(4)))

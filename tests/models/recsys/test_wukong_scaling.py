@@ -13,6 +13,7 @@ def gflop(config):
     return 1e-9 * config.task(TABLE_5_SCHEMA).flops_per_example()
 
 
+@pytest.mark.slow
 def test_flops_of_the_seven_published_sizes_are_within_the_stated_band():
     """Y and the head are not documented: up to 26 % too few FLOPs (deep rows), up to 16 % too many (wide rows)."""
     ratios = {name: gflop(row.config) / row.gflop_per_example for name, row in TABLE_5.items()}
@@ -21,6 +22,7 @@ def test_flops_of_the_seven_published_sizes_are_within_the_stated_band():
     assert all(0.7 < r < 1.2 for r in ratios.values())
 
 
+@pytest.mark.slow
 def test_dense_parameters_added_between_published_sizes_are_within_the_stated_band():
     """Differences, because the 627e9 parameters of the tables are not described; the last row is rounded to 1e9."""
     counted = [row.config.task(TABLE_5_SCHEMA).dense_parameters() for row in TABLE_5.values()]

@@ -282,6 +282,7 @@ def dtypes_of(program, kind):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gather", "reduce", "gather_bytes", "reduce_bytes"),
     [

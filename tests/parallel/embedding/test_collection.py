@@ -116,6 +116,7 @@ def test_update_equals_numpy_and_is_equal_to_the_bit_on_any_mesh(optimizer, weig
         assert (after[table.name]["rows"] != before[table.name]["rows"]).any(axis=1).sum() == len(touched[table.name])
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_program_does_not_change_the_bits_of_an_update():
     tables = tables_of(Adagrad(learning_rate=0.1, weight_decay=0.01))
     host, on = batch(BATCH, weighted=True), collection(tables, 1)
@@ -134,6 +135,7 @@ def _shapes(on, features):
     return jax.eval_shape(on.lookup, on.abstract_state(), features)[0]
 
 
+@pytest.mark.default_cases("Adagrad")
 @pytest.mark.parametrize(
     ("optimizer", "dense"),
     [
@@ -208,6 +210,7 @@ def dense_embed(table, ids, weights, pooling):
     return rows if pooling == "none" else rows.sum(axis=1)
 
 
+@pytest.mark.slow
 def test_equal_keys_give_equal_tables_on_any_mesh():
     tables = tables_of(RowwiseAdagrad(initial_accumulator=0.5))
     each = [collection(tables, n) for n in (1, 8)]

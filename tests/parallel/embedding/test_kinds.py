@@ -118,15 +118,7 @@ def _cases():
     assert number == len(default)
 
 
-@pytest.mark.default_cases(
-    "row_wise-shard-*",
-    "table_wise-*",
-    "column_wise-shard-*",
-    "table_row_wise-*",
-    "table_column_wise-*",
-    "grid-*",
-    "data_parallel-*",
-)
+@pytest.mark.default_cases("row_wise-shard-adam-True-8", "column_wise-shard-rowwise-True-8", "grid-copy-sgd-False-8")
 @pytest.mark.parametrize(("kind", "replicas", "name", "weighted", "devices"), [*_cases()])
 def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted, devices):
     tables = wide_tables(OPTIMIZERS[name])
@@ -139,6 +131,7 @@ def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted,
     agrees_with_double_precision(embedded, after, name, weighted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n == "adam" else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
 def test_a_plan_of_several_kinds_equals_one_device_to_the_bit(name):
     """Each kind is a program of its own here, where a compiler may divide in one and multiply in the other."""

@@ -119,6 +119,7 @@ def test_copies_of_a_table_are_equal_from_the_start_and_stay_so():
     assert (np.asarray(state["stacks"][on.stacks[0].name]["rows"]) != first).any()
 
 
+@pytest.mark.slow
 def test_adam_goes_on_from_8_devices_on_3_as_if_nothing_had_happened():
     """TorchRec #2534 (no way to another number of devices), #2474 (the count of Adam's steps was not saved)."""
     table = TableConfig(name="t", rows=1030, dim=16, features=("f",), optimizer=Adam(learning_rate=0.1))
@@ -158,6 +159,7 @@ def test_adam_goes_on_from_8_devices_on_3_as_if_nothing_had_happened():
     assert abs(other["t"]["rows"] - unbroken["t"]["rows"]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 def test_memory_of_a_step_beside_the_tables_does_not_grow_with_their_rows(devices):
     """HugeCTR #30, #348; TorchRec #125: memory of a step by the size of tables instead of the batch's."""

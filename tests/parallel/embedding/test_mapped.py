@@ -267,6 +267,7 @@ def test_expired_ids_leave_at_once_and_their_rows_are_fresh():
         build(1, None, ("items", "shops")).expire({})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["3", pytest.param("1", marks=pytest.mark.slow)])
 def test_evaluation_changes_nothing_and_gives_unknown_ids_row_zero(name):
     each, (_, state) = on(name), trained(name)

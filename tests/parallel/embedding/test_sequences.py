@@ -219,6 +219,7 @@ def test_a_fixed_length_given_as_the_longest_one_changes_no_bit(devices, kind, s
 MAPPED = IdMapConfig(rows=1 + 24, ways=1, policy="lru")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "accumulate"),
     [
@@ -298,6 +299,7 @@ def test_a_list_that_is_too_long_is_refused_where_it_is_packed():
         each.pack_deduplicated(deduplicate(twice, (groups[0].features,)), 1, layout, groups)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_reaches_the_devices_all_the_same_is_counted_and_no_row_sees_it(devices):
     each = on(TABLES, devices)

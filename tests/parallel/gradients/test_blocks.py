@@ -139,6 +139,7 @@ def test_state_of_an_exchange_updates_through_a_scanned_rematerialised_body(mesh
         np.testing.assert_array_equal(state[path]["rounds"], 0)  # not of floating point: stays
 
 
+@pytest.mark.slow
 def test_state_goes_from_part_to_part_of_a_batch(mesh):
     run, params = rounded_gradients(mesh, residual_stack.loss, parts=2)
     batch = residual_stack.batch()
@@ -151,6 +152,7 @@ def test_state_goes_from_part_to_part_of_a_batch(mesh):
     np.testing.assert_allclose(state["head/weight"]["residual"], residuals["head/weight"], rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_state_updates_once_where_gradients_are_reduced_once(mesh):
     run, params = rounded_gradients(mesh, residual_stack.loss, parts=2, accumulate="local")
     batch = residual_stack.batch()

@@ -105,3 +105,8 @@ ENTRY %main (a: bf16[5,70]) -> (bf16[5,70], s4[3]) {
 def test_refuses_text_without_an_entry():
     with pytest.raises(ValueError, match="no ENTRY"):
         hlo.parse("module @jit_f {}")
+
+
+def test_refuses_a_compiler_that_shows_no_text():
+    with pytest.raises(ValueError, match="does not show its programs"):
+        hlo.parse(None)

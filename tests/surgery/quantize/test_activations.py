@@ -34,6 +34,7 @@ def logits(weights, ids):
     return np.asarray(jax.jit(lambda m, *more: m(*more))(llama(SMALL, weights), ids, along, np.ones_like(ids)))
 
 
+@pytest.mark.slow
 def test_the_stream_of_activations_is_that_of_the_model(theirs, monkeypatch):
     monkeypatch.setattr(activations, "_BATCH_TOKENS", 5 * 48)
     opened = model_folder.open_folder(theirs[0])
@@ -70,6 +71,7 @@ def test_outputs_of_the_model_are_nearer(theirs, tmp_path):
         assert errors[0] < errors[1]
 
 
+@pytest.mark.slow
 def test_weights_outside_the_layers(theirs):
     opened = model_folder.open_folder(theirs[0])
     given = [("embed|.*norm", "mxfp8_e4m3"), ("head", "mxfp4_e2m1"), (".*", "none")]

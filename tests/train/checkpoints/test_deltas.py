@@ -108,6 +108,7 @@ def test_training_goes_on_from_a_chain_as_if_never_stopped(runs, rows, run, tmp_
     assert kinds == [True, False, False, True, False]
 
 
+@pytest.mark.slow
 def test_frozen_parameters_are_hashed_once_by_all_saves_and_once_by_a_restore(rows, tmp_path, monkeypatch):
     hashed, digest = [], manifests.digest
     monkeypatch.setattr(manifests, "digest", lambda path: hashed.append(path) or digest(path))
@@ -129,6 +130,7 @@ def test_frozen_parameters_are_hashed_once_by_all_saves_and_once_by_a_restore(ro
     assert [path.name for path in checkpoints.glob("frozen-*")] == ["frozen-2"]
 
 
+@pytest.mark.slow
 def test_what_is_written_grows_with_touched_rows_and_not_with_tables(runs):
     folder = runs[0] / "checkpoints" / "6"
     touched = {}

@@ -60,7 +60,7 @@ def said(run):
     return (run / "metrics.jsonl").read_text(), described
 
 
-@pytest.mark.default_cases("full-2-before*", "deltas-4-after the line*", "best-8-after the scores*")
+@pytest.mark.default_cases("full-2-before the scores")
 @pytest.mark.parametrize("kill", ["before the scores", "after the line", "after the scores"])
 @pytest.mark.parametrize("step", [2, 4, 8])
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -90,6 +90,7 @@ def test_an_evaluation_that_was_cut_off_is_made_again(rows, whole, tmp_path, mon
     assert said(tmp_path / "run") == said(whole(name))
 
 
+@pytest.mark.slow
 def test_damaged_scores_are_damage(rows, whole, tmp_path):
     path = next(iter((whole("full") / "checkpoints").glob("8/scores.json")))
     folder = tmp_path / "8"

@@ -138,7 +138,7 @@ def test_a_click_model_is_what_the_trainer_restores(click, rows):
     assert (open_run(click, step=2).tables["many"][...] != expected["many"]).any()
 
 
-@pytest.mark.default_cases("language")
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["language", "graph"])
 def test_a_model_without_tables_is_what_orbax_reads(run, request):
     folder = request.getfixturevalue(run)
@@ -318,6 +318,7 @@ def test_a_written_run_holds_the_same_bits(run, request, tmp_path):
     assert_same_bits({path: np.asarray(a) for path, a in tree["params"].items()}, model.params)
 
 
+@pytest.mark.slow
 def test_a_written_run_of_a_click_model_is_served(click, served, tmp_path):
     write_run(tmp_path / "run", open_run(click))
     before, after = (publish.load(folder / "checkpoints", 6) for folder in (click, tmp_path / "run"))

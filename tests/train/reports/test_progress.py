@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import rich.console
+import small_run
 
 from scalejax.train.reports import progress
 
@@ -90,7 +91,7 @@ def test_a_terminal_keeps_its_bar_and_no_console_shows_nothing(clock):
 
 
 WATCHED = """
-import io, threading
+import io, sys, threading
 import rich.console, rich.live
 from etils import epy
 
@@ -102,20 +103,22 @@ def watched(*arguments, **named):
     return lazy_imports(*arguments, **named)
 
 epy.lazy_imports = watched
-from scalejax.data import FlightsData
+from scalejax.data import Categorical, ParquetData
 from scalejax.train import loop
 
 terminal = rich.console.Console(file=io.StringIO(), force_terminal=True)
 with loop.progresses.shown_on(terminal).begin(10, 0):
-    next(FlightsData(batch_size=64).build().train_batches(start_example=0))
+    data = ParquetData(path=sys.argv[1], categorical=(Categorical(name="shop", rows=37),), batch_size=64)
+    next(data.build().train_batches(start_example=0))
 print(*found, sep="\\n")
 """
 
 
+@pytest.mark.slow
 def test_nothing_replaces_the_import_function_while_a_bar_is_drawn(tmp_path):
     """etils' `lazy_imports` does for a moment, for all threads: a relative import of rich's thread fails in it."""
     done = subprocess.run(
-        [sys.executable, "-c", WATCHED],
+        [sys.executable, "-c", WATCHED, str(small_run.write(tmp_path / "rows.parquet"))],
         capture_output=True,
         text=True,
         timeout=300,

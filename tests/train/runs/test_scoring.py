@@ -15,6 +15,7 @@ from scalejax.train.reports import summary as summaries
 from scalejax.train.runs import binding, scoring
 
 
+@pytest.mark.slow
 def test_scores_that_are_not_finite_are_refused(tmp_path):
     experiment = small_run.experiment(small_run.write(tmp_path / "rows.parquet"))
     data = experiment.data.build()
@@ -28,7 +29,7 @@ def test_scores_that_are_not_finite_are_refused(tmp_path):
         scoring.score(program, state, batches)
 
 
-@pytest.mark.default_cases("count")
+@pytest.mark.slow
 @pytest.mark.parametrize("overflow", ["fail", "count"])
 def test_overflow_ids_are_counted_or_refused(tmp_path, overflow):
     # Row r of the t-th table of a stack lives on device (r + t) % 8: all ids go to one device.

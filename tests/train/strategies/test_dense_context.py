@@ -97,6 +97,7 @@ def test_a_batch_is_laid_out_for_balance_and_abstract_batches_say_so(texts, x64)
     assert float(placed["weights"].sum()) == host.weights.sum()
 
 
+@pytest.mark.default_cases("ring")
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_no_hidden_state_is_put_together_along_the_sequence(texts, x64, method):
     model = dataclasses.replace(small.MODEL, context_method=method)

@@ -278,6 +278,7 @@ def on_four_devices(experiment, folder, monkeypatch):
         return loop.train(experiment, workdir=folder, resume="must")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [Signs(**HYBRID), pytest.param(SignsInBuckets(bucket_bytes=4096), marks=pytest.mark.slow)],
@@ -343,6 +344,7 @@ def test_a_checkpoint_of_another_scheme_is_refused(rows, whole):
         restored(clicks(rows, SignsInBuckets(bucket_bytes=4096)), whole(Signs(**HYBRID)))
 
 
+@pytest.mark.slow
 def test_what_all_devices_hold_alike_stays_alike_and_goes_to_any_number_of_them(rows, whole):
     strategy = Differing(**FULL)
     eight, four = (restored(clicks(rows, strategy), whole(strategy), devices) for devices in (8, 4))
@@ -433,6 +435,7 @@ def test_a_scheme_without_a_rule_for_the_factor_is_refused(rows):
         Run.bind(experiment, experiment.data.build(), make_mesh(MESH))
 
 
+@pytest.mark.slow
 def test_a_skipped_step_leaves_residuals_as_they_were_in_units_of_the_mean(rows):
     half = Precision(params="float64", compute="float16")
     scaling = LossScaling(initial=16.0, interval=100)

@@ -154,7 +154,7 @@ def quantizations(jaxpr):
     return found
 
 
-@pytest.mark.default_cases("dots")
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_a_step_of_a_llama_quantizes_six_times_a_product(texts, remat):
     """Seven products a layer, and the head, whatever is rematerialised; rows of the embedding once."""

@@ -59,6 +59,7 @@ def trained(rows, tmp_path_factory):
     )
 
 
+@pytest.mark.slow
 def test_counters_of_the_maps_stand_in_the_metrics(trained):
     folder, summary = trained
     records = windows(folder)

@@ -137,6 +137,7 @@ def literally(built, state, batch):
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "mesh", "microbatch"),
     [(4, MeshShape(fsdp=2, tensor=2), 8), pytest.param(1, ALL, 8, marks=pytest.mark.slow)],

@@ -94,7 +94,7 @@ MARKS = {
 }
 
 
-@pytest.mark.default_cases("one device")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, ())) for case in CASES])
 def test_a_table_in_a_store_of_files_has_the_bits_of_one_on_the_devices(rows, tmp_path, case):
     """Losses, scores, rows and their optimizer states; read from the checkpoint by a run without tiers."""
@@ -108,7 +108,7 @@ def test_a_table_in_a_store_of_files_has_the_bits_of_one_on_the_devices(rows, tm
         np.testing.assert_array_equal(kept[1024:], flat[0]["tables"]["item"]["rows_tail"])
 
 
-@pytest.mark.default_cases("then tiers")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [((), (ITEMS,)), ((ITEMS,), ()), pytest.param((ITEMS,), (ITEMS,), marks=pytest.mark.slow)],
@@ -226,6 +226,7 @@ class Doubled:
         return dataclasses.replace(trained, tables={name: 2 * rows[...] for name, rows in trained.tables.items()})
 
 
+@pytest.mark.slow
 def test_phases_hand_tables_on_and_let_their_stores_go(rows, tmp_path):
     """With tiers after none, other slots, a surgery, and none after tiers."""
     counted = dataclasses.replace(ITEMS, store=CountedMemory())
@@ -243,6 +244,7 @@ def test_phases_hand_tables_on_and_let_their_stores_go(rows, tmp_path):
     assert Counted.beside[-2:] == [0, 0]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_reads_every_row_once_and_scoring_holds_one_cache_more(rows):
     experiment = small_run.experiment(
         rows, placement__mesh=ONE, tables__tiers=(Tier(features=("item",), slots=70, store=CountedMemory()),)

@@ -170,6 +170,7 @@ def test_a_tower_an_index_of_replica_trains_as_all_on_one_device(rows, strategy,
         assert (expected[1]["params"][name][0] != expected[1]["params"][name][1]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_a_checkpoint_of_towers_is_scored_on_one_device_and_goes_on_to_the_same_bits(rows, tmp_path):
     experiment = towers(rows, steps=4, checkpoints=Checkpoints(every=2), evaluation__every=0)

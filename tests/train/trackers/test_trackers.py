@@ -61,6 +61,7 @@ def recipe() -> Experiment:
 """
 
 
+@pytest.mark.slow
 def test_a_tracker_of_a_users_file_follows_a_run_over_its_attempts(tmp_path):
     small_run.write(tmp_path / "rows.parquet")
     file, folder = tmp_path / "mine.py", tmp_path / "run"
@@ -152,6 +153,26 @@ def test_wandb_without_a_network_keeps_one_run(tmp_path, monkeypatch):
         assert b"train/logloss" in written
         assert b"train/auc" not in written  # undefined
         assert list((attempt / "files" / "media" / "html").glob("scores*"))
+
+
+@pytest.mark.slow
+def test_wandb_says_that_there_is_no_login(tmp_path):
+    pytest.importorskip("wandb")
+    code = """
+        import pathlib, sys
+        from scalejax.train.trackers.protocol import TrackedRun
+        from scalejax.train.trackers.wandb import Wandb
+        Wandb(mode="online").build().start(TrackedRun.of(pathlib.Path(sys.argv[1]), 0))
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    environment = kept | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        capture_output=True, text=True, env=environment, timeout=120, check=False,
+    )  # fmt: skip
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("scalejax.errors.UserError: trackers: Wandb cannot begin (")
+    assert last.endswith("). Run `wandb login`, or set mode='offline'.")
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ Rotary pairs are (i, i + d/2) here and there, so that queries and keys need no p
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from scalejax.errors import UserError
 from scalejax.models.llm.llama3.config import LlamaConfig
@@ -98,7 +97,7 @@ _WITHOUT_EFFECT = frozenset(
 """What changes no logit (of dropout, none in inference; training here has none), or repeats what the weights say."""
 
 
-def read_config(content: Mapping[str, Any], where: str) -> tuple[LlamaConfig, SpecialTokens, tuple[str, ...]]:
+def read_config(content: Mapping[str, object], where: str) -> tuple[LlamaConfig, SpecialTokens, tuple[str, ...]]:
     """The architecture that a config.json describes.
 
     Args:
@@ -144,7 +143,7 @@ def read_config(content: Mapping[str, Any], where: str) -> tuple[LlamaConfig, Sp
     return config, read_special(content, where), tuple(unknown)
 
 
-def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict[str, Any]:
+def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict[str, object]:
     """The config.json of an architecture.
 
     Args:
@@ -152,7 +151,7 @@ def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict
       tokens: Special tokens.
       dtype: Of the weights, as NumPy names it.
     """
-    rope: dict[str, Any] = {"rope_type": "default"}
+    rope: dict[str, object] = {"rope_type": "default"}
     if (s := config.rope_scaling) is not None:
         rope = {
             "rope_type": "llama3",
@@ -199,7 +198,7 @@ _LLAMA3 = {
 }
 
 
-def _rope(content: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+def _rope(content: Mapping[str, object], where: str) -> tuple[float, RopeScaling | None]:
     """Theta and scaling, from whichever schemas are there."""
     found: dict[str, tuple[float, RopeScaling | None]] = {}
     newer = content.get("rope_parameters")
@@ -222,7 +221,7 @@ def _rope(content: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | 
     return next(iter(found.values()))
 
 
-def _one_rope(outer: Mapping[str, Any], content: Any, where: str) -> tuple[float, RopeScaling | None]:
+def _one_rope(outer: Mapping[str, object], content: object, where: str) -> tuple[float, RopeScaling | None]:
     if not isinstance(content, dict):
         raise UserError(f"{where} must be an object; got {content!r}.")
     theta = _number(outer, "rope_theta", where)
@@ -247,21 +246,21 @@ def _one_rope(outer: Mapping[str, Any], content: Any, where: str) -> tuple[float
         raise UserError(f"{where}: {error}") from error
 
 
-def _flag(content: Mapping[str, Any], key: str, where: str) -> bool:
+def _flag(content: Mapping[str, object], key: str, where: str) -> bool:
     value = content.get(key)
     if not isinstance(value, bool | None):
         raise UserError(f"{where}: {key} must be true or false; got {value!r}.")
     return bool(value)
 
 
-def _integer(content: Mapping[str, Any], key: str, where: str) -> int:
+def _integer(content: Mapping[str, object], key: str, where: str) -> int:
     value = content.get(key)
     if not isinstance(value, int) or isinstance(value, bool):
         raise UserError(f"{where}: {key} must be a whole number; got {value!r}.")
     return value
 
 
-def _number(content: Mapping[str, Any], key: str, where: str) -> float:
+def _number(content: Mapping[str, object], key: str, where: str) -> float:
     value = content.get(key)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise UserError(f"{where}: {key} must be a number; got {value!r}.")

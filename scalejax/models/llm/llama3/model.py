@@ -28,7 +28,10 @@ from scalejax.nn.layers import Gather, apply_layers, scan_layers, split_params, 
 from scalejax.numerics.quantized import weights
 
 if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
     from scalejax.models.llm.llama3.config import LlamaConfig
+    from scalejax.parallel.rules import LogicalAxes
 
 
 class DecoderBlock(nnx.Module):
@@ -45,7 +48,9 @@ class DecoderBlock(nnx.Module):
         h = nn.constrain(x + self.attention(self.attention_norm(x), cos_sin, segment_ids, positions), _STREAM)
         return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM)
 
-    def extend(self, x: jax.Array, cos_sin: CosSin, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
+    def extend(
+        self, x: jax.Array, cos_sin: CosSin, cache: "PyTree[jax.Array]", layer: jax.Array
+    ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
         """The same with a cache, see `parts.AttentionModule`."""
         mixed, cache = self.attention.extend(self.attention_norm(x), cos_sin, cache, layer)
         h = nn.constrain(x + mixed, _STREAM)
@@ -118,7 +123,7 @@ class Llama(nnx.Module):
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
         cos_sin = self._cos_sin(positions)
 
-        def body(layer: Any, x: jax.Array, beside: Any) -> jax.Array:
+        def body(layer: DecoderBlock, x: jax.Array, beside: tuple[CosSin, jax.Array, jax.Array]) -> jax.Array:
             return layer(x, *beside)
 
         c = self.config
@@ -158,17 +163,17 @@ class Llama(nnx.Module):
         beside = (self._cos_sin(positions), jnp.ones_like(positions), positions)
         return layer(x, *beside) if stage is None else layer.inputs(stage, x, *beside)
 
-    def cache(self, rows: int, positions: int) -> Any:
+    def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
         """An empty cache for `rows` sequences of at most `positions` tokens."""
         return self.layers.attention.cache(rows, positions)
 
-    def cache_axes(self) -> Any:
+    def cache_axes(self) -> "PyTree[LogicalAxes]":
         """Names of the axes of a cache's arrays, see `parallel.activations`."""
         return self.layers.attention.cache_axes()
 
     def extend(
-        self, tokens: jax.Array, counts: jax.Array, cache: Any, *, gather: Gather = whole
-    ) -> tuple[jax.Array, Any]:
+        self, tokens: jax.Array, counts: jax.Array, cache: "PyTree[jax.Array]", *, gather: Gather = whole
+    ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
         """Reads the next tokens of every row.
 
         Args:
@@ -186,7 +191,9 @@ class Llama(nnx.Module):
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
 
         # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
-        def body(block: Any, carry: tuple[jax.Array, Any], layer: jax.Array) -> Any:
+        def body(
+            block: DecoderBlock, carry: tuple[jax.Array, "PyTree[jax.Array]"], layer: jax.Array
+        ) -> tuple[tuple[jax.Array, "PyTree[jax.Array]"], None]:
             return block.extend(carry[0], cos_sin, carry[1], layer), None
 
         numbers = jnp.arange(self.config.layers, dtype=jnp.int32)

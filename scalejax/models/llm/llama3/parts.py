@@ -27,7 +27,10 @@ from scalejax import nn
 from scalejax.models.llm.llama3 import rope
 
 if TYPE_CHECKING:
+    from jaxtyping import PyTree
+
     from scalejax.models.llm.llama3.config import LlamaConfig
+    from scalejax.parallel.rules import LogicalAxes
 
 CosSin = tuple[jax.Array, jax.Array]
 """Cosines and sines of rotary angles, float32[B, S, D / 2] each."""
@@ -66,15 +69,17 @@ class AttentionModule(Protocol):
         """x compute_dtype[B, S, E], segment_ids and positions int32[B, S] -> [B, S, E]."""
         ...
 
-    def cache(self, rows: int, positions: int) -> Any:
+    def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
         """An empty one for `rows` sequences of at most `positions` tokens; it has `lengths`, int32[B]."""
         ...
 
-    def cache_axes(self) -> Any:
+    def cache_axes(self) -> "PyTree[LogicalAxes]":
         """Names of the axes of its arrays, see `parallel.activations`."""
         ...
 
-    def extend(self, x: jax.Array, cos_sin: CosSin, cache: Any, layer: jax.Array) -> tuple[jax.Array, Any]:
+    def extend(
+        self, x: jax.Array, cos_sin: CosSin, cache: "PyTree[jax.Array]", layer: jax.Array
+    ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
         """Attends to what this layer has in the cache, after writing what it keeps of x behind it."""
         ...
 
@@ -93,13 +98,13 @@ class StackedNormal:
     rngs: nnx.Rngs
     dtype: DTypeLike
 
-    def __call__(self, shape: tuple[int, ...], axes: tuple[str, ...], *, shrink: float = 1.0) -> nnx.Param[Any]:
+    def __call__(self, shape: tuple[int, ...], axes: tuple[str, ...], *, shrink: float = 1.0) -> nnx.Param[jax.Array]:
         """A weight of this shape in each layer, times `shrink`."""
         layers = self.config.layers
         weight = self.config.init_scale * shrink * jax.random.normal(self.rngs.params(), (layers, *shape), self.dtype)
         return nnx.Param(weight, logical_axes=("layers", *axes))
 
-    def to_stream(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Any]:
+    def to_stream(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[jax.Array]:
         """The same for a matrix that writes to the residual stream: smaller by 1 / sqrt(2 L)."""
         return self(shape, axes, shrink=(2 * self.config.layers) ** -0.5)
 
@@ -243,7 +248,7 @@ class AttentionLayers(nnx.Module):
             jnp.zeros(shape, self.compute_dtype), jnp.zeros(shape, self.compute_dtype), jnp.zeros(rows, jnp.int32)
         )
 
-    def cache_axes(self) -> Any:
+    def cache_axes(self) -> "PyTree[LogicalAxes]":
         """See `AttentionModule`."""
         axes: Any = (None, "batch", None, "kv_heads", None)
         lengths: Any = (None,)

@@ -78,7 +78,7 @@ class LlamaTask(TaskBase):
         """To generate with it."""
         return {("generate", "{run}", "--prompt", "def main("): "continue a text"}
 
-    def describe(self, data: Any) -> dict[str, Any]:
+    def describe(self, data: Any) -> dict[str, object]:
         """FLOPs and tokens of the longest row."""
         del data
         return {"flops_per_example": self.flops_per_example(), "tokens_per_example": self.tokens_per_example()}

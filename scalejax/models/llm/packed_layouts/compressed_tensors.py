@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import ml_dtypes
 import numpy as np
@@ -52,7 +52,7 @@ BYTES = _Scheme("int-quantized", "integers", "int")
 """int8 beside int8 activations."""
 
 _TENSOR = {"num_bits": 8, "symmetric": True, "strategy": "tensor", "group_size": None, "dynamic": False}
-_INPUTS: dict[static.Format, dict[str, Any]] = {
+_INPUTS: dict[static.Format, dict[str, object]] = {
     "fp8_e4m3": {**_TENSOR, "type": "float"},
     "int8": {**_TENSOR, "type": "int"},
     "nvfp4": {
@@ -182,9 +182,9 @@ class CompressedTensors:
 
     def write_config(
         self, weights: Mapping[str, tuple[BlockFormat, Shape]], others: Iterable[str], inputs: InputFormats
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """See `PackedLayout`."""
-        groups: list[tuple[dict[str, Any], static.Format | None, str, list[str]]] = []
+        groups: list[tuple[dict[str, object], static.Format | None, str, list[str]]] = []
         for name, (format, shape) in weights.items():
             scheme, met = self._scheme(format), inputs.get(name)
             args = _arguments(scheme, format, shape)
@@ -213,7 +213,7 @@ class CompressedTensors:
         }
 
     def read_config(
-        self, content: Mapping[str, Any], shapes: Mapping[str, Shape], stored: Iterable[str], where: str
+        self, content: Mapping[str, object], shapes: Mapping[str, Shape], stored: Iterable[str], where: str
     ) -> tuple[dict[str, BlockFormat], tuple[str, ...]]:
         """See `PackedLayout`."""
         del stored
@@ -237,7 +237,9 @@ class CompressedTensors:
         remark = "quantized where the checkpoint comes from, and not here: " + ", ".join(more)
         return found, (remark,) if more else ()
 
-    def read_inputs(self, content: Mapping[str, Any], formats: Mapping[str, BlockFormat], where: str) -> InputFormats:
+    def read_inputs(
+        self, content: Mapping[str, object], formats: Mapping[str, BlockFormat], where: str
+    ) -> InputFormats:
         """See `PackedLayout`."""
         found: dict[str, static.Format] = {}
         for name in formats:
@@ -249,7 +251,7 @@ class CompressedTensors:
                 found[name] = inputs
         return found
 
-    def _check_storage(self, given: Any, format: BlockFormat, where: str) -> None:
+    def _check_storage(self, given: object, format: BlockFormat, where: str) -> None:
         """Refuses other ways to store the same numbers, such as only those that are not zero."""
         wanted = self._scheme(format).format
         if given not in (None, "mixed-precision", wanted):
@@ -259,29 +261,36 @@ class CompressedTensors:
             )
 
 
-def _groups(content: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+def _groups(content: Mapping[str, object], where: str) -> dict[str, dict[str, object]]:
     groups = content.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
         raise UserError(f"{where}: must have config_groups by name, each with its targets; got {groups!r:.60}.")
     return groups
 
 
-def _group_of(content: Mapping[str, Any], name: str, where: str) -> tuple[str, dict[str, Any]] | None:
+def _group_of(content: Mapping[str, object], name: str, where: str) -> tuple[str, dict[str, object]] | None:
     """The group that a matrix belongs to, by its name and as it is; None = it is not quantized."""
     module = name.removesuffix(".weight")
-    if any(_matches(str(ignored), module) for ignored in content.get("ignore") or []):
+    if any(_matches(ignored, module) for ignored in _names(content, "ignore", where)):
         return None
     for label, group in _groups(content, where).items():
-        targets = [str(target) for target in group.get("targets") or []]
+        targets = _names(group, "targets", f"{where}: {label}")
         if any(target == "Linear" or _matches(target, module) for target in targets):
             return label, group
     return None
 
 
-def _arguments(scheme: _Scheme, format: BlockFormat, shape: Shape) -> dict[str, Any]:
+def _names(content: Mapping[str, object], key: str, where: str) -> list[str]:
+    names = content.get(key) or []
+    if not isinstance(names, list):
+        raise UserError(f"{where}: {key} must be a list of names of modules; got {names!r:.60}.")
+    return [str(name) for name in names]
+
+
+def _arguments(scheme: _Scheme, format: BlockFormat, shape: Shape) -> dict[str, object]:
     # One scale a row is a strategy of its own, whatever the length of the row.
     channel = format.scale == "float32" and format.k1 == shape[-1]
-    made = {
+    made: dict[str, object] = {
         "num_bits": format.element.bits,
         "type": scheme.type,
         "symmetric": True,
@@ -292,7 +301,7 @@ def _arguments(scheme: _Scheme, format: BlockFormat, shape: Shape) -> dict[str, 
     return made | ({} if scheme.scale_dtype is None else {"scale_dtype": scheme.scale_dtype})
 
 
-def _format_of(args: Any, shape: Shape, where: str) -> BlockFormat:
+def _format_of(args: object, shape: Shape, where: str) -> BlockFormat:
     """The format of a weight under QuantizationArgs."""
     if not isinstance(args, dict):
         raise UserError(f"{where}: must say how weights are quantized; got weights {args!r}.")
@@ -330,7 +339,7 @@ def _format_of(args: Any, shape: Shape, where: str) -> BlockFormat:
     return formats.find(name)
 
 
-def _inputs_of(args: Any, where: str) -> static.Format | None:
+def _inputs_of(args: object, where: str) -> static.Format | None:
     """The format of inputs under QuantizationArgs, if their scales are static; None = there are none such."""
     if args is None:
         return None

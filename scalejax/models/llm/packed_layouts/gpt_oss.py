@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -61,13 +60,13 @@ class GptOss:
 
     def write_config(
         self, weights: Mapping[str, tuple[BlockFormat, Shape]], others: Iterable[str], inputs: InputFormats
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """See `PackedLayout`."""
         del weights, inputs
         return {"quant_method": "mxfp4", "modules_to_not_convert": [name.removesuffix(".weight") for name in others]}
 
     def read_config(
-        self, content: Mapping[str, Any], shapes: Mapping[str, Shape], stored: Iterable[str], where: str
+        self, content: Mapping[str, object], shapes: Mapping[str, Shape], stored: Iterable[str], where: str
     ) -> tuple[dict[str, BlockFormat], tuple[str, ...]]:
         """See `PackedLayout`."""
         del content, where
@@ -75,7 +74,9 @@ class GptOss:
         half = {f"{name}{end}": name for name in shapes for end in ("_blocks", "_scales")}
         return {half[name]: formats.find("mxfp4_e2m1") for name in sorted(names & half.keys())}, ()
 
-    def read_inputs(self, content: Mapping[str, Any], formats: Mapping[str, BlockFormat], where: str) -> InputFormats:
+    def read_inputs(
+        self, content: Mapping[str, object], formats: Mapping[str, BlockFormat], where: str
+    ) -> InputFormats:
         """See `PackedLayout`: there are none."""
         del content, formats, where
         return {}

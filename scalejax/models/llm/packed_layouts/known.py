@@ -1,7 +1,5 @@
 """The layouts that are known: found by what `--layout` names, or by what a `quantization_config` says."""
 
-from typing import Any
-
 from scalejax.errors import UnsupportedError, UserError, check_one_of
 from scalejax.models.llm.packed_layouts.compressed_tensors import BYTES, CompressedTensors
 from scalejax.models.llm.packed_layouts.gpt_oss import GptOss
@@ -43,19 +41,20 @@ def check_inputs(layout: PackedLayout, name: str, inputs: static.Format, shape: 
         )
 
 
-def layout_of(content: Any, where: str) -> PackedLayout:
+def layout_of(content: object, where: str) -> PackedLayout:
     """The layout that a `quantization_config` speaks of.
 
     Raises:
       UserError: none that is known here.
     """
-    method = content.get("quant_method") if isinstance(content, dict) else None
+    given = content if isinstance(content, dict) else {}
+    method = given.get("quant_method")
     if method not in _METHODS:
         raise UserError(
             f"{where}: quant_method {method!r}: quantised weights of this kind are not known here; "
             f"{', '.join(_METHODS)} are. Get the model unquantised and use `scalejax quantize`."
         )
-    groups = content.get("config_groups")
+    groups = given.get("config_groups")
     kinds = [g.get("format") for g in groups.values() if isinstance(g, dict)] if isinstance(groups, dict) else []
-    whole = _METHODS[method] == _INT8.name and BYTES.format in (content.get("format"), *kinds)
+    whole = _METHODS[method] == _INT8.name and BYTES.format in (given.get("format"), *kinds)
     return _INT8 if whole else LAYOUTS[_METHODS[method]]

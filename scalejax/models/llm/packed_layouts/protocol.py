@@ -116,7 +116,7 @@ class PackedLayout(Protocol):
 
     def write_config(
         self, weights: Mapping[str, tuple[BlockFormat, Shape]], others: Iterable[str], inputs: InputFormats
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """`quantization_config` of config.json.
 
         Args:
@@ -127,7 +127,7 @@ class PackedLayout(Protocol):
         ...
 
     def read_config(
-        self, content: Mapping[str, Any], shapes: Mapping[str, Shape], stored: Iterable[str], where: str
+        self, content: Mapping[str, object], shapes: Mapping[str, Shape], stored: Iterable[str], where: str
     ) -> tuple[dict[str, BlockFormat], tuple[str, ...]]:
         """The formats of the weights that are quantized, and what a user should know.
 
@@ -142,7 +142,9 @@ class PackedLayout(Protocol):
         """
         ...
 
-    def read_inputs(self, content: Mapping[str, Any], formats: Mapping[str, BlockFormat], where: str) -> InputFormats:
+    def read_inputs(
+        self, content: Mapping[str, object], formats: Mapping[str, BlockFormat], where: str
+    ) -> InputFormats:
         """Formats of what weights multiply, for those whose scales are static.
 
         Args:

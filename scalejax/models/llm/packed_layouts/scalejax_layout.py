@@ -2,8 +2,8 @@
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from typing import Any
 
+import jax
 import numpy as np
 
 from scalejax.errors import UserError
@@ -54,7 +54,7 @@ class ScalejaxLayout:
     def store(self, packed: Packed, format: BlockFormat, shape: Shape) -> dict[Role, np.ndarray]:
         """See `PackedLayout`."""
         del format, shape
-        given: dict[Role, Any] = {
+        given: dict[Role, jax.Array | None] = {
             "codes": packed.codes,
             "scales": packed.scales,
             "sub_scales": packed.sub_scales,
@@ -73,15 +73,15 @@ class ScalejaxLayout:
 
     def write_config(
         self, weights: Mapping[str, tuple[BlockFormat, Shape]], others: Iterable[str], inputs: InputFormats
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """See `PackedLayout`; without scales of inputs, what version 1 reads."""
         del others
-        made: dict[str, Any] = {"quant_method": self.name, "version": VERSION if inputs else 1}
+        made: dict[str, object] = {"quant_method": self.name, "version": VERSION if inputs else 1}
         made["weights"] = {name: format.name for name, (format, _) in weights.items()}
         return made | ({"inputs": dict(inputs)} if inputs else {})
 
     def read_config(
-        self, content: Mapping[str, Any], shapes: Mapping[str, Shape], stored: Iterable[str], where: str
+        self, content: Mapping[str, object], shapes: Mapping[str, Shape], stored: Iterable[str], where: str
     ) -> tuple[dict[str, BlockFormat], tuple[str, ...]]:
         """See `PackedLayout`."""
         version, named = content.get("version"), content.get("weights")
@@ -99,7 +99,9 @@ class ScalejaxLayout:
             )
         return {name: _found(format, f"{where}: {name}") for name, format in named.items()}, ()
 
-    def read_inputs(self, content: Mapping[str, Any], formats: Mapping[str, BlockFormat], where: str) -> InputFormats:
+    def read_inputs(
+        self, content: Mapping[str, object], formats: Mapping[str, BlockFormat], where: str
+    ) -> InputFormats:
         """See `PackedLayout`."""
         named = content.get("inputs", {})
         if not isinstance(named, dict) or not all(isinstance(format, str) for format in named.values()):

@@ -1,7 +1,7 @@
 """Checks of a host batch against tables and exchange: exact, vectorised, before anything travels."""
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -138,7 +138,7 @@ def _load(look: Lookup, packed: DeviceJagged, devices: int) -> np.ndarray:
 
 
 def _check_load(stack: Stack, found: tuple[Lookup, ...], loads: dict[Lookup, np.ndarray], exchange: Exchange) -> None:
-    total: Any = sum(loads.values())
+    total = np.asarray(sum(loads.values()))
     capacity = bucket_capacity(stack, found, exchange)
     most = int(total.max(initial=0))
     if most <= capacity:

@@ -23,6 +23,7 @@ there again.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,10 @@ from scalejax.parallel.embedding.ids.occurrences import (
 from scalejax.parallel.embedding.plan.sharding_plan import Exchange
 from scalejax.parallel.embedding.plan.stacks import Stack
 from scalejax.parallel.embedding.sharded_tables import StackAxes
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int32, UInt32
 
 SLACK = 8
 """Slots per destination on top of the factor: small batches scatter more around their mean."""
@@ -134,7 +139,7 @@ def bucket_capacity(stack: Stack, found: tuple[Lookup, ...], exchange: Exchange)
     return max(map(min, wanted, most))
 
 
-def route(here: LocalStack) -> tuple[Route, jax.Array]:
+def route(here: LocalStack) -> tuple[Route, "Int32[Array, '2']"]:
     """Sends the ids of one stack to their owners.
 
     Returns:
@@ -161,7 +166,9 @@ def route(here: LocalStack) -> tuple[Route, jax.Array]:
     return _joined(ways), jnp.stack([bad, lost])
 
 
-def fetch(here: LocalStack, table: jax.Array, way: Route) -> list[jax.Array]:
+def fetch(
+    here: LocalStack, table: "Float[Array, 'rows dim'] | UInt32[Array, 'rows words']", way: Route
+) -> list["Float[Array, 'bags *positions dim']"]:
     """What the model sees of every feature, per lookup: float[b, dim], or [b, positions, dim] for pooling "none"."""
     stack, shard, zero = here.stack, here.shard, here.zero
     results: dict[Lookup, jax.Array] = {}
@@ -199,7 +206,9 @@ def _read(table: jax.Array, ids: jax.Array, stack: Stack) -> jax.Array:
     return products.read_rows(rows, stack.reads, where=f"tables/{stack.members[0].config.name}")
 
 
-def return_grads(here: LocalStack, grads: Sequence[jax.Array], way: Route) -> jax.Array:
+def return_grads(
+    here: LocalStack, grads: Sequence["Float[Array, 'bags *positions dim']"], way: Route
+) -> "Float[Array, 'arrivals dim']":
     """The gradient of `fetch`: per lookup -> float[A, dim], one for every arrival, beside `way.arrived`."""
     shard, zero, exchange = here.shard, here.zero, here.exchange
     of = dict(zip(here.lookups, grads, strict=True))

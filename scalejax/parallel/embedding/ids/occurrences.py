@@ -12,7 +12,7 @@ of devices.
 
 import dataclasses
 import functools
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,10 @@ from scalejax.kernels import embedding_bag as ops
 from scalejax.numerics.rounding import rounded
 from scalejax.parallel.embedding.ids.jagged import DeviceJagged, FeatureLayout
 from scalejax.parallel.embedding.plan.stacks import Member, Stack
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int32
 
 Channel = Literal["here", "rows", "bags"]
 
@@ -104,7 +108,7 @@ LOST = -(2**31)
 """Stands for an id that found no room on its way to an id map, where it was counted."""
 
 
-def locate(member: Member, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def locate(member: Member, ids: "Int32[Array, 'ids']") -> tuple["Int32[Array, 'ids']", "Int32[Array, 'ids']"]:
     """Device and local row of rows of a table, int32[U] each."""
     ranks, offsets = member.ranks or (0,), member.offsets
     if len(ranks) == 1:
@@ -166,7 +170,9 @@ def _by_example(shard: DeviceJagged, part: list[Lookup]) -> jax.Array:
     return jnp.zeros_like(place).at[place].set(jnp.concatenate(slots), unique_indices=True)
 
 
-def pool(shard: DeviceJagged, look: Lookup, rows: jax.Array, zero: jax.Array) -> jax.Array:
+def pool(
+    shard: DeviceJagged, look: Lookup, rows: "Float[Array, 'slots dim']", zero: jax.Array
+) -> "Float[Array, 'bags *positions dim']":
     """Rows of a feature's slots -> what the model sees of it: [b, dim], or [b, positions, dim] for pooling "none".
 
     The rows of a bag are added in order of position, each weighted row rounded by itself (`zero` is from
@@ -231,7 +237,9 @@ _UNROLLED = 32
 """Longest fixed length whose sum is written out."""
 
 
-def unpool(shard: DeviceJagged, look: Lookup, grads: jax.Array, zero: jax.Array) -> jax.Array:
+def unpool(
+    shard: DeviceJagged, look: Lookup, grads: "Float[Array, 'bags *positions dim']", zero: jax.Array
+) -> "Float[Array, 'slots dim']":
     """Gradient of `pool`: [b, dim] or [b, positions, dim] -> one gradient per slot; zeros in unused slots.
 
     What stands at the positions behind the last row of a bag is not read.

@@ -8,7 +8,7 @@ state = form.from_stored(tree)
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,11 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.parallel.embedding.config import UPDATED, TableConfig
 from scalejax.parallel.embedding.ids import id_map
-from scalejax.parallel.embedding.sharded_tables import ShardedTables, State, shardings
+from scalejax.parallel.embedding.sharded_tables import Result, ShardedTables, StackLeaves, State, shardings
 from scalejax.parallel.embedding.stored import logical
+
+if TYPE_CHECKING:
+    from jaxtyping import PyTree
 
 COUNTS = "(counts)"
 """Key of the counts of updates and faults in the stored form, beside the names of tables."""
@@ -159,43 +162,45 @@ class StoredForm:
         return shapes
 
     @functools.cached_property
-    def _all_to_stored(self) -> Callable[..., Any]:
+    def _all_to_stored(self) -> Callable[[StackLeaves], logical.Tree]:
         return self.tables_to_stored(self.sharded.tables)
 
-    def tables_to_stored(self, tables: tuple[TableConfig, ...]) -> Callable[..., Any]:
+    def tables_to_stored(self, tables: tuple[TableConfig, ...]) -> Callable[[StackLeaves], logical.Tree]:
         """A compiled function: state["stacks"] -> what `to_stored` has of some tables."""
         convert, abstract = functools.partial(logical.local_to_stored, self.sharded, tables), self._abstract_tables()
         specs = self.sharded.stack_specs
         return self._jit_everywhere(convert, specs, {table.name: abstract[table.name] for table in tables})
 
     @functools.cached_property
-    def _from_stored(self) -> Callable[..., Any]:
+    def _from_stored(self) -> Callable[[logical.Tree], StackLeaves]:
         convert = functools.partial(logical.local_from_stored, self.sharded)
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self._abstract_tables())
         return self._jit_everywhere(convert, specs, self.sharded.abstract_state()["stacks"])
 
-    def _jit_everywhere(self, function: Callable[..., Any], specs: Any, abstract: Any) -> Callable[..., Any]:
+    def _jit_everywhere(
+        self, function: Callable[..., Result], specs: "PyTree[P]", abstract: object
+    ) -> Callable[..., Result]:
         out_specs = jax.tree.map(lambda leaf: leaf.sharding.spec, abstract)
         everywhere = self.sharded.everywhere(function, in_specs=(specs,), out_specs=out_specs)
         return jax.jit(everywhere, out_shardings=shardings(abstract))
 
     @functools.cached_property
-    def _sum_faults(self) -> Callable[..., Any]:
+    def _sum_faults(self) -> Callable[[jax.Array], jax.Array]:
         whole = NamedSharding(self.sharded.mesh, P())
         return jax.jit(lambda faults: faults.sum(axis=0, dtype=jnp.int32), out_shardings=whole)
 
     @functools.cached_property
-    def _spread_faults(self) -> Callable[..., Any]:
+    def _spread_faults(self) -> Callable[[jax.typing.ArrayLike], jax.Array]:
         """All on the first device: only their sum means something."""
         faults = self.sharded.abstract_state()["faults"]
         return jax.jit(lambda n: jnp.zeros(faults.shape, jnp.int32).at[0].set(n), out_shardings=faults.sharding)
 
     @functools.cached_property
-    def _merge_id_counts(self) -> Callable[..., Any]:
+    def _merge_id_counts(self) -> Callable[[dict[str, id_map.State]], dict[str, jax.Array]]:
         return jax.jit(id_map.summed_counts, out_shardings=NamedSharding(self.sharded.mesh, P()))
 
     @functools.cached_property
-    def _spread_id_counts(self) -> Callable[..., Any]:
+    def _spread_id_counts(self) -> Callable[[dict[str, id_map.State]], dict[str, id_map.State]]:
         """Counters all on the first device, the rest of the maps as it is."""
 
         def spread(maps: dict[str, id_map.State]) -> dict[str, id_map.State]:
@@ -206,7 +211,7 @@ class StoredForm:
 
 
 def _check_logical(tree: Tables, wanted: dict[str, dict[str, jax.ShapeDtypeStruct]]) -> None:
-    def compare(what: str, got: Any, names: Any) -> None:
+    def compare(what: str, got: Mapping[str, object], names: Mapping[str, object]) -> None:
         if set(got) != set(names):
             raise UserError(
                 f"EmbeddingCollection.from_logical: {what} must be {', '.join(names)}; missing: "

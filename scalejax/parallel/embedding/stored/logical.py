@@ -232,12 +232,12 @@ def _place(stack: Stack, member: Member, device: jax.Array) -> jax.Array:
     return jnp.asarray(stack.places[:, member.number])[device]
 
 
-def _residue(place: Any, member: Member) -> Any:
+def _residue(place: jax.Array, member: Member) -> jax.Array:
     """Rows at a place are those equal to this, modulo the number of places."""
     return (place - member.shift) % member.parts
 
 
-def _first_at_or_above(low: Any, residue: Any, n: int) -> Any:
+def _first_at_or_above(low: jax.Array | int, residue: jax.Array, n: int) -> jax.Array:
     """The smallest q with q * n + residue >= low."""
     return (low - residue + n - 1) // n
 

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 
@@ -72,7 +73,7 @@ def tables(configs: Iterable[Any], optimizer: RowOptimizer) -> tuple[TableConfig
 
 
 def read_state(
-    models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]], tables: Sequence[TableConfig]
+    models: Sequence[Mapping[str, object]], optimizers: Sequence[Mapping[str, Any]], tables: Sequence[TableConfig]
 ) -> Logical:
     """Rows and row states of all tables, for `EmbeddingCollection.from_logical`.
 
@@ -90,8 +91,8 @@ def read_state(
 
 
 def write_state(
-    logical: Mapping[str, Mapping[str, Any]], tables: Sequence[TableConfig]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+    logical: Mapping[str, Mapping[str, np.ndarray | jax.Array]], tables: Sequence[TableConfig]
+) -> tuple[dict[str, np.ndarray], dict[str, dict[str, dict[str, np.ndarray]]]]:
     """The inverse of `read_state`: state dicts of one rank that holds everything, in NumPy.
 
     Args:
@@ -113,9 +114,9 @@ def write_state(
     return model, {"state": state}
 
 
-def _states(optimizer: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _states(optimizer: Mapping[str, Any]) -> dict[str, dict[str, object]]:
     """{table: {"momentum1": ...}}."""
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for key, values in optimizer.get("state", {}).items():
         match = _WEIGHT.match(key)
         if match:
@@ -124,8 +125,8 @@ def _states(optimizer: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _table(
-    table: TableConfig, weights: list[dict[str, Any]], states: list[dict[str, dict[str, Any]]]
-) -> dict[str, Any]:
+    table: TableConfig, weights: list[dict[str, object]], states: list[dict[str, dict[str, object]]]
+) -> dict[str, np.ndarray]:
     held = [model[table.name] for model in weights if table.name in model]
     if not held:
         present = sorted({name for model in weights for name in model})
@@ -149,7 +150,7 @@ def _table(
     return leaves
 
 
-def _joined(what: str, held: list[Any], shape: tuple[int, ...], dtype: str) -> np.ndarray:
+def _joined(what: str, held: list[object], shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """One array of the shards that ranks hold."""
     whole = np.zeros(shape, ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype))
     seen = np.zeros(shape, np.uint8)

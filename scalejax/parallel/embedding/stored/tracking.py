@@ -8,14 +8,13 @@ a table anywhere, and enter the stored form (see `stored`) in place.
 
 import dataclasses
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.kernels.embedding_bag import RowPlan
@@ -160,7 +159,7 @@ def _take(array: jax.Array, places: jax.Array) -> jax.Array:
     return array[places]
 
 
-def write_stored(leaves: dict[str, Any], rows: TableRows) -> dict[str, Any]:
+def write_stored(leaves: dict[str, jax.Array], rows: TableRows) -> dict[str, jax.Array]:
     """Rows into the stored form of their table, in place: the arrays that are written are donated.
 
     All processes call it with the same rows.
@@ -190,6 +189,7 @@ def write_stored(leaves: dict[str, Any], rows: TableRows) -> dict[str, Any]:
         places[: len(numbers)] = np.where(inside, numbers % span, span)
         values = tuple(_padded(rows.leaves[name][1], count) for name in names)
         columns = tuple(rows.leaves[name][0] for name in names)
+        assert isinstance(sharding, NamedSharding)
         whole = NamedSharding(sharding.mesh, P())
         given = jax.tree.map(
             lambda x, whole=whole: jax.make_array_from_callback(x.shape, whole, lambda index: x[index]),
@@ -201,10 +201,12 @@ def write_stored(leaves: dict[str, Any], rows: TableRows) -> dict[str, Any]:
 
 
 @functools.cache
-def _writer(mesh: Any, spec: P, columns: tuple[Columns, ...]) -> Any:
+def _writer(mesh: Mesh, spec: P, columns: tuple[Columns, ...]) -> Callable[..., tuple[jax.Array, ...]]:
     axes = spec[0] if len(spec) else None
 
-    def write(arrays: Any, owners: jax.Array, places: jax.Array, values: Any) -> Any:
+    def write(
+        arrays: tuple[jax.Array, ...], owners: jax.Array, places: jax.Array, values: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
         new = []
         for array, value, span in zip(arrays, values, columns, strict=True):
             at = places if axes is None else jnp.where(owners == lax.axis_index(axes), places, array.shape[0])

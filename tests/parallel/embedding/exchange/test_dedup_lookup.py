@@ -93,6 +93,7 @@ def test_forward_is_equal_to_the_bit_and_updates_to_reassociation(devices, kind,
             np.testing.assert_array_equal(value[untouched], before[table.name][leaf][untouched])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "kind", "weighted"),
     [
@@ -122,6 +123,7 @@ def test_gradients_that_add_without_rounding_give_equal_bits():
     equal(dedup, plain)
 
 
+@pytest.mark.slow
 def test_weights_and_momenta_of_rows_that_nobody_named_stay():
     # Room for distinct rows that a batch does not need must not look row 0 up.
     tables = wide_tables(Sgd(learning_rate=0.1, weight_decay=0.5))

@@ -48,6 +48,7 @@ def schema(capacity: float) -> Schema:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_sharded_deduplicated_step_is_the_plain_step_of_one_device(devices: int) -> None:
     examples = 48

@@ -119,6 +119,7 @@ def test_room_is_for_all_arrivals_together_and_what_has_none_is_counted(all_to_a
     np.testing.assert_array_equal(got[got != 0], (1 + ids.reshape(-1))[got != 0])
 
 
+@pytest.mark.slow
 def test_other_platforms_are_refused(monkeypatch):
     monkeypatch.setattr(ragged, "PLATFORMS", ("tpu",))
     with pytest.raises(UserError, match=r"all_to_all='ragged' needs a TPU or a GPU.*on 'cpu'.*'padded'"):

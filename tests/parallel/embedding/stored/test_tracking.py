@@ -76,6 +76,7 @@ DEFAULT = ("row-wise", "copies, summed")
 """The others are for slow runs: each takes a path that another test takes too."""
 
 
+@pytest.mark.default_cases("copies, summed")
 @pytest.mark.parametrize("case", [c if c in DEFAULT else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_touched_rows_bring_an_old_copy_to_the_new_state(case):
     optimizer, kind, devices, replica = CASES[case]

@@ -87,6 +87,7 @@ def test_exact_sums_do_not_see_the_order_of_the_batch_nor_the_mesh(kind, devices
         np.testing.assert_allclose(leaves["rows"], ordered[name]["rows"], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_ordered_sums_do_see_the_order_of_the_batch():
     # The control: otherwise the test above would show nothing.
     tables, host = wide_tables(OPTIMIZERS["rowwise"]), batch(BATCH, weighted=True)

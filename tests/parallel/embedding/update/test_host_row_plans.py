@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import numpy as np
+import pytest
 
 from scalejax.data.examples.jagged import KeyedJagged as HostKeyedJagged
 from scalejax.data.examples.schema import Categorical, Schema
@@ -80,6 +81,7 @@ def test_plans_hold_every_batch_and_batches_that_are_alike_share_their_shapes():
     assert places(batch(0, 90), None) == [400, 1536]  # rows of the table, or slots
 
 
+@pytest.mark.slow
 def test_updates_are_the_same_to_the_bit_whatever_the_room():
     hosts = [batch(0, 300), batch(1, 40), batch(2, 390)]
     one = other = COLLECTION.init(jax.random.key(0))

@@ -170,6 +170,7 @@ def test_twenty_steps_of_every_optimizer_follow_its_formula(x64):
             assert (abs(lengths - 0.7) < 1e-12).any()  # the limit was met
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_touched_rows_is_the_dense_one_where_every_row_is_touched(x64):
     dense = {
         "sgd": (Sgd(learning_rate=0.1), optax.sgd(0.1)),
