@@ -104,8 +104,6 @@ CALLS = {
     "stochastic_round": (stochastic.stochastic_round, (TABLE, jnp.bfloat16, jnp.zeros(TABLE.shape, jnp.uint32)), {}),
     "pack_bits": (packing.pack_bits, (integers([1, 2, 3, 4]), 4), {"axis": 0}),
     "unpack_bits": (packing.unpack_bits, (BYTES, 4), {"axis": 0}),
-    "to_words": (packing.to_words, (BYTES,), {"axis": 0}),
-    "from_words": (packing.from_words, (packing.to_words(BYTES, axis=0),), {"axis": 0}),
     "pack_blocks": (packing.pack_blocks, (BLOCKS,), {}),
     "unpack_blocks": (packing.unpack_blocks, (packing.pack_blocks(BLOCKS), "mxfp8_e4m3"), {"axis": 1, "length": 32}),
     "float_bits": (bits.float_bits, (TABLE.astype(jnp.float16),), {}),
