@@ -5,6 +5,7 @@ they hand over differs in layout only (ours feature after feature, the peer's ex
 """
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import pathlib
@@ -57,14 +58,14 @@ def prepare(case: str, against: str | None, groups: int = 76) -> Contest:
         loader = None if against is None else _torch(schema, path, ids, dense, labels, _WORKERS[against])
         keep = held.pop_all()
     batches = ours.train_batches()
-    return Contest(
-        ours=repeated(lambda: next(batches)),
-        peer=None if loader is None else repeated(functools.partial(next, _forever(loader))),
-        check=functools.partial(_check, ours, loader, groups * GROUP // BATCH),
-        examples=BATCH,
-        device=machine.device_name(None),
-        close=keep.close,
+    alone = Contest(
+        ours=repeated(lambda: next(batches)), examples=BATCH, device=machine.device_name(None), close=keep.close
     )
+    if loader is None:
+        return alone
+    peer = repeated(functools.partial(next, _forever(loader)))
+    check = functools.partial(_check, ours, loader, groups * GROUP // BATCH)
+    return dataclasses.replace(alone, peer=peer, check=check)
 
 
 def write_parquet(path: pathlib.Path, schema: Schema, ids: np.ndarray, dense: np.ndarray, labels: np.ndarray) -> None:

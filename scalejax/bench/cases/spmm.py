@@ -82,6 +82,7 @@ def contest(case: str, against: str | None, size: Size, effort: Effort = _EFFORT
             peer = peer_of.Product(_arrays(work.matrix), work.matrix.shape, work.dense, threads)
 
     def check() -> None:
+        assert peer is not None
         ours, theirs = np.asarray(work.run(), np.float32), peer.run()
         most = np.abs(theirs).max()
         difference = np.abs(ours - theirs).max() / most
