@@ -39,7 +39,7 @@ WAYS = {
 }
 
 
-def run(model: str, seed: int, turns: int) -> dict[str, dict[str, Any]]:
+def run(model: str, seed: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Trains "RECIPE [PATH=VALUE ...]" with one seed and lowers it in every way."""
     recipe, *sets = model.split()
     experiment = configs.load(recipe, [*sets, "evaluation.every=0"])
@@ -56,7 +56,7 @@ def run(model: str, seed: int, turns: int) -> dict[str, dict[str, Any]]:
     results: dict[str, dict[str, Any]] = {}
 
     def add(name: str, lowered: lowering.Lowered, **more: Any) -> None:
-        results[name] = report.measure(lowered, test, turns=turns) | more
+        results[name] = report.measure(lowered, test, repeats=repeats) | more
         print(f"{model} seed {seed}: {name}: {line(results[name])}", file=sys.stderr, flush=True)
 
     for name, (tables, dense, rows) in WAYS.items():
@@ -109,7 +109,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=["dlrm-flights model.dim=72", "wukong-flights"])
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=20, help="timed calls of each model, in turn")
+    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each model, in turn")
     parser.add_argument("--json", type=pathlib.Path)
     options = parser.parse_args()
     everything: dict[str, list[dict[str, dict[str, Any]]]] = {}
@@ -119,7 +119,7 @@ def main() -> None:
     for model in options.models:
         runs = everything.setdefault(model, [])
         for seed in range(len(runs), options.seeds):
-            runs.append(run(model, seed, options.turns))
+            runs.append(run(model, seed, options.repeats))
             if options.json is not None:
                 options.json.write_text(json.dumps(everything, indent=1) + "\n")
         runs = runs[: options.seeds]

@@ -392,7 +392,7 @@ def load(
     targets = {
         name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in shape.params.items()
     }
-    packed = packed_params.plan(model.source, targets) if weights == "packed" else {}
+    packed = packed_params.choose_packed(model.source, targets) if weights == "packed" else {}
     needed = sum(_device_bytes(p, p.sharding) for name, p in targets.items() if name not in packed)
     needed += sum(packed_params.nbytes(parts) for _, parts in packed.values())
     _check_memory(mesh, needed, "the parameters")

@@ -120,7 +120,7 @@ def load(
       {path: PackedWeight}, and the targets that are left.
     """
     params: dict[str, Any] = {}
-    for path, (tensors, parts) in plan(source, targets).items():
+    for path, (tensors, parts) in choose_packed(source, targets).items():
         assert isinstance(source, TensorSource)
         entry = source.entries[path]
         arrays = loading.load(
@@ -141,7 +141,7 @@ def load(
     return params, {path: target for path, target in targets.items() if path not in params}
 
 
-def plan(
+def choose_packed(
     source: ParamSource, targets: Mapping[str, jax.ShapeDtypeStruct]
 ) -> dict[str, tuple[tuple[PackedTensor, ...], dict[str, jax.ShapeDtypeStruct]]]:
     """{path: (its layers, shapes and shardings of codes and scales)} of the parameters that can stay packed."""

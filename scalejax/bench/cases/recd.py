@@ -28,7 +28,7 @@ from scalejax import optim
 from scalejax.bench import machine, training_step
 from scalejax.bench.harness import Contest, Effort, OutputsDiffer
 from scalejax.data.examples.dedup import AnyBatch, DedupBatch, Groups, expand_batch
-from scalejax.data.examples.encode import Numbers
+from scalejax.data.examples.encode import DenseTransform
 from scalejax.data.examples.records import RecordLayout
 from scalejax.data.examples.row_transforms import HashIds
 from scalejax.data.examples.schema import Categorical, Schema
@@ -175,7 +175,7 @@ class _Side:
 
     def read(self, group: RowGroup, files: ParquetFiles | None = None) -> AnyBatch:
         """A row group as a batch, as a data set in windows reads it."""
-        rows = decode(files or self.files, group, self._layout, Numbers(), self._transforms)
+        rows = decode(files or self.files, group, self._layout, DenseTransform(), self._transforms)
         return self._layout.batch(rows, group.rows)
 
     def reads(self, count: int) -> None:

@@ -69,7 +69,7 @@ def find(
     study = studies.study(model, limits, calibration, held_out, objective=objective, **given)  # pyright: ignore[reportArgumentType]
     console = output.console()
     found = search.search(
-        study, budget=budget / 100, told=lambda line: console.print(line, markup=False, highlight=False)
+        study, budget=budget / 100, log=lambda line: console.print(line, markup=False, highlight=False)
     )
     lowered = lowering.lower(model, found.precisions, limits)
     measured = report.measure(lowered, held_out, calibration=calibration.inputs[:4])

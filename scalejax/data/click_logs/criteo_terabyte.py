@@ -44,8 +44,8 @@ TABLE_ROWS = (
 
 MLPERF = Hashed(rows=TABLE_ROWS)
 
-Numbers = Literal["log", "standard"]
-_NUMBERS: dict[Numbers, tuple[NanPolicy, Scaling]] = {"log": ("zero", "none"), "standard": ("mean", "standard")}
+DenseScaling = Literal["log", "standard"]
+_NUMBERS: dict[DenseScaling, tuple[NanPolicy, Scaling]] = {"log": ("zero", "none"), "standard": ("mean", "standard")}
 _TEXT = ("", ".gz", ".zst", ".txt", ".txt.gz", ".tsv", ".tsv.gz")
 _DAY = "day"
 
@@ -70,7 +70,7 @@ class CriteoTerabyteData(parquet.ParquetReading):
 
     days: int = DAYS
     coding: Coding = MLPERF
-    numbers: Numbers = "log"
+    numbers: DenseScaling = "log"
     access: Literal["memory", "windows"] = "windows"
     batch_size: int = 8192
 

@@ -23,7 +23,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Numbers:
+class DenseTransform:
     """What happens to number columns, in this order: log(x + shift), minus mean, divided by std, NaN -> mean.
 
     (With nan="zero" the first of all is NaN -> 0.)
@@ -110,37 +110,37 @@ class Moments:
         return out
 
 
-def fit_numbers(
+def fit_dense_transform(
     chunks: Iterable[tuple[Columns, np.ndarray, str]],
     names: tuple[str, ...],
     *,
     log_shift: Mapping[str, float],
     nan: NanPolicy,
     scaling: Scaling,
-) -> Numbers:
+) -> DenseTransform:
     """Statistics over the training rows.
 
     Args:
       chunks: (columns, training rows inside them, where they come from).
       names: Number columns.
-      log_shift: As in `Numbers`.
-      nan: As in `Numbers`.
+      log_shift: As in `DenseTransform`.
+      nan: As in `DenseTransform`.
       scaling: "standard" = mean 0 and variance 1 on the training rows; "none" = numbers stay as they are, apart from
         the logarithm, and NaN becomes the mean.
     """
-    numbers = Numbers(log_shift=log_shift, nan=nan)
+    transform = DenseTransform(log_shift=log_shift, nan=nan)
     moments = Moments(names)
     for columns, rows, where in chunks:
         for name in names:
             column = columns[name]
             assert isinstance(column, np.ndarray)
-            moments.add(name, numbers.logarithm(name, column, where)[rows])
+            moments.add(name, transform.logarithm(name, column, where)[rows])
     if scaling == "standard":
-        return dataclasses.replace(numbers, mean=moments.mean(), std=moments.std())
+        return dataclasses.replace(transform, mean=moments.mean(), std=moments.std())
     return _Unscaled(log_shift=log_shift, nan=nan, mean=moments.mean())
 
 
-class _Unscaled(Numbers):
+class _Unscaled(DenseTransform):
     """Numbers that keep their scale; the mean only stands in for what is missing."""
 
     def __call__(self, name: str, column: np.ndarray, where: str) -> np.ndarray:
@@ -148,7 +148,7 @@ class _Unscaled(Numbers):
 
 
 def encode(
-    columns: Columns, layout: RecordLayout, numbers: Numbers, *, where: str, shared: SharedLists | None = None
+    columns: Columns, layout: RecordLayout, transform: DenseTransform, *, where: str, shared: SharedLists | None = None
 ) -> ExampleRecords:
     """Checks columns and packs them into records.
 
@@ -176,7 +176,7 @@ def encode(
         check_ids(ids.reshape(-1), feature.name, feature.rows, lengths=lengths, where=where)
         layout.put_ids(records, feature.name, ids)
     for d, name in enumerate(schema.dense, start=layout.dense.start):
-        floats[:, d] = _as_float32(numbers(name, _vector(columns, name), where), name, where)
+        floats[:, d] = _as_float32(transform(name, _vector(columns, name), where), name, where)
     for t, name in enumerate(schema.labels, start=layout.labels.start):
         floats[:, t] = _labels(_vector(columns, name), name, where)
     if schema.weight is not None:

@@ -14,7 +14,7 @@ from scalejax.data.examples.encode import (
     SharedLists,
     check_schema,
     encode,
-    fit_numbers,
+    fit_dense_transform,
     missing_column,
 )
 from scalejax.data.examples.records import ExampleRecords, Ragged, RecordLayout
@@ -100,7 +100,7 @@ def from_columns(
         splits["train"] = splits["train"][np.argsort(period[splits["train"]], kind="stable")]
         days = day_ranges(period[splits["train"]].astype(np.int64), day_name)
     chunk = [(columns, splits["train"], where)]
-    numbers = fit_numbers(chunk, schema.dense, log_shift=log_shift or {}, nan=nan, scaling=scaling)
+    numbers = fit_dense_transform(chunk, schema.dense, log_shift=log_shift or {}, nan=nan, scaling=scaling)
     rows = encode(columns, layout, numbers, where=where, shared=shared)
     examples_ = TableExamples(
         rows,

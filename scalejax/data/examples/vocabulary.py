@@ -1,8 +1,8 @@
 """Exact counts of the values of a column, in one pass over it and with bounded memory, and vocabularies made of them.
 
 Counted values are kept in memory as long as they fit. When they do not, they are written to disk as (value, count)
-pairs, dealt out to 64 partitions by a hash, and counting begins anew. In the end partition after partition is read back
-and added up; one whose different values still do not fit is dealt out again by another hash. All occurrences of a value
+pairs, spread over 64 partitions by a hash, and counting begins anew. In the end partition after partition is read back
+and added up; one whose different values still do not fit is spread again by another hash. All occurrences of a value
 are in one partition, so the counts are exact. What is written is at most 16 bytes for each value read.
 """
 

@@ -232,10 +232,10 @@ class _Rewrite:
             parts = partition_of(table[self.session].to_numpy(), self.partitions, self.seed)
             order = np.argsort(parts, kind="stable")
             bounds = lengths_to_offsets(np.bincount(parts, minlength=self.partitions))
-            dealt = table.take(pa.array(order))
+            by_partition = table.take(pa.array(order))
             for p in np.flatnonzero(np.diff(bounds)):
                 with open(paths[p], "ab") as sink, pa.ipc.new_stream(sink, schema) as writer:
-                    writer.write_table(dealt.slice(bounds[p], bounds[p + 1] - bounds[p]))
+                    writer.write_table(by_partition.slice(bounds[p], bounds[p + 1] - bounds[p]))
             progress(done)
         return paths
 

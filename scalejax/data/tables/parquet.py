@@ -9,7 +9,7 @@ import numpy as np
 
 from scalejax.data.examples.dataset import BatchedDataSet, Day, day_ranges
 from scalejax.data.examples.dedup import Groups, check_groups, check_names
-from scalejax.data.examples.encode import NanPolicy, Numbers, Scaling, check_schema, fit_numbers
+from scalejax.data.examples.encode import DenseTransform, NanPolicy, Scaling, check_schema, fit_dense_transform
 from scalejax.data.examples.jagged import lengths_to_offsets
 from scalejax.data.examples.memory import Order, array_of, from_columns
 from scalejax.data.examples.records import Ragged, RecordLayout, Shared
@@ -195,13 +195,15 @@ def _build_windows(
                 'windows. Sort the file, or use access="memory".'
             )
         days = day_ranges(period.astype(np.int64), str)
-    numbers = Numbers(log_shift=dict(data.log_shift), nan=data.nan)
+    transform = DenseTransform(log_shift=dict(data.log_shift), nan=data.nan)
     if schema.dense and (data.scaling == "standard" or data.nan == "mean"):
         chunks = (
             (files.read(group, schema.dense), split_rows("train", g), group.where)
             for g, group in enumerate(files.groups)
         )
-        numbers = fit_numbers(chunks, schema.dense, log_shift=dict(data.log_shift), nan=data.nan, scaling=data.scaling)
+        transform = fit_dense_transform(
+            chunks, schema.dense, log_shift=dict(data.log_shift), nan=data.nan, scaling=data.scaling
+        )
     key = (schema, data.split, data.window, data.order, data.time, data.seed, data.log_shift, data.scaling, data.nan)
     if data.session is not None:
         key = (*key, data.session)
@@ -210,7 +212,7 @@ def _build_windows(
     examples = WindowExamples(
         files,
         layout,
-        numbers,
+        transform,
         split_rows,
         sizes,
         window=data.window,

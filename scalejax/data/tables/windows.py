@@ -21,7 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 
 from scalejax.data.examples.dataset import Day
-from scalejax.data.examples.encode import Numbers, encode
+from scalejax.data.examples.encode import DenseTransform, encode
 from scalejax.data.examples.jagged import lengths_to_offsets
 from scalejax.data.examples.records import ExampleRecords, RecordLayout
 from scalejax.data.examples.row_transforms import RowTransform, map_columns
@@ -39,7 +39,7 @@ def decode(
     files: ParquetFiles,
     group: RowGroup,
     layout: RecordLayout,
-    numbers: Numbers,
+    transform: DenseTransform,
     transforms: Sequence[tuple[str, RowTransform]] = (),
 ) -> ExampleRecords:
     """The examples of a row group; the lists of the layout's groups are decoded and transformed once per row of lists.
@@ -49,7 +49,7 @@ def decode(
     """
     columns, shared = files.read_shared(group, layout.columns, layout.groups)
     columns, shared = map_columns(columns, shared, transforms)
-    return encode(columns, layout, numbers, where=group.where, shared=shared)
+    return encode(columns, layout, transform, where=group.where, shared=shared)
 
 
 class WindowExamples:
@@ -73,7 +73,7 @@ class WindowExamples:
         self,
         files: ParquetFiles,
         layout: RecordLayout,
-        numbers: Numbers,
+        transform: DenseTransform,
         split_rows: Callable[[str, int], np.ndarray],
         split_sizes: dict[str, np.ndarray],
         *,
@@ -86,7 +86,7 @@ class WindowExamples:
     ) -> None:
         self.layout = layout
         self._transforms = transforms
-        self._files, self._numbers = files, numbers
+        self._files, self._numbers = files, transform
         self._split_rows, self._sizes = split_rows, split_sizes
         self._window, self._seed = window, seed
         self._fingerprint, self._days, self._runs = fingerprint, days, runs

@@ -18,7 +18,7 @@ from scalejax.inference.recommendation.search import PrecisionChoice
 
 
 def measure(
-    lowered: Lowered, examples: Labelled, *, calibration: Sequence[Inputs] = (), turns: int = 30
+    lowered: Lowered, examples: Labelled, *, calibration: Sequence[Inputs] = (), repeats: int = 30
 ) -> dict[str, Any]:
     """Scores a lowered model beside its float model on the same examples.
 
@@ -45,7 +45,7 @@ def measure(
         ]
         for kind in ("table", "operator")
     }
-    float_s, lowered_s, ratio = _times(lowered, examples.inputs[0], turns)
+    float_s, lowered_s, ratio = _times(lowered, examples.inputs[0], repeats)
     return {
         "step": model.step,
         "examples": len(examples.labels),
@@ -149,7 +149,7 @@ def tables(measured: dict[str, Any]) -> list[Table]:
     return [whole, each]
 
 
-def _times(lowered: Lowered, inputs: Inputs, turns: int) -> tuple[float, float, float]:
+def _times(lowered: Lowered, inputs: Inputs, repeats: int) -> tuple[float, float, float]:
     """Medians of seconds of the float and the lowered model in turn, and of the ratio of neighbouring turns."""
     model = lowered.model
 
@@ -159,7 +159,7 @@ def _times(lowered: Lowered, inputs: Inputs, turns: int) -> tuple[float, float, 
         return time.perf_counter() - begun
 
     pairs = []
-    for _ in range(turns):
+    for _ in range(repeats):
         first = timed(model.score, *model.arrays, inputs)
         pairs.append((first, timed(lowered.score, lowered.arrays, inputs)))
     both = np.array(pairs)

@@ -76,7 +76,7 @@ def cost(study: PrecisionStudy, precisions: Precisions) -> float:
     return sum(study.cost(name, precisions.of(name)) for name in study.names)
 
 
-def search(study: PrecisionStudy, *, budget: float, told: Callable[[str], None] = lambda _: None) -> PrecisionChoice:
+def search(study: PrecisionStudy, *, budget: float, log: Callable[[str], None] = lambda _: None) -> PrecisionChoice:
     """Runs it.
 
     Args:
@@ -95,13 +95,13 @@ def search(study: PrecisionStudy, *, budget: float, told: Callable[[str], None] 
         for chosen in study.choices(name)[1:]:
             sensitivity[name, chosen] = study.gap(wide.with_one(name, chosen)).value
         if len(study.choices(name)) > 1:
-            told(f"alone: {name[1]} in {study.choices(name)[-1]}: {sensitivity[name, study.choices(name)[-1]]:+.3%}")
+            log(f"alone: {name[1]} in {study.choices(name)[-1]}: {sensitivity[name, study.choices(name)[-1]]:+.3%}")
     path: list[dict[str, object]] = []
 
     def move(step: str, name: Name, before: str, after: str, now: Gap, precisions: Precisions) -> None:
         record = {"step": step, "name": list(name), "from": before, "to": after, "gap": now.value, "high": now.high}
         path.append({**record, "cost": cost(study, precisions)})
-        told(f"{step}: {name[1]} from {before} to {after}: gap {now.value:+.4%}, at most {now.high:+.4%}")
+        log(f"{step}: {name[1]} from {before} to {after}: gap {now.value:+.4%}, at most {now.high:+.4%}")
 
     current = narrowest(study)
     now = study.gap(current)

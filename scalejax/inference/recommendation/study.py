@@ -171,9 +171,9 @@ def latencies(
     inputs: Inputs,
     choices: Callable[[searches.Name], Sequence[str]],
     *,
-    turns: int = 15,
+    repeats: int = 15,
 ) -> dict[tuple[tuple[str, str], str], float]:
-    """Seconds of every table's lookups and every operator by itself in each of its precisions, medians of `turns`.
+    """Seconds of every table's lookups and every operator by itself in each of its precisions, medians of `repeats`.
 
     Operators are given the inputs that they have in the float model. A program of one operator alone pays for its own
     start and its own memory, so that the sum over all is more than the model takes.
@@ -191,7 +191,7 @@ def latencies(
             def look_up(table: Table, inputs: Inputs, config: TableConfig = config) -> dict[str, jax.Array]:
                 return embed((config,), {config.name: table}, inputs)
 
-            times[("table", config.name), chosen] = median_seconds(jax.jit(look_up), table, inputs, turns=turns)
+            times[("table", config.name), chosen] = median_seconds(jax.jit(look_up), table, inputs, repeats=repeats)
     for path, operator in found.items():
         for chosen in choices(("operator", path)):
             if path not in recorders or not recorders[path].calls:
@@ -209,15 +209,15 @@ def latencies(
             ) -> jax.Array:
                 return operators.get(lowering.module_of(model, arrays), operator.keys)(*args, **kwargs)
 
-            times[("operator", path), chosen] = median_seconds(jax.jit(run), arrays, args, turns=turns)
+            times[("operator", path), chosen] = median_seconds(jax.jit(run), arrays, args, repeats=repeats)
     return times
 
 
-def median_seconds(function: Callable[..., object], *args: object, turns: int) -> float:
+def median_seconds(function: Callable[..., object], *args: object, repeats: int) -> float:
     """Median seconds of a call that is compiled, warm and awaited."""
     jax.block_until_ready(function(*args))
     taken = []
-    for _ in range(turns):
+    for _ in range(repeats):
         begun = time.perf_counter()
         jax.block_until_ready(function(*args))
         taken.append(time.perf_counter() - begun)

@@ -34,7 +34,7 @@ def measure_constants(
     ids: int = 2**18,
     exchange_bytes: int = 2**24,
     row_granule_bytes: int = 64,
-    turns: int = 7,
+    repeats: int = 7,
 ) -> Constants:
     """Constants of the devices of this process.
 
@@ -56,7 +56,7 @@ def measure_constants(
         places = jnp.asarray(rng.integers(0, rows, ids, np.int32))
         granules = -(-4 * width // row_granule_bytes) * row_granule_bytes
         moved.append(4 + granules + 4 * width / BAG)
-        seconds.append(_median_s(lambda t=table, p=places: _lookup(t, p), turns) / ids)
+        seconds.append(_median_s(lambda t=table, p=places: _lookup(t, p), repeats) / ids)
     rate, occurrence_s = fit_rate(moved, seconds)
     return Constants(
         device=devices[0].device_kind,
@@ -64,7 +64,7 @@ def measure_constants(
         memory_bandwidth=rate,
         occurrence_s=occurrence_s,
         row_granule_bytes=row_granule_bytes,
-        intra_host_bandwidth=None if len(devices) == 1 else _exchange_rate(devices, exchange_bytes, turns),
+        intra_host_bandwidth=None if len(devices) == 1 else _exchange_rate(devices, exchange_bytes, repeats),
     )
 
 
@@ -91,7 +91,7 @@ def _lookup(table: jax.Array, places: jax.Array) -> jax.Array:
     return table[places].reshape(-1, BAG, table.shape[1]).sum(1)
 
 
-def _exchange_rate(devices: Sequence[Any], exchange_bytes: int, turns: int) -> float:
+def _exchange_rate(devices: Sequence[Any], exchange_bytes: int, repeats: int) -> float:
     """Bytes/s that leave a device."""
     n = len(devices)
     mesh = Mesh(np.array(devices), ("host",))
@@ -108,13 +108,13 @@ def _exchange_rate(devices: Sequence[Any], exchange_bytes: int, turns: int) -> f
         return body(x)
 
     x = jax.device_put(jnp.ones((n * n, each), jnp.float32), NamedSharding(mesh, P("host")))
-    return (n - 1) * each * 4 / _median_s(lambda: exchange(x), turns)
+    return (n - 1) * each * 4 / _median_s(lambda: exchange(x), repeats)
 
 
-def _median_s(run: Callable[[], jax.Array], turns: int) -> float:
+def _median_s(run: Callable[[], jax.Array], repeats: int) -> float:
     jax.block_until_ready(run())  # compiles
     found = []
-    for _ in range(turns):
+    for _ in range(repeats):
         began = time.perf_counter()
         jax.block_until_ready(run())
         found.append(time.perf_counter() - began)

@@ -336,8 +336,8 @@ class _Cut:
         layers = decoder.layers // sizes["stage"]
         # Experts that are striped over `expert` are not cut over it once more.
         again = sizes["expert"] if "expert" in training.sharded_over else 1
-        dealt = experts // sizes["expert"] // sizes["tensor"] * again
-        resting = layers * (layer - experts // sizes["expert"] // sizes["tensor"] + dealt) + ends
+        owned = experts // sizes["expert"] // sizes["tensor"] * again
+        resting = layers * (layer - experts // sizes["expert"] // sizes["tensor"] + owned) + ends
         return cls(
             decoder=decoder,
             training=training,

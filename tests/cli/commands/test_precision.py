@@ -66,7 +66,7 @@ def test_an_exported_run_scores_the_test_split_as_the_run_did(invoke, run, tmp_p
 def test_the_search_is_given_the_budget_as_a_share(invoke, run, monkeypatch):
     asked = []
 
-    def stopped(study, *, budget, told):
+    def stopped(study, *, budget, log):
         asked.append(budget)
         raise UserError("that will do")
 

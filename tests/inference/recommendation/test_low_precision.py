@@ -250,7 +250,7 @@ def test_a_search_of_a_model_stays_within_its_budget_and_is_smaller(dlrm, name):
     assert precision.total_bytes(model, found.precisions) < 0.5 * precision.total_bytes(model, precision.uniform(model))
     lowered = lowering.lower(model, found.precisions, limits)
     measured = report.with_search(
-        report.measure(lowered, examples, calibration=examples.inputs[:1], turns=2), found, 5e-3
+        report.measure(lowered, examples, calibration=examples.inputs[:1], repeats=2), found, 5e-3
     )
     assert measured["quality"]["gap"] == pytest.approx(found.gap.value, abs=1e-5)
     assert measured["bytes"]["share"] < 0.5

@@ -27,8 +27,8 @@ def test_times_without_a_trend_are_refused():
 
 def test_constants_of_this_machine_can_be_kept(tmp_path, monkeypatch):
     # Everything runs, by a clock that no other program can disturb: a nanosecond for each byte of the result.
-    monkeypatch.setattr(measure, "_median_s", lambda run, turns: run().nbytes * 1e-9)
-    found = measure_constants(table_bytes=2**24, ids=2**14, exchange_bytes=2**16, turns=3)
+    monkeypatch.setattr(measure, "_median_s", lambda run, repeats: run().nbytes * 1e-9)
+    found = measure_constants(table_bytes=2**24, ids=2**14, exchange_bytes=2**16, repeats=3)
     found.save(tmp_path / "constants.json")
     assert Constants.load(tmp_path / "constants.json") == found
     assert found.device == jax.local_devices()[0].device_kind

@@ -349,15 +349,15 @@ def _inputs_of(args: object, where: str) -> static.Format | None:
         return None
     if args.get("symmetric") is False:
         raise UserError(f"{where}: activations with zero points (symmetric false) are not known here; symmetric are.")
-    told = {key: args.get(key) for key in ("num_bits", "type", "strategy", "group_size")}
-    defaults = {"num_bits": 8, "type": "int", "strategy": "tensor" if told["group_size"] is None else "group"}
-    told |= {key: value for key, value in defaults.items() if told[key] is None}
-    told["dynamic"] = args.get("dynamic") or False
+    stated = {key: args.get(key) for key in ("num_bits", "type", "strategy", "group_size")}
+    defaults = {"num_bits": 8, "type": "int", "strategy": "tensor" if stated["group_size"] is None else "group"}
+    stated |= {key: value for key, value in defaults.items() if stated[key] is None}
+    stated["dynamic"] = args.get("dynamic") or False
     for format, known in _INPUTS.items():
-        if all(known[key] == value for key, value in told.items()):
+        if all(known[key] == value for key, value in stated.items()):
             return format
     raise UserError(
-        f"{where}: static scales of activations of this kind are not known here: {told}. Known are FP8 and int8 with "
+        f"{where}: static scales of activations of this kind are not known here: {stated}. Known are FP8 and int8 with "
         "one scale a tensor (dynamic false), and NVFP4 (dynamic local). Write the checkpoint anew with one of these."
     )
 
