@@ -55,7 +55,7 @@ class TrainState:
     key: jax.Array
 
 
-class Stored(TypedDict):
+class StoredState(TypedDict):
     """A `TrainState` as a checkpoint holds it: what is empty is left out, and tables know no mesh."""
 
     step: jax.Array
@@ -187,9 +187,9 @@ def optimizer_step(
     return {name: changed.get(name, p) for name, p in state.params.items()}, optimizer
 
 
-def to_stored(state: TrainState) -> Stored:
+def to_stored(state: TrainState) -> StoredState:
     """The state as named arrays that know no mesh, without tables; what is empty is left out."""
-    stored: Stored = {
+    stored: StoredState = {
         "step": state.step,
         "params": state.params,
         "optimizer": state.optimizer,
@@ -207,7 +207,7 @@ def to_stored(state: TrainState) -> Stored:
     return stored
 
 
-def from_stored(stored: Stored, abstract: TrainState, tables: State) -> TrainState:
+def from_stored(stored: StoredState, abstract: TrainState, tables: State) -> TrainState:
     """The state of stored arrays; `abstract` knows the structure of the optimizer's, and tables are as given."""
     optimizer = jax.tree.unflatten(jax.tree.structure(abstract.optimizer), jax.tree.leaves(stored["optimizer"]))
     return TrainState(

@@ -88,7 +88,7 @@ class Entry:
         return _contiguous(array.transpose([ours.index(axis) for axis in flat])).reshape(self.tensor_shape(sizes))
 
 
-class Stored(Protocol):
+class StoredTensor(Protocol):
     """A tensor of a checkpoint, plain or quantized: `safetensors.Tensor`, `packed.PackedTensor`."""
 
     @property
@@ -149,7 +149,7 @@ class TensorSource:
 
     entries: Mapping[str, Entry]
     sizes: Mapping[str, int]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, StoredTensor]
 
     def dtype(self, path: str) -> np.dtype:
         """The dtype in which a parameter is stored."""
@@ -180,7 +180,7 @@ class TensorSource:
 
 
 def check(
-    entries: Iterable[Entry], sizes: Mapping[str, int], layers: int, tensors: Mapping[str, Stored], where: str
+    entries: Iterable[Entry], sizes: Mapping[str, int], layers: int, tensors: Mapping[str, StoredTensor], where: str
 ) -> None:
     """Compares the tensors of a checkpoint with those that a table wants.
 

@@ -29,7 +29,7 @@ from scalejax.data.text.tokenizer import TokenizerConfig
 from scalejax.errors import UserError
 from scalejax.models.llm import families, mapping, packed, safetensors
 from scalejax.models.llm.architecture import Architecture, LanguageConfig
-from scalejax.models.llm.mapping import LAYER, Entry, ParamSource, Stored, TensorSource
+from scalejax.models.llm.mapping import LAYER, Entry, ParamSource, StoredTensor, TensorSource
 from scalejax.models.llm.packed import InputScale
 from scalejax.models.llm.safetensors import Tensor, Written
 from scalejax.models.llm.special_tokens import SpecialTokens, read_special, write_generation_config
@@ -150,7 +150,7 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     tensors = safetensors.open_folder(folder)
     shards = tuple(sorted({tensor.file for tensor in tensors.values()}))
     tensors, more = _without_copies(tensors, family, config)
-    stored: Mapping[str, Stored] = tensors
+    stored: Mapping[str, StoredTensor] = tensors
     inputs: Mapping[str, InputScale] = {}
     if kind == "huggingface" and content.get("quantization_config") is not None:
         names = weight_shapes(config, layers=min(config.layers, len(tensors) + 1))

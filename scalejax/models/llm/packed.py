@@ -16,7 +16,7 @@ import numpy as np
 
 from scalejax.errors import UserError
 from scalejax.models.llm import safetensors
-from scalejax.models.llm.mapping import Stored
+from scalejax.models.llm.mapping import StoredTensor
 from scalejax.models.llm.packed_layouts.known import layout_of
 from scalejax.models.llm.packed_layouts.protocol import InputPart, PackedLayout, Role, Shape, TensorPart
 from scalejax.models.llm.safetensors import Tensor, some
@@ -148,7 +148,7 @@ class Resolved:
       remarks: What a user should know.
     """
 
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     inputs: dict[str, InputScale]
     remarks: tuple[str, ...]
 
@@ -170,7 +170,7 @@ def resolve(
     """
     layout = layout_of(content, where)
     named, remarks = layout.read_config(content, shapes, tensors, where)
-    found: dict[str, Stored] = dict(tensors)
+    found: dict[str, StoredTensor] = dict(tensors)
     for name, format in named.items():
         parts = layout.parts(name, format, shapes[name])
         _check_format(name, format, layout, parts, tensors, where)

@@ -41,7 +41,7 @@ from scalejax.train.reports.timing import peak_memory
 from scalejax.train.runs import binding, run_state, scoring
 from scalejax.train.runs.run_state import Best, HostState
 from scalejax.train.runs.scoring import Scores
-from scalejax.train.state import Stored, TrainState
+from scalejax.train.state import StoredState, TrainState
 from scalejax.train.step import Program
 
 
@@ -307,17 +307,17 @@ class Run:
             state = dataclasses.replace(state, tables=rows)
         return state, found.examples
 
-    def abstract_stored(self) -> Stored:
+    def abstract_stored(self) -> StoredState:
         """What a checkpoint holds, as shapes, dtypes and the shardings of this mesh."""
         stored = states.to_stored(self.program.abstract_state())
         return stored if self.tables is None else {**stored, "tables": self.tables.abstract_stored()}
 
-    def to_stored(self, state: TrainState) -> Stored:
+    def to_stored(self, state: TrainState) -> StoredState:
         """The state as arrays that know no mesh: tables unpadded and unstacked, under their own names."""
         stored = states.to_stored(state)
         return stored if self.tables is None else {**stored, "tables": self.tables.to_stored(state.tables)}
 
-    def from_stored(self, stored: Stored) -> TrainState:
+    def from_stored(self, stored: StoredState) -> TrainState:
         """The state on this mesh."""
         tables = {} if self.tables is None else self.tables.from_stored(stored.get("tables", {}))
         return states.from_stored(stored, self.program.abstract_state(), tables)
