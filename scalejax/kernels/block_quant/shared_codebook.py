@@ -115,6 +115,7 @@ def clusters(rows: np.ndarray, books: int) -> np.ndarray:
         return np.zeros(0, np.int64)
     some = rows[:: -(-len(rows) // _FITTED)].astype(np.float64)
     middle = some.mean(axis=0)
+    # Distances are found by products, which lose digits where all rows are far from zero.
     some -= middle
     centers = _spread(some, books)
     found = _nearest(some, centers)
@@ -134,6 +135,7 @@ def _spread(rows: np.ndarray, count: int) -> np.ndarray:
     Few rows are far larger than the others in an embedding table, and want codebooks of their own. K is less than
     `count` where there are fewer different rows.
     """
+    # A fixed seed: the same table is to have the same bytes whenever it is quantized.
     random = np.random.default_rng(0)
     chosen = [0]
     apart = np.square(rows - rows[0]).sum(axis=1)

@@ -97,6 +97,7 @@ def _gather_kernel(ids: Ref, table: Ref, out: Ref, arrived: Ref, *, block: int) 
     def _(j: jax.Array) -> None:
         @pl.when(ids[j] >= 0)
         def _() -> None:
+            # A semaphore counts what has arrived and not from where: any copy of this size names it.
             copy(0, j).wait()
 
 
@@ -205,6 +206,7 @@ def pool_copied_rows(
     of_ids = [rows, xla.slot_bags(lengths, count), *scalars]
     ring = min(sizes.ring, chunk)
     last = pl.cdiv(count, chunk) - 1
+    # Steps that are left over name a chunk behind the last, of which they read nothing.
     by_chunk = pl.BlockSpec(
         (chunk,), lambda i, starts, block_of, chunk_of: (jnp.minimum(chunk_of[i], last),), memory_space=pltpu.SMEM
     )
@@ -280,6 +282,7 @@ def _lookup_kernel(
         return pltpu.make_async_copy(table.at[pl.ds(row, 1)], buffer.at[pl.ds(place, 1)], arrived.at[place])
 
     def start(j: jax.Array) -> None:
+        # The index stays inside the chunk: both sides of the condition are evaluated, whatever the first one says.
         @pl.when((j < end) & (rows[jnp.minimum(j, chunk - 1)] >= 0))
         def _() -> None:
             copy(rows[jnp.minimum(j, chunk - 1)], lax.rem(j, ring)).start()
@@ -452,9 +455,11 @@ def _update_kernel(
     def _() -> None:
         for_each(filled(step), lambda j, k: fetch(rows[j], k, j, slot).start())
 
+    # Rows are distinct, so that none that is read ahead is among those that are still to be written.
     for_each(filled(step + 1), lambda j, k: fetch(rows_next[j], k, j, 1 - slot).start())
     for_each(filled(step), lambda j, k: fetch(0, k, j, slot).wait())
 
+    # What is written now lies where the block before the last one was written: that must have left.
     for_each(filled(step - 2), lambda j, k: put(0, k, j, slot).wait())
 
     @pl.when(filled(step) > 0)
@@ -479,6 +484,7 @@ def _update_kernel(
 
     @pl.when(step == num_blocks - 1)
     def _() -> None:
+        # No step comes that would wait for the copies of the last two blocks.
         for_each(filled(step - 1), lambda j, k: put(0, k, j, 1 - slot).wait())
         for_each(filled(step), lambda j, k: put(0, k, j, slot).wait())
 

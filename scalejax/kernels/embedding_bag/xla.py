@@ -29,6 +29,7 @@ def gather_rows(table: jax.Array, ids: jax.Array) -> jax.Array:
 def slot_bags(lengths: jax.Array, slots: int) -> jax.Array:
     """Bag of each slot; `len(lengths)` for slots past the last bag."""
     ends = jnp.cumsum(lengths)
+    # The bag of a slot is the number of bags that end at or before it, empty ones included.
     begun = jnp.zeros(slots, jnp.int32).at[ends].add(1, mode="drop", indices_are_sorted=True)
     return jnp.cumsum(begun).astype(jnp.int32)
 

@@ -65,6 +65,7 @@ def forward(
                 if not is_whole:
                     scores = jnp.where(look(j), scores, -jnp.inf)
                 new = jnp.maximum(highest, scores.max(axis=1))
+                # In a whole block each query has seen a key, so that its highest score is finite.
                 shift = new if is_whole else jnp.where(new == -jnp.inf, 0.0, new)
                 weights = jnp.exp2(scores - shift[:, None])
                 decay = jnp.exp2(highest - shift)
@@ -306,6 +307,7 @@ class _Tiles:
     def load_row(self, ref: Ref, row: Number, block: Number) -> jax.Array:
         """[queries of a block] of [rows, S]."""
         place = self.queries(block)
+        # Zeros will do past the end, for lse as well: d_out and correction are zero there, and so is what they add.
         return plgpu.load(ref.at[row, place], mask=place < self.length, other=0)
 
     def _load(self, ref: Ref, rows: jax.Array, inside: jax.Array | None, head: Number) -> jax.Array:

@@ -86,6 +86,7 @@ def forward(
                 scores = jnp.where(plan.visible(pair, masks, keys_first=False), scores, -jnp.inf)
             before = highest[:, :1]
             after = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+            # A query that has seen no key yet would have -inf - -inf, which is NaN, where its weights are 0.
             shift = jnp.where(after == -jnp.inf, 0.0, after)
             weights = jnp.exp(scores - shift)
             decay = jnp.exp(before - shift)
@@ -144,6 +145,7 @@ def backward(
         plan.pad_keys(k),
         plan.pad_keys(v),
         plan.pad_queries(known.d_out),
+        # e^(s - inf) = 0: queries that fill up the last block add nothing to the gradients of keys.
         plan.pad_row(known.lse, jnp.inf),
         plan.pad_row(known.correction, 0.0),
     ]

@@ -53,6 +53,7 @@ def forward(
                 highest, total, out = carry
                 scores = masks.apply(_dot(rows, some_keys[j], "urd,ukd->urk", dtype) * scale, at, i, j)
                 new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
+                # A query that has seen no key yet would have -inf - -inf, which is NaN, where its weights are 0.
                 shift = jnp.where(new == -jnp.inf, 0, new)
                 weights = jnp.exp(scores - shift)
                 decay = jnp.exp(highest - shift)
@@ -98,6 +99,7 @@ def backward(
     queries, keys, values = cut.queries(q), cut.keys(k), cut.keys(v)
     d_outs, lses, corrections = (
         cut.queries(known.d_out),
+        # e^(s - inf) = 0: queries that fill up the last chunk add nothing to the gradients of keys.
         cut.query_rows(known.lse, jnp.inf),
         cut.query_rows(known.correction, 0),
     )

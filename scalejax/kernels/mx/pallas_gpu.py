@@ -321,6 +321,7 @@ class _Tile:
         per_block = self.subs * size * bits // 8
         byte = self.at(shape, per_block, start >> 3).load(ref).astype(jnp.int32)
         if 8 % bits:  # a code may reach into the next byte
+            # No code ends behind its block: where the last byte is read twice, the second reading is masked off below.
             after = jnp.minimum((start >> 3) + 1, per_block - 1)
             byte |= self.at(shape, per_block, after).load(ref).astype(jnp.int32) << 8
         return (byte >> (start & 7)) & ((1 << bits) - 1)

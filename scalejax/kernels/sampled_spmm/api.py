@@ -465,6 +465,7 @@ def _kernel_sum_backward(static: _KernelCall, saved: "_KernelSaved", grads: jax.
         ell = dataclasses.replace(graph, values=values)
         if isinstance(ell, Csr):
             assert static.rule is not None
+            # Picked once more, as the kernel did: picks are a function of the graph and the rule, and were not kept.
             ell = pick(ell, static.rule.width, static.rule.sampling)
         sums = _picked_sum(_Call("xla"), dataclasses.replace(ell, values=None), ell.values, h)
         return _divide(sums, divisor).astype(static.dtype)

@@ -44,6 +44,7 @@ def _slots_of(csr: Csr, slots: int) -> tuple[jax.Array, jax.Array | None, jax.Ar
     def apart(x: jax.Array) -> jax.Array:
         if csr.nnz == csr.shape[0] * slots:  # they lie so
             return x.reshape(-1, slots)
+        # Slots that a row does not have read some other edge, which `_sum_slots` counts for nothing.
         edges = jnp.minimum(starts[:, None] + jnp.arange(slots, dtype=starts.dtype)[None, :], csr.nnz - 1)
         return x.at[edges].get(mode="promise_in_bounds")
 

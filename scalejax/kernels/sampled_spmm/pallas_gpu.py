@@ -149,6 +149,7 @@ def _sum(
 
         def add(number: jax.Array, carry: _Sums) -> _Sums:
             total, now = carry
+            # The columns of the next slots are on their way while the rows of these are loaded and added.
             ahead = read_ahead(number + 1)
             # All loads before the first addition that waits for one.
             tiles = [_load_tile(ref["h"], node, (node >= 0) & (node < nodes), column, in_row) for node, *_ in now]

@@ -49,6 +49,7 @@ def segment_softmax(plan: SparsePlan, scores: "Float[Array, 'edges *heads']") ->
 def _softmax(plan: SparsePlan, scores: jax.Array) -> jax.Array:
     """Softmax over the edges of each row, scores [nnz, heads]."""
     most = reduce_edges(plan, scores, "max")
+    # A row whose scores are all -inf would have -inf - -inf, which is NaN, where its edges get 0.
     raised = jnp.exp(scores - take(jnp.where(jnp.isneginf(most), 0, most), plan.row_ids))
     total = reduce_edges(plan, raised, "sum")
     return raised / take(jnp.where(total == 0, 1, total), plan.row_ids)
