@@ -219,6 +219,7 @@ def encode_ratio(
     """
     significand, exponent = float32.parts(bits)
     none = divisor == 0
+    # Any divisor in range will do where there is none: these codes become 0 at the end.
     divisor = jnp.where(none, 1 << (23 + extra_bits), divisor)
     # The quotient lies between 1/4 and 2, so up to three digits of what follows are zeros in front.
     digits = 26 if rounding == "stochastic" else element.mantissa_bits + 5

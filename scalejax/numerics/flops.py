@@ -74,6 +74,7 @@ def _walk(jaxpr: core.Jaxpr, times: int, sums: collections.Counter[tuple[str, st
             unbounded += more
             sums.update(most)
         elif name == "shard_map":
+            # Axes that are manual already were multiplied by at the shard_map around this one.
             devices = math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
             unbounded += _walk(_open(params["jaxpr"]), times * devices, sums)
         elif name == "pallas_call":

@@ -153,6 +153,7 @@ def _static_dot(x: jax.Array, weight: StaticWeight, contract: int, dtype: jax.ty
     """The product of codes, and the scale times their sums in float32."""
     inner, free = weight.shape[:contract], weight.shape[contract:]
     flat = x.reshape(*x.shape[: x.ndim - contract], math.prod(inner))  # blocks lie along all that is summed over
+    # One program serves all layers, of which some may have no scale: they take their inputs as they are, times 1.
     given = weight.scale > 0
     scale = jnp.where(given, weight.scale, 1)
     operand = jnp.where(given, static.encode(flat, scale, weight.format), flat)
