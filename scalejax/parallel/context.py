@@ -191,6 +191,7 @@ def sharded_context_attention(
     length, more = q.shape[1], 0
     if dict(zip(mesh.axis_names, mesh.axis_types, strict=True))["context"] != AxisType.Manual:
         more = padded_length(length, mesh.shape["context"]) - length
+    # What fills up a row needs a segment of its own, and then all others need one too.
     if more and segment_ids is None:
         segment_ids = jnp.ones(positions.shape, jnp.int32)
     given: dict[str, jax.Array] = {"positions": positions}
@@ -404,6 +405,7 @@ def _pass_on(axis: str, ranks: int, tree: A) -> A:
 def _merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of two sets of keys -> that of both; a set of which a row sees nothing has lse -inf."""
     lse = jnp.logaddexp(one[1], other[1])
+    # A row that sees nothing in either set would have -inf - -inf, which is NaN, where its weight is 0.
     shift = jnp.where(lse == -jnp.inf, 0, lse)
 
     def weighted(part: tuple[jax.Array, jax.Array]) -> jax.Array:

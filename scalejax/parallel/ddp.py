@@ -250,6 +250,7 @@ def differing(params: Mapping[str, jax.Array], specs: Mapping[str, P], mesh: Mes
 def checksum(x: jax.Array) -> "UInt32[Array, '']":
     """uint32: the sum of all 32-bit words of an array, each times an odd number of its own, modulo 2**32."""
     words = _bits(x).ravel().astype(jnp.uint32)
+    # An odd factor can be inverted modulo 2**32, so that no change of one word is lost in its product.
     odd = 2 * jnp.arange(words.size, dtype=jnp.uint32) + 1
     return (words * odd).sum(dtype=jnp.uint32)
 

@@ -232,6 +232,7 @@ def _room(blocks: list[Csr], columns: int) -> int:
 def _plan_halo(blocks: list[Csr], columns: int, room: int) -> tuple[list[SparsePlan], np.ndarray]:
     """(plans, send) of blocks whose columns count through all nodes."""
     devices = len(blocks)
+    # Places that are left over send row 0, which no column at the reader counts.
     send = np.zeros((devices, devices, room), blocks[0].indices.dtype)
     plans = []
     for reader, block in enumerate(blocks):

@@ -75,6 +75,7 @@ def check(devices: np.ndarray | Sequence[Any] | None = None) -> None:
       UserError: they have no host memory that programs can reach, or offloaded gradients differ from plain ones.
     """
     device = next(iter(np.ravel(devices))) if devices is not None else jax.devices()[0]
+    # The first device of a mesh may be another process's, on which nothing can be tried from here.
     if device.process_index != device.client.process_index():
         device = device.client.local_devices()[0]
     problem = _problem(device)

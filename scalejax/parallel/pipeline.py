@@ -99,12 +99,14 @@ def run_stages(body: Body[X], params: "PyTree[jax.Array]", parts: X) -> X:
     """
     stages, stage = jax.lax.axis_size(AXIS), jax.lax.axis_index(AXIS)
     (count,) = {leaf.shape[0] for leaf in jax.tree.leaves(parts)}
+    # No pair leads back to the first stage, which takes its parts from the batch; it receives zeros.
     onward = [(i, i + 1) for i in range(stages - 1)]
 
     def layers(x: X) -> X:
         return jax.lax.scan(lambda x, layer: (body(layer, x), None), x, params)[0]
 
     def tick(received: X, number: jax.Array) -> tuple[X, X]:
+        # Behind its last part the first stage runs that one again: what comes of it never reaches the results.
         fresh = jax.tree.map(lambda leaf: leaf[jnp.minimum(number, count - 1)], parts)
         x = jax.tree.map(functools.partial(jnp.where, stage == 0), fresh, received)
         y = layers(x)

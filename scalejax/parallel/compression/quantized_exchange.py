@@ -66,6 +66,7 @@ class QuantizedExchange(blocks.Stateless):
         ((dim, axes),) = self._cut(path, x)
         assert self.gather_format is not None
         _check(path, x, gather_format=self.gather_format)
+        # The sharded dimension first: the streams of all shards, one behind the other, are that of the whole parameter.
         stream = jnp.moveaxis(x, dim, 0).ravel()
         data = jax.lax.all_gather(codec.encode(stream, self.gather_format), axes)
         dtype = jnp.dtype(x.dtype if self.plain.param_dtype is None else self.plain.param_dtype)

@@ -208,6 +208,7 @@ def update(
 def _local_stacks(sharded: ShardedTables, features: DeviceJagged) -> Iterator[routed.LocalStack]:
     """The stacks as a device sees them, inside a shard_map."""
     shard = features.shard()
+    # Lengths are what `runtime_zero` wants: an input of every program here, and never negative.
     zero = runtime_zero(shard.lengths[0])
     for stack in sharded.stacks:
         found = lookups(stack, features.layout)

@@ -87,6 +87,7 @@ class Directory:
         """
         self._batches += 1
         slots = self._slot_of[rows]
+        # Marked before any slot is taken: no row of a batch may make room for another of it.
         self._asked[slots[slots >= 0]] = self._batches
         arriving = np.unique(rows[slots < 0]).astype(np.int64)
         free = np.flatnonzero(self._asked < self._batches)
@@ -166,6 +167,7 @@ class Tiers:
     def init(self, key: jax.Array) -> State:
         """A fresh state, whose rows are those that `EmbeddingCollection.init` would draw for the whole tables."""
         for name, table in self._whole.items():
+            # On one device: a row is a function of key, table and number, whatever mesh it is drawn on.
             alone = EmbeddingCollection(tables=(table,), mesh=make_mesh(MeshShape(), jax.devices()[:1]))
             draw = jax.jit(functools.partial(initial.fresh_rows, alone.stacks[0], key, device=0))
             for rows in _blocks(table.rows):

@@ -266,6 +266,7 @@ class ParamGather:
         self.order.extend(path for path in params if path not in self.order)
         whole: Arrays = {}
         if frozen := {path: p for path, p in params.items() if path in self.frozen}:
+            # Not by `_fetch`, whose derivative would reduce gradients that nobody wants.
             whole = jax.lax.stop_gradient(self.exchange.gather(frozen, {})[0])
         bundles = {
             path: p if isinstance(p, ShardWithState) else ShardWithState(p)
@@ -317,6 +318,7 @@ def _fetch_forward(exchange: ParamExchange, shards: Arrays, state: States, sinks
 def _fetch_backward(exchange: ParamExchange, saved: "PyTree", gradients: Arrays) -> tuple[Arrays, States, Arrays]:
     (shards, sinks), kept, state = saved
     if sinks:
+        # The gradient leaves by the sink, whole and not yet summed; what the shard gets is read by nobody.
         zeros = {path: jnp.zeros(*like.value) for path, like in shards.items()}
         arrived = {path: gradients[path].astype(like.value[1]) for path, like in sinks.items()}
         return zeros, jax.tree.map(_unchanged, state), arrived
@@ -406,6 +408,7 @@ class UncompressedExchange(Stateless):
         dtype = x.dtype
         x = summable(x)
         rest = tuple(axis for axis in self.axes if axis not in self.layouts[path].apart)
+        # Scattered first, so that no more than a shard is summed over the other axes.
         for dim, axes in self.layouts[path].dimensions(x.ndim):
             x = jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True)
             rest = tuple(axis for axis in rest if axis not in axes)

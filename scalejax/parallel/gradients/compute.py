@@ -356,6 +356,7 @@ class GradientFunction:
             return loss.sum, (loss, new)
 
         total, pull, (loss, new) = jax.vjp(value, moving, part.inputs, has_aux=True)
+        # The factor enters as the cotangent: the loss that is returned stays free of it.
         pulled, of_inputs = pull(scale.astype(total.dtype))
         return LossAndGradients(total, loss.weight, loss.sums, loss.outputs, pulled, of_inputs, new, part.exchange)
 
@@ -371,6 +372,7 @@ class GradientFunction:
         def local(params: Arrays, own: _Part, scale: jax.Array) -> LossAndGradients:
             state, keys = jax.tree.map(lambda x: x[0], own.exchange), own.keys
             if keys is not None and over:
+                # Not over the stages of a pipeline, which run on the same examples and draw alike for them.
                 keys = Keys(keys.step, jax.random.fold_in(keys.examples, jax.lax.axis_index(over)))
             frozen = frozenset(params) - self.trained
             fetch = ParamGather(scheme, self.strategy.after_forward, frozen=frozen)
@@ -395,6 +397,7 @@ class GradientFunction:
                 total, weight, sums = jax.lax.psum((total, weight, sums), over + handled)
             outputs, inputs = found.outputs, found.inputs
             if handled:
+                # Stages that do not count hold zeros of these, so that a sum is the value of the one that does.
                 outputs, inputs = jax.lax.psum((outputs, inputs), handled)
             return LossAndGradients(
                 sum=total,
@@ -507,6 +510,7 @@ class GradientFunction:
         carried = {path: x for path, x in whole.variables.items() if path not in self._by_row}
         inputs, rows, batch = jax.tree.map(cut, (whole.inputs, rows, whole.batch))
         numbers = jnp.arange(self.parts)
+        # In the explicit form on top of the number of the device, so that no two parts draw alike.
         each = None if keys is None else jax.vmap(lambda i: jax.random.fold_in(keys.examples, i))(numbers)
 
         def part(state: States, carried: Arrays, scanned: _Scanned) -> LossAndGradients:

@@ -332,6 +332,7 @@ class _Pieces:
         moved = [self._table[step.piece]] + ([] if step.back is None else [self._table[step.back]])
         if step.other in self._ranks[moved[0]] or (step.back is not None and busiest in self._ranks[moved[1]]):
             return False
+        # Tried and taken back: what is needed follows from the fullest device of all after the step.
         self.take(step, busiest)
         options = [self._options[i] for i in moved]
         fits = all(self._load.overflow_bytes(option.stack, option.row_bytes) <= 0 for option in options)

@@ -153,6 +153,7 @@ class _Search:
         for name, proposal in proposals.least_memory(self.choices, devices):
             self.attempt(name, proposal, quick)
         self._cut_finer(greedy_steps, quick)
+        # This partitioner places everything several times, and so comes last: where no other has found room.
         if self.best is None:
             for proposal, name in list(self.tried.items()):
                 self.attempt(name, proposal, (partition.memory_balanced,))

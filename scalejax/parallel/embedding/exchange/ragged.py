@@ -90,6 +90,7 @@ def _move(values: jax.Array, into: jax.Array, sent: tuple[jax.Array, ...], axes:
     width = math.prod(values.shape[1:])
     together = _LANES // math.gcd(width, _LANES)  # slots to a row; divides GRANULE
     starts, sizes, places, arrival_sizes = sent
+    # Sizes are rounded up: runs begin at multiples of `GRANULE`, so that the rest of a last row is nobody's.
     moved = lax.ragged_all_to_all(
         values.reshape(-1, width * together),
         into.reshape(-1, width * together),

@@ -342,8 +342,10 @@ def _send_bags(here: LocalStack, rows: dict[Lookup, jax.Array]) -> Route:
         return _blocks(parts, stack, lambda look: look.occurrence, slots, fill)
 
     numbers = {look: _bag_numbers(shard, look) for look in rows}
+    # Filled up with the number of the last bag: `pool_rows` wants bags in order, and rows that are none add zeros.
     planes = [block(rows, stack.local_rows), block(numbers, vectors - 1)]
     if shard.weights is not None:
+        # As bits among the ids, so that one all_to_all carries all of it.
         weights = {look: shard.weights[look.feature.slots].astype(jnp.float32) for look in rows}
         planes.append(block({look: lax.bitcast_convert_type(w, jnp.int32) for look, w in weights.items()}, 0))
     orders = [

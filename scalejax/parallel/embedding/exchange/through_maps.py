@@ -142,6 +142,7 @@ def assign(sharded: ShardedTables, maps: Maps, features: DeviceJagged, step: jax
 
     def serve(request: Request, hi: jax.Array, lo: jax.Array, times: jax.Array, first: jax.Array | int) -> jax.Array:
         name = request.table.name
+        # `apply` wants at least one occurrence, also in slots that are no id.
         rows, after[name], gone = id_map.apply(
             request.config, maps[name], hi, lo, times > 0, step, first, times=jnp.maximum(times, 1)
         )
@@ -265,6 +266,7 @@ def _by_owner(
     def put(words: jax.Array, at: jax.Array) -> jax.Array:
         return jnp.zeros(devices * room, jnp.uint32).at[at].add(words, mode="drop")
 
+    # The words of an id are put once, by its first occurrence; the counts of all of its occurrences add up.
     blocks = jnp.stack([put(hi, heads), put(lo, heads), put(times[order], slot)], axis=-1)
     slots = jnp.zeros_like(slot).at[order].set(slot, unique_indices=True)
     return slots, blocks.reshape(devices, room, _WORDS)

@@ -207,6 +207,7 @@ def apply(
     found, way = ways.find(ids)
     hit = found & ids.first
     known = ways.take("frequency", ids, way)
+    # Before any newcomer asks: with this step in `seen` nobody can take their ways.
     ways = ways.put(hit, ids, way, frequency=_saturating_add(known, ids.occurrences), seen=step)
 
     misses = ids.first & ~hit
@@ -233,6 +234,7 @@ def apply(
     if candidates is not None:
         nobody = jnp.zeros_like(sightings)
         leaves = {"candidate_hi": nobody, "candidate_lo": nobody, "sightings": nobody}
+        # Those just admitted leave their entries first, for the ones that wait.
         candidates = candidates.put(admitted & entered, ids, entry, **leaves, candidate_seen=jnp.int32(_NEVER))
         waits = misses & ~admitted
         candidates = candidates.put(waits & entered, ids, entry, sightings=sightings, candidate_seen=step)
@@ -397,6 +399,7 @@ def _sorted(
     elsewhere = valid & (bucket == buckets)
     misplaced = (elsewhere if times is None else jnp.where(elsewhere, times, 0)).sum(dtype=jnp.uint32)
     index = lax.iota(jnp.int32, hi.shape[0])
+    # It need not be stable: occurrences of one id are alike, and all of them get its row.
     bucket, hi, lo, order = lax.sort((bucket, hi, lo, index), num_keys=3, is_stable=False)
     present, new_bucket = bucket < buckets, changes(bucket)
     leads = new_bucket | changes(hi) | changes(lo) | ~present

@@ -132,6 +132,7 @@ def reset(
         rows = {}
         for name, gone in lists.items():
             size = min(RESET_ROWS, gone.shape[0])
+            # A list with fewer rounds than others gives its last rows again: they come out the same.
             mine = lax.dynamic_slice_in_dim(gone, number * size, size)
             rows[name] = lax.all_gather(mine, axes, tiled=True) if sharded.mesh.size > 1 else mine
         new = dict(leaves)

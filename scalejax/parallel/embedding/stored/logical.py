@@ -116,6 +116,7 @@ def _assembled(stack: Stack, blocks: list[jax.Array], sharded: ShardedTables) ->
     offsets, widths = jnp.asarray(stack.offsets)[device], jnp.asarray(stack.widths)[device]
     longest = max(member.local_rows for member in stack.members)
     sample = blocks[0]
+    # Room for the longest block behind the last row: an update past the end would be moved back over other rows.
     view = jnp.zeros((stack.local_rows + longest, *sample.shape[1:]), sample.dtype)
     for number, block in enumerate(blocks):
         # What a device has not goes behind its last row.

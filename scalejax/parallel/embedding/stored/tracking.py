@@ -209,6 +209,7 @@ def _writer(mesh: Mesh, spec: P, columns: tuple[Columns, ...]) -> Callable[..., 
     ) -> tuple[jax.Array, ...]:
         new = []
         for array, value, span in zip(arrays, values, columns, strict=True):
+            # Rows of other devices get a place past the end, where nothing is written.
             at = places if axes is None else jnp.where(owners == lax.axis_index(axes), places, array.shape[0])
             target = array.at[at] if span is None else array.at[at, span[0] : span[1]]
             new.append(target.set(value, mode="drop"))

@@ -51,6 +51,7 @@ def square_blocks(grads: jax.Array, zero: jax.Array) -> jax.Array:
     if missing:
         squares = jnp.pad(squares, ((0, 0), (0, missing)))
     parts = squares.reshape(squares.shape[0], -1, GRANULE_COLUMNS)  # U blocks 16
+    # In a tree of its own for each block, whatever surrounds it: a slice of whole blocks has the bits of the whole row.
     while parts.shape[2] > 1:
         half = parts.shape[2] // 2
         parts = parts[:, :, :half] + parts[:, :, half:]
