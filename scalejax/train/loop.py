@@ -88,6 +88,7 @@ def train(
             "place of jax.distributed.initialize."
         )
     runs = _bind(experiment, console)
+    # One less: the timer waits behind a dispatch, and the next step is queued before it does so again.
     timer = StepTimer(in_flight=runs[0].in_flight - 1)
     with (
         RunFolder(run_folder.choose(workdir, recipe, resume)) as folder,
@@ -99,10 +100,12 @@ def train(
             start = _back_to_intact(checkpoints, start, console)
         # A run that was killed between a save and the evaluation after it makes up for that evaluation first.
         unscored = start is not None and checkpoints.metrics(start) is None
+        # A phase that ended at this very step is gone back to only where its evaluation is missing.
         run, *later = [r for r in runs[:-1] if (start or 0) < r.phase.stop + unscored] + runs[-1:]
         with timer.phase("compile"), progress.compiling("state"):
             state, host = _state_of(run, runs, checkpoints, start, console)
         environment = run_folder.environment_record(_mesh_sizes(run), run.compiler_options)
+        # Not before the restore has succeeded: it cuts the records back, and nobody could write them again.
         folder.begin(record or {"recipe": recipe, "experiment": repr(experiment)}, environment, start)
         if distributed.is_primary():
             advice = [[*arguments, what] for arguments, what in runs[-1].program.task.advice().items()]
@@ -118,6 +121,7 @@ def train(
                     host = run.evaluate(state, host, start, saved=True)
             state, host = _steps(run, records, state, host, start or 0, preemption)
             for following in later:
+                # Otherwise the states of two phases would be in memory at once.
                 del state
                 run.end()
                 run = following
@@ -275,6 +279,7 @@ def _steps(
                 state, loss = feed.step(state)
                 preemption.trained = step
                 if first:
+                    # Waited for, so that the first execution counts as compiling and in no step time.
                     loss.block_until_ready()
             timer.step_done(examples=examples, output=loss, amounts=feed.amounts)
             host = host.after(examples)
@@ -282,6 +287,7 @@ def _steps(
             if last or step % experiment.log_every == 0:
                 state, host, window = run.log(state, host, step)
                 progress.window(step, run.phase.name, float(loss), window)
+            # One process looks at its clock and asks all: their clocks would say so at different steps.
             if distributed.is_primary() and time.monotonic() - saved_at >= experiment.save_seconds:
                 peers.job.ask(peers.SAVE)
                 saved_at = time.monotonic()
@@ -301,6 +307,7 @@ def _steps(
                 with timer.phase("evaluation"):
                     host = run.evaluate(state, host, step, saved)
             if saved:
+                # A run that begins at this checkpoint has fetched nothing ahead, and must come to the same bits.
                 feed.drain()
     return state, host
 

@@ -107,6 +107,7 @@ class Peers:
         self._received = dict.fromkeys(connections, b"")
         for connection in connections.values():
             connection.settimeout(timeout_s)
+            # Steps wait for these few bytes (`reached`), which TCP would otherwise hold back to send more at once.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if connections:
             threading.Thread(target=self._listen, name="peers", daemon=True).start()
@@ -271,6 +272,7 @@ class Peers:
             self._send(process, kind, who=who, value=value)
         if kind == _ENDED and who != self.process:
             time.sleep(_LEAVE_S)  # an error that all meet: each says its own
+        # Not `print`, nor `sys.exit` below: the main thread may hold a stream's lock, or never leave native code.
         os.write(2, f"{line}\n".encode())
         if self.is_primary and self._connections:
             # Process 0 holds jax's service, without which the others abort: they go first.
@@ -339,6 +341,7 @@ def join(host: str, port: int, processes: int, process: int, timeout_s: float) -
 def _register(connection: socket.socket, processes: int, here: dict[int, socket.socket]) -> None:
     """Adds one that says who it is; another program that connects is sent away."""
     try:
+        # A program that connects and says nothing must not hold up those that come after it.
         connection.settimeout(1.0)
         kind, who, packed = _MESSAGE.unpack(_exactly(connection))
     except (OSError, struct.error):
@@ -397,6 +400,7 @@ def _listener(host: str, port: int) -> socket.socket:
     """On the interface of an address; on all, as jax, where the address is none of this machine but leads to it."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, socket.SOCK_STREAM)
+    # The connections of this job keep the port in use after this listener has closed, and jax listens on it next.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         try:
@@ -405,6 +409,7 @@ def _listener(host: str, port: int) -> socket.socket:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
             listener.bind(("", port))
+        # All processes of a job may call at once, and they are registered one at a time.
         listener.listen(4096)
     except OSError:
         listener.close()

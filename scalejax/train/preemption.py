@@ -62,6 +62,7 @@ class Preemption:
 
     def __enter__(self) -> "Preemption":
         self._read, self._write = os.pipe()
+        # `signal.set_wakeup_fd` refuses a descriptor that may block.
         os.set_blocking(self._write, False)
         self._main = threading.get_ident()
         # The handlers do nothing, and are there so that the kernel's call comes to Python, which writes to the pipe.
@@ -76,6 +77,7 @@ class Preemption:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
+        # Whatever writes to the pipe is taken away before the pipe is closed.
         peers.job.asked = _nothing
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
@@ -106,6 +108,7 @@ class Preemption:
     def _listen(self) -> None:
         status = asked_at = None
         while True:
+            # Before it is asked to end it looks at the deadline; after that at the last save, and at the grace.
             wait = 0.05 if asked_at is not None else 1.0
             numbers = os.read(self._read, 64) if select.select([self._read], [], [], wait)[0] else b""
             if self._end_at is not None and time.time() >= self._end_at and asked_at is None:
@@ -113,6 +116,7 @@ class Preemption:
             for number in numbers:
                 if number == _STOP:
                     return
+                # The descriptor hears every signal for which the program has a Python handler.
                 if number != _ASKED and number not in _SIGNALS:
                     continue
                 if number != _ASKED and status is not None:

@@ -322,6 +322,7 @@ class Program:
         state = jax.jit(create, out_shardings=shardings)()
         if self.collection is None:
             return state
+        # 0 and 1 of the same seed are those of the model and of the steps (`create`), and 3 that of evaluations.
         key = jax.random.fold_in(jax.random.key(self.experiment.seed), 2)
         return dataclasses.replace(state, tables=(tables or self.collection).init(key))
 
@@ -334,6 +335,7 @@ class Program:
 
     def take_metrics(self, state: TrainState) -> tuple[TrainState, dict[str, Any]]:
         """The state with zeroed sums, and the sums."""
+        # Zeros are made anew each time: the next step donates them.
         return dataclasses.replace(state, metrics=self._zero_metrics()), state.metrics
 
     @functools.cached_property
@@ -552,6 +554,7 @@ class Program:
     def _step(self, state: TrainState, placed: Placed, ahead: Ahead | None) -> tuple[TrainState, jax.Array]:
         e = self.experiment
         key = jax.random.fold_in(state.key, state.step)
+        # Devices and parts fold small numbers into the key of the examples; `_WHOLE_STEP` is not to be one of them.
         keys = Keys(step=jax.random.fold_in(key, _WHOLE_STEP), examples=key)
         state = self._moved(state, offload.fetch)
         tables, embedded = state.tables, {}
@@ -699,6 +702,7 @@ class Program:
             features, bad = self.collection.find_ids(tables, placed.features)
             routing = self.collection.exchange_ids(features)
             embedded = self._fetch(tables, routing)
+            # Without a dtype the sum would be int64 where jax has 64-bit types switched on.
             faults = (bad + routing.faults).sum(axis=0, dtype=jnp.int32)
         batch = Batch(placed.fields, embedded, self._lengths(placed), placed.constants, purpose=purpose)
         if (average := self.experiment.evaluation.average) is not None:

@@ -99,6 +99,7 @@ def _from_the_start(index: Index, shape: tuple[int, ...]) -> tuple[int | slice, 
 def write_each(folder: pathlib.Path, arrays: Mapping[str, AnyArray]) -> None:
     """Writes what `ArrayStore.write` does, in one process; an array is read when its turn comes, and then let go."""
     _quiet_orbax()
+    # Nothing changes an array while it is written, so orbax need not copy it first.
     registry = ocp.type_handlers.create_type_handler_registry((LazyArray, _OneByOne(deepcopy_host_arrays=False)))
     turns = {
         name: array if isinstance(array, LazyArray) else LazyArray(array.shape, array.dtype, array.__getitem__)
@@ -120,6 +121,7 @@ class _OneByOne(ocp.type_handlers.NumpyHandler):
     """Writes arrays in turn, where orbax's own handlers take all of them at once."""
 
     def typestr(self) -> str:
+        # By this name `ArrayStore.read`, whose registry knows no other, finds its handler for what was written here.
         return "jax.Array"
 
     async def serialize(
@@ -203,6 +205,7 @@ def _as_abstract_numbers(name: str, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtyp
 
 def _as_target(array: jax.Array | None, leaf: jax.ShapeDtypeStruct) -> jax.Array:
     if array is None:
+        # Only arrays without elements are absent: `write` leaves them out.
         return jax.jit(lambda: jnp.empty(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
     if not _is_key(leaf):
         return array

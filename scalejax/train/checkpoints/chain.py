@@ -61,6 +61,7 @@ def chain_to(folder: pathlib.Path, step: int) -> list[Manifest]:
         only = f"checkpoint {here} holds only the rows updated since step {delta.base_step}"
         if not base.is_dir():
             raise Damaged(f"{only}, and {base} is missing")
+        # Otherwise two checkpoints that name each other would be followed for ever.
         if delta.base_step >= found[0].step:
             raise Damaged(f"{only}, which is not before it. Bring {here} back from a copy.")
         manifest = manifests.read(base)

@@ -204,6 +204,7 @@ class Checkpointer:
         None where a full checkpoint is due: `full_every` says so, or the newest one, with a count of updates, was
         neither saved nor restored by this object.
         """
+        # `latest` lists what is complete, and the save before may still be under way.
         self.wait()
         every = self._full_every
         if every is None or self._base is None or step % every == 0:
@@ -344,6 +345,7 @@ class Checkpointer:
                         disk.explain(error, f"cannot add scores to checkpoint {self.folder / str(step)}") or error
                     )
 
+        # It joins the thread of the save itself, so that `wait` need know only the newest one.
         self._finisher = threading.Thread(target=finish, name=f"scores-{step}")
         self._finisher.start()
 
@@ -361,6 +363,7 @@ class Checkpointer:
             return
         self._finisher.join()
         self._finisher = None
+        # What failed in the background is raised here, where all processes come by, and not where it happened.
         error, self._error = self._error, None
         try:
             distributed.raise_together(error)
@@ -591,8 +594,10 @@ class Checkpointer:
         doomed_steps = [step for step in scores.keys() - kept if step > newest_unread]
         for step in sorted(doomed_steps, reverse=True):  # never a base before what needs it
             doomed = self.folder / f"{_REMOVING}{step}"
+            # The rename takes it off the list at once: a kill while files are removed leaves no half of one there.
             os.rename(self.folder / str(step), doomed)
             shutil.rmtree(doomed)
+        # A manifest that cannot be read may name any of the folders of frozen arrays.
         if not unread:
             named = {read.frozen["folder"] for read in map(found.get, kept) if read is not None and read.frozen}
             for path in self.folder.glob(f"{_FROZEN}*"):
@@ -620,6 +625,7 @@ class Checkpointer:
         except Damaged as damage:
             raise self._damaged(step, damage) from damage
         manifest = links[-1]
+        # A run without phases has no entry "phase", and must not go on from a checkpoint that has one.
         differences = [
             f"{name} is {manifests.excerpt(manifest.identity.get(name), wanted)} in the checkpoint and "
             f"{manifests.excerpt(wanted, manifest.identity.get(name))} here"
@@ -684,6 +690,7 @@ def commit(saving: pathlib.Path, manifest: Manifest, name: str | None = None) ->
       name: Of the folder that appears; None = the step.
     """
     manifests.write(saving, dataclasses.replace(manifest, files=manifests.digests(saving)))
+    # Files were synced as they were digested, and `saving` with its manifest; the names in its folders were not.
     for folder in saving.rglob("*"):
         if folder.is_dir():
             disk.sync(folder)

@@ -155,6 +155,7 @@ class Damaged(UserError):
 
 def write(folder: pathlib.Path, manifest: Manifest) -> None:
     """Writes `manifest.json` atomically, with a digest of itself."""
+    # The lowest that describes what is written, so that earlier versions of scalejax read all that they can.
     version = FORMAT_VERSION if manifest.frozen else _FULL_VERSION if manifest.delta is None else _DELTA_VERSION
     content = {"format_version": version, **dataclasses.asdict(manifest)}
     disk.write_atomically(
@@ -209,6 +210,7 @@ def _content(path: pathlib.Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError) as error:
         raise Damaged(f"file {path} is missing") from error
     except UserError:
+        # It is a ValueError as well, and says that the disk refused, not that the file is damaged.
         raise
     except (ValueError, KeyError, TypeError) as error:
         raise Damaged(f"file {path} is damaged") from error
@@ -237,6 +239,7 @@ def check_files(folder: pathlib.Path, files: dict[str, FileRecord]) -> None:
     Raises:
       Damaged: One is missing, cut short or altered.
     """
+    # Threads are enough: hashing lets go of the interpreter's lock.
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(lambda item: _check_file(folder / item[0], item[1]), sorted(files.items())):
             pass

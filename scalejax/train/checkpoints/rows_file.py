@@ -112,6 +112,7 @@ def read_block(path: pathlib.Path, block: Block) -> TableRows:
 def _append(file: BinaryIO, array: np.ndarray) -> int:
     file.write(bytes(-file.tell() % _ALIGNED))
     offset = file.tell()
+    # As bytes: NumPy hands out no buffer of bfloat16.
     file.write(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
     return offset
 

@@ -92,6 +92,7 @@ def bind(experiment: Experiment, schema: object, mesh: Mesh, data: object = None
     if experiment.gradients.loss_scaling is not None:
         remembered = program.abstract_state().exchange
         factor = jax.ShapeDtypeStruct((), jnp.float32)
+        # Traced for its refusal alone: an exchange without a rule is to be found out before the first step.
         jax.eval_shape(functools.partial(taken.rescaled, program.model.params), remembered, factor)
     return program
 

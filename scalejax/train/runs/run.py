@@ -62,6 +62,7 @@ class Run:
         if program.collection is not None and self.experiment.tables.tiers:
             self.tables = Tiers(program.tables, self.experiment.tables.tiers, program.collection)
         self._records: Records | None = None
+        # A weak reference: scores that are kept for a second reader must not keep the arrays of their state.
         self._last: tuple[weakref.ref[TrainState], dict[str, Scores]] | None = None
 
     @classmethod
@@ -455,6 +456,7 @@ class Run:
                 final = self._scores(state, evaluation.final_split).measure()[self.best.name]
             host = dataclasses.replace(host, best=Best(step, value, final))
         if saved:
+            # The line first: a checkpoint that has its scores is never scored again.
             self.records.events.sync()
             self.records.checkpoints.add_scores(step, host.to_dict(), {self.best.name: value})
         return host
@@ -463,6 +465,7 @@ class Run:
         """Begins to save a checkpoint."""
         self._check(state, step)
         checkpoints, collection = self.records.checkpoints, self.program.collection
+        # Lines first: whatever checkpoint survives, the windows up to its step are on disk.
         self.records.events.sync()
         updates = None
         if collection is not None and self.experiment.tables.full_every:
