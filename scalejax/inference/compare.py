@@ -92,6 +92,7 @@ def _sums(engines: tuple[Engine, ...], rows: np.ndarray) -> dict[str, np.ndarray
     total: dict[str, np.ndarray] = {}
     for start in range(0, len(rows), step):
         part = rows[start : start + step]
+        # The last part is filled up with rows of weight 0, so that no second program is compiled for it.
         spare = step - len(part) if len(rows) > step else 0
         tokens = np.concatenate([part, np.zeros((spare, rows.shape[1]), np.int32)])
         weights = (np.arange(len(tokens)) < len(part)).astype(np.float32)

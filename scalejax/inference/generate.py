@@ -276,6 +276,7 @@ class Engine:
         def read(params: Params, tokens: jax.Array, counts: jax.Array, state: _State) -> _State:
             with self._on_mesh():
                 logits, cache = self._model(params).extend(tokens, counts, state.cache, gather=self._gather)
+                # A prompt that ended in an earlier piece keeps the logits of its last token.
                 logits = jnp.where(counts[:, None] > 0, logits, state.logits)
                 return dataclasses.replace(state, cache=self._laid_out(cache), logits=logits)
 
@@ -317,6 +318,7 @@ class Engine:
                 i, state, out = carry
                 with self._on_mesh():
                     token = samplings.choose(self._allowed(state.logits), keys, made + i, sampling)
+                    # NaN and infinity each win a maximum. Rows that are done go on and may overflow, which is no error.
                     broken = state.broken | (~state.done & ~jnp.isfinite(state.logits.max(-1)))
                     out = out.at[:, i].set(token)
                     done = state.done | (token[:, None] == stops[None, :]).any(-1)
@@ -325,6 +327,7 @@ class Engine:
                     logits, cache = model.extend(token[:, None], ones, state.cache, gather=self._gather)
                     return i + 1, _State(self._laid_out(cache), logits, done, broken), out
 
+            # As long as the longest block, whatever the limit is: one program serves every number of tokens.
             out = jnp.zeros((state.done.shape[0], _BLOCK), jnp.int32)
             _, state, out = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, out))
             return state, out

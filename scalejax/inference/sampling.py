@@ -58,6 +58,7 @@ def keys(sampling: TokenSampling, prompts: jax.Array, samples: jax.Array) -> jax
 
 def digest(prompt: Sequence[int]) -> int:
     """A number of 32 bits for a prompt."""
+    # Little-endian on every machine, so that a prompt draws the same tokens on all of them.
     return zlib.crc32(np.asarray(prompt, "<i4").tobytes())
 
 

@@ -188,6 +188,7 @@ class _Watch:
         self._read = [0] * len(streams)
         self._texts = [""] * len(streams)
         self._stops, self._show = texts, show
+        # So many characters at the end may be the beginning of a text to stop at.
         self._held = max((len(text) - 1 for text in texts), default=0)
         self.shown = 0
 

@@ -64,6 +64,7 @@ def write(lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = 
     with disk.explained(f"cannot make {folder}"):
         folder.mkdir(parents=True)
     written = tuple(safetensors.Written(n, np.dtype(w.dtype), tuple(w.shape)) for n, w in weights.items())
+    # In one file whatever its size: `reload` knows no index of several.
     safetensors.write_folder(folder, written, lambda name: np.asarray(weights[name]), shard_bytes=2**62)
     disk.write_atomically(folder / PROGRAM, bytes(exported.mlir_module_serialized))
     with disk.explained(f"cannot write to {folder}"):

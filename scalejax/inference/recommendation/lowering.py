@@ -139,6 +139,7 @@ def scores(model: ServedModel, arrays: Arrays, inputs: Inputs) -> jax.Array:
 
 def module_of(model: ServedModel, arrays: Arrays) -> nnx.Module:
     """The dense part with its int8 operators in place."""
+    # A merge wants a value for every parameter; those of int8 operators are replaced below.
     unused = {name: jnp.zeros(()) for name in model.shape.names if name not in arrays.params}
     module = model.shape.merge({**arrays.params, **unused})
     found = operators.find(model.shape)
