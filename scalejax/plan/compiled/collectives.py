@@ -273,6 +273,7 @@ def _collective(kind: Kind, instruction: hlo.Instruction, execution: hlo.Executi
     )
     by_name = execution.computation.by_name
     payload = sum(by_name[name].bytes for name in sent if name in by_name)
+    # Operands are what a device puts in, and the payload is what it takes out, which is larger.
     if kind == "all-gather":
         payload *= members
     least = minimum_bytes(kind, payload, members) if axes else 0

@@ -71,6 +71,7 @@ def predict(
         work / (topology.chips * chip.matmul_flops_per_s(dtype, precision))
         for (dtype, precision), work in flops.by_kind.items()
     )
+    # The compiled program does not say in which dtype: at the highest peak, so that this stays a lower bound.
     executed = traffic.matmul_flops * chip.devices_per_chip / max(chip.bf16_flops_per_s, chip.int8_ops_per_s or 0.0)
     times = [collective_seconds(c, topology, mesh) for c in collectives]
     return Roofline(
