@@ -102,6 +102,7 @@ def kept(folder: pathlib.Path, name: str, make: Callable[[pathlib.Path], None]) 
         if target.is_dir():
             return target
         _clear(folder)
+        # `_clear` reads host and process from the name, and removes it when that process is no more.
         mine = f"{_MAKING}{socket.gethostname()}-{os.getpid()}-"
         with tempfile.TemporaryDirectory(prefix=mine, dir=folder) as made:  # mode 0700
             inside = pathlib.Path(made) / "made"

@@ -94,6 +94,7 @@ def read_npz(path: pathlib.Path) -> dict[str, np.ndarray]:
                 raise ValueError("its table of contents is damaged")
             arrays = {member.filename.removesuffix(".npy"): _array(archive, member) for member in members}
     except OSError:
+        # The disk's own errors, and those of `check_ratio`, are no damage of the file.
         raise
     except Exception as error:  # zipfile, zlib, numpy and Python's parser each raise their own for a damaged file
         raise ValueError(str(error) or type(error).__name__) from error

@@ -163,6 +163,7 @@ class WindowExamples:
         with self._lock:
             found = self._decoded.get((split, groups))
             if found is None:
+                # Kept before it is done, so that threads that want the same window wait for one decoding of it.
                 found = self._decoders.submit(self._read, split, groups)
                 self._decoded[split, groups] = found
             self._decoded.move_to_end((split, groups))

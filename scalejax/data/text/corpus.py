@@ -188,6 +188,7 @@ class _Encoder:
             parts = [*([self._begin] if self._opens else []), ids, *([self._end] if block.last else [])]
             tokens += parts
             written += sum(part.size for part in parts)
+            # Half of a surrogate pair, which JSON may hold and some tokenizers take, has no UTF-8; here any bytes do.
             self._hash.update(block.text.encode("utf-8", "surrogatepass"))
             self._opens = block.last
             if block.last:

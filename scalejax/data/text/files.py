@@ -261,6 +261,7 @@ class PackedText:
         return rows
 
     def _crop(self, examples: np.ndarray) -> TokenBatch:
+        # Splitmix64, of which `mix` is the second half: its state at number n is n times this constant.
         counter = examples.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
         hashes = mix(np.uint64(key_of(_CROPS, self._data.seed)) + counter)
         starts = (hashes % np.uint64(self._crop_starts)).astype(np.int64)
