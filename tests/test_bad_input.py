@@ -156,6 +156,7 @@ def test_checkpoint_of_another_model(recipe, run):
     assert_usable(recipe, run, 12)
 
 
+@pytest.mark.slow
 def test_checkpoint_of_other_data(recipe, run, tmp_path):
     small_run.write(tmp_path / "other.parquet", {"label": 1 - small_run.columns()["label"]})
     result = invoke("train", recipe, "--workdir", run, "--set", f"data.path={tmp_path / 'other.parquet'}")

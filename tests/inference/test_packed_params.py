@@ -90,6 +90,7 @@ def test_packed_weights_generate_the_same_tokens(theirs, tmp_path, mesh):
         assert up.sharding.shard_shape(up.shape) in {(2, 48, 40), (2, 96, 20)}
 
 
+@pytest.mark.slow
 def test_blocks_that_a_mesh_cuts_are_decoded(theirs, tmp_path):
     quantize(theirs / "float32", tmp_path / "out", "mxfp4_e2m1")
     on = engine(tmp_path / "out", mesh={"fsdp": 1, "tensor": 4})

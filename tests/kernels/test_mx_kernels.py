@@ -54,6 +54,7 @@ def test_every_format_on_every_axis(backend, case, name):
     check(numbers(case.shape, case.dtype), name, case.axis, backend)
 
 
+@pytest.mark.slow
 @pytest.mark.default_cases
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(

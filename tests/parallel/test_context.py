@@ -108,6 +108,7 @@ def test_results_and_gradients_are_those_of_dense_attention(x64, ranks, method):
     assert_equal(got, want, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_ring_of_many_devices_is_a_loop_and_gives_the_same(x64, monkeypatch):
     monkeypatch.setattr(context, "_UNROLLED", 2)
     want = with_gradients(functools.partial(dense, visible=documents_visible()))(*problem())
@@ -143,7 +144,7 @@ def test_parts_differentiated_one_by_one_have_the_right_result_and_wrong_gradien
         assert np.abs(got[name] - want[name]).max() > 0.01, name
 
 
-@pytest.mark.default_cases("shard_map-ring")
+@pytest.mark.slow
 @pytest.mark.default_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("nested", [False, True], ids=["jit", "shard_map"])

@@ -55,6 +55,7 @@ def paths_in(tree):
 # Frozen parameters.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [

@@ -193,6 +193,7 @@ def test_mistakes_are_one_message_and_status_2(trained, invoke, arguments, messa
     assert result.stderr.startswith("Error: " + message.format(file=path)), result.stderr
 
 
+@pytest.mark.slow
 def test_weights_of_lists_are_learned_from(tmp_path):
     random = np.random.RandomState(1)
     weights = random.rand(ROWS, 2).round(3)

@@ -85,6 +85,7 @@ def partitions(items: list[str]) -> list[list[tuple[str, ...]]]:
     return found
 
 
+@pytest.mark.slow
 @given(batches())
 @settings(max_examples=60, deadline=None)
 def test_bytes_are_those_of_the_arrays_and_no_merge_or_split_of_two_groups_saves_more(features: KeyedJagged) -> None:

@@ -61,6 +61,7 @@ def given(one):
     return {n: ids if n == "pages" else np.asarray(ids) for n, ids in lists.items()}
 
 
+@pytest.mark.slow
 def test_scores_of_any_batch_size_are_those_of_the_model(written):
     made, folder, _ = written
     model = reload.load(folder)

@@ -63,6 +63,7 @@ def meaning_of_a_gradient():
     return tuple(tables), Schema(categorical=tuple(features)), host
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, *(pytest.param(devices, marks=pytest.mark.slow) for devices in (1, 2, 4))])
 def test_a_row_moves_by_the_gradient_of_the_global_mean_on_any_number_of_devices(devices):
     """TorchRec #2251 (divided by the world size once more), #766 (2 ranks and 1 differ), #1298 (ids that repeat);

@@ -117,6 +117,7 @@ def assert_same_bits(left, right):
         assert one.tobytes() == other.tobytes(), name
 
 
+@pytest.mark.slow
 def test_a_click_model_is_what_the_trainer_restores(click, rows):
     model = open_run(click)
     assert model.step == 6

@@ -94,6 +94,7 @@ def test_weights_of_a_llama_are_those_cast_by_hand(texts):
     np.testing.assert_allclose(loss, want, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_rule_that_matches_makes_exceptions(texts):
     head = QuantizationRule(module_path="head|embed")
     built, state, batch = language(texts, head, QuantizationRule(weight_qtype="bdr_mx4", tail="pad"))

@@ -53,6 +53,7 @@ def test_one_run_in_float32_is_judged_by_its_loss(texts):
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_strategy_loads_under_every_other(texts, tmp_path):
     loop.train(small.experiment(texts, steps=4, strategy=Fsdp(form="explicit")), workdir=tmp_path)
     others = {

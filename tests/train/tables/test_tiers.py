@@ -278,6 +278,7 @@ def test_a_checkpoint_reads_every_row_once_and_scoring_holds_one_cache_more(rows
     assert not stacks.popitem()[1].is_deleted()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["no item", "floats"])
 def test_batches_that_packing_refuses_are_refused_by_it(rows, change):
     experiment = small_run.experiment(rows, placement__mesh=ONE, tables__tiers=(ITEMS,))

@@ -33,6 +33,7 @@ def collections():
     return {"8": on(8), "1": on(1), "2x4": on(8, replica=2, tensor=4), "3": on(3)}
 
 
+@pytest.mark.slow
 def test_a_state_moves_from_8_devices_to_1_to_2x4_bit_for_bit(collections):
     logical = random_logical(collections["8"])
     for leaves in logical.values():
