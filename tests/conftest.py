@@ -95,8 +95,11 @@ def pytest_pycollect_makeitem():
     """Cases that `default_cases` does not name are slow."""
     found = yield
     cases = [item for item in found if isinstance(item, pytest.Function)] if isinstance(found, list) else []
-    mark = cases[0].get_closest_marker("default_cases") if cases else None
-    if mark is not None:
+    marks = list(cases[0].iter_markers("default_cases")) if cases else []
+    if marks:
+        mark, *others = marks
+        if others:
+            raise pytest.Collector.CollectError(f"{cases[0].name}: default_cases stands {len(marks)} times")
         if not hasattr(cases[0], "callspec"):
             raise pytest.Collector.CollectError(f"{cases[0].name}: default_cases is for tests with parameters")
         quick = {case.callspec.id: case.callspec.params for case in cases if not case.get_closest_marker("slow")}

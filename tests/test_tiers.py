@@ -182,6 +182,7 @@ def test_the_quick_tier_names_what_there_is_and_takes_less_than_three_minutes():
     for name in tiers.QUICK:
         file, _, test = name.partition("::")
         known = durations.get(file, {})
+        assert file in texts, name
         assert not test or test in tiers.functions_of(texts[file]), name
         seconds += known.get(test, (0, 0))[0] if test else sum(unmarked for unmarked, _ in known.values())
     assert 60 < seconds < 2 * 150

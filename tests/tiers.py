@@ -50,7 +50,7 @@ QUICK: tuple[str, ...] = (
     "tests/parallel/embedding/test_collection.py::test_lookup_equals_numpy",
     "tests/parallel/embedding/test_collection.py::test_update_equals_numpy_and_is_equal_to_the_bit_on_any_mesh",
     "tests/parallel/embedding/test_collection.py::test_update_equals_the_dense_optimizer_in_double_precision",
-    "tests/parallel/embedding/test_tiers.py",
+    "tests/parallel/embedding/test_row_cache.py",
     "tests/parallel/planner/test_planner.py",
     "tests/data/examples/test_dedup.py",
     "tests/train/strategies/test_exchange_state.py::test_a_killed_run_goes_on_to_the_same_bits",

@@ -61,7 +61,10 @@ class ArrayWriter:
             for name, dtype in self._dtypes.items()
         }
         about = {"arrays": arrays} | more
-        (self._path / "about").write_text(json.dumps(about | {"sha256": _digest(about)}, indent=1))
+        with open(self._path / "about", "w") as file:
+            file.write(json.dumps(about | {"sha256": _digest(about)}, indent=1))
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def open_arrays(path: pathlib.Path, verify: Verify) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

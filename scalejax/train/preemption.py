@@ -178,7 +178,7 @@ def _nothing() -> None:
 
 
 def _stack(frame: types.FrameType | None) -> list[str]:
-    """Where a thread stands, innermost first: below the first, calls of scalejax and of the program. Reads no file."""
+    """Where a thread stands, innermost first, then calls of scalejax and of the script alone. Reads no file."""
     found: list[str] = []
     while frame is not None and len(found) < _FRAMES:
         if not found or frame.f_globals.get("__name__", "").partition(".")[0] in ("scalejax", "__main__"):

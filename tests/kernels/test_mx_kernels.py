@@ -87,7 +87,6 @@ def test_roundings_and_rules(backend, name, options):
 
 
 @pytest.mark.default_cases("bdr_mx9-1-float32-eight rows-pallas_tpu", "mxfp4_e2m1-1-bfloat16-several tiles-pallas_gpu")
-@pytest.mark.default_cases
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("name", "axis", "dtype", "product"),

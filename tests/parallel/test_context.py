@@ -145,7 +145,6 @@ def test_parts_differentiated_one_by_one_have_the_right_result_and_wrong_gradien
 
 
 @pytest.mark.slow
-@pytest.mark.default_cases
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("nested", [False, True], ids=["jit", "shard_map"])
 def test_whole_arrays_under_a_mesh_in_any_order_of_tokens(x64, method, nested):

@@ -102,7 +102,6 @@ def test_parameters_travel_in_their_dtype_and_gradients_in_theirs():
 
 
 @pytest.mark.default_cases("HYBRID_SHARD-implicit")
-@pytest.mark.default_cases
 @pytest.mark.parametrize("form", ["explicit", "implicit"])
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 def test_arguments_take_what_is_sharded_over_f_and_what_is_whole(form, sharding):

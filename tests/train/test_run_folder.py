@@ -141,6 +141,14 @@ def test_differences_name_paths_and_ignore_what_json_does_not_keep():
     ]
 
 
+def test_a_class_that_moved_within_the_package_is_no_difference():
+    before = {"exchange": {"type": "scalejax.parallel.embedding.plan.placement.Exchange"}}
+    after = {"exchange": {"type": "scalejax.parallel.embedding.plan.sharding_plan.Exchange"}}
+    assert differences(before, after) == []
+    assert len(differences(before, {"exchange": {"type": "scalejax.parallel.embedding.plan.sharding_plan.Plan"}})) == 1
+    assert len(differences({"type": "mine.Exchange"}, {"type": "theirs.Exchange"})) == 1
+
+
 def test_numbers_that_are_not_finite_are_null_in_the_summary(tmp_path):
     with RunFolder(tmp_path) as folder:
         folder.write_summary({"auc": -math.inf, "ne": 0.5})

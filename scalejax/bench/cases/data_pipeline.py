@@ -40,11 +40,7 @@ class _Tensor(Protocol):
 
 
 def prepare(case: str, against: str | None, groups: int = 76) -> Contest:
-    """The contest of a case over `groups` row groups (76: 5 million rows).
-
-    Raises:
-      UserError: `data` is given.
-    """
+    """The contest of a case over `groups` row groups (76: 5 million rows)."""
     schema = FlightsData().schema()
     ids, dense, labels = workloads.columns(schema, groups * GROUP, seed=0)
     with contextlib.ExitStack() as held:

@@ -62,11 +62,7 @@ class Peer(Protocol):
 
 
 def prepare(case: str, against: str | None) -> Contest:
-    """The contest of a case.
-
-    Raises:
-      UserError: data is given: ids are made.
-    """
+    """The contest of a case."""
     count, rows, below = (1, _ROWS_CASES[case], 10**4) if case in _ROWS_CASES else (TABLES, ROWS, ROWS)
     ids = [zipf_ids(count, below, seed) for seed in range(_BATCHES)]
     grads = np.random.default_rng(9).normal(size=(BATCH, count * DIM)).astype(np.float32)

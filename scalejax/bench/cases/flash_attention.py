@@ -52,11 +52,7 @@ _GPU_SIZES = {64: Size(4, 8192, 32, 8), 128: Size(2, 8192, 32, 8)}
 
 
 def prepare(case: str, against: str | None) -> Contest:
-    """The contest of a case.
-
-    Raises:
-      UserError: data is given: operands are made.
-    """
+    """The contest of a case."""
     width = int(case.rpartition("-d")[2])
     sizes = (_CPU_SIZES if machine.on_cpu() else _GPU_SIZES)[width]
     return contest(sizes, width, gradients=case.startswith("train"), against=against)

@@ -38,7 +38,7 @@ def prepare(case: str, against: str | None) -> Contest:
     """The contest of a case.
 
     Raises:
-      UserError: a peer on an accelerator, or data.
+      UserError: a peer on an accelerator.
     """
     device = jax.devices()[0]
     if against is not None:

@@ -40,11 +40,7 @@ class Peer(Protocol):
 
 
 def prepare(case: str, against: str | None) -> Contest:
-    """The contest of a case.
-
-    Raises:
-      UserError: data is given: numbers are made.
-    """
+    """The contest of a case."""
     return contest(case, against, SHAPE)
 
 

@@ -62,11 +62,7 @@ _ROOM = 1.15
 
 
 def prepare(case: str, against: str | None, batches: int = 8, batch_size: int = BATCH) -> Contest:
-    """The contest of a case over a log of `batches` batches.
-
-    Raises:
-      UserError: `data` is given.
-    """
+    """The contest of a case over a log of `batches` batches."""
     from scalejax.data.sessions.clustering import cluster_by_session
 
     part, samples, repeat = case.split("-")

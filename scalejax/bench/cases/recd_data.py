@@ -51,11 +51,7 @@ def workload(sessions: int = 8192, user_ids: float = 30.0) -> SessionLog:
 
 
 def prepare(case: str, against: str | None, sessions: int = 8192) -> Contest:
-    """The contest of a case over a log of `sessions` sessions.
-
-    Raises:
-      UserError: `data` is given.
-    """
+    """The contest of a case over a log of `sessions` sessions."""
     import pyarrow as pa
 
     from scalejax.data.sessions.clustering import cluster_by_session

@@ -55,11 +55,7 @@ class Size:
 
 
 def prepare(case: str, against: str | None) -> Contest:
-    """The contest of a case.
-
-    Raises:
-      UserError: data is given: the graph is made.
-    """
+    """The contest of a case."""
     return contest(case, against, Size())
 
 

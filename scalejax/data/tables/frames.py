@@ -20,7 +20,7 @@ import pyarrow.feather
 import pyarrow.parquet
 
 from scalejax.data import packed_files
-from scalejax.data.tables.parquet_files import ParquetFiles, find_files, first_line
+from scalejax.data.tables.parquet_files import find_files, first_line, read_footer, remarks_on_checksums
 from scalejax.errors import UserError
 
 MISSING = ("", "NA", "?")
@@ -106,7 +106,7 @@ def remarks(path: str) -> tuple[str, ...]:
     """What a user should know of the file before anything is trained on it."""
     if path.startswith(IN_MEMORY) or pathlib.Path(path).suffix not in _PARQUET:
         return ()
-    return ParquetFiles(path).remarks()
+    return remarks_on_checksums({pathlib.Path(path): read_footer(pathlib.Path(path))})
 
 
 def digest_of(path: str) -> str:

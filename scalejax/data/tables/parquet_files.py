@@ -5,7 +5,7 @@ import difflib
 import hashlib
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -50,7 +50,7 @@ class ParquetFiles:
 
     def __init__(self, path: str | pathlib.Path) -> None:
         files = find_files(path, "*.parquet")
-        self._metadata = {file: _footer(file) for file in files}
+        self._metadata = {file: read_footer(file) for file in files}
         rewritten = {file: (metadata.metadata or {}).get(clustered.KEY) for file, metadata in self._metadata.items()}
         manifest = clustered.check_complete(pathlib.Path(path), rewritten)
         self.repeats_left_out: Groups = () if manifest is None else manifest.groups
@@ -120,21 +120,9 @@ class ParquetFiles:
                 found |= {group.column(c).compression.lower() for c in range(group.num_columns)}
         return tuple(sorted(found))
 
-    def without_checksums(self) -> tuple[pathlib.Path, ...]:
-        """Files whose pages carry no checksum, by their first page; damage to these may be read as other values."""
-        return tuple(file for file, metadata in self._metadata.items() if not _has_checksum(file, metadata))
-
     def remarks(self) -> tuple[str, ...]:
         """What a user should know of the files before anything is trained on them."""
-        unchecked = self.without_checksums()
-        if not unchecked:
-            return ()
-        first, *others = unchecked
-        more = f" and {len(others)} more files" if others else ""
-        return (
-            f"data: {first}{more}: pages have no checksums, so damage may be read as other values. Writers add "
-            "them on request (pyarrow: write_page_checksum=True).",
-        )
+        return remarks_on_checksums(self._metadata)
 
     def files(self) -> dict[pathlib.Path, int]:
         """Rows of each file, in order."""
@@ -366,7 +354,25 @@ def _nearest_file(path: pathlib.Path) -> str:
     return f" Did you mean {path.parent / near[0]}?" if near else ""
 
 
-def _footer(file: pathlib.Path) -> pq.FileMetaData:
+def remarks_on_checksums(footers: Mapping[pathlib.Path, pq.FileMetaData]) -> tuple[str, ...]:
+    """Says which files have pages without a checksum, by the first page of each."""
+    unchecked = [file for file, footer in footers.items() if not _has_checksum(file, footer)]
+    if not unchecked:
+        return ()
+    first, *others = unchecked
+    more = f" and {len(others)} more files" if others else ""
+    return (
+        f"data: {first}{more}: pages have no checksums, so damage may be read as other values. Writers add "
+        "them on request (pyarrow: write_page_checksum=True).",
+    )
+
+
+def read_footer(file: pathlib.Path) -> pq.FileMetaData:
+    """What a Parquet file says of itself.
+
+    Raises:
+      UserError: it is none, or not whole.
+    """
     try:
         return pq.read_metadata(file)
     except _DAMAGE as error:

@@ -82,7 +82,7 @@ def search(study: PrecisionStudy, *, budget: float, log: Callable[[str], None] =
     Args:
       study: The model.
       budget: Largest gap, relative: 5e-4 is 0.05 % of NE.
-      told: Given a line a step.
+      log: Given a line a step.
 
     Raises:
       UserError: the budget is negative.

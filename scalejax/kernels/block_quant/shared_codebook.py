@@ -46,7 +46,7 @@ class SharedCodebookRows:
 
     Attributes:
       codes: uint8[V, ceil(D * bits / 8)].
-      owners: uint8[V], the codebook of each row; one that there is not stands for NaN.
+      codebook_ids: uint8[V], the codebook of each row; one that there is not stands for NaN.
       books: float16[K, 2^bits], ascending.
       format: of the rows.
       dim: D.
@@ -90,7 +90,7 @@ def count(rows: int) -> int:
 
 
 def quantize(table: np.ndarray, bits: int, books: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """float32[V, D] -> (codes uint8[V, D], one each, codebooks float16[books, 2^bits], ascending, owners uint8[V]).
+    """float32[V, D] -> (codes uint8[V, D], ascending codebooks float16[books, 2^bits], codebook_ids uint8[V]).
 
     Rows that hold what float16 does not, have no codebook, and belong to no cluster. On the host, for a table at rest.
     """

@@ -43,7 +43,7 @@ def measure_constants(
       ids: Ids of a lookup, a multiple of 16.
       exchange_bytes: What each device sends in an exchange.
       row_granule_bytes: Taken as known: the smallest piece of memory that is fetched.
-      turns: Timed runs, of which the median counts.
+      repeats: Timed runs, of which the median counts.
     Raises:
       RuntimeError: times do not grow with bytes, so no rate can be told from them.
     """

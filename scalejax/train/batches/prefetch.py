@@ -43,6 +43,7 @@ class Prefetch(Generic[Host, Device]):
     def __next__(self) -> tuple[Host, Device]:
         item = self._ready.get()
         if isinstance(item, BaseException):
+            self._ready.put(item)  # whoever asks again is told again, and does not wait for ever
             raise item
         return item
 

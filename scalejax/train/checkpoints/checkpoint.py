@@ -311,7 +311,7 @@ class Checkpointer:
             delta=None if delta is None else delta.to_dict(),
             frozen=None if self._frozen_at is None else self._frozen_at.to_dict(),
         )
-        distributed.together(lambda: self._begin_arrays(step, arrays))
+        distributed.together(lambda: self._begin_arrays(step, step, arrays))
         if delta is not None:
             distributed.together(lambda: self._write_rows(step, rows))
         self._finisher = threading.Thread(target=self._finish, args=(manifest,), name=f"checkpoint-{step}")
@@ -493,7 +493,7 @@ class Checkpointer:
         name, own = f"{_FROZEN}{step}", {name: arrays[name] for name in sorted(self._frozen)}
         described = {name: manifests.describe(leaf) for name, leaf in own.items()}
         manifest = Manifest(step=step, identity=self._identity, metrics=None, host={}, arrays=described, files={})
-        distributed.together(lambda: self._begin_arrays(name, own))
+        distributed.together(lambda: self._begin_arrays(step, name, own))
 
         def finish() -> str:
             with disk.explained(self._cannot_save(step)):
@@ -501,25 +501,26 @@ class Checkpointer:
                 commit(self.folder / f"{_SAVING}{name}", manifest, name)
                 return manifests.stored_digest(self.folder / name)
 
-        with self._abandoned_on_error(name):
+        with self._abandoned_on_error(step, name):
             distributed.together(self._arrays_store().wait)
             digest = distributed.on_primary(finish)
         self._frozen_at = manifests.Frozen(name, digest, tuple(own))
 
-    def _begin_arrays(self, step: int | str, arrays: dict[str, jax.Array]) -> None:
-        with self._abandoned_on_error(step):
-            self._arrays_store().write(self.folder / f"{_SAVING}{step}" / _ARRAYS, arrays)
+    def _begin_arrays(self, step: int, name: int | str, arrays: dict[str, jax.Array]) -> None:
+        with self._abandoned_on_error(step, name):
+            self._arrays_store().write(self.folder / f"{_SAVING}{name}" / _ARRAYS, arrays)
 
     def _write_rows(self, step: int, rows: Iterable[TableRows]) -> None:
-        with self._abandoned_on_error(step):
+        with self._abandoned_on_error(step, step):
             rows_file.write(self.folder / f"{_SAVING}{step}", jax.process_index(), rows)
 
     @contextlib.contextmanager
-    def _abandoned_on_error(self, step: int | str) -> Iterator[None]:
+    def _abandoned_on_error(self, step: int, name: int | str) -> Iterator[None]:
+        """What is written under `name` for a step goes with a failure, of which the message names the step."""
         try:
             yield
         except Exception as error:
-            self._abandon(step)
+            self._abandon(name)
             explanation = disk.explain(error, self._cannot_save(step))
             if explanation is None:
                 raise

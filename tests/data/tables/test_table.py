@@ -73,6 +73,13 @@ def test_pages_without_checksums_are_said(tmp_path, name, checksums):
     assert [f"{path}: pages have no checksums" in remark for remark in remarks] == [True] * said
 
 
+def test_a_file_that_says_it_is_clustered_is_a_table_as_any(tmp_path):
+    path = tmp_path / "copied.parquet"
+    rows = table().to_arrow()
+    pyarrow.parquet.write_table(rows.replace_schema_metadata({"scalejax.clustered": "{}"}), path)
+    assert len(TableData(path=str(path), label="label").build().remarks) == 1
+
+
 def test_columns_are_seen_as_what_they_hold():
     findings = TableData.from_frame(table(), **LABEL).open().findings
     seen = {one.name: one.column.kind if one.column else one.reason for one in findings}

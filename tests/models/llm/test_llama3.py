@@ -136,7 +136,7 @@ def test_rematerialisation_changes_no_gradient(remat, x64):
         np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.default_cases("restart")
 @pytest.mark.parametrize("kind", ["restart", "run through"])
 def test_a_packed_row_equals_its_documents_one_by_one(kind, x64):
     config, lengths = CASES["wide heads, scaled"], (7, 4, 7)

@@ -46,7 +46,6 @@ def oracle_logistic(p, schema, embedded, dense):
 
 
 @pytest.mark.default_cases("dlrm-dense", "logistic-dense")
-@pytest.mark.default_cases
 @pytest.mark.parametrize("columns", ["dense", "no_dense"])
 @pytest.mark.parametrize(
     ("config", "oracle"),

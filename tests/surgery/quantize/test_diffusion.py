@@ -64,7 +64,6 @@ def test_the_factor_is_cholesky_s_of_the_inverse():
 
 
 @pytest.mark.default_cases("mxfp4_e2m1-0")
-@pytest.mark.default_cases
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "format",
