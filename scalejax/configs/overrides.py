@@ -174,10 +174,8 @@ class _Change:
     def construct(self, make: Callable[[], T]) -> T:
         try:
             return make()
-        except UserError as error:
-            raise self.error(str(error)) from error
         except (ValueError, TypeError) as error:
-            raise self.error(f"refused: {error}") from error
+            raise self.error(str(error)) from error
 
     def wanted(self, value: object, annotation: object) -> str:
         words, example = _describe(annotation)

@@ -69,7 +69,7 @@ def test_unknown_recipe(invoke, command):
     [
         ("model.layer=3", "Nearest: model.layers"),
         ("steps=many", "steps must be an integer, for example --set steps=10; got 'many'"),
-        ("model.layers=0", "refused: layers must be at least 1; got 0"),
+        ("model.layers=0", "layers must be at least 1; got 0"),
         ("steps", "must be path=value"),
     ],
 )

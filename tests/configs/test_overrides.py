@@ -204,7 +204,7 @@ def test_unknown_paths_name_the_nearest_and_the_fields_at_that_level(experiment,
 
 
 def test_a_refusal_of_the_dataclass_names_the_path(experiment):
-    with pytest.raises(UserError, match=r"--set model\.layers=0: refused: layers must be at least 1; got 0"):
+    with pytest.raises(UserError, match=r"--set model\.layers=0: layers must be at least 1; got 0"):
         overrides.apply(experiment, ["model.layers=0"])
 
 

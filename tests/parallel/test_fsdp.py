@@ -216,7 +216,7 @@ def test_hybrid_strategies_shard_inside_a_replica_alone():
     [
         ({"sharding": "ZERO3"}, "sharding must be one of NO_SHARD, .*; got 'ZERO3'"),
         ({"form": "auto"}, "form must be 'implicit' or 'explicit'; got 'auto'"),
-        ({"accumulate": "never"}, "accumulate must be one of communicate, local; got 'never'"),
+        ({"accumulate": "never"}, "accumulate must be .communicate. or .local.; got 'never'"),
         ({"accumulate": "local"}, "accumulate='local' needs form='explicit'"),
         ({"reduce_dtype": "float32"}, "reduce_dtype='float32' needs form='explicit'"),
         ({"replicate_below": -1}, "replicate_below must be at least 0; got -1"),
