@@ -1,6 +1,7 @@
 """trackio: runs in a database on this machine, shown by `trackio show`."""
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ class _Run:
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        import trackio  # pyright: ignore[reportMissingImports] # optional, and slow to import
+        trackio = importlib.import_module("trackio")  # optional, and slow to import
 
         self._run = trackio.init(
             project=self._config.project,
@@ -45,7 +46,7 @@ class _Run:
         self._run.log(dict(values), step=step)
 
     def picture(self, step: int, name: str, svg: str) -> None:
-        import trackio  # pyright: ignore[reportMissingImports]
+        trackio = importlib.import_module("trackio")
 
         self._run.log({name: trackio.Html(svg)}, step=step)
 

@@ -1,6 +1,7 @@
 """Weights & Biases."""
 
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -34,7 +35,7 @@ class _Run:
         self._run: Any = None
 
     def start(self, run: TrackedRun) -> None:
-        import wandb  # pyright: ignore[reportMissingImports] # optional, and slow to import
+        wandb = importlib.import_module("wandb")  # optional, and slow to import
 
         c = self._config
         try:
@@ -59,7 +60,7 @@ class _Run:
         self._run.log(dict(values), step=step)
 
     def picture(self, step: int, name: str, svg: str) -> None:
-        import wandb  # pyright: ignore[reportMissingImports]
+        wandb = importlib.import_module("wandb")
 
         self._run.log({name: wandb.Html(svg, inject=False)}, step=step)
 
