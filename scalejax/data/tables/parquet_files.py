@@ -21,7 +21,7 @@ from scalejax.errors import UserError
 
 _THRIFT_NEXT_I32 = 0x15  # the field after the one before, a number of 32 bits
 # pyarrow reports damage as either; ArrowNotImplementedError as well, when a flipped byte names an unknown codec.
-_DAMAGE = (pa.ArrowException, OSError)
+_DAMAGE = (pa.ArrowException, OSError, UnicodeDecodeError)  # the last: a name of a column that is no text
 
 
 @dataclasses.dataclass(frozen=True)

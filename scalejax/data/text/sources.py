@@ -197,7 +197,7 @@ def _parquet(path: pathlib.Path, column: str) -> Iterator[DocumentPiece]:
                     raise UserError(f"{where}: column {column!r} is null; wanted text. Leave such rows out.")
                 yield from _blocks(text, where)
                 row += 1
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"{path}: cannot be read as Parquet ({str(error).strip().splitlines()[0]}); truncated or damaged? Copy it "
             "again from its source."

@@ -250,3 +250,11 @@ def test_pages_without_checksums_are_said(checksums: bool, tmp_path: pathlib.Pat
     pq.write_table(table, path, write_page_checksum=checksums)
     data = ParquetData(path=str(path), categorical=(Categorical(name="user", rows=5),)).build()
     assert [str(path) in remark and "no checksums" in remark for remark in data.remarks] == [True] * (not checksums)
+
+
+def test_a_column_whose_name_is_no_text_is_damage(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"user": np.arange(4), "another": np.arange(4), "label": np.arange(4) % 2}), path)
+    path.write_bytes(path.read_bytes().replace(b"another", b"an\xb0ther"))
+    with pytest.raises(UserError, match=r"rows\.parquet: is not a complete Parquet file"):
+        ParquetData(path=str(path), categorical=(Categorical(name="user", rows=5),)).build()

@@ -63,6 +63,16 @@ def test_a_column_may_hold_strings_in_any_way(tmp_path: pathlib.Path, kind: pa.D
     assert documents(tmp_path / "a.parquet") == TEXTS
 
 
+@pytest.mark.parametrize("text", ["another", "the body"], ids=["name of a column", "text"])
+def test_bytes_of_a_parquet_file_that_are_no_text_are_damage(tmp_path: pathlib.Path, text: str) -> None:
+    table = pa.table({"text": ["the body"], "another": [1]})
+    pq.write_table(table, tmp_path / "a.parquet", compression="none", use_dictionary=False)
+    damaged = (tmp_path / "a.parquet").read_bytes().replace(text.encode(), b"\xb0" + text[1:].encode())
+    (tmp_path / "a.parquet").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read as Parquet"):
+        documents(tmp_path / "a.parquet")
+
+
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
 @pytest.mark.parametrize("size", [1, 3, 7, 8, 100])
 def test_blocks_are_no_longer_than_asked_for_and_the_last_one_says_so(
