@@ -148,7 +148,7 @@ def test_wandb_without_a_network_keeps_one_run(tmp_path, monkeypatch):
     assert len(found) == 2
     run = json.loads((tmp_path / "run" / protocol.FILE).read_text())["id"]
     for attempt in found:
-        assert attempt.name.endswith(run)
+        assert run in attempt.name.split("-")  # W&B numbers folders of one second: two attempts may begin in it
         written = (attempt / f"run-{run}.wandb").read_bytes()
         assert b"train/logloss" in written
         assert b"train/auc" not in written  # undefined
