@@ -93,10 +93,10 @@ def _diff(a: Json, b: Json, path: str) -> Iterator[str]:
 
 
 def one_type(a: Mapping[str, Json], b: Mapping[str, Json]) -> bool:
-    """Whether two records are of one class: modules of scalejax move between versions, the names of classes stay."""
-    names = [str(one.get("type")) for one in (a, b)]
-    own = all(name.startswith("scalejax.") for name in names)
-    return names[0] == names[1] or (own and names[0].rpartition(".")[2] == names[1].rpartition(".")[2])
+    """Whether two records are of one class, see `run_folder.is_one_class`."""
+    from scalejax.train.run_folder import is_one_class
+
+    return is_one_class(a.get("type"), b.get("type"))
 
 
 def _show(fields: dict[str, Json], name: str) -> str:

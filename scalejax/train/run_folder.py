@@ -250,17 +250,18 @@ def differences(before: object, after: object, path: str = "") -> list[str]:
             else:
                 lines += differences(before[key], after[key], where)
         return lines
-    if path.rpartition(".")[2] == "type" and _one_class(before, after):
+    if path.rpartition(".")[2] == "type" and is_one_class(before, after):
         return []
     # Through JSON, so that a tuple equals the list it is stored as.
     old, new = json.dumps(before), json.dumps(after)
     return [] if old == new else [f"{path}: {old} -> {new}"]
 
 
-def _one_class(before: object, after: object) -> bool:
-    """Modules of scalejax move between versions, the names of classes stay."""
-    names = [str(name).rpartition(".") for name in (before, after)]
-    return all(module.partition(".")[0] == "scalejax" for module, _, _ in names) and names[0][2] == names[1][2]
+def is_one_class(before: object, after: object) -> bool:
+    """Whether two recorded types are one class: modules of scalejax move between versions, names of classes stay."""
+    names = str(before), str(after)
+    own = all(name.startswith("scalejax.") for name in names)
+    return names[0] == names[1] or (own and names[0].rpartition(".")[2] == names[1].rpartition(".")[2])
 
 
 def environment_record(mesh: dict[str, int], compiler_options: Mapping[str, object] | None = None) -> dict[str, Any]:

@@ -156,7 +156,7 @@ def encode(
       columns: Name -> int[N] or int[N, L] ids, `Ragged` lists of ids, number[N] numbers, number[N] labels.
       shared: The lists of the groups of the layout.
       layout: Of the schema.
-      numbers: Transform of the number columns.
+      transform: Of the number columns.
       where: Where the columns come from, for messages; rows are counted from its beginning.
     Raises:
       UserError: a bad id, label or number, or too many ids in an example.

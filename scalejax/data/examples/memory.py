@@ -100,8 +100,8 @@ def from_columns(
         splits["train"] = splits["train"][np.argsort(period[splits["train"]], kind="stable")]
         days = day_ranges(period[splits["train"]].astype(np.int64), day_name)
     chunk = [(columns, splits["train"], where)]
-    numbers = fit_dense_transform(chunk, schema.dense, log_shift=log_shift or {}, nan=nan, scaling=scaling)
-    rows = encode(columns, layout, numbers, where=where, shared=shared)
+    transform = fit_dense_transform(chunk, schema.dense, log_shift=log_shift or {}, nan=nan, scaling=scaling)
+    rows = encode(columns, layout, transform, where=where, shared=shared)
     examples_ = TableExamples(
         rows,
         layout,

@@ -58,7 +58,7 @@ class WindowExamples:
     Args:
       files: Checked against the schema.
       layout: Of the schema.
-      numbers: Transform of the number columns.
+      transform: Of the number columns.
       split_rows: (split, row group number) -> int64 rows of the split inside that row group, ascending.
       split_sizes: Split -> int64[groups] examples in each row group.
       window: Row groups per window.
@@ -86,7 +86,7 @@ class WindowExamples:
     ) -> None:
         self.layout = layout
         self._transforms = transforms
-        self._files, self._numbers = files, transform
+        self._files, self._transform = files, transform
         self._split_rows, self._sizes = split_rows, split_sizes
         self._window, self._seed = window, seed
         self._fingerprint, self._days, self._runs = fingerprint, days, runs
@@ -175,7 +175,7 @@ class WindowExamples:
         parts = []
         for g in groups:
             group = self._files.groups[g]
-            rows = decode(self._files, group, self.layout, self._numbers, self._transforms)
+            rows = decode(self._files, group, self.layout, self._transform, self._transforms)
             wanted = self._split_rows(split, g)
             parts.append(rows if wanted.size == group.rows else rows.take(wanted))
         return ExampleRecords.concatenate(parts)

@@ -33,7 +33,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from scalejax import compat
 from scalejax.errors import UnsupportedError, check_one_of
 from scalejax.kernels.flash_attention import reference
-from scalejax.kernels.flash_attention.visibility import Known, Visibility
+from scalejax.kernels.flash_attention.visibility import BackwardInputs, Visibility
 
 if TYPE_CHECKING:
     from jax import Array
@@ -233,18 +233,24 @@ def _gradients(
     sees_none = lse == -jnp.inf
     lse, correction = jnp.where(sees_none, jnp.inf, lse), jnp.where(sees_none, 0, correction)
     chosen = _choose(call, q, k, v, visibility, d_lse=d_lse is not None)
-    return _run("backward", chosen, q, k, v, visibility, Known(out, lse, d_out, correction))
+    return _run("backward", chosen, q, k, v, visibility, BackwardInputs(out, lse, d_out, correction))
 
 
 # Compiled on its own where nothing around it is: loops and kernels run op by op would be very slow.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(
-    direction: str, call: "_Call", q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *known: Known
+    direction: str,
+    call: "_Call",
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visibility: Visibility,
+    *inputs: BackwardInputs,
 ) -> Any:
     assert call.implementation is not None
     backend = _load(call.implementation)
     interpreted = {"interpret": call.interpret} if call.implementation in _INTERPRETABLE else {}
-    return getattr(backend, direction)(q, k, v, visibility, call.scale, *known, **interpreted)
+    return getattr(backend, direction)(q, k, v, visibility, call.scale, *inputs, **interpreted)
 
 
 def _choose(call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, *, d_lse: bool) -> _Call:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from scalejax import compat
 from scalejax.kernels.flash_attention import blocks
-from scalejax.kernels.flash_attention.visibility import Known, Visibility
+from scalejax.kernels.flash_attention.visibility import BackwardInputs, Visibility
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +86,7 @@ def _splash_backward(
     v: jax.Array,
     visibility: Visibility,
     scale: float,
-    known: Known,
+    inputs: BackwardInputs,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -98,9 +98,9 @@ def _splash_backward(
         v.swapaxes(1, 2),
         visibility.query_segments,
         visibility.key_segments,
-        known.lse,
-        known.d_out.swapaxes(1, 2),
-        known.correction,
+        inputs.lse,
+        inputs.d_out.swapaxes(1, 2),
+        inputs.correction,
     )
     return d_q.swapaxes(1, 2) * scale, d_k.swapaxes(1, 2), d_v.swapaxes(1, 2)
 
@@ -132,11 +132,11 @@ def _cudnn_forward(
 
 
 def _cudnn_backward(
-    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, scale: float, known: Known
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, scale: float, inputs: BackwardInputs
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     # It computes sum(out * d_out) itself, which is `correction` where lse has no cotangent.
     return compat.cudnn_attention_gradients(
-        q, k, v, known.out, known.lse, known.d_out, causal=visibility.causal, window=visibility.window, scale=scale
+        q, k, v, inputs.out, inputs.lse, inputs.d_out, causal=visibility.causal, window=visibility.window, scale=scale
     )
 
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from scalejax import compat
 from scalejax.kernels.flash_attention import blocks
-from scalejax.kernels.flash_attention.visibility import Known, Visibility, stretches
+from scalejax.kernels.flash_attention.visibility import BackwardInputs, Visibility, stretches
 from scalejax.kernels.types import Kernel, Number, Ref, Shapes
 
 _LOG2_E = math.log2(math.e)
@@ -108,15 +108,15 @@ def backward(
     v: jax.Array,
     visibility: Visibility,
     scale: float,
-    known: Known,
+    inputs: BackwardInputs,
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v; arguments as in `xla.backward`."""
     batch, length, heads, _ = q.shape
-    lse = (known.lse.astype(jnp.float32) * _LOG2_E).reshape(batch * heads, length)
-    correction = known.correction.astype(jnp.float32).reshape(batch * heads, length)
-    operands = [_rows(q), _rows(k), _rows(v), _rows(known.d_out), lse, correction]
+    lse = (inputs.lse.astype(jnp.float32) * _LOG2_E).reshape(batch * heads, length)
+    correction = inputs.correction.astype(jnp.float32).reshape(batch * heads, length)
+    operands = [_rows(q), _rows(k), _rows(v), _rows(inputs.d_out), lse, correction]
     d_q = _query_gradient(q, k, visibility, scale, operands, interpret)
     d_k, d_v = _key_gradients(q, k, visibility, scale, operands, interpret)
     return d_q.reshape(q.shape), d_k.reshape(k.shape), d_v.reshape(v.shape)

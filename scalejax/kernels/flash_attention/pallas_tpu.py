@@ -32,7 +32,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from scalejax import compat
 from scalejax.kernels.flash_attention import blocks
-from scalejax.kernels.flash_attention.visibility import HIDDEN, PARTLY, WHOLE, Known, Visibility
+from scalejax.kernels.flash_attention.visibility import HIDDEN, PARTLY, WHOLE, BackwardInputs, Visibility
 from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.types import Kernel, Number, Ref, Shapes
 
@@ -134,7 +134,7 @@ def backward(
     v: jax.Array,
     visibility: Visibility,
     scale: float,
-    known: Known,
+    inputs: BackwardInputs,
     *,
     interpret: Interpret = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -144,10 +144,10 @@ def backward(
         plan.pad_queries(q),
         plan.pad_keys(k),
         plan.pad_keys(v),
-        plan.pad_queries(known.d_out),
+        plan.pad_queries(inputs.d_out),
         # e^(s - inf) = 0: queries that fill up the last block add nothing to the gradients of keys.
-        plan.pad_row(known.lse, jnp.inf),
-        plan.pad_row(known.correction, 0.0),
+        plan.pad_row(inputs.lse, jnp.inf),
+        plan.pad_row(inputs.correction, 0.0),
     ]
     d_q = _query_gradient(plan, operands, scale, interpret)
     d_k, d_v = _key_gradients(plan, operands, scale, interpret)

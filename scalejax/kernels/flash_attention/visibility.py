@@ -25,8 +25,8 @@ HIDDEN, PARTLY, WHOLE = 0, 1, 2
 """What a block of queries sees of a block of keys: nothing, some of it, everything."""
 
 
-class Known(NamedTuple):
-    """A result, and what a backward pass needs of its cotangents.
+class BackwardInputs(NamedTuple):
+    """What a backward pass takes besides q, k and v: the result, and its cotangents.
 
     Attributes:
       out: [B, S, H, D].

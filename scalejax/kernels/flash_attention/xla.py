@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from scalejax.kernels.flash_attention import blocks, reference
-from scalejax.kernels.flash_attention.visibility import HIDDEN, Known, Visibility, first_and_last, pad_row
+from scalejax.kernels.flash_attention.visibility import HIDDEN, BackwardInputs, Visibility, first_and_last, pad_row
 from scalejax.kernels.types import AnyArray
 
 
@@ -84,13 +84,13 @@ def forward(
 
 
 def backward(
-    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, scale: float, known: Known
+    q: jax.Array, k: jax.Array, v: jax.Array, visibility: Visibility, scale: float, inputs: BackwardInputs
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v, in their dtypes.
 
     Args:
       q: As in `forward`; so are k, v, visibility and scale.
-      known: Its `out` is not needed.
+      inputs: Its `out` is not needed.
     """
     cut = _Cut.of(q, k)
     masks = _Masks.of(visibility, cut)
@@ -98,10 +98,10 @@ def backward(
     dtype = reference.sum_dtype(q.dtype)
     queries, keys, values = cut.queries(q), cut.keys(k), cut.keys(v)
     d_outs, lses, corrections = (
-        cut.queries(known.d_out),
+        cut.queries(inputs.d_out),
         # e^(s - inf) = 0: queries that fill up the last chunk add nothing to the gradients of keys.
-        cut.query_rows(known.lse, jnp.inf),
-        cut.query_rows(known.correction, 0),
+        cut.query_rows(inputs.lse, jnp.inf),
+        cut.query_rows(inputs.correction, 0),
     )
 
     def group(at: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
