@@ -25,8 +25,10 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "0")
 # the newer emitters of fusions it takes half; XLA's own passes, whose results tests read, stay as they are. With
 # XLA_FLAGS="" before the command tests compile as users do, as .ci/wheel.sh does where bits are compared.
 _FAST = "--xla_backend_optimization_level=0"
-if importlib.metadata.version("jaxlib").startswith("0.10."):  # newer ones have no choice
-    _FAST += " --xla_cpu_use_fusion_emitters=false"
+if importlib.metadata.version("jaxlib").startswith("0.10."):  # newer ones have no choice of emitters
+    _FAST += " --xla_cpu_use_fusion_emitters=false --xla_llvm_disable_expensive_passes=true"
+    _FAST += " --xla_cpu_parallel_codegen_split_count=1"  # the other core has tests of its own
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # no stack of Python is written into any program
 os.environ.setdefault("XLA_FLAGS", _FAST)
 for _name, _value in {
     "TPU_SKIP_MDS_QUERY": "1",

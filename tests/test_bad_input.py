@@ -174,6 +174,7 @@ def flip_in_the_middle(path):
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "harm", [flip_in_the_middle, *(pytest.param(h, marks=pytest.mark.slow) for h in (cut_in_half, pathlib.Path.unlink))]
 )
@@ -332,6 +333,7 @@ for folder in (pathlib.Path(sys.argv[2]), pathlib.Path(sys.argv[2]).parent):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "then"),
     [

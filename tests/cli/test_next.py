@@ -50,6 +50,7 @@ def here(tmp_path):
     return folder, small_run.write_recipe(folder)
 
 
+@pytest.mark.slow
 def test_after_training_with_a_recipe_of_a_users(invoke, here, monkeypatch):
     folder, recipe = here
     monkeypatch.chdir(folder)

@@ -55,7 +55,7 @@ def test_eight_devices_equal_one(mesh, exchange, implementation, reduce):
     assert not np.asarray(out[csr.shape[0] :]).any()
 
 
-@pytest.mark.default_cases("halo-native", "all_gather-native")
+@pytest.mark.default_cases("halo-native")
 @pytest.mark.parametrize(
     ("exchange", "implementation"), [("halo", "native"), ("all_gather", "native"), ("halo", "xla")]
 )

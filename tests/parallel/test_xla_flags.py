@@ -6,6 +6,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import xla_flags
 
 
+@pytest.mark.default_cases("cpu-plain-products", "gpu-latency-hiding")
 @pytest.mark.parametrize("name", [name for name, s in xla_flags.SETS.items() if s.platform != "tpu"])
 def test_xla_knows_the_options_for_cpus_and_gpus(name):
     # Every XLA has them, whatever it compiles for; tests/aot asks the TPU's compiler for its own.

@@ -118,6 +118,7 @@ def test_parameters_begin_equal_to_the_bit_on_any_mesh(texts):
         program_of(small.experiment(texts))[0].init()
 
 
+@pytest.mark.slow
 def test_replicas_in_several_processes_begin_from_a_broadcast(texts, monkeypatch):
     program, _ = program_of(small.experiment(texts, strategy=Ddp()), 8)
     calls = []

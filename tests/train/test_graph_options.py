@@ -84,7 +84,7 @@ CASES: dict[str, tuple[MeshShape, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.default_cases("full over three axes", "clipped")
+@pytest.mark.default_cases("clipped")
 @pytest.mark.parametrize("name", CASES)
 def test_eight_devices_are_one(name: str, path: str, x64: None) -> None:
     shape, pieces, changes = CASES[name]
@@ -288,6 +288,7 @@ def test_number_formats_on_eight_devices_are_those_on_one(path: str) -> None:
     np.testing.assert_allclose(eight[2], one[2], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_parameters_begin_with_those_of_another_run(path: str, tmp_path: pathlib.Path) -> None:
     experiment = gcn(path, steps=3, optimizer=ADAM)
     loop.train(experiment, workdir=tmp_path)

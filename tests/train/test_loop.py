@@ -119,6 +119,7 @@ def test_report_is_one_file_with_its_pictures(trained):
     assert all(source.startswith("data:image/") for source in sources)
 
 
+@pytest.mark.default_cases("plan0-*")
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
@@ -393,6 +394,7 @@ class AskedAtOnce(Preemption):
         peers.job.ask(peers.END)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_at_its_first_step_has_a_report(rows, trained, tmp_path):
     run = tmp_path / "run"
     with pytest.raises(TemporaryFailure, match=r"saved after step 1\. Go on with: AGAIN"):

@@ -172,6 +172,7 @@ class ByDay(ArrayDataSet):
         return itertools.islice(batches, (stop - first) // self.batch_size)
 
 
+@pytest.mark.slow
 def test_days_are_scored_with_means_that_are_made_anew(user, tmp_path, monkeypatch):
     """Parameters stay as they were, and so do the means of the first batches: those of training move on."""
     monkeypatch.setattr(user, "ArrayDataSet", ByDay)

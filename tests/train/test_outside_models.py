@@ -135,7 +135,7 @@ def train(name, folder):
     return experiment, folder, loop.train(experiment, workdir=folder)
 
 
-@pytest.mark.default_cases("segmenter", "inversion", "pruner", "preferences")
+@pytest.mark.default_cases("segmenter", "preferences")
 @pytest.mark.parametrize("name", LEARNS)
 def test_it_learns_more_than_is_trivial(runs, name):
     _, folder, summary = runs(name)
@@ -148,7 +148,7 @@ def test_it_learns_more_than_is_trivial(runs, name):
     assert value.removeprefix("test_") in [measure["name"] for measure in measures]
 
 
-@pytest.mark.default_cases("segmenter", "pruner", "preferences")
+@pytest.mark.default_cases("segmenter")
 @pytest.mark.parametrize("name", LEARNS)
 def test_a_run_in_two_halves_has_the_same_bits(runs, name, tmp_path):
     experiment, folder, summary = runs(name)
@@ -228,14 +228,14 @@ FORMS = [
 ]
 
 
-@pytest.mark.default_cases("pair-ddp", "segmenter-implicit", "detector-explicit")
+@pytest.mark.default_cases("detector-explicit")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("name", "form"), FORMS)
 def test_eight_devices_learn_what_one_does(of_one_device, name, form):
     assert_close(of_devices(name, 8, STRATEGIES[form]), of_one_device(name))
 
 
-@pytest.mark.default_cases("detector", "diffusion", "soft_targets")
+@pytest.mark.default_cases("detector")
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", LEARNS)
 def test_an_evaluation_is_the_same_on_eight_devices_and_in_batches_of_another_size(name):

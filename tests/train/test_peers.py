@@ -155,6 +155,7 @@ def test_what_is_no_process_of_the_job_is_sent_away():
         assert accepted.getpeername() == connection.getsockname()
 
 
+@pytest.mark.default_cases("killed", "silent")
 @pytest.mark.parametrize(
     ("other", "status", "said"),
     [

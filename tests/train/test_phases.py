@@ -151,6 +151,7 @@ def test_a_phase_that_changes_nothing_is_the_run_without_it(texts, tmp_path):
     assert {step: rates[1][step] for step in rates[0]} == rates[0]
 
 
+@pytest.mark.slow
 def test_a_surgery_keeps_the_function_and_the_run_goes_on(user, whole):
     folder, summary = whole
     assert summary["steps"] == 20

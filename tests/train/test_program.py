@@ -73,6 +73,7 @@ def test_equal_seeds_give_equal_bits(experiment):
     jax.tree.map(np.testing.assert_array_equal, first[1], second[1])
 
 
+@pytest.mark.slow
 def test_initial_state_is_the_same_on_every_mesh(experiment):
     data = experiment.data.build()
     states = []

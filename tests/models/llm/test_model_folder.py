@@ -58,7 +58,7 @@ def test_a_model_folder_has_parameters_by_our_paths(tmp_path):
     assert content["model"]["fields"]["kv_heads"] == 2
 
 
-@pytest.mark.default_cases
+@pytest.mark.default_cases("wide heads, scaled-mesh1")
 @pytest.mark.parametrize("mesh", [{"fsdp": 1}, {"fsdp": 2, "tensor": 4}, {"fsdp": 4, "tensor": 2}])
 @pytest.mark.parametrize("case", ["gqa", "wide heads, scaled"])
 def test_devices_hold_the_slices_that_their_mesh_wants(tmp_path, case, mesh):

@@ -46,7 +46,7 @@ def test_cross_entropy_equals_its_definition_and_stays_finite(x64):
     assert (value, slope) == (1e4, 1.0)
 
 
-@pytest.mark.default_cases("WukongConfig", "DlrmConfig")
+@pytest.mark.default_cases("DlrmConfig")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_loss_is_the_weighted_sum_of_the_mean_over_tasks(config, schema, examples, randomised, x64):
     task = config.task(schema)
@@ -87,7 +87,7 @@ def test_padding_of_weight_zero_adds_nothing_to_loss_or_gradient(config, schema,
     assert all(not np.any(g[3:]) for g in jax.tree.leaves(rows))
 
 
-@pytest.mark.default_cases
+@pytest.mark.default_cases("float32-DcnV2Config", "bfloat16-DlrmConfig")
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_strict_promotion_holds_and_gradients_are_finite(config, dtype, schema, examples, strict_promotion):
@@ -119,7 +119,7 @@ def test_counts_equal_the_real_model(config, schema, examples, dot_flops):
     assert 3 * forward == 4 * task.flops_per_example()
 
 
-@pytest.mark.default_cases("wukong", "dlrm", "dcnv2")
+@pytest.mark.default_cases("dlrm")
 @pytest.mark.parametrize(
     "config",
     [*CONFIGS, dataclasses.replace(WUKONG, fm="attentive"), dataclasses.replace(WUKONG, fm="plain")],

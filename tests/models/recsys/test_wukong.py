@@ -296,7 +296,7 @@ def test_two_layers_learn_a_product_of_four_features_and_one_layer_cannot():
 # Counts.
 
 
-@pytest.mark.default_cases
+@pytest.mark.default_cases("config0-lowrank")
 @pytest.mark.parametrize("fm", ["lowrank", "plain", "attentive"])
 @pytest.mark.parametrize("config", [TINY, FULL, dataclasses.replace(TINY, normalization="none", head_hidden=())])
 def test_parameter_and_flop_counts_equal_the_real_model(config, fm, schema, examples, dot_flops, strict_promotion):
@@ -359,6 +359,7 @@ def test_every_layer_drops_by_a_key_of_its_own():
     assert seen[3:] == [None] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fm", [pytest.param("lowrank", marks=pytest.mark.slow), "attentive"])
 def test_bfloat16_compute_is_close_to_float32_with_float32_logits_and_finite_gradients(
     fm, schema, examples, strict_promotion

@@ -118,7 +118,7 @@ def _cases():
     assert number == len(default)
 
 
-@pytest.mark.default_cases("row_wise-shard-adam-True-8", "column_wise-shard-rowwise-True-8", "grid-copy-sgd-False-8")
+@pytest.mark.default_cases("row_wise-shard-adam-True-8", "grid-copy-sgd-False-8")
 @pytest.mark.parametrize(("kind", "replicas", "name", "weighted", "devices"), [*_cases()])
 def test_every_kind_equals_one_device_to_the_bit(kind, replicas, name, weighted, devices):
     tables = wide_tables(OPTIMIZERS[name])
@@ -247,7 +247,7 @@ SHARES = {
 }
 
 
-@pytest.mark.default_cases("row_wise", "column_wise", "grid")
+@pytest.mark.default_cases("grid")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_holds_its_share_and_moves_data_by_the_collectives_of_its_kind(kind):
     compiled, text = _compiled(kind)

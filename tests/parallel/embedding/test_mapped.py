@@ -360,6 +360,7 @@ def test_deduplicated_features_give_the_same_rows_counts_and_vectors():
     assert rows["item"] == [distinct["item"][u] for u in inverse[0]]
 
 
+@pytest.mark.slow
 def test_a_batch_cut_between_devices_in_another_way_gives_the_same_maps():
     """Popular ids on all devices count as often as they occur, whoever sent them."""
     each, host = on("3"), trace()[1]

@@ -126,6 +126,7 @@ def allocated(tables, topology, plan, **options):
     return total - COUNTERS
 
 
+@pytest.mark.slow
 def test_the_engine_builds_every_plan_and_allocates_what_was_estimated():
     kinds, of_maps, sliced = Counter(), Counter(), 0
     for seed in range(300):

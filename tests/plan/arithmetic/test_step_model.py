@@ -102,6 +102,7 @@ def _cut(decoder, training):
     return step_model._Cut.of(decoder, training, devices=1)
 
 
+@pytest.mark.default_cases("full")
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_executed_products_are_those_of_the_traced_step(remat):
     config, decoder = _llama(remat)

@@ -157,6 +157,7 @@ def test_steps_with_their_bases():
     assert chain.with_bases({4, 2}, bases) == {1, 2, 4}
 
 
+@pytest.mark.slow
 def test_a_missing_base_is_said(run, rows):
     shutil.rmtree(run / "checkpoints" / "4")
     with pytest.raises(UserError, match=r"only the rows updated since step 4, and .*checkpoints/4 is missing.*step 2"):

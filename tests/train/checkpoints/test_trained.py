@@ -230,6 +230,7 @@ def test_all_files_of_what_is_opened_are_checked_and_no_others(click, tmp_path):
         open_run(folder, 4)
 
 
+@pytest.mark.slow
 def test_the_mean_of_checkpoints(click, language):
     for folder, steps in ((click, (4, 6)), (language[0], (4, 8, 12))):
         each = [open_run(folder, step) for step in steps]
@@ -333,7 +334,7 @@ def test_a_written_run_of_a_click_model_is_served(click, served, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, (one.tables, one.params), (other.tables, other.params))
 
 
-@pytest.mark.default_cases("eight")
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, MeshShape(fsdp=8)], ids=["one", "eight"])
 def test_a_written_run_of_a_click_model_is_scored_and_begun_with(click, rows, mesh, tmp_path):
     """Its rows of full checkpoints and of deltas, and those of ids without bound; no state of an optimizer."""

@@ -327,6 +327,7 @@ def test_residuals_of_a_phase_on_other_devices_keep_their_sum_and_the_run_says_s
     assert "remembers was that of 8 devices; on 1 it is kept as Movable says." in console.file.getvalue()
 
 
+@pytest.mark.slow
 def test_a_scheme_without_a_rule_is_refused_on_other_devices(rows, whole, tmp_path, monkeypatch):
     strategy = Signs(**HYBRID)
     shutil.copytree(whole(strategy), tmp_path, dirs_exist_ok=True)

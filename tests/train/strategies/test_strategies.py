@@ -76,6 +76,7 @@ def test_a_checkpoint_of_one_strategy_loads_under_every_other(texts, tmp_path):
                 np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.default_cases("HYBRID_SHARD")
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 def test_bytes_of_a_step_equal_the_formulas(texts, sharding):
     mesh = MeshShape(replica=2, fsdp=4)

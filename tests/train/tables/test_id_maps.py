@@ -127,6 +127,7 @@ def test_a_served_copy_finds_rows_as_evaluation_does(served, trained, rows):
     assert (found[len(seen) :] == 0).all()
 
 
+@pytest.mark.slow
 def test_rows_are_found_with_the_config_of_the_run_only(served):
     ids = np.arange(3)
     with pytest.raises(UserError, match=r"table 'shop' has no id map; with one: item\. Its ids are its rows"):

@@ -124,6 +124,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits_with_and_without_tiers(rows, tmp
     assert_same_bits((stored,), flat[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param("one device", marks=pytest.mark.slow), "ids ahead"])
 def test_a_killed_run_goes_on_to_the_same_bits(rows, tmp_path, case):
     *_, whole = train(rows, tmp_path / "whole", (ITEMS,), **CASES[case])
