@@ -339,11 +339,11 @@ class Checkpointer:
             if self._error is None and distributed.is_primary():
                 try:
                     manifests.write_scores(self.folder / str(step), {k: float(v) for k, v in metrics.items()}, host)
-                    self._remove_others()
                 except BaseException as error:
-                    self._error = (
-                        disk.explain(error, f"cannot add scores to checkpoint {self.folder / str(step)}") or error
-                    )
+                    doing = f"cannot add scores to checkpoint {self.folder / str(step)}"
+                    self._error = disk.explain(error, doing) or error
+                else:
+                    self._remove_after(step)
 
         # It joins the thread of the save itself, so that `wait` need know only the newest one.
         self._finisher = threading.Thread(target=finish, name=f"scores-{step}")
@@ -533,10 +533,11 @@ class Checkpointer:
             if distributed.is_primary():
                 self._commit(manifest)
                 self.complete = manifest.step
-                self._remove_others()
         except BaseException as error:
             self._error = disk.explain(error, self._cannot_save(manifest.step)) or error
             self._abandon(manifest.step)
+        else:
+            self._remove_after(manifest.step)
 
     def _abandon(self, step: int | str) -> None:
         """After a failure. A full disk should not stay full of a checkpoint that will never be."""
@@ -567,6 +568,16 @@ class Checkpointer:
                 f"{base_step}, and that one cannot be read: {str(error).removesuffix('.')}. {advice}; it goes on from "
                 "the newest checkpoint."
             ) from error
+
+    def _remove_after(self, step: int) -> None:
+        """In the background, after a step is complete: what cannot be removed is an error, and not one of the save."""
+        if not distributed.is_primary():
+            return
+        try:
+            self._remove_others()
+        except BaseException as error:
+            doing = f"checkpoint {self.folder / str(step)} is complete, but those before it cannot be removed"
+            self._error = disk.explain(error, doing) or error
 
     def _remove_others(self) -> None:
         """Removes what the policy does not keep, and no manifest that was read needs.

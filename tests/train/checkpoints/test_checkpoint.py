@@ -1,5 +1,7 @@
 """Checkpoints: what comes back is what was saved; what is damaged, foreign or half-written never comes back."""
 
+import contextlib
+import errno
 import itertools
 import os
 import pathlib
@@ -353,6 +355,30 @@ def test_remains_of_a_killed_save_are_not_listed_and_only_a_writer_removes_them(
     writer.wait()
     assert writer.steps() == [1, 2]
     assert not any(path.exists() for path in remains)
+
+
+@pytest.mark.parametrize("scored", [False, True], ids=["save", "scores"])
+def test_what_cannot_be_removed_is_no_failure_to_save(tmp_path, monkeypatch, scored):
+    def refuse(_from, to):
+        if pathlib.Path(to).name.startswith("removing-"):
+            raise PermissionError(errno.EACCES, "no", str(to))
+        return rename(_from, to)
+
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", refuse)
+    checkpointer = Checkpointer(tmp_path / "c", Checkpoints(keep_last=1), IDENTITY)
+    checkpointer.save(1, small(1), {})
+    checkpointer.wait()
+    checkpointer.save(2, small(2), {})
+    if scored:
+        with contextlib.suppress(UserError):
+            checkpointer.wait()
+        checkpointer.add_scores(2, {}, {"loss": 1.0})
+    with pytest.raises(UserError, match=r"checkpoint .*/2 is complete, but those before it cannot be removed: no perm"):
+        checkpointer.wait()
+    monkeypatch.undo()
+    assert checkpointer.steps() == [1, 2]
+    assert_same_bits(checkpointer.restore(2, SMALL)[0], small(2))
 
 
 def test_an_error_inside_the_block_lets_the_save_finish(tmp_path):
