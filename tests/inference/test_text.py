@@ -103,6 +103,7 @@ def test_the_space_between_a_prompt_and_the_first_new_word_is_kept(stop):
     assert "".join(shown) == " b a"
 
 
+@pytest.mark.slow
 def test_every_prompt_has_its_samples_in_order_whatever_the_batch(writer):
     hot = TokenSampling(temperature=3.0, seed=1)
     found = writer.complete(["a", "b"], max_tokens=6, sampling=hot, samples=3, batch_size=8)

@@ -114,7 +114,7 @@ def test_a_range_of_the_encoder_s_epsilon_has_half_of_the_codes():
     assert rows.codes.tolist() == [[0, 128, 64]]
 
 
-@pytest.mark.default_cases
+@pytest.mark.default_cases("False-sum-int4", "True-mean-int8_half")
 @pytest.mark.parametrize("format", ROW_FORMATS)
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])

@@ -74,6 +74,7 @@ def test_bags_equal_literal_loops(name, implementation):
     _assert_bags(case, table, table, None, "mean", implementation, True)
 
 
+@pytest.mark.default_cases("long bags-*")
 @pytest.mark.parametrize(
     ("implementation", "interpret"), [SIMULATED[0], pytest.param(*SIMULATED[1], marks=pytest.mark.slow)]
 )
@@ -160,7 +161,7 @@ def test_ids_of_64_bits_do_not_wrap_into_rows(implementation, interpret, x64):
     np.testing.assert_array_equal(rows[:, 0], [1, 0, 0, 1])
 
 
-@pytest.mark.default_cases
+@pytest.mark.default_cases("mean-pallas_gpu-True", "sum-pallas_tpu-interpret2")
 @pytest.mark.parametrize(("implementation", "interpret"), [*BACKENDS, SIMULATED[0]])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 def test_gradients_equal_those_of_the_reference(implementation, interpret, pooling):

@@ -165,6 +165,7 @@ random_cases = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(case=random_cases)
 def test_any_mask_and_shape_equals_the_loops(case):

@@ -156,6 +156,7 @@ def test_narrow_features_are_summed_in_float32(implementation, interpret, dtype)
     _close(out, theirs, {jnp.bfloat16: 2**-8, jnp.float16: 2**-11, jnp.int8: 1e-5}[dtype])
 
 
+@pytest.mark.default_cases("pallas_gpu-True-plan")
 @pytest.mark.parametrize("graph", ["csr", "ell", "plan"])
 @pytest.mark.parametrize(("implementation", "interpret"), BY_DEFAULT)
 def test_gradients_equal_those_of_xla(implementation, interpret, graph):

@@ -28,7 +28,7 @@ def _blocks(visible, query_block, key_block):
 SORTED = [name for name in CASES if CASES[name].permuted == "no"]
 
 
-@pytest.mark.default_cases("window with*", "documents", "offset by row", "permuted", "all at once")
+@pytest.mark.default_cases("documents", "permuted")
 @pytest.mark.parametrize("name", CASES)
 def test_no_visible_pair_is_hidden_and_no_partly_hidden_one_whole(name):
     case = CASES[name]

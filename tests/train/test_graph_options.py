@@ -180,6 +180,7 @@ def test_frozen_parameters_stay_and_have_no_optimizer_state(path: str) -> None:
     assert shapes == {(), (8, 3), (3,)}
 
 
+@pytest.mark.slow
 def test_state_rests_in_host_memory_and_the_graph_on_the_devices(path: str) -> None:
     program, state, _ = _trained(gcn(path, optimizer=ADAM, placement__offload=BOTH, placement__mesh=HYBRID))
     resting = {leaf.sharding.memory_kind for leaf in jax.tree.leaves((state.params, state.optimizer)) if leaf.ndim}
@@ -206,7 +207,7 @@ class ScaledSage(GraphSageConfig):
         return ScaledTask(config=self, schema=schema)
 
 
-@pytest.mark.default_cases("mini-batches on eight")
+@pytest.mark.slow
 @pytest.mark.parametrize(("fanouts", "mesh"), [((), None), ((3, 2), HYBRID)], ids=["whole", "mini-batches on eight"])
 def test_fields_that_the_host_draws_are_those_of_seed_and_step(
     fanouts: tuple[int, ...], mesh: MeshShape | None, path: str

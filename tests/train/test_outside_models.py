@@ -414,7 +414,7 @@ def test_each_device_draws_noise_of_its_own_that_its_number_gives(form):
 # A contrastive pair.
 
 
-@pytest.mark.default_cases("explicit")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("form", ["implicit", "explicit"])
 def test_negatives_are_those_of_the_whole_batch(form):
@@ -532,6 +532,7 @@ def test_all_devices_and_parts_take_the_same_path(of_one_device, form):
 # Masks that an optimizer holds.
 
 
+@pytest.mark.slow
 def test_what_is_pruned_stays_zero_through_training_and_a_kill(runs, tmp_path):
     experiment, folder, summary = runs("pruner")
     again = killed_run.train(experiment, tmp_path, at=27)

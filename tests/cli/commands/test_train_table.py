@@ -99,6 +99,7 @@ def test_the_run_is_scored_and_goes_on_from_what_it_recorded(trained, tmp_path, 
     assert (run / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_the_recipe_is_written_however_the_run_is_told(tmp_path, invoke):
     run, path = tmp_path / "run", tmp_path / "own.parquet"
     table().write_parquet(path)

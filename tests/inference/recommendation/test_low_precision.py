@@ -156,6 +156,7 @@ def test_diagnosis_points_at_the_operator_that_was_damaged(dlrm):
     assert all(math.isinf(line.within) or math.isnan(line.alone) for line in exact)
 
 
+@pytest.mark.slow
 def test_emulated_scores_are_those_of_the_lowered_model(dlrm):
     model, examples, limits = dlrm
     chosen = precision.uniform(model, tables="int4", dense="int8")

@@ -276,6 +276,7 @@ def test_the_dense_sum_is_an_all_reduce():
     assert " all-gather(" not in text
 
 
+@pytest.mark.slow
 def test_many_tables_cost_as_many_collectives_as_one():
     def count(tables):
         on = collection(tables, 8, exchange=Exchange())

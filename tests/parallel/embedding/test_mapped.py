@@ -215,6 +215,7 @@ def trained(name):
     return seen, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases())
 def test_lookups_and_tables_equal_the_model_beside_plain_tables_to_the_bit(name):
     seen, logical, models = expected()

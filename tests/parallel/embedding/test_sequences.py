@@ -261,6 +261,7 @@ def sent(schema, kind):
     return sorted(re.findall(r'"stablehlo\.(all_\w+)".*-> tensor<([0-9x]+x[fi]32)>', text))
 
 
+@pytest.mark.default_cases("row_wise")
 @pytest.mark.parametrize("kind", ["row_wise", "table_wise", "data_parallel"])
 def test_only_slots_travel_and_never_positions(kind):
     few, many = (

@@ -109,6 +109,7 @@ def test_a_percentile_of_zero_is_the_largest():
         np.testing.assert_allclose(dequantize(made), x, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 def test_rows_are_looked_at_some_at_a_time(monkeypatch):
     x = outliers()
     for format in ("nvfp4", "bdr_mx6"):

@@ -60,7 +60,7 @@ def said(run):
     return (run / "metrics.jsonl").read_text(), described
 
 
-@pytest.mark.default_cases("full-2-before the scores")
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", ["before the scores", "after the line", "after the scores"])
 @pytest.mark.parametrize("step", [2, 4, 8])
 @pytest.mark.parametrize("name", EXPERIMENTS)

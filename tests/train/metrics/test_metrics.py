@@ -218,6 +218,7 @@ def test_exact_auc_lies_within_the_bound(logits, labels, weights):
         assert abs(got["auc_hist"] - literal_auc(y, s, w)) <= got["auc_error_bound"] + 1e-12  # float64 rounding
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(start=st.floats(-60, 60, width=32), count=st.just(256))
 def test_neighbouring_floats_never_swap_bins(start, count):

@@ -125,6 +125,7 @@ def test_a_finished_run_has_everything(tmp_path):
     assert "validation" in pictures[0]
 
 
+@pytest.mark.slow
 def test_pictures_of_metrics_are_shown_with_their_captions(tmp_path):
     folder = make_run(tmp_path / "run")
     svg = '<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"><circle r="4"/></svg>'
@@ -166,6 +167,7 @@ def test_equal_folders_give_equal_reports(tmp_path):
     assert first == second
 
 
+@pytest.mark.slow
 def test_tasks_are_shown_apart(tmp_path):
     text, pictures = check_page(report.write_report(make_run(tmp_path / "run", tasks=("click", "buy"))))
     assert len(pictures) == 2 * 3 + 1 + 2 * 2 + 2
@@ -298,6 +300,7 @@ def test_few_points_are_marked_and_many_are_a_line():
     assert len(shapes) >= 2
 
 
+@pytest.mark.slow
 def test_tables_are_not_cut_off_on_a_phone(tmp_path):
     """What was wider than a card at 390 pixels scrolled there with no sign of it; cells break lines now."""
     (narrow,) = re.findall(r"@media\(max-width:600px\)\{(.*?\})\}", page.document("", []).replace("\n", ""))

@@ -116,7 +116,7 @@ def compare(rows, strategy, parts, extra):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12), found[part], state[part])
 
 
-@pytest.mark.default_cases("implicit HYBRID_SHARD-2-clip")
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("strategy", "parts", "extra"), DEFAULT)
 def test_equals_one_device(rows, strategy, parts, extra):

@@ -363,6 +363,7 @@ def residual_sum(state):
     return {path: np.asarray(s["residual"]).sum(0) for path, s in state.exchange.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "parts"),
     [

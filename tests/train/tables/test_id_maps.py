@@ -137,6 +137,7 @@ def test_rows_are_found_with_the_config_of_the_run_only(served):
             publish.rows_of(served, "item", ids, other)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_map_is_refused(trained, rows):
     other = dataclasses.replace(MAP, policy="lfu")
     whole = experiment(rows, tables__id_maps=(MappedFeatures(features=("item",), id_map=other),))

@@ -83,6 +83,7 @@ def test_nothing_travels_as_nothing(kind):
         assert wire.decode(sent, kind, jnp.float32, dim=shape[1]).shape == shape
 
 
+@pytest.mark.default_cases("bfloat16")
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16, np.float16])
 def test_block_formats_are_the_cast_of_every_vector_to_the_bit(dtype):
     vectors = jnp.asarray(np.random.default_rng(1).normal(size=(4, 5, 24)), dtype)
