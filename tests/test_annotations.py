@@ -15,7 +15,9 @@ import pytest
 from scalejax import nn
 from scalejax.kernels import block_quant, embedding_bag, mx, sampled_spmm
 from scalejax.kernels.flash_attention import flash_attention, flash_attention_gradients
+from scalejax.kernels.grouped_matmul import grouped_matmul
 from scalejax.kernels.interpretation import Interpret
+from scalejax.nn import routing
 from scalejax.numerics import bits, float8, packing, quantize, scales, stochastic
 from scalejax.numerics.elements import E4M3
 from scalejax.parallel import ddp
@@ -54,6 +56,8 @@ GRAPH = sampled_spmm.sparse_plan(
 )
 ROWS = block_quant.quantize_rows(TABLE, "int8")
 BLOCKS = quantize.quantize(floats(4, 32), "mxfp8_e4m3", axis=1)
+CHOSEN = routing.choose_experts(floats(3, 4), jnp.ones(3, bool), k=2)
+ROUTES = routing.routes_with_capacity(CHOSEN.experts, CHOSEN.gates, count=4, capacity=2)
 BYTES = jnp.arange(8, dtype=jnp.uint8)
 
 CALLS = {
@@ -81,6 +85,11 @@ CALLS = {
         (QUERIES, KEYS, KEYS, *flash_attention(QUERIES, KEYS, KEYS), QUERIES),
         {},
     ),
+    "grouped_matmul": (grouped_matmul, (floats(6, 4), floats(3, 4, 5), integers([2, 0, 4])), {}),
+    "dispatch": (routing.dispatch, (floats(3, 4), ROUTES), {}),
+    "combine": (routing.combine, (floats(8, 4), ROUTES), {}),
+    "choose_experts": (routing.choose_experts, (floats(3, 4), jnp.ones(3, bool)), {"k": 2}),
+    "choose_tokens": (routing.choose_tokens, (floats(8, 4), jnp.ones(8, bool)), {"capacity": 2}),
     "quantize_blocks": (mx.quantize_blocks, (floats(4, 32), "mxfp8_e4m3"), {"axis": 1}),
     "dequantize_blocks": (mx.dequantize_blocks, (mx.quantize_blocks(floats(4, 32), "mxfp8_e4m3", axis=1),), {}),
     "matmul": (mx.matmul, (floats(2, 3, 32), mx.quantize_blocks(floats(32, 8), "mxfp8_e4m3", axis=0)), {}),

@@ -3,6 +3,7 @@
     block_quant       rows of embedding tables in 8, 4 or 2 bits or with codebooks, and lookups in them
     embedding_bag     rows of a table looked up and pooled, their gradients by row, updates of the touched rows
     flash_attention   attention that never holds all scores, forward and backward
+    grouped_matmul    rows sorted by group, each times the matrix of its group (experts)
     mx                arrays in packed blocks (MX, NVFP4 and their family): there, back and multiplied
     sampled_spmm      sparse times dense for graphs, exact or over sampled edges
 
@@ -14,7 +15,7 @@ implementation.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_KERNELS = ("block_quant", "embedding_bag", "flash_attention", "mx", "sampled_spmm")
+_KERNELS = ("block_quant", "embedding_bag", "flash_attention", "grouped_matmul", "mx", "sampled_spmm")
 
 __all__ = [*_KERNELS]  # pyright: ignore[reportUnsupportedDunderAll]
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from scalejax.kernels import block_quant as block_quant
     from scalejax.kernels import embedding_bag as embedding_bag
     from scalejax.kernels import flash_attention as flash_attention
+    from scalejax.kernels import grouped_matmul as grouped_matmul
     from scalejax.kernels import mx as mx
     from scalejax.kernels import sampled_spmm as sampled_spmm
 

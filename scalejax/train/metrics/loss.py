@@ -31,10 +31,12 @@ class MeanLoss(MetricBase):
     Attributes:
       unit: What the weights count: "targets" of a language model, "nodes", "images".
       of: "nats": the loss is a negative log-likelihood a target, and e to its power, the perplexity, is given too.
+      sum: Name in `Loss.sums` of what is averaged where the loss that is trained has further terms; None = the loss.
     """
 
     unit: str = "examples"
     of: Literal["a loss", "nats"] = "a loss"
+    sum: str | None = None
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -57,7 +59,8 @@ class MeanLoss(MetricBase):
 
     def update(self, sums: LossSums[Pair], loss: "Loss", batch: "Batch") -> LossSums[Pair]:
         del batch
-        return LossSums(add(sums.loss, loss.sum), add(sums.weight, loss.weight))
+        total = loss.sum if self.sum is None else loss.sums[self.sum]
+        return LossSums(add(sums.loss, total), add(sums.weight, loss.weight))
 
     def compute(self, sums: LossSums[np.ndarray]) -> dict[str, float]:
         mean = ratio(sums.loss, sums.weight)

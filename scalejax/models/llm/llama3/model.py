@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
-from scalejax.models.llm.llama3.parts import CosSin
+from scalejax.models.llm.llama3.parts import CosSin, GatedMlp, Numbers, RoutedMlp, RoutedPart
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather, apply_layers, scan_layers, split_params, whole
 from scalejax.numerics.quantized import weights
@@ -47,6 +47,15 @@ class DecoderBlock(nnx.Module):
         """x [B, S, E] -> [B, S, E]."""
         h = nn.constrain(x + self.attention(self.attention_norm(x), cos_sin, segment_ids, positions), _STREAM)
         return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM)
+
+    def with_numbers(
+        self, x: jax.Array, numbers: Numbers, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array
+    ) -> tuple[jax.Array, Numbers]:
+        """The same with what the MLP adds to `numbers`, see `parts.RoutedMlp`."""
+        mlp: Any = self.mlp
+        h = nn.constrain(x + self.attention(self.attention_norm(x), cos_sin, segment_ids, positions), _STREAM)
+        y, numbers = mlp.with_numbers(self.mlp_norm(h), segment_ids != 0, numbers)
+        return nn.constrain(h + y, _STREAM), numbers
 
     def extend(
         self, x: jax.Array, cos_sin: CosSin, cache: "PyTree[jax.Array]", layer: jax.Array
@@ -119,25 +128,32 @@ class Llama(nnx.Module):
         Returns:
           compute_dtype[B, S, E], and [E, V] in the dtype of the parameters.
         """
+        return self.hidden_with_numbers(tokens, positions, segment_ids, gather=gather)[:2]
+
+    def hidden_with_numbers(
+        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
+    ) -> tuple[jax.Array, jax.Array, Numbers]:
+        """The same, and what the MLPs of all layers found out of each row; {} where they only compute."""
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
-        cos_sin = self._cos_sin(positions)
-
-        def body(layer: DecoderBlock, x: jax.Array, beside: tuple[CosSin, jax.Array, jax.Array]) -> jax.Array:
-            return layer(x, *beside)
-
+        beside = (self._cos_sin(positions), segment_ids, positions)
         c = self.config
-        x = apply_layers(
-            self.layers,
-            body,
-            x,
-            (cos_sin, segment_ids, positions),
-            remat=c.remat,
-            gather=gather,
-            stage_parts=c.stage_parts,
-            unroll=c.unroll,
-        )
-        return self._finish(x, table, gather)
+        options: dict[str, Any] = {"remat": c.remat, "gather": gather, "stage_parts": c.stage_parts, "unroll": c.unroll}
+        numbers: Numbers = {}
+        if isinstance(self.layers.mlp, RoutedMlp):
+
+            def with_numbers(layer: DecoderBlock, carry: tuple[jax.Array, Numbers], beside: _Beside) -> Any:
+                return layer.with_numbers(*carry, *beside)
+
+            numbers = self.layers.mlp.numbers(tokens.shape[0])
+            x, numbers = apply_layers(self.layers, with_numbers, (x, numbers), beside, **options)
+        else:
+
+            def body(layer: DecoderBlock, x: jax.Array, beside: _Beside) -> jax.Array:
+                return layer(x, *beside)
+
+            x = apply_layers(self.layers, body, x, beside, **options)
+        return *self._finish(x, table, gather), numbers
 
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
@@ -218,6 +234,9 @@ class Llama(nnx.Module):
         return weights.dot(x, head.astype(self.compute_dtype), dtype=nn.wide(self.compute_dtype))  # B S E -> B S V
 
 
+_Beside = tuple[CosSin, jax.Array, jax.Array]
+"""Rotary angles, segment ids and positions."""
+
 _STREAM = ("batch", "stream", None)
 """Axes of the residual stream."""
 
@@ -238,8 +257,13 @@ def count_macs(config: "LlamaConfig") -> tuple[int, int]:
     """Multiply-accumulates of a token's forward pass: (matrices, attention to one position).
 
     They are what rows of two lengths cost whose tokens attend to all positions, so that a row of S costs
-    S * matrices + S * S * attention.
+    S * matrices + S * S * attention. Of an MLP that sends tokens to some of its matrices those count that a token
+    meets, and neither places that stay empty nor tokens that find none.
     """
+    if isinstance(config.mlp, RoutedPart):
+        own, gated = config.mlp.macs(config), 3 * config.dim * config.ffn_dim
+        matrices, pairs = count_macs(dataclasses.replace(config, mlp=GatedMlp()))
+        return matrices + config.layers * (own - gated), pairs
     model, length = counts.abstract(Llama, dataclasses.replace(config, attention="reference")), 64
     row, two = (
         counts.macs(model, *3 * (jax.ShapeDtypeStruct((1, positions), jnp.int32),))

@@ -16,7 +16,7 @@ Axes: B rows, S positions, T keys, E model, H query heads, K key and value heads
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
+from scalejax.train.metrics.protocol import Metric
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
@@ -36,11 +37,49 @@ CosSin = tuple[jax.Array, jax.Array]
 """Cosines and sines of rotary angles, float32[B, S, D / 2] each."""
 
 
+Numbers = dict[str, jax.Array]
+"""What layers find out of each row, by name, [B] or [B, ...]; layers add to it, one after another."""
+
+
 class MlpPart(Protocol):
     """Works on each position by itself."""
 
     def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Callable[[jax.Array], jax.Array]:
         """A module of all layers; with the parameters of one, compute_dtype[B, S, E] -> [B, S, E]."""
+        ...
+
+
+@runtime_checkable
+class RoutedPart(Protocol):
+    """An `MlpPart` whose module is a `RoutedMlp`."""
+
+    def macs(self, config: "LlamaConfig") -> int:
+        """Multiply-accumulates of a token in one layer, forward."""
+        ...
+
+    def losses(self, numbers: Numbers) -> jax.Array:
+        """wide[]: what is added to the sum of the losses of the targets."""
+        ...
+
+    def sums(self, numbers: Numbers) -> dict[str, jax.Array]:
+        """Sums over all rows, which `metrics` read."""
+        ...
+
+    def metrics(self, layers: int) -> tuple[Metric, ...]:
+        """What is measured of a model of so many layers."""
+        ...
+
+
+@runtime_checkable
+class RoutedMlp(Protocol):
+    """The module of an MLP that finds something out of its tokens besides: where they went, how evenly."""
+
+    def numbers(self, rows: int) -> Numbers:
+        """Those of `rows` rows before the first layer."""
+        ...
+
+    def with_numbers(self, x: jax.Array, real: jax.Array, numbers: Numbers) -> tuple[jax.Array, Numbers]:
+        """x [B, S, E] and real bool[B, S] (False = padding) -> [B, S, E], and the numbers with those of this layer."""
         ...
 
 

@@ -10,8 +10,10 @@ from flax import nnx
 from scalejax import nn
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.models.llm.llama3.model import Llama
+from scalejax.models.llm.llama3.parts import RoutedPart
 from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.metrics.loss import MeanLoss
+from scalejax.train.metrics.protocol import Metric
 from scalejax.train.task import Batch, Field, Gather, Keys, Loss, TaskBase, Work
 
 if TYPE_CHECKING:
@@ -57,17 +59,25 @@ class LlamaTask(TaskBase):
           keys: Not used: nothing is random.
           gather: Fetches parameters, see `nn.layers`.
         Returns:
-          sum_bs w_bs CE_bs and sum_bs w_bs, float32 (float64 where the model computes in float64).
+          sum_bs w_bs CE_bs, to which experts add the losses of their router, and sum_bs w_bs, float32 (float64 where
+          the model computes in float64).
         """
         del keys
-        x, head = model.hidden(batch["tokens"], batch["positions"], batch["segment_ids"], gather=gather)
+        rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
+        x, head, numbers = model.hidden_with_numbers(*rows, gather=gather)
         weights = batch["weights"].astype(nn.wide(x.dtype))
         loss = nn.linear_cross_entropy(x, head, batch["targets"], weights, positions=self.config.loss_positions)
-        return Loss(loss, weights.sum())
+        part = self.config.mlp
+        if not isinstance(part, RoutedPart):
+            return Loss(loss, weights.sum())
+        return Loss(loss + part.losses(numbers), weights.sum(), {"cross_entropy": loss, **part.sums(numbers)})
 
-    def metrics(self) -> tuple[MeanLoss, ...]:
-        """The mean loss of a target and its perplexity."""
-        return (MeanLoss(unit="targets", of="nats"),)
+    def metrics(self) -> tuple[Metric, ...]:
+        """The mean loss of a target and its perplexity, and what the MLP measures of itself."""
+        part = self.config.mlp
+        if not isinstance(part, RoutedPart):
+            return (MeanLoss(unit="targets", of="nats"),)
+        return (MeanLoss(unit="targets", of="nats", sum="cross_entropy"), *part.metrics(self.config.layers))
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
         """FLOPs of rows, each by its own length, attention by its causal half."""

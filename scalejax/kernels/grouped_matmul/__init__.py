@@ -1,0 +1,3 @@
+"""Rows that lie sorted by group, each multiplied by the matrix of its group: the experts of a token-choice layer."""
+
+from scalejax.kernels.grouped_matmul.api import grouped_matmul as grouped_matmul

@@ -1,0 +1,76 @@
+"""How evenly the tokens of a model went to its experts."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Generic
+
+import jax
+import numpy as np
+
+from scalejax.train.metrics.protocol import MetricBase, Value
+from scalejax.train.metrics.sums import Pair, Total, add, pair_zeros, ratio
+
+if TYPE_CHECKING:
+    from scalejax.parallel.gradients.compute import Loss
+    from scalejax.train.batch import Batch
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class UseSums(Generic[Total]):
+    """Sums over tokens: pairs on the devices, float64 on the host.
+
+    Attributes:
+      load: [L, n], choices of each expert.
+      tokens: [], tokens times layers.
+      entropy: [], of the scores of tokens, in nats.
+      dropped: [], choices that found no place.
+    """
+
+    load: Total
+    tokens: Total
+    entropy: Total
+    dropped: Total
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertUse(MetricBase):
+    """Largest load, unused experts, entropy of the router, dropped choices.
+
+    Attributes:
+      layers: L.
+      experts: n, of a layer.
+      k: Choices of a token.
+    """
+
+    layers: int
+    experts: int
+    k: int
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return (
+            Value(
+                name="expert_load_max", title="largest load of an expert", unit="1 = all alike; largest of all layers"
+            ),
+            Value(name="experts_unused", title="experts without a token", unit="of all layers", shown="table"),
+            Value(name="router_entropy", title="entropy of the router", unit="nats a token"),
+            Value(name="dropped", title="dropped choices", unit="share", shown="table"),
+        )
+
+    def zeros(self) -> UseSums[Pair]:
+        return UseSums(pair_zeros(self.layers, self.experts), pair_zeros(), pair_zeros(), pair_zeros())
+
+    def update(self, sums: UseSums[Pair], loss: "Loss", batch: "Batch") -> UseSums[Pair]:
+        del batch
+        found = {name: loss.sums[f"experts/{name}"] for name in ("load", "tokens", "entropy", "dropped")}
+        return UseSums(**{name: add(getattr(sums, name), value) for name, value in found.items()})
+
+    def compute(self, sums: UseSums[np.ndarray]) -> dict[str, float]:
+        tokens = float(sums.tokens)
+        mean = sums.load.mean(1, keepdims=True)
+        return {
+            "expert_load_max": float((sums.load / np.maximum(mean, 1e-30)).max()) if tokens else float("nan"),
+            "experts_unused": float((sums.load == 0).sum()),
+            "router_entropy": ratio(sums.entropy, tokens),
+            "dropped": ratio(sums.dropped, tokens * self.k),
+        }

@@ -1,0 +1,268 @@
+"""Experts in a decoder: the layer equals loops, the losses of the router their formulas, and devices change nothing."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_language_run as small
+from flax import nnx
+from llama_cases import F64, GQA, rows, tokens
+
+from scalejax.data.text.tokens import TokenSchema
+from scalejax.models.llm.experts import Experts, TopK
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.mesh import MeshShape
+from scalejax.train import loop
+from scalejax.train.experiment import Precision
+from scalejax.train.task import Batch, whole
+
+EXPERTS = Experts(count=4, router=TopK(k=2))
+EXECUTIONS = {
+    "grouped": EXPERTS,
+    **{
+        name: Experts(count=4, router=TopK(k=2, capacity_factor=2.0), execution=name)
+        for name in ("batched", "sequential")
+    },
+    "batched, with drops": Experts(count=4, router=TopK(k=2, capacity_factor=0.5), execution="batched"),
+}
+CONFIG = dataclasses.replace(GQA, mlp=EXPERTS)
+
+
+@pytest.fixture
+def stream(x64):
+    """Two rows of 16 positions, of which some are padding."""
+    rng = np.random.default_rng(0)
+    real = np.ones((2, 16), bool)
+    real[0, 12:] = real[1, 3] = False
+    return jnp.asarray(rng.standard_normal((2, 16, GQA.dim))), jnp.asarray(real)
+
+
+def layer(part, number=1):
+    """The module with the parameters of one layer, larger than they begin, so that experts differ."""
+    module = part.build(GQA, nnx.Rngs(0), F64)
+    graph, state = nnx.split(module)
+    return nnx.merge(graph, jax.tree.map(lambda x: 20 * x[number], state))
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def literal(module, x, real, k, capacity):
+    """(y, [entropy], [load of experts], dropped) of a loop over tokens."""
+    router, gate, up, down = (np.asarray(p[...]) for p in (module.router, module.gate, module.up, module.down))
+    x, real = np.asarray(x).reshape(-1, x.shape[-1]), np.asarray(real).reshape(-1)
+    y, entropy, load, dropped = np.zeros_like(x), 0.0, np.zeros(len(gate)), 0
+    left = np.full(len(gate), capacity)
+    for t in np.flatnonzero(real):
+        p = np.exp(x[t] @ router - (x[t] @ router).max())
+        p /= p.sum()
+        entropy -= (p * np.log(p)).sum()
+        chosen = np.argsort(-p, kind="stable")[:k]
+        for e in chosen:
+            load[e] += 1
+            if left[e] == 0:
+                dropped += 1
+                continue
+            left[e] -= 1
+            y[t] += p[e] / p[chosen].sum() * ((silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e])
+    return y, entropy, load, dropped
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
+    x, real = stream
+    module = layer(EXECUTIONS[execution])
+    capacity = {"grouped": x.size, "batched, with drops": 8}.get(execution, 32)
+    y, numbers = module.with_numbers(x, real, module.numbers(2))
+    expected, entropy, load, dropped = literal(module, x, real, 2, capacity)
+    np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(numbers["entropy"].sum(), entropy, rtol=1e-10)
+    np.testing.assert_array_equal(numbers["load"].sum(0), [load, np.zeros(4)])
+    assert int(numbers["dropped"].sum()) == dropped
+    assert (dropped > 0) == ("drops" in execution)
+    assert numbers["tokens"].tolist() == [12, 15]
+    assert numbers["layer"].tolist() == [1, 1]
+
+
+def test_without_numbers_nothing_is_dropped(stream):
+    x, _ = stream
+    module = layer(EXECUTIONS["batched, with drops"])
+    expected = literal(module, x, np.ones((2, 16), bool), 2, x.size)[0]
+    np.testing.assert_allclose(module(x).reshape(expected.shape), expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_losses_of_the_router_are_their_formulas(stream, k):
+    """The balance loss as transformers computes it for Mixtral, of one layer."""
+    x, _ = stream
+    part = Experts(count=4, router=TopK(k=k, balance=1.0, z=0.0))
+    module = layer(part)
+    real = np.ones((2, 16), bool)
+
+    def losses(x):
+        numbers = module.with_numbers(x, jnp.asarray(real), module.numbers(2))[1]
+        numbers["layer"] = jnp.full_like(numbers["layer"], GQA.layers)
+        return numbers
+
+    logits = np.asarray(x).reshape(32, -1) @ np.asarray(module.router[...])
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    mask = np.zeros((32, k, 4))
+    chosen = np.argsort(-p, axis=1, kind="stable")[:, :k]
+    np.put_along_axis(mask, chosen[:, :, None], 1, axis=2)
+    balance = (mask.mean(0) * p.mean(0)[None, :]).sum() * 4
+    z = (np.log(np.exp(logits).sum(1)) ** 2).sum()
+    numbers = losses(x)
+    np.testing.assert_allclose(numbers["balance"].sum() / 32, balance, rtol=1e-12)
+    np.testing.assert_allclose(numbers["z"].sum(), z, rtol=1e-12)
+    np.testing.assert_allclose(part.losses(numbers), balance * 32 / GQA.layers, rtol=1e-12)
+    weighed = Experts(count=4, router=TopK(k=k, balance=0.0, z=0.5))
+    np.testing.assert_allclose(weighed.losses(numbers), 0.5 * z / GQA.layers, rtol=1e-12)
+
+
+def test_the_balance_loss_pulls_experts_level(x64):
+    """By its gradient alone, from a router that sends all tokens to one expert."""
+    part = Experts(count=4, router=TopK(k=1))
+    module = part.build(dataclasses.replace(GQA, layers=1), nnx.Rngs(0), F64)
+    graph, state = nnx.split(module)
+    state = jax.tree.map(lambda x: x[0], state)
+    x = jax.random.normal(jax.random.key(0), (4, 64, GQA.dim)).at[:, :, 0].set(1.0)
+    real = jnp.ones((4, 64), bool)
+    router = 0.2 * jax.random.normal(jax.random.key(1), (GQA.dim, 4)).at[0, 1].set(30.0)
+
+    @jax.jit
+    def step(router):
+        def loss(router):
+            module = nnx.merge(graph, nnx.State({**state, "router": state["router"].replace(router)}))
+            numbers = module.with_numbers(x, real, module.numbers(4))[1]
+            return numbers["balance"].sum() / 256, numbers["load"].sum((0, 1))
+
+        (value, load), gradient = jax.value_and_grad(loss, has_aux=True)(router)
+        return router - gradient, value, load
+
+    loads = []
+    for _ in range(100):
+        router, value, load = step(router)
+        loads.append(np.asarray(load))
+    assert loads[0].max() == 256
+    assert loads[-1].max() < 128
+    assert value < 1.3  # 1 is the least
+
+
+def task(config=CONFIG, length=16):
+    return config.task(TokenSchema(vocabulary=90, length=length))
+
+
+def batch_of(config=CONFIG):
+    segments, positions = rows(5, 7, 4)
+    ids = tokens(config, 1, 16)
+    arrays = {"tokens": ids, "targets": ids, "segment_ids": segments, "positions": positions}
+    return Batch({**arrays, "weights": np.ones(ids.shape, np.float32)})
+
+
+def test_the_loss_is_the_cross_entropy_and_the_losses_of_the_router(x64):
+    bound = task()
+    model = bound.init(nnx.Rngs(0), F64)
+    loss = bound.loss(model, batch_of(), keys=None, gather=whole)
+    plain = task(dataclasses.replace(CONFIG, mlp=Experts(count=4, router=TopK(k=2, balance=0.0))))
+    without = plain.loss(model, batch_of(), keys=None, gather=whole)
+    np.testing.assert_allclose(loss.sums["cross_entropy"], without.sum, rtol=1e-12)
+    load = np.asarray(loss.sums["experts/load"])
+    assert load.shape == (GQA.layers, 4)
+    np.testing.assert_array_equal(load.sum(1), [32] * GQA.layers)
+    assert float(loss.sum - without.sum) > 0.01 * 2 * 16 * 0.99  # k a token at least, times its factor
+    values = {}
+    for metric in bound.metrics():
+        sums = metric.update(metric.zeros(), loss, batch_of())
+        values |= metric.compute(jax.tree.map(lambda pair: np.asarray(pair.value), sums, is_leaf=_is_pair))
+    np.testing.assert_allclose(values["loss"], float(without.sum) / 16, rtol=1e-6)
+    np.testing.assert_allclose(values["expert_load_max"], (load / 8).max(), rtol=1e-6)
+    assert values["experts_unused"] == (load == 0).sum()
+    assert values["dropped"] == 0
+    assert 0 < values["router_entropy"] <= np.log(4) + 1e-6
+
+
+def _is_pair(x):
+    return hasattr(x, "error")
+
+
+def test_parameters_and_work_are_counted_by_what_a_token_meets():
+    dense = dataclasses.replace(CONFIG, mlp=type(GQA.mlp)())
+    extra = CONFIG.parameters() - dense.parameters()
+    assert extra == GQA.layers * (3 * 3 * GQA.dim * GQA.ffn_dim + 4 * GQA.dim)
+    more = GQA.layers * (4 * GQA.dim + 3 * GQA.dim * GQA.ffn_dim)
+    assert CONFIG.flops_per_token(64) - dense.flops_per_token(64) == 6 * more
+
+
+STRATEGIES = {
+    "implicit": (Fsdp(sharding="FULL_SHARD"), MeshShape(fsdp=4, expert=2)),
+    "explicit": (Fsdp(sharding="FULL_SHARD", form="explicit"), MeshShape(replica=2, fsdp=4)),
+    "tensor": (Fsdp(sharding="FULL_SHARD"), MeshShape(fsdp=4, tensor=2)),
+    "context": (Fsdp(sharding="FULL_SHARD"), MeshShape(fsdp=4, context=2)),
+    "stage": (Fsdp(sharding="FULL_SHARD", form="explicit"), MeshShape(fsdp=4, stage=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return small.write(tmp_path_factory.mktemp("texts") / "documents")
+
+
+def trained(texts, shape, **changes):
+    model = dataclasses.replace(small.MODEL, mlp=Experts(count=4, router=TopK(k=2, z=0.01)), stage_parts=1)
+    run = small.bind(texts, shape, model=model, precision=Precision(params="float64"), **changes)
+    state, host = run.begin()
+    state, losses = small.steps(run, state, host, 3)
+    return losses, jax.tree.map(np.asarray, state.params)
+
+
+@pytest.fixture(scope="module")
+def on_one_device(texts):
+    with jax.enable_x64(True):
+        return trained(texts, MeshShape(fsdp=1))
+
+
+@pytest.mark.default_cases("implicit", "explicit")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_devices_change_nothing_but_the_order_of_sums(texts, on_one_device, strategy):
+    chosen, shape = STRATEGIES[strategy]
+    losses, params = on_one_device
+    with jax.enable_x64(True):
+        found, got = trained(texts, shape, strategy=chosen)
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    for name, value in params.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(texts, tmp_path):
+    model = dataclasses.replace(small.MODEL, mlp=EXPERTS)
+    made = small.experiment(texts, model=model)
+    whole = loop.train(made, workdir=tmp_path / "whole")
+    half = dataclasses.replace(made, steps=8)
+    loop.train(half, workdir=tmp_path / "halves")
+    again = loop.train(made, workdir=tmp_path / "halves")
+    assert whole["val_loss"] == again["val_loss"]
+    assert (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1].count("expert_load_max")
+    assert whole["val_experts_unused"] == 0
+    assert 1 <= whole["val_expert_load_max"] < 4
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TopK(k=0), "k must be a whole number of at least 1; got 0"),
+        (lambda: TopK(scores="linear"), "scores must be softmax or sigmoid; got 'linear'"),
+        (lambda: TopK(balance=-1.0), "balance must be 0 or more, and finite; got -1.0"),
+        (lambda: TopK(capacity_factor=0.0), "capacity_factor must be above 0 and finite, or None; got 0.0"),
+        (lambda: Experts(count=0), "count must be a whole number of at least 1; got 0"),
+        (lambda: Experts(count=2, router=TopK(k=3)), "router.k must be at most count; got 3 of 2 experts"),
+        (lambda: Experts(execution="fast"), "execution must be grouped, batched or sequential; got 'fast'"),
+        (lambda: Experts(execution="batched"), "execution='batched' does not go with router.capacity_factor=None"),
+        (lambda: Experts(router=TopK(capacity_factor=1.0)), "execution='grouped' does not go with .*1.0"),
+    ],
+)
+def test_mistakes_are_named(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
