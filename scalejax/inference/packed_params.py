@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.models.llm import loading
-from scalejax.models.llm.mapping import LAYER, Entry, Index, ParamSource, TensorSource
+from scalejax.models.llm.mapping import Entry, Index, ParamSource, TensorSource
 from scalejax.models.llm.packed import PackedTensor
 from scalejax.nn.layers import Arrays
 from scalejax.numerics import packing
@@ -150,9 +150,9 @@ def choose_packed(
         return found
     for path, target in targets.items():
         entry = source.entries[path]
-        if not entry.stacked:
+        if not entry.stacked or entry.spread:
             continue
-        tensors = tuple(source.tensors[entry.name.replace(LAYER, str(i))] for i in range(target.shape[0]))
+        tensors = tuple(source.tensors[entry.tensor(i)] for i in range(target.shape[0]))
         first = tensors[0]
         if not isinstance(first, PackedTensor) or first.dtype == np.float64 or len(first.shape) != 2:
             continue

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from scalejax.models.llm import llama3, safetensors
+from scalejax.models.llm import families, llama3, safetensors
+from scalejax.models.llm.experts import Experts, TopK
 from scalejax.models.llm.llama3 import huggingface
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.state import ModelShape
@@ -28,18 +29,18 @@ CASES = {
         GQA, tie_embeddings=True, rope_scaling=llama3.RopeScaling(factor=32.0, original_positions=64), norm_eps=1e-6
     ),
 }
+MIXTRAL = dataclasses.replace(GQA, mlp=Experts(count=4, router=TopK(k=2)))
 F32 = Dtypes()
 F64 = Dtypes(jnp.float64, jnp.float64)
 
 
 def tensors(config):
     """{name of Hugging Face: float32 array}, by integer arithmetic alone: the same bits everywhere."""
-    sizes = huggingface.sizes(config)
-    made = {}
-    for entry in huggingface.entries(config):
+    family = families.of(config)
+    sizes, made = family.sizes(config), {}
+    for entry in family.entries(config):
         shape = entry.tensor_shape(sizes)
-        for layer in range(config.layers) if entry.stacked else (0,):
-            name = entry.name.replace("{layer}", str(layer))
+        for name, _, _ in entry.tensors(config.layers, sizes):
             uniform = _uniform(name, math.prod(shape)).reshape(shape)
             # Norms vary around 1; matrices by their inputs, large enough that attention is far from even.
             scale = 0.3 if len(shape) == 1 else 1.7 * (3.0 / shape[-1]) ** 0.5
@@ -63,12 +64,11 @@ def _uniform(name, count):
 
 def parameters(config, weights):
     """The same by our paths."""
-    sizes = huggingface.sizes(config)
-    made = {}
-    for entry in huggingface.entries(config):
-        names = [entry.name.replace("{layer}", str(i)) for i in range(config.layers if entry.stacked else 1)]
-        layers = [entry.from_tensor(weights[name], sizes) for name in names]
-        made[entry.path] = np.stack(layers) if entry.stacked else layers[0]
+    family = families.of(config)
+    sizes, made = family.sizes(config), {}
+    for entry in family.entries(config):
+        read = [entry.from_tensor(weights[name], sizes) for name, _, _ in entry.tensors(config.layers, sizes)]
+        made[entry.path] = np.stack(read).reshape((config.layers,) * entry.stacked + entry.shape(sizes))
     return made
 
 
@@ -94,7 +94,7 @@ def write_checkpoint(folder, config, weights=None, *, dtype="float32", shard_byt
     plan = tuple(safetensors.Written(name, array.dtype, array.shape) for name, array in weights.items())
     safetensors.write_folder(folder, plan, weights.__getitem__, shard_bytes=shard_bytes)
     special = huggingface.SpecialTokens(bos=1, eos=(2,))
-    content = huggingface.write_config(config, special, dtype) | more
+    content = families.of(config).write_config(config, special, dtype) | more
     (folder / "config.json").write_text(json.dumps(content))
     return weights
 

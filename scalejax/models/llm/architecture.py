@@ -120,6 +120,8 @@ class Architecture(Generic[Config]):
       read_config: (content of config.json, its name) -> config, special tokens, and keys of which nothing is known.
       write_config: (config, special tokens, dtype of the weights) -> content of config.json.
       describe: Lines of a table for a user.
+      has: Whether a config of that class is of this family, where several share one.
+      stored_entries: `entries` in the form that a folder has, by the names of its tensors; None = there is one form.
     """
 
     config: type[Config]
@@ -134,3 +136,5 @@ class Architecture(Generic[Config]):
     read_config: Callable[[Mapping[str, object], str], tuple[Config, SpecialTokens, tuple[str, ...]]]
     write_config: Callable[[Config, SpecialTokens, str], dict[str, object]]
     describe: Callable[[Config], dict[str, str]]
+    has: Callable[[Config], bool] = lambda _: True
+    stored_entries: Callable[[Config, Mapping[str, object]], tuple[Entry, ...]] | None = None

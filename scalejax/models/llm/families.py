@@ -13,6 +13,7 @@ from scalejax.errors import UserError
 from scalejax.models.llm.architecture import Architecture, Config, LanguageConfig
 from scalejax.models.llm.llama3.architecture import LLAMA
 from scalejax.models.llm.mapping import LAYER, Entry
+from scalejax.models.llm.mixtral import MIXTRAL
 from scalejax.nn import counts
 
 _REGISTERED: list[Architecture[Any]] = []
@@ -25,12 +26,12 @@ def register(entry: Architecture[Any]) -> None:
 
 def known() -> tuple[Architecture[Any], ...]:
     """All families."""
-    return LLAMA, *_REGISTERED
+    return LLAMA, MIXTRAL, *_REGISTERED
 
 
 def find(config: Config) -> Architecture[Config] | None:
     """The family of a config, if it is that of a language model."""
-    return next((entry for entry in known() if type(config) is entry.config), None)
+    return next((entry for entry in known() if type(config) is entry.config and entry.has(config)), None)
 
 
 def of(config: Config) -> Architecture[Config]:
@@ -41,7 +42,7 @@ def of(config: Config) -> Architecture[Config]:
     """
     found = find(config)
     if found is None:
-        names = ", ".join(entry.config.__name__ for entry in known())
+        names = ", ".join(dict.fromkeys(entry.config.__name__ for entry in known()))
         raise UserError(f"{type(config).__name__} is no config of a language model that is known; {names} is.")
     return found
 

@@ -10,8 +10,8 @@ parameter is a slice of a tensor, and a device reads no more than it holds.
 import dataclasses
 import math
 import pathlib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 A = TypeVar("A", np.ndarray, "jax.Array")
 
 LAYER = "{layer}"
+EXPERT = "{expert}"
 Index = tuple[slice, ...]
 _CHECKED = 2**20  # values that are looked at together: few enough to stay in a cache
 
@@ -36,18 +37,37 @@ class Entry:
 
     Attributes:
       path: Our path.
-      name: The name of the tensor, with `{layer}` in it where there is one for each layer of a stacked parameter.
+      name: The name of the tensor, with `{layer}` in it where there is one for each layer of a stacked parameter, and
+        `{expert}` where there is one for each index of our first axis.
       axes: Its axes and ours, "(H D) E -> E H D"; axes in brackets are one dimension of the tensor.
+      half: (axis, index) of an axis of the tensor of which the parameter has one index: "(P F) E -> E F" with ("P", 1)
+        is the second half of the rows.
     """
 
     path: str
     name: str
     axes: str
+    half: tuple[str, int] | None = None
 
     @property
     def stacked(self) -> bool:
         """Whether the parameter has a leading axis of layers."""
         return LAYER in self.name
+
+    @property
+    def spread(self) -> bool:
+        """Whether our first axis, that of experts, lies in as many tensors."""
+        return EXPERT in self.name
+
+    def tensor(self, layer: int | None, expert: int | None = None) -> str:
+        """The name of the tensor of a layer and an expert."""
+        return self.name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+
+    def tensors(self, layers: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, int | None, int | None]]:
+        """(name, layer, expert) of all its tensors; None where it is not stacked, or not spread."""
+        for layer in range(layers) if self.stacked else (None,):
+            for expert in range(sizes[self.ours()[0]]) if self.spread else (None,):
+                yield self.tensor(layer, expert), layer, expert
 
     def theirs(self) -> list[list[str]]:
         """Dimensions of the tensor, each a list of axes."""
@@ -69,6 +89,10 @@ class Entry:
         """Axes of the parameter, without that of layers."""
         return self.axes.split(" -> ")[1].split()
 
+    def ours_in_tensor(self) -> list[str]:
+        """The same, without an axis that lies in several tensors."""
+        return self.ours()[1:] if self.spread else self.ours()
+
     def tensor_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Shape of the tensor."""
         return tuple(math.prod(sizes[axis] for axis in dim) for dim in self.theirs())
@@ -78,13 +102,20 @@ class Entry:
         return tuple(sizes[axis] for axis in self.ours())
 
     def from_tensor(self, array: A, sizes: Mapping[str, int]) -> A:
-        """The tensor, or the slice of it whose axes have these sizes, as one layer of the parameter (a view)."""
+        """The tensor, or the slice of it whose axes have these sizes, as one layer of the parameter (a view).
+
+        Of an axis with a `half` the slice has one index. Where the parameter is spread this is one index of it.
+        """
         flat = [axis for dim in self.theirs() for axis in dim]
-        return array.reshape([sizes[axis] for axis in flat]).transpose([flat.index(axis) for axis in self.ours()])
+        ours = self.ours_in_tensor()
+        if self.half is not None:
+            ours = [self.half[0], *ours]
+        turned: Any = array.reshape([sizes[axis] for axis in flat]).transpose([flat.index(axis) for axis in ours])
+        return turned if self.half is None else turned[0]
 
     def to_tensor(self, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """The inverse of `from_tensor`, contiguous."""
-        flat, ours = [axis for dim in self.theirs() for axis in dim], self.ours()
+        """The inverse of `from_tensor`, contiguous; not of one with a `half`, which is a part of a tensor."""
+        flat, ours = [axis for dim in self.theirs() for axis in dim], self.ours_in_tensor()
         return _contiguous(array.transpose([ours.index(axis) for axis in flat])).reshape(self.tensor_shape(sizes))
 
 
@@ -153,17 +184,26 @@ class TensorSource:
 
     def dtype(self, path: str) -> np.dtype:
         """The dtype in which a parameter is stored."""
-        return self.tensors[self.entries[path].name.replace(LAYER, "0")].dtype
+        return self.tensors[self.entries[path].tensor(0, 0)].dtype
 
     def read(self, path: str, layer: int | None, index: Index | None = None) -> np.ndarray:
         """See `ParamSource`."""
         entry = self.entries[path]
-        tensor = self.tensors[entry.name.replace(LAYER, str(layer))]
-        ours = entry.ours()
+        if not entry.spread:
+            return self._read_tensor(entry, entry.tensor(layer), index)
+        experts = range(self.sizes[entry.ours()[0]]) if index is None else range(index[0].start, index[0].stop)
+        rest = None if index is None else index[1:]
+        return np.stack([self._read_tensor(entry, entry.tensor(layer, expert), rest) for expert in experts])
+
+    def _read_tensor(self, entry: Entry, name: str, index: Index | None) -> np.ndarray:
+        tensor, ours = self.tensors[name], entry.ours_in_tensor()
         whole = {axis: range(self.sizes[axis]) for axis in ours}
         wanted = dict(whole)
         if index is not None:
             wanted = {a: whole[a][part] for a, part in zip(ours, index, strict=True)}
+        if entry.half is not None:
+            axis, place = entry.half
+            whole[axis] = wanted[axis] = range(place, place + 1)
         # Of axes that share a dimension the first can be cut in the file, the others in memory.
         cut, read = [], dict(whole)
         for first, *rest in entry.theirs():
@@ -190,8 +230,8 @@ def check(
     wanted: dict[str, tuple[int, ...]] = {}
     layers = min(layers, len(tensors) + 1)  # a config may say anything, and more layers than tensors lack one
     for entry in entries:
-        for layer in range(layers) if entry.stacked else (0,):
-            wanted[entry.name.replace(LAYER, str(layer))] = entry.tensor_shape(sizes)
+        for name, _, _ in entry.tensors(layers, sizes):
+            wanted[name] = entry.tensor_shape(sizes)
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise UserError(
@@ -219,7 +259,7 @@ def check(
             )
     kinds = {tensors[name].kind for name in wanted}
     for entry in entries:
-        own = {tensors[entry.name.replace(LAYER, str(i))].kind for i in range(layers)} if entry.stacked else set()
+        own = {tensors[name].kind for name, _, _ in entry.tensors(layers, sizes)}
         if len(own) > 1:
             raise UserError(
                 f"{where}: the layers of {entry.name} have different dtypes, {some(sorted(own))}, and become "

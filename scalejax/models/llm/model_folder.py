@@ -29,7 +29,7 @@ from scalejax.data.text.tokenizer import TokenizerConfig
 from scalejax.errors import UserError
 from scalejax.models.llm import families, mapping, packed, safetensors
 from scalejax.models.llm.architecture import Architecture, LanguageConfig
-from scalejax.models.llm.mapping import LAYER, Entry, ParamSource, StoredTensor, TensorSource
+from scalejax.models.llm.mapping import Entry, ParamSource, StoredTensor, TensorSource
 from scalejax.models.llm.packed import InputScale
 from scalejax.models.llm.safetensors import Tensor, Written
 from scalejax.models.llm.special_tokens import SpecialTokens, read_special, write_generation_config
@@ -150,6 +150,8 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     tensors = safetensors.open_folder(folder)
     shards = tuple(sorted({tensor.file for tensor in tensors.values()}))
     tensors, more = _without_copies(tensors, family, config)
+    if kind == "huggingface" and family.stored_entries is not None:
+        entries = family.stored_entries(config, tensors)
     stored: Mapping[str, StoredTensor] = tensors
     inputs: Mapping[str, InputScale] = {}
     if kind == "huggingface" and content.get("quantization_config") is not None:
@@ -201,8 +203,8 @@ def weight_shapes(config: LanguageConfig, layers: int | None = None) -> dict[str
     family = families.of(config)
     sizes, found = family.sizes(config), {}
     for entry in family.entries(config):
-        for layer in range(config.layers if layers is None else layers) if entry.stacked else (None,):
-            found[entry.name.replace(LAYER, str(layer))] = entry.tensor_shape(sizes)
+        for name, _, _ in entry.tensors(config.layers if layers is None else layers, sizes):
+            found[name] = entry.tensor_shape(sizes)
     return found
 
 
@@ -236,20 +238,24 @@ def convert(
     else:
         entries, sizes = family.entries(config), family.sizes(config)
         content = family.write_config(config, model.tokens, str(model.dtype if dtype is None else dtype))
-    named: dict[str, tuple[Entry, int | None]] = {}
+    named: dict[str, tuple[Entry, int | None, int | None]] = {}
     for entry in entries:
-        for layer in range(config.layers) if entry.stacked else (None,):
-            named[entry.name.replace(LAYER, str(layer))] = (entry, layer)
+        for name, layer, expert in entry.tensors(config.layers, sizes):
+            named[name] = (entry, layer, expert)
 
     def dtype_of(entry: Entry) -> np.dtype:
         return model.source.dtype(entry.path) if dtype is None else dtype
 
     def produce(name: str) -> np.ndarray:
-        entry, layer = named[name]
-        array = mapping.cast(model.source.read(entry.path, layer), dtype_of(entry), f"{model.path}: {entry.path}")
-        return entry.to_tensor(array, sizes)
+        entry, layer, expert = named[name]
+        if expert is None:
+            array = model.source.read(entry.path, layer)
+        else:
+            rest = (slice(0, size) for size in entry.shape(sizes)[1:])
+            array = model.source.read(entry.path, layer, (slice(expert, expert + 1), *rest))[0]
+        return entry.to_tensor(mapping.cast(array, dtype_of(entry), f"{model.path}: {entry.path}"), sizes)
 
-    plan = tuple(Written(name, dtype_of(e), e.tensor_shape(sizes)) for name, (e, _) in named.items())
+    plan = tuple(Written(name, dtype_of(e), e.tensor_shape(sizes)) for name, (e, _, _) in named.items())
     with disk.appearing(target) as folder:
         safetensors.write_folder(folder, plan, produce, shard_bytes=shard_bytes, wrote=wrote)
         for file in model.files:

@@ -126,6 +126,8 @@ def make(
 def _weights(model: LanguageModel) -> Iterator[tuple[str, str, Entry, int | None, tuple[int, ...]]]:
     """(name, module, entry, layer, shape): the embedding, layer after layer, what comes behind."""
     sizes, entries = model.architecture.sizes(model.config), model.architecture.entries(model.config)
+    if any(entry.spread for entry in entries):
+        raise UserError(f"{model.path}: weights of experts are not quantized yet. Give a model without experts.")
     inside = [entry for entry in entries if entry.stacked]
     before = [entry for entry in entries if not entry.stacked and entry.path.startswith("embed")]
     after = [entry for entry in entries if not entry.stacked and entry not in before]

@@ -1,4 +1,6 @@
-"""Makes logits.npz: what transformers computes for the small Llamas of tests/cases/llama_cases.py, in float32.
+"""Makes logits.npz and mixtral.npz: what transformers computes for the small models of tests/cases/llama_cases.py.
+
+In float32; the losses of Mixtral's router besides.
 
 Needs transformers and torch (benchmarks/peers.sh); run from the root of a checkout:
 
@@ -6,11 +8,13 @@ Needs transformers and torch (benchmarks/peers.sh); run from the root of a check
 """
 
 import pathlib
+import tempfile
 
 import numpy as np
 import torch
 import transformers
-from llama_cases import CASES, scenarios, tensors
+from llama_cases import CASES, MIXTRAL, scenarios, tensors, write_checkpoint
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from scalejax.models.llm.llama3 import huggingface
 from scalejax.models.llm.llama3.huggingface import SpecialTokens
@@ -39,6 +43,22 @@ def logits(made, ids, segments, positions):
     return out.logits.float().numpy()
 
 
+def mixtral(dtype=torch.float32, config=MIXTRAL):
+    """transformers' Mixtral with the weights of ours, read from a folder of one tensor for each expert."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(pathlib.Path(folder), config)
+        options = {"dtype": dtype, "experts_implementation": "eager"}  # its grouped products have no float64
+        return transformers.MixtralForCausalLM.from_pretrained(folder, **options).eval()
+
+
+def balance(config, ids):
+    """The balance loss of the first layer of a Mixtral, without its factor."""
+    made = mixtral(config=config)
+    with torch.no_grad():
+        first = made(torch.from_numpy(ids).long(), output_router_logits=True).router_logits[0]
+    return float(load_balancing_loss_func((first,), config.mlp.count, config.mlp.router.k))
+
+
 if __name__ == "__main__":
     found = {}
     for case, config in CASES.items():
@@ -48,3 +68,11 @@ if __name__ == "__main__":
     path = pathlib.Path(__file__).parent / "logits.npz"
     np.savez_compressed(path, transformers=np.array(transformers.__version__), **found)
     print(f"{path}: {path.stat().st_size:,} bytes, transformers {transformers.__version__}")
+
+    made, found = mixtral(), {}
+    for name, inputs in scenarios(MIXTRAL).items():
+        found[name] = logits(made, *inputs)
+    found["balance"] = np.array(balance(MIXTRAL, scenarios(MIXTRAL)["plain"][0]))
+    path = path.with_name("mixtral.npz")
+    np.savez_compressed(path, transformers=np.array(transformers.__version__), **found)
+    print(f"{path}: {path.stat().st_size:,} bytes")
