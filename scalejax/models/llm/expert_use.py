@@ -24,12 +24,14 @@ class UseSums(Generic[Total]):
       tokens: [], tokens times layers.
       entropy: [], of the scores of tokens, in nats.
       dropped: [], choices that found no place.
+      unseen: [], tokens that no expert saw, times layers.
     """
 
     load: Total
     tokens: Total
     entropy: Total
     dropped: Total
+    unseen: Total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,14 +57,15 @@ class ExpertUse(MetricBase):
             Value(name="experts_unused", title="experts without a token", unit="of all layers", shown="table"),
             Value(name="router_entropy", title="entropy of the router", unit="nats a token"),
             Value(name="dropped", title="dropped choices", unit="share", shown="table"),
+            Value(name="tokens_unseen", title="tokens that no expert saw", unit="share", shown="table"),
         )
 
     def zeros(self) -> UseSums[Pair]:
-        return UseSums(pair_zeros(self.layers, self.experts), pair_zeros(), pair_zeros(), pair_zeros())
+        return UseSums(pair_zeros(self.layers, self.experts), pair_zeros(), pair_zeros(), pair_zeros(), pair_zeros())
 
     def update(self, sums: UseSums[Pair], loss: "Loss", batch: "Batch") -> UseSums[Pair]:
         del batch
-        found = {name: loss.sums[f"experts/{name}"] for name in ("load", "tokens", "entropy", "dropped")}
+        found = {name: loss.sums[f"experts/{name}"] for name in ("load", "tokens", "entropy", "dropped", "unseen")}
         return UseSums(**{name: add(getattr(sums, name), value) for name, value in found.items()})
 
     def compute(self, sums: UseSums[np.ndarray]) -> dict[str, float]:
@@ -73,4 +76,5 @@ class ExpertUse(MetricBase):
             "experts_unused": float((sums.load == 0).sum()),
             "router_entropy": ratio(sums.entropy, tokens),
             "dropped": ratio(sums.dropped, tokens * self.k),
+            "tokens_unseen": ratio(sums.unseen, tokens),
         }

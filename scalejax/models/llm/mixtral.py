@@ -49,12 +49,18 @@ def experts_of(config: LlamaConfig) -> Experts:
     """
     part = config.mlp
     assert isinstance(part, Experts)
-    if part.router.scores != "softmax":
-        raise UserError(
-            f"model.mlp.router.scores is {part.router.scores!r}, which no Mixtral of Hugging Face has; theirs is "
-            "'softmax'. Use the run folder as it is."
-        )
+    _router(part)
     return part
+
+
+def _router(part: Experts) -> TopK:
+    router = part.router
+    if not isinstance(router, TopK) or router.scores != "softmax":
+        raise UserError(
+            f"model.mlp.router is {router}, which no Mixtral of Hugging Face has; theirs is TopK with "
+            "scores='softmax'. Use the run folder as it is."
+        )
+    return router
 
 
 def entries(config: LlamaConfig, *, fused: bool = False) -> tuple[Entry, ...]:
@@ -111,6 +117,7 @@ def read_config(content: Mapping[str, object], where: str) -> tuple[LlamaConfig,
 def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict[str, object]:
     """The config.json of an architecture, see `huggingface.write_config`."""
     part = experts_of(config)
+    router = _router(part)
     content = huggingface.write_config(config, tokens, dtype)
     for key in ("attention_bias", "mlp_bias", "pretraining_tp"):
         del content[key]
@@ -118,9 +125,9 @@ def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "num_local_experts": part.count,
-        "num_experts_per_tok": part.router.k,
+        "num_experts_per_tok": router.k,
         "output_router_logits": False,
-        "router_aux_loss_coef": part.router.balance,
+        "router_aux_loss_coef": router.balance,
         "router_jitter_noise": 0.0,
         "sliding_window": None,
     }
@@ -130,7 +137,7 @@ def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict
 def describe(config: LlamaConfig) -> dict[str, str]:
     """Lines of a table for a user."""
     part = experts_of(config)
-    return {**llama.describe(config), "experts": f"{part.count} a layer, of which a token takes {part.router.k}"}
+    return {**llama.describe(config), "experts": f"{part.count} a layer, of which a token takes {_router(part).k}"}
 
 
 MIXTRAL = Architecture(

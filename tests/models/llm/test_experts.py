@@ -11,7 +11,8 @@ from flax import nnx
 from llama_cases import F64, GQA, rows, tokens
 
 from scalejax.data.text.tokens import TokenSchema
-from scalejax.models.llm.experts import Experts, TopK
+from scalejax.errors import UserError
+from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.train import loop
@@ -151,6 +152,61 @@ def test_the_balance_loss_pulls_experts_level(x64):
     assert value < 1.3  # 1 is the least
 
 
+def chosen_by_loop(module, x, real, groups):
+    """y and who saw whom, by the pseudocode of MoMa, each group of tokens (numbers of rows) by itself."""
+    router, gate, up, down = (np.asarray(p[...]) for p in (module.router, module.gate, module.up, module.down))
+    x, real = np.asarray(x), np.asarray(real)
+    y, saw = np.zeros_like(x), np.zeros((*real.shape, len(gate)))
+    for group in groups:
+        tokens = [(b, s) for b in group for s in range(real.shape[1]) if real[b, s]]
+        k = max(len(tokens) // len(gate), 1) if tokens else 0
+        for e in range(len(gate)):
+            scores = {at: 1 / (1 + np.exp(-x[at] @ router[:, e])) for at in tokens}
+            for at in sorted(tokens, key=lambda at: (-scores[at], at))[:k]:
+                y[at] += scores[at] * ((silu(x[at] @ gate[e]) * (x[at] @ up[e])) @ down[e])
+                saw[*at, e] = 1
+    return y, saw
+
+
+@pytest.mark.parametrize("execution", ["batched", "sequential"])
+@pytest.mark.parametrize(("group", "groups"), [("device", [[0, 1]]), ("sequence", [[0], [1]])])
+def test_experts_that_choose_are_the_loop_of_the_paper(stream, group, groups, execution):
+    x, real = stream
+    part = Experts(count=4, router=ExpertChoice(group=group), execution=execution)
+    module = layer(part)
+    y, numbers = module.with_numbers(x, real, module.numbers(2))
+    expected, saw = chosen_by_loop(module, x, real, groups)
+    np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
+    np.testing.assert_array_equal(numbers["load"][:, 0], saw.sum(1))
+    assert float(numbers["unseen"].sum()) == (saw.sum(2)[np.asarray(real)] == 0).sum() > 0
+    assert not part.losses(numbers)
+    assert not numbers["dropped"].any()
+
+
+def test_only_models_that_can_are_said_to_generate():
+    assert task().advice()
+    assert not task(dataclasses.replace(CONFIG, mlp=Experts(router=ExpertChoice(), execution="batched"))).advice()
+
+
+def test_nothing_is_generated_where_experts_choose(stream):
+    module = layer(Experts(count=4, router=ExpertChoice(), execution="batched"))
+    with pytest.raises(UserError, match=r"nothing can be generated\. Train with TopK"):
+        module(stream[0])
+
+
+def test_a_later_token_changes_an_earlier_one_where_experts_choose_and_only_there(stream):
+    x, real = stream
+    other = x.at[1, 15].set(9.0)
+
+    def moved(part):
+        module = layer(part)
+        before, after = (module.with_numbers(rows, real, module.numbers(2))[0] for rows in (x, other))
+        return bool((before[:, :15] != after[:, :15]).any())
+
+    assert moved(Experts(count=4, router=ExpertChoice(group="sequence"), execution="batched"))
+    assert not moved(EXPERTS)
+
+
 def task(config=CONFIG, length=16):
     return config.task(TokenSchema(vocabulary=90, length=length))
 
@@ -210,8 +266,8 @@ def texts(tmp_path_factory):
     return small.write(tmp_path_factory.mktemp("texts") / "documents")
 
 
-def trained(texts, shape, **changes):
-    model = dataclasses.replace(small.MODEL, mlp=Experts(count=4, router=TopK(k=2, z=0.01)), stage_parts=1)
+def trained(texts, shape, part=Experts(count=4, router=TopK(k=2, z=0.01)), **changes):  # noqa: B008
+    model = dataclasses.replace(small.MODEL, mlp=part, stage_parts=1)
     run = small.bind(texts, shape, model=model, precision=Precision(params="float64"), **changes)
     state, host = run.begin()
     state, losses = small.steps(run, state, host, 3)
@@ -231,6 +287,23 @@ def test_devices_change_nothing_but_the_order_of_sums(texts, on_one_device, stra
     losses, params = on_one_device
     with jax.enable_x64(True):
         found, got = trained(texts, shape, strategy=chosen)
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    for name, value in params.items():
+        np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize("group", ["sequence", "device"])
+def test_experts_that_choose_in_a_sequence_do_so_on_any_devices(texts, group):
+    """And among the tokens of a device they choose others there: the control."""
+    part = Experts(count=4, router=ExpertChoice(group=group), execution="batched")
+    with jax.enable_x64(True):
+        (losses, params), (found, got) = (
+            trained(texts, shape, part, strategy=Fsdp(sharding="FULL_SHARD", form="explicit"))
+            for shape in (MeshShape(fsdp=1), MeshShape(fsdp=4, expert=2))
+        )
+    if group == "device":
+        assert abs(found[0] - losses[0]) > 1e-6
+        return
     np.testing.assert_allclose(found, losses, rtol=1e-12)
     for name, value in params.items():
         np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
@@ -259,8 +332,10 @@ def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(tex
         (lambda: Experts(count=0), "count must be a whole number of at least 1; got 0"),
         (lambda: Experts(count=2, router=TopK(k=3)), "router.k must be at most count; got 3 of 2 experts"),
         (lambda: Experts(execution="fast"), "execution must be grouped, batched or sequential; got 'fast'"),
-        (lambda: Experts(execution="batched"), "execution='batched' does not go with router.capacity_factor=None"),
+        (lambda: Experts(execution="batched"), "execution='batched' does not go with .*capacity_factor=None"),
         (lambda: Experts(router=TopK(capacity_factor=1.0)), "execution='grouped' does not go with .*1.0"),
+        (lambda: Experts(router=ExpertChoice()), "execution='grouped' does not go with router=ExpertChoice"),
+        (lambda: ExpertChoice(group="global"), "group must be sequence or device; got 'global'"),
     ],
 )
 def test_mistakes_are_named(make, message):

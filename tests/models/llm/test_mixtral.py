@@ -15,7 +15,7 @@ from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.models.llm import families, mixtral, model_folder, safetensors
-from scalejax.models.llm.experts import Experts, TopK
+from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.task import Batch, whole
 
@@ -178,5 +178,8 @@ def test_a_config_is_of_one_family():
     assert families.of(MIXTRAL).name == "MixtralForCausalLM"
     assert families.of(GQA).name == "LlamaForCausalLM"
     sigmoid = dataclasses.replace(MIXTRAL, mlp=Experts(count=4, router=TopK(scores="sigmoid")))
-    with pytest.raises(UserError, match=r"router\.scores is 'sigmoid', which no Mixtral"):
+    with pytest.raises(UserError, match=r"router is TopK\(.*'sigmoid'.*which no Mixtral"):
         mixtral.entries(sigmoid)
+    chosen = dataclasses.replace(MIXTRAL, mlp=Experts(count=4, router=ExpertChoice(), execution="batched"))
+    with pytest.raises(UserError, match=r"router is ExpertChoice\(group='device'\), which no Mixtral"):
+        mixtral.entries(chosen)

@@ -53,6 +53,11 @@ class MlpPart(Protocol):
 class RoutedPart(Protocol):
     """An `MlpPart` whose module is a `RoutedMlp`."""
 
+    @property
+    def generates(self) -> bool:
+        """Whether a token can be computed without those after it."""
+        ...
+
     def macs(self, config: "LlamaConfig") -> int:
         """Multiply-accumulates of a token in one layer, forward."""
         ...

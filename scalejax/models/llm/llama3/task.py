@@ -85,7 +85,9 @@ class LlamaTask(TaskBase):
         return Work(flops=rows * self.flops_per_example(tokens), count=rows * tokens)
 
     def advice(self) -> Mapping[tuple[str, ...], str]:
-        """To generate with it."""
+        """To generate with it, where it can."""
+        if isinstance(self.config.mlp, RoutedPart) and not self.config.mlp.generates:
+            return {}
         return {("generate", "{run}", "--prompt", "def main("): "continue a text"}
 
     def describe(self, data: Any) -> dict[str, object]:
