@@ -41,11 +41,15 @@ for _name, _value in {
 }.items():
     os.environ.setdefault(_name, _value)
 
+import hypothesis
 import jax
 import pytest
 import tiers
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# How long an example takes says how busy the machine is: hypothesis fails those above 0.2 s.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.hookimpl(optionalhook=True)
