@@ -27,6 +27,7 @@ class ParameterPlacement:
       logical_axes: Its axes by name.
       spec: Its sharding.
       reason: Why a dimension that a rule names is whole on every device; "" if there is none.
+      apart: Data axes along which devices hold different parts for good, see `LLM`: neither gathered nor summed over.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ParameterPlacement:
     logical_axes: LogicalAxes
     spec: P
     reason: str
+    apart: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,7 @@ FSDP = Rules(axes=tuple((name, ("fsdp",)) for name in _WEIGHT_AXES))
 LLM = Rules(
     axes=(
         ("layers", ("stage",)),
+        ("experts", ("expert",)),
         ("embed", ("fsdp",)),
         ("heads", ("tensor",)),
         ("kv_heads", ("tensor",)),
@@ -113,4 +116,5 @@ LLM = Rules(
     )
 )
 """Language models: heads, hidden features of MLPs and the vocabulary over `tensor` (Shoeybi et al., 2019), the other
-dimension of each matrix over `fsdp`, layers over `stage`."""
+dimension of each matrix over `fsdp`, layers over `stage`, and experts over `expert`: tokens travel to them, and they
+stay (Lepikhin et al., arXiv 2006.16668)."""

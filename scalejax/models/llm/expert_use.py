@@ -25,6 +25,7 @@ class UseSums(Generic[Total]):
       entropy: [], of the scores of tokens, in nats.
       dropped: [], choices that found no place.
       unseen: [], tokens that no expert saw, times layers.
+      once: [], tokens that one expert saw, times layers.
     """
 
     load: Total
@@ -32,6 +33,11 @@ class UseSums(Generic[Total]):
     entropy: Total
     dropped: Total
     unseen: Total
+    once: Total
+
+
+SUMS = tuple(field.name for field in dataclasses.fields(UseSums))
+"""Names of these sums, which the loss has as "experts/NAME"."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,14 +64,15 @@ class ExpertUse(MetricBase):
             Value(name="router_entropy", title="entropy of the router", unit="nats a token"),
             Value(name="dropped", title="dropped choices", unit="share", shown="table"),
             Value(name="tokens_unseen", title="tokens that no expert saw", unit="share", shown="table"),
+            Value(name="tokens_seen_once", title="tokens that one expert saw", unit="share", shown="table"),
         )
 
     def zeros(self) -> UseSums[Pair]:
-        return UseSums(pair_zeros(self.layers, self.experts), pair_zeros(), pair_zeros(), pair_zeros(), pair_zeros())
+        return UseSums(pair_zeros(self.layers, self.experts), *(pair_zeros() for _ in SUMS[1:]))
 
     def update(self, sums: UseSums[Pair], loss: "Loss", batch: "Batch") -> UseSums[Pair]:
         del batch
-        found = {name: loss.sums[f"experts/{name}"] for name in ("load", "tokens", "entropy", "dropped", "unseen")}
+        found = {name: loss.sums[f"experts/{name}"] for name in SUMS}
         return UseSums(**{name: add(getattr(sums, name), value) for name, value in found.items()})
 
     def compute(self, sums: UseSums[np.ndarray]) -> dict[str, float]:
@@ -77,4 +84,5 @@ class ExpertUse(MetricBase):
             "router_entropy": ratio(sums.entropy, tokens),
             "dropped": ratio(sums.dropped, tokens * self.k),
             "tokens_unseen": ratio(sums.unseen, tokens),
+            "tokens_seen_once": ratio(sums.once, tokens),
         }

@@ -13,10 +13,7 @@ from llama_cases import F64, GQA, rows, tokens
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
-from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.mesh import MeshShape
 from scalejax.train import loop
-from scalejax.train.experiment import Precision
 from scalejax.train.task import Batch, whole
 
 EXPERTS = Experts(count=4, router=TopK(k=2))
@@ -252,61 +249,9 @@ def test_parameters_and_work_are_counted_by_what_a_token_meets():
     assert CONFIG.flops_per_token(64) - dense.flops_per_token(64) == 6 * more
 
 
-STRATEGIES = {
-    "implicit": (Fsdp(sharding="FULL_SHARD"), MeshShape(fsdp=4, expert=2)),
-    "explicit": (Fsdp(sharding="FULL_SHARD", form="explicit"), MeshShape(replica=2, fsdp=4)),
-    "tensor": (Fsdp(sharding="FULL_SHARD"), MeshShape(fsdp=4, tensor=2)),
-    "context": (Fsdp(sharding="FULL_SHARD"), MeshShape(fsdp=4, context=2)),
-    "stage": (Fsdp(sharding="FULL_SHARD", form="explicit"), MeshShape(fsdp=4, stage=2)),
-}
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     return small.write(tmp_path_factory.mktemp("texts") / "documents")
-
-
-def trained(texts, shape, part=Experts(count=4, router=TopK(k=2, z=0.01)), **changes):  # noqa: B008
-    model = dataclasses.replace(small.MODEL, mlp=part, stage_parts=1)
-    run = small.bind(texts, shape, model=model, precision=Precision(params="float64"), **changes)
-    state, host = run.begin()
-    state, losses = small.steps(run, state, host, 3)
-    return losses, jax.tree.map(np.asarray, state.params)
-
-
-@pytest.fixture(scope="module")
-def on_one_device(texts):
-    with jax.enable_x64(True):
-        return trained(texts, MeshShape(fsdp=1))
-
-
-@pytest.mark.default_cases("implicit", "explicit")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_devices_change_nothing_but_the_order_of_sums(texts, on_one_device, strategy):
-    chosen, shape = STRATEGIES[strategy]
-    losses, params = on_one_device
-    with jax.enable_x64(True):
-        found, got = trained(texts, shape, strategy=chosen)
-    np.testing.assert_allclose(found, losses, rtol=1e-12)
-    for name, value in params.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
-
-
-@pytest.mark.parametrize("group", ["sequence", "device"])
-def test_experts_that_choose_in_a_sequence_do_so_on_any_devices(texts, group):
-    """And among the tokens of a device they choose others there: the control."""
-    part = Experts(count=4, router=ExpertChoice(group=group), execution="batched")
-    with jax.enable_x64(True):
-        (losses, params), (found, got) = (
-            trained(texts, shape, part, strategy=Fsdp(sharding="FULL_SHARD", form="explicit"))
-            for shape in (MeshShape(fsdp=1), MeshShape(fsdp=4, expert=2))
-        )
-    if group == "device":
-        assert abs(found[0] - losses[0]) > 1e-6
-        return
-    np.testing.assert_allclose(found, losses, rtol=1e-12)
-    for name, value in params.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(texts, tmp_path):
@@ -335,7 +280,10 @@ def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(tex
         (lambda: Experts(execution="batched"), "execution='batched' does not go with .*capacity_factor=None"),
         (lambda: Experts(router=TopK(capacity_factor=1.0)), "execution='grouped' does not go with .*1.0"),
         (lambda: Experts(router=ExpertChoice()), "execution='grouped' does not go with router=ExpertChoice"),
-        (lambda: ExpertChoice(group="global"), "group must be sequence or device; got 'global'"),
+        (lambda: ExpertChoice(group="row"), "group must be sequence, device or global; got 'row'"),
+        (lambda: ExpertChoice(capacity_factor=1.0), "goes with group='global' alone; in a device"),
+        (lambda: TopK(pair_factor=-1.0), r"pair_factor must be above 0 and finite, or None; got -1\.0"),
+        (lambda: TopK(capacity_factor=1.0, pair_factor=2.0), r"leave pair_factor=2\.0 out"),
     ],
 )
 def test_mistakes_are_named(make, message):
