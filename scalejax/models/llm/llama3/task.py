@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flax import nnx
 
 from scalejax import nn
+from scalejax.data.text.modalities import PADDING
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.models.llm.llama3.model import Llama
 from scalejax.models.llm.llama3.parts import RoutedPart
@@ -38,7 +39,10 @@ class LlamaTask(TaskBase):
         """Rows of tokens, see `data.text.tokens.TokenBatch`."""
         row = Field(shape=(self.schema.length,), dtype="int32", axes=("sequence",), arrange="zigzag")
         weights = dataclasses.replace(row, dtype="float32")
-        return {"tokens": row, "targets": row, "weights": weights, "segment_ids": row, "positions": row}
+        fields = {"tokens": row, "targets": row, "weights": weights, "segment_ids": row, "positions": row}
+        if len(self.schema.modalities) == 1:
+            return fields
+        return fields | {"modality": dataclasses.replace(row, dtype="int8", fill=PADDING)}
 
     def open_folder(self, path: pathlib.Path) -> Trained:
         """The parameters of a model folder of ours, or of one of Hugging Face."""
