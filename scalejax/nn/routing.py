@@ -307,3 +307,19 @@ def is_best(
     """Whether an expert takes a token, see `best_tokens`."""
     tokens, own = best_tokens(scores, real, capacity=capacity)
     return jnp.zeros(scores.shape, bool).at[tokens, own].set(True, mode="drop")
+
+
+def routes_of_some(chosen: "Bool[Array, 'tokens']", *, size: int) -> Routes:
+    """Routes of the tokens that are chosen to `size` places, in their order; tokens beyond have none, gates are 1."""
+    count = chosen.shape[0]
+    rank = jnp.cumsum(chosen, dtype=jnp.int32) - 1
+    places = jnp.where(chosen & (rank < size), rank, size)
+    tokens = jnp.full(size, count, jnp.int32).at[places].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
+    return Routes(tokens, jnp.zeros_like(tokens), places[:, None], (places < size).astype(jnp.float32)[:, None])
+
+
+def reverse(routes: Routes) -> Routes:
+    """Routes by which `dispatch` brings what is at the places of tokens, one each at most, back to them."""
+    choices = jnp.zeros(routes.places.shape[:-1], jnp.int32)
+    gates = (routes.tokens < routes.places.shape[-2]).astype(routes.gates.dtype)
+    return Routes(routes.places[..., 0], choices, routes.tokens[..., None], gates[..., None])

@@ -48,15 +48,17 @@ class ExpertUse(MetricBase):
       layers: L.
       experts: n, of a layer.
       k: Choices of a token.
+      group: The modality of the experts, where there are several; in the names of values, as "dropped/text".
     """
 
     layers: int
     experts: int
     k: int
+    group: str = ""
 
     @property
     def values(self) -> tuple[Value, ...]:
-        return (
+        found = (
             Value(
                 name="expert_load_max", title="largest load of an expert", unit="1 = all alike; largest of all layers"
             ),
@@ -66,19 +68,26 @@ class ExpertUse(MetricBase):
             Value(name="tokens_unseen", title="tokens that no expert saw", unit="share", shown="table"),
             Value(name="tokens_seen_once", title="tokens that one expert saw", unit="share", shown="table"),
         )
+        if not self.group:
+            return found
+        return tuple(
+            dataclasses.replace(value, name=f"{value.name}/{self.group}", title=f"{value.title}, {self.group}")
+            for value in found
+        )
 
     def zeros(self) -> UseSums[Pair]:
         return UseSums(pair_zeros(self.layers, self.experts), *(pair_zeros() for _ in SUMS[1:]))
 
     def update(self, sums: UseSums[Pair], loss: "Loss", batch: "Batch") -> UseSums[Pair]:
         del batch
-        found = {name: loss.sums[f"experts/{name}"] for name in SUMS}
+        prefix = f"{self.group}/experts" if self.group else "experts"
+        found = {name: loss.sums[f"{prefix}/{name}"] for name in SUMS}
         return UseSums(**{name: add(getattr(sums, name), value) for name, value in found.items()})
 
     def compute(self, sums: UseSums[np.ndarray]) -> dict[str, float]:
         tokens = float(sums.tokens)
         mean = sums.load.mean(1, keepdims=True)
-        return {
+        values = {
             "expert_load_max": float((sums.load / np.maximum(mean, 1e-30)).max()) if tokens else float("nan"),
             "experts_unused": float((sums.load == 0).sum()),
             "router_entropy": ratio(sums.entropy, tokens),
@@ -86,3 +95,4 @@ class ExpertUse(MetricBase):
             "tokens_unseen": ratio(sums.unseen, tokens),
             "tokens_seen_once": ratio(sums.once, tokens),
         }
+        return {f"{name}/{self.group}" if self.group else name: value for name, value in values.items()}

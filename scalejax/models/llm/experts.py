@@ -235,6 +235,11 @@ class ExpertLayers(nnx.Module):
         choice, _ = self._choose(x, jnp.ones(x.shape[:2], bool), router)
         return self._to_chosen(x, choice, dataclasses.replace(router, capacity_factor=None, pair_factor=None))[0]
 
+    def prepare(self, real: jax.Array, modality: jax.Array | None) -> jax.Array:
+        """See `llama3.parts.RoutedMlp`: tokens of all modalities are alike here."""
+        del modality
+        return real
+
     def with_numbers(self, x: jax.Array, real: jax.Array, numbers: Numbers) -> tuple[jax.Array, Numbers]:
         """x [B, S, E] -> [B, S, E], and what this layer adds to the numbers.
 

@@ -13,6 +13,7 @@ L layers.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -42,28 +43,47 @@ class DecoderBlock(nnx.Module):
         self.attention = config.self_attention.build(config, rngs, dtypes)
         self.mlp_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
         self.mlp = config.mlp.build(config, rngs, dtypes)
+        self.norm_place = config.norm.place
 
     def __call__(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         """x [B, S, E] -> [B, S, E]."""
-        h = nn.constrain(x + self.attention(self.attention_norm(x), cos_sin, segment_ids, positions), _STREAM)
-        return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM)
+        h = self._attend(x, cos_sin, segment_ids, positions)
+        return self._add(h, self.mlp(self._into(self.mlp_norm, h)), self.mlp_norm)
 
     def with_numbers(
-        self, x: jax.Array, numbers: Numbers, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array
+        self,
+        x: jax.Array,
+        numbers: Numbers,
+        prepared: "PyTree[jax.Array]",
+        cos_sin: CosSin,
+        segment_ids: jax.Array,
+        positions: jax.Array,
     ) -> tuple[jax.Array, Numbers]:
         """The same with what the MLP adds to `numbers`, see `parts.RoutedMlp`."""
         mlp: Any = self.mlp
-        h = nn.constrain(x + self.attention(self.attention_norm(x), cos_sin, segment_ids, positions), _STREAM)
-        y, numbers = mlp.with_numbers(self.mlp_norm(h), segment_ids != 0, numbers)
-        return nn.constrain(h + y, _STREAM), numbers
+        h = self._attend(x, cos_sin, segment_ids, positions)
+        y, numbers = mlp.with_numbers(self._into(self.mlp_norm, h), prepared, numbers)
+        return self._add(h, y, self.mlp_norm), numbers
+
+    def _attend(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        mixed = self.attention(self._into(self.attention_norm, x), cos_sin, segment_ids, positions)
+        return self._add(x, mixed, self.attention_norm)
+
+    def _into(self, norm: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """What attention or the MLP reads."""
+        return norm(x) if self.norm_place == "input" else x
+
+    def _add(self, x: jax.Array, y: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The residual stream with what attention or the MLP wrote."""
+        return nn.constrain(x + (norm(y) if self.norm_place == "output" else y), _STREAM)
 
     def extend(
         self, x: jax.Array, cos_sin: CosSin, cache: "PyTree[jax.Array]", layer: jax.Array
     ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
         """The same with a cache, see `parts.AttentionModule`."""
-        mixed, cache = self.attention.extend(self.attention_norm(x), cos_sin, cache, layer)
-        h = nn.constrain(x + mixed, _STREAM)
-        return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM), cache
+        mixed, cache = self.attention.extend(self._into(self.attention_norm, x), cos_sin, cache, layer)
+        h = self._add(x, mixed, self.attention_norm)
+        return self._add(h, self.mlp(self._into(self.mlp_norm, h)), self.mlp_norm), cache
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
@@ -81,11 +101,11 @@ class DecoderBlock(nnx.Module):
         """What the matrices of a stage multiply, x [B, S, E] -> [B, S, ...]."""
         attention: Any = self.attention
         mlp: Any = self.mlp
-        normed, first = self.attention_norm(x), len(getattr(attention, "stages", ()))
+        first = len(getattr(attention, "stages", ()))
         if stage < first:
-            return attention.inputs(stage, normed, cos_sin, segment_ids, positions)
-        h = x + attention(normed, cos_sin, segment_ids, positions)
-        return mlp.inputs(stage - first, self.mlp_norm(h))
+            return attention.inputs(stage, self._into(self.attention_norm, x), cos_sin, segment_ids, positions)
+        h = self._attend(x, cos_sin, segment_ids, positions)
+        return mlp.inputs(stage - first, self._into(self.mlp_norm, h))
 
 
 class Llama(nnx.Module):
@@ -131,9 +151,18 @@ class Llama(nnx.Module):
         return self.hidden_with_numbers(tokens, positions, segment_ids, gather=gather)[:2]
 
     def hidden_with_numbers(
-        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        modality: jax.Array | None = None,
+        *,
+        gather: Gather = whole,
     ) -> tuple[jax.Array, jax.Array, Numbers]:
-        """The same, and what the MLPs of all layers found out of each row; {} where they only compute."""
+        """The same, and what the MLPs of all layers found out of each row; {} where they only compute.
+
+        `modality` is int8[B, S], see `data.text.tokens.TokenBatch`; None = there is one.
+        """
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
         beside = (self._cos_sin(positions), segment_ids, positions)
@@ -142,11 +171,14 @@ class Llama(nnx.Module):
         numbers: Numbers = {}
         if isinstance(self.layers.mlp, RoutedMlp):
 
-            def with_numbers(layer: DecoderBlock, carry: tuple[jax.Array, Numbers], beside: _Beside) -> Any:
-                return layer.with_numbers(*carry, *beside)
+            def with_numbers(
+                layer: DecoderBlock, carry: tuple[jax.Array, Numbers], beside: tuple["PyTree[jax.Array]", _Beside]
+            ) -> Any:
+                return layer.with_numbers(*carry, beside[0], *beside[1])
 
             numbers = self.layers.mlp.numbers(tokens.shape[0])
-            x, numbers = apply_layers(self.layers, with_numbers, (x, numbers), beside, **options)
+            prepared = self.layers.mlp.prepare(segment_ids != 0, modality)
+            x, numbers = apply_layers(self.layers, with_numbers, (x, numbers), (prepared, beside), **options)
         else:
 
             def body(layer: DecoderBlock, x: jax.Array, beside: _Beside) -> jax.Array:

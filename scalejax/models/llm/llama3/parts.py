@@ -16,7 +16,7 @@ Axes: B rows, S positions, T keys, E model, H query heads, K key and value heads
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -83,13 +83,25 @@ class RoutedMlp(Protocol):
         """Those of `rows` rows before the first layer."""
         ...
 
-    def with_numbers(self, x: jax.Array, real: jax.Array, numbers: Numbers) -> tuple[jax.Array, Numbers]:
-        """x [B, S, E] and real bool[B, S] (False = padding) -> [B, S, E], and the numbers with those of this layer."""
+    def prepare(self, real: jax.Array, modality: jax.Array | None) -> "PyTree[jax.Array]":
+        """What all layers want to know of the tokens, made once: a pytree of arrays [B, ...].
+
+        Args:
+          real: bool[B, S], False = padding.
+          modality: int8[B, S], see `data.text.tokens.TokenBatch`; None = there is one.
+        """
+        ...
+
+    def with_numbers(self, x: jax.Array, prepared: "PyTree[jax.Array]", numbers: Numbers) -> tuple[jax.Array, Numbers]:
+        """x [B, S, E] and what `prepare` made -> [B, S, E], and the numbers with those of this layer."""
         ...
 
 
 class NormPart(Protocol):
-    """Normalises the last axis."""
+    """Normalises the last axis; what attention and MLP read, or with place = "output" what they write."""
+
+    @property
+    def place(self) -> Literal["input", "output"]: ...
 
     def build(
         self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes, *, layers: int | None
@@ -155,7 +167,11 @@ class StackedNormal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RmsNorm:
-    """RMSNorm with the `norm_eps` of the config."""
+    """RMSNorm with the `norm_eps` of the config, of what attention and MLP read: y = x + MLP(norm(x))."""
+
+    @property
+    def place(self) -> Literal["input", "output"]:
+        return "input"
 
     def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes, *, layers: int | None) -> nn.RMSNorm:
         """See `NormPart`."""
@@ -167,6 +183,15 @@ class RmsNorm:
             dtypes=dtypes,
             logical_axes=("norm",) if layers is None else ("layers", "norm"),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputRmsNorm(RmsNorm):
+    """The same of what they write, before it is added: y = x + norm(MLP(x)) (Swin Transformer v2, arXiv 2111.09883)."""
+
+    @property
+    def place(self) -> Literal["input", "output"]:
+        return "output"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

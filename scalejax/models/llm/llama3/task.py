@@ -67,7 +67,7 @@ class LlamaTask(TaskBase):
           the model computes in float64).
         """
         del keys
-        rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
+        rows = (batch["tokens"], batch["positions"], batch["segment_ids"], batch.fields.get("modality"))
         x, head, numbers = model.hidden_with_numbers(*rows, gather=gather)
         weights = batch["weights"].astype(nn.wide(x.dtype))
         loss = nn.linear_cross_entropy(x, head, batch["targets"], weights, positions=self.config.loss_positions)
