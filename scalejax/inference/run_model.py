@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.files import TextData
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text.mixture import MixtureData
@@ -107,13 +108,13 @@ def open_run(
     )
 
 
-def _text_of(data: object) -> TextData | None:
+def _text_of(data: object) -> TextData | TwoModalityData | None:
     """Where the tokenizer of a run stands: all parts of its data have the same."""
     if isinstance(data, StagedData):
         return _text_of(data.stages[-1].data)
     if isinstance(data, MixtureData):
         return data.sources[0][0]
-    return data if isinstance(data, TextData) else None
+    return data if isinstance(data, TextData | TwoModalityData) else None
 
 
 def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -123,7 +124,7 @@ def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
 
 
-def _tokenizer_files(data: TextData) -> tuple[pathlib.Path, ...]:
+def _tokenizer_files(data: TextData | TwoModalityData) -> tuple[pathlib.Path, ...]:
     if not isinstance(data.tokenizer, HuggingFaceTokenizer):
         return ()
     path = pathlib.Path(data.tokenizer.path)
