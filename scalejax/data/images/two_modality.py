@@ -101,11 +101,13 @@ class TwoModalityData:
                 f"data.vocabulary={self.vocabulary} is too small: text, marks and codes have {ids.vocabulary} ids "
                 f"({ids.modalities(self.image_marks)}). Set it to {ids.vocabulary} or more, or leave it out."
             )
+        modalities = ids.modalities(self.image_marks)
         return TokenSchema(
             self.vocabulary or ids.vocabulary,
             self.length,
-            ids.modalities(self.image_marks).names,
+            modalities.names,
             capacities(self.length, self.image_share),
+            modalities.ranges,
         )
 
     def build(self, progress: Progress | None = None) -> "TwoModalityDataSet":

@@ -64,7 +64,8 @@ class ModalityMap:
         return max(stop for _, _, stop in self.ranges)
 
     @functools.cached_property
-    def _of_id(self) -> np.ndarray:
+    def of_ids(self) -> np.ndarray:
+        """int8[vocabulary]: the modality of each id, -1 where no range has it."""
         found = np.full(self.vocabulary, PADDING, np.int8)
         for name, start, stop in self.ranges:
             found[start:stop] = self.names.index(name)
@@ -80,7 +81,7 @@ class ModalityMap:
           UserError: an id that is in no range.
         """
         known = (tokens >= 0) & (tokens < self.vocabulary)
-        found = np.where(known & (segment_ids != 0), self._of_id[np.where(known, tokens, 0)], PADDING).astype(np.int8)
+        found = np.where(known & (segment_ids != 0), self.of_ids[np.where(known, tokens, 0)], PADDING).astype(np.int8)
         outside = np.argwhere((found == PADDING) & (segment_ids != 0))
         if outside.size:
             row, column = outside[0].tolist()

@@ -15,6 +15,7 @@ class TokenSchema:
       modalities: Names of what tokens may be. Batches of several say of each token which it is.
       capacities: Most tokens of each modality that a row has; None = as many as it has positions. Static shapes follow
         from them, and `modalities.check_capacities` holds batches to them.
+      ranges: Of which modality an id is, see `modalities.ModalityMap`; () = nothing is known.
     """
 
     vocabulary: int
@@ -22,6 +23,7 @@ class TokenSchema:
     # Neither is in the text of a schema, of which fingerprints of text were made before there were modalities.
     modalities: tuple[str, ...] = dataclasses.field(default=("text",), repr=False)
     capacities: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
+    ranges: tuple[tuple[str, int, int], ...] = dataclasses.field(default=(), repr=False)
 
     def capacity(self, modality: int) -> int:
         """Most tokens of a modality, by its number, that a row has."""

@@ -58,7 +58,8 @@ class ExpertUse(MetricBase):
 
     @property
     def values(self) -> tuple[Value, ...]:
-        found = (
+        return _named(
+            self.group,
             Value(
                 name="expert_load_max", title="largest load of an expert", unit="1 = all alike; largest of all layers"
             ),
@@ -68,20 +69,13 @@ class ExpertUse(MetricBase):
             Value(name="tokens_unseen", title="tokens that no expert saw", unit="share", shown="table"),
             Value(name="tokens_seen_once", title="tokens that one expert saw", unit="share", shown="table"),
         )
-        if not self.group:
-            return found
-        return tuple(
-            dataclasses.replace(value, name=f"{value.name}/{self.group}", title=f"{value.title}, {self.group}")
-            for value in found
-        )
 
     def zeros(self) -> UseSums[Pair]:
         return UseSums(pair_zeros(self.layers, self.experts), *(pair_zeros() for _ in SUMS[1:]))
 
     def update(self, sums: UseSums[Pair], loss: "Loss", batch: "Batch") -> UseSums[Pair]:
         del batch
-        prefix = f"{self.group}/experts" if self.group else "experts"
-        found = {name: loss.sums[f"{prefix}/{name}"] for name in SUMS}
+        found = {name: loss.sums[_sum_name(self.group, name)] for name in SUMS}
         return UseSums(**{name: add(getattr(sums, name), value) for name, value in found.items()})
 
     def compute(self, sums: UseSums[np.ndarray]) -> dict[str, float]:
@@ -95,4 +89,88 @@ class ExpertUse(MetricBase):
             "tokens_unseen": ratio(sums.unseen, tokens),
             "tokens_seen_once": ratio(sums.once, tokens),
         }
-        return {f"{name}/{self.group}" if self.group else name: value for name, value in values.items()}
+        return {_name(self.group, name): value for name, value in values.items()}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GuessSums(Generic[Total]):
+    """Sums over tokens and layers.
+
+    Attributes:
+      auxiliary: Binary cross-entropies, mean over experts, in nats.
+      guessed: Tokens that auxiliary routers gave to experts.
+      hits: Those of them that experts took.
+      taken: Tokens that experts took.
+      tokens: Tokens.
+    """
+
+    auxiliary: Total
+    guessed: Total
+    hits: Total
+    taken: Total
+    tokens: Total
+
+
+GUESSES = ("auxiliary", "guessed", "hits")
+"""Names of these sums, which the loss has as "experts/NAME" beside those of `UseSums`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertGuesses(MetricBase):
+    """How well auxiliary routers know without later tokens what experts take.
+
+    Attributes:
+      experts: n, of a layer.
+      group: As of `ExpertUse`.
+    """
+
+    experts: int
+    group: str = ""
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        return _named(
+            self.group,
+            Value(name="auxiliary_loss", title="loss of auxiliary routers", unit="nats a token and expert"),
+            Value(name="auxiliary_precision", title="what they name is taken", unit="share", shown="table"),
+            Value(name="auxiliary_recall", title="what is taken they name", unit="share", shown="table"),
+        )
+
+    def zeros(self) -> GuessSums[Pair]:
+        return GuessSums(*(pair_zeros() for _ in dataclasses.fields(GuessSums)))
+
+    def update(self, sums: GuessSums[Pair], loss: "Loss", batch: "Batch") -> GuessSums[Pair]:
+        del batch
+        found = {name: loss.sums[_sum_name(self.group, name)] for name in (*GUESSES, "tokens")}
+        found["taken"] = loss.sums[_sum_name(self.group, "load")].sum()
+        return GuessSums(**{name: add(getattr(sums, name), value) for name, value in found.items()})
+
+    def compute(self, sums: GuessSums[np.ndarray]) -> dict[str, float]:
+        share = ratio(sums.taken, float(sums.tokens) * self.experts)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            base = -(share * np.log(share) + (1 - share) * np.log1p(-share))
+        values = {
+            "auxiliary_loss": ratio(sums.auxiliary, float(sums.tokens)),
+            "auxiliary_loss_base": float(base),
+            "auxiliary_precision": ratio(sums.hits, float(sums.guessed)),
+            "auxiliary_recall": ratio(sums.hits, float(sums.taken)),
+        }
+        return {_name(self.group, name): value for name, value in values.items()}
+
+
+def _name(group: str, name: str) -> str:
+    return f"{name}/{group}" if group else name
+
+
+def _sum_name(group: str, name: str) -> str:
+    return f"{group}/experts/{name}" if group else f"experts/{name}"
+
+
+def _named(group: str, *values: Value) -> tuple[Value, ...]:
+    """Values of a group, by its name."""
+    if not group:
+        return values
+    return tuple(
+        dataclasses.replace(value, name=_name(group, value.name), title=f"{value.title}, {group}") for value in values
+    )

@@ -35,8 +35,8 @@ from flax import nnx
 from scalejax import nn
 from scalejax.errors import UserError
 from scalejax.kernels.grouped_matmul import grouped_matmul
-from scalejax.models.llm.expert_use import SUMS, ExpertUse
-from scalejax.models.llm.llama3.parts import Numbers, StackedNormal
+from scalejax.models.llm.expert_use import GUESSES, SUMS, ExpertGuesses, ExpertUse
+from scalejax.models.llm.llama3.parts import Numbers, Room, StackedNormal
 from scalejax.nn import routing
 from scalejax.parallel import expert
 from scalejax.parallel.activations import ACTIVATIONS
@@ -102,6 +102,24 @@ class TopK:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AuxiliaryRouter:
+    """Says of a token alone which experts would take it: those j with sigmoid(silu(x W_1) W_2)_j > 1/2.
+
+    It is trained by the binary cross-entropy of what experts do take, and nothing of that loss reaches the rest of the
+    model. With it experts that choose can be used without later tokens.
+
+    Attributes:
+      hidden: Columns of W_1; None = half the width of the model.
+    """
+
+    hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hidden is not None and (not isinstance(self.hidden, int) or self.hidden < 1):
+            raise ValueError(f"AuxiliaryRouter: hidden must be at least 1, or None; got {self.hidden!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertChoice:
     """Every expert takes its best tokens.
 
@@ -111,10 +129,12 @@ class ExpertChoice:
         parts change: scores travel to all devices first.
       capacity_factor: With "global", an expert has room for this many times T / n tokens of a device with T; what is
         beyond is dropped, by position, and counted. None = for all that there could be, so that nothing is dropped.
+      auxiliary: What says without later tokens who would be taken; None = nothing can be generated.
     """
 
     group: Literal["sequence", "device", "global"] = "device"
     capacity_factor: float | None = None
+    auxiliary: AuxiliaryRouter | None = None
 
     def __post_init__(self) -> None:
         if self.group not in ("sequence", "device", "global"):
@@ -171,7 +191,12 @@ class Experts:
     @property
     def generates(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
-        return isinstance(self.router, TopK)
+        return isinstance(self.router, TopK) or self.router.auxiliary is not None
+
+    @property
+    def sees_later_tokens(self) -> bool:
+        """See `llama3.parts.RoutedPart`."""
+        return isinstance(self.router, ExpertChoice)
 
     def macs(self, config: "LlamaConfig") -> int:
         """See `llama3.parts.RoutedPart`: the router, and the gated MLPs that see a token."""
@@ -181,16 +206,24 @@ class Experts:
         """wide[]: the losses of the router over all rows, to be added to the sum of those of the targets."""
         router, layers = self.router, numbers["load"].shape[1]
         if isinstance(router, ExpertChoice):
-            return jnp.zeros((), numbers["tokens"].dtype)
+            if router.auxiliary is None:
+                return jnp.zeros((), numbers["tokens"].dtype)
+            return numbers["auxiliary"].sum() / layers
         return (router.balance * numbers["balance"].sum() + router.z * numbers["z"].sum()) / layers
 
     def sums(self, numbers: Numbers) -> dict[str, jax.Array]:
         """Sums over all rows that `ExpertUse` measures."""
-        return {f"experts/{name}": numbers[name].sum(0) for name in SUMS}
+        names = (*SUMS, *(GUESSES if self._guesses else ()))
+        return {f"experts/{name}": numbers[name].sum(0) for name in names}
 
     def metrics(self, layers: int) -> tuple[ExpertUse, ...]:
         """How evenly experts are used."""
-        return (ExpertUse(layers=layers, experts=self.count, k=self.router.active(self.count)),)
+        use = ExpertUse(layers=layers, experts=self.count, k=self.router.active(self.count))
+        return (use, ExpertGuesses(experts=self.count)) if self._guesses else (use,)
+
+    @property
+    def _guesses(self) -> bool:
+        return isinstance(self.router, ExpertChoice) and self.router.auxiliary is not None
 
 
 class ExpertLayers(nnx.Module):
@@ -205,6 +238,10 @@ class ExpertLayers(nnx.Module):
         if isinstance(part.router, TopK) and part.router.bias_rate:
             bias = jnp.zeros((config.layers, part.count), nn.wide(dtypes.compute))
             self.bias = nnx.Variable(bias, logical_axes=("layers", "router"))
+        if isinstance(part.router, ExpertChoice) and part.router.auxiliary is not None:
+            hidden = part.router.auxiliary.hidden or max(1, config.dim // 2)
+            self.auxiliary_in = normal((config.dim, hidden), ("embed", "router"))
+            self.auxiliary_out = normal((hidden, part.count), ("router", "router"))
         self.part = part
         self.hidden = config.ffn_dim
         self.layers = config.layers
@@ -214,31 +251,52 @@ class ExpertLayers(nnx.Module):
         """Of no layers: what `with_numbers` adds to."""
         wide = nn.wide(self.compute_dtype)
         names = ("balance", "z", "entropy", "dropped", "unseen", "once", "tokens")
+        if hasattr(self, "auxiliary_in"):
+            names += GUESSES
         return {
             **{name: jnp.zeros(rows, wide) for name in names},
             "load": jnp.zeros((rows, self.layers, self.part.count), wide),
             "layer": jnp.zeros(rows, jnp.int32),
         }
 
+    def prepare(self, real: jax.Array, tokens: jax.Array, modality: jax.Array | None, room: Room) -> jax.Array:
+        """See `llama3.parts.RoutedMlp`: tokens of all modalities are alike here, and padding is none."""
+        del tokens, modality, room
+        return real
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, S, E] -> [B, S, E]; no token is dropped.
+        """`infer` where there is no padding."""
+        return self.infer(x, jnp.ones(x.shape[:2], bool))
+
+    def infer(self, x: jax.Array, real: jax.Array) -> jax.Array:
+        """See `llama3.parts.RoutedMlp`.
 
         Raises:
           UserError: experts choose, for which all tokens have to be there.
         """
         router = self.part.router
-        if isinstance(router, ExpertChoice):
+        if isinstance(router, TopK):
+            choice, _ = self._choose(x, real, router)
+            return self._to_chosen(x, choice, dataclasses.replace(router, capacity_factor=None, pair_factor=None))[0]
+        if router.auxiliary is None:
             raise UserError(
-                "model.mlp.router is ExpertChoice: which tokens an expert takes depends on later ones, so that nothing "
-                "can be generated. Train with TopK to generate."
+                "model.mlp.router is ExpertChoice without an auxiliary router: which tokens an expert takes depends on "
+                "later ones, so that nothing can be generated. Train with TopK, or go on with the finished model: "
+                "--set model.mlp.router.auxiliary=AuxiliaryRouter, trainable='layers/mlp/.*auxiliary.*'."
             )
-        choice, _ = self._choose(x, jnp.ones(x.shape[:2], bool), router)
-        return self._to_chosen(x, choice, dataclasses.replace(router, capacity_factor=None, pair_factor=None))[0]
+        chosen = (self._guess(x) > 0) & real[..., None]
+        numbers = jnp.arange(self.part.count, dtype=jnp.int32)[None, None, :]
+        experts = jnp.where(chosen, numbers, self.part.count).reshape(-1, self.part.count)
+        scores = jax.nn.sigmoid(self._logits(x))
+        gates = jnp.where(chosen, scores, 0).reshape(experts.shape)
+        choice = routing.TokenChoice(experts, gates, scores.reshape(experts.shape))
+        return self._to_chosen(x, choice, TopK(k=1))[0]
 
-    def prepare(self, real: jax.Array, modality: jax.Array | None) -> jax.Array:
-        """See `llama3.parts.RoutedMlp`: tokens of all modalities are alike here."""
-        del modality
-        return real
+    def _guess(self, x: jax.Array) -> jax.Array:
+        """wide[B, S, n]: above 0 where the auxiliary router says that an expert would take a token."""
+        wide, x = nn.wide(self.compute_dtype), jax.lax.stop_gradient(x)
+        hidden = jax.nn.silu(nn.project(x, self.auxiliary_in[...].astype(self.compute_dtype)))
+        return nn.project(hidden.astype(wide), self.auxiliary_out[...].astype(wide))
 
     def with_numbers(self, x: jax.Array, real: jax.Array, numbers: Numbers) -> tuple[jax.Array, Numbers]:
         """x [B, S, E] -> [B, S, E], and what this layer adds to the numbers.
@@ -253,7 +311,8 @@ class ExpertLayers(nnx.Module):
             logits = self._logits(x)
             scores = jax.nn.sigmoid(logits)
             y, asked, dropped = self._to_choosing(x, scores, real, router)
-            return y, self._add(numbers, logits, scores, real, asked, dropped)
+            numbers = self._add(numbers, logits, scores, real, asked, dropped)
+            return y, numbers if router.auxiliary is None else self._compare(numbers, x, real, asked)
         choice, logits = self._choose(x, real, router)
         y, placed = self._to_chosen(x, choice, router)
         chosen = choice.experts.reshape(*real.shape, router.k)
@@ -291,7 +350,19 @@ class ExpertLayers(nnx.Module):
         here = jnp.arange(self.layers, dtype=jnp.int32)[None, :] == numbers["layer"][:, None]
         found = {name: numbers[name] + value for name, value in added.items()}
         found["load"] = numbers["load"] + jnp.where(here[:, :, None], load[:, None, :], 0)
-        return {**found, "layer": numbers["layer"] + 1}
+        return {**numbers, **found, "layer": numbers["layer"] + 1}
+
+    def _compare(self, numbers: Numbers, x: jax.Array, real: jax.Array, asked: jax.Array) -> Numbers:
+        """Adds how the auxiliary router differs from what experts took, `asked` wide[B, S, n]."""
+        asked = jax.lax.stop_gradient(asked)
+        guess, tokens = self._guess(x), real.astype(asked.dtype)[..., None]
+        said = (guess > 0).astype(asked.dtype)
+        found = {
+            "auxiliary": (tokens * (jax.nn.softplus(guess) - asked * guess)).sum((1, 2)) / self.part.count,
+            "guessed": (tokens * said).sum((1, 2)),
+            "hits": (tokens * said * asked).sum((1, 2)),
+        }
+        return numbers | {name: numbers[name] + value for name, value in found.items()}
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """wide[B, S, n]."""

@@ -15,22 +15,20 @@ Axes: B rows, S positions, E model, F hidden, n experts of a group, C places of 
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from scalejax import nn
+from scalejax.data.text.modalities import ModalityMap
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm.experts import Execution, ExpertChoice, ExpertLayers, Experts
-from scalejax.models.llm.llama3.parts import Numbers
+from scalejax.models.llm.llama3.config import LlamaConfig
+from scalejax.models.llm.llama3.parts import MlpPart, Numbers, OutputRmsNorm, Room
 from scalejax.nn import routing
 from scalejax.train.metrics.protocol import Metric
-
-if TYPE_CHECKING:
-    from scalejax.models.llm.llama3.config import LlamaConfig
 
 Order = dict[str, routing.Routes]
 """Of each modality the places of its tokens in every row: a `Routes` whose arrays have a leading axis of rows."""
@@ -45,12 +43,14 @@ class ModalityExperts:
       router: Among which tokens experts choose.
       execution: "batched" or "sequential", see `Experts`.
       capacities: Most tokens of each modality in a row; None = those of the data.
+      ranges: Of which modality an id is, see `data.text.modalities.ModalityMap`; None = as the data say.
     """
 
     groups: tuple[tuple[str, int], ...] = (("text", 4), ("image", 4))
     router: ExpertChoice = ExpertChoice()
     execution: Execution = "batched"
     capacities: tuple[int, ...] | None = None
+    ranges: tuple[tuple[str, int, int], ...] | None = None
 
     def __post_init__(self) -> None:
         names = [name for name, _ in self.groups]
@@ -85,28 +85,32 @@ class ModalityExperts:
                 f"{', '.join(schema.modalities)}. Give a group for each modality, in that order, or take data that "
                 "tell them apart (TwoModalityData)."
             )
-        if self.capacities is not None:
-            return self
         found = tuple(schema.capacity(number) for number in range(len(names)))
-        return dataclasses.replace(self, capacities=found)
+        return dataclasses.replace(self, capacities=self.capacities or found, ranges=self.ranges or schema.ranges)
 
-    def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "ModalityExpertLayers":
+    def build(self, config: LlamaConfig, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "ModalityExpertLayers":
         """See `llama3.parts.MlpPart`."""
         return ModalityExpertLayers(self, config, rngs, dtypes)
 
     @property
     def generates(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
-        return False
+        return self.router.auxiliary is not None
 
-    def macs(self, config: "LlamaConfig") -> int:
+    @property
+    def sees_later_tokens(self) -> bool:
+        """See `llama3.parts.RoutedPart`."""
+        return True
+
+    def macs(self, config: LlamaConfig) -> int:
         """See `llama3.parts.RoutedPart`: a token meets one expert in the mean, and the router of its group."""
         routers = [count for _, count in self.groups]
         return config.dim * sum(routers) // len(routers) + 3 * config.dim * config.ffn_dim
 
     def losses(self, numbers: Numbers) -> jax.Array:
-        """See `llama3.parts.RoutedPart`: experts that choose are even."""
-        return jnp.zeros((), next(iter(numbers.values())).dtype)
+        """See `llama3.parts.RoutedPart`: those of auxiliary routers, if there are some."""
+        losses = [self.group(count).losses(_of_group(numbers, name)) for name, count in self.groups]
+        return sum(losses[1:], start=losses[0])
 
     def sums(self, numbers: Numbers) -> dict[str, jax.Array]:
         """See `llama3.parts.RoutedPart`."""
@@ -128,7 +132,7 @@ class ModalityExperts:
 class ModalityExpertLayers(nnx.Module):
     """The experts and routers of all layers and groups; used one layer at a time."""
 
-    def __init__(self, part: ModalityExperts, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes):
+    def __init__(self, part: ModalityExperts, config: LlamaConfig, rngs: nnx.Rngs, dtypes: nn.Dtypes):
         for name, count in part.groups:
             setattr(self, name, part.group(count).build(config, rngs, dtypes))
         self.part = part
@@ -145,36 +149,111 @@ class ModalityExpertLayers(nnx.Module):
             for key, value in self.group(name).numbers(rows).items()
         }
 
-    def prepare(self, real: jax.Array, modality: jax.Array | None) -> Order:
+    def prepare(self, real: jax.Array, tokens: jax.Array, modality: jax.Array | None, room: Room) -> Order:
         """See `llama3.parts.RoutedMlp`: where in its row each token of a modality lies.
 
         Raises:
-          UserError: the batch does not say of which modality its tokens are.
+          UserError: neither the batch nor the model knows of which modality the tokens are.
         """
         if modality is None:
-            raise UserError(
-                "model.mlp has a group of experts for each modality, and the batch does not say of which its tokens "
-                "are. Take data with several modalities (TwoModalityData), or mlp=Experts."
-            )
-        capacities = self.part.capacities or (real.shape[1],) * len(self.part.groups)
+            modality = self._modality_of(tokens)
+        length = real.shape[1]
+        capacities = self.part.capacities if room == "data" else None
         order = {}
         for number, (name, _) in enumerate(self.part.groups):
             own = real & (modality == number)
-            size = min(real.shape[1], capacities[number])
+            size = length if capacities is None else min(length, capacities[number])
             order[name] = jax.vmap(lambda own, size=size: routing.routes_of_some(own, size=size))(own)
         return order
+
+    def _modality_of(self, tokens: jax.Array) -> jax.Array:
+        """int8[B, S], by the ids of tokens."""
+        if not self.part.ranges:
+            raise UserError(
+                "model.mlp has a group of experts for each modality, and neither the batch nor model.mlp.ranges says "
+                "which a token is of. Take data with several modalities (TwoModalityData), or mlp=Experts."
+            )
+        found = ModalityMap(ranges=self.part.ranges)
+        return jnp.asarray(found.of_ids)[jnp.minimum(tokens, found.vocabulary - 1)]
+
+    def infer(self, x: jax.Array, order: Order) -> jax.Array:
+        """See `llama3.parts.RoutedMlp`."""
+        y = jnp.zeros_like(x)
+        for name, _ in self.part.groups:
+            routes = order[name]
+            made = self.group(name).infer(_placed(x, routes), routes.tokens < x.shape[1])
+            y += _placed(made, routing.reverse(routes))
+        return y
 
     def with_numbers(self, x: jax.Array, order: Order, numbers: Numbers) -> tuple[jax.Array, Numbers]:
         """See `llama3.parts.RoutedMlp`."""
         y, found = jnp.zeros_like(x), dict(numbers)
         for name, _ in self.part.groups:
             routes = order[name]
-            own = jax.vmap(routing.dispatch)(x, routes)
-            real = routes.tokens < x.shape[1]
+            own, real = _placed(x, routes), routes.tokens < x.shape[1]
             made, changed = self.group(name).with_numbers(own, real, _of_group(numbers, name))
-            y += jax.vmap(routing.dispatch)(made, routing.reverse(routes))
+            y += _placed(made, routing.reverse(routes))
             found |= {f"{name}/{key}": value for key, value in changed.items()}
         return y, found
+
+
+@dataclasses.dataclass(frozen=True)
+class Published:
+    """A class of models of equal FLOPs a token: Table 1 of arXiv 2407.21770.
+
+    A row of the table says layers, width, the FFN's width F, heads, and the parameters of four models. These come out
+    with untied embeddings of 65,536 and 2 d F parameters an FFN, so the three matrices of a gated one have 2/3 F
+    columns.
+
+    Attributes:
+      layers, dim, ffn, heads: Of the dense model; F is printed.
+      depth: (layers, width, F, heads) of the models with mixture-of-depths.
+      parameters: As printed: dense, with 8 experts, with mixture-of-depths, with both.
+    """
+
+    layers: int
+    dim: int
+    ffn: int
+    heads: int
+    depth: tuple[int, int, int, int]
+    parameters: tuple[float, float, float, float]
+
+
+TABLE_1 = {
+    "90M": Published(8, 512, 2048, 8, (14, 512, 2048, 8), (90e6, 210e6, 110e6, 317e6)),
+    "435M": Published(24, 1024, 4096, 16, (40, 1024, 4096, 16), (435e6, 1.9e9, 635e6, 3e9)),
+    "1.4B": Published(24, 2048, 8192, 16, (32, 2304, 9216, 18), (1.4e9, 7.1e9, 2.3e9, 12e9)),
+}
+"""The published sizes by name."""
+
+VOCABULARY = 65_536
+"""Ids of text and of 8,192 codes of images."""
+
+
+def published(size: str, mlp: MlpPart | None = None) -> LlamaConfig:
+    """A model of `TABLE_1` without mixture-of-depths.
+
+    Args:
+      size: "90M", "435M" or "1.4B".
+      mlp: Experts; None = four of each modality.
+    """
+    row = TABLE_1[size]
+    return LlamaConfig(
+        layers=row.layers,
+        dim=row.dim,
+        ffn_dim=2 * row.ffn // 3,
+        heads=row.heads,
+        kv_heads=row.heads,
+        vocabulary=VOCABULARY,
+        rope_theta=10_000.0,
+        max_positions=4096,
+        mlp=mlp or ModalityExperts(groups=(("text", 4), ("image", 4))),
+        norm=OutputRmsNorm(),
+    )
+
+
+def _placed(x: jax.Array, routes: routing.Routes) -> jax.Array:
+    return jax.vmap(routing.dispatch)(x, routes)
 
 
 def _of_group(numbers: Numbers, name: str) -> Numbers:

@@ -12,8 +12,8 @@ from llama_cases import F64, GQA
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
-from scalejax.models.llm.llama3.parts import OutputRmsNorm
-from scalejax.models.llm.moma import ModalityExperts
+from scalejax.models.llm.llama3.parts import GatedMlp, OutputRmsNorm
+from scalejax.models.llm.moma import TABLE_1, ModalityExperts, published
 
 TEXT, IMAGE, PADDING = 0, 1, -1
 SCHEMA = TokenSchema(vocabulary=90, length=16, modalities=("text", "image"), capacities=(16, 16))
@@ -28,7 +28,7 @@ def layer(part, number=1):
 
 def run(module, x, modality):
     modality = jnp.asarray(modality, jnp.int8)
-    order = module.prepare(modality != PADDING, modality)
+    order = module.prepare(modality != PADDING, jnp.zeros_like(modality, jnp.int32), modality, "data")
     return module.with_numbers(x, order, module.numbers(len(x)))
 
 
@@ -187,8 +187,21 @@ def test_gradients_are_those_of_finite_differences_and_there_for_experts_without
 
 def test_a_batch_has_to_say_of_which_modality_its_tokens_are(x):
     module = layer(ModalityExperts())
-    with pytest.raises(UserError, match="the batch does not say of which its tokens are"):
-        module.prepare(jnp.ones((2, 16), bool), None)
+    with pytest.raises(UserError, match="neither the batch nor model"):
+        module.prepare(jnp.ones((2, 16), bool), jnp.ones((2, 16), jnp.int32), None, "data")
+
+
+@pytest.mark.parametrize("size", TABLE_1)
+def test_parameters_are_those_of_the_published_table(size):
+    row = TABLE_1[size]
+    models = (published(size, GatedMlp()), published(size))
+    layers, dim, ffn, heads = row.depth
+    models += tuple(
+        dataclasses.replace(m, layers=layers, dim=dim, ffn_dim=2 * ffn // 3, heads=heads, kv_heads=heads)
+        for m in models
+    )
+    for model, printed in zip(models, row.parameters, strict=True):
+        np.testing.assert_allclose(model.parameters(), printed, rtol=0.06)
 
 
 def config(**changes):

@@ -14,7 +14,7 @@ L layers.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,10 +45,17 @@ class DecoderBlock(nnx.Module):
         self.mlp = config.mlp.build(config, rngs, dtypes)
         self.norm_place = config.norm.place
 
-    def __call__(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """x [B, S, E] -> [B, S, E]."""
+    def __call__(
+        self,
+        x: jax.Array,
+        cos_sin: CosSin,
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        prepared: "PyTree[jax.Array]" = None,
+    ) -> jax.Array:
+        """x [B, S, E] -> [B, S, E]; `prepared` is that of `parts.RoutedMlp`."""
         h = self._attend(x, cos_sin, segment_ids, positions)
-        return self._add(h, self.mlp(self._into(self.mlp_norm, h)), self.mlp_norm)
+        return self._feed(h, prepared)
 
     def with_numbers(
         self,
@@ -65,6 +72,11 @@ class DecoderBlock(nnx.Module):
         y, numbers = mlp.with_numbers(self._into(self.mlp_norm, h), prepared, numbers)
         return self._add(h, y, self.mlp_norm), numbers
 
+    def _feed(self, h: jax.Array, prepared: "PyTree[jax.Array]") -> jax.Array:
+        mlp: Any = self.mlp
+        read = self._into(self.mlp_norm, h)
+        return self._add(h, mlp(read) if prepared is None else mlp.infer(read, prepared), self.mlp_norm)
+
     def _attend(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
         mixed = self.attention(self._into(self.attention_norm, x), cos_sin, segment_ids, positions)
         return self._add(x, mixed, self.attention_norm)
@@ -78,12 +90,16 @@ class DecoderBlock(nnx.Module):
         return nn.constrain(x + (norm(y) if self.norm_place == "output" else y), _STREAM)
 
     def extend(
-        self, x: jax.Array, cos_sin: CosSin, cache: "PyTree[jax.Array]", layer: jax.Array
+        self,
+        x: jax.Array,
+        cos_sin: CosSin,
+        cache: "PyTree[jax.Array]",
+        layer: jax.Array,
+        prepared: "PyTree[jax.Array]" = None,
     ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
         """The same with a cache, see `parts.AttentionModule`."""
         mixed, cache = self.attention.extend(self._into(self.attention_norm, x), cos_sin, cache, layer)
-        h = self._add(x, mixed, self.attention_norm)
-        return self._add(h, self.mlp(self._into(self.mlp_norm, h)), self.mlp_norm), cache
+        return self._feed(self._add(x, mixed, self.attention_norm), prepared), cache
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
@@ -148,7 +164,9 @@ class Llama(nnx.Module):
         Returns:
           compute_dtype[B, S, E], and [E, V] in the dtype of the parameters.
         """
-        return self.hidden_with_numbers(tokens, positions, segment_ids, gather=gather)[:2]
+        part = self.config.mlp
+        routing = "causal" if isinstance(part, RoutedPart) and part.generates else "batch"
+        return self.hidden_with_numbers(tokens, positions, segment_ids, routing=routing, gather=gather)[:2]
 
     def hidden_with_numbers(
         self,
@@ -157,11 +175,16 @@ class Llama(nnx.Module):
         segment_ids: jax.Array,
         modality: jax.Array | None = None,
         *,
+        routing: Literal["batch", "causal"] = "batch",
         gather: Gather = whole,
     ) -> tuple[jax.Array, jax.Array, Numbers]:
         """The same, and what the MLPs of all layers found out of each row; {} where they only compute.
 
-        `modality` is int8[B, S], see `data.text.tokens.TokenBatch`; None = there is one.
+        Args:
+          tokens: As of `hidden`, and so are positions, segment_ids and gather.
+          modality: int8[B, S], see `data.text.tokens.TokenBatch`; None = it is known by the ids of tokens.
+          routing: Who sees which token: "batch" as in training, with what is dropped there, and where experts choose
+            among the tokens of a batch; "causal" as in generation, without later tokens and without drops.
         """
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
@@ -169,7 +192,14 @@ class Llama(nnx.Module):
         c = self.config
         options: dict[str, Any] = {"remat": c.remat, "gather": gather, "stage_parts": c.stage_parts, "unroll": c.unroll}
         numbers: Numbers = {}
-        if isinstance(self.layers.mlp, RoutedMlp):
+        if isinstance(self.layers.mlp, RoutedMlp) and routing == "causal":
+
+            def inferred(layer: DecoderBlock, x: jax.Array, beside: tuple[_Beside, "PyTree[jax.Array]"]) -> jax.Array:
+                return layer(x, *beside[0], beside[1])
+
+            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, "data")
+            x = apply_layers(self.layers, inferred, x, (beside, prepared), **options)
+        elif isinstance(self.layers.mlp, RoutedMlp):
 
             def with_numbers(
                 layer: DecoderBlock, carry: tuple[jax.Array, Numbers], beside: tuple["PyTree[jax.Array]", _Beside]
@@ -177,7 +207,7 @@ class Llama(nnx.Module):
                 return layer.with_numbers(*carry, beside[0], *beside[1])
 
             numbers = self.layers.mlp.numbers(tokens.shape[0])
-            prepared = self.layers.mlp.prepare(segment_ids != 0, modality)
+            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, "data")
             x, numbers = apply_layers(self.layers, with_numbers, (x, numbers), (prepared, beside), **options)
         else:
 
@@ -238,11 +268,15 @@ class Llama(nnx.Module):
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
 
+        prepared = None
+        if isinstance(self.layers.mlp, RoutedMlp):
+            prepared = self.layers.mlp.prepare(jnp.ones(tokens.shape, bool), tokens, None, "all")
+
         # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
         def body(
             block: DecoderBlock, carry: tuple[jax.Array, "PyTree[jax.Array]"], layer: jax.Array
         ) -> tuple[tuple[jax.Array, "PyTree[jax.Array]"], None]:
-            return block.extend(carry[0], cos_sin, carry[1], layer), None
+            return block.extend(carry[0], cos_sin, carry[1], layer, prepared), None
 
         numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
         (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers, gather=gather)

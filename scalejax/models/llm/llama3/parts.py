@@ -41,6 +41,10 @@ Numbers = dict[str, jax.Array]
 """What layers find out of each row, by name, [B] or [B, ...]; layers add to it, one after another."""
 
 
+Room = Literal["data", "all"]
+"""For how many tokens of a modality a row has room: as many as rows of the data have ("data"), or for all tokens."""
+
+
 class MlpPart(Protocol):
     """Works on each position by itself."""
 
@@ -55,7 +59,12 @@ class RoutedPart(Protocol):
 
     @property
     def generates(self) -> bool:
-        """Whether a token can be computed without those after it."""
+        """Whether a token can be computed without those after it, see `RoutedMlp.infer`."""
+        ...
+
+    @property
+    def sees_later_tokens(self) -> bool:
+        """Whether in training a token is computed with those after it, so that the loss is too good."""
         ...
 
     def macs(self, config: "LlamaConfig") -> int:
@@ -83,12 +92,24 @@ class RoutedMlp(Protocol):
         """Those of `rows` rows before the first layer."""
         ...
 
-    def prepare(self, real: jax.Array, modality: jax.Array | None) -> "PyTree[jax.Array]":
+    def prepare(
+        self, real: jax.Array, tokens: jax.Array, modality: jax.Array | None, room: Room
+    ) -> "PyTree[jax.Array]":
         """What all layers want to know of the tokens, made once: a pytree of arrays [B, ...].
 
         Args:
           real: bool[B, S], False = padding.
-          modality: int8[B, S], see `data.text.tokens.TokenBatch`; None = there is one.
+          tokens: int32[B, S].
+          modality: int8[B, S], see `data.text.tokens.TokenBatch`; None = it is known by the ids of tokens.
+          room: See `Room`.
+        """
+        ...
+
+    def infer(self, x: jax.Array, prepared: "PyTree[jax.Array]") -> jax.Array:
+        """x [B, S, E] -> [B, S, E], each token by itself and those before it; nothing is dropped.
+
+        Raises:
+          UserError: the model cannot do without later tokens.
         """
         ...
 
