@@ -247,6 +247,21 @@ class ExpertLayers(nnx.Module):
         self.layers = config.layers
         self.compute_dtype = dtypes.compute
 
+    stages = (("gate", "up"), ("down",))
+    """See `llama3.parts`; the router, which is never quantized, is in none."""
+
+    def inputs(self, stage: int, x: jax.Array, expert: jax.Array) -> jax.Array:
+        """What the matrices of a stage of an expert multiply, [B, S, ...], zeros where a token does not reach it."""
+        router = self.part.router
+        assert isinstance(router, TopK)  # with another one there is no folder that could be written
+        choice, _ = self._choose(x, jnp.ones(x.shape[:2], bool), router)
+        reached = (choice.experts == expert).any(-1).reshape(*x.shape[:2], 1)
+        x = jnp.where(reached, x, 0)
+        if stage == 0:
+            return x
+        gate, up = (p[...][expert].astype(self.compute_dtype) for p in (self.gate, self.up))
+        return jax.nn.silu(nn.project(x, gate)) * nn.project(x, up)
+
     def numbers(self, rows: int) -> Numbers:
         """Of no layers: what `with_numbers` adds to."""
         wide = nn.wide(self.compute_dtype)

@@ -112,16 +112,22 @@ class DecoderBlock(nnx.Module):
         )
 
     def inputs(
-        self, stage: int, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array
+        self,
+        stage: int,
+        x: jax.Array,
+        cos_sin: CosSin,
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        *expert: jax.Array,
     ) -> jax.Array:
-        """What the matrices of a stage multiply, x [B, S, E] -> [B, S, ...]."""
+        """What the matrices of a stage, or those of an expert in it, multiply, x [B, S, E] -> [B, S, ...]."""
         attention: Any = self.attention
         mlp: Any = self.mlp
         first = len(getattr(attention, "stages", ()))
         if stage < first:
             return attention.inputs(stage, self._into(self.attention_norm, x), cos_sin, segment_ids, positions)
         h = self._attend(x, cos_sin, segment_ids, positions)
-        return mlp.inputs(stage - first, self._into(self.mlp_norm, h))
+        return mlp.inputs(stage - first, self._into(self.mlp_norm, h), *expert)
 
 
 class Llama(nnx.Module):
@@ -229,17 +235,18 @@ class Llama(nnx.Module):
         """Matrices of a layer by path, in the order in which tokens pass them; those of a stage share their input."""
         return self.layers.stages
 
-    def run_layer(self, layer: DecoderBlock, x: jax.Array, stage: int | None = None) -> jax.Array:
+    def run_layer(self, layer: DecoderBlock, x: jax.Array, stage: int | None = None, *expert: jax.Array) -> jax.Array:
         """What comes behind a layer, or what the matrices of a stage of it multiply.
 
         Args:
           layer: `layers` with the parameters of one.
           x: float[B, S, E] before the layer; each row is a document.
           stage: A number of `stages`; None = behind the layer.
+          expert: int32[], given where the matrices of the stage are those of experts: of this one.
         """
         positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
         beside = (self._cos_sin(positions), jnp.ones_like(positions), positions)
-        return layer(x, *beside) if stage is None else layer.inputs(stage, x, *beside)
+        return layer(x, *beside) if stage is None else layer.inputs(stage, x, *beside, *expert)
 
     def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
         """An empty cache for `rows` sequences of at most `positions` tokens."""

@@ -9,7 +9,7 @@ those of one layer.
 
 A module with `stages` and `inputs` can be quantized with the activations of a text: `stages` are tuples of its
 matrices, in the order in which tokens pass them, of which those of a tuple share their input; `inputs(stage, ...)`
-computes it.
+computes it, where the matrices have an axis of experts `inputs(stage, ..., expert)`.
 
 Axes: B rows, S positions, T keys, E model, H query heads, K key and value heads, D head, F gated MLP, L layers.
 """
