@@ -7,7 +7,7 @@ Arithmetic only: needs no TPU, no TPU compiler, and takes seconds.
 
 import dataclasses
 
-from scalejax.parallel.mesh import MeshShape, mesh_text
+from scalejax.parallel.mesh import AXES, MeshShape, mesh_text
 from scalejax.plan import topology
 from scalejax.plan.arithmetic import mesh_search, step_model
 from scalejax.plan.arithmetic import published_runs as runs
@@ -24,7 +24,7 @@ def _table(header: str, rows: list[list[str]]) -> str:
 
 def _mesh(run: runs.PublishedRun) -> str:
     shape = run.training.mesh
-    return " x ".join(f"{axis} {n}" for axis in ("replica", "fsdp", "tensor") if (n := getattr(shape, axis)) > 1)
+    return " x ".join(f"{axis} {n}" for axis in AXES if (n := getattr(shape, axis)) > 1)
 
 
 def _chip(run: runs.PublishedRun) -> str:
