@@ -126,13 +126,13 @@ def find_decoder(experiment: "Experiment") -> Decoder | None:
     return decoder if counted == (decoder.parameters, decoder.model_flops_per_token(1, attention="full")) else None
 
 
-def remats_of(experiment: "Experiment") -> dict[str, Remat]:
-    """What is kept of a layer of the model of an experiment, by the choices of `nn.layers.Remat`.
+def remats_of(model: object) -> dict[str, Remat]:
+    """What is kept of a layer of a `DecoderConfig`, by the choices of `nn.layers.Remat`.
 
     "dots" is jax's `dots_with_no_batch_dims_saveable`: where experts are a batch dimension of one product, nothing of
     them is kept.
     """
-    experts = _experts(experiment.model)
+    experts = _experts(model)
     if experts is None or experts.keeps_products:
         return REMATS
     dots = REMATS["dots"]
@@ -166,7 +166,7 @@ def training_of(
         batch=batch,
         sequence=experiment.data.schema().length,
         mesh=mesh,
-        remat=remats_of(experiment)[model.remat],
+        remat=remats_of(model)[model.remat],
         capacity_factor=None if experts is None else experts.capacity_factor,
         sharded_over=() if isinstance(strategy, Ddp) else strategy.axes(_abstract_mesh(sizes)),
         reshard="after_forward" if isinstance(strategy, Ddp) or strategy.after_forward == "drop" else "keep",

@@ -146,7 +146,7 @@ def search(
         return decoders.training_of(experiment, mesh, machine.devices, compute_dtype=dtype)
 
     share = published_runs.SHARES.get(machine.chip.name, 1.0)
-    candidates, dropped = prune(decoder, training, machine, share=share, remats=decoders.remats_of(experiment))
+    candidates, dropped = prune(decoder, training, machine, share=share, remats=decoders.remats_of(experiment.model))
     if not candidates:
         near = min(dropped, key=lambda d: math.inf if d.memory_bytes is None else d.memory_bytes)
         raise UserError(

@@ -17,8 +17,8 @@ from scalejax.numerics import flops
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import topology
+from scalejax.plan.arithmetic import decoders, step_model
 from scalejax.plan.arithmetic import published_runs as runs
-from scalejax.plan.arithmetic import step_model
 from scalejax.plan.arithmetic.step_model import REMATS, Remat, Training
 from scalejax.plan.arithmetic.transformer import Decoder
 from scalejax.train.task import Batch, whole
@@ -121,14 +121,19 @@ def _llama(remat, mlp):
 CAPACITY = 1.25
 MLPS = {
     "dense": llama3.GatedMlp(),
-    "experts": Experts(count=4, router=TopK(k=2, capacity_factor=CAPACITY), execution="sequential"),
+    "sequential": Experts(count=4, router=TopK(k=2, capacity_factor=CAPACITY), execution="sequential"),
+    "batched": Experts(count=4, router=TopK(k=2, capacity_factor=CAPACITY), execution="batched"),
 }
 
 
-def _training(mlp, remat, sequence, **more):
-    factor = CAPACITY if mlp == "experts" else None
+def _training(config, sequence, **more):
     return Training(
-        batch=2, sequence=sequence, mesh=MeshShape(fsdp=1), remat=REMATS[remat], capacity_factor=factor, **more
+        batch=2,
+        sequence=sequence,
+        mesh=MeshShape(fsdp=1),
+        remat=decoders.remats_of(config)[config.remat],
+        capacity_factor=None if config.mlp == MLPS["dense"] else CAPACITY,
+        **more,
     )
 
 
@@ -156,14 +161,14 @@ def _cut(decoder, training):
     return step_model._Cut.of(decoder, training, devices=training.mesh.fsdp)
 
 
-@pytest.mark.default_cases("*-full")
+@pytest.mark.default_cases("dense-full", "sequential-full", "batched-dots")
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 @pytest.mark.parametrize("mlp", MLPS)
 def test_executed_products_are_those_of_the_traced_step(mlp, remat):
     config, decoder = _llama(remat, MLPS[mlp])
     found = {}
     for sequence in (32, 64, 96):
-        training = _training(mlp, remat, sequence, loss_positions=16)
+        training = _training(config, sequence, loss_positions=16)
         found[sequence] = _traced_flops(config, 2, sequence), _cut(decoder, training).product_flops()
     # Attention is quadratic in the sequence: its second difference; products are what is left.
     (low, products), (middle, _), (high, _) = (found[s] for s in (32, 64, 96))
@@ -173,7 +178,7 @@ def test_executed_products_are_those_of_the_traced_step(mlp, remat):
     assert quadratic >= 2 * 3 * decoder.heads * decoder.head_dim * 6 * 2
 
 
-@pytest.mark.default_cases
+@pytest.mark.default_cases("dense-dots", "*-full", "sequential-dots")
 @pytest.mark.parametrize("remat", ["dots", "full"])
 @pytest.mark.parametrize("mlp", MLPS)
 def test_kept_activations_are_what_the_backward_pass_is_handed(mlp, remat):
@@ -185,7 +190,7 @@ def test_kept_activations_are_what_the_backward_pass_is_handed(mlp, remat):
     places = math.ceil(CAPACITY * 2 * 64 * 2 / 4)
     leading = ((3, 2, 64), (3, 2 * 64), (3, places))
     stacked = [x for x in jax.tree.leaves(handed) if any(x.shape[: len(shape)] == shape for shape in leading)]
-    training = _training(mlp, remat, 64, compute_bytes=4)
+    training = _training(config, 64, compute_bytes=4)
     assert _cut(decoder, training).kept_bytes() == sum(leaf.size * leaf.dtype.itemsize for leaf in stacked)
 
 
