@@ -67,6 +67,20 @@ def test_runs_with_a_capacity_are_predicted_within_a_tenth(name):
     assert even.estimate(runs.SHARES["v6e"]).tokens_per_s_per_chip > 1.1 * run.tokens_per_s_per_chip
 
 
+def test_four_chips_of_the_innermost_axis_lie_in_a_square():
+    run = runs.run("Mixtral 8x22B, v6e")
+    layout = runs._in_squares(topology.parse(run.machine), run.training.mesh)
+    assert layout.shape == {"replica": 1, "fsdp": 64, "expert": 4, "context": 1, "tensor": 1, "stage": 1}
+    for group in layout.devices.reshape(64, 4):
+        xs, ys, _ = ({device.coords[axis] for device in group} for axis in range(3))
+        assert (len(xs), len(ys), max(xs) - min(xs), max(ys) - min(ys)) == (2, 2, 1, 1)
+    assert len({device.id for device in layout.devices.flat}) == 256
+    # Half of what four chips send one another crosses the middle: of a square two links, of a line one.
+    square, line = run.estimate(0.7), dataclasses.replace(run, layout="own").estimate(0.7)
+    (in_square,), (in_line,) = ([m for m in e.moved if m.what == "tokens of experts"] for e in (square, line))
+    assert in_line.seconds == pytest.approx(2 * in_square.seconds)
+
+
 @pytest.mark.parametrize(
     ("name", "tokens"),
     [  # "total_weights" of one line of a log, tpu-recipes
