@@ -42,6 +42,7 @@ from scalejax.parallel import expert
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.kernel_sharding import shard_kernel
 from scalejax.parallel.mesh import BATCH_AXES
+from scalejax.train.metrics.protocol import Metric
 
 if TYPE_CHECKING:
     from scalejax.models.llm.llama3.config import LlamaConfig
@@ -171,9 +172,8 @@ class Experts:
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"Experts: count must be a whole number of at least 1; got {self.count!r}.")
-        if self.router.active(self.count) > self.count:
-            k = self.router.active(self.count)
-            raise ValueError(f"Experts: router.k must be at most count; got {k} of {self.count} experts.")
+        if self.active > self.count:
+            raise ValueError(f"Experts: router.k must be at most count; got {self.active} of {self.count} experts.")
         if self.execution not in ("grouped", "batched", "sequential"):
             raise ValueError(f"Experts: execution must be grouped, batched or sequential; got {self.execution!r}.")
         uneven = isinstance(self.router, TopK) and self.router.capacity_factor is None
@@ -189,6 +189,21 @@ class Experts:
         return ExpertLayers(self, config, rngs, dtypes)
 
     @property
+    def active(self) -> int:
+        """Experts that see a token, in the mean."""
+        return self.router.active(self.count)
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """See `TopK`; None where experts choose, which then have as many places as they take."""
+        return self.router.capacity_factor if isinstance(self.router, TopK) else None
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether each expert's products are products of two matrices, which the policy "dots" keeps."""
+        return self.execution == "sequential"
+
+    @property
     def generates(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
         return isinstance(self.router, TopK) or self.router.auxiliary is not None
@@ -200,7 +215,7 @@ class Experts:
 
     def macs(self, config: "LlamaConfig") -> int:
         """See `llama3.parts.RoutedPart`: the router, and the gated MLPs that see a token."""
-        return config.dim * self.count + self.router.active(self.count) * 3 * config.dim * config.ffn_dim
+        return config.dim * self.count + self.active * 3 * config.dim * config.ffn_dim
 
     def losses(self, numbers: Numbers) -> jax.Array:
         """wide[]: the losses of the router over all rows, to be added to the sum of those of the targets."""
@@ -216,9 +231,9 @@ class Experts:
         names = (*SUMS, *(GUESSES if self._guesses else ()))
         return {f"experts/{name}": numbers[name].sum(0) for name in names}
 
-    def metrics(self, layers: int) -> tuple[ExpertUse, ...]:
+    def metrics(self, layers: int) -> tuple[Metric, ...]:
         """How evenly experts are used."""
-        use = ExpertUse(layers=layers, experts=self.count, k=self.router.active(self.count))
+        use = ExpertUse(layers=layers, experts=self.count, k=self.active)
         return (use, ExpertGuesses(experts=self.count)) if self._guesses else (use,)
 
     @property
