@@ -160,7 +160,7 @@ def _png(file: pathlib.Path) -> np.ndarray:
     imread = importlib.import_module("matplotlib.image").imread
     try:
         read = imread(file)  # float32 from 0 to 1
-    except (OSError, SyntaxError, ValueError) as error:  # what the reader of PNG raises for a damaged one
+    except Exception as error:  # the reader has several of its own, for damaged files and for far too large ones
         raise UserError(f"data.images.path: {file} is no PNG that can be read ({error}). Write it again.") from error
     colours = read if read.ndim == 2 else read[..., : 3 if read.shape[-1] > 2 else 1].mean(-1)
     return scaled(colours * 255.0)

@@ -120,8 +120,8 @@ class TwoModalityData:
         """
         schema, ids = self.schema(), self.ids()
         corpus = self._corpus(progress)
-        tokens = int(corpus.offsets[-1])
-        text = {split: corpus.tokens[slice(*bounds)] for split, bounds in self.split.bounds(tokens).items()}
+        tokens = np.asarray(corpus.tokens)  # slices of a `memmap` cost much more
+        text = {split: tokens[slice(*bounds)] for split, bounds in self.split.bounds(tokens.size).items()}
         found = self.images.read()
         images = self._by_split(found)
         if not len(images["train"]):
