@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from scalejax.data.images.tokenizer import InterleavedTokenizer
 from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.files import TextData
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
@@ -95,7 +96,9 @@ def open_run(
         config=config,
         tokens=SpecialTokens(bos=tokenizer.bos, eos=tuple(tokenizer.stop_ids), pad=tokenizer.pad),
         source=ParamsSource(params, found.origin),
-        tokenizer=data.tokenizer,
+        tokenizer=InterleavedTokenizer(text=data.tokenizer, codes=data.codes)
+        if isinstance(data, TwoModalityData)
+        else data.tokenizer,
         begins=begins,
         quantization=experiment.quantization,
         files=_tokenizer_files(data),

@@ -36,7 +36,7 @@ def two_modality() -> Experiment:
                 mlp=ModalityExperts(groups=(("text", 4), ("image", 4))),
                 norm=OutputRmsNorm(),
             ),
-            data=TwoModalityData(length=128, batch_size=16),
+            data=TwoModalityData(length=128, batch_size=16, image_share=(0.35, 0.45)),
             steps=600,
             optimizer=optim.AdamW(
                 learning_rate=optim.WarmupCosine(peak=3e-3, warmup=0.05, final=0.1), weight_decay=0.1
@@ -60,7 +60,7 @@ def smoke() -> Experiment:
         model=dataclasses.replace(
             whole.model, dim=16, ffn_dim=32, mlp=ModalityExperts(groups=(("text", 2), ("image", 2)))
         ),
-        data=TwoModalityData(length=128, batch_size=8, codes=16),
+        data=TwoModalityData(length=128, batch_size=8, codes=16, image_share=(0.35, 0.45)),
         steps=4,
         phases=(dataclasses.replace(phase, steps=4),),
         log_every=2,

@@ -49,10 +49,10 @@ def _parts(config: LlamaConfig) -> tuple[Experts, TopK]:
     experts = config.mlp
     assert isinstance(experts, Experts)
     router = experts.router
-    if not isinstance(router, TopK) or router.scores != "softmax":
+    if not isinstance(router, TopK) or router.scores != "softmax" or router.bias_rate:
         raise UserError(
             f"model.mlp.router is {router}, which no Mixtral of Hugging Face has; theirs is TopK with "
-            "scores='softmax'. Use the run folder as it is."
+            "scores='softmax' and no bias. Use the run folder as it is."
         )
     return experts, router
 

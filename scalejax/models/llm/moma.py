@@ -15,6 +15,7 @@ Axes: B rows, S positions, E model, F hidden, n experts of a group, C places of 
 """
 
 import dataclasses
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,11 @@ from scalejax import nn
 from scalejax.data.text.modalities import ModalityMap
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
-from scalejax.models.llm.experts import Execution, ExpertChoice, ExpertLayers, Experts
+from scalejax.models.llm.architecture import Architecture
+from scalejax.models.llm.experts import AuxiliaryRouter, Execution, ExpertChoice, ExpertLayers, Experts
+from scalejax.models.llm.llama3 import architecture as llama
 from scalejax.models.llm.llama3.config import LlamaConfig
+from scalejax.models.llm.llama3.model import Llama
 from scalejax.models.llm.llama3.parts import MlpPart, Numbers, OutputRmsNorm, Room
 from scalejax.nn import routing
 from scalejax.train.metrics.protocol import Metric
@@ -101,6 +105,26 @@ class ModalityExperts:
     def sees_later_tokens(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
         return True
+
+    @property
+    def count(self) -> int:
+        """Experts of a layer, of all modalities."""
+        return sum(count for _, count in self.groups)
+
+    @property
+    def active(self) -> int:
+        """Experts that see a token, in the mean."""
+        return 1
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """See `Experts`."""
+        return None
+
+    @property
+    def keeps_products(self) -> bool:
+        """See `Experts`."""
+        return self.group(1).keeps_products
 
     def macs(self, config: LlamaConfig) -> int:
         """See `llama3.parts.RoutedPart`: a token meets one expert in the mean, and the router of its group."""
@@ -258,3 +282,33 @@ def _placed(x: jax.Array, routes: routing.Routes) -> jax.Array:
 
 def _of_group(numbers: Numbers, name: str) -> Numbers:
     return {key.removeprefix(f"{name}/"): value for key, value in numbers.items() if key.startswith(f"{name}/")}
+
+
+def _no_folder(*_: object) -> NoReturn:
+    raise UserError(
+        "MoMa has no form in folders of Hugging Face, whose MoEs choose experts by token. Use the run folder as it is: "
+        "scalejax generate, eval and init take it."
+    )
+
+
+def _describe(config: LlamaConfig) -> dict[str, str]:
+    part = config.mlp
+    assert isinstance(part, ModalityExperts)
+    return {**llama.describe(config), "experts": ", ".join(f"{count} of {name}" for name, count in part.groups)}
+
+
+MOMA = Architecture(
+    config=LlamaConfig,
+    parts=(*llama.LLAMA.parts, ModalityExperts, ExpertChoice, AuxiliaryRouter, OutputRmsNorm),
+    build=Llama,
+    name="MoMa",
+    model_type="moma",
+    entries=_no_folder,
+    sizes=_no_folder,
+    derived=(),
+    copies=_no_folder,
+    read_config=_no_folder,
+    write_config=_no_folder,
+    describe=_describe,
+    has=lambda config: isinstance(config.mlp, ModalityExperts),
+)

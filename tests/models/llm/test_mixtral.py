@@ -209,5 +209,5 @@ def test_a_config_is_of_one_family():
     with pytest.raises(UserError, match=r"router is TopK\(.*'sigmoid'.*which no Mixtral"):
         mixtral.MIXTRAL.entries(sigmoid)
     chosen = dataclasses.replace(MIXTRAL, mlp=Experts(count=4, router=ExpertChoice(), execution="batched"))
-    with pytest.raises(UserError, match=r"router is ExpertChoice\(group='device'\), which no Mixtral"):
+    with pytest.raises(UserError, match=r"router is ExpertChoice.*which no Mixtral"):
         mixtral.MIXTRAL.entries(chosen)

@@ -144,6 +144,9 @@ class LlamaTask(TaskBase):
         """To generate with it, where it can."""
         if isinstance(self.config.mlp, RoutedPart) and not self.config.mlp.generates:
             return {}
+        if len(self.schema.modalities) > 1:
+            drawn = ("generate", "{run}", "--prompt", "\nsneaker\n<image>", "--images", "{run}/drawn")
+            return {drawn: "continue a text, and draw an image"}
         return {("generate", "{run}", "--prompt", "def main("): "continue a text"}
 
     def describe(self, data: Any) -> dict[str, object]:
