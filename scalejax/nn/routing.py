@@ -323,3 +323,21 @@ def reverse(routes: Routes) -> Routes:
     choices = jnp.zeros(routes.places.shape[:-1], jnp.int32)
     gates = (routes.tokens < routes.places.shape[-2]).astype(routes.gates.dtype)
     return Routes(routes.places[..., 0], choices, routes.tokens[..., None], gates[..., None])
+
+
+def logistic_noise(
+    keys: "Int[Array, 'rows words']", layer: "Int[Array, 'rows']", like: "Float[Array, 'rows positions experts']"
+) -> "Float[Array, 'rows positions experts']":
+    """G' - G'' of two independent draws of the standard Gumbel distribution, which is logistic (Maddison et al., 2017).
+
+    Args:
+      keys: uint32[B, w], data of a PRNG key for each row.
+      layer: int32[B], folded into them, so that no two layers draw alike.
+      like: Of the shape and dtype that are wanted.
+    """
+
+    def draw(data: jax.Array, layer: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(data), layer)
+        return jax.random.logistic(key, like.shape[1:], like.dtype)
+
+    return jax.vmap(draw)(keys, layer)

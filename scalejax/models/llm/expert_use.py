@@ -1,13 +1,16 @@
 """How evenly the tokens of a model went to its experts."""
 
 import dataclasses
+import pathlib
 from typing import TYPE_CHECKING, Generic
 
 import jax
 import numpy as np
 
-from scalejax.train.metrics.protocol import MetricBase, Value
+from scalejax.train.metrics import evaluation
+from scalejax.train.metrics.protocol import Collected, MetricBase, Value
 from scalejax.train.metrics.sums import Pair, Total, add, pair_zeros, ratio
+from scalejax.train.reports import figures
 
 if TYPE_CHECKING:
     from scalejax.parallel.gradients.compute import Loss
@@ -90,6 +93,24 @@ class ExpertUse(MetricBase):
             "tokens_seen_once": ratio(sums.once, tokens),
         }
         return {_name(self.group, name): value for name, value in values.items()}
+
+    def keep(self, folder: pathlib.Path, split: str, collected: Collected, sums: UseSums[np.ndarray]) -> None:
+        del collected
+        load = sums.load / np.maximum(sums.load.mean(1, keepdims=True), 1e-30)
+        unused = [f"{expert} of layer {layer}" for layer, expert in np.argwhere(sums.load == 0).tolist()]
+        shown = ", ".join(unused[:_NAMED]) + (f" and {len(unused) - _NAMED} more" if len(unused) > _NAMED else "")
+        of = f" of {self.group}" if self.group else ""
+        picture = evaluation.Picture(
+            split=split,
+            name=f"expert_load{'_' * bool(self.group)}{self.group}",
+            caption=f"Tokens of each expert{of} over the mean of its layer; without any: {shown or 'none'}.",
+            svg=figures.grid(f"Load of experts{of}", load, "layer", "expert"),
+        )
+        evaluation.save_picture(folder, picture)
+
+
+_NAMED = 12
+"""So many experts without a token are named in a caption."""
 
 
 @jax.tree_util.register_dataclass

@@ -131,13 +131,18 @@ class ExpertChoice:
       capacity_factor: With "global", an expert has room for this many times T / n tokens of a device with T; what is
         beyond is dropped, by position, and counted. None = for all that there could be, so that nothing is dropped.
       auxiliary: What says without later tokens who would be taken; None = nothing can be generated.
+      noise: "gumbel": in training scores are sigmoid(x + G' - G'') with two draws of the Gumbel distribution, by which
+        upcycled experts, all alike at first, part; choice and weight see the same noise.
     """
 
     group: Literal["sequence", "device", "global"] = "device"
     capacity_factor: float | None = None
     auxiliary: AuxiliaryRouter | None = None
+    noise: Literal["none", "gumbel"] = "none"
 
     def __post_init__(self) -> None:
+        if self.noise not in ("none", "gumbel"):
+            raise ValueError(f"ExpertChoice: noise must be none or gumbel; got {self.noise!r}.")
         if self.group not in ("sequence", "device", "global"):
             raise ValueError(f"ExpertChoice: group must be sequence, device or global; got {self.group!r}.")
         _check_factor("ExpertChoice: capacity_factor", self.capacity_factor)
@@ -209,6 +214,11 @@ class Experts:
         return isinstance(self.router, TopK) or self.router.auxiliary is not None
 
     @property
+    def draws(self) -> bool:
+        """See `llama3.parts.RoutedPart`."""
+        return isinstance(self.router, ExpertChoice) and self.router.noise == "gumbel"
+
+    @property
     def sees_later_tokens(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
         return isinstance(self.router, ExpertChoice)
@@ -239,6 +249,20 @@ class Experts:
     @property
     def _guesses(self) -> bool:
         return isinstance(self.router, ExpertChoice) and self.router.auxiliary is not None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What all layers of experts want to know of the tokens.
+
+    Attributes:
+      real: bool[B, S], False = padding.
+      keys: uint32[B, ...], data of a key for each row; None = nothing is drawn.
+    """
+
+    real: jax.Array
+    keys: jax.Array | None = None
 
 
 class ExpertLayers(nnx.Module):
@@ -289,22 +313,30 @@ class ExpertLayers(nnx.Module):
             "layer": jnp.zeros(rows, jnp.int32),
         }
 
-    def prepare(self, real: jax.Array, tokens: jax.Array, modality: jax.Array | None, room: Room) -> jax.Array:
-        """See `llama3.parts.RoutedMlp`: tokens of all modalities are alike here, and padding is none."""
+    def prepare(
+        self,
+        real: jax.Array,
+        tokens: jax.Array,
+        modality: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        *,
+        room: Room,
+    ) -> Prepared:
+        """See `llama3.parts.RoutedMlp`: tokens of all modalities are alike here."""
         del tokens, modality, room
-        return real
+        return Prepared(real, keys)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """`infer` where there is no padding."""
-        return self.infer(x, jnp.ones(x.shape[:2], bool))
+        return self.infer(x, Prepared(jnp.ones(x.shape[:2], bool)))
 
-    def infer(self, x: jax.Array, real: jax.Array) -> jax.Array:
+    def infer(self, x: jax.Array, prepared: Prepared) -> jax.Array:
         """See `llama3.parts.RoutedMlp`.
 
         Raises:
           UserError: experts choose, for which all tokens have to be there.
         """
-        router = self.part.router
+        router, real = self.part.router, prepared.real
         if isinstance(router, TopK):
             choice, _ = self._choose(x, real, router)
             return self._to_chosen(x, choice, dataclasses.replace(router, capacity_factor=None, pair_factor=None))[0]
@@ -328,17 +360,19 @@ class ExpertLayers(nnx.Module):
         hidden = jax.nn.silu(nn.project(x, self.auxiliary_in[...].astype(self.compute_dtype)))
         return nn.project(hidden.astype(wide), self.auxiliary_out[...].astype(wide))
 
-    def with_numbers(self, x: jax.Array, real: jax.Array, numbers: Numbers) -> tuple[jax.Array, Numbers]:
+    def with_numbers(self, x: jax.Array, prepared: Prepared, numbers: Numbers) -> tuple[jax.Array, Numbers]:
         """x [B, S, E] -> [B, S, E], and what this layer adds to the numbers.
 
         Args:
           x: compute_dtype[B, S, E].
-          real: bool[B, S], False = padding, which goes to no expert and counts nowhere.
+          prepared: What `prepare` made; padding goes to no expert and counts nowhere.
           numbers: Of the layers before.
         """
-        router = self.part.router
+        router, real = self.part.router, prepared.real
         if isinstance(router, ExpertChoice):
             logits = self._logits(x)
+            if prepared.keys is not None and router.noise == "gumbel":
+                logits += routing.logistic_noise(prepared.keys, numbers["layer"], logits)
             scores = jax.nn.sigmoid(logits)
             y, asked, dropped = self._to_choosing(x, scores, real, router)
             numbers = self._add(numbers, logits, scores, real, asked, dropped)

@@ -15,6 +15,7 @@ Axes: B rows, S positions, E model, F hidden, n experts of a group, C places of 
 """
 
 import dataclasses
+import functools
 from typing import NoReturn
 
 import jax
@@ -26,7 +27,7 @@ from scalejax.data.text.modalities import ModalityMap
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm.architecture import Architecture
-from scalejax.models.llm.experts import AuxiliaryRouter, Execution, ExpertChoice, ExpertLayers, Experts
+from scalejax.models.llm.experts import AuxiliaryRouter, Execution, ExpertChoice, ExpertLayers, Experts, Prepared
 from scalejax.models.llm.llama3 import architecture as llama
 from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.model import Llama
@@ -34,8 +35,19 @@ from scalejax.models.llm.llama3.parts import MlpPart, Numbers, OutputRmsNorm, Ro
 from scalejax.nn import routing
 from scalejax.train.metrics.protocol import Metric
 
-Order = dict[str, routing.Routes]
-"""Of each modality the places of its tokens in every row: a `Routes` whose arrays have a leading axis of rows."""
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Where in their rows the tokens of each modality lie.
+
+    Attributes:
+      routes: By modality, to the places of its tokens: a `Routes` whose arrays have a leading axis of rows.
+      keys: By modality, uint32[B, ...], see `experts.Prepared`; {} = nothing is drawn.
+    """
+
+    routes: dict[str, routing.Routes]
+    keys: dict[str, jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,6 +112,11 @@ class ModalityExperts:
     def generates(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
         return self.router.auxiliary is not None
+
+    @property
+    def draws(self) -> bool:
+        """See `llama3.parts.RoutedPart`."""
+        return self.group(1).draws
 
     @property
     def sees_later_tokens(self) -> bool:
@@ -173,7 +190,15 @@ class ModalityExpertLayers(nnx.Module):
             for key, value in self.group(name).numbers(rows).items()
         }
 
-    def prepare(self, real: jax.Array, tokens: jax.Array, modality: jax.Array | None, room: Room) -> Order:
+    def prepare(
+        self,
+        real: jax.Array,
+        tokens: jax.Array,
+        modality: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        *,
+        room: Room,
+    ) -> Order:
         """See `llama3.parts.RoutedMlp`: where in its row each token of a modality lies.
 
         Raises:
@@ -183,12 +208,14 @@ class ModalityExpertLayers(nnx.Module):
             modality = self._modality_of(tokens)
         length = real.shape[1]
         capacities = self.part.capacities if room == "data" else None
-        order = {}
+        routes, drawn = {}, {}
         for number, (name, _) in enumerate(self.part.groups):
             own = real & (modality == number)
             size = length if capacities is None else min(length, capacities[number])
-            order[name] = jax.vmap(lambda own, size=size: routing.routes_of_some(own, size=size))(own)
-        return order
+            routes[name] = jax.vmap(lambda own, size=size: routing.routes_of_some(own, size=size))(own)
+            if keys is not None:
+                drawn[name] = jax.vmap(functools.partial(_fold, number))(keys)
+        return Order(routes, drawn)
 
     def _modality_of(self, tokens: jax.Array) -> jax.Array:
         """int8[B, S], by the ids of tokens."""
@@ -204,8 +231,8 @@ class ModalityExpertLayers(nnx.Module):
         """See `llama3.parts.RoutedMlp`."""
         y = jnp.zeros_like(x)
         for name, _ in self.part.groups:
-            routes = order[name]
-            made = self.group(name).infer(_placed(x, routes), routes.tokens < x.shape[1])
+            routes = order.routes[name]
+            made = self.group(name).infer(_placed(x, routes), Prepared(routes.tokens < x.shape[1]))
             y += _placed(made, routing.reverse(routes))
         return y
 
@@ -213,9 +240,9 @@ class ModalityExpertLayers(nnx.Module):
         """See `llama3.parts.RoutedMlp`."""
         y, found = jnp.zeros_like(x), dict(numbers)
         for name, _ in self.part.groups:
-            routes = order[name]
-            own, real = _placed(x, routes), routes.tokens < x.shape[1]
-            made, changed = self.group(name).with_numbers(own, real, _of_group(numbers, name))
+            routes = order.routes[name]
+            prepared = Prepared(routes.tokens < x.shape[1], order.keys.get(name))
+            made, changed = self.group(name).with_numbers(_placed(x, routes), prepared, _of_group(numbers, name))
             y += _placed(made, routing.reverse(routes))
             found |= {f"{name}/{key}": value for key, value in changed.items()}
         return y, found
@@ -274,6 +301,10 @@ def published(size: str, mlp: MlpPart | None = None) -> LlamaConfig:
         mlp=mlp or ModalityExperts(groups=(("text", 4), ("image", 4))),
         norm=OutputRmsNorm(),
     )
+
+
+def _fold(number: int, data: jax.Array) -> jax.Array:
+    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(data), number))
 
 
 def _placed(x: jax.Array, routes: routing.Routes) -> jax.Array:

@@ -228,6 +228,20 @@ def shares(parts: Mapping[str, float]) -> str:
         return _svg(figure)
 
 
+def grid(title: str, values: np.ndarray, rows: str, columns: str) -> str:
+    """Values [R, C] as a picture of cells, darker where they are larger; the scale begins at 0."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new(title)
+        image = axes.imshow(values, cmap="Greens", vmin=0, aspect="auto", interpolation="nearest")
+        figure.colorbar(image, ax=axes)
+        axes.set_xlabel(columns)
+        axes.set_ylabel(rows)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.yaxis.get_major_locator().set_params(integer=True)
+        axes.grid(visible=False)
+        return _svg(figure)
+
+
 def by_day(title: str, days: Sequence[str], values: Sequence[float], base: float | None = None) -> str:
     """A metric of each slice of progressive validation, in order."""
     with matplotlib.rc_context(_STYLE):

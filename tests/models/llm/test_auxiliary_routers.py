@@ -12,7 +12,7 @@ from llama_cases import F64, GQA
 from scalejax.configs.llm import moma
 from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.tokens import TokenSchema
-from scalejax.models.llm.experts import AuxiliaryRouter, ExpertChoice, Experts
+from scalejax.models.llm.experts import AuxiliaryRouter, ExpertChoice, Experts, Prepared
 from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.models.llm.moma import ModalityExperts
 from scalejax.train import loop
@@ -98,7 +98,7 @@ def test_labels_are_who_was_taken_and_nothing_of_their_loss_reaches_the_model(ro
 
     def loss(state, x):
         module = nnx.merge(graph, state)
-        numbers = module.with_numbers(x, real, module.numbers(2))[1]
+        numbers = module.with_numbers(x, Prepared(real), module.numbers(2))[1]
         return numbers["auxiliary"].sum(), numbers
 
     (value, numbers), (of_state, of_x) = jax.value_and_grad(loss, (0, 1), has_aux=True)(state, x)

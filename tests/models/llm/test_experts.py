@@ -12,7 +12,7 @@ from llama_cases import F64, GQA, rows, tokens
 
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
-from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
+from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.train import loop
 from scalejax.train.task import Batch, whole
 
@@ -74,7 +74,7 @@ def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
     x, real = stream
     module = layer(EXECUTIONS[execution])
     capacity = {"grouped": x.size, "batched, with drops": 8}.get(execution, 32)
-    y, numbers = module.with_numbers(x, real, module.numbers(2))
+    y, numbers = module.with_numbers(x, Prepared(real), module.numbers(2))
     expected, entropy, load, dropped = literal(module, x, real, 2, capacity)
     np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(numbers["entropy"].sum(), entropy, rtol=1e-10)
@@ -101,7 +101,7 @@ def test_the_losses_of_the_router_are_their_formulas(stream, k):
     real = np.ones((2, 16), bool)
 
     def losses(x):
-        numbers = module.with_numbers(x, jnp.asarray(real), module.numbers(2))[1]
+        numbers = module.with_numbers(x, Prepared(jnp.asarray(real)), module.numbers(2))[1]
         numbers["layer"] = jnp.full_like(numbers["layer"], GQA.layers)
         return numbers
 
@@ -134,7 +134,7 @@ def test_the_balance_loss_pulls_experts_level(x64):
     def step(router):
         def loss(router):
             module = nnx.merge(graph, nnx.State({**state, "router": state["router"].replace(router)}))
-            numbers = module.with_numbers(x, real, module.numbers(4))[1]
+            numbers = module.with_numbers(x, Prepared(real), module.numbers(4))[1]
             return numbers["balance"].sum() / 256, numbers["load"].sum((0, 1))
 
         (value, load), gradient = jax.value_and_grad(loss, has_aux=True)(router)
@@ -171,7 +171,7 @@ def test_experts_that_choose_are_the_loop_of_the_paper(stream, group, groups, ex
     x, real = stream
     part = Experts(count=4, router=ExpertChoice(group=group), execution=execution)
     module = layer(part)
-    y, numbers = module.with_numbers(x, real, module.numbers(2))
+    y, numbers = module.with_numbers(x, Prepared(real), module.numbers(2))
     expected, saw = chosen_by_loop(module, x, real, groups)
     np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_array_equal(numbers["load"][:, 0], saw.sum(1))
@@ -197,7 +197,7 @@ def test_a_later_token_changes_an_earlier_one_where_experts_choose_and_only_ther
 
     def moved(part):
         module = layer(part)
-        before, after = (module.with_numbers(rows, real, module.numbers(2))[0] for rows in (x, other))
+        before, after = (module.with_numbers(rows, Prepared(real), module.numbers(2))[0] for rows in (x, other))
         return bool((before[:, :15] != after[:, :15]).any())
 
     assert moved(Experts(count=4, router=ExpertChoice(group="sequence"), execution="batched"))

@@ -11,9 +11,10 @@ from llama_cases import F64, GQA
 
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
-from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
+from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.models.llm.llama3.parts import GatedMlp, OutputRmsNorm
 from scalejax.models.llm.moma import TABLE_1, ModalityExperts, published
+from scalejax.nn import routing
 
 TEXT, IMAGE, PADDING = 0, 1, -1
 SCHEMA = TokenSchema(vocabulary=90, length=16, modalities=("text", "image"), capacities=(16, 16))
@@ -28,7 +29,7 @@ def layer(part, number=1):
 
 def run(module, x, modality):
     modality = jnp.asarray(modality, jnp.int8)
-    order = module.prepare(modality != PADDING, jnp.zeros_like(modality, jnp.int32), modality, "data")
+    order = module.prepare(modality != PADDING, jnp.zeros_like(modality, jnp.int32), modality, room="data")
     return module.with_numbers(x, order, module.numbers(len(x)))
 
 
@@ -123,7 +124,8 @@ def test_an_image_changes_no_text_but_through_the_choice_of_mixed_experts(x):
     assert (after[1, 3] != before[1, 3]).any()
     mixed = layer(Experts(count=8, router=ExpertChoice(), execution="batched").build(GQA, nnx.Rngs(0), F64))
     before, after = (
-        np.asarray(mixed.with_numbers(rows, jnp.ones((2, 16), bool), mixed.numbers(2))[0]) for rows in (x, other)
+        np.asarray(mixed.with_numbers(rows, Prepared(jnp.ones((2, 16), bool)), mixed.numbers(2))[0])
+        for rows in (x, other)
     )
     assert (after[text] != before[text]).any()
 
@@ -144,7 +146,7 @@ def test_one_group_is_the_mixed_modal_form(x):
     module = layer(part.build(GQA, nnx.Rngs(0), F64))
     mixed = layer(Experts(count=8, router=ExpertChoice(), execution="batched").build(GQA, nnx.Rngs(0), F64))
     y, _ = run(module, x, np.zeros((2, 16)))
-    expected, _ = mixed.with_numbers(x, jnp.ones((2, 16), bool), mixed.numbers(2))
+    expected, _ = mixed.with_numbers(x, Prepared(jnp.ones((2, 16), bool)), mixed.numbers(2))
     np.testing.assert_allclose(y, expected, rtol=1e-12)
 
 
@@ -188,7 +190,7 @@ def test_gradients_are_those_of_finite_differences_and_there_for_experts_without
 def test_a_batch_has_to_say_of_which_modality_its_tokens_are(x):
     module = layer(ModalityExperts())
     with pytest.raises(UserError, match="neither the batch nor model"):
-        module.prepare(jnp.ones((2, 16), bool), jnp.ones((2, 16), jnp.int32), None, "data")
+        module.prepare(jnp.ones((2, 16), bool), jnp.ones((2, 16), jnp.int32), room="data")
 
 
 @pytest.mark.parametrize("size", TABLE_1)
@@ -242,3 +244,28 @@ def test_the_loss_and_the_use_of_experts_are_of_each_modality(x64):
 def test_mistakes_are_named(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_choice_and_weight_see_the_same_noise_and_only_where_there_are_keys(x64):
+    """The loop of the paper with noisy scores, of text alone, whose places are its positions."""
+    part = ModalityExperts(router=ExpertChoice(noise="gumbel"))
+    module, modality = layer(part), kinds("all text")
+    x = jax.random.normal(jax.random.key(1), (2, 16, GQA.dim))
+    keys = jax.random.key_data(jax.random.split(jax.random.key(5), 2))
+    order = module.prepare(jnp.ones((2, 16), bool), jnp.zeros((2, 16), jnp.int32), modality, keys, room="data")
+    layers = jnp.full(2, 3, jnp.int32)
+    numbers = {k: layers if k.endswith("layer") else v for k, v in module.numbers(2).items()}
+    y, _ = module.with_numbers(x, order, numbers)
+    logits = np.asarray(x @ module.group("text").router[...])
+    noise = np.asarray(routing.logistic_noise(order.keys["text"], layers, jnp.asarray(logits)))
+    assert (noise != np.asarray(routing.logistic_noise(order.keys["image"], layers, jnp.asarray(logits)))).all()
+    flat, expected = np.asarray(x).reshape(32, -1), np.zeros((32, GQA.dim))
+    scores = (1 / (1 + np.exp(-logits - noise))).reshape(32, 4)
+    for e in range(4):
+        top = np.argsort(-scores[:, e], kind="stable")[:8]
+        expected[top] += scores[top, e][:, None] * ffn(module.group("text"), e, flat[top])
+    np.testing.assert_allclose(np.asarray(y).reshape(32, -1), expected, rtol=1e-10, atol=1e-12)
+    quiet, _ = run(module, x, modality)
+    np.testing.assert_allclose(quiet, literal(module, x, modality), rtol=1e-10, atol=1e-12)
+    assert part.draws
+    assert not ModalityExperts().draws

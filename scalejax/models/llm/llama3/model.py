@@ -180,6 +180,7 @@ class Llama(nnx.Module):
         positions: jax.Array,
         segment_ids: jax.Array,
         modality: jax.Array | None = None,
+        keys: jax.Array | None = None,
         *,
         routing: Literal["batch", "causal"] = "batch",
         gather: Gather = whole,
@@ -189,6 +190,7 @@ class Llama(nnx.Module):
         Args:
           tokens: As of `hidden`, and so are positions, segment_ids and gather.
           modality: int8[B, S], see `data.text.tokens.TokenBatch`; None = it is known by the ids of tokens.
+          keys: Keys of the rows, [B], for routers that draw; None = nothing is drawn.
           routing: Who sees which token: "batch" as in training, with what is dropped there, and where experts choose
             among the tokens of a batch; "causal" as in generation, without later tokens and without drops.
         """
@@ -203,7 +205,7 @@ class Llama(nnx.Module):
             def inferred(layer: DecoderBlock, x: jax.Array, beside: tuple[_Beside, "PyTree[jax.Array]"]) -> jax.Array:
                 return layer(x, *beside[0], beside[1])
 
-            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, "data")
+            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, room="data")
             x = apply_layers(self.layers, inferred, x, (beside, prepared), **options)
         elif isinstance(self.layers.mlp, RoutedMlp):
 
@@ -213,7 +215,8 @@ class Llama(nnx.Module):
                 return layer.with_numbers(*carry, beside[0], *beside[1])
 
             numbers = self.layers.mlp.numbers(tokens.shape[0])
-            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, "data")
+            data = None if keys is None else jax.random.key_data(keys)  # keys themselves do not go through a pipeline
+            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, data, room="data")
             x, numbers = apply_layers(self.layers, with_numbers, (x, numbers), (prepared, beside), **options)
         else:
 
@@ -277,7 +280,7 @@ class Llama(nnx.Module):
 
         prepared = None
         if isinstance(self.layers.mlp, RoutedMlp):
-            prepared = self.layers.mlp.prepare(jnp.ones(tokens.shape, bool), tokens, None, "all")
+            prepared = self.layers.mlp.prepare(jnp.ones(tokens.shape, bool), tokens, room="all")
 
         # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
         def body(

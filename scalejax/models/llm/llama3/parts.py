@@ -67,6 +67,11 @@ class RoutedPart(Protocol):
         """Whether in training a token is computed with those after it, so that the loss is too good."""
         ...
 
+    @property
+    def draws(self) -> bool:
+        """Whether training wants keys."""
+        ...
+
     def macs(self, config: "LlamaConfig") -> int:
         """Multiply-accumulates of a token in one layer, forward."""
         ...
@@ -93,7 +98,13 @@ class RoutedMlp(Protocol):
         ...
 
     def prepare(
-        self, real: jax.Array, tokens: jax.Array, modality: jax.Array | None, room: Room
+        self,
+        real: jax.Array,
+        tokens: jax.Array,
+        modality: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        *,
+        room: Room,
     ) -> "PyTree[jax.Array]":
         """What all layers want to know of the tokens, made once: a pytree of arrays [B, ...].
 
@@ -101,6 +112,7 @@ class RoutedMlp(Protocol):
           real: bool[B, S], False = padding.
           tokens: int32[B, S].
           modality: int8[B, S], see `data.text.tokens.TokenBatch`; None = it is known by the ids of tokens.
+          keys: uint32[B, ...], data of a key for each row; None = nothing is drawn.
           room: See `Room`.
         """
         ...

@@ -63,18 +63,20 @@ class LlamaTask(TaskBase):
         Args:
           model: What `init` returned.
           batch: "tokens", "targets", "segment_ids", "positions" int32[B, S] and "weights" float32[B, S].
-          keys: Not used: nothing is random.
+          keys: For routers that draw.
           gather: Fetches parameters, see `nn.layers`.
         Returns:
           sum_bs w_bs CE_bs, to which experts add the losses of their router, and sum_bs w_bs, float32 (float64 where
           the model computes in float64).
         """
-        del keys
+        part = self.config.mlp
+        draws = isinstance(part, RoutedPart) and part.draws and keys is not None
+        own = keys.of_examples(len(batch["tokens"])) if draws and keys is not None else None
         rows = (batch["tokens"], batch["positions"], batch["segment_ids"], batch.fields.get("modality"))
         run = functools.partial(model.hidden_with_numbers, *rows, gather=gather)
-        x, head, numbers = run()
+        x, head, numbers = run(own)
         loss, sums = self._cross_entropy(x, head, batch)
-        weight, part = batch["weights"].astype(loss.dtype).sum(), self.config.mlp
+        weight = batch["weights"].astype(loss.dtype).sum()
         if not isinstance(part, RoutedPart):
             return Loss(loss, weight, sums)
         sums = {"cross_entropy": loss, **sums, **part.sums(numbers)}
