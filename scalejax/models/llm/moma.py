@@ -249,7 +249,7 @@ class ModalityExpertLayers(nnx.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Published:
+class PublishedSize:
     """A class of models of equal FLOPs a token: Table 1 of arXiv 2407.21770.
 
     A row of the table says layers, width, the FFN's width F, heads, and the parameters of four models. These come out
@@ -271,9 +271,9 @@ class Published:
 
 
 TABLE_1 = {
-    "90M": Published(8, 512, 2048, 8, (14, 512, 2048, 8), (90e6, 210e6, 110e6, 317e6)),
-    "435M": Published(24, 1024, 4096, 16, (40, 1024, 4096, 16), (435e6, 1.9e9, 635e6, 3e9)),
-    "1.4B": Published(24, 2048, 8192, 16, (32, 2304, 9216, 18), (1.4e9, 7.1e9, 2.3e9, 12e9)),
+    "90M": PublishedSize(8, 512, 2048, 8, (14, 512, 2048, 8), (90e6, 210e6, 110e6, 317e6)),
+    "435M": PublishedSize(24, 1024, 4096, 16, (40, 1024, 4096, 16), (435e6, 1.9e9, 635e6, 3e9)),
+    "1.4B": PublishedSize(24, 2048, 8192, 16, (32, 2304, 9216, 18), (1.4e9, 7.1e9, 2.3e9, 12e9)),
 }
 """The published sizes by name."""
 
