@@ -4,7 +4,6 @@ batch    rows                      sequence   positions, inside attention
 stream   positions, between blocks: also over `tensor`, which shards norms and residuals ("sequence parallelism",
          Korthikanti et al., 2022)
 heads, kv_heads, hidden, vocabulary   features, over `tensor`
-experts  those of a layer, over `expert`
 """
 
 import math
@@ -19,7 +18,6 @@ from scalejax.parallel.rules import LogicalAxes, Rules
 ACTIVATIONS = Rules(
     axes=(
         ("batch", BATCH_AXES),
-        ("experts", ("expert",)),
         ("sequence", ("context",)),
         ("stream", ("context", "tensor")),
         ("heads", ("tensor",)),

@@ -27,7 +27,7 @@ class ParameterPlacement:
       logical_axes: Its axes by name.
       spec: Its sharding.
       reason: Why a dimension that a rule names is whole on every device; "" if there is none.
-      apart: Data axes along which devices hold different parts for good, see `LLM`: neither gathered nor summed over.
+      apart: Data axes along which devices hold different parts for good: neither gathered nor summed over.
     """
 
     name: str
@@ -40,7 +40,10 @@ class ParameterPlacement:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """A table from logical axis names to mesh axes; what is not named is replicated.
+    """A table from logical axis names to mesh axes; what is not named is replicated, experts aside.
+
+    These lie on `expert`, whatever else a table says: tokens travel to them, and they stay (Lepikhin et al., GShard,
+    arXiv 2006.16668).
 
     Attributes:
       axes: ((logical axis, mesh axes), ...). A mesh axis shards one dimension of a parameter: the first, from the
@@ -60,7 +63,7 @@ class Rules:
 
     def mesh_axes(self, logical: str | None) -> tuple[str, ...]:
         """Mesh axes that shard a logical axis, where they divide it."""
-        return dict(self.axes).get(logical, ()) if logical is not None else ()
+        return {"experts": ("expert",), **dict(self.axes)}.get(logical, ()) if logical is not None else ()
 
     def spec(self, logical_axes: LogicalAxes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
         """Sharding of one array; a dimension that does not divide is replicated (see `describe`)."""
@@ -107,7 +110,6 @@ FSDP = Rules(axes=tuple((name, ("fsdp",)) for name in _WEIGHT_AXES))
 LLM = Rules(
     axes=(
         ("layers", ("stage",)),
-        ("experts", ("expert",)),
         ("embed", ("fsdp",)),
         ("heads", ("tensor",)),
         ("kv_heads", ("tensor",)),
@@ -116,5 +118,4 @@ LLM = Rules(
     )
 )
 """Language models: heads, hidden features of MLPs and the vocabulary over `tensor` (Shoeybi et al., 2019), the other
-dimension of each matrix over `fsdp`, layers over `stage`, and experts over `expert`: tokens travel to them, and they
-stay (Lepikhin et al., arXiv 2006.16668)."""
+dimension of each matrix over `fsdp`, layers over `stage`."""

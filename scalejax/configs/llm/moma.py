@@ -58,7 +58,7 @@ def smoke() -> Experiment:
     return dataclasses.replace(
         whole,
         model=dataclasses.replace(
-            whole.model, dim=16, ffn_dim=32, mlp=ModalityExperts(groups=(("text", 2), ("image", 2)))
+            whole.model, dim=16, ffn_dim=32, unroll=1, mlp=ModalityExperts(groups=(("text", 2), ("image", 2)))
         ),
         data=TwoModalityData(length=128, batch_size=8, codes=16, image_share=(0.35, 0.45)),
         steps=4,
@@ -99,7 +99,7 @@ def _pretrain(size: str, *, rows: int, steps: int, auxiliary: tuple[int, int]) -
     """
     whole = _common.experiment(
         model=published(size),
-        data=TwoModalityData(length=4096, batch_size=rows, codes=8192, vocabulary=65_536),
+        data=TwoModalityData(length=4096, batch_size=rows, codes=8192, image_share=(0.45, 0.55), vocabulary=65_536),
         steps=steps,
         optimizer=_adamw(steps, 4_000),
         strategy=Fsdp(sharding="FULL_SHARD", param_dtype="bfloat16"),

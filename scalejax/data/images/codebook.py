@@ -162,4 +162,5 @@ def _nearest(patches: np.ndarray, centres: np.ndarray) -> np.ndarray:
     matrix = centres.astype(np.float32).T
     norms = (matrix * matrix).sum(0)
     parts = (patches[a : a + _AT_ONCE] @ matrix for a in range(0, len(patches), _AT_ONCE))
-    return np.concatenate([np.argmin(norms - 2 * products, axis=1) for products in parts])
+    nearest = [np.argmin(norms - 2 * products, axis=1) for products in parts]
+    return np.concatenate([np.zeros(0, np.int64), *nearest])  # of no patches, too: a split may have no images

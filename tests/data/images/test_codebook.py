@@ -122,3 +122,8 @@ def test_held_out_clothes_are_drawn_almost_as_well_as_those_of_training() -> Non
     errors = codebook.error(train), codebook.error(held)
     assert errors[0] < errors[1] < 1.15 * errors[0]
     assert errors[1] < 640
+
+
+def test_no_images_have_no_codes():
+    codebook = PatchCodebook(np.zeros((3, 16), np.uint8))
+    assert codebook.encode(np.zeros((0, 28, 28), np.uint8)).shape == (0, 49)
