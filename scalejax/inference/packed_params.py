@@ -1,9 +1,8 @@
 """Quantized weights that stay packed on devices: a layer is decoded where it is used, inside the scan over layers.
 
 Packed are the parameters of layers whose blocks all have one format and lie whole on a device, those of all experts of
-a layer together, whether the folder has them in one tensor or in many. Others are decoded when
-they are loaded: those outside the layers, those of which a rule has quantized some layers otherwise, and on meshes
-those that cut blocks.
+a layer together, whether the folder has them in one tensor or in many. Others are decoded when they are loaded: those
+outside the layers, those of which a rule has quantized some layers otherwise, and on meshes those that cut blocks.
 """
 
 import dataclasses

@@ -153,15 +153,28 @@ class TableTensor:
         return self.entries[0].tensor_shape(sizes)
 
     def dtype(self, source: "ParamSource") -> np.dtype:
-        """The dtype of its parameters, the widest where they differ."""
-        return np.result_type(*(source.dtype(entry.path) for entry in self.entries))
+        """The dtype of its parameters.
+
+        Raises:
+          UserError: they have several.
+        """
+        found = {entry.path: source.dtype(entry.path) for entry in self.entries}
+        first, *others = found.values()
+        if any(dtype != first for dtype in others):
+            shown = " and ".join(f"{path} in {dtype}" for path, dtype in found.items())
+            raise UserError(
+                f"{self.name} is made of {shown}. Give both one dtype: convert the model to a model folder or to "
+                "separate experts with --dtype before."
+            )
+        return first
 
     def read(self, source: "ParamSource", sizes: Mapping[str, int]) -> np.ndarray:
         """The tensor, from parameters.
 
         Raises:
-          UserError: as `ParamSource.read`.
+          UserError: as `ParamSource.read`, or they have several dtypes.
         """
+        self.dtype(source)
         read = [self._parameter(source, entry, sizes) for entry in self.entries]
         return self.entries[0].to_tensor(read[0] if self.entries[0].half is None else np.stack(read), sizes)
 

@@ -107,6 +107,8 @@ class ErrorDiffusion:
                 )
         for stage, paths in enumerate(self._walk.stages):
             wanted = [w for w in own if w.format is not None and not set(paths).isdisjoint(paths_in_layer(w))]
+            if not wanted:
+                continue
             params, rounded = parameters(own, arrays, sizes), {weight.name: [] for weight in wanted}
             for expert, rows in _experts_of(wanted, sizes):
                 inputs = functools.partial(self._walk.run, params, stage, expert=expert)
@@ -114,7 +116,7 @@ class ErrorDiffusion:
                 upper = diffusion.factor(hessian, self.damping)
                 for weight in wanted:
                     if weight.tensor.expert in (None, expert):
-                        part = jnp.asarray(exact[weight.name][rows if weight.tensor.expert is None else slice(None)])
+                        part = jnp.asarray(exact[weight.name][rows])
                         rounded[weight.name].append(self._round(weight, part, hessian, upper, layout))
             for weight in wanted:
                 replace(weight, _joined(rounded[weight.name]))
@@ -249,9 +251,7 @@ def _joined(parts: Sequence[_Rounded]) -> QuantizedWeight:
 
 
 def _experts_of(wanted: Sequence[Weight], sizes: Mapping[str, int]) -> list[tuple[int | None, slice]]:
-    """Experts whose inputs differ, each with its rows in a weight that holds all; None = there are no experts."""
-    if not wanted:
-        return []
+    """Experts, whose inputs differ, each with its rows in a weight that has them; None = there are no experts."""
     weight = wanted[0]
     if weight.tensor.expert is not None:
         return [(expert, slice(None)) for expert in range(sizes[weight.tensor.entries[0].ours()[0]])]

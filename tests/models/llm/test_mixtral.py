@@ -152,6 +152,22 @@ def test_forms_that_are_none_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_halves_of_several_dtypes_are_refused(tmp_path):
+    weights = tensors(MIXTRAL)
+    mixed = {name: a.astype(jnp.bfloat16) if ".w3." in name else a for name, a in weights.items()}
+    write_checkpoint(tmp_path / "theirs", MIXTRAL)
+    plan = tuple(safetensors.Written(name, array.dtype, array.shape) for name, array in mixed.items())
+    safetensors.write_folder(tmp_path / "theirs", plan, mixed.__getitem__)
+    opened = model_folder.open_folder(tmp_path / "theirs")
+    words = r"layers.0.mlp.experts.gate_up_proj is made of layers/mlp/gate in float32 and layers/mlp/up in bfloat16"
+    for dtype in (None, np.dtype(np.float32)):
+        with pytest.raises(UserError, match=words):
+            model_folder.convert(opened, tmp_path / "out", to="huggingface", experts="fused", dtype=dtype)
+    model_folder.convert(opened, tmp_path / "ours", to="model", dtype=np.dtype(np.float32))
+    ours = model_folder.open_folder(tmp_path / "ours")
+    model_folder.convert(ours, tmp_path / "out", to="huggingface", experts="fused")
+
+
 def test_tokens_are_those_of_full_passes(tmp_path):
     """Generated with a cache from a folder, on one device and with experts' hidden features over `tensor`."""
     write(tmp_path / "theirs", "fused")
