@@ -29,7 +29,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.errors import UserError
-from scalejax.kernels.grouped_matmul import grouped_matmul
+from scalejax.kernels.grouped_matmul import grouped_gated_mlp
 from scalejax.models.llm.expert_use import ExpertUse
 from scalejax.models.llm.llama3.parts import Numbers, StackedNormal
 from scalejax.nn import routing
@@ -308,9 +308,7 @@ def _chosen(
     if capacity_factor is None:
         block = _block(tokens * k, count)
         routes, sizes = routing.routes_in_groups(chosen, weighed, count=count, block=block)
-        run = functools.partial(grouped_matmul, sizes=sizes, block=block)
-        rows, (gate, up, down) = routing.dispatch(flat, routes), weights
-        results = run(jax.nn.silu(run(rows, gate)) * run(rows, up), down)
+        results = grouped_gated_mlp(routing.dispatch(flat, routes), *weights, sizes, block=block)
     else:
         capacity = math.ceil(capacity_factor * tokens * k / count)
         routes = routing.routes_with_capacity(chosen, weighed, count=count, capacity=capacity)
