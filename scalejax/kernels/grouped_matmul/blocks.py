@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from scalejax.kernels.grouped_matmul import reference
+
 _Pair = tuple[jax.Array, jax.Array]
 
 
@@ -36,9 +38,24 @@ def gated_with_products(
 
     def one(group: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         gate, up = (_product(rows, w[group]) for w in weights)
-        return jax.nn.silu(gate) * up, gate, up
+        return reference.between(gate, up), gate, up
 
     return _each_block(one, (x,), sizes, block)
+
+
+def gate_gradients(
+    g: jax.Array, down: jax.Array, products: _Pair, sizes: jax.Array, *, block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What is between the layers, and the gradients of both products, for the cotangent g [R, E] of the result.
+
+    `products` are x gate and x up, [R, F].
+    """
+
+    def one(group: jax.Array, g: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
+        to_hidden = _product(g, down[group].T)
+        return reference.between_gradients(gate.astype(to_hidden.dtype), up.astype(to_hidden.dtype), to_hidden)
+
+    return _each_block(one, (g, *products), sizes, block)
 
 
 def multiply_transposed(

@@ -1,8 +1,8 @@
 """Grouped products of others, with the derivatives that they have: XLA's, and by name those of jax and of tokamax.
 
-On a TPU XLA has a kernel for `ragged_dot` and for the gradient of its rows; that of the weights it makes of dense
-products of all rows with masks, one a group. On a CPU and on a GPU without an option of XLA's, all three are such
-products.
+Of `ragged_dot` XLA makes a kernel on a TPU, and one of the gradient of its rows; that of the weights is a dense product
+of all rows with masks for each group. On a CPU and on a GPU all three are such products, n times the work, and the GPU
+first copies the rows once a group.
 """
 
 import importlib

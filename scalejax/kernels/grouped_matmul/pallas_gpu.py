@@ -1,13 +1,14 @@
 """Grouped products on a GPU in Pallas Triton.
 
-    multiply, gated, multiply_transposed    a program owns a tile of rows of one group, beginning where the group does,
-                                            and of columns, and walks along the axis that is summed over
-    weight_gradients                        a program owns a tile of one group's matrix and walks along its rows
+    all but the next    a program owns a tile of rows of one group, beginning where the group does, and of columns, and
+                        walks along the axis that is summed over
+    weight_gradients    a program owns a tile of one group's matrix and walks along its rows
 
 Tiles of rows are listed by XLA from the sizes; there are as many programs as the shapes allow, and those that have no
 tile end at once. Rows behind the last group are a group without weights, whose rows are zeros. Nothing is added to what
 another program writes: no atomics, the same bits every time. `gated` reads its rows once for both products, and neither
-leaves registers unless a gradient wants it.
+leaves registers unless a gradient wants it. `gate_gradients` turns them into their gradients where they lie; that of
+what is between the layers is never in memory.
 
 jax 0.12 lowers these kernels with a warning that Triton will leave Pallas in some later version. They have been
 compiled for Hopper and interpreted, and have not run on a GPU.
@@ -24,12 +25,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from scalejax import compat
-from scalejax.kernels.grouped_matmul import tiles
+from scalejax.kernels.grouped_matmul import reference, tiles
 from scalejax.kernels.types import Kernel, Ref
 
 _Pair = tuple[jax.Array, jax.Array]
 _Finish = Callable[..., tuple[jax.Array, ...]]
-"""float32 sums of a tile -> results."""
+"""float32 sums of a tile, and what was kept of it -> results."""
 
 _FLOAT32_ON_GPU = lax.DotAlgorithmPreset.TF32_TF32_F32_X3
 """No name for it on a CPU, where the kernels are interpreted."""
@@ -51,7 +52,7 @@ def multiply(x: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: b
 def gated(x: jax.Array, weights: _Pair, sizes: jax.Array, *, interpret: bool = False) -> jax.Array:
     """See `blocks.gated`."""
     call = _RowsCall("grouped_matmul_gated", sizes, interpret)
-    return call((x,), weights, lambda gate, up: (jax.nn.silu(gate) * up,))[0]
+    return call((x,), weights, lambda gate, up: (reference.between(gate, up),))[0]
 
 
 def gated_with_products(
@@ -59,8 +60,19 @@ def gated_with_products(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `blocks.gated_with_products`."""
     call = _RowsCall("grouped_matmul_gated", sizes, interpret)
-    hidden, gate, up = call((x,), weights, lambda gate, up: (jax.nn.silu(gate) * up, gate, up))
+    hidden, gate, up = call((x,), weights, lambda gate, up: (reference.between(gate, up), gate, up))
     return hidden, gate, up
+
+
+def gate_gradients(
+    g: jax.Array, down: jax.Array, products: _Pair, sizes: jax.Array, *, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `blocks.gate_gradients`; the gradients take the place of the products in memory."""
+    call = _RowsCall("grouped_matmul_gate_gradients", sizes, interpret, contract=2)
+    hidden, to_gate, to_up = call(
+        (g,), (down,), lambda g, gate, up: reference.between_gradients(gate, up, g), kept=products
+    )
+    return hidden, to_gate, to_up
 
 
 def multiply_transposed(
@@ -128,19 +140,28 @@ class _RowsCall:
         self.name, self.sizes, self.interpret, self.contract = name, sizes, interpret, contract
 
     def __call__(
-        self, rows: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], finish: _Finish
+        self,
+        rows: tuple[jax.Array, ...],
+        weights: tuple[jax.Array, ...],
+        finish: _Finish,
+        kept: tuple[jax.Array, ...] = (),
     ) -> tuple[jax.Array, ...]:
-        """finish(sums), where sum i is of weights i and of rows i, or of the only rows."""
-        tile = _tiles(len(weights), rows[0].dtype)
+        """finish(*sums, *kept), where sum i is of weights i and of rows i, or of the only rows.
+
+        `kept` are as large as the results, whose last ones take their place.
+        """
+        tile = _tiles(max(len(weights), len(kept)), rows[0].dtype)
         count, length = rows[0].shape
         width, groups = weights[0].shape[3 - self.contract], self.sizes.shape[0]
         together = _sizes().together
         found = _row_tiles(self.sizes, count, tile.rows, together)
         shape = jax.ShapeDtypeStruct((tile.rows, tile.columns), jnp.float32)
-        results = len(jax.eval_shape(finish, *[shape for _ in weights]))
+        given = len(rows) + len(weights) + len(kept)
+        results = len(jax.eval_shape(finish, *[shape for _ in (*weights, *kept)]))
 
         def kernel(group: Ref, begins: Ref, ends: Ref, *refs: Ref) -> None:
-            xs, ws, outs = refs[: len(rows)], refs[len(rows) : -results], refs[-results:]
+            xs, ws, olds = refs[: len(rows)], refs[len(rows) : given - len(kept)], refs[given - len(kept) : given]
+            outs = refs[given:]
             number = pl.program_id(2) * together + pl.program_id(0)
             here, begin, end = group[number], begins[number], ends[number]
             row = begin + lax.iota(jnp.int32, tile.rows)
@@ -156,18 +177,22 @@ class _RowsCall:
                 )
 
             zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in ws)
-            steps = jnp.where((here < groups) & (begin < end), pl.cdiv(length, tile.depth), 0)
-            for out, value in zip(outs, finish(*lax.fori_loop(0, steps, add, zeros)), strict=True):
+            steps = ((here < groups) & (begin < end)).astype(jnp.int32) * pl.cdiv(length, tile.depth)
+            sums = lax.fori_loop(0, steps, add, zeros)
+            known = [_load(old, (row, n), (end, width)).astype(jnp.float32) for old in olds]
+            for out, value in zip(outs, finish(*sums, *known), strict=True):
                 _store(out, (row, n), (end, width), value)
 
         return tuple(
             _call(
                 kernel,
                 (together, pl.cdiv(width, tile.columns), found[0].shape[0] // together),
-                [*found, *rows, *weights],
+                [*found, *rows, *weights, *kept],
                 [jax.ShapeDtypeStruct((count, width), rows[0].dtype) for _ in range(results)],
                 tile,
                 flops=2 * len(weights) * count * length * width,
+                # A program reads its tile before it writes it, and no other program reads that.
+                in_place={len(found) + given - i: results - i for i in range(1, len(kept) + 1)},
                 name=self.name,
                 interpret=self.interpret,
             )
@@ -221,11 +246,13 @@ def _call(
     flops: int,
     name: str,
     interpret: bool,
+    in_place: dict[int, int] | None = None,
 ) -> Any:
     return pl.pallas_call(
         kernel,
         grid=grid,
         out_shape=out_shape,
+        input_output_aliases=in_place or {},
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         cost_estimate=pl.CostEstimate(
             flops=flops,
@@ -246,8 +273,8 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _tiles(sums: int, dtype: jax.typing.DTypeLike) -> tiles.GpuTiles:
-    said = _sizes().one if sums == 1 else _sizes().two
+def _tiles(held: int, dtype: jax.typing.DTypeLike) -> tiles.GpuTiles:
+    said = _sizes().one if held == 1 else _sizes().two
     return said if jnp.dtype(dtype).itemsize == 2 else _halved(said)
 
 

@@ -8,11 +8,12 @@ its own rows of the result, which stays in vector memory meanwhile. Rows behind 
 weights, whose rows are zeros. The list of visits is made by XLA from the sizes and read from scalar memory; its length
 is known on the device alone, and so is that of the grid.
 
-    multiply, gated, multiply_transposed    grid (columns, visits, parts of the sum): a tile of rows by a matrix or two
-    weight_gradients                        grid (inner, columns, visits): a sum for as long as the group is the same;
-                                            a group without rows is visited once, and gets its zeros
+    all but the next    grid (columns, visits, parts of the sum): a tile of rows by a matrix or two
+    weight_gradients    grid (inner, columns, visits): a sum for as long as the group is the same;
+                        a group without rows is visited once, and gets its zeros
 
 `gated` reads its rows once for both products, and neither leaves vector memory unless a gradient wants it.
+`gate_gradients` turns them into their gradients where they lie; that of what is between the layers is never in memory.
 
 Compiled for every chip and interpreted in the tests; it has not run on a TPU.
 """
@@ -28,13 +29,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax import compat
-from scalejax.kernels.grouped_matmul import tiles
+from scalejax.kernels.grouped_matmul import reference, tiles
 from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.types import Kernel, Number, Ref, Shapes
 
 _Pair = tuple[jax.Array, jax.Array]
 _Finish = Callable[..., tuple[jax.Array, ...]]
-"""float32 sums of a tile -> results."""
+"""float32 sums of a tile, and what was kept of it -> results."""
 
 
 def lacks(dtype: jax.typing.DTypeLike) -> str | None:
@@ -51,7 +52,7 @@ def multiply(x: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: I
 def gated(x: jax.Array, weights: _Pair, sizes: jax.Array, *, interpret: Interpret = False) -> jax.Array:
     """See `blocks.gated`."""
     call = _RowsCall("grouped_matmul_gated", sizes, interpret)
-    return call((x,), weights, lambda gate, up: (jax.nn.silu(gate) * up,))[0]
+    return call((x,), weights, lambda gate, up: (reference.between(gate, up),))[0]
 
 
 def gated_with_products(
@@ -59,8 +60,19 @@ def gated_with_products(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `blocks.gated_with_products`."""
     call = _RowsCall("grouped_matmul_gated", sizes, interpret)
-    hidden, gate, up = call((x,), weights, lambda gate, up: (jax.nn.silu(gate) * up, gate, up))
+    hidden, gate, up = call((x,), weights, lambda gate, up: (reference.between(gate, up), gate, up))
     return hidden, gate, up
+
+
+def gate_gradients(
+    g: jax.Array, down: jax.Array, products: _Pair, sizes: jax.Array, *, interpret: Interpret = False
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `blocks.gate_gradients`; the gradients take the place of the products in memory."""
+    call = _RowsCall("grouped_matmul_gate_gradients", sizes, interpret, contract=2)
+    hidden, to_gate, to_up = call(
+        (g,), (down,), lambda g, gate, up: reference.between_gradients(gate, up, g), kept=products
+    )
+    return hidden, to_gate, to_up
 
 
 def multiply_transposed(
@@ -154,9 +166,16 @@ class _RowsCall:
         self.name, self.sizes, self.interpret, self.contract = name, sizes, interpret, contract
 
     def __call__(
-        self, rows: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], finish: _Finish
+        self,
+        rows: tuple[jax.Array, ...],
+        weights: tuple[jax.Array, ...],
+        finish: _Finish,
+        kept: tuple[jax.Array, ...] = (),
     ) -> tuple[jax.Array, ...]:
-        """finish(sums), where sum i is of weights i and of rows i, or of the only rows."""
+        """finish(*sums, *kept), where sum i is of weights i and of rows i, or of the only rows.
+
+        `kept` are as large as the results, whose last ones take their place.
+        """
         said = _sizes()
         count, length = rows[0].shape
         width = weights[0].shape[3 - self.contract]
@@ -166,11 +185,12 @@ class _RowsCall:
         steps, groups = pl.cdiv(length, depth), self.sizes.shape[0]
         visits = _Visits(self.sizes, count, row_tile, least=0)
         shape = jax.ShapeDtypeStruct((row_tile, column_tile), jnp.float32)
-        results = len(jax.eval_shape(finish, *[shape for _ in weights]))
+        given = len(rows) + len(weights) + len(kept)
+        results = len(jax.eval_shape(finish, *[shape for _ in (*weights, *kept)]))
 
         def kernel(tile: Ref, group: Ref, begins: Ref, ends: Ref, *refs: Ref) -> None:
-            xs, ws = refs[: len(rows)], refs[len(rows) : len(rows) + len(weights)]
-            outs, sums = refs[len(rows) + len(weights) :][:results], refs[-len(weights) :]
+            xs, ws, olds = refs[: len(rows)], refs[len(rows) : given - len(kept)], refs[given - len(kept) : given]
+            outs, sums = refs[given : given + results], refs[given + results :]
             visit, step = pl.program_id(1), pl.program_id(2)
             here = group[visit]
 
@@ -198,7 +218,8 @@ class _RowsCall:
                 row = tile[visit] * row_tile + lax.broadcasted_iota(jnp.int32, (row_tile, column_tile), 0)
                 own = (row >= begins[here]) & (row < ends[here])
                 is_first = (visit == 0) | (tile[jnp.maximum(visit - 1, 0)] != tile[visit])
-                for out, value in zip(outs, finish(*[total[...] for total in sums]), strict=True):
+                known = [total[...] for total in sums] + [old[...].astype(jnp.float32) for old in olds]
+                for out, value in zip(outs, finish(*known), strict=True):
                     others = jnp.where(is_first, 0.0, out[...].astype(jnp.float32))
                     out[...] = jnp.where(own, value, others).astype(out.dtype)
 
@@ -210,6 +231,7 @@ class _RowsCall:
             at = jnp.minimum(group[visit], groups - 1)
             return (at, k, n) if self.contract == 1 else (at, n, k)
 
+        out_spec = pl.BlockSpec((row_tile, column_tile), lambda n, visit, k, tile, *_: (tile[visit], n))
         weight_tile = (depth, column_tile) if self.contract == 1 else (column_tile, depth)
         return tuple(
             _call(
@@ -219,15 +241,19 @@ class _RowsCall:
                 [
                     *[pl.BlockSpec((row_tile, depth), of_rows) for _ in rows],
                     *[pl.BlockSpec((None, *weight_tile), of_weights) for _ in weights],
+                    *[out_spec for _ in kept],
                 ],
-                [pl.BlockSpec((row_tile, column_tile), lambda n, visit, k, tile, *_: (tile[visit], n))] * results,
-                [*rows, *weights],
+                [out_spec] * results,
+                [*rows, *weights, *kept],
                 [jax.ShapeDtypeStruct((count, width), dtype) for _ in range(results)],
                 [pltpu.VMEM((row_tile, column_tile), jnp.float32) for _ in weights],
                 flops=2 * len(weights) * count * length * width,
                 # Rows are read again for every tile of columns, weights for every visit where they do not stay.
                 read=sum(x.nbytes for x in rows) * pl.cdiv(width, column_tile)
+                + sum(x.nbytes for x in kept)
                 + sum(w.nbytes for w in weights) * (1 if steps == 1 else pl.cdiv(visits.most, groups)),
+                # A tile is read before it is written, and no other step reads it later.
+                in_place={len(visits.operands) + given - i: results - i for i in range(1, len(kept) + 1)},
                 name=self.name,
                 interpret=self.interpret,
             )
@@ -281,6 +307,7 @@ def _call(
     read: int,
     name: str,
     interpret: Interpret,
+    in_place: dict[int, int] | None = None,
 ) -> Any:
     shapes: Shapes = out_shape
     return pl.pallas_call(
@@ -293,6 +320,7 @@ def _call(
             scratch_shapes=scratch_shapes,
         ),
         out_shape=shapes,
+        input_output_aliases=in_place or {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=_sizes().vmem_bytes
         ),

@@ -48,8 +48,8 @@ class GpuSizes:
     """Sizes for values of 16 bits; those of 32 get half the depth.
 
     Attributes:
-      one: Kernels that keep one sum.
-      two: Kernels that keep two: gate and up.
+      one: Kernels that hold one sum.
+      two: Kernels that hold two tiles of numbers of hidden units, of gate and of up.
       together: Tiles of rows that take turns over all columns, so that both operands stay in the second-level cache.
     """
 
