@@ -308,7 +308,8 @@ def _chosen(
     if capacity_factor is None:
         block = _block(tokens * k, count)
         routes, sizes = routing.routes_in_groups(chosen, weighed, count=count, block=block)
-        results = grouped_gated_mlp(routing.dispatch(flat, routes), *weights, sizes, block=block)
+        gate, up, down = weights
+        results = grouped_gated_mlp(routing.dispatch(flat, routes), gate, up, down, sizes, block=block)
     else:
         capacity = math.ceil(capacity_factor * tokens * k / count)
         routes = routing.routes_with_capacity(chosen, weighed, count=count, capacity=capacity)
