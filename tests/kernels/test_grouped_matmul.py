@@ -41,8 +41,8 @@ def case(sizes, dtype=np.float64, rows=32, inner=INNER, outer=OUTER):
 
 @pytest.fixture
 def small_tiles(monkeypatch):
-    """Several tiles of everything, and parts of tiles at each end."""
-    one = tiles.TpuTiles(rows=16, columns=128, depth_bytes=512, vmem_bytes=2**24)
+    """Several tiles of everything, turns of a loop in each, and parts of tiles at each end."""
+    one = tiles.TpuTiles(rows=32, columns=128, depth_bytes=512, chunk=16, vmem_bytes=2**24)
     two = tiles.GpuTiles(rows=16, columns=64, depth=64, warps=4, stages=2)
     monkeypatch.setattr(tiles, "TPU", {"": one})
     monkeypatch.setattr(tiles, "GPU", {"": tiles.GpuSizes(one=two, two=two, together=2)})

@@ -93,7 +93,8 @@ def weight_gradients(
     """See `blocks.weight_gradients`."""
     said = _sizes()
     rows, inner, outer = x.shape[0], x.shape[1], grads[0].shape[1]
-    row_tile = _row_tile(rows, said)
+    row_tile = _row_tile(rows, x.dtype)
+    chunk = _chunk(row_tile, said.chunk // x.dtype.itemsize)
     # A sum of 2^20 float32 for each gradient.
     inner_tile, outer_tile = (min(length, 2 * said.columns) for length in (inner, outer))
     visits = _Visits(sizes, rows, row_tile, least=1)
@@ -110,15 +111,17 @@ def weight_gradients(
                 total[...] = jnp.zeros(total.shape, jnp.float32)
 
         def add(is_whole: bool) -> None:
-            def own(ref: Ref) -> jax.Array:
-                value = ref[...]
+            def own(ref: Ref, number: jax.Array) -> jax.Array:
+                value = ref[pl.ds(pl.multiple_of(number * chunk, chunk), chunk), :]
                 if is_whole:
                     return value
-                row = first_row + lax.broadcasted_iota(jnp.int32, value.shape, 0)
+                row = first_row + number * chunk + lax.broadcasted_iota(jnp.int32, value.shape, 0)
                 return jnp.where((row >= begin) & (row < end), value.astype(jnp.float32), 0).astype(value.dtype)
 
-            for g, total in zip(grads, sums, strict=True):
-                total[...] += _dot(own(x), own(g), (0, 0))
+            @pl.loop(0, row_tile // chunk)
+            def _(number: jax.Array) -> None:
+                for g, total in zip(grads, sums, strict=True):
+                    total[...] += _dot(own(x, number), own(g, number), (0, 0))
 
         is_whole = (begin <= first_row) & (first_row + row_tile <= end)
         pl.when(is_whole)(functools.partial(add, True))
@@ -180,8 +183,9 @@ class _RowsCall:
         count, length = rows[0].shape
         width = weights[0].shape[3 - self.contract]
         dtype = rows[0].dtype
-        row_tile, column_tile = _row_tile(count, said), min(width, said.columns)
+        row_tile, column_tile = _row_tile(count, dtype), min(width, said.columns)
         depth = _depth(length, said.depth_bytes // dtype.itemsize)
+        chunk = _chunk(depth, 2 * said.chunk // dtype.itemsize)
         steps, groups = pl.cdiv(length, depth), self.sizes.shape[0]
         visits = _Visits(self.sizes, count, row_tile, least=0)
         shape = jax.ShapeDtypeStruct((row_tile, column_tile), jnp.float32)
@@ -199,19 +203,22 @@ class _RowsCall:
                 for total in sums:
                     total[...] = jnp.zeros(total.shape, jnp.float32)
 
-            # The last block of an axis may reach beyond its end, where memory holds anything.
-            def inside(ref: Ref, axis: int) -> jax.Array:
-                value = ref[...]
+            def part(ref: Ref, axis: int, number: jax.Array) -> jax.Array:
+                span = pl.ds(pl.multiple_of(number * chunk, chunk), chunk)
+                value = ref[(slice(None), span) if axis else (span, slice(None))]
                 if length % depth == 0:
                     return value
-                place = step * depth + lax.broadcasted_iota(jnp.int32, value.shape, axis)
+                # The last block of an axis may reach beyond its end, where memory holds anything.
+                place = step * depth + number * chunk + lax.broadcasted_iota(jnp.int32, value.shape, axis)
                 return jnp.where(place < length, value.astype(jnp.float32), 0).astype(value.dtype)
 
             @pl.when(here < groups)
             def _() -> None:
-                for i, (w, total) in enumerate(zip(ws, sums, strict=True)):
-                    left, right = inside(xs[i % len(xs)], 1), inside(w, self.contract - 1)
-                    total[...] += _dot(left, right, (1, self.contract - 1))
+                @pl.loop(0, depth // chunk)
+                def _(number: jax.Array) -> None:
+                    for i, (w, total) in enumerate(zip(ws, sums, strict=True)):
+                        left, right = part(xs[i % len(xs)], 1, number), part(w, self.contract - 1, number)
+                        total[...] += _dot(left, right, (1, self.contract - 1))
 
             @pl.when(step == steps - 1)
             def _() -> None:
@@ -341,8 +348,15 @@ def _dot(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     return lax.dot_general(a, b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
-def _row_tile(rows: int, said: tiles.TpuTiles) -> int:
-    return min(said.rows, pl.cdiv(rows, 16) * 16)
+def _row_tile(rows: int, dtype: jax.typing.DTypeLike) -> int:
+    # Float32 is multiplied in six passes of half precision, for which the compiler writes six times the code.
+    most = _sizes().rows * 2 // jnp.dtype(dtype).itemsize
+    return min(most, pl.cdiv(rows, 16) * 16)
+
+
+def _chunk(depth: int, most: int) -> int:
+    """What a turn of a loop sums over: compilers unroll products, for minutes where all of a tile is one."""
+    return most if depth % most == 0 else depth
 
 
 def _depth(length: int, most: int) -> int:

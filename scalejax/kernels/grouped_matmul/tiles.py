@@ -11,16 +11,19 @@ class TpuTiles:
     """Sizes of one step of the TPU kernels.
 
     Attributes:
-      rows: Rows of a tile; a multiple of 16.
+      rows: Rows of a tile of values of 16 bits; a multiple of 32.
       columns: Columns of a tile of a result; a multiple of 128.
       depth_bytes: What a row of an operand may take along the axis that is summed over; where all of that axis fits,
         the weights of a group stay in vector memory from one tile of its rows to the next.
+      chunk: Values of 16 bits along that axis that a turn of a loop takes; a multiple of 256. Where rows are summed
+        over, a turn takes half as many.
       vmem_bytes: Vector memory that a kernel may use.
     """
 
     rows: int
     columns: int
     depth_bytes: int
+    chunk: int
     vmem_bytes: int
 
 
@@ -60,11 +63,11 @@ class GpuSizes:
 
 # By jax's name of the device (`jax.Device.device_kind`); "" is for chips that are not listed.
 TPU = {
-    "TPU v5 lite": TpuTiles(rows=512, columns=512, depth_bytes=8192, vmem_bytes=64 * 2**20),
-    "TPU v5": TpuTiles(rows=512, columns=512, depth_bytes=8192, vmem_bytes=64 * 2**20),
-    "TPU v6 lite": TpuTiles(rows=512, columns=512, depth_bytes=8192, vmem_bytes=64 * 2**20),
-    "TPU7x": TpuTiles(rows=512, columns=512, depth_bytes=4096, vmem_bytes=48 * 2**20),
-    "": TpuTiles(rows=256, columns=512, depth_bytes=2048, vmem_bytes=32 * 2**20),
+    "TPU v5 lite": TpuTiles(rows=512, columns=512, depth_bytes=8192, chunk=512, vmem_bytes=64 * 2**20),
+    "TPU v5": TpuTiles(rows=512, columns=512, depth_bytes=8192, chunk=512, vmem_bytes=64 * 2**20),
+    "TPU v6 lite": TpuTiles(rows=512, columns=512, depth_bytes=8192, chunk=512, vmem_bytes=64 * 2**20),
+    "TPU7x": TpuTiles(rows=512, columns=512, depth_bytes=4096, chunk=512, vmem_bytes=48 * 2**20),
+    "": TpuTiles(rows=256, columns=512, depth_bytes=2048, chunk=512, vmem_bytes=32 * 2**20),
 }
 _HOPPER = GpuSizes(
     one=GpuTiles(rows=128, columns=128, depth=64, warps=8, stages=3),
