@@ -51,11 +51,15 @@ def tokamax(x: jax.Array, weights: jax.Array, sizes: jax.Array, interpret: bool)
     del interpret
     try:
         library: Any = importlib.import_module("tokamax")
+        flags: Any = importlib.import_module("absl.flags").FLAGS
     except ModuleNotFoundError as error:
         raise UserError(
             f'grouped_matmul: implementation="tokamax" needs {error.name}, which is not installed: '
             "pip install 'scalejax[tokamax]', or take implementation=None."
         ) from error
+    # It asks absl for options at its first call, and absl would take the words of this program's command line for its.
+    if not flags.is_parsed():
+        flags.mark_as_parsed()
     wide = jnp.promote_types(x.dtype, jnp.float32)
     return library.ragged_dot(x, weights, sizes, preferred_element_type=wide).astype(x.dtype)
 
