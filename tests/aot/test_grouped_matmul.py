@@ -59,7 +59,7 @@ def compile_mlp(mesh, implementation, what, sizes=SMALL, dtype=jnp.bfloat16):
 
 # Each form for one chip, and one for every chip.
 COVERED = [
-    pytest.param(form, chip, marks=() if (form, chip) == ("few rows", "v6e:2x2") else pytest.mark.slow)
+    pytest.param(form, chip, marks=() if (form, chip) == ("few rows", "v5e:2x2") else pytest.mark.slow)
     for n, form in enumerate(FORMS)
     for chip in (CHIPS if form == "whole sums" else [CHIPS[n % 3]])
 ]
