@@ -34,7 +34,7 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.errors import UserError
-from scalejax.kernels.grouped_matmul import grouped_matmul
+from scalejax.kernels.grouped_matmul import grouped_gated_mlp
 from scalejax.models.llm.expert_use import GUESSES, SUMS, ExpertGuesses, ExpertUse
 from scalejax.models.llm.llama3.parts import Numbers, Room, StackedNormal
 from scalejax.nn import routing
@@ -554,9 +554,8 @@ def _grouped(
     count = weights[0].shape[0]
     block = _block(chosen.size, count)
     routes, sizes = routing.routes_in_groups(chosen, gates, count=count, block=block)
-    multiply = functools.partial(grouped_matmul, sizes=sizes, block=block)
-    placed, (gate, up, down) = routing.dispatch(rows, routes), weights
-    return routes, multiply(jax.nn.silu(multiply(placed, gate)) * multiply(placed, up), down)
+    gate, up, down = weights
+    return routes, grouped_gated_mlp(routing.dispatch(rows, routes), gate, up, down, sizes, block=block)
 
 
 def _choosing(
