@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,7 @@ from flax import nnx
 from scalejax import nn
 from scalejax.errors import UserError
 from scalejax.kernels.grouped_matmul import grouped_gated_mlp
+from scalejax.kernels.grouped_matmul.api import Implementation
 from scalejax.models.llm.expert_use import GUESSES, SUMS, ExpertGuesses, ExpertUse
 from scalejax.models.llm.llama3.parts import Numbers, Room, StackedNormal
 from scalejax.nn import routing
@@ -168,11 +169,13 @@ class Experts:
       execution: "grouped": tokens sorted by expert, nothing dropped (`kernels.grouped_matmul`), for `TopK` without a
         capacity. "batched": all experts at once, each with the same number of places. "sequential": the same, one
         expert after another.
+      implementation: Of grouped products; None = the fastest for the platform, see `kernels.grouped_matmul`.
     """
 
     count: int = 8
     router: TopK | ExpertChoice = TopK()
     execution: Execution = "grouped"
+    implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:
@@ -181,6 +184,10 @@ class Experts:
             raise ValueError(f"Experts: router.k must be at most count; got {self.active} of {self.count} experts.")
         if self.execution not in ("grouped", "batched", "sequential"):
             raise ValueError(f"Experts: execution must be grouped, batched or sequential; got {self.execution!r}.")
+        known = (None, *get_args(Implementation))
+        if self.implementation not in known:
+            names = ", ".join(map(str, known))
+            raise ValueError(f"Experts: implementation must be one of {names}; got {self.implementation!r}.")
         uneven = isinstance(self.router, TopK) and self.router.capacity_factor is None
         if (self.execution == "grouped") != uneven:
             raise ValueError(
@@ -461,7 +468,9 @@ class ExpertLayers(nnx.Module):
         self, local: Callable[..., tuple[jax.Array, ...]], results: int, positions: str | None, *tokens: jax.Array
     ) -> tuple[jax.Array, ...]:
         """`local` on each device: of its rows of tokens [B, S, ...], its positions if named, and its experts."""
-        local = functools.partial(local, run=_Run(self.part.count, self.hidden, self.part.execution))
+        local = functools.partial(
+            local, run=_Run(self.part.count, self.hidden, self.part.execution, self.part.implementation)
+        )
         weights = [p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down)]
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.empty and mesh.size > 1:
@@ -487,11 +496,13 @@ class _Run:
       count: n.
       hidden: F.
       execution: See `Experts`.
+      implementation: See `Experts`.
     """
 
     count: int
     hidden: int
     execution: Execution
+    implementation: Implementation | None
 
     def devices(self, weights: tuple[jax.Array, ...]) -> int:
         """W, over which experts lie, of which these are some."""
@@ -528,7 +539,7 @@ def _chosen(
         routes = routing.routes_with_capacity(chosen, weighed, count=count, capacity=capacity)
         results = run.equally(routing.dispatch(flat, routes), weights)
     elif devices == 1:
-        routes, results = _grouped(flat, chosen, weighed, weights)
+        routes, results = _grouped(flat, chosen, weighed, weights, run.implementation)
     else:
         here = count // devices
         room = tokens * min(k, here)
@@ -540,7 +551,7 @@ def _chosen(
         rows, own = (
             expert.to_experts(a.reshape(devices, room, -1), devices)[0] for a in (routing.dispatch(flat, routes), own)
         )
-        inner, results = _grouped(rows, own, jnp.ones(own.shape, gates.dtype), weights)
+        inner, results = _grouped(rows, own, jnp.ones(own.shape, gates.dtype), weights, run.implementation)
         results = routing.combine(results, inner)[None]
         results = expert.from_experts(results, devices).reshape(devices * room, -1)
     y = run.whole(routing.combine(results, routes), weights).reshape(x.shape)
@@ -548,14 +559,19 @@ def _chosen(
 
 
 def _grouped(
-    rows: jax.Array, chosen: jax.Array, gates: jax.Array, weights: tuple[jax.Array, ...]
+    rows: jax.Array,
+    chosen: jax.Array,
+    gates: jax.Array,
+    weights: tuple[jax.Array, ...],
+    implementation: Implementation | None,
 ) -> tuple[routing.Routes, jax.Array]:
     """Results [P, E] of tokens [T, E] that chose [T, k] of the experts that are here, and their places."""
     count = weights[0].shape[0]
     block = _block(chosen.size, count)
     routes, sizes = routing.routes_in_groups(chosen, gates, count=count, block=block)
     gate, up, down = weights
-    return routes, grouped_gated_mlp(routing.dispatch(rows, routes), gate, up, down, sizes, block=block)
+    placed = routing.dispatch(rows, routes)
+    return routes, grouped_gated_mlp(placed, gate, up, down, sizes, block=block, implementation=implementation)
 
 
 def _choosing(

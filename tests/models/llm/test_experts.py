@@ -85,6 +85,18 @@ def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
     assert numbers["layer"].tolist() == [1, 1]
 
 
+def test_the_implementation_of_grouped_products_is_that_of_the_config(stream):
+    x, real = stream
+    forms = {}
+    for name in ("blocks", "ragged_dot"):
+        module = layer(dataclasses.replace(EXPERTS, implementation=name))
+        run = lambda x, module=module: module.with_numbers(x, Prepared(real), module.numbers(2))[0]  # noqa: E731
+        forms[name] = str(jax.make_jaxpr(run)(x)), run(x)
+    assert "ragged_dot" in forms["ragged_dot"][0]
+    assert "ragged_dot" not in forms["blocks"][0]
+    np.testing.assert_allclose(forms["ragged_dot"][1], forms["blocks"][1], rtol=1e-10)
+
+
 def test_without_numbers_nothing_is_dropped(stream):
     x, _ = stream
     module = layer(EXECUTIONS["batched, with drops"])
@@ -277,6 +289,7 @@ def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(tex
         (lambda: Experts(count=0), "count must be a whole number of at least 1; got 0"),
         (lambda: Experts(count=2, router=TopK(k=3)), "router.k must be at most count; got 3 of 2 experts"),
         (lambda: Experts(execution="fast"), "execution must be grouped, batched or sequential; got 'fast'"),
+        (lambda: Experts(implementation="fast"), "implementation must be one of .*; got 'fast'"),
         (lambda: Experts(execution="batched"), "execution='batched' does not go with .*capacity_factor=None"),
         (lambda: Experts(router=TopK(capacity_factor=1.0)), "execution='grouped' does not go with .*1.0"),
         (lambda: Experts(router=ExpertChoice()), "execution='grouped' does not go with router=ExpertChoice"),
