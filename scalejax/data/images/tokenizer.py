@@ -124,10 +124,10 @@ class _Stream:
 
 def whole_images(tokens: Sequence[int], ids: InterleavedIds) -> np.ndarray:
     """The codes of the images that are whole, int32[N, 49]: a mark and as many codes behind it as an image has."""
-    tokens = np.asarray(tokens, np.int32)
+    array = np.asarray(tokens, np.int32)
     found = []
-    for begin in np.flatnonzero(tokens == ids.begin_image):
-        codes = tokens[begin + 1 : begin + 1 + PATCHES] - ids.first_code
+    for begin in np.flatnonzero(array == ids.begin_image).tolist():
+        codes = array[begin + 1 : begin + 1 + PATCHES] - ids.first_code
         if codes.size == PATCHES and ((codes >= 0) & (codes < ids.codes)).all():
             found.append(codes)
     return np.stack(found) if found else np.zeros((0, PATCHES), np.int32)

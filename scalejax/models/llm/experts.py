@@ -43,7 +43,6 @@ from scalejax.parallel import expert
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.kernel_sharding import shard_kernel
 from scalejax.parallel.mesh import BATCH_AXES
-from scalejax.train.metrics.protocol import Metric
 
 if TYPE_CHECKING:
     from scalejax.models.llm.llama3.config import LlamaConfig
@@ -248,7 +247,7 @@ class Experts:
         names = (*SUMS, *(GUESSES if self._guesses else ()))
         return {f"experts/{name}": numbers[name].sum(0) for name in names}
 
-    def metrics(self, layers: int) -> tuple[Metric, ...]:
+    def metrics(self, layers: int) -> tuple[ExpertUse | ExpertGuesses, ...]:
         """How evenly experts are used."""
         use = ExpertUse(layers=layers, experts=self.count, k=self.active)
         return (use, ExpertGuesses(experts=self.count)) if self._guesses else (use,)

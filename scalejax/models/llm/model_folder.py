@@ -326,7 +326,9 @@ def _read_model_json(content: dict[str, Any], where: str) -> tuple[LanguageConfi
             "`pip install -U scalejax`."
         )
     try:
-        known = {entry.config: entry.parts for entry in families.known()}
+        known: dict[type, tuple[type, ...]] = {}
+        for entry in families.known():  # of which several may share a class of configs
+            known[entry.config] = tuple(dict.fromkeys((*known.get(entry.config, ()), *entry.parts)))
         config = _from_data(dict(content["model"]), known, where, "architecture")
         given = content["tokens"]
         tokens = read_special({f"{role}_token_id": given[role] for role in ("bos", "eos", "pad")}, where)

@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 COLOURS = ("#3f8fd9", "#e0823d", "#3aa88a", "#c767b5", "#d9a520", "#7f8cff", "#d9605f", "#7aa83a")
 _INK = "#010203"
@@ -236,8 +237,8 @@ def grid(title: str, values: np.ndarray, rows: str, columns: str) -> str:
         figure.colorbar(image, ax=axes)
         axes.set_xlabel(columns)
         axes.set_ylabel(rows)
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.yaxis.get_major_locator().set_params(integer=True)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(visible=False)
         return _svg(figure)
 
