@@ -8,6 +8,7 @@ timeout 600 python -m pytest -q -n 2 -p no:cacheprovider -m aot \
   "tests/aot/test_graph_plan.py::test_a_gcn_over_cora_is_planned_on_one_chip" \
   "tests/aot/test_embedding_kernels.py::test_kernels_compile_for_a_tpu_without_a_copy_of_the_table[adagrad-float32-v5e:2x2]" \
   "tests/aot/test_flash_attention.py::test_kernels_compile_for_a_tpu[offset by row, documents, window-v5e:2x2]" \
+  "tests/aot/test_grouped_matmul.py::test_kernels_compile_for_a_tpu_forward_and_with_both_gradients[few rows-v5e:2x2]" \
   "tests/aot/test_sampled_spmm.py::test_sums_of_picked_edges_compile_for_a_tpu[float32-v5e:2x2]" \
   "tests/aot/test_mx.py::test_products_compile_for_a_tpu[bdr_mx9, last axis-v6e:2x2]" \
   "tests/aot/test_block_quant.py::test_rows[v5e:2x2-int4]" \

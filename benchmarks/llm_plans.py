@@ -7,7 +7,7 @@ Arithmetic only: needs no TPU, no TPU compiler, and takes seconds.
 
 import dataclasses
 
-from scalejax.parallel.mesh import MeshShape, mesh_text
+from scalejax.parallel.mesh import AXES, MeshShape, mesh_text
 from scalejax.plan import topology
 from scalejax.plan.arithmetic import mesh_search, step_model
 from scalejax.plan.arithmetic import published_runs as runs
@@ -24,7 +24,7 @@ def _table(header: str, rows: list[list[str]]) -> str:
 
 def _mesh(run: runs.PublishedRun) -> str:
     shape = run.training.mesh
-    return " x ".join(f"{axis} {n}" for axis in ("replica", "fsdp", "tensor") if (n := getattr(shape, axis)) > 1)
+    return " x ".join(f"{axis} {n}" for axis in AXES if (n := getattr(shape, axis)) > 1)
 
 
 def _chip(run: runs.PublishedRun) -> str:
@@ -88,7 +88,10 @@ def choices() -> str:
 
 
 def searched() -> str:
-    """The best mesh and policy by the same model, for the batch of each run, its own policy among them."""
+    """The best mesh and policy by the same model, for the batch of each run, its own policy among them.
+
+    Devices lie as `topology.make_mesh` places them, those of the run too.
+    """
     rows = []
     for run in runs.RUNS:
         machine, share = topology.parse(run.machine), runs.SHARES[_chip(run)]
@@ -102,7 +105,7 @@ def searched() -> str:
         rows.append(
             [
                 run.name,
-                f"{run.estimate(share).step_s:.2f}",
+                f"{dataclasses.replace(run, layout='own').estimate(share).step_s:.2f}",
                 f"{best.estimate.step_s:.2f}",
                 f"{mesh_text(best.mesh)}, {best.remat}",
                 f"{len(candidates)} of {len(candidates) + len(dropped)}",
@@ -141,6 +144,8 @@ The published utilisation counts all pairs of attention; the last column counts 
 {choices()}
 
 ## What a search finds
+
+Devices lie as `topology.make_mesh` places them, those of the runs too.
 
 {searched()}
 

@@ -15,7 +15,7 @@ import pytest
 from scalejax import nn
 from scalejax.kernels import block_quant, embedding_bag, mx, sampled_spmm
 from scalejax.kernels.flash_attention import flash_attention, flash_attention_gradients
-from scalejax.kernels.grouped_matmul import grouped_matmul
+from scalejax.kernels.grouped_matmul import grouped_gated_mlp, grouped_matmul
 from scalejax.kernels.interpretation import Interpret
 from scalejax.nn import routing
 from scalejax.numerics import bits, float8, packing, quantize, scales, stochastic
@@ -86,6 +86,11 @@ CALLS = {
         {},
     ),
     "grouped_matmul": (grouped_matmul, (floats(6, 4), floats(3, 4, 5), integers([2, 0, 4])), {}),
+    "grouped_gated_mlp": (
+        grouped_gated_mlp,
+        (floats(6, 4), floats(3, 4, 5), floats(3, 4, 5), floats(3, 5, 4), integers([2, 0, 4])),
+        {},
+    ),
     "dispatch": (routing.dispatch, (floats(3, 4), ROUTES), {}),
     "combine": (routing.combine, (floats(8, 4), ROUTES), {}),
     "choose_experts": (routing.choose_experts, (floats(3, 4), jnp.ones(3, bool)), {"k": 2}),

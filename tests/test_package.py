@@ -25,7 +25,7 @@ ALLOWED = {
     "inference": {"numerics", "kernels", "parallel", "nn", "models", "data", "train"},
     "surgery": {"numerics", "kernels", "parallel", "nn", "models", "data", "train", "inference"},
     "plan": {"numerics", "parallel", "data", "optim", "train"},
-    "configs": {"numerics", "parallel", "data", "optim", "nn", "models", "train"},
+    "configs": {"numerics", "parallel", "data", "optim", "nn", "models", "train", "surgery"},
 }
 
 

@@ -28,6 +28,7 @@ _NAMES = (
     "gcn_step",
     "embedding_update",
     "flash_attention",
+    "grouped_matmul",
     "mx_quantize",
     "spmm",
     "data_pipeline",

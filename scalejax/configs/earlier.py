@@ -58,8 +58,15 @@ def _with_new_names(data: Any) -> Any:
     if not isinstance(data, dict):
         return data
     kind = str(data.get("type")).rpartition(".")[2].lower()  # the name of the field that holds one
-    names = {name: (_RENAMED.get(f"{kind}.{name}") or str(name)).rpartition(".")[2] for name in data["fields"]}
-    return {**data, "fields": {names[name]: _with_new_names(value) for name, value in data["fields"].items()}}
+    fields = {_new_name(kind, str(name)): _with_new_names(value) for name, value in data["fields"].items()}
+    return {**data, "fields": fields}
+
+
+def _new_name(kind: str, name: str) -> str:
+    if kind == "dict":  # what a phase changes: whole paths
+        return _RENAMED.get(name, name)
+    found = _RENAMED.get(f"{kind}.{name}")
+    return name if found is None else found.rpartition(".")[2]
 
 
 def as_now(recorded: Record) -> Record:

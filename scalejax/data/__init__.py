@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from scalejax.data.examples.memory import from_columns as from_columns
     from scalejax.data.examples.schema import Categorical as Categorical
     from scalejax.data.examples.schema import Schema as Schema
+    from scalejax.data.images.codebook import PatchCodebook as PatchCodebook
+    from scalejax.data.images.sources import Digits as Digits
+    from scalejax.data.images.sources import FashionMnist as FashionMnist
+    from scalejax.data.images.sources import ImageFolder as ImageFolder
+    from scalejax.data.images.two_modality import TwoModalityData as TwoModalityData
     from scalejax.data.sessions.dataset import SessionData as SessionData
     from scalejax.data.sessions.generate import SessionLog as SessionLog
     from scalejax.data.splits import ByPosition as ByPosition
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from scalejax.data.text.files import TextSplit as TextSplit
     from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
     from scalejax.data.text.mixture import MixtureData as MixtureData
+    from scalejax.data.text.modalities import ModalityMap as ModalityMap
     from scalejax.data.text.staged import StagedData as StagedData
     from scalejax.data.text.stages import Stage as Stage
     from scalejax.data.text.tokenizer import ByteTokenizer as ByteTokenizer
@@ -61,14 +67,19 @@ _HOMES = {
     "CriteoTerabyteData": "click_logs.criteo_terabyte",
     "DedupKeyedJagged": "examples.dedup",
     "Deduplicate": "examples.dedup",
+    "Digits": "images.sources",
+    "FashionMnist": "images.sources",
     "FlightsData": "click_logs.flights",
     "Fractions": "splits",
     "Hashed": "examples.coding",
     "HuggingFaceTokenizer": "text.huggingface_tokenizer",
+    "ImageFolder": "images.sources",
     "KeyedJagged": "examples.jagged",
     "MixtureData": "text.mixture",
+    "ModalityMap": "text.modalities",
     "MovielensData": "click_logs.movielens",
     "ParquetData": "tables.parquet",
+    "PatchCodebook": "images.codebook",
     "Schema": "examples.schema",
     "SessionData": "sessions.dataset",
     "SessionLog": "sessions.generate",
@@ -81,6 +92,7 @@ _HOMES = {
     "TokenBatch": "text.tokens",
     "TokenDataSet": "text.dataset",
     "TokenSchema": "text.tokens",
+    "TwoModalityData": "images.two_modality",
     "from_columns": "examples.memory",
 }
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from scalejax.data.images.tokenizer import InterleavedTokenizer
+from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.files import TextData
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text.mixture import MixtureData
@@ -94,7 +96,9 @@ def open_run(
         config=config,
         tokens=SpecialTokens(bos=tokenizer.bos, eos=tuple(tokenizer.stop_ids), pad=tokenizer.pad),
         source=ParamsSource(params, found.origin),
-        tokenizer=data.tokenizer,
+        tokenizer=InterleavedTokenizer(text=data.tokenizer, codes=data.codes)
+        if isinstance(data, TwoModalityData)
+        else data.tokenizer,
         begins=begins,
         quantization=experiment.quantization,
         files=_tokenizer_files(data),
@@ -107,13 +111,13 @@ def open_run(
     )
 
 
-def _text_of(data: object) -> TextData | None:
+def _text_of(data: object) -> TextData | TwoModalityData | None:
     """Where the tokenizer of a run stands: all parts of its data have the same."""
     if isinstance(data, StagedData):
         return _text_of(data.stages[-1].data)
     if isinstance(data, MixtureData):
         return data.sources[0][0]
-    return data if isinstance(data, TextData) else None
+    return data if isinstance(data, TextData | TwoModalityData) else None
 
 
 def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -123,7 +127,7 @@ def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
 
 
-def _tokenizer_files(data: TextData) -> tuple[pathlib.Path, ...]:
+def _tokenizer_files(data: TextData | TwoModalityData) -> tuple[pathlib.Path, ...]:
     if not isinstance(data.tokenizer, HuggingFaceTokenizer):
         return ()
     path = pathlib.Path(data.tokenizer.path)

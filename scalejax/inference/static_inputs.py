@@ -35,8 +35,6 @@ def attach(
     """
     made = dict(params)
     for path, entry in entries.items():
-        if entry.spread:
-            continue  # nothing here quantizes the inputs of experts
         names = [entry.name]
         if entry.stacked:
             layers = jax.tree.leaves(params[path])[0].shape[0]

@@ -3,7 +3,7 @@
     block_quant       rows of embedding tables in 8, 4 or 2 bits or with codebooks, and lookups in them
     embedding_bag     rows of a table looked up and pooled, their gradients by row, updates of the touched rows
     flash_attention   attention that never holds all scores, forward and backward
-    grouped_matmul    rows sorted by group, each times the matrix of its group (experts)
+    grouped_matmul    rows sorted by group, each times the matrix of its group, or through its gated MLP (experts)
     mx                arrays in packed blocks (MX, NVFP4 and their family): there, back and multiplied
     sampled_spmm      sparse times dense for graphs, exact or over sampled edges
 

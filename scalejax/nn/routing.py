@@ -260,10 +260,9 @@ def _routes_of_places(places: jax.Array, gates: jax.Array, size: int) -> Routes:
 
 
 def choose_tokens(scores: "Float[Array, 'tokens experts']", real: "Bool[Array, 'tokens']", *, capacity: int) -> Routes:
-    """Every expert takes its k = floor(b / n) best tokens of the b real ones, at least 1 where there are any.
+    """Every expert takes its best tokens, see `best_tokens`, and weighs them by their scores.
 
-    Of equal scores the earlier token wins. A gradient goes through the scores of what was chosen, and not through the
-    choice.
+    A gradient goes through the scores of what was chosen, and not through the choice.
 
     Args:
       scores: float[T, n] in [0, 1], sigmoids; their dtype should be float32 or wider, or ties are many.
@@ -274,14 +273,71 @@ def choose_tokens(scores: "Float[Array, 'tokens experts']", real: "Bool[Array, '
       Routes of n * capacity places; choice e of a token is expert e.
     """
     count, experts = scores.shape
-    capacity = min(capacity, count)
-    real_ones = real.sum(dtype=jnp.int32)
-    k = jnp.where(real_ones > 0, jnp.maximum(real_ones // experts, 1), 0)
-    ranked = jnp.where(real[:, None], jax.lax.stop_gradient(scores), -1)
-    taken = jax.lax.top_k(ranked.T, capacity)[1].astype(jnp.int32)  # n capacity
-    tokens = jnp.where(jnp.arange(capacity, dtype=jnp.int32)[None, :] < k, taken, count)
-    own = jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32)[:, None], tokens.shape)
+    tokens, own = best_tokens(scores, real, capacity=capacity)
+    capacity = tokens.shape[1]
     size = experts * capacity
     numbers = jnp.arange(size, dtype=jnp.int32).reshape(experts, capacity)
     places = jnp.full((count, experts), size, jnp.int32).at[tokens, own].set(numbers, mode="drop")
     return Routes(tokens.reshape(-1), own.reshape(-1), places, jnp.where(places < size, scores, 0))
+
+
+def best_tokens(
+    scores: "Float[Array, 'tokens experts']", real: "Bool[Array, 'tokens']", *, capacity: int
+) -> "tuple[Int[Array, 'experts capacity'], Int[Array, 'experts capacity']]":
+    """The k = floor(b / n) best tokens of each expert among the b real ones, at least 1 where there are any.
+
+    Of equal scores the earlier token wins.
+
+    Returns:
+      int32[n, capacity], the tokens, T behind the k-th; and int32[n, capacity], whose they are: 0 to n - 1 by row.
+    """
+    count, experts = scores.shape
+    capacity = min(capacity, count)
+    real_ones = real.sum(dtype=jnp.int32)
+    k = jnp.where(real_ones > 0, jnp.maximum(real_ones // experts, 1), 0)
+    ranked = jnp.where(real[:, None], jax.lax.stop_gradient(scores), -1)
+    taken = jax.lax.top_k(ranked.T, capacity)[1].astype(jnp.int32)
+    tokens = jnp.where(jnp.arange(capacity, dtype=jnp.int32)[None, :] < k, taken, count)
+    return tokens, jnp.broadcast_to(jnp.arange(experts, dtype=jnp.int32)[:, None], tokens.shape)
+
+
+def is_best(
+    scores: "Float[Array, 'tokens experts']", real: "Bool[Array, 'tokens']", *, capacity: int
+) -> "Bool[Array, 'tokens experts']":
+    """Whether an expert takes a token, see `best_tokens`."""
+    tokens, own = best_tokens(scores, real, capacity=capacity)
+    return jnp.zeros(scores.shape, bool).at[tokens, own].set(True, mode="drop")
+
+
+def routes_of_some(chosen: "Bool[Array, 'tokens']", *, size: int) -> Routes:
+    """Routes of the tokens that are chosen to `size` places, in their order; tokens beyond have none, gates are 1."""
+    count = chosen.shape[0]
+    rank = jnp.cumsum(chosen, dtype=jnp.int32) - 1
+    places = jnp.where(chosen & (rank < size), rank, size)
+    tokens = jnp.full(size, count, jnp.int32).at[places].set(jnp.arange(count, dtype=jnp.int32), mode="drop")
+    return Routes(tokens, jnp.zeros_like(tokens), places[:, None], (places < size).astype(jnp.float32)[:, None])
+
+
+def reverse(routes: Routes) -> Routes:
+    """Routes by which `dispatch` brings what is at the places of tokens, one each at most, back to them."""
+    choices = jnp.zeros(routes.places.shape[:-1], jnp.int32)
+    gates = (routes.tokens < routes.places.shape[-2]).astype(routes.gates.dtype)
+    return Routes(routes.places[..., 0], choices, routes.tokens[..., None], gates[..., None])
+
+
+def logistic_noise(
+    keys: "Int[Array, 'rows words']", layer: "Int[Array, 'rows']", like: "Float[Array, 'rows positions experts']"
+) -> "Float[Array, 'rows positions experts']":
+    """G' - G'' of two independent draws of the standard Gumbel distribution, which is logistic (Maddison et al., 2017).
+
+    Args:
+      keys: uint32[B, w], data of a PRNG key for each row.
+      layer: int32[B], folded into them, so that no two layers draw alike.
+      like: Of the shape and dtype that are wanted.
+    """
+
+    def draw(data: jax.Array, layer: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(data), layer)
+        return jax.random.logistic(key, like.shape[1:], like.dtype)
+
+    return jax.vmap(draw)(keys, layer)

@@ -92,12 +92,13 @@ class Ddp:
         del mesh
         return ()
 
-    def check_specs(self, specs: Mapping[str, P], mesh: Mesh) -> None:
-        """Refuses parameters that are not whole.
+    def check_specs(self, specs: Mapping[str, P], mesh: Mesh, apart: Mapping[str, tuple[str, ...]]) -> None:
+        """Refuses parameters that are not whole, those along which devices hold different ones aside.
 
         Raises:
           UserError: names one, and the strategy that shards.
         """
+        del apart
         check_specs(specs, mesh)
 
     def exchange(self, layouts: Mapping[str, ParamLayout], axes: tuple[str, ...]) -> ParamExchange:

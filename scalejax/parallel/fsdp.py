@@ -112,13 +112,18 @@ class Fsdp:
             plain=plain, gather_format=self.gather_format, reduce_format=self.reduce_format
         )
 
-    def check_specs(self, specs: Mapping[str, P], mesh: Mesh) -> None:
+    def check_specs(self, specs: Mapping[str, P], mesh: Mesh, apart: Mapping[str, tuple[str, ...]]) -> None:
         """Refuses shardings of parameters that are not this strategy's.
+
+        Args:
+          specs: Path -> sharding, without the axes that `apart` names.
+          mesh: The devices.
+          apart: See `parallel.gradients.compute.gradients`.
 
         Raises:
           UserError: names a parameter.
         """
-        _check_specs(self, mesh, specs)
+        _check_specs(self, mesh, specs, apart)
         _check_blocks(self, mesh, specs)
 
     @property
@@ -144,6 +149,9 @@ def place(
     each parameter: the one that the rules give to `fsdp`, if it divides, else the largest that divides. The axis
     "layers" of a scanned block is never taken, since a layer would then rest on one device.
 
+    What the rules give to `expert` alone stays there: devices along it hold different experts for good (`apart`), each
+    sharded over the other axes of the strategy.
+
     Args:
       params: Path -> (logical axes, shape).
       strategy: The strategy.
@@ -153,16 +161,20 @@ def place(
     Returns:
       One placement a parameter, with the reason where it stays whole on the data axes.
     """
-    over = strategy.axes(mesh)
-    count = math.prod(mesh.shape[axis] for axis in over)
     table = rules or Rules()
     others = Rules(
-        axes=tuple((name, tuple(a for a in axes if a not in BATCH_AXES)) for name, axes in table.axes),
+        axes=tuple(
+            (name, axes if axes == ("expert",) else tuple(a for a in axes if a not in BATCH_AXES))
+            for name, axes in table.axes
+        ),
     )
     placed = []
     for name, (logical_axes, shape) in params.items():
         base = others.describe({name: (logical_axes, shape)}, mesh)[0]
         entries: list[str | tuple[str, ...] | None] = [*base.spec, *(None for _ in range(len(shape) - len(base.spec)))]
+        apart = tuple(axis for entry in entries for axis in blocks.axes_of(entry) if axis in BATCH_AXES)
+        over = tuple(axis for axis in strategy.axes(mesh) if axis not in apart)
+        count = math.prod(mesh.shape[axis] for axis in over)
         reason = base.reason
         elements = math.prod(n for n, axis in zip(shape, logical_axes, strict=True) if axis != "layers")
         free = [
@@ -181,7 +193,7 @@ def place(
             entries[taken] = over if len(over) > 1 else next(iter(over))
         while entries and entries[-1] is None:
             entries.pop()
-        placed.append(ParameterPlacement(name, shape, logical_axes, P(*entries), reason))
+        placed.append(ParameterPlacement(name, shape, logical_axes, P(*entries), reason, apart))
     return tuple(placed)
 
 
@@ -336,9 +348,9 @@ def _check_options(own: Fsdp) -> None:
     )
 
 
-def _check_specs(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P]) -> None:
-    allowed = strategy.axes(mesh)
+def _check_specs(strategy: Fsdp, mesh: Mesh, specs: Mapping[str, P], apart: Mapping[str, tuple[str, ...]]) -> None:
     for path, spec in specs.items():
+        allowed = tuple(axis for axis in strategy.axes(mesh) if axis not in apart.get(path, ()))
         used = {a for entry in spec for a in blocks.axes_of(entry) if a in BATCH_AXES and mesh.shape[a] > 1}
         if used and used != set(allowed):
             said = "+".join(a for a in BATCH_AXES if a in used)

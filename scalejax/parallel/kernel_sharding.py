@@ -34,8 +34,9 @@ def shard_kernel(
 ) -> Callable[..., Result]:
     """`op`, run on shards.
 
-    `op` must work on any part of a sharded axis by itself (batch, heads, independent rows): nothing is summed over
-    devices. An axis is sharded where a rule names it and every argument's size along it divides; otherwise each device
+    `op` must work on any part of a sharded axis by itself (batch, heads, independent rows), or exchange over its mesh
+    axes what it wants of other parts: nothing is summed over devices here. An axis is sharded where a rule names it,
+    every argument's size along it divides, and no axis of the same array has taken the mesh axis; otherwise each device
     computes all of it.
 
     Args:
@@ -61,9 +62,9 @@ def shard_kernel(
         free = tuple(a for a, kind in zip(used.axis_names, used.axis_types, strict=True) if kind != AxisType.Manual)
         if not free:
             return op(*args)
-        assigned = _assign(args, in_axes, rules, {axis: used.shape[axis] for axis in free})
         several = bool(out_axes) and isinstance(out_axes[0], tuple)
         results: Any = out_axes if several else (out_axes,)
+        assigned = _assign(args, in_axes, results, rules, {axis: used.shape[axis] for axis in free})
         out_specs = tuple(_spec(axes, assigned) for axes in results)
         run = _Run(
             op=op,
@@ -183,7 +184,11 @@ def _vary(tree: Tree, varying: frozenset[str]) -> Tree:
 
 
 def _assign(
-    args: tuple[jax.Array, ...], in_axes: tuple[LogicalAxes, ...], rules: Rules, free: dict[str, int]
+    args: tuple[jax.Array, ...],
+    in_axes: tuple[LogicalAxes, ...],
+    out_axes: tuple[LogicalAxes, ...],
+    rules: Rules,
+    free: dict[str, int],
 ) -> dict[str, tuple[str, ...]]:
     """Mesh axes of each logical axis, the same for every argument and result."""
     if len(args) != len(in_axes):
@@ -196,12 +201,12 @@ def _assign(
             if name is not None and sizes.setdefault(name, size) != size:
                 raise ValueError(f"shard_kernel: axis {name!r} has sizes {sizes[name]} and {size}.")
     assigned: dict[str, tuple[str, ...]] = {}
-    taken: set[str] = set()
     for name, size in sizes.items():
+        beside = {other for array in (*in_axes, *out_axes) if name in array for other in array if other is not None}
+        taken = {axis for other in beside for axis in assigned.get(other, ())}
         axes = tuple(axis for axis in rules.mesh_axes(name) if axis in free and axis not in taken)
         if axes and size % math.prod(free[axis] for axis in axes) == 0:
             assigned[name] = axes
-            taken.update(axes)
     return assigned
 
 

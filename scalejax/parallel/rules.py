@@ -27,6 +27,7 @@ class ParameterPlacement:
       logical_axes: Its axes by name.
       spec: Its sharding.
       reason: Why a dimension that a rule names is whole on every device; "" if there is none.
+      apart: Data axes along which devices hold different parts for good: neither gathered nor summed over.
     """
 
     name: str
@@ -34,11 +35,15 @@ class ParameterPlacement:
     logical_axes: LogicalAxes
     spec: P
     reason: str
+    apart: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rules:
-    """A table from logical axis names to mesh axes; what is not named is replicated.
+    """A table from logical axis names to mesh axes; what is not named is replicated, experts aside.
+
+    These lie on `expert`, whatever else a table says: tokens travel to them, and they stay (Lepikhin et al., GShard,
+    arXiv 2006.16668).
 
     Attributes:
       axes: ((logical axis, mesh axes), ...). A mesh axis shards one dimension of a parameter: the first, from the
@@ -58,7 +63,7 @@ class Rules:
 
     def mesh_axes(self, logical: str | None) -> tuple[str, ...]:
         """Mesh axes that shard a logical axis, where they divide it."""
-        return dict(self.axes).get(logical, ()) if logical is not None else ()
+        return {"experts": ("expert",), **dict(self.axes)}.get(logical, ()) if logical is not None else ()
 
     def spec(self, logical_axes: LogicalAxes, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
         """Sharding of one array; a dimension that does not divide is replicated (see `describe`)."""

@@ -25,9 +25,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from scalejax.errors import UserError
 from scalejax.parallel.mesh import make_mesh
-from scalejax.train import distributed, peers, phases, run_folder
+from scalejax.train import disk, distributed, peers, phases, run_folder
 from scalejax.train.checkpoints.checkpoint import Checkpointer
 from scalejax.train.experiment import Experiment
+from scalejax.train.metrics.evaluation import Picture, save_picture
 from scalejax.train.metrics.protocol import Described, Metric
 from scalejax.train.preemption import Preemption
 from scalejax.train.protocols import DataSet
@@ -110,6 +111,8 @@ def train(
         if distributed.is_primary():
             advice = [[*arguments, what] for arguments, what in runs[-1].program.task.advice().items()]
             folder.write_measures(_described(runs).to_dict() | {"advice": advice})
+            for bound in runs:
+                _keep_data(folder.path, bound.data)
         with (
             _events(folder.path, start or 0, trackers) as events,
             progress.begin(experiment.total_steps, start or 0),
@@ -321,6 +324,14 @@ def _build_data(experiment: Experiment, console: Console | None) -> DataSet[obje
     with Progress(*columns, TimeRemainingColumn(compact=True), console=console, transient=True) as progress:
         task = progress.add_task("reading text", total=None)
         return build(progress=lambda done, total: progress.update(task, completed=done, total=total))  # pyright: ignore[reportCallIssue]
+
+
+def _keep_data(folder: pathlib.Path, data: DataSet[object]) -> None:
+    """Puts what the data want kept with a run into its folder: `files()`, and `pictures()` for its report."""
+    for name, content in getattr(data, "files", dict)().items():
+        disk.write_atomically(folder / name, content)
+    for split, name, caption, svg in getattr(data, "pictures", tuple)():
+        save_picture(folder, Picture(split=split, name=name, caption=caption, svg=svg))
 
 
 def _check_splits(data: DataSet[object], splits: dict[str, str]) -> None:

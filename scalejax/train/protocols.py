@@ -23,6 +23,9 @@ class DataSet(Protocol[Batch_co]):
 
     The training stream is infinite: example i of the stream is example i % n of epoch i // n, in the order of that
     epoch's seeded permutation. Batch k holds stream examples [k * B, (k + 1) * B), whatever the number of processes.
+
+    It may also have `remarks`, lines that are printed when a run begins; `files()`, name -> bytes of what the run
+    folder is to keep of it; and `pictures()`, (split, name, caption, SVG) for the report.
     """
 
     @property

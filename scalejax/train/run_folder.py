@@ -5,7 +5,7 @@
     summary.json        the closing table as one flat object      report.html     all of it to look at
     checkpoints/        see `checkpoint`                          tensorboard/    events
     measures.json       what is measured: titles, units       evaluation/     what was scored, and pictures of it
-    run.lock            held by the process that writes
+    run.lock            held by the process that writes       codebook.npz    and what else its data want kept
 
 Which folder: `--workdir DIR` names it, and a run found there goes on by default (`--resume auto`). Without it every
 start gets a new folder, runs/NAME-001, runs/NAME-002, ..., so that running a recipe twice never mixes two runs.

@@ -203,7 +203,14 @@ class Program:
         rules = self.experiment.placement.rules
         placed = fsdp.place(described, self.experiment.strategy, mesh=self.mesh, rules=rules)
         apart = self.task.apart
-        return tuple(dataclasses.replace(p, spec=P(apart[p.name])) if p.name in apart else p for p in placed)
+        if apart and self.experiment.strategy.form == "implicit":
+            raise UserError(
+                f"{type(self.task).__name__} keeps {', '.join(apart)} apart, which needs strategy.form='explicit': in "
+                "the implicit form a model sees the parameters of all devices. Set --set strategy.form=explicit."
+            )
+        return tuple(
+            dataclasses.replace(p, spec=P(apart[p.name]), apart=apart[p.name]) if p.name in apart else p for p in placed
+        )
 
     @functools.cached_property
     def specs(self) -> dict[str, P]:
@@ -224,7 +231,7 @@ class Program:
             trained=self.trained,
             parts=parts,
             handled=self._handled,
-            apart=self.task.apart,
+            apart={placed.name: placed.apart for placed in self.placements if placed.apart},
             variable_specs=self.model.variable_specs,
         )
 

@@ -69,6 +69,7 @@ class Field:
       scope: "example": a row for each example, cut over devices and parts. "step": the same everywhere. "device": each
         device has its own.
       arrange: "zigzag": positions, the first axis of `shape`, in the order in which `context` cuts them evenly.
+      fill: Value of padding, with which positions are filled up to a length that divides.
     """
 
     shape: tuple[int | None, ...]
@@ -76,6 +77,7 @@ class Field:
     axes: tuple[str | None, ...] = ()
     scope: Literal["example", "step", "device"] = "example"
     arrange: Literal["as-is", "zigzag"] = "as-is"
+    fill: int = 0
 
     @property
     def spec(self) -> P:

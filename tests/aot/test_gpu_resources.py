@@ -17,6 +17,7 @@ from aot import (
     test_block_quant,
     test_embedding_kernels,
     test_flash_attention,
+    test_grouped_matmul,
     test_mx,
     test_sampled_spmm,
 )
@@ -100,6 +101,10 @@ def exact():
     )
 
 
+def grouped(dtype):
+    return test_grouped_matmul.compile_mlp(hopper(), "pallas_gpu", test_grouped_matmul.gradients, dtype=dtype)
+
+
 CASES = {
     "embedding lookup": lambda: embedding_bag("lookup"),
     "embedding gather": lambda: embedding_bag("gather"),
@@ -112,6 +117,8 @@ CASES = {
     "MX product": product,
     "sampled product": sampled,
     "exact product": exact,
+    "grouped products": lambda: grouped(jnp.bfloat16),
+    "grouped products, float32": lambda: grouped(jnp.float32),
 }
 
 

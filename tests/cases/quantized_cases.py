@@ -1,5 +1,6 @@
 """A small Llama that blocks of 32 fit, with a tokenizer of bytes, and what quantization makes of it."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -7,12 +8,14 @@ from llama_cases import tensors, tokens, write_checkpoint
 
 from scalejax.inference import run_model
 from scalejax.models.llm import model_folder, safetensors
+from scalejax.models.llm.experts import Experts, TopK
 from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.models.llm.packed_layouts.known import find_layout
 from scalejax.surgery.quantize import checkpoint, quantization_plan
 
 SMALL = LlamaConfig(layers=2, dim=64, ffn_dim=96, heads=4, kv_heads=2, vocabulary=264, max_positions=512)
 MATRICES = 7 * SMALL.layers
+EXPERTS = dataclasses.replace(SMALL, mlp=Experts(count=4, router=TopK(k=2)))
 
 
 def write_model(folder, config=SMALL, *, dtype="float32", weights=None, **more):

@@ -26,6 +26,34 @@ def example():
     return str(ROOT / "tests" / "configs" / "example_recipes.py")
 
 
+@pytest.fixture(scope="session")
+def language_run(tmp_path_factory):
+    """language_run(recipe) -> folder of a run of two steps on a small text."""
+
+    def run(recipe):
+        from scalejax import configs
+        from scalejax.configs import serialization
+        from scalejax.train import loop, run_folder
+
+        folder = tmp_path_factory.mktemp("runs") / "run"
+        sets = ["steps=2", "data.batch_size=8", f"data.folder={tmp_path_factory.mktemp('text')}"]
+        text = tmp_path_factory.mktemp("source") / "text.txt"
+        text.write_text("def f(x):\n    return x + 1\n\n" * 400)
+        sets += [f"data.path={text}", "data.split.by=position", "data.split.train=0.8", "data.split.validation=0.2"]
+        experiment = configs.load(recipe, sets)
+        loop.train(
+            experiment,
+            workdir=run_folder.choose(folder, "run", "auto"),
+            resume="auto",
+            recipe=recipe,
+            record=serialization.record(recipe, sets, experiment),
+            console=None,
+        )
+        return folder
+
+    return run
+
+
 @pytest.fixture
 def invoke():
     """invoke(*arguments) -> result with exit_code, stdout, stderr; a bug is raised."""

@@ -7,6 +7,9 @@ import pytest
 
 from scalejax import optim
 from scalejax.configs import discovery, overrides
+from scalejax.data.images.sources import Digits, ImageFolder
+from scalejax.data.images.two_modality import TwoModalityData
+from scalejax.data.splits import Fractions
 from scalejax.errors import UserError
 from scalejax.numerics.quantized.rules import QuantizationRule
 from scalejax.parallel.embedding.plan.sharding_plan import ShardingPlan, TablePlan
@@ -209,6 +212,22 @@ def test_a_refusal_of_the_dataclass_names_the_path(experiment):
 
 
 def test_shown_values_can_be_set_again(experiment):
+    for path, value in overrides.flatten(experiment):
+        if not _is_whole(value):
+            assert overrides.apply(experiment, [f"{path}={overrides.show(value)}"]) == experiment, path
+
+
+def test_images_among_text_are_chosen_by_name(experiment):
+    experiment = dataclasses.replace(experiment, data=TwoModalityData())
+    sets = ["data.images=ImageFolder", "data.images.path=pictures", "data.image_share=0.2,0.5", "data.split.train=0.6"]
+    changed = overrides.apply(experiment, [*sets, "data.caption=none"]).data
+    assert changed == TwoModalityData(
+        images=ImageFolder(path="pictures"),
+        image_share=(0.2, 0.5),
+        split=Fractions(train=0.6, by="position"),
+        caption="none",
+    )
+    assert overrides.apply(experiment, ["data.images=Digits"]).data.images == Digits()
     for path, value in overrides.flatten(experiment):
         if not _is_whole(value):
             assert overrides.apply(experiment, [f"{path}={overrides.show(value)}"]) == experiment, path

@@ -175,3 +175,10 @@ def test_a_plan_of_a_file_is_taken_from_the_record(tmp_path):
         UserError, match=r"tables in tables\.sharding in experiment\.json of the run here must be a list"
     ):
         serialization.reload(recorded, recipe=RECIPE, where="here")
+
+
+def test_a_phase_that_changes_a_part_of_the_model_is_recorded_and_found_again():
+    """Its changes are whole paths."""
+    experiment = configs.load("moma-smoke")
+    recorded = json.loads(json.dumps(serialization.record("moma-smoke", [], experiment)))
+    assert serialization.reload(recorded) == experiment

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_cases import tokens
-from quantized_cases import MATRICES, SMALL, quantize, write_model
+from quantized_cases import EXPERTS, MATRICES, SMALL, quantize, write_model
 
 from scalejax.inference import generate
 from scalejax.inference.packed_params import PackedWeight
@@ -106,6 +106,43 @@ def test_layers_of_several_formats_are_decoded(theirs, tmp_path):
     quantize(theirs / "float32", tmp_path / "out", "mxfp4_e2m1", given=[("layers/0/mlp/.*", "bdr_mx9")])
     assert not any("mlp" in name for name in packed(engine(tmp_path / "out")))
     assert len(packed(engine(tmp_path / "out"))) == 4
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    """Folders of one Mixtral: a tensor of codes for each expert, and one for all."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    write_model(folder / "theirs", EXPERTS)
+    quantize(folder / "theirs", folder / "many", "nvfp4")
+    quantize(folder / "theirs", folder / "one", "mxfp4_e2m1", layout="gpt-oss")
+    return folder
+
+
+MATRICES_OF_EXPERTS = {"layers/mlp/gate", "layers/mlp/up", "layers/mlp/down"}
+
+
+@pytest.mark.parametrize(("form", "each"), [("many", 9 / 16), ("one", 17 / 32)])
+def test_experts_stay_packed(mixtral, form, each):
+    held, decoded = packed(engine(mixtral / form)), engine(mixtral / form, weights="decoded").params
+    assert held.keys() > MATRICES_OF_EXPERTS
+    for name in MATRICES_OF_EXPERTS:
+        for layer in range(EXPERTS.layers):
+            one = jax.tree.map(lambda a, layer=layer: a[layer], held[name])
+            np.testing.assert_array_equal(one.decode(), decoded[name][layer], err_msg=name)
+        scales = 4 * 4 * EXPERTS.layers if form == "many" else 0  # a float32 for each expert and layer
+        assert sum(leaf.nbytes for leaf in jax.tree.leaves(held[name])) == each * decoded[name].size + scales
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["many", "one"])
+def test_packed_experts_generate_the_same_tokens(mixtral, form):
+    want = engine(mixtral / form, weights="decoded").generate(PROMPTS, max_tokens=6)
+    for mesh in (None, {"fsdp": 2, "tensor": 1}, {"fsdp": 1, "tensor": 2}):
+        on = engine(mixtral / form, mesh=mesh)
+        assert on.generate(PROMPTS, max_tokens=6) == want
+        up = packed(on)["layers/mlp/up"].packed.codes
+        # 64 columns are whole blocks in halves; of 96 hidden features half are rows of their own.
+        assert up.sharding.shard_shape(up.shape)[2:] in ({(96, 32)} if mesh is None else {(48, 32), (96, 16)})
 
 
 @pytest.mark.slow

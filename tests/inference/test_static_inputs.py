@@ -11,6 +11,7 @@ import pytest
 from llama_cases import model as llama
 from llama_cases import tokens
 from quantized_cases import (
+    EXPERTS,
     MATRICES,
     SMALL,
     change_config,
@@ -209,3 +210,26 @@ def test_folders_without_scales_are_those_of_version_1(theirs, tmp_path):
     quantize(theirs, tmp_path / "out", "bdr_mx9")
     content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert (content["version"], "inputs" in content) == (1, False)
+
+
+def test_scales_of_what_experts_multiply_are_left_out_aloud(tmp_path):
+    """As published FP8 checkpoints of Mixtral have them, one for each matrix of each expert."""
+    write_model(tmp_path / "theirs", EXPERTS)
+    given = [("layers/.*/mlp/down", "none")]
+    rows = quantize(tmp_path / "theirs", tmp_path / "out", "fp8_e4m3:row", given=given, layout="compressed-tensors")
+    names = [row.name for row in rows if row.format]
+
+    def add(arrays):
+        arrays.update({name.replace(".weight", ".input_scale"): np.float32([0.01]) for name in names})
+
+    rewrite(tmp_path / "out", add)
+    content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    one = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
+    content["config_groups"]["group_0"]["input_activations"] = one
+    change_config(tmp_path / "out", config_groups=content["config_groups"])
+    opened = model_folder.open_folder(tmp_path / "out")
+    assert {name.split(".")[3] for name in opened.inputs} == {"self_attn"}
+    assert opened.remarks[-1] == "of these scales 16 are left out: what experts multiply stays as it is"
+    on = generate.load(opened, make_mesh(MeshShape(fsdp=1), jax.devices()[:1]))
+    scaled = {path for path, value in on.params.items() if isinstance(value, StaticWeight)}
+    assert scaled == {f"layers/attention/{name}" for name in ("query", "key", "value", "out")}

@@ -236,3 +236,17 @@ def test_no_tokens_at_all(arrays):
 def test_more_choices_than_experts_are_refused(k):
     with pytest.raises(ValueError, match=f"k must be from 1 to {EXPERTS}, the number of experts; got {k}"):
         routing.choose_experts(jnp.zeros((2, EXPERTS)), jnp.ones(2, bool), k=k)
+
+
+def test_noise_smooths_a_sigmoid_by_the_logistic_distribution(x64):
+    """E sigmoid(x + G' - G'') = e^x (e^x - x - 1) / (e^x - 1)^2, and 1/2 at 0."""
+    like = jnp.zeros((4, 200_000, 1))
+    keys = jax.random.key_data(jax.random.split(jax.random.key(0), 4))
+    noise = routing.logistic_noise(keys, jnp.arange(4), like)
+    again = routing.logistic_noise(keys, jnp.arange(4), like)
+    np.testing.assert_array_equal(noise, again)
+    assert (routing.logistic_noise(keys, jnp.arange(4) + 1, like)[0] != noise[0]).any()
+    for x in (-2.0, 0.0, 0.7, 3.0):
+        e = np.exp(x)
+        expected = e * (e - x - 1) / (e - 1) ** 2 if x else 0.5
+        np.testing.assert_allclose(jax.nn.sigmoid(x + noise).mean(), expected, atol=2e-3)

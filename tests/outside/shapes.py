@@ -102,7 +102,7 @@ class Confusions(MetricBase):
         squares = collected["labels"] == 1
         return {"confused": float((collected["logits"][squares].argmax(1) == 0).mean())}
 
-    def keep(self, folder: Any, split: str, collected: Any) -> None:
+    def keep(self, folder: Any, split: str, collected: Any, sums: Any) -> None:
         right = int((collected["logits"].argmax(1) == collected["labels"]).sum())
         svg = f'<svg xmlns="http://www.w3.org/2000/svg" width="60" height="20"><text y="15">{right} right</text></svg>'
         picture = evaluation.Picture(split=split, name="right", caption="How many shapes are right.", svg=svg)

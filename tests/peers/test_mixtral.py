@@ -51,12 +51,13 @@ def test_golden_files_are_those_of_this_version():
     np.testing.assert_allclose(golden["balance"], balance(MIXTRAL, scenarios(MIXTRAL)["plain"][0]), rtol=1e-6)
 
 
+@pytest.mark.parametrize("written", ["separate", "fused"])
 @pytest.mark.parametrize("original", [True, False], ids=["for each expert", "fused"])
-def test_what_it_saves_is_read_and_what_is_written_it_loads(tmp_path, original):
+def test_what_it_saves_is_read_and_what_is_written_it_loads(tmp_path, original, written):
     made = mixtral()
     made.save_pretrained(tmp_path / "theirs", save_original_format=original)
     opened = model_folder.open_folder(tmp_path / "theirs")
-    model_folder.convert(opened, tmp_path / "again", to="huggingface")
+    model_folder.convert(opened, tmp_path / "again", to="huggingface", experts=written)
     again, weights = transformers.MixtralForCausalLM.from_pretrained(tmp_path / "again"), tensors(MIXTRAL)
     state = again.state_dict()
     for name, tensor in made.state_dict().items():

@@ -5,7 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from quantized_cases import gaussian, quantize, quantize_with_inputs, read_weights, write_model
+from quantized_cases import EXPERTS, gaussian, quantize, quantize_with_inputs, read_weights, write_model
+
+from scalejax.models.llm import model_folder
 
 pytestmark = pytest.mark.peers
 
@@ -103,6 +105,22 @@ def test_transformers_decodes_the_blocks_of_gpt_oss(theirs, tmp_path):
     np.testing.assert_array_equal(decoded, read_weights(tmp_path / "out")[f"{NAME}.weight"])
 
 
+def test_transformers_decodes_the_experts_of_a_mixtral_in_blocks_of_gpt_oss(tmp_path):
+    """All experts of a layer in one tensor, the gate in the first half of the rows."""
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4", reason="transformers is not installed")
+    write_model(tmp_path / "theirs", EXPERTS)
+    quantize(tmp_path / "theirs", tmp_path / "out", "mxfp4_e2m1", layout="gpt-oss")
+    stored, opened = tensors(tmp_path / "out"), model_folder.open_folder(tmp_path / "out").source
+    decoded = {}
+    for name in ("gate_up_proj", "down_proj"):
+        parts = (stored[f"model.layers.1.mlp.experts.{name}_{part}"] for part in ("blocks", "scales"))
+        decoded[name] = mxfp4.convert_moe_packed_tensors(*parts, dtype=torch.float32).numpy()  # [experts, in, out]
+    width = EXPERTS.ffn_dim
+    np.testing.assert_array_equal(decoded["gate_up_proj"][..., :width], opened.read("layers/mlp/gate", 1))
+    np.testing.assert_array_equal(decoded["gate_up_proj"][..., width:], opened.read("layers/mlp/up", 1))
+    np.testing.assert_array_equal(decoded["down_proj"], opened.read("layers/mlp/down", 1))
+
+
 @pytest.mark.parametrize("format", ["int4:32", "fp8_e4m3:row"])
 def test_transformers_runs_what_compressed_tensors_describe(theirs, tmp_path, format):
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")
@@ -110,8 +128,6 @@ def test_transformers_runs_what_compressed_tensors_describe(theirs, tmp_path, fo
     given = [("layers/./mlp/down", "none")]
     quantize(theirs, tmp_path / "out", format, given=given, layout="compressed-tensors")
     quantize(theirs, tmp_path / "own", format, given=given)
-    from scalejax.models.llm import model_folder
-
     model_folder.convert(model_folder.open_folder(tmp_path / "own"), tmp_path / "ours", to="model")
     model_folder.convert(model_folder.open_folder(tmp_path / "ours"), tmp_path / "plain", to="huggingface")
     ids = torch.arange(3, 27)[None]
@@ -134,7 +150,6 @@ def test_compressed_tensors_quantizes_activations_alike(theirs, tmp_path, inputs
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
     from compressed_tensors.quantization.lifecycle import forward, initialize_module_for_quantization
 
-    from scalejax.models.llm import model_folder
     from scalejax.numerics.quantized import static
 
     quantize_with_inputs(theirs, tmp_path / "out", format, inputs, layout="compressed-tensors")
@@ -173,7 +188,6 @@ def test_transformers_gives_the_logits_of_static_scales(theirs, tmp_path, inputs
     import jax
 
     from scalejax.inference import generate
-    from scalejax.models.llm import model_folder
     from scalejax.parallel.mesh import MeshShape, make_mesh
 
     quantize_with_inputs(theirs, tmp_path / "out", format, inputs, layout="compressed-tensors")

@@ -32,6 +32,14 @@ def convert(
         str | None,
         typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16. Default: as in SOURCE."),
     ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(
+            "--experts",
+            metavar="FORM",
+            help="Of a Mixtral for Hugging Face: separate, a tensor for each expert, or fused. Default: separate.",
+        ),
+    ] = None,
     shard_size: Annotated[
         float, typer.Option("--shard-size", metavar="GB", help="Largest file, unless one tensor is larger.")
     ] = 5.0,
@@ -60,6 +68,11 @@ def convert(
 
     wanted = None if dtype is None else as_dtype(dtype)
     to = "model" if model.kind == "huggingface" else "huggingface"
+    if experts is not None and to == "model":
+        raise UserError(
+            f"--experts {experts}: goes with a folder of Hugging Face, and {source} becomes a model folder. Leave it "
+            "out, or convert that one."
+        )
     console = output.console()
     console.print(_table(model))
     with output.transfer(console) as progress:
@@ -68,6 +81,7 @@ def convert(
             model,
             target,
             to=to,
+            experts=experts,
             dtype=wanted,
             shard_bytes=int(shard_size * 10**9),
             wrote=lambda count: progress.advance(task, count),

@@ -74,6 +74,10 @@ def generate(
             help="Quantized ones: packed (in memory, decoded as they are used) or decoded (when they are loaded).",
         ),
     ] = "packed",
+    images: Annotated[
+        pathlib.Path | None,
+        typer.Option("--images", metavar="FOLDER", help="Write what a model of text and images draws, as PNG files."),
+    ] = None,
     mesh: options.MeshSizes = None,
     json: options.JsonFile = None,
     step: Step = None,
@@ -112,6 +116,7 @@ def generate(
         found = writer.complete(prompts, samples=samples, batch_size=batch_size, **asked)
         _print_all(found, samples)
     seconds = time.perf_counter() - begin
+    _draw(model, writer, found, images)
     tokens = sum(len(c.tokens) for c in found)
     print(
         f"{tokens:,} tokens in {seconds:.2f} s, compilation included ({tokens / seconds:.1f} tokens/s; loading took "
@@ -120,6 +125,33 @@ def generate(
     )
     if json is not None:
         output.write_json(json, [_as_json(c) for c in found])
+
+
+def _draw(model: "LanguageModel", writer: "Writer", found: Sequence["Completion"], folder: pathlib.Path | None) -> None:
+    """Writes the images in texts, and says how many there are."""
+    from scalejax.data.images import pictures
+    from scalejax.data.images.codebook import PatchCodebook
+    from scalejax.data.images.tokenizer import TextAndImages, whole_images
+    from scalejax.data.images.two_modality import CODEBOOK
+
+    if not isinstance(writer.tokenizer, TextAndImages):
+        if folder is not None:
+            raise UserError(f"--images {folder}: {model.path} is a model of text alone. Leave it out.")
+        return
+    ids = writer.tokenizer.ids
+    codes = [whole_images([*writer.encode(c.prompt), *c.tokens], ids) for c in found]
+    count = sum(map(len, codes))
+    if folder is None:
+        print(f"{count} whole images; --images FOLDER writes them.", file=sys.stderr)
+        return
+    codebook = PatchCodebook.read(model.path / CODEBOOK)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for number, pixels in enumerate(pixels for own in codes for pixels in codebook.decode(own)):
+            (folder / f"image-{number + 1}.png").write_bytes(pictures.png(pixels))
+    except OSError as error:
+        raise UserError(f"--images {folder}: cannot be written: {error}. Name another folder.") from error
+    print(f"{count} whole images in {folder}.", file=sys.stderr)
 
 
 def _load(model: "LanguageModel", mesh: "Mesh", dtype: str | None, weights: str) -> "Writer":

@@ -33,7 +33,7 @@ def quantize(
         typer.Option(
             "--format",
             metavar="FORMAT",
-            help="Of all matrices but embeddings and the head, e.g. mxfp6_e3m2, bdr_mx9, nvfp4, int4:128, int8:row.",
+            help="Of all matrices but embeddings, head and routers, e.g. mxfp6_e3m2, nvfp4, int4:128, int8:row.",
         ),
     ],
     rule: Annotated[
@@ -177,7 +177,7 @@ def quantize(
 def _stored_bytes(weight: "Weight", layout: "PackedLayout", model: "LanguageModel") -> int:
     """Bytes that a weight of the plan will take."""
     if weight.format is None:
-        return math.prod(weight.shape) * model.source.dtype(weight.entry.path).itemsize
+        return math.prod(weight.shape) * weight.tensor.dtype(model.source).itemsize
     inputs = 0 if weight.inputs is None else 4
     parts = layout.parts(weight.name, weight.format, weight.shape).values()
     return inputs + sum(math.prod(part.shape) * part.dtype.itemsize for part in parts)

@@ -7,6 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from scalejax.data.reading import GlobalBatches, Streamed
+from scalejax.data.text.modalities import check_capacities
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 
 
@@ -49,10 +50,15 @@ class TokenDataSet(GlobalBatches[TokenBatch, TokenBatch]):
 
     def filled(self, read: Callable[[int, int], TokenBatch], start: int, stop: int, size: int) -> TokenBatch:
         if stop - start == size:
-            return read(start, stop)
-        batch = TokenBatch.empty(size, self.schema.length)
+            return self._read(read, start, stop)
+        batch = TokenBatch.empty(size, self.schema.length, len(self.schema.modalities))
         if stop > start:
-            batch.place(slice(0, stop - start), read(start, stop))
+            batch.place(slice(0, stop - start), self._read(read, start, stop))
+        return batch
+
+    def _read(self, read: Callable[[int, int], TokenBatch], start: int, stop: int) -> TokenBatch:
+        batch = read(start, stop)
+        check_capacities(batch, self.schema, first_row=start)
         return batch
 
 

@@ -114,7 +114,8 @@ def load(run_folder: pathlib.Path, experiment: Experiment, step: int | None = No
     if not task.tables():
         raise UserError(
             f"RUN_FOLDER {run_folder} is a run of {type(experiment.model).__name__}, which has no embedding tables. "
-            "Give a run of a click model, such as one of `scalejax train dlrm`."
+            "Give a run of a click model, such as one of `scalejax train dlrm`; a language model is written with "
+            "`scalejax convert`."
         )
     if experiment.tables.id_maps:
         names = ", ".join(name for entry in experiment.tables.id_maps for name in entry.features)

@@ -4,51 +4,107 @@ All products are dense and of one size, so that a CPU runs them as fast as any o
 there are and not with the largest group. Blocks behind the last group cost as much as others and give zeros.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from scalejax import compat
+from scalejax.kernels.grouped_matmul import reference
+
+_Pair = tuple[jax.Array, jax.Array]
 
 
-@compat.custom_vjp(3)
-def multiply(x: jax.Array, weights: jax.Array, sizes: jax.Array, block: int) -> jax.Array:
-    """See `api.grouped_matmul`."""
+def lacks(dtype: jax.typing.DTypeLike) -> str | None:
+    """Nothing."""
+    del dtype
+    return None
+
+
+def multiply(x: jax.Array, weights: jax.Array, sizes: jax.Array, *, block: int) -> jax.Array:
+    """[R, K] and [n, K, N] -> [R, N] in the dtype of x."""
+    return _each_block(lambda group, rows: _product(rows, weights[group]), (x,), sizes, block)
+
+
+def gated(x: jax.Array, weights: _Pair, sizes: jax.Array, *, block: int) -> jax.Array:
+    """silu(x gate) * (x up), of weights (gate, up)."""
+    return gated_with_products(x, weights, sizes, block=block)[0]
+
+
+def gated_with_products(
+    x: jax.Array, weights: _Pair, sizes: jax.Array, *, block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`gated`, x gate and x up."""
+
+    def one(group: jax.Array, rows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        gate, up = (_product(rows, w[group]) for w in weights)
+        return reference.between(gate, up), gate, up
+
+    return _each_block(one, (x,), sizes, block)
+
+
+def gate_gradients(
+    g: jax.Array, down: jax.Array, products: _Pair, sizes: jax.Array, *, block: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What is between the layers, and the gradients of both products, for the cotangent g [R, E] of the result.
+
+    `products` are x gate and x up, [R, F].
+    """
+
+    def one(group: jax.Array, g: jax.Array, gate: jax.Array, up: jax.Array) -> tuple[jax.Array, ...]:
+        to_hidden = _product(g, down[group].T)
+        return reference.between_gradients(gate.astype(to_hidden.dtype), up.astype(to_hidden.dtype), to_hidden)
+
+    return _each_block(one, (g, *products), sizes, block)
+
+
+def multiply_transposed(
+    grads: tuple[jax.Array, ...], weights: tuple[jax.Array, ...], sizes: jax.Array, *, block: int
+) -> jax.Array:
+    """Sum over pairs of g [R, N] times the transpose of weights [n, K, N]: [R, K]."""
+
+    def one(group: jax.Array, *rows: jax.Array) -> jax.Array:
+        products = [_product(g, w[group].T) for g, w in zip(rows, weights, strict=True)]
+        return sum(products[1:], start=products[0])
+
+    return _each_block(one, grads, sizes, block)
+
+
+def weight_gradients(
+    x: jax.Array, grads: tuple[jax.Array, ...], sizes: jax.Array, *, block: int
+) -> tuple[jax.Array, ...]:
+    """For each g [R, N] of `grads`, the sums over the rows of a group of x^T g: [n, K, N] in the dtype of x."""
     group, used = _groups(sizes, x.shape[0] // block, block)
 
-    def one(_: None, own: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[None, jax.Array]:
-        rows, group, used = own
-        return None, jnp.where(used, _product(rows, weights[group]), 0).astype(x.dtype)
-
-    _, y = jax.lax.scan(one, None, (x.reshape(-1, block, x.shape[1]), group, used))
-    return y.reshape(x.shape[0], weights.shape[2])
-
-
-_Saved = tuple[jax.Array, jax.Array, jax.Array]
-
-
-def _forward(x: jax.Array, weights: jax.Array, sizes: jax.Array, block: int) -> tuple[jax.Array, _Saved]:
-    return multiply(x, weights, sizes, block), (x, weights, sizes)
-
-
-def _backward(block: int, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array, np.ndarray]:
-    x, weights, sizes = saved
-    group, used = _groups(sizes, x.shape[0] // block, block)
-
-    def one(total: jax.Array, own: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        rows, g, group, used = own
-        g = jnp.where(used, g, 0)
+    def one(totals: tuple[jax.Array, ...], own: Any) -> tuple[tuple[jax.Array, ...], None]:
+        group, used, rows, *grads = own
         # In place: the carry of a loop.
-        total = total.at[group].add(_product(rows.T, g), mode="promise_in_bounds")
-        return total, _product(g, weights[group].T).astype(x.dtype)
+        return tuple(
+            total.at[group].add(_product(rows.T, jnp.where(used, g, 0)), mode="promise_in_bounds")
+            for total, g in zip(totals, grads, strict=True)
+        ), None
 
-    zeros = jnp.zeros(weights.shape, jnp.promote_types(x.dtype, jnp.float32))
-    blocks = (x.reshape(-1, block, x.shape[1]), g.reshape(-1, block, g.shape[1]), group, used)
-    to_weights, to_x = jax.lax.scan(one, zeros, blocks)
-    return to_x.reshape(x.shape), to_weights.astype(weights.dtype), np.zeros(sizes.shape, jax.dtypes.float0)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    zeros = tuple(jnp.zeros((sizes.shape[0], x.shape[1], g.shape[1]), wide) for g in grads)
+    totals, _ = jax.lax.scan(one, zeros, (group, used, *_in_blocks((x, *grads), block)))
+    return tuple(total.astype(x.dtype) for total in totals)
 
 
-multiply.defvjp(_forward, _backward)
+def _each_block(one: Callable[..., Any], operands: tuple[jax.Array, ...], sizes: jax.Array, block: int) -> Any:
+    """one(group, blocks of the operands) for all blocks; zeros behind the last group."""
+    group, used = _groups(sizes, operands[0].shape[0] // block, block)
+    dtype = operands[0].dtype
+
+    def step(_: None, own: Any) -> tuple[None, Any]:
+        group, used, *rows = own
+        return None, jax.tree.map(lambda y: jnp.where(used, y, 0).astype(dtype), one(group, *rows))
+
+    _, results = jax.lax.scan(step, None, (group, used, *_in_blocks(operands, block)))
+    return jax.tree.map(lambda y: y.reshape(-1, y.shape[2]), results)
+
+
+def _in_blocks(operands: tuple[jax.Array, ...], block: int) -> list[jax.Array]:
+    return [a.reshape(-1, block, a.shape[1]) for a in operands]
 
 
 def _product(a: jax.Array, b: jax.Array) -> jax.Array:

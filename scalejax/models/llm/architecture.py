@@ -5,7 +5,7 @@ Face, and what config.json says. `families` finds it.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import jax
@@ -13,6 +13,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from scalejax.data.text.tokens import TokenSchema
+from scalejax.errors import UserError
 from scalejax.models.llm.mapping import Entry
 from scalejax.models.llm.special_tokens import SpecialTokens
 from scalejax.nn.layers import Gather, whole
@@ -92,13 +93,15 @@ class LanguageModule(Protocol):
         """Matrices of a layer by path, in the order in which tokens pass them; those of a stage share their input."""
         ...
 
-    def run_layer(self, layer: Any, x: jax.Array, stage: int | None = None) -> jax.Array:
+    def run_layer(self, layer: Any, x: jax.Array, stage: int | None = None, *expert: jax.Array) -> jax.Array:
         """What comes behind a layer, or what the matrices of a stage of it multiply; no parameter of `self` is read.
 
         Args:
           layer: `layers` with the parameters of one.
           x: float[B, S, E] before the layer; each row is a document.
           stage: A number of `stages`; None = behind the layer.
+          expert: int32[], given where the parameters of the stage have an axis of experts: of this one, and zeros for
+            tokens that do not reach it.
         """
         ...
 
@@ -121,7 +124,8 @@ class Architecture(Generic[Config]):
       write_config: (config, special tokens, dtype of the weights) -> content of config.json.
       describe: Lines of a table for a user.
       has: Whether a config of that class is of this family, where several share one.
-      stored_entries: `entries` in the form that a folder has, by the names of its tensors; None = there is one form.
+      forms: Where a checkpoint can hold experts in several forms, the tensors of each by its name; the first is that of
+        `entries`.
     """
 
     config: type[Config]
@@ -137,4 +141,29 @@ class Architecture(Generic[Config]):
     write_config: Callable[[Config, SpecialTokens, str], dict[str, object]]
     describe: Callable[[Config], dict[str, str]]
     has: Callable[[Config], bool] = lambda _: True
-    stored_entries: Callable[[Config, Mapping[str, object]], tuple[Entry, ...]] | None = None
+    forms: Mapping[str, Callable[[Config], tuple[Entry, ...]]] = dataclasses.field(default_factory=dict)
+
+    def entries_in(self, form: str, config: Config) -> tuple[Entry, ...]:
+        """The tensors of a checkpoint that has experts in a form.
+
+        Raises:
+          UserError: the family has no such form.
+        """
+        if form not in self.forms:
+            known = ", ".join(self.forms)
+            raise UserError(
+                f"--experts {form}: {self.name} has {f'experts in the forms {known}' if known else 'no experts'}. "
+                f"{'Name one of these' if known else 'Leave it out'}."
+            )
+        return self.forms[form](config)
+
+    def stored_entries(self, config: Config, names: Iterable[str]) -> tuple[Entry, ...]:
+        """The tensors of a checkpoint in the form that it has, by the names of the tensors in its files."""
+        usual, given = self.entries(config), tuple(names)
+        known = {entry.tensor(0, 0) for entry in usual}
+        for form in self.forms.values():
+            # Quantized ones have more behind their names.
+            own = tuple(entry.tensor(0, 0) for entry in form(config) if entry.tensor(0, 0) not in known)
+            if own and any(name.startswith(own) for name in given):
+                return form(config)
+        return usual

@@ -10,9 +10,14 @@ layers:
               (Fedus et al., arXiv 2101.03961); f enters as a constant
     z         logsumexp(logits)^2 (Zoph et al., arXiv 2202.08906)
 
+Instead of a loss a bias can keep experts even: it is added to the scores for the choice alone, and moves by a fixed
+rate toward the experts that had less than the mean (Wang et al., arXiv 2408.15664).
+
 `ExpertChoice`: every expert takes its k = floor(b / n) best of b tokens, at least 1, by sigmoid scores, which are also
 the weights (MoMa, arXiv 2407.21770). All experts do equal work, and a token may be seen by none. Who is taken depends
 on later tokens, so that losses are too good, and nothing can be generated.
+
+On a mesh whose axis `expert` has W devices each of them holds n / W experts, and tokens travel (`parallel.expert`).
 
 Axes: B rows, S positions, T = B S tokens, E model, F hidden, n experts, L layers.
 """
@@ -21,7 +26,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +34,12 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.errors import UserError
-from scalejax.kernels.grouped_matmul import grouped_matmul
-from scalejax.models.llm.expert_use import ExpertUse
-from scalejax.models.llm.llama3.parts import Numbers, StackedNormal
+from scalejax.kernels.grouped_matmul import grouped_gated_mlp
+from scalejax.kernels.grouped_matmul.api import Implementation
+from scalejax.models.llm.expert_use import GUESSES, SUMS, ExpertGuesses, ExpertUse
+from scalejax.models.llm.llama3.parts import Numbers, Room, StackedNormal
 from scalejax.nn import routing
+from scalejax.parallel import expert
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.kernel_sharding import shard_kernel
 from scalejax.parallel.mesh import BATCH_AXES
@@ -41,6 +48,11 @@ if TYPE_CHECKING:
     from scalejax.models.llm.llama3.config import LlamaConfig
 
 Execution = Literal["grouped", "batched", "sequential"]
+
+
+def _check_factor(field: str, factor: float | None) -> None:
+    if factor is not None and not 0 < factor < math.inf:
+        raise ValueError(f"{field} must be above 0 and finite, or None; got {factor}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,26 +64,37 @@ class TopK:
       scores: "softmax" over all experts as in Mixtral, or "sigmoid" of each.
       balance: Factor on the balance loss.
       z: Factor on the z loss.
+      bias_rate: By how much the bias of an expert moves in each part of a step; 0 = there is none.
       capacity_factor: In training and its evaluations an expert has room for this many times T k / n tokens of a
         device; what is beyond is dropped, by position, and counted. Generation drops nothing. None = nor does this.
+      pair_factor: Without a capacity, on a mesh with several devices on `expert`: between two of them there is room for
+        this many times the mean number of choices, T k / W of a device with T tokens; what is beyond is dropped and
+        counted. None = for all that there could be, W times as many, so that nothing is dropped.
     """
 
     k: int = 2
     scores: routing.Scores = "softmax"
     balance: float = 0.01
     z: float = 0.0
+    bias_rate: float = 0.0
     capacity_factor: float | None = None
+    pair_factor: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
             raise ValueError(f"TopK: k must be a whole number of at least 1; got {self.k!r}.")
         if self.scores not in ("softmax", "sigmoid"):
             raise ValueError(f"TopK: scores must be softmax or sigmoid; got {self.scores!r}.")
-        for field in ("balance", "z"):
+        for field in ("balance", "z", "bias_rate"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise ValueError(f"TopK: {field} must be 0 or more, and finite; got {getattr(self, field)}.")
-        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
-            raise ValueError(f"TopK: capacity_factor must be above 0 and finite, or None; got {self.capacity_factor}.")
+        _check_factor("TopK: capacity_factor", self.capacity_factor)
+        _check_factor("TopK: pair_factor", self.pair_factor)
+        if self.capacity_factor is not None and self.pair_factor is not None:
+            raise ValueError(
+                f"TopK: capacity_factor={self.capacity_factor} already says how many places travel; leave "
+                f"pair_factor={self.pair_factor} out."
+            )
 
     def active(self, experts: int) -> int:
         """Experts that see a token."""
@@ -80,19 +103,54 @@ class TopK:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class AuxiliaryRouter:
+    """Says of a token alone which experts would take it: those j with sigmoid(silu(x W_1) W_2)_j > 1/2.
+
+    It is trained by the binary cross-entropy of what experts do take, and nothing of that loss reaches the rest of the
+    model. With it experts that choose can be used without later tokens.
+
+    Attributes:
+      hidden: Columns of W_1; None = half the width of the model.
+    """
+
+    hidden: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.hidden is not None and (not isinstance(self.hidden, int) or self.hidden < 1):
+            raise ValueError(f"AuxiliaryRouter: hidden must be at least 1, or None; got {self.hidden!r}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertChoice:
     """Every expert takes its best tokens.
 
     Attributes:
       group: Of which tokens: "sequence", those of a row; "device", all that a device has of a part of the batch, which
-        other meshes and other numbers of parts change.
+        other meshes and other numbers of parts change; "global", all of a part of the batch, which other numbers of
+        parts change: scores travel to all devices first.
+      capacity_factor: With "global", an expert has room for this many times T / n tokens of a device with T; what is
+        beyond is dropped, by position, and counted. None = for all that there could be, so that nothing is dropped.
+      auxiliary: What says without later tokens who would be taken; None = nothing can be generated.
+      noise: "gumbel": in training scores are sigmoid(x + G' - G'') with two draws of the Gumbel distribution, by which
+        upcycled experts, all alike at first, part; choice and weight see the same noise.
     """
 
-    group: Literal["sequence", "device"] = "device"
+    group: Literal["sequence", "device", "global"] = "device"
+    capacity_factor: float | None = None
+    auxiliary: AuxiliaryRouter | None = None
+    noise: Literal["none", "gumbel"] = "none"
 
     def __post_init__(self) -> None:
-        if self.group not in ("sequence", "device"):
-            raise ValueError(f"ExpertChoice: group must be sequence or device; got {self.group!r}.")
+        if self.noise not in ("none", "gumbel"):
+            raise ValueError(f"ExpertChoice: noise must be none or gumbel; got {self.noise!r}.")
+        if self.group not in ("sequence", "device", "global"):
+            raise ValueError(f"ExpertChoice: group must be sequence, device or global; got {self.group!r}.")
+        _check_factor("ExpertChoice: capacity_factor", self.capacity_factor)
+        if self.capacity_factor is not None and self.group != "global":
+            raise ValueError(
+                f"ExpertChoice: capacity_factor={self.capacity_factor} goes with group='global' alone; in a "
+                f"{self.group} every expert takes as many tokens as every other."
+            )
 
     def active(self, experts: int) -> int:
         """Experts that see a token, in the mean."""
@@ -110,20 +168,25 @@ class Experts:
       execution: "grouped": tokens sorted by expert, nothing dropped (`kernels.grouped_matmul`), for `TopK` without a
         capacity. "batched": all experts at once, each with the same number of places. "sequential": the same, one
         expert after another.
+      implementation: Of grouped products; None = the fastest for the platform, see `kernels.grouped_matmul`.
     """
 
     count: int = 8
     router: TopK | ExpertChoice = TopK()
     execution: Execution = "grouped"
+    implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"Experts: count must be a whole number of at least 1; got {self.count!r}.")
-        if self.router.active(self.count) > self.count:
-            k = self.router.active(self.count)
-            raise ValueError(f"Experts: router.k must be at most count; got {k} of {self.count} experts.")
+        if self.active > self.count:
+            raise ValueError(f"Experts: router.k must be at most count; got {self.active} of {self.count} experts.")
         if self.execution not in ("grouped", "batched", "sequential"):
             raise ValueError(f"Experts: execution must be grouped, batched or sequential; got {self.execution!r}.")
+        known = (None, *get_args(Implementation))
+        if self.implementation not in known:
+            names = ", ".join(map(str, known))
+            raise ValueError(f"Experts: implementation must be one of {names}; got {self.implementation!r}.")
         uneven = isinstance(self.router, TopK) and self.router.capacity_factor is None
         if (self.execution == "grouped") != uneven:
             raise ValueError(
@@ -137,28 +200,75 @@ class Experts:
         return ExpertLayers(self, config, rngs, dtypes)
 
     @property
+    def active(self) -> int:
+        """Experts that see a token, in the mean."""
+        return self.router.active(self.count)
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """See `TopK`; None where experts choose, which then have as many places as they take."""
+        return self.router.capacity_factor if isinstance(self.router, TopK) else None
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether each expert's products are products of two matrices, which the policy "dots" keeps."""
+        return self.execution == "sequential"
+
+    @property
     def generates(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
-        return isinstance(self.router, TopK)
+        return isinstance(self.router, TopK) or self.router.auxiliary is not None
+
+    @property
+    def draws(self) -> bool:
+        """See `llama3.parts.RoutedPart`."""
+        return isinstance(self.router, ExpertChoice) and self.router.noise == "gumbel"
+
+    @property
+    def sees_later_tokens(self) -> bool:
+        """See `llama3.parts.RoutedPart`."""
+        return isinstance(self.router, ExpertChoice)
 
     def macs(self, config: "LlamaConfig") -> int:
         """See `llama3.parts.RoutedPart`: the router, and the gated MLPs that see a token."""
-        return config.dim * self.count + self.router.active(self.count) * 3 * config.dim * config.ffn_dim
+        return config.dim * self.count + self.active * 3 * config.dim * config.ffn_dim
 
     def losses(self, numbers: Numbers) -> jax.Array:
         """wide[]: the losses of the router over all rows, to be added to the sum of those of the targets."""
         router, layers = self.router, numbers["load"].shape[1]
         if isinstance(router, ExpertChoice):
-            return jnp.zeros((), numbers["tokens"].dtype)
+            if router.auxiliary is None:
+                return jnp.zeros((), numbers["tokens"].dtype)
+            return numbers["auxiliary"].sum() / layers
         return (router.balance * numbers["balance"].sum() + router.z * numbers["z"].sum()) / layers
 
     def sums(self, numbers: Numbers) -> dict[str, jax.Array]:
         """Sums over all rows that `ExpertUse` measures."""
-        return {f"experts/{name}": numbers[name].sum(0) for name in ("entropy", "dropped", "unseen", "tokens", "load")}
+        names = (*SUMS, *(GUESSES if self._guesses else ()))
+        return {f"experts/{name}": numbers[name].sum(0) for name in names}
 
-    def metrics(self, layers: int) -> tuple[ExpertUse, ...]:
+    def metrics(self, layers: int) -> tuple[ExpertUse | ExpertGuesses, ...]:
         """How evenly experts are used."""
-        return (ExpertUse(layers=layers, experts=self.count, k=self.router.active(self.count)),)
+        use = ExpertUse(layers=layers, experts=self.count, k=self.active)
+        return (use, ExpertGuesses(experts=self.count)) if self._guesses else (use,)
+
+    @property
+    def _guesses(self) -> bool:
+        return isinstance(self.router, ExpertChoice) and self.router.auxiliary is not None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """What all layers of experts want to know of the tokens.
+
+    Attributes:
+      real: bool[B, S], False = padding.
+      keys: uint32[B, ...], data of a key for each row; None = nothing is drawn.
+    """
+
+    real: jax.Array
+    keys: jax.Array | None = None
 
 
 class ExpertLayers(nnx.Module):
@@ -170,51 +280,111 @@ class ExpertLayers(nnx.Module):
         self.gate = normal((part.count, config.dim, config.ffn_dim), ("experts", "embed", "hidden"))
         self.up = normal((part.count, config.dim, config.ffn_dim), ("experts", "embed", "hidden"))
         self.down = normal.to_stream((part.count, config.ffn_dim, config.dim), ("experts", "hidden", "embed"))
+        if isinstance(part.router, TopK) and part.router.bias_rate:
+            bias = jnp.zeros((config.layers, part.count), nn.wide(dtypes.compute))
+            self.bias = nnx.Variable(bias, logical_axes=("layers", "router"))
+        if isinstance(part.router, ExpertChoice) and part.router.auxiliary is not None:
+            hidden = part.router.auxiliary.hidden or max(1, config.dim // 2)
+            self.auxiliary_in = normal((config.dim, hidden), ("embed", "router"))
+            self.auxiliary_out = normal((hidden, part.count), ("router", "router"))
         self.part = part
+        self.hidden = config.ffn_dim
         self.layers = config.layers
         self.compute_dtype = dtypes.compute
+
+    stages = (("gate", "up"), ("down",))
+    """See `llama3.parts`; the router, which is never quantized, is in none."""
+
+    def inputs(self, stage: int, x: jax.Array, expert: jax.Array) -> jax.Array:
+        """What the matrices of a stage of an expert multiply, [B, S, ...], zeros where a token does not reach it."""
+        router = self.part.router
+        assert isinstance(router, TopK)  # with another one there is no folder that could be written
+        choice, _ = self._choose(x, jnp.ones(x.shape[:2], bool), router)
+        reached = (choice.experts == expert).any(-1).reshape(*x.shape[:2], 1)
+        x = jnp.where(reached, x, 0)
+        if stage == 0:
+            return x
+        gate, up = (p[...][expert].astype(self.compute_dtype) for p in (self.gate, self.up))
+        return jax.nn.silu(nn.project(x, gate)) * nn.project(x, up)
 
     def numbers(self, rows: int) -> Numbers:
         """Of no layers: what `with_numbers` adds to."""
         wide = nn.wide(self.compute_dtype)
-        names = ("balance", "z", "entropy", "dropped", "unseen", "tokens")
+        names = ("balance", "z", "entropy", "dropped", "unseen", "once", "tokens")
+        if hasattr(self, "auxiliary_in"):
+            names += GUESSES
         return {
             **{name: jnp.zeros(rows, wide) for name in names},
             "load": jnp.zeros((rows, self.layers, self.part.count), wide),
             "layer": jnp.zeros(rows, jnp.int32),
         }
 
+    def prepare(
+        self,
+        real: jax.Array,
+        tokens: jax.Array,
+        modality: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        *,
+        room: Room,
+    ) -> Prepared:
+        """See `llama3.parts.RoutedMlp`: tokens of all modalities are alike here."""
+        del tokens, modality, room
+        return Prepared(real, keys)
+
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, S, E] -> [B, S, E]; no token is dropped.
+        """`infer` where there is no padding."""
+        return self.infer(x, Prepared(jnp.ones(x.shape[:2], bool)))
+
+    def infer(self, x: jax.Array, prepared: Prepared) -> jax.Array:
+        """See `llama3.parts.RoutedMlp`.
 
         Raises:
           UserError: experts choose, for which all tokens have to be there.
         """
-        router = self.part.router
-        if isinstance(router, ExpertChoice):
+        router, real = self.part.router, prepared.real
+        if isinstance(router, TopK):
+            choice, _ = self._choose(x, real, router)
+            return self._to_chosen(x, choice, dataclasses.replace(router, capacity_factor=None, pair_factor=None))[0]
+        if router.auxiliary is None:
             raise UserError(
-                "model.mlp.router is ExpertChoice: which tokens an expert takes depends on later ones, so that nothing "
-                "can be generated. Train with TopK to generate."
+                "model.mlp.router is ExpertChoice without an auxiliary router: which tokens an expert takes depends on "
+                "later ones, so that nothing can be generated. Train with TopK, or go on with the finished model: "
+                "--set model.mlp.router.auxiliary=AuxiliaryRouter, trainable='layers/mlp/.*auxiliary.*'."
             )
-        choice, _ = self._choose(x, jnp.ones(x.shape[:2], bool), router)
-        return self._to_chosen(x, choice, capacity_factor=None)[0]
+        chosen = (self._guess(x) > 0) & real[..., None]
+        numbers = jnp.arange(self.part.count, dtype=jnp.int32)[None, None, :]
+        experts = jnp.where(chosen, numbers, self.part.count).reshape(-1, self.part.count)
+        scores = jax.nn.sigmoid(self._logits(x))
+        gates = jnp.where(chosen, scores, 0).reshape(experts.shape)
+        choice = routing.TokenChoice(experts, gates, scores.reshape(experts.shape))
+        return self._to_chosen(x, choice, TopK(k=1))[0]
 
-    def with_numbers(self, x: jax.Array, real: jax.Array, numbers: Numbers) -> tuple[jax.Array, Numbers]:
+    def _guess(self, x: jax.Array) -> jax.Array:
+        """wide[B, S, n]: above 0 where the auxiliary router says that an expert would take a token."""
+        wide, x = nn.wide(self.compute_dtype), jax.lax.stop_gradient(x)
+        hidden = jax.nn.silu(nn.project(x, self.auxiliary_in[...].astype(self.compute_dtype)))
+        return nn.project(hidden.astype(wide), self.auxiliary_out[...].astype(wide))
+
+    def with_numbers(self, x: jax.Array, prepared: Prepared, numbers: Numbers) -> tuple[jax.Array, Numbers]:
         """x [B, S, E] -> [B, S, E], and what this layer adds to the numbers.
 
         Args:
           x: compute_dtype[B, S, E].
-          real: bool[B, S], False = padding, which goes to no expert and counts nowhere.
+          prepared: What `prepare` made; padding goes to no expert and counts nowhere.
           numbers: Of the layers before.
         """
-        router = self.part.router
+        router, real = self.part.router, prepared.real
         if isinstance(router, ExpertChoice):
             logits = self._logits(x)
+            if prepared.keys is not None and router.noise == "gumbel":
+                logits += routing.logistic_noise(prepared.keys, numbers["layer"], logits)
             scores = jax.nn.sigmoid(logits)
-            y, used = self._to_choosing(x, scores, real)
-            return y, self._add(numbers, logits, scores, real, used, jnp.zeros_like(real, scores.dtype))
+            y, asked, dropped = self._to_choosing(x, scores, real, router)
+            numbers = self._add(numbers, logits, scores, real, asked, dropped)
+            return y, numbers if router.auxiliary is None else self._compare(numbers, x, real, asked)
         choice, logits = self._choose(x, real, router)
-        y, placed = self._to_chosen(x, choice, capacity_factor=router.capacity_factor)
+        y, placed = self._to_chosen(x, choice, router)
         chosen = choice.experts.reshape(*real.shape, router.k)
         experts = jnp.arange(self.part.count, dtype=chosen.dtype)
         asked = (chosen[..., None] == experts[None, None, None, :]).any(2).astype(choice.scores.dtype)  # B S n
@@ -234,6 +404,8 @@ class ExpertLayers(nnx.Module):
         tokens, load = real.astype(wide), asked.sum(1)
         total, all_tokens = _over_batch(load.sum(0)), _over_batch(tokens.sum())
         share = jax.lax.stop_gradient(total / jnp.maximum(all_tokens, 1))
+        if isinstance(self.part.router, TopK) and self.part.router.bias_rate:
+            self.bias[...] += self.part.router.bias_rate * jnp.sign(share.mean() - share)
         tiny = jnp.finfo(wide).tiny
         shares = scores / jnp.maximum(scores.sum(2, keepdims=True), tiny)
         added = {
@@ -242,12 +414,25 @@ class ExpertLayers(nnx.Module):
             "entropy": -jax.lax.stop_gradient((tokens * (shares * jnp.log(jnp.maximum(shares, tiny))).sum(2)).sum(1)),
             "dropped": dropped.sum(1),
             "unseen": (tokens * (asked.sum(2) == dropped)).sum(1),
+            "once": (tokens * (asked.sum(2) == dropped + 1)).sum(1),
             "tokens": tokens.sum(1),
         }
         here = jnp.arange(self.layers, dtype=jnp.int32)[None, :] == numbers["layer"][:, None]
         found = {name: numbers[name] + value for name, value in added.items()}
         found["load"] = numbers["load"] + jnp.where(here[:, :, None], load[:, None, :], 0)
-        return {**found, "layer": numbers["layer"] + 1}
+        return {**numbers, **found, "layer": numbers["layer"] + 1}
+
+    def _compare(self, numbers: Numbers, x: jax.Array, real: jax.Array, asked: jax.Array) -> Numbers:
+        """Adds how the auxiliary router differs from what experts took, `asked` wide[B, S, n]."""
+        asked = jax.lax.stop_gradient(asked)
+        guess, tokens = self._guess(x), real.astype(asked.dtype)[..., None]
+        said = (guess > 0).astype(asked.dtype)
+        found = {
+            "auxiliary": (tokens * (jax.nn.softplus(guess) - asked * guess)).sum((1, 2)) / self.part.count,
+            "guessed": (tokens * said).sum((1, 2)),
+            "hits": (tokens * said * asked).sum((1, 2)),
+        }
+        return numbers | {name: numbers[name] + value for name, value in found.items()}
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """wide[B, S, n]."""
@@ -257,100 +442,172 @@ class ExpertLayers(nnx.Module):
     def _choose(self, x: jax.Array, real: jax.Array, router: TopK) -> tuple[routing.TokenChoice, jax.Array]:
         logits = self._logits(x)
         flat = logits.reshape(-1, self.part.count)
-        return routing.choose_experts(flat, real.reshape(-1), k=router.k, scores=router.scores), logits
+        bias = self.bias[...] if router.bias_rate else None
+        return routing.choose_experts(flat, real.reshape(-1), k=router.k, scores=router.scores, bias=bias), logits
 
-    def _to_chosen(
-        self, x: jax.Array, choice: routing.TokenChoice, *, capacity_factor: float | None
-    ) -> tuple[jax.Array, jax.Array]:
+    def _to_chosen(self, x: jax.Array, choice: routing.TokenChoice, router: TopK) -> tuple[jax.Array, jax.Array]:
         """y [B, S, E], and wide[B, S], the choices of each token that had a place."""
         experts, gates = (a.reshape(*x.shape[:2], -1) for a in (choice.experts, choice.gates))
-        local = functools.partial(_chosen, capacity_factor=capacity_factor, execution=self.part.execution)
-        y, placed = self._on_devices(local, "sequence", x, experts, gates)
+        local = functools.partial(_chosen, router=router)
+        y, placed = self._on_devices(local, 2, "sequence", x, experts, gates)
         return y, placed[..., 0]
 
-    def _to_choosing(self, x: jax.Array, scores: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """y [B, S, E], and wide[B, S, n], 1 where an expert took a token."""
-        router = self.part.router
-        assert isinstance(router, ExpertChoice)
-        local = functools.partial(_choosing, group=router.group, execution=self.part.execution)
+    def _to_choosing(
+        self, x: jax.Array, scores: jax.Array, real: jax.Array, router: ExpertChoice
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """y [B, S, E], wide[B, S, n], 1 where an expert wants a token, and wide[B, S], how many had no place for it."""
+        local = functools.partial(_choosing, router=router)
         # A sequence is whole where experts choose among its tokens.
-        positions = "sequence" if router.group == "device" else None
-        return self._on_devices(local, positions, x, scores, real.astype(scores.dtype)[..., None])
+        positions = None if router.group == "sequence" else "sequence"
+        given = (x, scores, real.astype(scores.dtype)[..., None])
+        y, asked, dropped = self._on_devices(local, 3, positions, *given)
+        return y, asked, dropped[..., 0]
 
     def _on_devices(
-        self, local: Callable[..., tuple[jax.Array, jax.Array]], positions: str | None, *tokens: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """`local` of tokens [B, S, ...] and of all experts, each device of its rows and, if named, of its positions."""
+        self, local: Callable[..., tuple[jax.Array, ...]], results: int, positions: str | None, *tokens: jax.Array
+    ) -> tuple[jax.Array, ...]:
+        """`local` on each device: of its rows of tokens [B, S, ...], its positions if named, and its experts."""
+        local = functools.partial(
+            local, run=_Run(self.part.count, self.hidden, self.part.execution, self.part.implementation)
+        )
         weights = [p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down)]
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.empty and mesh.size > 1:
             token = ("batch", positions, None)
-            in_axes = (*len(tokens) * (token,), *3 * ((None, None, None),))
-            local = shard_kernel(local, in_axes=in_axes, out_axes=(token, token), rules=ACTIVATIONS)
+            into, out = ("experts", None, "hidden"), ("experts", "hidden", None)
+            local = shard_kernel(
+                local,
+                in_axes=(*len(tokens) * (token,), into, into, out),
+                out_axes=results * (token,),
+                rules=ACTIVATIONS,
+            )
         return local(*tokens, *weights)
 
 
-# What a device does with its tokens. Second results are of a float dtype: an integer has no cotangent.
+# What a device does with its tokens and its experts. Results are of a float dtype: an integer has no cotangent.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """The experts of a layer on all devices.
+
+    Attributes:
+      count: n.
+      hidden: F.
+      execution: See `Experts`.
+      implementation: See `Experts`.
+    """
+
+    count: int
+    hidden: int
+    execution: Execution
+    implementation: Implementation | None
+
+    def devices(self, weights: tuple[jax.Array, ...]) -> int:
+        """W, over which experts lie, of which these are some."""
+        return self.count // weights[0].shape[0]
+
+    def whole(self, y: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
+        """The sum of results over the devices of `tensor` where each has some hidden features."""
+        return y if weights[0].shape[2] == self.hidden else jax.lax.psum(y, "tensor")
+
+    def equally(self, rows: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
+        """[P, E] -> [P, E]: equally many places of every expert, one expert after another."""
+
+        def one(rows: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            return (jax.nn.silu(rows @ gate) * (rows @ up)) @ down
+
+        devices = self.devices(weights)
+        placed = expert.to_experts(rows.reshape(self.count, -1, rows.shape[1]), devices)
+        if self.execution == "sequential":
+            results = jnp.stack([one(*each) for each in zip(placed, *weights, strict=True)])
+        else:
+            results = jax.vmap(one)(placed, *weights)
+        return expert.from_experts(results, devices).reshape(rows.shape)
 
 
 def _chosen(
-    x: jax.Array,
-    experts: jax.Array,
-    gates: jax.Array,
-    *weights: jax.Array,
-    capacity_factor: float | None,
-    execution: Execution,
+    x: jax.Array, experts: jax.Array, gates: jax.Array, *weights: jax.Array, router: TopK, run: _Run
 ) -> tuple[jax.Array, jax.Array]:
     """y [B, S, E], and wide[B, S, 1], the choices of a token that had a place."""
-    count, tokens = weights[0].shape[0], x.shape[0] * x.shape[1]
-    flat, k = x.reshape(tokens, x.shape[2]), experts.shape[2]
-    chosen, weighed = experts.reshape(tokens, k), gates.reshape(tokens, k)
-    if capacity_factor is None:
-        block = _block(tokens * k, count)
-        routes, sizes = routing.routes_in_groups(chosen, weighed, count=count, block=block)
-        run = functools.partial(grouped_matmul, sizes=sizes, block=block)
-        rows, (gate, up, down) = routing.dispatch(flat, routes), weights
-        results = run(jax.nn.silu(run(rows, gate)) * run(rows, up), down)
-    else:
-        capacity = math.ceil(capacity_factor * tokens * k / count)
+    tokens, k = x.shape[0] * x.shape[1], experts.shape[2]
+    flat, chosen, weighed = x.reshape(tokens, -1), experts.reshape(tokens, k), gates.reshape(tokens, k)
+    devices, count = run.devices(weights), run.count
+    if router.capacity_factor is not None:
+        capacity = math.ceil(router.capacity_factor * tokens * k / count)
         routes = routing.routes_with_capacity(chosen, weighed, count=count, capacity=capacity)
-        results = _equal_work(routing.dispatch(flat, routes), weights, execution)
-    y = routing.combine(results, routes).reshape(x.shape)
+        results = run.equally(routing.dispatch(flat, routes), weights)
+    elif devices == 1:
+        routes, results = _grouped(flat, chosen, weighed, weights, run.implementation)
+    else:
+        here = count // devices
+        room = tokens * min(k, here)
+        if router.pair_factor is not None:
+            room = min(room, math.ceil(router.pair_factor * tokens * k / devices))
+        routes = routing.routes_with_capacity(chosen // here, weighed, count=devices, capacity=room)
+        own = chosen.at[routes.tokens, routes.choices].get(mode="fill", fill_value=count)
+        own = jnp.where(own < count, own % here, here)  # which of the experts of that device
+        rows, own = (
+            expert.to_experts(a.reshape(devices, room, -1), devices)[0] for a in (routing.dispatch(flat, routes), own)
+        )
+        inner, results = _grouped(rows, own, jnp.ones(own.shape, gates.dtype), weights, run.implementation)
+        results = routing.combine(results, inner)[None]
+        results = expert.from_experts(results, devices).reshape(devices * room, -1)
+    y = run.whole(routing.combine(results, routes), weights).reshape(x.shape)
     return y, routes.used.sum(1).astype(gates.dtype).reshape(*x.shape[:2], 1)
 
 
-def _choosing(
-    x: jax.Array,
-    scores: jax.Array,
-    real: jax.Array,
-    *weights: jax.Array,
-    group: Literal["sequence", "device"],
-    execution: Execution,
-) -> tuple[jax.Array, jax.Array]:
-    """y [B, S, E], and wide[B, S, n], 1 where an expert took a token."""
+def _grouped(
+    rows: jax.Array,
+    chosen: jax.Array,
+    gates: jax.Array,
+    weights: tuple[jax.Array, ...],
+    implementation: Implementation | None,
+) -> tuple[routing.Routes, jax.Array]:
+    """Results [P, E] of tokens [T, E] that chose [T, k] of the experts that are here, and their places."""
     count = weights[0].shape[0]
-
-    def one(x: jax.Array, scores: jax.Array, real: jax.Array) -> tuple[jax.Array, jax.Array]:
-        routes = routing.choose_tokens(scores, real[:, 0] > 0, capacity=max(1, x.shape[0] // count))
-        results = _equal_work(routing.dispatch(x, routes), weights, execution)
-        return routing.combine(results, routes), routes.used.astype(scores.dtype)
-
-    if group == "sequence":
-        return jax.vmap(one)(x, scores, real)
-    y, used = one(*(a.reshape(-1, a.shape[2]) for a in (x, scores, real)))
-    return y.reshape(x.shape), used.reshape(scores.shape)
+    block = _block(chosen.size, count)
+    routes, sizes = routing.routes_in_groups(chosen, gates, count=count, block=block)
+    gate, up, down = weights
+    placed = routing.dispatch(rows, routes)
+    return routes, grouped_gated_mlp(placed, gate, up, down, sizes, block=block, implementation=implementation)
 
 
-def _equal_work(rows: jax.Array, weights: tuple[jax.Array, ...], execution: Execution) -> jax.Array:
-    """[P, E] -> [P, E]: every expert's equally many places, one expert after another."""
+def _choosing(
+    x: jax.Array, scores: jax.Array, real: jax.Array, *weights: jax.Array, router: ExpertChoice, run: _Run
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """y [B, S, E], wide[B, S, n], 1 where an expert wants a token, and wide[B, S, 1], how many had no place for it."""
+    count, width = run.count, x.shape[2]
+    groups = x.shape[0] if router.group == "sequence" else 1
+    rows, ours, some = (a.reshape(groups, -1, a.shape[2]) for a in (x, scores, real > 0))
+    tokens = rows.shape[1]
+    if router.group == "global":
+        routes, asked = _of_all(scores, real[..., 0] > 0, router.capacity_factor)
+        routes = jax.tree.map(lambda a: a[None], routes)
+    else:
+        choose = functools.partial(routing.choose_tokens, capacity=max(1, tokens // count))
+        routes = jax.vmap(choose)(ours, some[..., 0])
+        asked = jax.vmap(lambda routes: routes.used)(routes).reshape(scores.shape)
+    # Of every expert the places of all groups.
+    placed = jax.vmap(routing.dispatch)(rows, routes).reshape(groups, count, -1, width)
+    results = run.equally(placed.swapaxes(0, 1).reshape(-1, width), weights)
+    results = results.reshape(count, groups, -1, width).swapaxes(0, 1).reshape(groups, -1, width)
+    y = run.whole(jax.vmap(routing.combine)(results, routes), weights).reshape(x.shape)
+    used = jax.vmap(lambda routes: routes.used)(routes).reshape(scores.shape)
+    return y, asked.astype(scores.dtype), (asked & ~used).sum(2, keepdims=True).astype(scores.dtype)
 
-    def one(rows: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return (jax.nn.silu(rows @ gate) * (rows @ up)) @ down
 
-    placed = rows.reshape(weights[0].shape[0], -1, rows.shape[1])
-    if execution == "batched":
-        return jax.vmap(one)(placed, *weights).reshape(rows.shape)
-    return jnp.concatenate([one(*each) for each in zip(placed, *weights, strict=True)])
+def _of_all(scores: jax.Array, real: jax.Array, factor: float | None) -> tuple[routing.Routes, jax.Array]:
+    """Routes of this device's tokens to experts that choose among those of all, and bool[B, S, n], who was chosen."""
+    everyone, all_real = expert.of_all_devices(scores), expert.of_all_devices(real)
+    total, tokens, count = all_real.size, real.size, scores.shape[2]
+    k = max(1, total // count)
+    best = routing.is_best(everyone.reshape(total, count), all_real.reshape(total), capacity=k)
+    asked = expert.of_this_device(best.reshape(everyone.shape), scores.shape)
+    capacity = min(k, tokens) if factor is None else min(tokens, math.ceil(factor * tokens / count))
+    numbers = jnp.where(asked, jnp.arange(count, dtype=jnp.int32)[None, None, :], count).reshape(tokens, count)
+    gates = jnp.where(asked, scores, 0).reshape(tokens, count)
+    return routing.routes_with_capacity(numbers, gates, count=count, capacity=capacity), asked
 
 
 def _block(choices: int, experts: int) -> int:

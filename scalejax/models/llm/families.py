@@ -14,6 +14,7 @@ from scalejax.models.llm.architecture import Architecture, Config, LanguageConfi
 from scalejax.models.llm.llama3.architecture import LLAMA
 from scalejax.models.llm.mapping import LAYER, Entry
 from scalejax.models.llm.mixtral import MIXTRAL
+from scalejax.models.llm.moma import MOMA
 from scalejax.nn import counts
 
 _REGISTERED: list[Architecture[Any]] = []
@@ -26,7 +27,7 @@ def register(entry: Architecture[Any]) -> None:
 
 def known() -> tuple[Architecture[Any], ...]:
     """All families."""
-    return LLAMA, MIXTRAL, *_REGISTERED
+    return LLAMA, MIXTRAL, MOMA, *_REGISTERED
 
 
 def find(config: Config) -> Architecture[Config] | None:

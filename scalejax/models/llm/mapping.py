@@ -64,7 +64,7 @@ class Entry:
         return self.name.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
 
     def tensors(self, layers: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, int | None, int | None]]:
-        """(name, layer, expert) of all its tensors; None where it is not stacked, or not spread."""
+        """(name, layer, expert) of all tensors that hold it; None where it is not stacked, or not spread."""
         for layer in range(layers) if self.stacked else (None,):
             for expert in range(sizes[self.ours()[0]]) if self.spread else (None,):
                 yield self.tensor(layer, expert), layer, expert
@@ -104,19 +104,96 @@ class Entry:
     def from_tensor(self, array: A, sizes: Mapping[str, int]) -> A:
         """The tensor, or the slice of it whose axes have these sizes, as one layer of the parameter (a view).
 
-        Of an axis with a `half` the slice has one index. Where the parameter is spread this is one index of it.
+        Of an axis with a `half` it has that index alone, or all. Where the parameter is spread this is one index of it.
         """
         flat = [axis for dim in self.theirs() for axis in dim]
         ours = self.ours_in_tensor()
         if self.half is not None:
             ours = [self.half[0], *ours]
         turned: Any = array.reshape([sizes[axis] for axis in flat]).transpose([flat.index(axis) for axis in ours])
-        return turned if self.half is None else turned[0]
+        if self.half is None:
+            return turned
+        return turned[self.half[1] if turned.shape[0] > 1 else 0]
 
     def to_tensor(self, array: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-        """The inverse of `from_tensor`, contiguous; not of one with a `half`, which is a part of a tensor."""
+        """The inverse of `from_tensor`, contiguous; of one with a `half`, of the parameters of all halves, stacked."""
         flat, ours = [axis for dim in self.theirs() for axis in dim], self.ours_in_tensor()
+        if self.half is not None:
+            ours = [self.half[0], *ours]
         return _contiguous(array.transpose([ours.index(axis) for axis in flat])).reshape(self.tensor_shape(sizes))
+
+    def alone(self) -> "Entry":
+        """The entry of a tensor that would hold the whole parameter, or the whole layer of it, and nothing else."""
+        half = None if self.half is None else self.half[0]
+        dims = [" ".join(axis for axis in dim if axis != half) for dim in self.theirs()]
+        if self.spread:
+            dims = [self.ours()[0], *dims]
+        left = " ".join(f"({dim})" for dim in dims if dim)
+        return Entry(self.path, self.name.replace(EXPERT, "*"), f"{left} -> {' '.join(self.ours())}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TableTensor:
+    """One tensor of a checkpoint, by the table.
+
+    Attributes:
+      name: Its name.
+      entries: Of the parameter that it holds, or of those that are halves of it, in their order.
+      layer: Its layer, or None.
+      expert: Its expert, or None.
+    """
+
+    name: str
+    entries: tuple[Entry, ...]
+    layer: int | None
+    expert: int | None
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Its shape."""
+        return self.entries[0].tensor_shape(sizes)
+
+    def dtype(self, source: "ParamSource") -> np.dtype:
+        """The dtype of its parameters.
+
+        Raises:
+          UserError: they have several.
+        """
+        found = {entry.path: source.dtype(entry.path) for entry in self.entries}
+        first, *others = found.values()
+        if any(dtype != first for dtype in others):
+            shown = " and ".join(f"{path} in {dtype}" for path, dtype in found.items())
+            raise UserError(
+                f"{self.name} is made of {shown}. Give both one dtype: convert the model to a model folder or to "
+                "separate experts with --dtype before."
+            )
+        return first
+
+    def read(self, source: "ParamSource", sizes: Mapping[str, int]) -> np.ndarray:
+        """The tensor, from parameters.
+
+        Raises:
+          UserError: as `ParamSource.read`, or they have several dtypes.
+        """
+        self.dtype(source)
+        read = [self._parameter(source, entry, sizes) for entry in self.entries]
+        return self.entries[0].to_tensor(read[0] if self.entries[0].half is None else np.stack(read), sizes)
+
+    def _parameter(self, source: "ParamSource", entry: Entry, sizes: Mapping[str, int]) -> np.ndarray:
+        if self.expert is None:
+            return source.read(entry.path, self.layer)
+        rest = (slice(0, size) for size in entry.shape(sizes)[1:])
+        return source.read(entry.path, self.layer, (slice(self.expert, self.expert + 1), *rest))[0]
+
+
+def tensors(entries: Iterable[Entry], sizes: Mapping[str, int], layers: int) -> dict[str, TableTensor]:
+    """All tensors of a table, by name."""
+    found: dict[str, TableTensor] = {}
+    for entry in entries:
+        for name, layer, expert in entry.tensors(layers, sizes):
+            others = found[name].entries if name in found else ()
+            parts = tuple(sorted((*others, entry), key=lambda part: 0 if part.half is None else part.half[1]))
+            found[name] = TableTensor(name, parts, layer, expert)
+    return found
 
 
 class StoredTensor(Protocol):
@@ -219,6 +296,11 @@ class TensorSource:
         return _contiguous(array)
 
 
+def shapes(entries: Iterable[Entry], sizes: Mapping[str, int], layers: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a table, by name."""
+    return {name: tensor.shape(sizes) for name, tensor in tensors(entries, sizes, layers).items()}
+
+
 def check(
     entries: Iterable[Entry], sizes: Mapping[str, int], layers: int, tensors: Mapping[str, StoredTensor], where: str
 ) -> None:
@@ -227,11 +309,8 @@ def check(
     Raises:
       UserError: one is missing, is there beside them, or has another shape or a dtype that is no float.
     """
-    wanted: dict[str, tuple[int, ...]] = {}
     layers = min(layers, len(tensors) + 1)  # a config may say anything, and more layers than tensors lack one
-    for entry in entries:
-        for name, _, _ in entry.tensors(layers, sizes):
-            wanted[name] = entry.tensor_shape(sizes)
+    wanted = shapes(entries, sizes, layers)
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise UserError(

@@ -1,12 +1,12 @@
 """Mixtral (arXiv 2401.04088): a Llama with experts, and its folders of Hugging Face.
 
-Two forms of the experts are read: a tensor for each expert and matrix, which transformers writes unless it is told
-otherwise (w1 is the gate, w3 what it is multiplied with, w2 the way out), and the fused one that it has in memory, with
-the gate in the first half of the rows of `gate_up_proj`. The first is written.
+Experts have two forms: "separate", a tensor for each expert and matrix, which transformers writes unless it is told
+otherwise (w1 is the gate, w3 what it is multiplied with, w2 the way out), and "fused", which it has in memory, with the
+gate in the first half of the rows of `gate_up_proj`.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from scalejax.errors import UserError
 from scalejax.models.llm.architecture import Architecture
@@ -38,50 +38,46 @@ FUSED = (
 """A tensor for all experts of a layer."""
 
 _FIXED = {"router_jitter_noise": 0.0, "sliding_window": None}
-_OWN = ("num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits", *_FIXED)
 
 
-def experts_of(config: LlamaConfig) -> Experts:
-    """The experts of a config.
+def _parts(config: LlamaConfig) -> tuple[Experts, TopK]:
+    """The experts and the router of a config.
 
     Raises:
       UserError: its router is not that of a Mixtral.
     """
-    part = config.mlp
-    assert isinstance(part, Experts)
-    _router(part)
-    return part
-
-
-def _router(part: Experts) -> TopK:
-    router = part.router
-    if not isinstance(router, TopK) or router.scores != "softmax":
+    experts = config.mlp
+    assert isinstance(experts, Experts)
+    router = experts.router
+    if not isinstance(router, TopK) or router.scores != "softmax" or router.bias_rate:
         raise UserError(
             f"model.mlp.router is {router}, which no Mixtral of Hugging Face has; theirs is TopK with "
-            "scores='softmax'. Use the run folder as it is."
+            "scores='softmax' and no bias. Use the run folder as it is."
         )
-    return router
+    return experts, router
 
 
-def entries(config: LlamaConfig, *, fused: bool = False) -> tuple[Entry, ...]:
-    """The tensors of a checkpoint.
+def _with(experts: tuple[Entry, ...]) -> Callable[[LlamaConfig], tuple[Entry, ...]]:
+    def entries(config: LlamaConfig) -> tuple[Entry, ...]:
+        """The tensors of a checkpoint.
 
-    Raises:
-      UserError: it has parts that Mixtrals of Hugging Face do not have.
-    """
-    experts_of(config)
-    table = huggingface.entries(dataclasses.replace(config, mlp=GatedMlp()))
-    return (*(entry for entry in table if not entry.path.startswith("layers/mlp/")), *(FUSED if fused else EXPERTS))
+        Raises:
+          UserError: it has parts that Mixtrals of Hugging Face do not have.
+        """
+        _parts(config)
+        table = huggingface.entries(dataclasses.replace(config, mlp=GatedMlp()))
+        return (*(entry for entry in table if not entry.path.startswith("layers/mlp/")), *experts)
+
+    return entries
 
 
-def stored_entries(config: LlamaConfig, names: Mapping[str, object]) -> tuple[Entry, ...]:
-    """The same in the form in which a folder has them, by the names of its tensors."""
-    return entries(config, fused=FUSED[0].tensor(0) in names)
+FORMS = {"separate": _with(EXPERTS), "fused": _with(FUSED)}
+"""The tensors of a checkpoint by the form of its experts."""
 
 
 def sizes(config: LlamaConfig) -> dict[str, int]:
     """Sizes of the axes of the table."""
-    return {**huggingface.sizes(config), "N": experts_of(config).count, "P": 2}
+    return {**huggingface.sizes(config), "N": _parts(config)[0].count, "P": 2}
 
 
 def read_config(content: Mapping[str, object], where: str) -> tuple[LlamaConfig, SpecialTokens, tuple[str, ...]]:
@@ -101,8 +97,9 @@ def read_config(content: Mapping[str, object], where: str) -> tuple[LlamaConfig,
     balance = content.get("router_aux_loss_coef", 0.001)
     if not isinstance(balance, int | float) or isinstance(balance, bool):
         raise UserError(f"{where}: router_aux_loss_coef must be a number; got {balance!r}.")
+    own = (*_FIXED, "num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
     plain, tokens, unknown = huggingface.read_config(
-        {key: value for key, value in content.items() if key not in _OWN}, where
+        {key: value for key, value in content.items() if key not in own}, where
     )
     count, k = content["num_local_experts"], content["num_experts_per_tok"]
     assert isinstance(count, int)
@@ -116,28 +113,26 @@ def read_config(content: Mapping[str, object], where: str) -> tuple[LlamaConfig,
 
 def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict[str, object]:
     """The config.json of an architecture, see `huggingface.write_config`."""
-    part = experts_of(config)
-    router = _router(part)
+    experts, router = _parts(config)
     content = huggingface.write_config(config, tokens, dtype)
     for key in ("attention_bias", "mlp_bias", "pretraining_tp"):
         del content[key]
     content |= {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
-        "num_local_experts": part.count,
+        "num_local_experts": experts.count,
         "num_experts_per_tok": router.k,
         "output_router_logits": False,
         "router_aux_loss_coef": router.balance,
-        "router_jitter_noise": 0.0,
-        "sliding_window": None,
+        **_FIXED,
     }
     return dict(sorted(content.items()))
 
 
 def describe(config: LlamaConfig) -> dict[str, str]:
     """Lines of a table for a user."""
-    part = experts_of(config)
-    return {**llama.describe(config), "experts": f"{part.count} a layer, of which a token takes {_router(part).k}"}
+    experts, router = _parts(config)
+    return {**llama.describe(config), "experts": f"{experts.count} a layer, of which a token takes {router.k}"}
 
 
 MIXTRAL = Architecture(
@@ -146,7 +141,7 @@ MIXTRAL = Architecture(
     build=Llama,
     name="MixtralForCausalLM",
     model_type="mixtral",
-    entries=entries,
+    entries=FORMS["separate"],
     sizes=sizes,
     derived=huggingface.DERIVED,
     copies=huggingface.copies,
@@ -154,5 +149,5 @@ MIXTRAL = Architecture(
     write_config=write_config,
     describe=describe,
     has=lambda config: isinstance(config.mlp, Experts),
-    stored_entries=stored_entries,
+    forms=FORMS,
 )

@@ -29,7 +29,7 @@ from scalejax.data.text.tokenizer import TokenizerConfig
 from scalejax.errors import UserError
 from scalejax.models.llm import families, mapping, packed, safetensors
 from scalejax.models.llm.architecture import Architecture, LanguageConfig
-from scalejax.models.llm.mapping import Entry, ParamSource, StoredTensor, TensorSource
+from scalejax.models.llm.mapping import Entry, ParamSource, StoredTensor, TableTensor, TensorSource
 from scalejax.models.llm.packed import InputScale
 from scalejax.models.llm.safetensors import Tensor, Written
 from scalejax.models.llm.special_tokens import SpecialTokens, read_special, write_generation_config
@@ -150,16 +150,21 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
     tensors = safetensors.open_folder(folder)
     shards = tuple(sorted({tensor.file for tensor in tensors.values()}))
     tensors, more = _without_copies(tensors, family, config)
-    if kind == "huggingface" and family.stored_entries is not None:
+    if kind == "huggingface":
         entries = family.stored_entries(config, tensors)
     stored: Mapping[str, StoredTensor] = tensors
     inputs: Mapping[str, InputScale] = {}
     if kind == "huggingface" and content.get("quantization_config") is not None:
-        names = weight_shapes(config, layers=min(config.layers, len(tensors) + 1))
+        layers = min(config.layers, len(tensors) + 1)
+        names = mapping.shapes(entries, sizes, layers)
         where = f"{folder / CONFIG}: quantization_config"
         found = packed.resolve(content["quantization_config"], tensors, names, _kind(content, folder), where)
-        stored, inputs = found.tensors, found.inputs
-        more += found.remarks
+        stored, more = found.tensors, more + found.remarks
+        in_expert = {name for name, t in mapping.tensors(entries, sizes, layers).items() if t.expert is not None}
+        inputs = {name: scale for name, scale in found.inputs.items() if name not in in_expert}
+        if len(inputs) < len(found.inputs):
+            count = len(found.inputs) - len(inputs)
+            more += (f"of these scales {count} are left out: what experts multiply stays as it is",)
     mapping.check(entries, sizes, config.layers, stored, str(folder))
     _check_token_ids(folder, config, tokens)
     return LanguageModel(
@@ -198,21 +203,12 @@ def _read_part(source: ParamSource, entry: Entry, layers: tuple[int, ...], index
     return np.stack([source.read(entry.path, layer)[tuple(rest)] for layer in chosen])
 
 
-def weight_shapes(config: LanguageConfig, layers: int | None = None) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a folder of Hugging Face, by name; those of all layers, or of the first few."""
-    family = families.of(config)
-    sizes, found = family.sizes(config), {}
-    for entry in family.entries(config):
-        for name, _, _ in entry.tensors(config.layers if layers is None else layers, sizes):
-            found[name] = entry.tensor_shape(sizes)
-    return found
-
-
 def convert(
     model: LanguageModel,
     target: pathlib.Path,
     *,
     to: Literal["model", "huggingface"],
+    experts: str | None = None,
     dtype: np.dtype | None = None,
     shard_bytes: int = safetensors.SHARD_BYTES,
     wrote: Callable[[int], None] = lambda _: None,
@@ -223,39 +219,34 @@ def convert(
       model: The model.
       target: Folder that is not there yet, or is empty.
       to: What it shall be.
+      experts: The form of experts in a folder of Hugging Face, one of `Architecture.forms`; None = the first.
       dtype: Of the parameters; None = as they are.
       shard_bytes: Largest file.
       wrote: Told the bytes of every tensor that is written.
 
     Raises:
-      UserError: the target is there, the disk is full, or a parameter cannot be read, is not finite, or is not any more
-        in the dtype asked for.
+      UserError: the target is there, the disk is full, the family has no such form, or a parameter cannot be read, is
+        not finite, or is not any more in the dtype asked for.
     """
     config, family = model.config, model.architecture
     if to == "model":
         content = model_json(config, model.tokens)
         entries, sizes = families.own_table(config)
     else:
-        entries, sizes = family.entries(config), family.sizes(config)
+        entries = family.entries(config) if experts is None else family.entries_in(experts, config)
+        sizes = family.sizes(config)
         content = family.write_config(config, model.tokens, str(model.dtype if dtype is None else dtype))
-    named: dict[str, tuple[Entry, int | None, int | None]] = {}
-    for entry in entries:
-        for name, layer, expert in entry.tensors(config.layers, sizes):
-            named[name] = (entry, layer, expert)
+    named = mapping.tensors(entries, sizes, config.layers)
 
-    def dtype_of(entry: Entry) -> np.dtype:
-        return model.source.dtype(entry.path) if dtype is None else dtype
+    def dtype_of(tensor: TableTensor) -> np.dtype:
+        return tensor.dtype(model.source) if dtype is None else dtype
 
     def produce(name: str) -> np.ndarray:
-        entry, layer, expert = named[name]
-        if expert is None:
-            array = model.source.read(entry.path, layer)
-        else:
-            rest = (slice(0, size) for size in entry.shape(sizes)[1:])
-            array = model.source.read(entry.path, layer, (slice(expert, expert + 1), *rest))[0]
-        return entry.to_tensor(mapping.cast(array, dtype_of(entry), f"{model.path}: {entry.path}"), sizes)
+        tensor = named[name]
+        paths = " and ".join(entry.path for entry in tensor.entries)
+        return mapping.cast(tensor.read(model.source, sizes), dtype_of(tensor), f"{model.path}: {paths}")
 
-    plan = tuple(Written(name, dtype_of(e), e.tensor_shape(sizes)) for name, (e, _, _) in named.items())
+    plan = tuple(Written(name, dtype_of(tensor), tensor.shape(sizes)) for name, tensor in named.items())
     with disk.appearing(target) as folder:
         safetensors.write_folder(folder, plan, produce, shard_bytes=shard_bytes, wrote=wrote)
         for file in model.files:
@@ -335,7 +326,9 @@ def _read_model_json(content: dict[str, Any], where: str) -> tuple[LanguageConfi
             "`pip install -U scalejax`."
         )
     try:
-        known = {entry.config: entry.parts for entry in families.known()}
+        known: dict[type, tuple[type, ...]] = {}
+        for entry in families.known():  # of which several may share a class of configs
+            known[entry.config] = tuple(dict.fromkeys((*known.get(entry.config, ()), *entry.parts)))
         config = _from_data(dict(content["model"]), known, where, "architecture")
         given = content["tokens"]
         tokens = read_special({f"{role}_token_id": given[role] for role in ("bos", "eos", "pad")}, where)

@@ -180,8 +180,8 @@ class Strategy(Protocol):
         """How parameters travel in the explicit form."""
         ...
 
-    def check_specs(self, specs: Mapping[str, P], mesh: Mesh) -> None:
-        """Refuses shardings of parameters that are not this strategy's."""
+    def check_specs(self, specs: Mapping[str, P], mesh: Mesh, apart: Mapping[str, tuple[str, ...]]) -> None:
+        """Refuses shardings of parameters that are not this strategy's; `specs` are without axes of `apart`."""
         ...
 
 
@@ -460,7 +460,7 @@ class GradientFunction:
         """Shardings and constraints: parameters of a block are asked for whole, their gradients in shards."""
         strategy, mesh, specs = self.strategy, self.mesh, self.specs
         ndims = {path: p.ndim for path, p in params.items()}
-        constrained = functools.partial(_Constrained, mesh=mesh, specs=specs, ndims=ndims)
+        constrained = functools.partial(_Constrained, mesh=mesh, specs=specs, ndims=ndims, apart=self.apart)
         # Where nothing is sharded there is nothing to drop, and no rematerialisation is to be asked for.
         primitives = ("sharding_constraint",) if strategy.axes(mesh) else ()
         frozen = frozenset(params) - self.trained
@@ -567,8 +567,8 @@ def gradients(
       handled: In the explicit form further axes that are manual because the loss has collectives of its own over them:
         `stage`, for a pipeline. What it finds is then added up over them too, so that it must be zero where a device
         does not count (`pipeline.on_last_stage`).
-      apart: In the explicit form path -> data axes along which devices hold different parameters for good, such as the
-        modules of one tower a host: neither gathered nor summed over these axes.
+      apart: Path -> data axes along which devices hold different parts for good, such as the experts of a layer:
+        neither gathered nor summed over these axes. In the explicit form the loss is given the part of its device.
       input_specs: Shardings of the inputs, a pytree prefix of them.
       variable_specs: Path -> sharding of a variable; those that have none are whole on every device, and a loss has to
         change them alike everywhere. A sharding over the batch axes says that their rows are those of the batch.
@@ -576,7 +576,7 @@ def gradients(
     Raises:
       UserError: the parameters are not sharded as the strategy or `apart` says, or a path is not known.
     """
-    apart = dict(apart or {})
+    apart = {path: tuple(a for a in axes if mesh.shape[a] > 1) for path, axes in (apart or {}).items()}
     check_at_least("gradients: parts", parts, 1)
     for field, paths in (("trained", trained or ()), ("apart", apart)):
         for path in paths:
@@ -589,18 +589,13 @@ def gradients(
                 f"gradients: apart says that {path!r} differs along {'+'.join(axes)}, but its sharding names "
                 f"{'+'.join(sorted(over)) or 'none'} of the data axes. Shard a dimension of it over each of those."
             )
-    strategy.check_specs({path: _without(spec, apart.get(path, ())) for path, spec in specs.items()}, mesh)
+    strategy.check_specs({path: _without(spec, apart.get(path, ())) for path, spec in specs.items()}, mesh, apart)
     if strategy.form == "explicit":
         _check_stages(mesh, specs, handled)
     elif handled:
         raise UserError(
             f"gradients: handled={handled} needs form='explicit'; in the implicit form a loss that uses "
             "`pipeline.pipelined` needs nothing."
-        )
-    elif apart:
-        raise UserError(
-            f"gradients: apart={apart} needs form='explicit': in the implicit form a model sees the parameters of all "
-            "devices at once. Set form='explicit'."
         )
     return GradientFunction(
         loss=loss,
@@ -623,6 +618,7 @@ class _Constrained(blocks.Stateless):
     mesh: Mesh
     specs: Mapping[str, P]
     ndims: Mapping[str, int]
+    apart: Mapping[str, tuple[str, ...]]
     param_dtype: jax.typing.DTypeLike | None = None
     moves: bool = True
 
@@ -634,7 +630,8 @@ class _Constrained(blocks.Stateless):
         for path, x in shards.items():
             if self.param_dtype is not None:
                 x = self._constrain(path, x.astype(self.param_dtype), ())  # cast, then moved
-            whole[path] = self._constrain(path, x, BATCH_AXES)
+            apart = self.apart.get(path, ())
+            whole[path] = self._constrain(path, x, tuple(axis for axis in BATCH_AXES if axis not in apart))
         return whole, None
 
     def reduce(self, gradients: Arrays, state: States, kept: object) -> tuple[Arrays, States]:

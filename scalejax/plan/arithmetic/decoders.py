@@ -13,7 +13,7 @@ from scalejax.errors import UserError
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.ddp import Ddp
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
-from scalejax.plan.arithmetic.step_model import REMATS, Training
+from scalejax.plan.arithmetic.step_model import REMATS, Remat, Training
 from scalejax.plan.arithmetic.transformer import Decoder, Pairs
 
 if TYPE_CHECKING:
@@ -21,10 +21,35 @@ if TYPE_CHECKING:
 
 
 @runtime_checkable
+class ExpertPart(Protocol):
+    """An MLP of a `DecoderConfig` that sends tokens to some of many; `models.llm.experts.Experts` is one."""
+
+    @property
+    def count(self) -> int:
+        """Experts of a layer."""
+        ...
+
+    @property
+    def active(self) -> int:
+        """Experts that see a token, in the mean."""
+        ...
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """Room of an expert over an even share of the tokens; None = for all that come."""
+        ...
+
+    @property
+    def keeps_products(self) -> bool:
+        """Whether the policy "dots" finds their products."""
+        ...
+
+
+@runtime_checkable
 class DecoderConfig(Protocol):
     """What the configuration of a model must have to be planned as a decoder; `LlamaConfig` has it.
 
-    It is a dataclass: `dataclasses.replace` changes `layers` and `remat`.
+    It is a dataclass: `dataclasses.replace` changes `layers` and `remat`. Its `mlp` may be an `ExpertPart`.
     """
 
     @property
@@ -85,6 +110,7 @@ def find_decoder(experiment: "Experiment") -> Decoder | None:
     if not isinstance(model, DecoderConfig):
         return None
     bound: Any = dataclasses.replace(model, vocabulary=model.vocabulary or experiment.data.schema().vocabulary)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    experts = _experts(model)
     decoder = Decoder(
         layers=bound.layers,
         dim=bound.dim,
@@ -94,9 +120,28 @@ def find_decoder(experiment: "Experiment") -> Decoder | None:
         head_dim=bound.width,
         vocabulary=bound.vocabulary,
         tied=bound.tie_embeddings,
+        **({} if experts is None else {"experts": experts.count, "active_experts": experts.active}),
     )
     counted = bound.parameters(), bound.flops_per_token(1, "full")
     return decoder if counted == (decoder.parameters, decoder.model_flops_per_token(1, attention="full")) else None
+
+
+def remats_of(model: object) -> dict[str, Remat]:
+    """What is kept of a layer of a `DecoderConfig`, by the choices of `nn.layers.Remat`.
+
+    "dots" is jax's `dots_with_no_batch_dims_saveable`: where experts are a batch dimension of one product, nothing of
+    them is kept.
+    """
+    experts = _experts(model)
+    if experts is None or experts.keeps_products:
+        return REMATS
+    dots = REMATS["dots"]
+    return {**REMATS, "dots": Remat(kept=tuple(name for name in dots.kept if name not in ("gate_up", "down")))}
+
+
+def _experts(model: object) -> ExpertPart | None:
+    part = getattr(model, "mlp", None)
+    return part if isinstance(part, ExpertPart) else None
 
 
 def training_of(
@@ -113,7 +158,7 @@ def training_of(
     model = experiment.model
     assert isinstance(model, DecoderConfig)
     sizes = {axis: count for axis, count in zip(AXES, mesh.resolve(devices), strict=True)}
-    strategy, batch = experiment.strategy, experiment.data.batch_size
+    experts, strategy, batch = _experts(model), experiment.strategy, experiment.data.batch_size
     master, compute = jnp.dtype(experiment.precision.params), jnp.dtype(compute_dtype)
     moved = jnp.dtype(strategy.param_dtype or (compute if strategy.form == "implicit" else master))
     rows = math.prod(sizes[axis] for axis in BATCH_AXES)
@@ -121,7 +166,8 @@ def training_of(
         batch=batch,
         sequence=experiment.data.schema().length,
         mesh=mesh,
-        remat=REMATS[model.remat],
+        remat=remats_of(model)[model.remat],
+        capacity_factor=None if experts is None else experts.capacity_factor,
         sharded_over=() if isinstance(strategy, Ddp) else strategy.axes(_abstract_mesh(sizes)),
         reshard="after_forward" if isinstance(strategy, Ddp) or strategy.after_forward == "drop" else "keep",
         parts=meshes.fewest_parts(batch // rows, min(batch // rows, most_rows(experiment))),

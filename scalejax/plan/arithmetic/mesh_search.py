@@ -1,7 +1,7 @@
 """Finds a mesh and a rematerialisation policy for a decoder on a slice: thousands by arithmetic, a few by compiling.
 
-1. All meshes over (`replica`, `fsdp`, `context`, `tensor`) with every policy of `nn.layers`, judged by `step_model`.
-   What does not divide or cannot fit is dropped with the reason.
+1. All meshes over (`replica`, `fsdp`, `context`, `tensor`), and `expert` where there are experts, with every policy of
+   `nn.layers`, judged by `step_model`. What does not divide or cannot fit is dropped with the reason.
 2. The fastest are compiled ahead of time, at most `compiles` of them, whole: layers are scanned, and a program of 126
    layers compiles as fast as one of 2.
 3. They are ranked by the time that the compiled programs need (`Candidate.step_s`); those that do not fit come last.
@@ -146,7 +146,7 @@ def search(
         return decoders.training_of(experiment, mesh, machine.devices, compute_dtype=dtype)
 
     share = published_runs.SHARES.get(machine.chip.name, 1.0)
-    candidates, dropped = prune(decoder, training, machine, share=share)
+    candidates, dropped = prune(decoder, training, machine, share=share, remats=decoders.remats_of(experiment.model))
     if not candidates:
         near = min(dropped, key=lambda d: math.inf if d.memory_bytes is None else d.memory_bytes)
         raise UserError(
@@ -193,7 +193,7 @@ def prune(
     candidates: list[Candidate] = []
     dropped: list[Dropped] = []
     room = machine.chip.usable_hbm_bytes
-    for mesh in meshes(machine):
+    for mesh in meshes(machine, experts=decoder.experts):
         plain = training(mesh)
         if mesh.replica > machine.slices and "replica" in plain.sharded_over:
             continue  # the strategy makes no difference between this axis and `fsdp`: found without it
@@ -218,14 +218,24 @@ def prune(
     return sorted(candidates, key=lambda c: c.estimate.step_s), dropped
 
 
-def meshes(machine: Topology) -> Iterator[MeshShape]:
-    """All sizes of (`replica`, `fsdp`, `context`, `tensor`) that make up the devices, slices on `replica`."""
+def meshes(machine: Topology, *, experts: int = 1) -> Iterator[MeshShape]:
+    """All sizes of (`replica`, `fsdp`, `context`, `tensor`) that make up the devices, slices on `replica`.
+
+    With experts `expert` has sizes too, which divide them.
+    """
     inside = machine.devices // machine.slices
     for tensor in _divisors(inside):
         for context in _divisors(inside // tensor):
-            for copies in _divisors(inside // tensor // context):
-                fsdp = inside // tensor // context // copies
-                yield MeshShape(replica=machine.slices * copies, fsdp=fsdp, context=context, tensor=tensor)
+            for expert in _divisors(math.gcd(inside // tensor // context, experts)):
+                left = inside // tensor // context // expert
+                for copies in _divisors(left):
+                    yield MeshShape(
+                        replica=machine.slices * copies,
+                        fsdp=left // copies,
+                        expert=expert,
+                        context=context,
+                        tensor=tensor,
+                    )
 
 
 def _divisors(n: int) -> list[int]:

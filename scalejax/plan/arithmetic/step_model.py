@@ -14,6 +14,11 @@ Time is the sum of four parts, nothing overlapped:
    memory bandwidth. Operands of products stream while these run and cost nothing more.
 4. Collectives: their bytes over the links of the torus, `roofline.collective_seconds`, as the mesh lies on it.
 
+Experts: of T tokens on a device each takes k of n experts, which have room for C = ceil(f T k / n) of them, f the
+capacity factor. All n C places are computed, and exchanged between the devices of `expert`, full or not: n C / devices
+of them go to each, to the experts and back, forward, backward and where the forward pass is repeated. Without a
+capacity factor there are T k places. Model FLOPs, and so utilisation, count T k in any case.
+
 Published runs lie nearer to this sum than to the largest of the parts, which `roofline` gives as a lower bound; a
 compiler that hides collectives behind products does better than the sum. Copies of offloaded activations to the host
 are taken to be hidden, and their bytes are not counted.
@@ -22,20 +27,20 @@ are taken to be hidden, and their bytes are not counted.
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 from scalejax.errors import UserError, check_at_least
 from scalejax.parallel.mesh import AXES, BATCH_AXES, MeshShape
-from scalejax.plan.arithmetic.transformer import Decoder, Pairs
+from scalejax.plan.arithmetic.transformer import IN_EXPERTS, Decoder, Pairs, Product
 from scalejax.plan.compiled import collectives, roofline
 from scalejax.plan.compiled.collectives import Kind
 from scalejax.plan.topology import DeviceLayout, Topology, lay_out
 
-Kept = Literal["input", "query", "key_value", "context", "out", "gate_up", "down", "elementwise"]
+Kept = Literal["input", "query", "key_value", "context", "out", "router", "gate_up", "down", "elementwise"]
 """Results within a layer: the residual stream that enters it, of its products, of attention ("context"), and of all
 that lies between."""
 
-_ALL: tuple[Kept, ...] = ("input", "query", "key_value", "context", "out", "gate_up", "down", "elementwise")
+_ALL: tuple[Kept, ...] = get_args(Kept)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +62,7 @@ class Remat:
 
 REMATS = {
     "none": Remat(kept=_ALL),
-    "dots": Remat(kept=("input", "query", "key_value", "out", "gate_up", "down")),
+    "dots": Remat(kept=("input", "query", "key_value", "out", "router", "gate_up", "down")),
     "full": Remat(),
 }
 """The choices of `nn.layers.Remat`."""
@@ -72,6 +77,8 @@ class Training:
       sequence: Positions of a row.
       mesh: Devices per axis.
       remat: What is kept of a layer.
+      capacity_factor: Of experts: they have room for so many times the tokens that each would get if all got equally
+        many. None = for all that come.
       sharded_over: Axes over which parameters, gradients and optimizer state are sharded, besides `tensor`, `stage`
         and, for experts, `expert`. Over the other batch axes they are replicated and gradients are summed.
       reshard: "after_forward" gathers a layer again for its backward pass; "keep" holds what was gathered.
@@ -98,6 +105,7 @@ class Training:
     sequence: int
     mesh: MeshShape
     remat: Remat = REMATS["full"]
+    capacity_factor: float | None = None
     sharded_over: tuple[str, ...] = ("fsdp",)
     reshard: Literal["after_forward", "keep"] = "after_forward"
     parts: int = 1
@@ -118,6 +126,11 @@ class Training:
     def __post_init__(self) -> None:
         for name in ("batch", "sequence", "parts"):
             check_at_least(f"Training: {name}", getattr(self, name), 1)
+        if self.capacity_factor is not None and not 0 < self.capacity_factor < math.inf:
+            raise UserError(
+                f"Training: capacity_factor must be above 0 and finite, or None; got {self.capacity_factor}. 1.25 is "
+                "usual; None drops no token."
+            )
         for axis in self.sharded_over:
             if axis not in BATCH_AXES:
                 raise UserError(f"Training: sharded_over must name batch axes ({', '.join(BATCH_AXES)}); got {axis!r}.")
@@ -307,46 +320,54 @@ class _Cut:
     Attributes:
       sizes: Devices per mesh axis.
       tokens: Of a device in one part of the batch; positions are cut over `context`, features over `tensor`.
+      places: Of these tokens in MLPs: one each, or those of experts, empty ones too.
       layers: Of a device.
       layer: Parameters of a layer that a device holds when they are gathered.
+      experts: Of these, those of experts.
       ends: The same for embedding and head, with the last norm.
       resting: Parameters of a device at rest.
+      resting_experts: Of these, those of experts.
     """
 
     decoder: Decoder
     training: Training
     sizes: dict[str, int]
     tokens: int
+    places: int
     layers: int
     layer: int
+    experts: int
     ends: int
     resting: int
+    resting_experts: int
 
     @classmethod
     def of(cls, decoder: Decoder, training: Training, devices: int) -> "_Cut":
         sizes = _sizes(training, devices)
         rows = math.prod(sizes[axis] for axis in BATCH_AXES)
+        tokens = training.batch * training.sequence // (rows * sizes["context"] * training.parts)
         counts = decoder.layer_parameters
-        experts = (counts["gate_up"] + counts["down"]) if decoder.experts > 1 else 0
-        rest = sum(counts.values()) - experts
+        experts = sum(counts[name] for name in IN_EXPERTS) if decoder.experts > 1 else 0
         # Norms are whole on every device of `tensor`.
-        layer = (rest + experts // sizes["expert"]) // sizes["tensor"] + 2 * decoder.dim
+        rest = (sum(counts.values()) - experts) // sizes["tensor"] + 2 * decoder.dim
+        experts = experts // sizes["expert"] // sizes["tensor"]
         ends = (decoder.end_parameters - decoder.dim) // sizes["tensor"] + decoder.dim
-        shards = math.prod(sizes[axis] for axis in training.sharded_over)
         layers = decoder.layers // sizes["stage"]
-        # Experts that are striped over `expert` are not cut over it once more.
-        again = sizes["expert"] if "expert" in training.sharded_over else 1
-        owned = experts // sizes["expert"] // sizes["tensor"] * again
-        resting = layers * (layer - experts // sizes["expert"] // sizes["tensor"] + owned) + ends
+        shards = math.prod(sizes[axis] for axis in training.sharded_over)
+        shards_of_experts = math.prod(sizes[axis] for axis in _apart(training.sharded_over))
+        resting_experts = -(-layers * experts // shards_of_experts)
         return cls(
             decoder=decoder,
             training=training,
             sizes=sizes,
-            tokens=training.batch * training.sequence // (rows * sizes["context"] * training.parts),
+            tokens=tokens,
+            places=_places(decoder, training, tokens),
             layers=layers,
-            layer=layer,
+            layer=rest + experts,
+            experts=experts,
             ends=ends,
-            resting=-(-resting // shards),
+            resting=-(-(layers * rest + ends) // shards) + resting_experts,
+            resting_experts=resting_experts,
         )
 
     @property
@@ -354,32 +375,43 @@ class _Cut:
         """Parameters of all layers that a device has when they are gathered."""
         return self.layers * self.layer + self.ends
 
-    def widths(self) -> dict[Kept, int]:
-        """Numbers a token that a device holds of each result of a layer."""
-        d, tensor = self.decoder, self.sizes["tensor"]
-        stream = d.dim // (tensor if self.training.stream == "sharded" else 1)
-        active = d.active_experts
-        query, hidden = d.heads * d.head_dim // tensor, active * d.hidden // tensor
+    @property
+    def stream(self) -> int:
+        """Features of the residual stream that a device holds of a token."""
+        return self.decoder.dim // (self.sizes["tensor"] if self.training.stream == "sharded" else 1)
+
+    @property
+    def placed(self) -> int:
+        """Numbers of the tokens at their places in experts; 0 without experts."""
+        return self.places * self.stream if self.decoder.experts > 1 else 0
+
+    def results(self) -> dict[Kept, int]:
+        """Numbers that a device holds of each result of a layer, for the tokens of one part."""
+        d, tensor, tokens = self.decoder, self.sizes["tensor"], self.tokens
+        stream = tokens * self.stream
+        query, hidden = tokens * d.heads * d.head_dim // tensor, self.places * (d.hidden // tensor)
         # Key and value heads are repeated where `tensor` has more devices.
-        pair = 2 * max(d.kv_heads // tensor, 1) * d.head_dim
+        pair = tokens * 2 * max(d.kv_heads // tensor, 1) * d.head_dim
         return {
             "input": stream,
             "query": query,
             "key_value": pair,
-            "context": query + 2 * (d.heads // tensor),  # with a float32 log-sum-exp a head
+            "context": query + tokens * 2 * (d.heads // tensor),  # with a float32 log-sum-exp a head
             "out": stream,
+            "router": tokens * d.experts * 4 // self.training.compute_bytes if d.experts > 1 else 0,  # in float32
             "gate_up": 2 * hidden,
-            "down": stream * active,
-            # Two norms, rotated queries and keys, the sum after attention, the activated and the gated hidden layer.
-            "elementwise": 3 * stream + query + pair // 2 + 2 * hidden,
+            # Without experts nothing asks for it: the next layer keeps its own input.
+            "down": self.placed,
+            # Two norms, rotated queries and keys, the sum after attention, tokens at their places in experts, the
+            # activated and the gated hidden layer.
+            "elementwise": 3 * stream + query + pair // 2 + self.placed + 2 * hidden,
         }
 
     def kept_bytes(self) -> int:
-        # Without experts nothing asks for the result of "down": the next layer keeps its own input.
-        asked: list[Kept] = [name for name in self.training.remat.kept if name != "down" or self.decoder.experts > 1]
-        kept = sum(self.widths()[name] for name in asked)
+        results = self.results()
+        kept = sum(results[name] for name in self.training.remat.kept)
         # Parts of a batch follow one another; in a pipeline as many are under way as it has stages.
-        return self.layers * self.tokens * kept * self.training.compute_bytes * self.sizes["stage"]
+        return self.layers * kept * self.training.compute_bytes * self.sizes["stage"]
 
     def layer_bytes(self) -> int:
         """Bytes of one layer at the peak of its backward pass, with the gathered parameters."""
@@ -387,16 +419,15 @@ class _Cut:
         gathered = 2 * self.layer * t.gather_bytes + self.layer * t.reduce_bytes
         if t.reshard == "keep":
             gathered += max(self.layers - 2, 0) * self.layer * t.gather_bytes
-        widths = self.widths()
-        stream, hidden = widths["input"], widths["gate_up"] // 2
+        results = self.results()
+        stream, hidden = results["input"], results["gate_up"] // 2
         # The input of both halves and of their norms and the gradient that came in; queries, keys, values and what
-        # attention made of them; gate, up and their product, and gradients of two of these.
-        results = 5 * stream + widths["query"] + widths["key_value"] + widths["context"] + 5 * hidden
+        # attention made of them; gate, up and their product, and gradients of two of these; tokens at their places in
+        # experts, going and coming back.
+        found = 5 * stream + results["query"] + results["key_value"] + results["context"] + 5 * hidden + 2 * self.placed
         if tensor > 1 and t.stream == "sharded":
-            results += 2 * d.dim  # what a norm gave, whole, for the products after it
-        if d.experts > 1:
-            results += 2 * d.active_experts * stream  # tokens as their experts see them
-        return gathered + self.tokens * results * t.compute_bytes
+            found += self.tokens * 2 * d.dim  # what a norm gave, whole, for the products after it
+        return gathered + found * t.compute_bytes
 
     def logits_bytes(self) -> int:
         """Of logits and their gradient in the dtype of products, with the head gathered and its gradient."""
@@ -409,13 +440,14 @@ class _Cut:
     def product_flops(self) -> int:
         """FLOPs of the products on all devices: forward, backward, and what is computed again."""
         d, remat = self.decoder, self.training.remat
-        once = d.product_flops()
-        layer = 3 * sum(once.values())
-        layer += sum(once[name] for name in ("query", "key_value", "out", "gate_up") if not remat.has(name))
-        if d.experts > 1:
-            # The weights of a router meet the results of its experts; elsewhere nothing asks for those of "down".
-            layer += once["router"] + (0 if remat.has("down") else once["down"])
-        return self.training.batch * self.training.sequence * (d.layers * layer + 3 * d.head_flops())
+        once: dict[Product, int] = {}
+        for name, flops in d.product_flops().items():
+            once[name] = self.places * flops // d.active_experts if name in IN_EXPERTS else self.tokens * flops
+        # The weights of a router meet the results of its experts; elsewhere nothing asks for those of "down".
+        again = (flops for name, flops in once.items() if not remat.has(name) and (name != "down" or d.experts > 1))
+        layer = 3 * sum(once.values()) + sum(again)
+        of_a_part = d.layers * layer + self.tokens * 3 * d.head_flops()
+        return self.training.batch * self.training.sequence // self.tokens * of_a_part
 
     def weight_bytes(self) -> int:
         """Of one device: parameters that products read forward, for both gradients and, mostly, once more."""
@@ -431,21 +463,32 @@ class _Cut:
 
     def between_bytes(self) -> int:
         """Bytes of one device: reads and writes of what lies between products."""
-        t, d, widths = self.training, self.decoder, self.widths()
-        stream, hidden = widths["input"], widths["gate_up"] // 2
-        rotated = widths["query"] + widths["key_value"] // 2
+        t, d, results = self.training, self.decoder, self.results()
+        stream, hidden = results["input"], results["gate_up"] // 2
+        rotated = results["query"] + results["key_value"] // 2
         # Norm: in, out. Rotation: in, out. Sum and norm: two in, two out. Gate: two in, one out. Sum: two in, one out.
-        once = 9 * stream + 2 * rotated + 3 * hidden
-        if d.experts > 1:
-            once += 4 * d.active_experts * stream  # tokens to their experts and back
+        # Tokens to their places in experts, and back: in, out.
+        once = 9 * stream + 2 * rotated + 3 * hidden + 4 * self.placed
         passes = 3 if t.remat.has("elementwise") else 4
-        layers = self.layers * self.tokens * t.parts * passes * once * t.compute_bytes
+        layers = self.layers * t.parts * passes * once * t.compute_bytes
         # Logits: written, read for their sum, read for the gradient, which is written.
         vocabulary = d.vocabulary // self.sizes["tensor"]
         logits = 4 * t.logits_bytes * self.tokens * t.parts * vocabulary // self.sizes["stage"]
         # The optimizer reads parameter, state and gradient and writes the first two.
         update = self.resting * (2 * t.parameter_bytes + 2 * t.optimizer_bytes + t.gradient_bytes)
         return layers + logits + update
+
+
+def _apart(axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of `axes` over which an expert is sharded or copied like other parameters: `expert` gives it one owner."""
+    return tuple(axis for axis in axes if axis != "expert")
+
+
+def _places(decoder: Decoder, training: Training, tokens: int) -> int:
+    """Places of so many tokens in the MLPs of a layer."""
+    if training.capacity_factor is None or decoder.experts == 1:
+        return tokens * decoder.active_experts
+    return decoder.experts * math.ceil(training.capacity_factor * tokens * decoder.active_experts / decoder.experts)
 
 
 def _moved(cut: _Cut) -> list[Moved]:
@@ -461,14 +504,15 @@ def _moved(cut: _Cut) -> list[Moved]:
 
     sums = parts if t.accumulate == "communicate" else 1
     again = 2 if t.reshard == "after_forward" else 1
-    if shards:
-        add("layers", "all-gather", shards, cut.layer * t.gather_bytes, again * cut.layers * parts)
-        # A lookup needs no table in its backward pass, and the loss takes both products of the head at once.
-        add("embedding and head", "all-gather", shards, cut.ends * t.gather_bytes, parts)
-        add("gradients of layers", "reduce-scatter", shards, cut.layer * t.reduce_bytes, cut.layers * sums)
-        add("gradients of embedding and head", "reduce-scatter", shards, cut.ends * t.reduce_bytes, sums)
-    if copies:
-        add("gradients", "all-reduce", copies, cut.resting * t.reduce_bytes, sums)
+    rest = cut.layer - cut.experts
+    for what, axes, size in (("layers", shards, rest), ("experts", _apart(shards), cut.experts)):
+        add(what, "all-gather", axes, size * t.gather_bytes, again * cut.layers * parts)
+        add(f"gradients of {what}", "reduce-scatter", axes, size * t.reduce_bytes, cut.layers * sums)
+    # A lookup needs no table in its backward pass, and the loss takes both products of the head at once.
+    add("embedding and head", "all-gather", shards, cut.ends * t.gather_bytes, parts)
+    add("gradients of embedding and head", "reduce-scatter", shards, cut.ends * t.reduce_bytes, sums)
+    add("gradients", "all-reduce", copies, (cut.resting - cut.resting_experts) * t.reduce_bytes, sums)
+    add("gradients of experts", "all-reduce", _apart(copies), cut.resting_experts * t.reduce_bytes, sums)
     stream = cut.tokens * d.dim * t.compute_bytes
     layers = cut.layers * parts
     # Results of "out" that are not kept are summed over `tensor` once more.
@@ -479,13 +523,13 @@ def _moved(cut: _Cut) -> list[Moved]:
         add("residual stream", "reduce-scatter", ("tensor",), stream, (4 + more) * layers + 2 * parts)
     else:
         add("residual stream", "all-reduce", ("tensor",), stream, (4 + more) * layers + 2 * parts)
-    pair = cut.widths()["key_value"] * cut.tokens * sizes["context"] * t.compute_bytes
+    pair = cut.results()["key_value"] * sizes["context"] * t.compute_bytes
     add("keys and values", "all-gather", ("context",), pair, (1 if t.remat.has("context") else 2) * layers)
     add("gradients of keys and values", "reduce-scatter", ("context",), pair, layers)
-    if d.experts > 1:
-        routed = cut.tokens * d.active_experts * cut.widths()["input"] * t.compute_bytes
-        add("tokens of experts", "all-to-all", ("expert",), routed, 6 * layers)
-    add("activations of stages", "collective-permute", ("stage",), cut.tokens * cut.widths()["input"] * 2, 2 * parts)
+    # To the experts and back, forward and backward, and what of the forward pass the backward pass does not find.
+    ways = 4 + (not t.remat.has("elementwise")) + (not t.remat.has("down"))
+    add("tokens of experts", "all-to-all", ("expert",), cut.placed * t.compute_bytes, ways * layers)
+    add("activations of stages", "collective-permute", ("stage",), cut.tokens * cut.stream * 2, 2 * parts)
     return found
 
 

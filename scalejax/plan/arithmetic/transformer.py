@@ -18,6 +18,9 @@ Pairs = Literal["causal", "full"]
 Product = Literal["query", "key_value", "out", "router", "gate_up", "down"]
 """The products of a layer with its parameters, in the order in which they run."""
 
+IN_EXPERTS: tuple[Product, ...] = ("gate_up", "down")
+"""Those of each expert."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -89,7 +92,7 @@ class Decoder:
     def product_flops(self) -> dict[Product, int]:
         """Forward FLOPs of a token in each product of one layer, in the experts that it passes through."""
         return {
-            name: 2 * count * self.active_experts // self.experts if name in ("gate_up", "down") else 2 * count
+            name: 2 * count * self.active_experts // self.experts if name in IN_EXPERTS else 2 * count
             for name, count in self.layer_parameters.items()
         }
 

@@ -3,12 +3,13 @@
 One layer is in memory at a time, with the activations of all tokens before it. Inside a layer matrices that share an
 input are rounded together, in the order in which tokens pass them, and whatever comes later sees what the rounded ones
 make of its input: so errors of earlier matrices are part of what later ones make up for. Which matrices these are, the
-model says (`LanguageModule.stages`); others are cast directly.
+model says (`LanguageModule.stages`); others are cast directly. Matrices of an expert are rounded with the tokens that
+the router sends to it; an expert that none reaches is cast directly.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +22,7 @@ from scalejax.models.llm.architecture import LanguageConfig
 from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts.protocol import PackedLayout
 from scalejax.nn import counts
-from scalejax.numerics.quantize import dequantize
+from scalejax.numerics.quantize import Quantized, dequantize
 from scalejax.surgery.quantize import diffusion
 from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.checkpoint import QuantizedWeight, cast, read_weight
@@ -68,7 +69,7 @@ class ErrorDiffusion:
                 return QuantizedWeight(cast(exact, weight, layout, self.calibration))
             self._advance(self.model.config.layers, layout)
             hessian = _covariance(self._walk.normed(self._outside(FINAL_NORM, layout)), self._walk.streams)
-            return self._round(weight, exact, hessian, diffusion.factor(hessian, self.damping), layout)
+            return _joined([self._round(weight, exact, hessian, diffusion.factor(hessian, self.damping), layout)])
         if weight.layer >= self._walk.done:
             self._advance(weight.layer + 1, layout)
         return self._results.pop(weight.name)
@@ -90,40 +91,47 @@ class ErrorDiffusion:
     def _layer(self, number: int, layout: PackedLayout) -> dict[str, np.ndarray]:
         """Quantizes a layer; its parameters then."""
         sizes = self.model.architecture.sizes(self.model.config)
-        own = {w.entry.path.removeprefix("layers/"): w for w in self.plan if w.layer == number}
-        exact = {path: read_weight(self.model, weight) for path, weight in own.items()}
-        params = dict(exact)
+        own = [weight for weight in self.plan if weight.layer == number]
+        exact = {weight.name: read_weight(self.model, weight) for weight in own}
+        arrays = dict(exact)
 
-        def replace(path: str, result: QuantizedWeight) -> None:
-            self._results[own[path].name] = result
-            params[path] = np.asarray(dequantize(result.quantized))
-
-        def ours() -> dict[str, np.ndarray]:
-            return {path: w.entry.from_tensor(params[path].reshape(w.shape), sizes) for path, w in own.items()}
+        def replace(weight: Weight, result: QuantizedWeight) -> None:
+            self._results[weight.name] = result
+            arrays[weight.name] = np.asarray(dequantize(result.quantized))
 
         staged = {path for stage in self._walk.stages for path in stage}
-        for path, weight in own.items():
-            if weight.format is not None and path not in staged:
-                replace(path, QuantizedWeight(cast(jnp.asarray(exact[path]), weight, layout, self.calibration)))
+        for weight in own:
+            if weight.format is not None and staged.isdisjoint(paths_in_layer(weight)):
+                replace(
+                    weight, QuantizedWeight(cast(jnp.asarray(exact[weight.name]), weight, layout, self.calibration))
+                )
         for stage, paths in enumerate(self._walk.stages):
-            wanted = [path for path in paths if own[path].format is not None]
-            if wanted:
-                hessian = _covariance(functools.partial(self._walk.run, ours(), stage), self._walk.streams)
+            wanted = [w for w in own if w.format is not None and not set(paths).isdisjoint(paths_in_layer(w))]
+            if not wanted:
+                continue
+            params, rounded = parameters(own, arrays, sizes), {weight.name: [] for weight in wanted}
+            for expert, rows in _experts_of(wanted, sizes):
+                inputs = functools.partial(self._walk.run, params, stage, expert=expert)
+                hessian = _covariance(inputs, self._walk.streams)
                 upper = diffusion.factor(hessian, self.damping)
-                for path in wanted:
-                    replace(path, self._round(own[path], jnp.asarray(exact[path]), hessian, upper, layout))
-        return ours()
+                for weight in wanted:
+                    if weight.tensor.expert in (None, expert):
+                        part = jnp.asarray(exact[weight.name][rows])
+                        rounded[weight.name].append(self._round(weight, part, hessian, upper, layout))
+            for weight in wanted:
+                replace(weight, _joined(rounded[weight.name]))
+        return parameters(own, arrays, sizes)
 
     def _round(
         self, weight: Weight, exact: jax.Array, hessian: np.ndarray, upper: np.ndarray, layout: PackedLayout
-    ) -> QuantizedWeight:
+    ) -> "_Rounded":
         assert weight.format is not None
         direct = cast(exact, weight, layout, self.calibration)
         found = diffusion.diffuse(exact, upper, weight.format, self.calibration, direct.tensor_scale)
         errors = [
             diffusion.output_error(np.asarray(exact), np.asarray(dequantize(q)), hessian) for q in (found, direct)
         ]
-        return QuantizedWeight(found, errors[0] / errors[1] if errors[1] > 0 else 1.0)
+        return _Rounded(found, errors[0], errors[1])
 
     @functools.cached_property
     def _walk(self) -> "Walk":
@@ -168,9 +176,11 @@ class Walk:
         """See `LanguageModule`."""
         return self._shape.model.stages
 
-    def run(self, params: dict[str, np.ndarray], stage: int | None, x: np.ndarray) -> jax.Array:
+    def run(
+        self, params: dict[str, np.ndarray], stage: int | None, x: np.ndarray, *, expert: int | None = None
+    ) -> jax.Array:
         """See `run_layer`."""
-        return run_layer(self._shape, params, x, stage)
+        return run_layer(self._shape, params, x, stage, expert)
 
     def normed(self, params: dict[str, np.ndarray]) -> Callable[[np.ndarray], jax.Array]:
         """What the head multiplies, as a function of what comes behind the layers; of the last norm's parameters."""
@@ -191,7 +201,64 @@ def embedded(table: np.ndarray, tokens: np.ndarray) -> list[np.ndarray]:
 def outside(plan: Sequence[Weight], module: str) -> dict[str, Weight]:
     """Weights of a module outside the layers, by path in it."""
     prefix = f"{module}/"
-    return {w.entry.path.removeprefix(prefix): w for w in plan if w.entry.path.startswith(prefix)}
+    return {
+        entry.path.removeprefix(prefix): weight
+        for weight in plan
+        for entry in weight.tensor.entries
+        if entry.path.startswith(prefix)
+    }
+
+
+def paths_in_layer(weight: Weight) -> tuple[str, ...]:
+    """Paths of the parameters that a weight of a layer holds, without "layers/"."""
+    return tuple(entry.path.removeprefix("layers/") for entry in weight.tensor.entries)
+
+
+def parameters(
+    own: Sequence[Weight], arrays: Mapping[str, np.ndarray], sizes: Mapping[str, int]
+) -> dict[str, np.ndarray]:
+    """The parameters of a layer by path in it, from its weights [rows, columns] by name."""
+    made: dict[str, list[np.ndarray]] = {}
+    for weight in own:
+        for path, entry in zip(paths_in_layer(weight), weight.tensor.entries, strict=True):
+            made.setdefault(path, []).append(entry.from_tensor(arrays[weight.name].reshape(weight.shape), sizes))
+    spread = {path for weight in own if weight.tensor.expert is not None for path in paths_in_layer(weight)}
+    return {path: np.stack(found) if path in spread else found[0] for path, found in made.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rounded:
+    """A matrix, rounded.
+
+    Attributes:
+      quantized: Its codes and scales.
+      error: Squared error of its outputs.
+      direct_error: The same of a direct cast.
+    """
+
+    quantized: Quantized
+    error: float
+    direct_error: float
+
+
+def _joined(parts: Sequence[_Rounded]) -> QuantizedWeight:
+    """One weight of the matrices of its experts, one below another."""
+    whole = parts[0].quantized
+    if len(parts) > 1:
+        whole = jax.tree.map(lambda *rows: jnp.concatenate(rows), *(part.quantized for part in parts))
+    error, direct = sum(part.error for part in parts), sum(part.direct_error for part in parts)
+    return QuantizedWeight(whole, error / direct if direct > 0 else 1.0)
+
+
+def _experts_of(wanted: Sequence[Weight], sizes: Mapping[str, int]) -> list[tuple[int | None, slice]]:
+    """Experts, whose inputs differ, each with its rows in a weight that has them; None = there are no experts."""
+    weight = wanted[0]
+    if weight.tensor.expert is not None:
+        return [(expert, slice(None)) for expert in range(sizes[weight.tensor.entries[0].ours()[0]])]
+    if len(weight.shape) == 2:
+        return [(None, slice(None))]
+    rows = weight.shape[1]
+    return [(expert, slice(expert * rows, (expert + 1) * rows)) for expert in range(weight.shape[0])]
 
 
 class LayerShape:
@@ -206,7 +273,9 @@ class LayerShape:
 
 
 @functools.partial(jax.jit, static_argnums=(0, 3))
-def run_layer(shape: LayerShape, params: dict[str, jax.Array], x: jax.Array, stage: int | None) -> jax.Array:
+def run_layer(
+    shape: LayerShape, params: dict[str, jax.Array], x: jax.Array, stage: int | None, expert: jax.Array | None = None
+) -> jax.Array:
     """float32[B, S, E] before a layer -> what comes behind it, or the input of a stage, see `LanguageModule`.
 
     Args:
@@ -214,8 +283,12 @@ def run_layer(shape: LayerShape, params: dict[str, jax.Array], x: jax.Array, sta
       params: Its parameters, by path without "layers/".
       x: What comes before it.
       stage: Which; None = behind the layer.
+      expert: int32[], whose matrices, where experts have their own.
     """
-    return shape.model.run_layer(shape.layer.merge(params), x, stage)
+    layer = shape.layer.merge(params)
+    if expert is None:
+        return shape.model.run_layer(layer, x, stage)
+    return shape.model.run_layer(layer, x, stage, expert)
 
 
 def _covariance(inputs: Callable[[np.ndarray], jax.Array], streams: Sequence[np.ndarray]) -> np.ndarray:

@@ -119,8 +119,7 @@ def read_weight(model: LanguageModel, weight: Weight) -> np.ndarray:
       UserError: it cannot be read, or holds NaN or infinities.
     """
     sizes = model.architecture.sizes(model.config)
-    stored = weight.entry.to_tensor(model.source.read(weight.entry.path, weight.layer), sizes)
-    exact = mapping.cast(stored, np.dtype(np.float32), weight.name)
+    exact = mapping.cast(weight.tensor.read(model.source, sizes), np.dtype(np.float32), weight.name)
     return exact.reshape(-1, exact.shape[-1])
 
 
@@ -157,7 +156,7 @@ def write(
     parts: dict[_Kept | None, Written]
     for weight in plan:
         if weight.format is None:
-            parts = {None: Written(weight.name, model.source.dtype(weight.entry.path), weight.shape)}
+            parts = {None: Written(weight.name, weight.tensor.dtype(model.source), weight.shape)}
         else:
             stored = layout.parts(weight.name, weight.format, weight.shape)
             parts = {role: Written(part.name, part.dtype, part.shape) for role, part in stored.items()}
@@ -172,9 +171,9 @@ def write(
     def produce(name: str) -> np.ndarray:
         weight, role = codebook_ids[name]
         if role is None:
-            array = model.source.read(weight.entry.path, weight.layer)
+            array = weight.tensor.read(model.source, sizes)
             rows.append(TensorReport(weight.name, weight.module, None, array.size, array.nbytes, array.nbytes))
-            return weight.entry.to_tensor(array, sizes)
+            return array
         if not held:
             row, arrays = _stored(model, weight, quantizer.quantize(weight, layout), layout)
             rows.append(row)
@@ -189,7 +188,7 @@ def write(
             (folder / name).write_text(text, encoding="utf-8")
         content = model.architecture.write_config(model.config, model.tokens, str(model.dtype))
         named = {w.name: (w.format, w.shape) for w in plan if w.format is not None}
-        matrices = [w.name for w in plan if w.format is None and len(w.shape) == 2 and w.module != "embed"]
+        matrices = [w.name for w in plan if w.format is None and len(w.shape) > 1 and w.module != "embed"]
         inputs: dict[str, static.Format] = {w.name: w.inputs for w in plan if w.inputs is not None}
         content["quantization_config"] = layout.write_config(named, matrices, inputs)
         model_folder.write_json(folder / model_folder.CONFIG, content)
@@ -220,7 +219,7 @@ def _stored(
         module=weight.module,
         format=format.name,
         numbers=math.prod(shape),
-        bytes_before=math.prod(shape) * model.source.dtype(weight.entry.path).itemsize,
+        bytes_before=math.prod(shape) * weight.tensor.dtype(model.source).itemsize,
         bytes_after=sum(array.nbytes for array in arrays.values()),
         padding=math.prod(shape[:-1]) * (-shape[-1] % format.k1),
         qsnr=_qsnr(read_weight(model, weight), quantized),

@@ -22,7 +22,7 @@ from scalejax.models.llm.packed_layouts.protocol import PackedLayout
 from scalejax.numerics.quantize import dequantize
 from scalejax.numerics.quantized import static
 from scalejax.surgery.quantize import calibration as calibrations
-from scalejax.surgery.quantize.activations import EMBEDDING, FINAL_NORM, Walk, outside
+from scalejax.surgery.quantize.activations import EMBEDDING, FINAL_NORM, Walk, outside, parameters, paths_in_layer
 from scalejax.surgery.quantize.calibration import Calibration
 from scalejax.surgery.quantize.checkpoint import QuantizedWeight, Quantizer, read_weight
 from scalejax.surgery.quantize.quantization_plan import Weight
@@ -87,11 +87,11 @@ class WithInputs:
     def _layer(self, number: int, layout: PackedLayout) -> dict[str, np.ndarray]:
         """Quantizes a layer and finds the scales of its inputs; its parameters then."""
         sizes = self.model.architecture.sizes(self.model.config)
-        params: dict[str, np.ndarray] = {}
+        arrays: dict[str, np.ndarray] = {}
         staged = {path for stage in self._walk.stages for path in stage}
-        own = {w.entry.path.removeprefix("layers/"): w for w in self.plan if w.layer == number}
-        for path, weight in own.items():
-            if weight.inputs is not None and path not in staged:
+        own = [weight for weight in self.plan if weight.layer == number]
+        for weight in own:
+            if weight.inputs is not None and not staged.issuperset(paths_in_layer(weight)):
                 raise UserError(
                     f"--activations: the model does not say what {weight.name} multiplies (`stages` of its part). "
                     f"Leave it as it is: --rule {weight.module}=none."
@@ -101,9 +101,10 @@ class WithInputs:
             else:
                 self._results[weight.name] = result = self.weights.quantize(weight, layout)
                 value = np.asarray(dequantize(result.quantized))
-            params[path] = weight.entry.from_tensor(value.reshape(weight.shape), sizes)
+            arrays[weight.name] = value
+        params = parameters(own, arrays, sizes)
         for stage, paths in enumerate(self._walk.stages):
-            wanted = [own[path] for path in paths if own[path].inputs is not None]
+            wanted = [w for w in own if w.inputs is not None and not set(paths).isdisjoint(paths_in_layer(w))]
             scales: dict[static.Format, np.float32] = {}
             for weight in wanted:
                 assert weight.inputs is not None

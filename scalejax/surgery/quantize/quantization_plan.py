@@ -1,10 +1,11 @@
 """The plan of a quantization: the format of every weight of a model."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 
 from scalejax.errors import UserError
-from scalejax.models.llm.mapping import LAYER, Entry
+from scalejax.models.llm import mapping
+from scalejax.models.llm.mapping import Entry, TableTensor
 from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.models.llm.packed_layouts.known import check_inputs
 from scalejax.models.llm.packed_layouts.protocol import PackedLayout
@@ -16,6 +17,9 @@ from scalejax.numerics.quantized.rules import QuantizationRule
 KEPT = QuantizationRule(module_path="embed|head|(.*/)?[a-z_]*norm")
 """What stays as it is unless a rule names it: embeddings, the head and norms."""
 
+ROUTERS = QuantizationRule(module_path="(.*/)?router")
+"""What stays as it is in any case: a router is small, and what it chooses is computed in float32."""
+
 _LEFT = "none"
 _ROW = ":row"
 
@@ -25,22 +29,29 @@ class Weight:
     """One tensor of the model that is written.
 
     Attributes:
-      name: Its name in a folder of Hugging Face.
-      module: The path that rules are matched against: "layers/0/attention/query", "embed".
-      entry: Its line of the table of parameters.
-      layer: Its layer, or None.
+      tensor: Its lines of the table of parameters.
+      module: The path that rules are matched against: "layers/0/attention/query", "embed", for all experts of a layer
+        "layers/0/mlp/gate"; of a tensor of two parameters both, "layers/0/mlp/gate and layers/0/mlp/up".
       shape: Of the tensor; products sum over its last axis.
       format: Its format; None = it stays as it is.
       inputs: Format of what it multiplies, under a static scale; None = that stays as it is.
     """
 
-    name: str
+    tensor: TableTensor
     module: str
-    entry: Entry
-    layer: int | None
     shape: tuple[int, ...]
     format: BlockFormat | None
     inputs: static.Format | None = None
+
+    @property
+    def name(self) -> str:
+        """Its name in a folder of Hugging Face."""
+        return self.tensor.name
+
+    @property
+    def layer(self) -> int | None:
+        """Its layer, or None."""
+        return self.tensor.layer
 
 
 def parse_rule(text: str) -> tuple[str, str]:
@@ -96,25 +107,43 @@ def make(
     ordered = [QuantizationRule(module_path=pattern) for pattern, _ in given]
     used: set[QuantizationRule] = set()
     made = []
-    for name, module, entry, layer, shape in _weights(model):
-        rule = rules.find([*ordered, KEPT], module)
-        chosen = format
-        if rule is not None:
-            used.add(rule)
-            chosen = patterns.get(rule, _LEFT)
+    sizes = model.architecture.sizes(model.config)
+    for tensor in _tensors(model, layout, sizes):
+        name, shape = tensor.name, tensor.shape(sizes)
+        modules = [_module(entry, tensor.layer) for entry in tensor.entries]
+        decided = {}
+        for module in modules:
+            rule = rules.find([ROUTERS, *ordered, KEPT], module)
+            decided[module] = format if rule is None else patterns.get(rule, _LEFT)
+            if rule is not None:
+                used.add(rule)
+        chosen = decided[modules[0]]
+        if any(own != chosen for own in decided.values()):
+            shown = ", but ".join(f"{own} for {module}" for module, own in decided.items())
+            raise UserError(
+                f"--layout {layout.name} has one tensor, {name}, where rules say {shown}. Give both one format, or "
+                "choose --layout scalejax."
+            )
         found = None if chosen == _LEFT else _sized(chosen, name, shape)
         if found is not None:
             layout.check(name, found, shape)
-        met = inputs if found is not None and len(shape) == 2 and module != "embed" else None
+        met = inputs if found is not None and len(shape) == 2 and modules != ["embed"] else None
+        if met is not None and tensor.expert is not None:
+            raise UserError(
+                f"--activations {inputs}: what experts multiply has no static scale here; got {chosen} for {name}. "
+                'Leave experts as they are (--rule "layers/.*/mlp/.*=none"), or --activations out.'
+            )
         if met is not None:
             check_inputs(layout, name, met, shape)
-        made.append(Weight(name, module, entry, layer, shape, found, met))
+        made.append(Weight(tensor, " and ".join(modules), shape, found, met))
     for rule in ordered:
         if rule not in used:
-            modules = sorted({weight.module for weight in made if weight.layer in (None, 0)})
+            known = sorted({weight.module for weight in made if weight.layer in (None, 0)})
+            free = [module for module in known if rules.find([ROUTERS], module) is None]
             raise UserError(
                 f"--rule {rule.module_path}={patterns[rule]} decides of no weight: its pattern matches none, or rules "
-                f"before it match them all. Modules are {', '.join(modules)}, and so on for each layer."
+                f"before it match them all. Modules are {', '.join(free)}, and so on for each layer"
+                f"{'; routers stay as they are' if free != known else ''}."
             )
     if not any(weight.format for weight in made):
         raise UserError("--format and --rule leave every weight as it is. Name a format for some of them.")
@@ -123,21 +152,22 @@ def make(
     return tuple(made)
 
 
-def _weights(model: LanguageModel) -> Iterator[tuple[str, str, Entry, int | None, tuple[int, ...]]]:
-    """(name, module, entry, layer, shape): the embedding, layer after layer, what comes behind."""
-    sizes, entries = model.architecture.sizes(model.config), model.architecture.entries(model.config)
-    if any(entry.spread for entry in entries):
-        raise UserError(f"{model.path}: weights of experts are not quantized yet. Give a model without experts.")
-    inside = [entry for entry in entries if entry.stacked]
-    before = [entry for entry in entries if not entry.stacked and entry.path.startswith("embed")]
-    after = [entry for entry in entries if not entry.stacked and entry not in before]
-    ordered: list[tuple[Entry, int | None]] = [(entry, None) for entry in before]
-    ordered += [(entry, layer) for layer in range(model.config.layers) for entry in inside]
-    ordered += [(entry, None) for entry in after]
-    for entry, layer in ordered:
-        path = entry.path.removesuffix("/weight").removesuffix("/scale")
-        module = path if layer is None else path.replace("layers/", f"layers/{layer}/", 1)
-        yield entry.name.replace(LAYER, str(layer)), module, entry, layer, entry.tensor_shape(sizes)
+def _tensors(model: LanguageModel, layout: PackedLayout, sizes: Mapping[str, int]) -> list[TableTensor]:
+    """The tensors that are written: the embedding, layer after layer, what comes behind."""
+    family, config = model.architecture, model.config
+    entries = family.entries_in(layout.experts, config) if family.forms else family.entries(config)
+
+    def place(tensor: TableTensor) -> int:
+        if tensor.layer is not None:
+            return tensor.layer
+        return -1 if tensor.entries[0].path.startswith("embed") else config.layers
+
+    return sorted(mapping.tensors(entries, sizes, config.layers).values(), key=place)
+
+
+def _module(entry: Entry, layer: int | None) -> str:
+    path = entry.path.removesuffix("/weight").removesuffix("/scale")
+    return path if layer is None else path.replace("layers/", f"layers/{layer}/", 1)
 
 
 def _sized(name: str, weight: str, shape: tuple[int, ...]) -> BlockFormat:

@@ -79,8 +79,8 @@ def _arranged(name: str, field: Field, array: ArrayLike, *, program: Program) ->
     if field.arrange == "zigzag":
         # All fields are arranged alike, so that each token keeps its target, weight, segment and position, and a loss
         # that is a sum over tokens stays what it was. What fills rows up to a length that divides is padding as the
-        # data has it: zeros, of weight 0 and in a segment of its own.
-        host = context.zigzag(host, program.mesh.shape["context"])
+        # data has it: of weight 0 and in a segment of its own.
+        host = context.zigzag(host, program.mesh.shape["context"], fill=field.fill)
     return host
 
 

@@ -148,7 +148,8 @@ class ClickQuality(MetricBase):
     def of_collected(self, collected: Collected) -> ClickSums[np.ndarray]:
         return of_scores(collected["logits"], collected["labels"], collected["weights"])
 
-    def keep(self, folder: pathlib.Path, split: str, collected: Collected) -> None:
+    def keep(self, folder: pathlib.Path, split: str, collected: Collected, sums: object) -> None:
+        del sums
         predictions = exact.sigmoid(collected["logits"])
         labels, weights = collected["labels"], collected["weights"]
         evaluation.save_diagrams(folder, split, predictions, labels, weights, names=self.tasks)

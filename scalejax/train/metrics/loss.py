@@ -32,18 +32,25 @@ class MeanLoss(MetricBase):
       unit: What the weights count: "targets" of a language model, "nodes", "images".
       of: "nats": the loss is a negative log-likelihood a target, and e to its power, the perplexity, is given too.
       sum: Name in `Loss.sums` of what is averaged where the loss that is trained has further terms; None = the loss.
+      weight: Name there of what it is divided by, and nothing is given where that is 0; None = the weight of the loss.
+      name: In records; of a second loss beside "loss" the mean alone is given.
+      title: In tables and above curves.
     """
 
     unit: str = "examples"
     of: Literal["a loss", "nats"] = "a loss"
     sum: str | None = None
+    weight: str | None = None
+    name: str = "loss"
+    title: str = "loss"
 
     @property
     def values(self) -> tuple[Value, ...]:
-        loss = Value(name="loss", title="loss", unit=f"mean over {self.unit}, lower is better", better="low")
-        if self.of == "a loss":
+        loss = Value(name=self.name, title=self.title, unit=f"mean over {self.unit}, lower is better", better="low")
+        if self.of == "nats":
+            loss = dataclasses.replace(loss, unit="nats a target, lower is better")
+        if self.of == "a loss" or self.name != "loss":
             return (loss,)
-        loss = dataclasses.replace(loss, unit="nats a target, lower is better")
         return (
             loss,
             Value(name="perplexity", title="perplexity", better="low", shown="table"),
@@ -60,11 +67,16 @@ class MeanLoss(MetricBase):
     def update(self, sums: LossSums[Pair], loss: "Loss", batch: "Batch") -> LossSums[Pair]:
         del batch
         total = loss.sum if self.sum is None else loss.sums[self.sum]
-        return LossSums(add(sums.loss, total), add(sums.weight, loss.weight))
+        weight = loss.weight if self.weight is None else loss.sums[self.weight]
+        return LossSums(add(sums.loss, total), add(sums.weight, weight))
 
     def compute(self, sums: LossSums[np.ndarray]) -> dict[str, float]:
         mean = ratio(sums.loss, sums.weight)
-        found = {"loss": mean, "weight": float(sums.weight)}
+        if self.weight is not None:
+            return {self.name: mean} if sums.weight else {}
+        found = {self.name: mean, "weight": float(sums.weight)}
+        if self.name != "loss":
+            return found
         if self.of == "nats":
             with np.errstate(over="ignore"):
                 found |= {"perplexity": float(np.exp(mean)), "bits": mean / math.log(2)}

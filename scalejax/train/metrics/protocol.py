@@ -91,8 +91,8 @@ class Metric(Protocol):
         """The sums on the host of collected outputs, for `lifetime` values of examples that were scored."""
         ...
 
-    def keep(self, folder: pathlib.Path, split: str, collected: Collected) -> None:
-        """Writes into the run folder what reports draw of a scored split, see `train.reports.pictures`."""
+    def keep(self, folder: pathlib.Path, split: str, collected: Collected, sums: Any) -> None:
+        """Writes into the run folder what reports draw of a scored split, see `evaluation.save_picture`."""
         ...
 
 
@@ -118,8 +118,8 @@ class MetricBase:
     def of_collected(self, collected: Collected) -> object:
         raise NotImplementedError(f"{type(self).__name__} has no sums of collected outputs.")
 
-    def keep(self, folder: pathlib.Path, split: str, collected: Collected) -> None:
-        del folder, split, collected
+    def keep(self, folder: pathlib.Path, split: str, collected: Collected, sums: Any) -> None:
+        del folder, split, collected, sums
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 COLOURS = ("#3f8fd9", "#e0823d", "#3aa88a", "#c767b5", "#d9a520", "#7f8cff", "#d9605f", "#7aa83a")
 _INK = "#010203"
@@ -225,6 +226,20 @@ def shares(parts: Mapping[str, float]) -> str:
         axes.grid(visible=False, axis="y")
         axes.margins(x=0.28)
         axes.set_xlim(0, None)
+        return _svg(figure)
+
+
+def grid(title: str, values: np.ndarray, rows: str, columns: str) -> str:
+    """Values [R, C] as a picture of cells, darker where they are larger; the scale begins at 0."""
+    with matplotlib.rc_context(_STYLE):
+        figure, axes = _new(title)
+        image = axes.imshow(values, cmap="Greens", vmin=0, aspect="auto", interpolation="nearest")
+        figure.colorbar(image, ax=axes)
+        axes.set_xlabel(columns)
+        axes.set_ylabel(rows)
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(visible=False)
         return _svg(figure)
 
 

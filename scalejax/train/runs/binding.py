@@ -269,7 +269,8 @@ def _check_divides(program: Program) -> None:
         for logical, size in zip(program.model.logical_axes[path], p.shape, strict=True):
             for axis in table.mesh_axes(logical):
                 count = mesh.shape[axis]
-                if axis in meshes.BATCH_AXES or logical in _MAY_BE_WHOLE or size == 1 or size % count == 0:
+                gathered = axis in meshes.BATCH_AXES and logical != "experts"
+                if gathered or logical in _MAY_BE_WHOLE or size == 1 or size % count == 0:
                     continue
                 fitting = [n for n in range(1, size + 1) if size % n == 0 and mesh.size % n == 0]
                 below, above = size // count * count, -(-size // count) * count

@@ -493,8 +493,8 @@ class Run:
         with timer.phase("evaluation"):
             self.records.events.evaluation(step, split, values)
             if distributed.is_primary():
-                for metric in self.program.metrics.values():
-                    metric.keep(self.records.checkpoints.folder.parent, split, scores.collected)
+                for name, metric in self.program.metrics.items():
+                    metric.keep(self.records.checkpoints.folder.parent, split, scores.collected, scores.sums[name])
         closing |= summary.of_evaluation(split, values)
         for name, metric in self.program.metrics.items():
             if name in host.progressive:

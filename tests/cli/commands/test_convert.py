@@ -5,9 +5,7 @@ import json
 import pytest
 from llama_cases import GQA, tensors, write_checkpoint
 
-from scalejax import configs
 from scalejax.models.llm import safetensors
-from scalejax.train import loop, run_folder
 
 
 def read_all(folder):
@@ -43,25 +41,9 @@ def test_dtype_and_shard_size(invoke, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(language_run):
     """A run folder of a few steps."""
-    folder = tmp_path_factory.mktemp("runs") / "run"
-    sets = ["steps=2", "data.batch_size=8", f"data.folder={tmp_path_factory.mktemp('text')}"]
-    text = tmp_path_factory.mktemp("source") / "text.txt"
-    text.write_text("def f(x):\n    return x + 1\n\n" * 400)
-    sets += [f"data.path={text}", "data.split.by=position", "data.split.train=0.8", "data.split.validation=0.2"]
-    experiment = configs.load("llama-smoke", sets)
-    from scalejax.configs import serialization
-
-    loop.train(
-        experiment,
-        workdir=run_folder.choose(folder, "run", "auto"),
-        resume="auto",
-        recipe="llama-smoke",
-        record=serialization.record("llama-smoke", sets, experiment),
-        console=None,
-    )
-    return folder
+    return language_run("llama-smoke")
 
 
 @pytest.mark.slow
@@ -109,6 +91,8 @@ def test_several_prompts_and_a_file_of_results(invoke, run, tmp_path):
             ("convert", "{theirs}", "x", "--dtype", "int8"),
             "--dtype must be one of float32, bfloat16, float16; got 'int8'",
         ),
+        (("convert", "{theirs}", "x", "--experts", "fused"), "--experts fused: goes with a folder of Hugging Face"),
+        (("convert", "{run}", "x", "--experts", "fused"), "--experts fused: LlamaForCausalLM has no experts"),
         (("convert", "{theirs}", "x", "--shard-size", "0"), "--shard-size must be above 0 GB"),
         (("convert", "{theirs}", "x", "--shard-size", "inf"), "--shard-size must be above 0 GB and finite"),
         (("convert", "{theirs}", "x", "--step", "3"), "--step 3: "),

@@ -12,11 +12,8 @@ from llama_cases import F64, GQA, rows, tokens
 
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
-from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
-from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.mesh import MeshShape
+from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.train import loop
-from scalejax.train.experiment import Precision
 from scalejax.train.task import Batch, whole
 
 EXPERTS = Experts(count=4, router=TopK(k=2))
@@ -77,7 +74,7 @@ def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
     x, real = stream
     module = layer(EXECUTIONS[execution])
     capacity = {"grouped": x.size, "batched, with drops": 8}.get(execution, 32)
-    y, numbers = module.with_numbers(x, real, module.numbers(2))
+    y, numbers = module.with_numbers(x, Prepared(real), module.numbers(2))
     expected, entropy, load, dropped = literal(module, x, real, 2, capacity)
     np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(numbers["entropy"].sum(), entropy, rtol=1e-10)
@@ -86,6 +83,18 @@ def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
     assert (dropped > 0) == ("drops" in execution)
     assert numbers["tokens"].tolist() == [12, 15]
     assert numbers["layer"].tolist() == [1, 1]
+
+
+def test_the_implementation_of_grouped_products_is_that_of_the_config(stream):
+    x, real = stream
+    forms = {}
+    for name in ("blocks", "ragged_dot"):
+        module = layer(dataclasses.replace(EXPERTS, implementation=name))
+        run = lambda x, module=module: module.with_numbers(x, Prepared(real), module.numbers(2))[0]  # noqa: E731
+        forms[name] = str(jax.make_jaxpr(run)(x)), run(x)
+    assert "ragged_dot" in forms["ragged_dot"][0]
+    assert "ragged_dot" not in forms["blocks"][0]
+    np.testing.assert_allclose(forms["ragged_dot"][1], forms["blocks"][1], rtol=1e-10)
 
 
 def test_without_numbers_nothing_is_dropped(stream):
@@ -104,7 +113,7 @@ def test_the_losses_of_the_router_are_their_formulas(stream, k):
     real = np.ones((2, 16), bool)
 
     def losses(x):
-        numbers = module.with_numbers(x, jnp.asarray(real), module.numbers(2))[1]
+        numbers = module.with_numbers(x, Prepared(jnp.asarray(real)), module.numbers(2))[1]
         numbers["layer"] = jnp.full_like(numbers["layer"], GQA.layers)
         return numbers
 
@@ -137,7 +146,7 @@ def test_the_balance_loss_pulls_experts_level(x64):
     def step(router):
         def loss(router):
             module = nnx.merge(graph, nnx.State({**state, "router": state["router"].replace(router)}))
-            numbers = module.with_numbers(x, real, module.numbers(4))[1]
+            numbers = module.with_numbers(x, Prepared(real), module.numbers(4))[1]
             return numbers["balance"].sum() / 256, numbers["load"].sum((0, 1))
 
         (value, load), gradient = jax.value_and_grad(loss, has_aux=True)(router)
@@ -174,7 +183,7 @@ def test_experts_that_choose_are_the_loop_of_the_paper(stream, group, groups, ex
     x, real = stream
     part = Experts(count=4, router=ExpertChoice(group=group), execution=execution)
     module = layer(part)
-    y, numbers = module.with_numbers(x, real, module.numbers(2))
+    y, numbers = module.with_numbers(x, Prepared(real), module.numbers(2))
     expected, saw = chosen_by_loop(module, x, real, groups)
     np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_array_equal(numbers["load"][:, 0], saw.sum(1))
@@ -200,7 +209,7 @@ def test_a_later_token_changes_an_earlier_one_where_experts_choose_and_only_ther
 
     def moved(part):
         module = layer(part)
-        before, after = (module.with_numbers(rows, real, module.numbers(2))[0] for rows in (x, other))
+        before, after = (module.with_numbers(rows, Prepared(real), module.numbers(2))[0] for rows in (x, other))
         return bool((before[:, :15] != after[:, :15]).any())
 
     assert moved(Experts(count=4, router=ExpertChoice(group="sequence"), execution="batched"))
@@ -252,61 +261,9 @@ def test_parameters_and_work_are_counted_by_what_a_token_meets():
     assert CONFIG.flops_per_token(64) - dense.flops_per_token(64) == 6 * more
 
 
-STRATEGIES = {
-    "implicit": (Fsdp(sharding="FULL_SHARD"), MeshShape(fsdp=4, expert=2)),
-    "explicit": (Fsdp(sharding="FULL_SHARD", form="explicit"), MeshShape(replica=2, fsdp=4)),
-    "tensor": (Fsdp(sharding="FULL_SHARD"), MeshShape(fsdp=4, tensor=2)),
-    "context": (Fsdp(sharding="FULL_SHARD"), MeshShape(fsdp=4, context=2)),
-    "stage": (Fsdp(sharding="FULL_SHARD", form="explicit"), MeshShape(fsdp=4, stage=2)),
-}
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     return small.write(tmp_path_factory.mktemp("texts") / "documents")
-
-
-def trained(texts, shape, part=Experts(count=4, router=TopK(k=2, z=0.01)), **changes):  # noqa: B008
-    model = dataclasses.replace(small.MODEL, mlp=part, stage_parts=1)
-    run = small.bind(texts, shape, model=model, precision=Precision(params="float64"), **changes)
-    state, host = run.begin()
-    state, losses = small.steps(run, state, host, 3)
-    return losses, jax.tree.map(np.asarray, state.params)
-
-
-@pytest.fixture(scope="module")
-def on_one_device(texts):
-    with jax.enable_x64(True):
-        return trained(texts, MeshShape(fsdp=1))
-
-
-@pytest.mark.default_cases("implicit", "explicit")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_devices_change_nothing_but_the_order_of_sums(texts, on_one_device, strategy):
-    chosen, shape = STRATEGIES[strategy]
-    losses, params = on_one_device
-    with jax.enable_x64(True):
-        found, got = trained(texts, shape, strategy=chosen)
-    np.testing.assert_allclose(found, losses, rtol=1e-12)
-    for name, value in params.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
-
-
-@pytest.mark.parametrize("group", ["sequence", "device"])
-def test_experts_that_choose_in_a_sequence_do_so_on_any_devices(texts, group):
-    """And among the tokens of a device they choose others there: the control."""
-    part = Experts(count=4, router=ExpertChoice(group=group), execution="batched")
-    with jax.enable_x64(True):
-        (losses, params), (found, got) = (
-            trained(texts, shape, part, strategy=Fsdp(sharding="FULL_SHARD", form="explicit"))
-            for shape in (MeshShape(fsdp=1), MeshShape(fsdp=4, expert=2))
-        )
-    if group == "device":
-        assert abs(found[0] - losses[0]) > 1e-6
-        return
-    np.testing.assert_allclose(found, losses, rtol=1e-12)
-    for name, value in params.items():
-        np.testing.assert_allclose(got[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
 def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(texts, tmp_path):
@@ -332,10 +289,14 @@ def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(tex
         (lambda: Experts(count=0), "count must be a whole number of at least 1; got 0"),
         (lambda: Experts(count=2, router=TopK(k=3)), "router.k must be at most count; got 3 of 2 experts"),
         (lambda: Experts(execution="fast"), "execution must be grouped, batched or sequential; got 'fast'"),
+        (lambda: Experts(implementation="fast"), "implementation must be one of .*; got 'fast'"),
         (lambda: Experts(execution="batched"), "execution='batched' does not go with .*capacity_factor=None"),
         (lambda: Experts(router=TopK(capacity_factor=1.0)), "execution='grouped' does not go with .*1.0"),
         (lambda: Experts(router=ExpertChoice()), "execution='grouped' does not go with router=ExpertChoice"),
-        (lambda: ExpertChoice(group="global"), "group must be sequence or device; got 'global'"),
+        (lambda: ExpertChoice(group="row"), "group must be sequence, device or global; got 'row'"),
+        (lambda: ExpertChoice(capacity_factor=1.0), "goes with group='global' alone; in a device"),
+        (lambda: TopK(pair_factor=-1.0), r"pair_factor must be above 0 and finite, or None; got -1\.0"),
+        (lambda: TopK(capacity_factor=1.0, pair_factor=2.0), r"leave pair_factor=2\.0 out"),
     ],
 )
 def test_mistakes_are_named(make, message):

@@ -124,6 +124,50 @@ def test_there_and_back_gives_the_same_files(tmp_path):
     assert (before["model_type"], before["num_local_experts"], before["num_experts_per_tok"]) == ("mixtral", 4, 2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_fused_form_is_written_to_the_bit(tmp_path, dtype):
+    weights = write(tmp_path / "theirs", "for each expert", dtype=dtype)
+    model_folder.convert(model_folder.open_folder(tmp_path / "theirs"), tmp_path / "ours", to="model")
+    ours = model_folder.open_folder(tmp_path / "ours")
+    model_folder.convert(ours, tmp_path / "fused", to="huggingface", experts="fused", shard_bytes=50_000)
+    wanted, found = fused(MIXTRAL, weights), safetensors.open_folder(tmp_path / "fused")
+    assert set(found) == set(wanted)
+    for name, array in wanted.items():
+        assert found[name].read().tobytes() == array.tobytes(), name
+    second = read(tmp_path / "fused")[1]
+    for path, array in read(tmp_path / "theirs")[1].items():
+        assert second[path].tobytes() == array.tobytes(), path
+
+
+def test_forms_that_are_none_are_refused(tmp_path):
+    write(tmp_path / "theirs", "fused")
+    opened = model_folder.open_folder(tmp_path / "theirs")
+    with pytest.raises(UserError, match="--experts packed: MixtralForCausalLM has experts in the forms separate, fus"):
+        model_folder.convert(opened, tmp_path / "out", to="huggingface", experts="packed")
+    write_checkpoint(tmp_path / "llama", GQA)
+    with pytest.raises(UserError, match=r"--experts fused: LlamaForCausalLM has no experts. Leave it out"):
+        model_folder.convert(
+            model_folder.open_folder(tmp_path / "llama"), tmp_path / "out", to="huggingface", experts="fused"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_halves_of_several_dtypes_are_refused(tmp_path):
+    weights = tensors(MIXTRAL)
+    mixed = {name: a.astype(jnp.bfloat16) if ".w3." in name else a for name, a in weights.items()}
+    write_checkpoint(tmp_path / "theirs", MIXTRAL)
+    plan = tuple(safetensors.Written(name, array.dtype, array.shape) for name, array in mixed.items())
+    safetensors.write_folder(tmp_path / "theirs", plan, mixed.__getitem__)
+    opened = model_folder.open_folder(tmp_path / "theirs")
+    words = r"layers.0.mlp.experts.gate_up_proj is made of layers/mlp/gate in float32 and layers/mlp/up in bfloat16"
+    for dtype in (None, np.dtype(np.float32)):
+        with pytest.raises(UserError, match=words):
+            model_folder.convert(opened, tmp_path / "out", to="huggingface", experts="fused", dtype=dtype)
+    model_folder.convert(opened, tmp_path / "ours", to="model", dtype=np.dtype(np.float32))
+    ours = model_folder.open_folder(tmp_path / "ours")
+    model_folder.convert(ours, tmp_path / "out", to="huggingface", experts="fused")
+
+
 def test_tokens_are_those_of_full_passes(tmp_path):
     """Generated with a cache from a folder, on one device and with experts' hidden features over `tensor`."""
     write(tmp_path / "theirs", "fused")
@@ -179,7 +223,7 @@ def test_a_config_is_of_one_family():
     assert families.of(GQA).name == "LlamaForCausalLM"
     sigmoid = dataclasses.replace(MIXTRAL, mlp=Experts(count=4, router=TopK(scores="sigmoid")))
     with pytest.raises(UserError, match=r"router is TopK\(.*'sigmoid'.*which no Mixtral"):
-        mixtral.entries(sigmoid)
+        mixtral.MIXTRAL.entries(sigmoid)
     chosen = dataclasses.replace(MIXTRAL, mlp=Experts(count=4, router=ExpertChoice(), execution="batched"))
-    with pytest.raises(UserError, match=r"router is ExpertChoice\(group='device'\), which no Mixtral"):
-        mixtral.entries(chosen)
+    with pytest.raises(UserError, match=r"router is ExpertChoice.*which no Mixtral"):
+        mixtral.MIXTRAL.entries(chosen)

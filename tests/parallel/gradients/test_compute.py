@@ -477,8 +477,6 @@ def test_refuses_what_cannot_be_meant():
         make(FULL, specs=specs, trained=["layer9/weight"])
     with pytest.raises(UserError, match=r"handled=\('stage',\) needs form='explicit'"):
         make(Fsdp(), specs=specs, handled=("stage",))
-    with pytest.raises(UserError, match=r"apart=.* needs form='explicit'"):
-        make(Fsdp(sharding="NO_SHARD"), specs={"towers": P("replica")}, apart={"towers": ("replica",)})
     with pytest.raises(UserError, match="apart names 'tower', and specs do not"):
         make(FULL, specs=specs, apart={"tower": ("replica",)})
     with pytest.raises(UserError, match="apart says that 'head/bias' differs along replica, but its sharding"):

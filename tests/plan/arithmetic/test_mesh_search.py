@@ -8,9 +8,11 @@ import pytest
 from changes import changed
 from rich.console import Console
 
+from scalejax import configs
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
+from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh, mesh_text
 from scalejax.parallel.rules import LLM
@@ -24,6 +26,7 @@ from scalejax.plan.render import render
 from scalejax.train.experiment import Experiment, Gradients, Placement
 
 V6E = topology.parse("v6e:4x4")
+MIXTRAL = Experts(count=8, router=TopK(k=2, capacity_factor=1.25), execution="batched")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,13 +55,20 @@ def _experiment(size="3.1-8b", *, batch=16, length=8192, **fields):
     return changed(given, **fields)
 
 
+def _mixtral(part=MIXTRAL, **given):
+    small = dataclasses.replace(llama3.SIZES["3.2-1b"], tie_embeddings=False, mlp=part)
+    return changed(_experiment(**given), model=small)
+
+
 def _prune(experiment, machine=V6E, **given):
     decoder = decoders.decoder_of(experiment)
 
     def training(mesh):
         return decoders.training_of(experiment, mesh, machine.devices, compute_dtype="bfloat16")
 
-    return mesh_search.prune(decoder, training, machine, share=0.7, **given)
+    return mesh_search.prune(
+        decoder, training, machine, share=0.7, remats=decoders.remats_of(experiment.model), **given
+    )
 
 
 def test_meshes_are_all_ways_to_write_the_devices_as_a_product():
@@ -68,6 +78,15 @@ def test_meshes_are_all_ways_to_write_the_devices_as_a_product():
     assert all(m.replica * m.fsdp * m.context * m.tensor == 16 for m in found)
     two = list(mesh_search.meshes(topology.parse("v6e:2x2,slices=2")))
     assert all(m.replica % 2 == 0 for m in two)  # only this axis may cross slices
+
+
+def test_experts_are_dealt_out_over_as_many_devices_as_divide_them():
+    found = list(mesh_search.meshes(V6E, experts=12))
+    assert {mesh.expert for mesh in found} == {1, 2, 4}
+    assert len(found) == len({dataclasses.astuple(mesh) for mesh in found}) == 35 + 20 + 10  # of 16, 8 and 4 devices
+    assert all(m.replica * m.fsdp * m.expert * m.context * m.tensor == 16 for m in found)
+    candidates, _ = _prune(_mixtral(batch=64))
+    assert {c.mesh.expert for c in candidates} == {1, 2, 4, 8}
 
 
 def test_every_combination_is_a_candidate_or_dropped_with_a_reason():
@@ -106,8 +125,8 @@ def test_hybrid_sharding_searches_copies():
 @pytest.mark.parametrize(
     "run",
     [
-        pytest.param(run, marks=() if at in (0, 5) else pytest.mark.slow, id=run.name)
-        for at, run in enumerate(runs.RUNS)
+        pytest.param(run, marks=() if at in ("Llama 3.1 8B, v6e", "Mixtral 8x22B, v6e") else pytest.mark.slow, id=at)
+        for at, run in ((run.name, run) for run in runs.RUNS)
     ],
 )
 def test_the_searched_mesh_is_no_worse_than_the_published_one(run):
@@ -118,7 +137,9 @@ def test_the_searched_mesh_is_no_worse_than_the_published_one(run):
 
     remats = {**step_model.REMATS, "published": run.training.remat}
     candidates, _ = mesh_search.prune(run.decoder, training, machine, share=share, remats=remats)
-    assert candidates[0].estimate.step_s <= run.estimate(share).step_s
+    # Where devices lie is no part of a search.
+    published = dataclasses.replace(run, layout="own").estimate(share)
+    assert candidates[0].estimate.step_s <= published.step_s
 
 
 def _result(layers, *, constant=0, fits=True):
@@ -242,3 +263,39 @@ def test_an_experiment_is_read_into_the_terms_of_the_model():
     assert step_model.memory_of_device(decoders.decoder_of(experiment), away, 16)["optimizer state"] == 0
     decoder = decoders.decoder_of(experiment)
     assert decoder == runs.LLAMA31_8B
+
+
+def test_the_recipe_of_mixtral_is_the_model_of_the_published_runs():
+    experiment = configs.load("mixtral-pretrain-8x7b")
+    assert decoders.decoder_of(experiment) == runs.MIXTRAL_8X7B
+    found = decoders.training_of(experiment, MeshShape(fsdp=64, expert=4), 256, compute_dtype="bfloat16")
+    published = runs.run("Mixtral 8x22B, v6e").training
+    assert (found.capacity_factor, found.sharded_over) == (published.capacity_factor, published.sharded_over)
+    assert (found.batch, found.sequence, found.remat) == (1024, 4096, step_model.REMATS["full"])
+
+
+@pytest.mark.parametrize(
+    ("part", "active", "factor"),
+    [
+        (MIXTRAL, 2, 1.25),
+        (Experts(count=4, router=TopK(k=3)), 3, None),
+        (Experts(count=8, router=ExpertChoice(), execution="batched"), 1, None),
+    ],
+)
+def test_experts_are_read_into_the_terms_of_the_model(part, active, factor):
+    experiment = _mixtral(part, batch=64)
+    decoder = decoders.decoder_of(experiment)
+    assert (decoder.experts, decoder.active_experts) == (part.count, active)
+    assert decoder.parameters == experiment.model.parameters()
+    training = decoders.training_of(experiment, MeshShape(fsdp=16), 16, compute_dtype="bfloat16")
+    assert training.capacity_factor == factor
+
+
+@pytest.mark.parametrize("execution", ["batched", "sequential"])
+def test_the_policy_dots_finds_products_of_experts_where_each_has_its_own(execution):
+    experiment = decoders.with_model(_mixtral(dataclasses.replace(MIXTRAL, execution=execution)), remat="dots")
+    kept = {"gate_up", "down"} if execution == "sequential" else set()
+    chosen = decoders.training_of(experiment, MeshShape(fsdp=16), 16, compute_dtype="bfloat16").remat
+    assert set(chosen.kept) == {"input", "query", "key_value", "out", "router"} | kept
+    candidates, _ = _prune(experiment)
+    assert next(c for c in candidates if c.remat == "dots").estimate.training.remat == chosen

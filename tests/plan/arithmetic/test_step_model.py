@@ -1,6 +1,8 @@
 """The step model: published runs that it was not fitted on, traced programs, and arithmetic on paper."""
 
 import dataclasses
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,14 @@ from flax import nnx
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
+from scalejax.models.llm.experts import Experts, TopK
 from scalejax.numerics import flops
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import topology
+from scalejax.plan.arithmetic import decoders, step_model
 from scalejax.plan.arithmetic import published_runs as runs
-from scalejax.plan.arithmetic import step_model
-from scalejax.plan.arithmetic.step_model import REMATS, Training
+from scalejax.plan.arithmetic.step_model import REMATS, Remat, Training
 from scalejax.plan.arithmetic.transformer import Decoder
 from scalejax.train.task import Batch, whole
 
@@ -32,22 +35,70 @@ def test_shares_are_fitted_on_one_run_a_chip():
         assert runs.calibrate(runs.run(runs.CALIBRATED_ON[chip])) == pytest.approx(share, abs=5e-5)
 
 
-def test_published_speeds_are_predicted_within_a_fifth_and_in_their_order():
+CONTRADICTS_ITSELF = "Llama 3.1 405B, v6e"
+"""Its speed and its utilisation differ by 10 %, see its note."""
+
+
+def test_published_speeds_are_predicted_within_a_seventh_and_in_their_order():
     predicted = _predicted()
+    consistent = [run for run in runs.RUNS if run.name != CONTRADICTS_ITSELF]
+    for run in consistent:
+        assert predicted[run.name].tokens_per_s_per_chip == pytest.approx(run.tokens_per_s_per_chip, rel=1 / 7)
     for run in runs.RUNS:
-        found = predicted[run.name]
-        assert found.tokens_per_s_per_chip == pytest.approx(run.tokens_per_s_per_chip, rel=0.2), run.name
-        assert found.mfu("full") == pytest.approx(run.mfu, rel=0.2), run.name
+        assert predicted[run.name].mfu("full") == pytest.approx(run.mfu, rel=0.15), run.name
     names = [run.name for run in runs.RUNS]
     by_speed = sorted(names, key=lambda name: predicted[name].tokens_per_s_per_chip)
     assert by_speed == sorted(names, key=lambda name: runs.run(name).tokens_per_s_per_chip)
-    by_use = sorted(names, key=lambda name: predicted[name].mfu("full"))
-    assert by_use == sorted(names, key=lambda name: runs.run(name).mfu)
+    # Of utilisations that lie a twentieth apart.
+    by_use = [(a, b) for a, b in itertools.permutations(consistent, 2) if a.mfu > 1.05 * b.mfu]
+    assert len(by_use) == 18
+    assert all(predicted[a.name].mfu("full") > predicted[b.name].mfu("full") for a, b in by_use)
 
 
-def test_three_runs_of_one_chip_agree_on_its_share():
-    # Of three models, two sequence lengths and three batches; the fourth run contradicts itself by 10 %, see its note.
-    shares = [runs.calibrate(run) for run in runs.RUNS if "v6e" in run.name and "405B" not in run.name]
+@pytest.mark.parametrize("name", ["Mixtral 8x7B, v6e", "Mixtral 8x22B, v6e"])
+def test_runs_with_a_capacity_are_predicted_within_a_tenth(name):
+    # Held out: the share is that of a Llama.
+    run, found = runs.run(name), _predicted()[name]
+    assert (run.training.capacity_factor, name in runs.CALIBRATED_ON.values()) == (1.25, False)
+    assert found.tokens_per_s_per_chip == pytest.approx(run.tokens_per_s_per_chip, rel=0.1)
+    assert found.mfu("full") == pytest.approx(run.mfu, rel=0.1)
+    # The control: with no more places than tokens that come the model would be too fast by more than that.
+    even = dataclasses.replace(run, training=dataclasses.replace(run.training, capacity_factor=None))
+    assert even.estimate(runs.SHARES["v6e"]).tokens_per_s_per_chip > 1.1 * run.tokens_per_s_per_chip
+
+
+def test_four_chips_of_the_innermost_axis_lie_in_a_square():
+    run = runs.run("Mixtral 8x22B, v6e")
+    layout = runs._in_squares(topology.parse(run.machine), run.training.mesh)
+    assert layout.shape == {"replica": 1, "fsdp": 64, "expert": 4, "context": 1, "tensor": 1, "stage": 1}
+    for group in layout.devices.reshape(64, 4):
+        xs, ys, _ = ({device.coords[axis] for device in group} for axis in range(3))
+        assert (len(xs), len(ys), max(xs) - min(xs), max(ys) - min(ys)) == (2, 2, 1, 1)
+    assert len({device.id for device in layout.devices.flat}) == 256
+    # Half of what four chips send one another crosses the middle: of a square two links, of a line one.
+    square, line = run.estimate(0.7), dataclasses.replace(run, layout="own").estimate(0.7)
+    (in_square,), (in_line,) = ([m for m in e.moved if m.what == "tokens of experts"] for e in (square, line))
+    assert in_line.seconds == pytest.approx(2 * in_square.seconds)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [  # "total_weights" of one line of a log, tpu-recipes
+        ("Llama 2 70B, v6e", 2_097_152),
+        ("Mixtral 8x7B, v6e", 12_582_912),
+        ("Mixtral 8x22B, v6e", 8_388_608),
+    ],
+)
+def test_a_step_has_the_rows_of_all_chips(name, tokens):
+    training = runs.run(name).training
+    assert training.batch * training.sequence == tokens
+
+
+def test_three_dense_runs_of_one_chip_agree_on_its_share():
+    # Of three models, two sequence lengths and three batches.
+    dense = [run for run in runs.RUNS if run.decoder.experts == 1 and run.name != CONTRADICTS_ITSELF]
+    shares = [runs.calibrate(run) for run in dense if "v6e" in run.name]
+    assert len(shares) == 3
     assert max(shares) / min(shares) < 1.04
 
 
@@ -62,7 +113,7 @@ def test_the_dense_published_runs_fit_by_the_estimate():
     assert not step_model.estimate(large.decoder, alone, V6E).fits
 
 
-def _llama(remat):
+def _llama(remat, mlp):
     config = llama3.LlamaConfig(
         layers=3,
         dim=32,
@@ -73,9 +124,31 @@ def _llama(remat):
         remat=remat,
         loss_positions=16,
         attention="reference",  # all pairs, so that attention is exactly quadratic in the sequence
+        mlp=mlp,
     )
     decoder = Decoder(layers=3, dim=32, hidden=48, heads=4, kv_heads=2, head_dim=8, vocabulary=64)
+    if isinstance(mlp, Experts):
+        decoder = dataclasses.replace(decoder, experts=mlp.count, active_experts=mlp.active)
     return config, decoder
+
+
+CAPACITY = 1.25
+MLPS = {
+    "dense": llama3.GatedMlp(),
+    "sequential": Experts(count=4, router=TopK(k=2, capacity_factor=CAPACITY), execution="sequential"),
+    "batched": Experts(count=4, router=TopK(k=2, capacity_factor=CAPACITY), execution="batched"),
+}
+
+
+def _training(config, sequence, **more):
+    return Training(
+        batch=2,
+        sequence=sequence,
+        mesh=MeshShape(fsdp=1),
+        remat=decoders.remats_of(config)[config.remat],
+        capacity_factor=None if config.mlp == MLPS["dense"] else CAPACITY,
+        **more,
+    )
 
 
 def _loss(config, batch, sequence):
@@ -99,16 +172,17 @@ def _traced_flops(config, batch, sequence):
 
 
 def _cut(decoder, training):
-    return step_model._Cut.of(decoder, training, devices=1)
+    return step_model._Cut.of(decoder, training, devices=training.mesh.fsdp)
 
 
-@pytest.mark.default_cases("full")
+@pytest.mark.default_cases("dense-full", "sequential-full", "batched-dots")
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_executed_products_are_those_of_the_traced_step(remat):
-    config, decoder = _llama(remat)
+@pytest.mark.parametrize("mlp", MLPS)
+def test_executed_products_are_those_of_the_traced_step(mlp, remat):
+    config, decoder = _llama(remat, MLPS[mlp])
     found = {}
     for sequence in (32, 64, 96):
-        training = Training(batch=2, sequence=sequence, mesh=MeshShape(fsdp=1), remat=REMATS[remat], loss_positions=16)
+        training = _training(config, sequence, loss_positions=16)
         found[sequence] = _traced_flops(config, 2, sequence), _cut(decoder, training).product_flops()
     # Attention is quadratic in the sequence: its second difference; products are what is left.
     (low, products), (middle, _), (high, _) = (found[s] for s in (32, 64, 96))
@@ -118,18 +192,24 @@ def test_executed_products_are_those_of_the_traced_step(remat):
     assert quadratic >= 2 * 3 * decoder.heads * decoder.head_dim * 6 * 2
 
 
+@pytest.mark.default_cases("dense-dots", "*-full", "sequential-dots")
 @pytest.mark.parametrize("remat", ["dots", "full"])
-def test_kept_activations_are_what_the_backward_pass_is_handed(remat):
-    config, decoder = _llama(remat)
+@pytest.mark.parametrize("mlp", MLPS)
+def test_kept_activations_are_what_the_backward_pass_is_handed(mlp, remat):
+    config, decoder = _llama(remat, MLPS[mlp])
     loss, (state, arrays) = _loss(config, 2, 64)
     handed = jax.eval_shape(lambda state, arrays: jax.vjp(lambda s: loss(s, arrays), state)[1], state, arrays)
-    # One stack a result: layers, then rows and positions, which products may have merged into one dimension.
-    stacked = [x for x in jax.tree.leaves(handed) if x.shape[:3] == (3, 2, 64) or x.shape[:2] == (3, 2 * 64)]
-    training = Training(batch=2, sequence=64, mesh=MeshShape(fsdp=1), remat=REMATS[remat], compute_bytes=4)
+    # One stack a result: layers, then rows and positions, which products may have merged into one dimension, or the
+    # places of one expert.
+    places = math.ceil(CAPACITY * 2 * 64 * 2 / 4)
+    leading = ((3, 2, 64), (3, 2 * 64), (3, places))
+    stacked = [x for x in jax.tree.leaves(handed) if any(x.shape[: len(shape)] == shape for shape in leading)]
+    training = _training(config, 64, compute_bytes=4)
     assert _cut(decoder, training).kept_bytes() == sum(leaf.size * leaf.dtype.itemsize for leaf in stacked)
 
 
 SMALL = Decoder(layers=4, dim=64, hidden=128, heads=8, kv_heads=4, head_dim=8, vocabulary=256)
+EXPERTS = dataclasses.replace(SMALL, experts=8, active_experts=2)
 
 
 def _rows(decoder, machine="v5p:2x2x2", **training):
@@ -232,14 +312,71 @@ def test_state_at_rest_is_cut_by_every_axis_that_shards_it():
 
 
 def test_experts_are_dealt_out_over_their_axis():
-    experts = dataclasses.replace(SMALL, experts=8, active_experts=2)
     training = Training(batch=64, sequence=128, mesh=MeshShape(fsdp=2, expert=4))
-    dense = experts.parameters - 4 * 8 * 3 * 64 * 128
-    found = step_model.memory_of_device(experts, training, devices=8)
+    dense = EXPERTS.parameters - 4 * 8 * 3 * 64 * 128
+    found = step_model.memory_of_device(EXPERTS, training, devices=8)
     assert found["parameters"] == (dense + 4 * 8 * 3 * 64 * 128 // 4) // 2 * 4
-    rows = _rows(experts, mesh=MeshShape(fsdp=2, expert=4))
+    rows = _rows(EXPERTS, mesh=MeshShape(fsdp=2, expert=4))
     tokens = 64 * 128 // 8
     assert rows["tokens of experts", "all-to-all", ("expert",)] == (6 * 4 * tokens * 2 * 64 * 2, 24)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(("remat", "times"), [("full", 6), ("dots", 5), ("none", 4)])
+def test_a_padded_exchange_moves_all_places_to_the_experts_and_back(remat, times, parts):
+    # Forward 2, backward 2, and once more what the backward pass does not find: tokens at places, results of experts.
+    training = {"mesh": MeshShape(fsdp=2, expert=4), "remat": REMATS[remat], "parts": parts, "capacity_factor": 1.3}
+    rows = _rows(EXPERTS, **training)
+    places = 8 * math.ceil(1.3 * (64 * 128 // 8 // parts) * 2 / 8)
+    payload = places * 64 * 2  # width, bfloat16
+    assert rows["tokens of experts", "all-to-all", ("expert",)] == (times * 4 * parts * payload, times * 4 * parts)
+
+
+def test_padding_is_computed_and_is_no_model_flops():
+    def found(factor):
+        training = Training(batch=64, sequence=128, mesh=MeshShape(fsdp=8), capacity_factor=factor)
+        return step_model.estimate(EXPERTS, training, topology.parse("v5p:2x2x2")), _cut(EXPERTS, training)
+
+    (even, cut), (padded, full) = found(None), found(2.0)
+    experts = 3 * 2 * 64 * 128 * 2 * 64 * 128 * 4  # gate, up and down, FLOPs, width, hidden, active; tokens; layers
+    assert full.product_flops() - cut.product_flops() == 4 * experts  # forward, again, and two backward
+    assert padded.step_s > even.step_s
+    for pairs in ("causal", "full"):
+        assert padded.mfu(pairs) * padded.step_s == pytest.approx(even.mfu(pairs) * even.step_s)
+    # What is kept of experts, and what one layer has at work, are of the padded places too.
+    kept = {
+        factor: _cut(
+            EXPERTS,
+            Training(
+                batch=64, sequence=128, mesh=MeshShape(fsdp=8), capacity_factor=factor, remat=Remat(kept=("down",))
+            ),
+        ).kept_bytes()
+        for factor in (None, 2.0)
+    }
+    assert kept[2.0] == 2 * kept[None] == 2 * 4 * (64 * 128 // 8) * 2 * 64 * 2
+    assert full.layer_bytes() > cut.layer_bytes()
+
+
+def test_an_expert_is_gathered_and_summed_apart_from_its_axis():
+    expert, dense = 3 * 64 * 128 * 8, SMALL.parameters_per_layer - 3 * 64 * 128 + 64 * 8  # of a layer, with its router
+    rows = _rows(EXPERTS, mesh=MeshShape(replica=2, fsdp=2, expert=2), sharded_over=("fsdp", "expert"))
+    assert rows["layers", "all-gather", ("fsdp", "expert")] == (2 * 4 * dense * 2, 8)
+    assert rows["experts", "all-gather", ("fsdp",)] == (2 * 4 * expert // 2 * 2, 8)
+    assert rows["gradients of layers", "reduce-scatter", ("fsdp", "expert")] == (4 * dense * 2, 4)
+    assert rows["gradients of experts", "reduce-scatter", ("fsdp",)] == (4 * expert // 2 * 2, 4)
+    ends = EXPERTS.end_parameters
+    assert rows["gradients", "all-reduce", ("replica",)] == ((4 * dense + ends) // 4 * 2, 1)
+    assert rows["gradients of experts", "all-reduce", ("replica",)] == (4 * expert // 4 * 2, 1)
+    # Not sharded over `expert`: all but experts are copied, and summed over it.
+    copied = _rows(EXPERTS, mesh=MeshShape(fsdp=4, expert=2))
+    assert copied["gradients", "all-reduce", ("expert",)] == ((4 * dense + ends) // 4 * 2, 1)
+    assert not any("expert" in axes for what, _, axes in copied if what == "gradients of experts")
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, math.inf, math.nan])
+def test_a_capacity_is_above_zero(factor):
+    with pytest.raises(UserError, match="capacity_factor must be above 0"):
+        Training(batch=8, sequence=8, mesh=MeshShape(), capacity_factor=factor)
 
 
 def test_a_pipeline_waits_for_its_first_and_last_part():

@@ -49,6 +49,7 @@ def test_a_token_of_mixtral_meets_two_experts_of_eight():
         (runs.LLAMA31_405B, 8192, 392.454, 149.482),
         (runs.LLAMA2_70B, 4096, 402.274, 905.021),
         (runs.MIXTRAL_8X7B, 4096, 302.311, 3645.203),
+        (runs.MIXTRAL_8X22B, 4096, 332.463, 1326.307),
     ],
 )
 def test_flops_of_a_token_are_those_of_published_logs_when_all_pairs_count(decoder, sequence, tflops, tokens):

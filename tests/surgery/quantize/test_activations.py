@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from llama_cases import model as llama
 from llama_cases import tokens
-from quantized_cases import MATRICES, SMALL, quantize, read_weights, write_model
+from quantized_cases import EXPERTS, MATRICES, SMALL, quantize, read_weights, write_model
 
 from scalejax.errors import UserError
-from scalejax.models.llm import model_folder
+from scalejax.models.llm import families, model_folder
 from scalejax.models.llm.packed_layouts.known import find_layout
 from scalejax.surgery.quantize import activations, quantization_plan
 from scalejax.surgery.quantize.activations import ErrorDiffusion
@@ -29,9 +29,9 @@ def diffusion(model, given=(), format="mxfp4_e2m1", text=TEXT):
     return ErrorDiffusion(model, quantization_plan.make(model, format, given, OWN), text)
 
 
-def logits(weights, ids):
+def logits(weights, ids, config=SMALL):
     along = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
-    return np.asarray(jax.jit(lambda m, *more: m(*more))(llama(SMALL, weights), ids, along, np.ones_like(ids)))
+    return np.asarray(jax.jit(lambda m, *more: m(*more))(llama(config, weights), ids, along, np.ones_like(ids)))
 
 
 @pytest.mark.slow
@@ -102,6 +102,76 @@ def test_later_matrices_see_what_earlier_ones_have_become(theirs):
         out = next(weight for weight in made.plan if weight.module == "layers/0/attention/out")
         found.append(np.asarray(made.quantize(out, OWN).quantized.codes))
     assert 0 < (found[0] != found[1]).mean() < 0.5
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtral")
+    return folder, write_model(folder, EXPERTS)
+
+
+def test_inputs_of_an_expert_are_the_tokens_that_are_sent_to_it(mixtral):
+    """By hand: the two largest of the router's logits, and the gated product of the expert's own matrices."""
+    folder, weights = mixtral
+    walk = activations.Walk(EXPERTS, TEXT)
+    plan = quantization_plan.make(model_folder.open_folder(folder), "mxfp4_e2m1", (), OWN)
+    own = [weight for weight in plan if weight.layer == 1]
+    arrays = {weight.name: weights[weight.name].reshape(-1, weight.shape[-1]) for weight in own}
+    params = activations.parameters(own, arrays, families.of(EXPERTS).sizes(EXPERTS))
+    x = np.random.default_rng(0).standard_normal((3, 7, EXPERTS.dim)).astype(np.float32)
+    assert walk.stages[-2:] == (("mlp/gate", "mlp/up"), ("mlp/down",))
+    moe, after = "model.layers.1.block_sparse_moe", {}
+    for expert in range(4):
+        first, second = (np.asarray(walk.run(params, stage, x, expert=expert)) for stage in (2, 3))
+        reached = np.abs(first).max(-1) > 0
+        after[expert] = reached
+        one, three = (weights[f"{moe}.experts.{expert}.w{n}.weight"] for n in (1, 3))
+        gated = first @ one.T
+        np.testing.assert_allclose(second, gated / (1 + np.exp(-gated)) * (first @ three.T), rtol=1e-4, atol=1e-5)
+        assert not second[~reached].any()
+    # What a token has before its experts is what the two that it reached got.
+    normed = sum(np.asarray(walk.run(params, 2, x, expert=expert)) for expert in range(4)) / 2
+    chosen = np.argsort(-(normed @ weights[f"{moe}.gate.weight"].T), -1)[..., :2]
+    for expert, reached in after.items():
+        np.testing.assert_array_equal(reached, (chosen == expert).any(-1))
+
+
+@pytest.mark.slow
+def test_experts_are_rounded_with_their_own_tokens(mixtral, tmp_path):
+    """Outputs are nearer than a direct cast's, and in one tensor they are what they are in many."""
+    folder, weights = mixtral
+    for layout in ("scalejax", "gpt-oss"):
+
+        def made(model, layout=layout):
+            plan = quantization_plan.make(model, "mxfp4_e2m1", (), find_layout(layout))
+            return ErrorDiffusion(model, plan, TEXT)
+
+        rows = quantize(folder, tmp_path / layout, "mxfp4_e2m1", quantizer=made, layout=layout)
+        assert all(row.output_error < 1 for row in rows if row.format)
+    many, one = (model_folder.open_folder(tmp_path / layout).source for layout in ("scalejax", "gpt-oss"))
+    for path in ("gate", "up", "down"):
+        for layer in range(EXPERTS.layers):
+            found, want = (source.read(f"layers/mlp/{path}", layer) for source in (one, many))
+            assert (found != want).mean() < 0.01, path  # a sum in another order may turn a tie
+    quantize(folder, tmp_path / "direct", "mxfp4_e2m1")
+    ids = tokens(EXPERTS, 30, 48)[12:]
+    exact = logits(weights, ids, EXPERTS)
+    errors = [
+        ((logits(read_weights(tmp_path / name), ids, EXPERTS) - exact) ** 2).sum() for name in ("scalejax", "direct")
+    ]
+    assert errors[0] < errors[1]
+
+
+def test_an_expert_that_no_token_reaches_is_cast_directly(mixtral):
+    opened = model_folder.open_folder(mixtral[0])
+    made = diffusion(opened, [(".*attention.*", "none")], text=TEXT[:1, :1])  # one token: two experts of four
+    direct = DirectCast(opened)
+    same = []
+    for weight in made.plan:
+        if weight.layer == 0 and weight.module == "layers/0/mlp/gate":
+            found, cast = made.quantize(weight, OWN), direct.quantize(weight, OWN)
+            same.append(bool(jnp.all(found.quantized.codes == cast.quantized.codes)))
+    assert sorted(same) == [False, False, True, True]
 
 
 def test_bad_arguments_are_refused(theirs):

@@ -6,7 +6,17 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from quantized_cases import MATRICES, SMALL, change_config, is_matrix, quantize, read_weights, rewrite, write_model
+from quantized_cases import (
+    EXPERTS,
+    MATRICES,
+    SMALL,
+    change_config,
+    is_matrix,
+    quantize,
+    read_weights,
+    rewrite,
+    write_model,
+)
 
 from scalejax.errors import UserError
 from scalejax.models.llm import model_folder, safetensors
@@ -59,6 +69,78 @@ def test_bytes_of_a_number(theirs, tmp_path, name, each):
     file = tmp_path / "out" / "model.safetensors"
     header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
     assert file.stat().st_size - header == sum(row.bytes_after for row in rows)
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtral")
+    return folder, write_model(folder, EXPERTS)
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("scalejax", "int8:32"),
+        ("compressed-tensors", "mxfp4_e2m1"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                *(("scalejax", name) for name in ("int4:32", "fp8_e4m3:32", "mxfp6_e3m2", "bdr_mx9", "nvfp4")),
+                *(("compressed-tensors", name) for name in ("int4:32", "int8:32", "fp8_e4m3:32", "mxfp8_e4m3")),
+            )
+        ),
+    ],
+)
+def test_each_expert_is_a_matrix_of_its_own(mixtral, tmp_path, layout, name):
+    """Read back each has the values of its format; routers are as they were."""
+    source, weights = mixtral
+    rows = quantize(source, tmp_path / "out", name, layout=layout)
+    opened, found = model_folder.open_folder(tmp_path / "out"), read_weights(tmp_path / "out")
+    assert opened.config == model_folder.open_folder(source).config
+    packed = {row.name for row in rows if row.format}
+    assert {name for name in weights if ".experts." in name} < packed
+    assert len(packed) == (4 + 3 * 4) * EXPERTS.layers
+    for weight, array in weights.items():
+        want = quantizing.cast(jnp.asarray(array), name, axis=-1) if weight in packed else array
+        np.testing.assert_array_equal(found[weight], want, err_msg=weight)
+    if layout == "compressed-tensors":  # names as vLLM and llm-compressor have them
+        stored = "packed" if name in ("mxfp4_e2m1", "int4:32", "int8:32") else "scale"
+        names = safetensors.open_folder(tmp_path / "out")
+        assert f"model.layers.1.block_sparse_moe.experts.3.w1.weight_{stored}" in names
+        content = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+        assert set(content["ignore"]) == {"lm_head", *(f"model.layers.{i}.block_sparse_moe.gate" for i in (0, 1))}
+
+
+def test_the_layout_of_gpt_oss_has_all_experts_in_one_tensor(mixtral, tmp_path):
+    source, weights = mixtral
+    quantize(source, tmp_path / "out", "mxfp4_e2m1", layout="gpt-oss")
+    stored = safetensors.open_folder(tmp_path / "out")
+    moe = "model.layers.1.mlp.experts"
+    assert stored[f"{moe}.gate_up_proj_blocks"].shape == (4, 2 * EXPERTS.ffn_dim, EXPERTS.dim // 32, 16)
+    assert stored[f"{moe}.down_proj_scales"].shape == (4, EXPERTS.dim, EXPERTS.ffn_dim // 32)
+    opened = model_folder.open_folder(tmp_path / "out")
+    for expert in range(4):
+        for path, old in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+            exact = weights[f"model.layers.1.block_sparse_moe.experts.{expert}.{old}.weight"]
+            want = np.asarray(quantizing.cast(jnp.asarray(exact), "mxfp4_e2m1", axis=-1)).T
+            np.testing.assert_array_equal(opened.source.read(f"layers/mlp/{path}", 1)[expert], want)
+    router = weights["model.layers.1.block_sparse_moe.gate.weight"].T
+    np.testing.assert_array_equal(opened.source.read("layers/mlp/router", 1), router)
+
+
+def test_experts_that_are_quantized_become_plain_ones(mixtral, tmp_path):
+    """From both forms to both."""
+    source, _ = mixtral
+    for layout, form in (("gpt-oss", "separate"), ("scalejax", "fused")):
+        out = tmp_path / layout
+        quantize(source, out / "packed", "mxfp4_e2m1", layout=layout)
+        packed = model_folder.open_folder(out / "packed")
+        model_folder.convert(packed, out / "plain", to="huggingface", experts=form)
+        plain = model_folder.open_folder(out / "plain")
+        assert "layers.0.mlp.experts" in " ".join(plain.source.tensors) or form == "separate"
+        for path in ("router", "gate", "up", "down"):
+            want = packed.source.read(f"layers/mlp/{path}", 0)
+            np.testing.assert_array_equal(plain.source.read(f"layers/mlp/{path}", 0), want)
 
 
 def test_the_dtype_that_weights_had_is_what_they_are_decoded_to(tmp_path):

@@ -1,7 +1,7 @@
 """Which weights take which format: rules by whole paths, the first that matches."""
 
 import pytest
-from quantized_cases import SMALL, write_model
+from quantized_cases import EXPERTS, SMALL, write_model
 
 from scalejax.errors import UserError
 from scalejax.models.llm import model_folder
@@ -50,6 +50,48 @@ def test_the_first_rule_that_matches_a_whole_path_decides(model):
 def test_weights_come_in_the_order_of_the_model(model):
     layers = [w.layer for w in quantization_plan.make(model, "mxfp4_e2m1", [], OWN)]
     assert layers == [None, *[0] * 9, *[1] * 9, None, None]
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixtral")
+    write_model(folder, EXPERTS)
+    return model_folder.open_folder(folder)
+
+
+def test_routers_stay_whatever_rules_say(mixtral):
+    found = formats_of(mixtral, "int8:32", "layers/0/.*=mxfp4_e2m1", "layers/1/mlp/down=none")
+    assert found["layers/0/mlp/router"] is found["layers/1/mlp/router"] is None
+    assert found["layers/0/mlp/gate"] == found["layers/0/mlp_norm"] == "mxfp4_e2m1"
+    assert (found["layers/1/mlp/up"], found["layers/1/mlp/down"]) == ("int8:32", None)
+    with pytest.raises(UserError, match=r"layers/0/mlp/up, layers/0/mlp_norm, and so on for each layer; routers stay"):
+        formats_of(mixtral, "int8:32", ".*router=int8:32")
+
+
+def test_a_rule_is_for_all_experts_of_a_layer(mixtral):
+    plan = quantization_plan.make(mixtral, "none", [("layers/1/mlp/up", "mxfp4_e2m1")], OWN)
+    changed = [weight.name for weight in plan if weight.format is not None]
+    assert changed == [f"model.layers.1.block_sparse_moe.experts.{i}.w3.weight" for i in range(4)]
+    assert [w.layer for w in plan] == [None, *[0] * 19, *[1] * 19, None, None]
+
+
+def test_halves_of_one_tensor_take_one_format(mixtral):
+    layout = find_layout("gpt-oss")
+    plan = quantization_plan.make(mixtral, "mxfp4_e2m1", [("layers/0/mlp/(gate|up)", "none")], layout)
+    names = {weight.module: weight.format for weight in plan if weight.layer == 0}
+    assert names["layers/0/mlp/gate and layers/0/mlp/up"] is None
+    assert names["layers/0/mlp/down"].name == "mxfp4_e2m1"
+    with pytest.raises(
+        UserError, match=r"gate_up_proj, where rules say none for layers/0/mlp/gate, but mxfp4_e2m1 for"
+    ):
+        quantization_plan.make(mixtral, "mxfp4_e2m1", [("layers/0/mlp/gate", "none")], layout)
+
+
+def test_inputs_of_experts_have_no_static_scale(mixtral):
+    with pytest.raises(UserError, match=r"what experts multiply has no static scale here; got int8:32 for .*experts.0"):
+        quantization_plan.make(mixtral, "int8:32", [], OWN, "int8")
+    plan = quantization_plan.make(mixtral, "int8:32", [("layers/.*/mlp/.*", "none")], OWN, "int8")
+    assert {w.module.split("/")[2] for w in plan if w.inputs} == {"attention"}
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,20 @@ def test_a_batch_is_laid_out_for_balance_and_abstract_batches_say_so(texts, x64)
     assert float(placed["weights"].sum()) == host.weights.sum()
 
 
+def test_modalities_go_with_their_tokens_and_what_fills_rows_up_is_of_none(texts, x64):
+    run = bind(texts, FOUR, length=30)
+    schema = dataclasses.replace(run.data.schema, modalities=("text", "image"))
+    program = binding.bind(run.experiment, schema, run.mesh)
+    host = next(run.data.train_batches(start_example=0))
+    host = dataclasses.replace(host, modality=np.where(host.segment_ids, host.tokens % 2, -1).astype(np.int8))
+    placed = np.asarray(convert.to_device(host, program).fields["modality"])
+    assert (placed.dtype, placed.shape) == (np.int8, (8, 32))
+    np.testing.assert_array_equal(context.unzigzag(placed, 4, 30), host.modality)
+    np.testing.assert_array_equal(context.unzigzag(placed, 4, 32)[:, 30:], -1)
+    abstract = program.abstract_batch().fields["modality"]
+    assert (abstract.shape, abstract.dtype) == (placed.shape, placed.dtype)
+
+
 @pytest.mark.default_cases("ring")
 @pytest.mark.parametrize("method", ["all_gather", "ring"])
 def test_no_hidden_state_is_put_together_along_the_sequence(texts, x64, method):

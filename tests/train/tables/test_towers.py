@@ -185,5 +185,5 @@ def test_a_checkpoint_of_towers_is_scored_on_one_device_and_goes_on_to_the_same_
 
 def test_towers_ask_for_the_explicit_form(rows):
     experiment = towers(rows, strategy=Fsdp(), precision=Precision(), tables__dtype=None)
-    with pytest.raises(UserError, match=r"apart=.*first.* needs form='explicit'"):
+    with pytest.raises(UserError, match=r"keeps first, second apart, which needs strategy.form='explicit'"):
         Run.bind(experiment, experiment.data.build(), make_mesh(MESH))

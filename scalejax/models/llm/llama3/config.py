@@ -142,7 +142,9 @@ class LlamaConfig:
                 f"data.length is {schema.length:,} positions, but the model is meant for at most "
                 f"{self.max_positions:,} (model.max_positions). Shorten the rows, or raise it for a new model."
             )
-        return dataclasses.replace(self, vocabulary=self.vocabulary or schema.vocabulary)
+        bound = getattr(self.mlp, "bound", None)  # of parts that want to know more of the data
+        mlp = self.mlp if bound is None else bound(schema)
+        return dataclasses.replace(self, vocabulary=self.vocabulary or schema.vocabulary, mlp=mlp)
 
     def parameters(self) -> int:
         """Exact number of parameters.

@@ -13,7 +13,8 @@ L layers.
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,28 +43,63 @@ class DecoderBlock(nnx.Module):
         self.attention = config.self_attention.build(config, rngs, dtypes)
         self.mlp_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
         self.mlp = config.mlp.build(config, rngs, dtypes)
+        self.norm_place = config.norm.place
 
-    def __call__(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
-        """x [B, S, E] -> [B, S, E]."""
-        h = nn.constrain(x + self.attention(self.attention_norm(x), cos_sin, segment_ids, positions), _STREAM)
-        return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM)
+    def __call__(
+        self,
+        x: jax.Array,
+        cos_sin: CosSin,
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        prepared: "PyTree[jax.Array]" = None,
+    ) -> jax.Array:
+        """x [B, S, E] -> [B, S, E]; `prepared` is that of `parts.RoutedMlp`."""
+        h = self._attend(x, cos_sin, segment_ids, positions)
+        return self._feed(h, prepared)
 
     def with_numbers(
-        self, x: jax.Array, numbers: Numbers, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array
+        self,
+        x: jax.Array,
+        numbers: Numbers,
+        prepared: "PyTree[jax.Array]",
+        cos_sin: CosSin,
+        segment_ids: jax.Array,
+        positions: jax.Array,
     ) -> tuple[jax.Array, Numbers]:
         """The same with what the MLP adds to `numbers`, see `parts.RoutedMlp`."""
         mlp: Any = self.mlp
-        h = nn.constrain(x + self.attention(self.attention_norm(x), cos_sin, segment_ids, positions), _STREAM)
-        y, numbers = mlp.with_numbers(self.mlp_norm(h), segment_ids != 0, numbers)
-        return nn.constrain(h + y, _STREAM), numbers
+        h = self._attend(x, cos_sin, segment_ids, positions)
+        y, numbers = mlp.with_numbers(self._into(self.mlp_norm, h), prepared, numbers)
+        return self._add(h, y, self.mlp_norm), numbers
+
+    def _feed(self, h: jax.Array, prepared: "PyTree[jax.Array]") -> jax.Array:
+        mlp: Any = self.mlp
+        read = self._into(self.mlp_norm, h)
+        return self._add(h, mlp(read) if prepared is None else mlp.infer(read, prepared), self.mlp_norm)
+
+    def _attend(self, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array) -> jax.Array:
+        mixed = self.attention(self._into(self.attention_norm, x), cos_sin, segment_ids, positions)
+        return self._add(x, mixed, self.attention_norm)
+
+    def _into(self, norm: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+        """What attention or the MLP reads."""
+        return norm(x) if self.norm_place == "input" else x
+
+    def _add(self, x: jax.Array, y: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The residual stream with what attention or the MLP wrote."""
+        return nn.constrain(x + (norm(y) if self.norm_place == "output" else y), _STREAM)
 
     def extend(
-        self, x: jax.Array, cos_sin: CosSin, cache: "PyTree[jax.Array]", layer: jax.Array
+        self,
+        x: jax.Array,
+        cos_sin: CosSin,
+        cache: "PyTree[jax.Array]",
+        layer: jax.Array,
+        prepared: "PyTree[jax.Array]" = None,
     ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
         """The same with a cache, see `parts.AttentionModule`."""
-        mixed, cache = self.attention.extend(self.attention_norm(x), cos_sin, cache, layer)
-        h = nn.constrain(x + mixed, _STREAM)
-        return nn.constrain(h + self.mlp(self.mlp_norm(h)), _STREAM), cache
+        mixed, cache = self.attention.extend(self._into(self.attention_norm, x), cos_sin, cache, layer)
+        return self._feed(self._add(x, mixed, self.attention_norm), prepared), cache
 
     @property
     def stages(self) -> tuple[tuple[str, ...], ...]:
@@ -76,16 +112,22 @@ class DecoderBlock(nnx.Module):
         )
 
     def inputs(
-        self, stage: int, x: jax.Array, cos_sin: CosSin, segment_ids: jax.Array, positions: jax.Array
+        self,
+        stage: int,
+        x: jax.Array,
+        cos_sin: CosSin,
+        segment_ids: jax.Array,
+        positions: jax.Array,
+        *expert: jax.Array,
     ) -> jax.Array:
-        """What the matrices of a stage multiply, x [B, S, E] -> [B, S, ...]."""
+        """What the matrices of a stage, or those of an expert in it, multiply, x [B, S, E] -> [B, S, ...]."""
         attention: Any = self.attention
         mlp: Any = self.mlp
-        normed, first = self.attention_norm(x), len(getattr(attention, "stages", ()))
+        first = len(getattr(attention, "stages", ()))
         if stage < first:
-            return attention.inputs(stage, normed, cos_sin, segment_ids, positions)
-        h = x + attention(normed, cos_sin, segment_ids, positions)
-        return mlp.inputs(stage - first, self.mlp_norm(h))
+            return attention.inputs(stage, self._into(self.attention_norm, x), cos_sin, segment_ids, positions)
+        h = self._attend(x, cos_sin, segment_ids, positions)
+        return mlp.inputs(stage - first, self._into(self.mlp_norm, h), *expert)
 
 
 class Llama(nnx.Module):
@@ -128,25 +170,54 @@ class Llama(nnx.Module):
         Returns:
           compute_dtype[B, S, E], and [E, V] in the dtype of the parameters.
         """
-        return self.hidden_with_numbers(tokens, positions, segment_ids, gather=gather)[:2]
+        part = self.config.mlp
+        routing = "causal" if isinstance(part, RoutedPart) and part.generates else "batch"
+        return self.hidden_with_numbers(tokens, positions, segment_ids, routing=routing, gather=gather)[:2]
 
     def hidden_with_numbers(
-        self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array, *, gather: Gather = whole
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        modality: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        *,
+        routing: Literal["batch", "causal"] = "batch",
+        gather: Gather = whole,
     ) -> tuple[jax.Array, jax.Array, Numbers]:
-        """The same, and what the MLPs of all layers found out of each row; {} where they only compute."""
+        """The same, and what the MLPs of all layers found out of each row; {} where they only compute.
+
+        Args:
+          tokens: As of `hidden`, and so are positions, segment_ids and gather.
+          modality: int8[B, S], see `data.text.tokens.TokenBatch`; None = it is known by the ids of tokens.
+          keys: Keys of the rows, [B], for routers that draw; None = nothing is drawn.
+          routing: Who sees which token: "batch" as in training, with what is dropped there, and where experts choose
+            among the tokens of a batch; "causal" as in generation, without later tokens and without drops.
+        """
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
         beside = (self._cos_sin(positions), segment_ids, positions)
         c = self.config
         options: dict[str, Any] = {"remat": c.remat, "gather": gather, "stage_parts": c.stage_parts, "unroll": c.unroll}
         numbers: Numbers = {}
-        if isinstance(self.layers.mlp, RoutedMlp):
+        if isinstance(self.layers.mlp, RoutedMlp) and routing == "causal":
 
-            def with_numbers(layer: DecoderBlock, carry: tuple[jax.Array, Numbers], beside: _Beside) -> Any:
-                return layer.with_numbers(*carry, *beside)
+            def inferred(layer: DecoderBlock, x: jax.Array, beside: tuple[_Beside, "PyTree[jax.Array]"]) -> jax.Array:
+                return layer(x, *beside[0], beside[1])
+
+            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, room="data")
+            x = apply_layers(self.layers, inferred, x, (beside, prepared), **options)
+        elif isinstance(self.layers.mlp, RoutedMlp):
+
+            def with_numbers(
+                layer: DecoderBlock, carry: tuple[jax.Array, Numbers], beside: tuple["PyTree[jax.Array]", _Beside]
+            ) -> Any:
+                return layer.with_numbers(*carry, beside[0], *beside[1])
 
             numbers = self.layers.mlp.numbers(tokens.shape[0])
-            x, numbers = apply_layers(self.layers, with_numbers, (x, numbers), beside, **options)
+            data = None if keys is None else jax.random.key_data(keys)  # keys themselves do not go through a pipeline
+            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, data, room="data")
+            x, numbers = apply_layers(self.layers, with_numbers, (x, numbers), (prepared, beside), **options)
         else:
 
             def body(layer: DecoderBlock, x: jax.Array, beside: _Beside) -> jax.Array:
@@ -167,17 +238,18 @@ class Llama(nnx.Module):
         """Matrices of a layer by path, in the order in which tokens pass them; those of a stage share their input."""
         return self.layers.stages
 
-    def run_layer(self, layer: DecoderBlock, x: jax.Array, stage: int | None = None) -> jax.Array:
+    def run_layer(self, layer: DecoderBlock, x: jax.Array, stage: int | None = None, *expert: jax.Array) -> jax.Array:
         """What comes behind a layer, or what the matrices of a stage of it multiply.
 
         Args:
           layer: `layers` with the parameters of one.
           x: float[B, S, E] before the layer; each row is a document.
           stage: A number of `stages`; None = behind the layer.
+          expert: int32[], given where the matrices of the stage are those of experts: of this one.
         """
         positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32)[None, :], x.shape[:2])
         beside = (self._cos_sin(positions), jnp.ones_like(positions), positions)
-        return layer(x, *beside) if stage is None else layer.inputs(stage, x, *beside)
+        return layer(x, *beside) if stage is None else layer.inputs(stage, x, *beside, *expert)
 
     def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
         """An empty cache for `rows` sequences of at most `positions` tokens."""
@@ -206,11 +278,15 @@ class Llama(nnx.Module):
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
 
+        prepared = None
+        if isinstance(self.layers.mlp, RoutedMlp):
+            prepared = self.layers.mlp.prepare(jnp.ones(tokens.shape, bool), tokens, room="all")
+
         # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
         def body(
             block: DecoderBlock, carry: tuple[jax.Array, "PyTree[jax.Array]"], layer: jax.Array
         ) -> tuple[tuple[jax.Array, "PyTree[jax.Array]"], None]:
-            return block.extend(carry[0], cos_sin, carry[1], layer), None
+            return block.extend(carry[0], cos_sin, carry[1], layer, prepared), None
 
         numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
         (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers, gather=gather)

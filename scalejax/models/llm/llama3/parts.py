@@ -9,14 +9,14 @@ those of one layer.
 
 A module with `stages` and `inputs` can be quantized with the activations of a text: `stages` are tuples of its
 matrices, in the order in which tokens pass them, of which those of a tuple share their input; `inputs(stage, ...)`
-computes it.
+computes it, where the matrices have an axis of experts `inputs(stage, ..., expert)`.
 
 Axes: B rows, S positions, T keys, E model, H query heads, K key and value heads, D head, F gated MLP, L layers.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,10 @@ Numbers = dict[str, jax.Array]
 """What layers find out of each row, by name, [B] or [B, ...]; layers add to it, one after another."""
 
 
+Room = Literal["data", "all"]
+"""For how many tokens of a modality a row has room: as many as rows of the data have ("data"), or for all tokens."""
+
+
 class MlpPart(Protocol):
     """Works on each position by itself."""
 
@@ -55,7 +59,17 @@ class RoutedPart(Protocol):
 
     @property
     def generates(self) -> bool:
-        """Whether a token can be computed without those after it."""
+        """Whether a token can be computed without those after it, see `RoutedMlp.infer`."""
+        ...
+
+    @property
+    def sees_later_tokens(self) -> bool:
+        """Whether in training a token is computed with those after it, so that the loss is too good."""
+        ...
+
+    @property
+    def draws(self) -> bool:
+        """Whether training wants keys."""
         ...
 
     def macs(self, config: "LlamaConfig") -> int:
@@ -83,13 +97,44 @@ class RoutedMlp(Protocol):
         """Those of `rows` rows before the first layer."""
         ...
 
-    def with_numbers(self, x: jax.Array, real: jax.Array, numbers: Numbers) -> tuple[jax.Array, Numbers]:
-        """x [B, S, E] and real bool[B, S] (False = padding) -> [B, S, E], and the numbers with those of this layer."""
+    def prepare(
+        self,
+        real: jax.Array,
+        tokens: jax.Array,
+        modality: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        *,
+        room: Room,
+    ) -> "PyTree[jax.Array]":
+        """What all layers want to know of the tokens, made once: a pytree of arrays [B, ...].
+
+        Args:
+          real: bool[B, S], False = padding.
+          tokens: int32[B, S].
+          modality: int8[B, S], see `data.text.tokens.TokenBatch`; None = it is known by the ids of tokens.
+          keys: uint32[B, ...], data of a key for each row; None = nothing is drawn.
+          room: See `Room`.
+        """
+        ...
+
+    def infer(self, x: jax.Array, prepared: "PyTree[jax.Array]") -> jax.Array:
+        """x [B, S, E] -> [B, S, E], each token by itself and those before it; nothing is dropped.
+
+        Raises:
+          UserError: the model cannot do without later tokens.
+        """
+        ...
+
+    def with_numbers(self, x: jax.Array, prepared: "PyTree[jax.Array]", numbers: Numbers) -> tuple[jax.Array, Numbers]:
+        """x [B, S, E] and what `prepare` made -> [B, S, E], and the numbers with those of this layer."""
         ...
 
 
 class NormPart(Protocol):
-    """Normalises the last axis."""
+    """Normalises the last axis; what attention and MLP read, or with place = "output" what they write."""
+
+    @property
+    def place(self) -> Literal["input", "output"]: ...
 
     def build(
         self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes, *, layers: int | None
@@ -155,7 +200,11 @@ class StackedNormal:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RmsNorm:
-    """RMSNorm with the `norm_eps` of the config."""
+    """RMSNorm with the `norm_eps` of the config, of what attention and MLP read: y = x + MLP(norm(x))."""
+
+    @property
+    def place(self) -> Literal["input", "output"]:
+        return "input"
 
     def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes, *, layers: int | None) -> nn.RMSNorm:
         """See `NormPart`."""
@@ -167,6 +216,15 @@ class RmsNorm:
             dtypes=dtypes,
             logical_axes=("norm",) if layers is None else ("layers", "norm"),
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputRmsNorm(RmsNorm):
+    """The same of what they write, before it is added: y = x + norm(MLP(x)) (Swin Transformer v2, arXiv 2111.09883)."""
+
+    @property
+    def place(self) -> Literal["input", "output"]:
+        return "output"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

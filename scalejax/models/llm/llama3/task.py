@@ -1,13 +1,17 @@
 """The task of language models: cross-entropy of the next token."""
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from scalejax import nn
+from scalejax.data.text.modalities import PADDING, ModalityMap
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.models.llm.llama3.model import Llama
 from scalejax.models.llm.llama3.parts import RoutedPart
@@ -38,7 +42,10 @@ class LlamaTask(TaskBase):
         """Rows of tokens, see `data.text.tokens.TokenBatch`."""
         row = Field(shape=(self.schema.length,), dtype="int32", axes=("sequence",), arrange="zigzag")
         weights = dataclasses.replace(row, dtype="float32")
-        return {"tokens": row, "targets": row, "weights": weights, "segment_ids": row, "positions": row}
+        fields = {"tokens": row, "targets": row, "weights": weights, "segment_ids": row, "positions": row}
+        if len(self.schema.modalities) == 1:
+            return fields
+        return fields | {"modality": dataclasses.replace(row, dtype="int8", fill=PADDING)}
 
     def open_folder(self, path: pathlib.Path) -> Trained:
         """The parameters of a model folder of ours, or of one of Hugging Face."""
@@ -56,28 +63,79 @@ class LlamaTask(TaskBase):
         Args:
           model: What `init` returned.
           batch: "tokens", "targets", "segment_ids", "positions" int32[B, S] and "weights" float32[B, S].
-          keys: Not used: nothing is random.
+          keys: For routers that draw.
           gather: Fetches parameters, see `nn.layers`.
         Returns:
           sum_bs w_bs CE_bs, to which experts add the losses of their router, and sum_bs w_bs, float32 (float64 where
           the model computes in float64).
         """
-        del keys
-        rows = (batch["tokens"], batch["positions"], batch["segment_ids"])
-        x, head, numbers = model.hidden_with_numbers(*rows, gather=gather)
-        weights = batch["weights"].astype(nn.wide(x.dtype))
-        loss = nn.linear_cross_entropy(x, head, batch["targets"], weights, positions=self.config.loss_positions)
         part = self.config.mlp
+        draws = isinstance(part, RoutedPart) and part.draws and keys is not None
+        own = keys.of_examples(len(batch["tokens"])) if draws and keys is not None else None
+        rows = (batch["tokens"], batch["positions"], batch["segment_ids"], batch.fields.get("modality"))
+        run = functools.partial(model.hidden_with_numbers, *rows, gather=gather)
+        x, head, numbers = run(own)
+        loss, sums = self._cross_entropy(x, head, batch)
+        weight = batch["weights"].astype(loss.dtype).sum()
         if not isinstance(part, RoutedPart):
-            return Loss(loss, weights.sum())
-        return Loss(loss + part.losses(numbers), weights.sum(), {"cross_entropy": loss, **part.sums(numbers)})
+            return Loss(loss, weight, sums)
+        sums = {"cross_entropy": loss, **sums, **part.sums(numbers)}
+        if part.sees_later_tokens and part.generates:
+            # In training it is not computed twice: the loss of a window is that of the batch's choice there.
+            causal, by_modality = loss, {name: x for name, x in sums.items() if name.startswith("cross_entropy/")}
+            if batch.purpose == "evaluation":
+                x, head, _ = run(routing="causal")
+                causal, by_modality = self._cross_entropy(x, head, batch)
+            sums |= {name.replace("cross_entropy", "causal"): x for name, x in by_modality.items()} | {"causal": causal}
+        return Loss(loss + part.losses(numbers), weight, sums)
+
+    def _cross_entropy(self, x: jax.Array, head: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The sum over targets, and in evaluations those of each modality and their weights (0 in training)."""
+        wide = nn.wide(x.dtype)
+        weights = batch["weights"].astype(wide)
+
+        def of(weights: jax.Array) -> jax.Array:
+            return nn.linear_cross_entropy(x, head, batch["targets"], weights, positions=self.config.loss_positions)
+
+        names = self.schema.modalities if self.schema.ranges else ()
+        if len(names) < 2:
+            return of(weights), {}
+        if batch.purpose != "evaluation":
+            keys = [f"{kind}/{name}" for kind in ("cross_entropy", "weight") for name in names]
+            return of(weights), {key: jnp.zeros((), wide) for key in keys}
+        modality = jnp.asarray(ModalityMap(ranges=self.schema.ranges).of_ids)[batch["targets"]]
+        own = {name: weights * (modality == number) for number, name in enumerate(names)}
+        losses = {f"cross_entropy/{name}": of(w) for name, w in own.items()}
+        total = jnp.stack(list(losses.values())).sum()
+        return total, losses | {f"weight/{name}": w.sum() for name, w in own.items()}
 
     def metrics(self) -> tuple[Metric, ...]:
-        """The mean loss of a target and its perplexity, and what the MLP measures of itself."""
-        part = self.config.mlp
-        if not isinstance(part, RoutedPart):
-            return (MeanLoss(unit="targets", of="nats"),)
-        return (MeanLoss(unit="targets", of="nats", sum="cross_entropy"), *part.metrics(self.config.layers))
+        """The mean loss of a target and its perplexity, by modality too, and what the MLP measures of itself.
+
+        Where experts choose among the tokens of a batch, that loss is named loss_topk: it is too good. With auxiliary
+        routers the loss without later tokens stands before it.
+        """
+        part, names = self.config.mlp, self.schema.modalities if self.schema.ranges else ()
+        mean = functools.partial(MeanLoss, unit="targets", of="nats")
+        routed = isinstance(part, RoutedPart)
+        losses = [mean(sum="cross_entropy" if routed else None)]
+        if isinstance(part, RoutedPart) and part.sees_later_tokens:
+            losses = [mean(name="loss_topk", title="loss, seeing later tokens", sum="cross_entropy")]
+            if part.generates:
+                losses = [mean(sum="causal"), *losses]
+        by_modality = [
+            dataclasses.replace(
+                loss,
+                name=f"{loss.name}/{name}",
+                title=f"{loss.title}, {name}",
+                sum=f"{loss.sum or 'cross_entropy'}/{name}",
+                weight=f"weight/{name}",
+            )
+            for loss in losses
+            for name in (names if len(names) > 1 else ())
+        ]
+        own = part.metrics(self.config.layers) if isinstance(part, RoutedPart) else ()
+        return (*losses, *by_modality, *own)
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
         """FLOPs of rows, each by its own length, attention by its causal half."""
@@ -88,6 +146,9 @@ class LlamaTask(TaskBase):
         """To generate with it, where it can."""
         if isinstance(self.config.mlp, RoutedPart) and not self.config.mlp.generates:
             return {}
+        if len(self.schema.modalities) > 1:
+            drawn = ("generate", "{run}", "--prompt", "\nsneaker\n<image>", "--images", "{run}/drawn")
+            return {drawn: "continue a text, and draw an image"}
         return {("generate", "{run}", "--prompt", "def main("): "continue a text"}
 
     def describe(self, data: Any) -> dict[str, object]:

@@ -74,11 +74,13 @@ class CompressedTensors:
 
     Attributes:
       name: See `PackedLayout`.
+      experts: The same.
       integers: "words": of 32 bits, which is how loaders take weights that meet float activations; "bytes": int8 as
         it is, which is how they take weights that meet int8 activations.
     """
 
     name: str = "compressed-tensors"
+    experts: str = "separate"
     integers: Literal["words", "bytes"] = "words"
 
     def check(self, name: str, format: BlockFormat, shape: Shape) -> None:

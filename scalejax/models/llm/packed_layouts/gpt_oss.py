@@ -19,6 +19,7 @@ class GptOss:
     """MXFP4 alone, as the gpt-oss models have their experts."""
 
     name: str = "gpt-oss"
+    experts: str = "fused"
 
     def check(self, name: str, format: BlockFormat, shape: Shape) -> None:
         """See `PackedLayout`."""

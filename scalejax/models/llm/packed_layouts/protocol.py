@@ -86,6 +86,11 @@ class PackedLayout(Protocol):
         """The name of the layout in `--layout`."""
         ...
 
+    @property
+    def experts(self) -> str:
+        """The form in which it has experts, see `Architecture.forms`."""
+        ...
+
     def check(self, name: str, format: BlockFormat, shape: Shape) -> None:
         """Refuses a weight that it cannot hold.
 

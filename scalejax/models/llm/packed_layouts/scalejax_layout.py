@@ -23,6 +23,7 @@ class ScalejaxLayout:
     """Every format of `numerics`; tensors say in their names what they are."""
 
     name: str = "scalejax"
+    experts: str = "separate"
 
     def check(self, name: str, format: BlockFormat, shape: Shape) -> None:
         """See `PackedLayout`: nothing is refused."""

@@ -1,0 +1,50 @@
+"""A run of `moma-smoke` on the command line: both losses, the use of experts, text continued and images drawn."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def run(language_run):
+    return language_run("moma-smoke")
+
+
+def test_eval_shows_both_losses_and_those_of_each_modality(invoke, run):
+    done = invoke("eval", str(run))
+    assert done.exit_code == 0, done.stderr
+    summary = json.loads((run / "summary.json").read_text())
+    for shown, name in (
+        ("loss", "val_loss"),
+        ("loss, seeing later tokens", "val_loss_topk"),
+        ("loss, image", "val_loss/image"),
+    ):
+        (line,) = (line for line in done.stdout.splitlines() if line.strip().rsplit(maxsplit=1)[:1] == [shown])
+        assert line.split()[-1] == f"{summary[name]:.4f}"
+
+
+def test_the_report_draws_the_load_of_experts_and_names_those_without_a_token(invoke, run, tmp_path):
+    done = invoke("report", str(run))
+    assert done.exit_code == 0, done.stderr
+    page = (run / "report.html").read_text()
+    for name in ("text", "image"):
+        assert f"Tokens of each expert of {name} over the mean of its layer; without any: none." in page
+
+
+def test_generate_continues_text_and_draws_whole_images(invoke, run, tmp_path):
+    asked = ("--prompt", "a\n<image>", "--max-tokens", "50", "--temperature", "1", "--seed", "3", "--mesh", "fsdp=8")
+    done = invoke("generate", str(run), *asked)
+    assert done.exit_code == 0, done.stderr
+    assert "whole images; --images FOLDER writes them." in done.stderr
+    done = invoke("generate", str(run), *asked, "--images", str(tmp_path / "drawn"))
+    assert done.exit_code == 0, done.stderr
+    count = int(done.stderr.split(" whole images in ")[0].split()[-1])
+    assert len(list((tmp_path / "drawn").glob("image-*.png"))) == count
+
+
+def test_what_has_no_folder_is_refused(invoke, run, tmp_path):
+    done = invoke("convert", str(run), str(tmp_path / "theirs"))
+    assert done.exit_code == 2
+    assert "MoMa has no form in folders of Hugging Face" in done.stderr

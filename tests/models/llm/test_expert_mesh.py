@@ -1,0 +1,178 @@
+"""Experts on a mesh: training equals one device, tokens travel by all-to-alls of stated size, and experts stay."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+import small_language_run as small
+
+from scalejax.errors import UserError
+from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
+from scalejax.parallel.fsdp import Fsdp
+from scalejax.parallel.mesh import MeshShape
+from scalejax.plan import explain_sharding
+from scalejax.train.experiment import Precision
+from scalejax.train.metrics import sums as metric_sums
+
+COUNT = 8
+WIDE = 100.0  # a factor at which there is room for everything
+PARTS = {
+    "dropless": Experts(count=COUNT, router=TopK(k=2, z=0.01)),
+    "dropless, sigmoid": Experts(count=COUNT, router=TopK(k=3, scores="sigmoid")),
+    "room between two": Experts(count=COUNT, router=TopK(k=2, pair_factor=WIDE)),
+    "with a capacity": Experts(count=COUNT, router=TopK(k=2, capacity_factor=COUNT / 2), execution="batched"),
+    "bias": Experts(count=COUNT, router=TopK(k=2, balance=0.0, bias_rate=0.1)),
+    "sequence": Experts(count=COUNT, router=ExpertChoice(group="sequence"), execution="sequential"),
+    "global": Experts(count=COUNT, router=ExpertChoice(group="global"), execution="batched"),
+}
+EXPLICIT = Fsdp(sharding="FULL_SHARD", form="explicit")
+MESHES = {
+    "2": (Fsdp(), MeshShape(fsdp=1, expert=2)),
+    "4": (EXPLICIT, MeshShape(fsdp=1, expert=4)),
+    "8": (Fsdp(), MeshShape(fsdp=1, expert=8)),
+    "fsdp x 4": (Fsdp(), MeshShape(fsdp=2, expert=4)),
+    "explicit fsdp x 4": (EXPLICIT, MeshShape(fsdp=2, expert=4)),
+    "replica x fsdp x 2": (
+        dataclasses.replace(EXPLICIT, sharding="HYBRID_SHARD"),
+        MeshShape(replica=2, fsdp=2, expert=2),
+    ),
+    "whole x 4": (dataclasses.replace(EXPLICIT, sharding="NO_SHARD"), MeshShape(fsdp=2, expert=4)),
+    "tensor x 4": (Fsdp(), MeshShape(fsdp=1, tensor=2, expert=4)),
+    "explicit tensor x 2": (EXPLICIT, MeshShape(fsdp=2, tensor=2, expert=2)),
+    "context x 4": (EXPLICIT, MeshShape(fsdp=1, context=2, expert=4)),
+    "fsdp": (EXPLICIT, MeshShape(fsdp=8)),
+    "tensor": (Fsdp(), MeshShape(fsdp=4, tensor=2)),
+    "context": (Fsdp(), MeshShape(fsdp=4, context=2)),
+    "stage": (EXPLICIT, MeshShape(fsdp=4, stage=2)),
+    "stage x 4": (EXPLICIT, MeshShape(fsdp=1, stage=2, expert=4)),
+    "implicit stage x 2": (Fsdp(), MeshShape(fsdp=2, stage=2, expert=2)),
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return small.write(tmp_path_factory.mktemp("texts") / "documents")
+
+
+def bound(texts, part, shape, remat="full", **changes):
+    model = dataclasses.replace(small.MODEL, mlp=part, stage_parts=1, remat=remat)
+    return small.bind(texts, shape, model=model, **changes)
+
+
+def trained(texts, part, shape, **changes):
+    """Losses of three steps, and all parameters and variables after them."""
+    run = bound(texts, part, shape, precision=Precision(params="float64"), **changes)
+    state, host = run.begin()
+    state, losses = small.steps(run, state, host, 3)
+    return losses, jax.tree.map(np.asarray, {**state.params, **state.variables})
+
+
+@pytest.fixture(scope="module")
+def on_one_device(texts):
+    """Of each part, made when it is first asked for."""
+    found = {}
+
+    def get(name):
+        if name not in found:
+            with jax.enable_x64(True):
+                found[name] = trained(texts, PARTS[name], MeshShape(fsdp=1))
+        return found[name]
+
+    return get
+
+
+CASES = [
+    *(("dropless", mesh) for mesh in MESHES),
+    *((name, "fsdp x 4") for name in PARTS if name != "dropless"),
+    *((name, "explicit tensor x 2") for name in ("room between two", "with a capacity", "global")),
+    *((name, "context x 4") for name in ("sequence", "global")),
+    *((name, "stage x 4") for name in ("sequence", "global")),
+]
+
+
+@pytest.mark.default_cases("dropless-explicit fsdp x 4", "dropless-tensor x 4", "global-fsdp x 4", "sequence-stage x 4")
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_devices_change_nothing_but_the_order_of_sums(texts, on_one_device, name, mesh):
+    strategy, shape = MESHES[mesh]
+    losses, params = on_one_device(name)
+    with jax.enable_x64(True):
+        found, got = trained(texts, PARTS[name], shape, strategy=strategy)
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    for path, value in params.items():
+        np.testing.assert_allclose(got[path], value, rtol=1e-9, atol=1e-12, err_msg=path)
+
+
+def test_experts_of_a_device_choose_others_there(texts):
+    """The control: among the tokens of a device alone."""
+    part = Experts(count=COUNT, router=ExpertChoice(group="device"), execution="batched")
+    with jax.enable_x64(True):
+        (losses, _), (found, _) = (trained(texts, part, MeshShape(fsdp=1, expert=n)) for n in (1, 4))
+    assert abs(found[0] - losses[0]) > 1e-6
+
+
+ROUTERS = {
+    "grouped": TopK(k=2, pair_factor=0.5),
+    "batched": ExpertChoice(group="global", capacity_factor=0.5),
+}
+
+
+@pytest.mark.parametrize("execution", ROUTERS)
+def test_what_has_no_place_is_dropped_and_counted(texts, execution):
+    part = Experts(count=COUNT, router=ROUTERS[execution], execution=execution)
+    run = bound(texts, part, MeshShape(fsdp=1, expert=4))
+    state, host = run.begin()
+    state, _ = small.steps(run, state, host, 1)
+    values = {}
+    for name, sums in state.metrics.items():
+        if name in run.program.metrics:
+            values |= run.program.metrics[name].compute(metric_sums.to_host(sums))
+    assert 0.3 < values["dropped"] < 0.7
+    assert values["tokens_unseen"] + values["tokens_seen_once"] > 0.3
+
+
+def exchanged(texts, part, strategy, shape):
+    """(all collectives of the compiled step, tokens of a device, the part's run)."""
+    run = bound(texts, part, shape, remat="none", strategy=strategy)
+    program = run.program
+    compiled = program.train_step.lower(program.abstract_state(), program.abstract_batch()).compile()
+    rows = 8 // (shape.replica * shape.fsdp * shape.expert)
+    return explain_sharding(compiled, program.mesh), rows * 32
+
+
+PLACES = {
+    # Of a device, which sends them along with 4-byte numbers of their experts where these are not in order.
+    "with a capacity": lambda tokens: COUNT * math.ceil(COUNT / 2 * tokens * 2 / COUNT),
+    "global": lambda tokens: COUNT * tokens,
+    "sequence": lambda tokens: COUNT * (32 // COUNT) * (tokens // 32),
+    "dropless": lambda tokens: 4 * tokens * 2,
+}
+
+
+@pytest.mark.default_cases("explicit fsdp x 4-with a capacity", "fsdp x 4-dropless")
+@pytest.mark.parametrize("name", PLACES)
+@pytest.mark.parametrize("mesh", ["fsdp x 4", "explicit fsdp x 4"])
+def test_tokens_travel_by_all_to_alls_of_the_stated_size_and_experts_stay(texts, mesh, name):
+    """Four a layer, there and back, forward and backward, where nothing is rematerialised."""
+    strategy, shape = MESHES[mesh]
+    found, tokens = exchanged(texts, PARTS[name], strategy, shape)
+    sent = sum(c.bytes for c in found if c.kind == "all-to-all" and c.axis == "expert")
+    places = PLACES[name](tokens)
+    numbers = 4 * places if name == "dropless" else 0
+    layers = small.MODEL.layers
+    assert sent == layers * (4 * places * small.MODEL.dim * 4 + numbers)
+    gathered = {c.bytes // c.count for c in found if c.kind == "all-gather" and c.axis == "fsdp"}
+    assert gathered == {COUNT // shape.expert * small.MODEL.dim * small.MODEL.ffn_dim * 4}  # one matrix of those here
+
+
+def test_a_pipeline_carries_no_bias(texts):
+    strategy, shape = MESHES["stage x 4"]
+    run = bound(texts, PARTS["bias"], shape, strategy=strategy)
+    with pytest.raises(UserError, match="a pipeline over stage=2 does not carry"):
+        run.program.train_step.lower(run.program.abstract_state(), run.program.abstract_batch())
+
+
+def test_experts_that_do_not_divide_are_refused(texts):
+    with pytest.raises(UserError, match=r"expert=4, which does not divide experts=6 of 'layers/mlp/down'"):
+        bound(texts, Experts(count=6), MeshShape(fsdp=1, expert=4))

@@ -1,0 +1,90 @@
+"""Models with experts made of trained ones."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import small_language_run as small
+from llama_cases import GQA
+
+from scalejax.errors import UserError
+from scalejax.models.llm.experts import Experts, TopK
+from scalejax.models.llm.moma import ModalityExperts
+from scalejax.parallel.mesh import MeshShape
+from scalejax.surgery.experts import AddAuxiliaryRouters, Upcycle
+from scalejax.train.checkpoints.trained import Trained
+from scalejax.train.experiment import Phase
+
+
+def drawn(mlp, seed):
+    """A model's parameters, as `Trained`."""
+    from flax import nnx
+
+    from scalejax.models.llm.llama3.model import Llama
+    from scalejax.nn import Dtypes
+    from scalejax.train.state import ModelShape
+
+    model = Llama(dataclasses.replace(GQA, mlp=mlp), nnx.Rngs(seed), Dtypes("float32"))
+    return Trained(
+        params={path: np.asarray(x) for path, x in ModelShape.of(model).split(model).items()}, step=7, origin="a test"
+    )
+
+
+def test_an_mlp_is_copied_into_every_expert_and_routers_are_new():
+    dense, fresh = drawn(GQA.mlp, 0), drawn(Experts(count=4), 1)
+    made = Upcycle().operate(dense, fresh)
+    assert set(made.params) == set(fresh.params)
+    for name in ("gate", "up", "down"):
+        path = f"layers/mlp/{name}"
+        expected = np.broadcast_to(np.asarray(dense.params[path])[:, None], fresh.params[path].shape)
+        np.testing.assert_array_equal(made.params[path][...], expected)
+        np.testing.assert_array_equal(made.params[path][1, 2:4], expected[1, 2:4])
+    np.testing.assert_array_equal(made.params["layers/mlp/router"][...], fresh.params["layers/mlp/router"])
+    np.testing.assert_array_equal(made.params["embed/weight"][...], dense.params["embed/weight"])
+
+
+def test_one_expert_of_a_modality_becomes_several():
+    few = drawn(ModalityExperts(groups=(("text", 1), ("image", 1))), 0)
+    fresh = drawn(ModalityExperts(groups=(("text", 4), ("image", 2))), 1)
+    made = Upcycle().operate(few, fresh)
+    for name, count in (("text", 4), ("image", 2)):
+        gate = made.params[f"layers/mlp/{name}/gate"][...]
+        assert gate.shape[1] == count
+        for expert in range(count):
+            np.testing.assert_array_equal(gate[:, expert], few.params[f"layers/mlp/{name}/gate"][:, 0])
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "surgery", "message"),
+    [
+        (
+            Experts(count=4),
+            Experts(count=8),
+            Upcycle(),
+            r"'layers/mlp/down' .* is \(\d+, 8, .*of the trained one \(\d+, 4, ",
+        ),
+        (GQA.mlp, Experts(count=4), AddAuxiliaryRouters(), "Upcycle changes the number of experts"),
+        (ModalityExperts(groups=(("text", 1),)), ModalityExperts(), Upcycle(), "of the trained one not there"),
+    ],
+)
+def test_what_is_no_copy_is_refused(before, after, surgery, message):
+    with pytest.raises(UserError, match=message):
+        surgery.operate(drawn(before, 0), drawn(after, 1))
+
+
+def test_a_llama_goes_on_as_a_mixtral_in_a_phase_with_data_and_schedule_as_they_are_wanted(tmp_path):
+    """The position in the data is kept, the optimizer and its schedule begin anew."""
+    texts = small.write(tmp_path / "documents")
+    part = Experts(count=4, router=TopK(k=2))
+    phase = Phase(name="experts", steps=2, changes={"model.mlp": part}, surgery=Upcycle())
+    run = small.bind(texts, MeshShape(fsdp=1), steps=2, phases=(phase,))
+    from scalejax.train import loop
+
+    made = dataclasses.replace(small.experiment(texts, steps=2), phases=(phase,))
+    summary = loop.train(made, workdir=tmp_path / "run")
+    assert summary["steps"] == 4
+    assert summary["examples"] == 4 * 8
+    assert "val_expert_load_max" in summary
+    del run
+    jax.clear_caches()

@@ -1,0 +1,79 @@
+"""A run on images among text: it keeps its codebook, shows what that draws, and goes on to the same bits."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import small_language_run as small
+
+from scalejax.data.images.codebook import PatchCodebook
+from scalejax.data.images.sources import ImageFolder
+from scalejax.data.images.two_modality import CODEBOOK, TwoModalityData
+from scalejax.errors import UserError
+from scalejax.inference import run_model
+from scalejax.train import loop
+from scalejax.train.metrics.evaluation import read_pictures
+from scalejax.train.run_folder import read_lines
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory):
+    """Twelve steps of a Llama on 200 images of few patches."""
+    folder = tmp_path_factory.mktemp("data")
+    random = np.random.default_rng(0)
+    kinds = random.integers(0, 256, (40, 4, 4)).astype(np.uint8)
+    images = kinds[random.integers(0, 40, (200, 7, 7))].transpose(0, 1, 3, 2, 4).reshape(200, 28, 28)
+    np.savez(folder / "images.npz", images=images, labels=np.arange(200) % 3)
+    data = TwoModalityData(
+        images=ImageFolder(path=str(folder / "images.npz")),
+        codes=16,
+        path=str(small.write(folder / "texts")),
+        length=64,
+        batch_size=8,
+        image_share=(0.7, 0.8),
+        folder=str(folder / "kept"),
+    )
+    return small.experiment(folder / "texts", data=data)
+
+
+@pytest.fixture(scope="module")
+def trained(experiment, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return folder, loop.train(experiment, workdir=folder)
+
+
+def test_the_folder_has_the_codebook_and_the_report_what_it_draws(experiment, trained):
+    folder, _ = trained
+    data = experiment.data.build()
+    assert PatchCodebook.read(folder / CODEBOOK).digest() == data.codebook.digest()
+    (picture,) = read_pictures(folder)
+    error = data.codebook.error(data.images["validation"].pixels)
+    assert f"error of a pixel {error:.0f} of 255²" in picture.caption
+    assert picture.caption in (folder / "report.html").read_text()
+
+
+def test_a_run_that_was_interrupted_writes_the_same_metrics(experiment, trained, tmp_path):
+    loop.train(dataclasses.replace(experiment, steps=4), workdir=tmp_path)
+    (tmp_path / CODEBOOK).unlink()
+    loop.train(experiment, workdir=tmp_path, resume="must")
+    windows = [[r for r in read_lines(f / "metrics.jsonl") if r["step"] > 4] for f in (trained[0], tmp_path)]
+    assert windows[0] == windows[1]
+    assert len(windows[0]) >= 3
+    assert (tmp_path / CODEBOOK).exists()
+
+
+def test_it_is_scored_with_its_own_codes_alone(experiment, trained):
+    folder, closing = trained
+    found = loop.evaluate(experiment, workdir=folder, split="validation")
+    assert found["val_loss"] == pytest.approx(closing["val_loss"])
+    other = dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, seed=1))
+    with pytest.raises(UserError, match="is of other data"):
+        loop.evaluate(other, workdir=folder, split="validation")
+
+
+def test_its_language_model_has_the_tokenizer_of_its_text(experiment, trained):
+    model = run_model.open_run(trained[0], experiment)
+    assert model.tokenizer == experiment.data.tokenizer
+    assert model.config.vocabulary == experiment.data.ids().vocabulary == 320 + 2 + 16
