@@ -395,6 +395,8 @@ def load(
     targets = {
         name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=shardings[name]) for name, p in shape.params.items()
     }
+    for name, v in shape.variables.items():  # whole on every device, as in training
+        targets[name] = jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, P()))
     packed = packed_params.choose_packed(model.source, targets) if weights == "packed" else {}
     needed = sum(_device_bytes(p, p.sharding) for name, p in targets.items() if name not in packed)
     needed += sum(packed_params.nbytes(parts) for _, parts in packed.values())

@@ -83,6 +83,8 @@ def combine(results: "Float[Array, 'places width']", routes: Routes) -> "Float[A
 
 def _rows(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index], zeros beyond the end."""
+    if not x.shape[0]:  # of which nothing can be gathered
+        return jnp.zeros((*index.shape, *x.shape[1:]), x.dtype)
     return x.at[index].get(mode="fill", fill_value=0)
 
 

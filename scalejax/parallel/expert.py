@@ -12,6 +12,8 @@ width E and b bytes an element P E b (W - 1) / W bytes, and in a training step f
 forward and backward.
 """
 
+import math
+
 import jax
 
 from scalejax.parallel.mesh import BATCH_AXES
@@ -41,24 +43,35 @@ def from_experts(places: jax.Array, devices: int) -> jax.Array:
     return jax.lax.all_to_all(places, AXIS, split_axis=1, concat_axis=0, tiled=True)
 
 
-def of_all_devices(x: jax.Array) -> jax.Array:
-    """x [B, S, ...] of all devices: rows of the batch axes and positions of `context`, where these are manual.
+Cut = tuple[tuple[str, ...], tuple[str, ...]]
+"""Mesh axes over which rows and positions are cut, see `cut_over`."""
 
-    Its order is that of the global batch.
+
+def cut_over(rows: int, positions: int) -> Cut:
+    """How `kernel_sharding.shard_kernel` cuts [rows, positions, ...] under the mesh in force; call it outside.
+
+    What does not divide it leaves whole. Rows may be cut already, by a shard_map around.
     """
-    batch, positions = _manual()
-    x = jax.lax.all_gather(x, batch, axis=0, tiled=True) if batch else x
-    return jax.lax.all_gather(x, positions, axis=1, tiled=True) if positions else x
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def free(axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+        left = tuple(axis for axis in axes if axis in mesh.axis_names and axis not in mesh.manual_axes)
+        return left if size % math.prod(mesh.shape[axis] for axis in left) == 0 else ()
+
+    before = tuple(axis for axis in BATCH_AXES if axis in mesh.manual_axes)
+    return before + free(BATCH_AXES, rows), free(("context",), positions)
 
 
-def of_this_device(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `of_all_devices`: the part of x that is of this device, of the first two sizes of `shape`."""
-    for dim, axes in enumerate(_manual()):
-        if axes:
-            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * shape[dim], shape[dim], dim)
+def of_all_devices(x: jax.Array, cut: Cut) -> jax.Array:
+    """x [B, S, ...] of all devices, in the order of the global batch."""
+    for dim, axes in enumerate(cut):
+        x = jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
     return x
 
 
-def _manual() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    manual = jax.sharding.get_abstract_mesh().manual_axes
-    return tuple(axis for axis in BATCH_AXES if axis in manual), tuple(axis for axis in ("context",) if axis in manual)
+def of_this_device(x: jax.Array, shape: tuple[int, ...], cut: Cut) -> jax.Array:
+    """The inverse of `of_all_devices`: the part of x that is of this device, of the first two sizes of `shape`."""
+    for dim, axes in enumerate(cut):
+        if axes:
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * shape[dim], shape[dim], dim)
+    return x

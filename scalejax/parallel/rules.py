@@ -42,7 +42,7 @@ class ParameterPlacement:
 class Rules:
     """A table from logical axis names to mesh axes; what is not named is replicated, experts aside.
 
-    These lie on `expert`, whatever else a table says: tokens travel to them, and they stay (Lepikhin et al., GShard,
+    These lie on `expert`, unless a table names them: tokens travel to them, and they stay (Lepikhin et al., GShard,
     arXiv 2006.16668).
 
     Attributes:

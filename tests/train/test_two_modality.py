@@ -8,6 +8,7 @@ import small_language_run as small
 
 from scalejax.data.images.codebook import PatchCodebook
 from scalejax.data.images.sources import ImageFolder
+from scalejax.data.images.tokenizer import InterleavedTokenizer
 from scalejax.data.images.two_modality import CODEBOOK, TwoModalityData
 from scalejax.errors import UserError
 from scalejax.inference import run_model
@@ -75,5 +76,5 @@ def test_it_is_scored_with_its_own_codes_alone(experiment, trained):
 
 def test_its_language_model_has_the_tokenizer_of_its_text(experiment, trained):
     model = run_model.open_run(trained[0], experiment)
-    assert model.tokenizer == experiment.data.tokenizer
+    assert model.tokenizer == InterleavedTokenizer(text=experiment.data.tokenizer, codes=16)
     assert model.config.vocabulary == experiment.data.ids().vocabulary == 320 + 2 + 16

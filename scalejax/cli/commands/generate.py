@@ -17,6 +17,7 @@ from scalejax.errors import UserError, check_one_of
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
+    from scalejax.data.images.codebook import PatchCodebook
     from scalejax.inference.text import Completion, Writer
     from scalejax.models.llm.model_folder import LanguageModel
 
@@ -102,6 +103,7 @@ def generate(
     begin = time.perf_counter()
     writer = _load(model, made, dtype, weights)
     loaded_s = time.perf_counter() - begin
+    codebook = _codebook(model, writer, images)
     if max_tokens is None:
         longest = max(len(writer.encode(prompt)) for prompt in prompts)
         max_tokens = max(1, min(_TOKENS, writer.engine.config.max_positions - longest))
@@ -116,7 +118,8 @@ def generate(
         found = writer.complete(prompts, samples=samples, batch_size=batch_size, **asked)
         _print_all(found, samples)
     seconds = time.perf_counter() - begin
-    _draw(model, writer, found, images)
+    if codebook is not None:
+        _draw(codebook, writer, found, images)
     tokens = sum(len(c.tokens) for c in found)
     print(
         f"{tokens:,} tokens in {seconds:.2f} s, compilation included ({tokens / seconds:.1f} tokens/s; loading took "
@@ -127,24 +130,33 @@ def generate(
         output.write_json(json, [_as_json(c) for c in found])
 
 
-def _draw(model: "LanguageModel", writer: "Writer", found: Sequence["Completion"], folder: pathlib.Path | None) -> None:
-    """Writes the images in texts, and says how many there are."""
-    from scalejax.data.images import pictures
+def _codebook(model: "LanguageModel", writer: "Writer", folder: pathlib.Path | None) -> "PatchCodebook | None":
+    """What draws the images of a model; None of one of text alone."""
     from scalejax.data.images.codebook import PatchCodebook
-    from scalejax.data.images.tokenizer import TextAndImages, whole_images
+    from scalejax.data.images.tokenizer import TextAndImages
     from scalejax.data.images.two_modality import CODEBOOK
 
-    if not isinstance(writer.tokenizer, TextAndImages):
-        if folder is not None:
-            raise UserError(f"--images {folder}: {model.path} is a model of text alone. Leave it out.")
-        return
+    if isinstance(writer.tokenizer, TextAndImages):
+        return PatchCodebook.read(model.path / CODEBOOK)
+    if folder is not None:
+        raise UserError(f"--images {folder}: {model.path} is a model of text alone. Leave it out.")
+    return None
+
+
+def _draw(
+    codebook: "PatchCodebook", writer: "Writer", found: Sequence["Completion"], folder: pathlib.Path | None
+) -> None:
+    """Writes the images in texts, and says how many there are."""
+    from scalejax.data.images import pictures
+    from scalejax.data.images.tokenizer import TextAndImages, whole_images
+
+    assert isinstance(writer.tokenizer, TextAndImages)
     ids = writer.tokenizer.ids
     codes = [whole_images([*writer.encode(c.prompt), *c.tokens], ids) for c in found]
     count = sum(map(len, codes))
     if folder is None:
         print(f"{count} whole images; --images FOLDER writes them.", file=sys.stderr)
         return
-    codebook = PatchCodebook.read(model.path / CODEBOOK)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for number, pixels in enumerate(pixels for own in codes for pixels in codebook.decode(own)):

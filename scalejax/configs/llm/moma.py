@@ -8,7 +8,7 @@ import dataclasses
 from scalejax import optim
 from scalejax.configs.llm import _common
 from scalejax.data.images.two_modality import TwoModalityData
-from scalejax.models.llm.experts import AuxiliaryRouter, ExpertChoice
+from scalejax.models.llm.experts import AuxiliaryRouter
 from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.models.llm.moma import ModalityExperts, published
@@ -20,7 +20,7 @@ _AUXILIARY = "layers/mlp/.*auxiliary_(in|out)"
 
 
 def two_modality() -> Experiment:
-    """MoMa 4t4i of 2.2 M parameters on Fashion-MNIST and tiny Shakespeare; then auxiliary routers, to generate."""
+    """MoMa 4t4i of 0.9 M parameters on Fashion-MNIST and tiny Shakespeare; then auxiliary routers, to generate."""
     return _with_auxiliary_routers(
         _common.experiment(
             model=LlamaConfig(
@@ -83,7 +83,7 @@ def _with_auxiliary_routers(experiment: Experiment, *, steps: int, optimizer: op
         name="auxiliary",
         steps=steps,
         changes={
-            "model.mlp.router": ExpertChoice(auxiliary=AuxiliaryRouter()),
+            "model.mlp.router.auxiliary": AuxiliaryRouter(),
             "trainable": _AUXILIARY,
             "optimizer": optimizer,
         },
@@ -95,7 +95,8 @@ def _with_auxiliary_routers(experiment: Experiment, *, steps: int, optimizer: op
 def _pretrain(size: str, *, rows: int, steps: int, auxiliary: tuple[int, int]) -> Experiment:
     """Tables 5 and 6 of the paper: rates fall from 1e-4 to 1e-6 in a line, after 4,000 steps of warm-up.
 
-    The optimizer is not printed; AdamW with what is usual.
+    The optimizer is not printed; AdamW with what is usual. Auxiliary routers keep the batch of the model, where Table 6
+    has one of 4 M tokens.
     """
     whole = _common.experiment(
         model=published(size),

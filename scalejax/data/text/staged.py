@@ -52,7 +52,14 @@ class StagedData:
             raise UserError(
                 f"data.stages: all must have one vocabulary; got {sorted(vocabularies)}. Give them one tokenizer."
             )
-        return TokenSchema(vocabularies.pop(), max(schema.length for schema in schemas))
+        first = schemas[0]
+        for number, schema in enumerate(schemas):
+            if (schema.modalities, schema.ranges) != (first.modalities, first.ranges):
+                raise UserError(
+                    f"data.stages.{number} has tokens of {', '.join(schema.modalities)}, data.stages.0 of "
+                    f"{', '.join(first.modalities)}, or other ids of them. Give all stages the same."
+                )
+        return max(schemas, key=lambda schema: schema.length)
 
     def build(self) -> "StagedDataSet":
         """Opens the data of all stages.

@@ -6,8 +6,8 @@
 ones over their sum (Mixtral, arXiv 2401.04088). Two losses can be asked for, each a sum over tokens and a mean over
 layers:
 
-    balance   n sum_i f_i p_i with p_i the score of expert i and f_i the choices of it a token, over the global batch
-              (Fedus et al., arXiv 2101.03961); f enters as a constant
+    balance   n sum_i f_i p_i with p_i the score of expert i and f_i the choices of it a token, over the global batch,
+              or the part of it that is run at once (Fedus et al., arXiv 2101.03961); f enters as a constant
     z         logsumexp(logits)^2 (Zoph et al., arXiv 2202.08906)
 
 Instead of a loss a bias can keep experts even: it is added to the scores for the choice alone, and moves by a fixed
@@ -107,7 +107,8 @@ class AuxiliaryRouter:
     """Says of a token alone which experts would take it: those j with sigmoid(silu(x W_1) W_2)_j > 1/2.
 
     It is trained by the binary cross-entropy of what experts do take, and nothing of that loss reaches the rest of the
-    model. With it experts that choose can be used without later tokens.
+    model. With it experts that choose can be used without later tokens. How many take a token is open then, so places
+    are those of n experts a token, which a CPU computes all.
 
     Attributes:
       hidden: Columns of W_1; None = half the width of the model.
@@ -349,8 +350,8 @@ class ExpertLayers(nnx.Module):
         if router.auxiliary is None:
             raise UserError(
                 "model.mlp.router is ExpertChoice without an auxiliary router: which tokens an expert takes depends on "
-                "later ones, so that nothing can be generated. Train with TopK, or go on with the finished model: "
-                "--set model.mlp.router.auxiliary=AuxiliaryRouter, trainable='layers/mlp/.*auxiliary.*'."
+                "later ones, so that nothing can be generated. Train auxiliary routers in a phase of the run, as the "
+                "recipe moma does (surgery.experts.AddAuxiliaryRouters)."
             )
         chosen = (self._guess(x) > 0) & real[..., None]
         numbers = jnp.arange(self.part.count, dtype=jnp.int32)[None, None, :]
@@ -467,9 +468,7 @@ class ExpertLayers(nnx.Module):
         self, local: Callable[..., tuple[jax.Array, ...]], results: int, positions: str | None, *tokens: jax.Array
     ) -> tuple[jax.Array, ...]:
         """`local` on each device: of its rows of tokens [B, S, ...], its positions if named, and its experts."""
-        local = functools.partial(
-            local, run=_Run(self.part.count, self.hidden, self.part.execution, self.part.implementation)
-        )
+        local = functools.partial(local, run=_Run(self.part, self.hidden, expert.cut_over(*tokens[0].shape[:2])))
         weights = [p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down)]
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.empty and mesh.size > 1:
@@ -492,16 +491,19 @@ class _Run:
     """The experts of a layer on all devices.
 
     Attributes:
-      count: n.
+      part: What they are.
       hidden: F.
-      execution: See `Experts`.
-      implementation: See `Experts`.
+      cut: How tokens are cut.
     """
 
-    count: int
+    part: Experts
     hidden: int
-    execution: Execution
-    implementation: Implementation | None
+    cut: expert.Cut
+
+    @property
+    def count(self) -> int:
+        """n."""
+        return self.part.count
 
     def devices(self, weights: tuple[jax.Array, ...]) -> int:
         """W, over which experts lie, of which these are some."""
@@ -519,7 +521,7 @@ class _Run:
 
         devices = self.devices(weights)
         placed = expert.to_experts(rows.reshape(self.count, -1, rows.shape[1]), devices)
-        if self.execution == "sequential":
+        if self.part.execution == "sequential":
             results = jnp.stack([one(*each) for each in zip(placed, *weights, strict=True)])
         else:
             results = jax.vmap(one)(placed, *weights)
@@ -538,7 +540,7 @@ def _chosen(
         routes = routing.routes_with_capacity(chosen, weighed, count=count, capacity=capacity)
         results = run.equally(routing.dispatch(flat, routes), weights)
     elif devices == 1:
-        routes, results = _grouped(flat, chosen, weighed, weights, run.implementation)
+        routes, results = _grouped(flat, chosen, weighed, weights, run.part.implementation)
     else:
         here = count // devices
         room = tokens * min(k, here)
@@ -550,7 +552,7 @@ def _chosen(
         rows, own = (
             expert.to_experts(a.reshape(devices, room, -1), devices)[0] for a in (routing.dispatch(flat, routes), own)
         )
-        inner, results = _grouped(rows, own, jnp.ones(own.shape, gates.dtype), weights, run.implementation)
+        inner, results = _grouped(rows, own, jnp.ones(own.shape, gates.dtype), weights, run.part.implementation)
         results = routing.combine(results, inner)[None]
         results = expert.from_experts(results, devices).reshape(devices * room, -1)
     y = run.whole(routing.combine(results, routes), weights).reshape(x.shape)
@@ -582,7 +584,7 @@ def _choosing(
     rows, ours, some = (a.reshape(groups, -1, a.shape[2]) for a in (x, scores, real > 0))
     tokens = rows.shape[1]
     if router.group == "global":
-        routes, asked = _of_all(scores, real[..., 0] > 0, router.capacity_factor)
+        routes, asked = _of_all(scores, real[..., 0] > 0, router.capacity_factor, run.cut)
         routes = jax.tree.map(lambda a: a[None], routes)
     else:
         choose = functools.partial(routing.choose_tokens, capacity=max(1, tokens // count))
@@ -597,13 +599,15 @@ def _choosing(
     return y, asked.astype(scores.dtype), (asked & ~used).sum(2, keepdims=True).astype(scores.dtype)
 
 
-def _of_all(scores: jax.Array, real: jax.Array, factor: float | None) -> tuple[routing.Routes, jax.Array]:
+def _of_all(
+    scores: jax.Array, real: jax.Array, factor: float | None, cut: expert.Cut
+) -> tuple[routing.Routes, jax.Array]:
     """Routes of this device's tokens to experts that choose among those of all, and bool[B, S, n], who was chosen."""
-    everyone, all_real = expert.of_all_devices(scores), expert.of_all_devices(real)
+    everyone, all_real = expert.of_all_devices(scores, cut), expert.of_all_devices(real, cut)
     total, tokens, count = all_real.size, real.size, scores.shape[2]
     k = max(1, total // count)
     best = routing.is_best(everyone.reshape(total, count), all_real.reshape(total), capacity=k)
-    asked = expert.of_this_device(best.reshape(everyone.shape), scores.shape)
+    asked = expert.of_this_device(best.reshape(everyone.shape), scores.shape, cut)
     capacity = min(k, tokens) if factor is None else min(tokens, math.ceil(factor * tokens / count))
     numbers = jnp.where(asked, jnp.arange(count, dtype=jnp.int32)[None, None, :], count).reshape(tokens, count)
     gates = jnp.where(asked, scores, 0).reshape(tokens, count)

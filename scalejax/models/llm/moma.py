@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from scalejax import nn
-from scalejax.data.text.modalities import ModalityMap
+from scalejax.data.text.modalities import PADDING, ModalityMap
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm.architecture import Architecture
@@ -102,6 +102,16 @@ class ModalityExperts:
                 "tell them apart (TwoModalityData)."
             )
         found = tuple(schema.capacity(number) for number in range(len(names)))
+        if self.capacities is not None and any(own < data for own, data in zip(self.capacities, found, strict=True)):
+            raise UserError(
+                f"model.mlp.capacities={self.capacities}, but rows of the data have up to {found} tokens of "
+                f"{', '.join(names)}; what is beyond would go to no expert. Raise them, or leave them None."
+            )
+        if self.ranges is not None and schema.ranges and self.ranges != schema.ranges:
+            raise UserError(
+                f"model.mlp.ranges={self.ranges}, but the data say {schema.ranges}. Leave them None, or take the data "
+                "that the model was made for."
+            )
         return dataclasses.replace(self, capacities=self.capacities or found, ranges=self.ranges or schema.ranges)
 
     def build(self, config: LlamaConfig, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "ModalityExpertLayers":
@@ -225,7 +235,7 @@ class ModalityExpertLayers(nnx.Module):
                 "which a token is of. Take data with several modalities (TwoModalityData), or mlp=Experts."
             )
         found = ModalityMap(ranges=self.part.ranges)
-        return jnp.asarray(found.of_ids)[jnp.minimum(tokens, found.vocabulary - 1)]
+        return jnp.asarray(found.of_ids).at[tokens].get(mode="fill", fill_value=PADDING)
 
     def infer(self, x: jax.Array, order: Order) -> jax.Array:
         """See `llama3.parts.RoutedMlp`."""

@@ -188,7 +188,8 @@ def matched(trained: Trained, shapes: Mapping[str, jax.ShapeDtypeStruct], where:
     if said:
         raise UserError(
             f"{where}: {trained.origin} does not fit the model: {'; '.join(said)}. Give a run of the same model, or "
-            f"the model of that run (see {_RECORD} in its folder)."
+            f"the model of that run (see {_RECORD} in its folder); or a surgery that makes the one of the other, as "
+            "surgery.experts.Upcycle does of another number of experts."
         )
     return {path: params[path] for path in shapes}
 

@@ -71,13 +71,13 @@ class MeanLoss(MetricBase):
         return LossSums(add(sums.loss, total), add(sums.weight, weight))
 
     def compute(self, sums: LossSums[np.ndarray]) -> dict[str, float]:
+        if self.weight is not None and not sums.weight:
+            return {}
         mean = ratio(sums.loss, sums.weight)
-        if self.weight is not None:
-            return {self.name: mean} if sums.weight else {}
-        found = {self.name: mean, "weight": float(sums.weight)}
-        if self.name != "loss":
-            return found
-        if self.of == "nats":
+        found = {self.name: mean}
+        if "/" not in self.name:  # of all targets
+            found["weight"] = float(sums.weight)
+        if self.of == "nats" and self.name == "loss":
             with np.errstate(over="ignore"):
                 found |= {"perplexity": float(np.exp(mean)), "bits": mean / math.log(2)}
         return found

@@ -2,7 +2,16 @@
 
 import json
 
+import matplotlib.image
+import numpy as np
 import pytest
+
+from scalejax.cli.commands import generate
+from scalejax.data.images.codebook import PatchCodebook
+from scalejax.data.images.tokenizer import InterleavedTokenizer
+from scalejax.data.images.two_modality import CODEBOOK
+from scalejax.data.text.tokenizer import ByteTokenizer
+from scalejax.inference import text
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +51,34 @@ def test_generate_continues_text_and_draws_whole_images(invoke, run, tmp_path):
     assert done.exit_code == 0, done.stderr
     count = int(done.stderr.split(" whole images in ")[0].split()[-1])
     assert len(list((tmp_path / "drawn").glob("image-*.png"))) == count
+
+
+def test_what_is_drawn_are_the_pixels_of_the_codes(run, tmp_path, capsys):
+    """Of a model of a few steps an image is never whole, so tokens are given."""
+    codebook = PatchCodebook.read(run / CODEBOOK)
+    tokenizer = InterleavedTokenizer(text=ByteTokenizer(), codes=len(codebook)).build()
+    codes = np.random.default_rng(0).integers(0, len(codebook), (2, 49))
+    ids = tokenizer.ids
+    first, second = ((ids.first_code + row).tolist() for row in codes)
+    made = [
+        text.Completion("a<image>", "", (*first, ids.end_image, 98, ids.begin_image, *second), "length"),
+        text.Completion("b", "", (98, 99), "length"),
+    ]
+    writer = text.Writer(None, tokenizer, (), ())
+    generate._draw(codebook, writer, made, tmp_path / "drawn")
+    assert "2 whole images in" in capsys.readouterr().err
+    for number, pixels in enumerate(codebook.decode(codes)):
+        drawn = matplotlib.image.imread(tmp_path / "drawn" / f"image-{number + 1}.png")
+        np.testing.assert_array_equal(np.rint(255 * drawn).astype(np.uint8), pixels)
+
+
+def test_images_of_a_model_of_text_are_refused_before_anything_is_generated(invoke, language_run, tmp_path):
+    done = invoke(
+        "generate", str(language_run("llama-smoke")), "--prompt", "a", "--images", str(tmp_path), "--mesh", "fsdp=8"
+    )
+    assert done.exit_code == 2
+    assert "is a model of text alone" in done.stderr
+    assert not done.stdout
 
 
 def test_what_has_no_folder_is_refused(invoke, run, tmp_path):

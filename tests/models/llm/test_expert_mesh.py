@@ -4,14 +4,18 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import small_language_run as small
+from flax import nnx
+from llama_cases import GQA
 
 from scalejax.errors import UserError
-from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
+from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
+from scalejax.nn import Dtypes
 from scalejax.parallel.fsdp import Fsdp
-from scalejax.parallel.mesh import MeshShape
+from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan import explain_sharding
 from scalejax.train.experiment import Precision
 from scalejax.train.metrics import sums as metric_sums
@@ -176,3 +180,18 @@ def test_a_pipeline_carries_no_bias(texts):
 def test_experts_that_do_not_divide_are_refused(texts):
     with pytest.raises(UserError, match=r"expert=4, which does not divide experts=6 of 'layers/mlp/down'"):
         bound(texts, Experts(count=6), MeshShape(fsdp=1, expert=4))
+
+
+def test_what_positions_do_not_divide_is_whole_everywhere_and_chosen_once():
+    """Seven positions over two devices of `context`: no token enters twice."""
+    part = Experts(count=2, router=ExpertChoice(group="global"), execution="batched")
+    module = part.build(GQA, nnx.Rngs(0), Dtypes("float32"))
+    graph, state = nnx.split(module)
+    module = nnx.merge(graph, jax.tree.map(lambda x: 20 * x[0], state))
+    x = jax.random.normal(jax.random.key(0), (2, 7, GQA.dim))
+    prepared = Prepared(jnp.ones((2, 7), bool))
+    y, numbers = module.with_numbers(x, prepared, module.numbers(2))
+    with jax.set_mesh(make_mesh(MeshShape(fsdp=1, context=2), jax.devices()[:2])):
+        found, of_mesh = jax.jit(lambda x: module.with_numbers(x, prepared, module.numbers(2)))(x)
+    np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(of_mesh["load"], numbers["load"])

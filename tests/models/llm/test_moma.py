@@ -27,6 +27,12 @@ def layer(part, number=1):
     return nnx.merge(graph, jax.tree.map(lambda x: 20 * x[number], state))
 
 
+def layer_of(part):
+    """The same of a part whose capacities are stated."""
+    graph, state = nnx.split(part.build(GQA, nnx.Rngs(0), F64))
+    return nnx.merge(graph, jax.tree.map(lambda x: 20 * x[1], state))
+
+
 def run(module, x, modality):
     modality = jnp.asarray(modality, jnp.int8)
     order = module.prepare(modality != PADDING, jnp.zeros_like(modality, jnp.int32), modality, room="data")
@@ -101,8 +107,21 @@ def test_a_capacity_that_holds_all_tokens_changes_nothing(x):
     modality = kinds("mixed")
     most = [int((modality == number).sum(1).max()) for number in (TEXT, IMAGE)]
     part = ModalityExperts(groups=(("text", 4), ("image", 2)))
-    wide, tight = layer(part), layer(dataclasses.replace(part, capacities=tuple(most)))
+    wide, tight = layer(part), layer_of(dataclasses.replace(part, capacities=tuple(most)))
     np.testing.assert_allclose(run(tight, x, modality)[0], run(wide, x, modality)[0], rtol=1e-12)
+
+
+@pytest.mark.parametrize(("name", "capacities"), [("all text", (16, 0)), ("all images", (0, 16))])
+def test_a_modality_that_the_data_never_have_needs_no_places(x, name, capacities):
+    """Rows of text alone, as the data may be set to; gradients of what has no tokens are zeros."""
+    part = ModalityExperts(groups=(("text", 4), ("image", 2)), capacities=capacities)
+    module, modality = layer_of(part), kinds(name)
+    np.testing.assert_allclose(run(module, x, modality)[0], literal(module, x, modality), rtol=1e-10, atol=1e-12)
+    graph, state = nnx.split(module)
+    found = jax.grad(lambda state: run(nnx.merge(graph, state), x, modality)[0].sum())(state)
+    empty = "image" if name == "all text" else "text"
+    assert not any(np.asarray(g[...]).any() for path, g in nnx.to_flat_state(found) if path[0] == empty)
+    assert all(np.asarray(g[...]).any() for path, g in nnx.to_flat_state(found) if path[0] != empty)
 
 
 def test_tokens_in_another_order_come_out_in_that_order(x):
@@ -233,6 +252,18 @@ def test_the_loss_and_the_use_of_experts_are_of_each_modality(x64):
             lambda: ModalityExperts(groups=(("text", 0),)),
             ValueError,
             "count must be a whole number of at least 1; got 0",
+        ),
+        (
+            lambda: ModalityExperts(capacities=(3, 16)).bound(SCHEMA),
+            UserError,
+            r"capacities=\(3, 16\), but rows of the data have up to \(16, 16\) tokens",
+        ),
+        (
+            lambda: ModalityExperts(ranges=(("text", 0, 5),)).bound(
+                dataclasses.replace(SCHEMA, ranges=(("text", 0, 50), ("image", 50, 90)))
+            ),
+            UserError,
+            "but the data say",
         ),
         (
             lambda: config().task(TokenSchema(vocabulary=90, length=16)),

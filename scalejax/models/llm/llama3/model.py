@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
-from scalejax.models.llm.llama3.parts import CosSin, GatedMlp, Numbers, RoutedMlp, RoutedPart
+from scalejax.models.llm.llama3.parts import CosSin, GatedMlp, Numbers, Room, RoutedMlp, RoutedPart
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather, apply_layers, scan_layers, split_params, whole
 from scalejax.numerics.quantized import weights
@@ -172,7 +172,8 @@ class Llama(nnx.Module):
         """
         part = self.config.mlp
         routing = "causal" if isinstance(part, RoutedPart) and part.generates else "batch"
-        return self.hidden_with_numbers(tokens, positions, segment_ids, routing=routing, gather=gather)[:2]
+        rows = (tokens, positions, segment_ids)
+        return self.hidden_with_numbers(*rows, routing=routing, room="all", gather=gather)[:2]
 
     def hidden_with_numbers(
         self,
@@ -183,6 +184,7 @@ class Llama(nnx.Module):
         keys: jax.Array | None = None,
         *,
         routing: Literal["batch", "causal"] = "batch",
+        room: Room = "data",
         gather: Gather = whole,
     ) -> tuple[jax.Array, jax.Array, Numbers]:
         """The same, and what the MLPs of all layers found out of each row; {} where they only compute.
@@ -193,6 +195,7 @@ class Llama(nnx.Module):
           keys: Keys of the rows, [B], for routers that draw; None = nothing is drawn.
           routing: Who sees which token: "batch" as in training, with what is dropped there, and where experts choose
             among the tokens of a batch; "causal" as in generation, without later tokens and without drops.
+          room: See `parts.Room`; rows of the data are held to it before.
         """
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
@@ -205,7 +208,7 @@ class Llama(nnx.Module):
             def inferred(layer: DecoderBlock, x: jax.Array, beside: tuple[_Beside, "PyTree[jax.Array]"]) -> jax.Array:
                 return layer(x, *beside[0], beside[1])
 
-            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, room="data")
+            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, room=room)
             x = apply_layers(self.layers, inferred, x, (beside, prepared), **options)
         elif isinstance(self.layers.mlp, RoutedMlp):
 
@@ -216,7 +219,7 @@ class Llama(nnx.Module):
 
             numbers = self.layers.mlp.numbers(tokens.shape[0])
             data = None if keys is None else jax.random.key_data(keys)  # keys themselves do not go through a pipeline
-            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, data, room="data")
+            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, data, room=room)
             x, numbers = apply_layers(self.layers, with_numbers, (x, numbers), (prepared, beside), **options)
         else:
 

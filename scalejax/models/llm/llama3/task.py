@@ -81,12 +81,15 @@ class LlamaTask(TaskBase):
             return Loss(loss, weight, sums)
         sums = {"cross_entropy": loss, **sums, **part.sums(numbers)}
         if part.sees_later_tokens and part.generates:
-            # In training it is not computed twice: the loss of a window is that of the batch's choice there.
-            causal, by_modality = loss, {name: x for name, x in sums.items() if name.startswith("cross_entropy/")}
+            # In training it is not computed: its weight is 0 there, and windows have `loss_topk` alone.
+            zero = jnp.zeros_like(loss)
+            causal, by_modality, counted = zero, {f"cross_entropy/{name}": zero for name in self._names}, zero
             if batch.purpose == "evaluation":
                 x, head, _ = run(routing="causal")
                 causal, by_modality = self._cross_entropy(x, head, batch)
-            sums |= {name.replace("cross_entropy", "causal"): x for name, x in by_modality.items()} | {"causal": causal}
+                counted = weight
+            own = {name: by_modality[f"cross_entropy/{name}"] for name in self._names}
+            sums |= {f"causal/{name}": x for name, x in own.items()} | {"causal": causal, "weight/causal": counted}
         return Loss(loss + part.losses(numbers), weight, sums)
 
     def _cross_entropy(self, x: jax.Array, head: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -97,8 +100,8 @@ class LlamaTask(TaskBase):
         def of(weights: jax.Array) -> jax.Array:
             return nn.linear_cross_entropy(x, head, batch["targets"], weights, positions=self.config.loss_positions)
 
-        names = self.schema.modalities if self.schema.ranges else ()
-        if len(names) < 2:
+        names = self._names
+        if not names:
             return of(weights), {}
         if batch.purpose != "evaluation":
             keys = [f"{kind}/{name}" for kind in ("cross_entropy", "weight") for name in names]
@@ -109,20 +112,26 @@ class LlamaTask(TaskBase):
         total = jnp.stack(list(losses.values())).sum()
         return total, losses | {f"weight/{name}": w.sum() for name, w in own.items()}
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        """The modalities, where losses are told apart by them."""
+        several = len(self.schema.modalities) > 1 and self.schema.ranges
+        return self.schema.modalities if several else ()
+
     def metrics(self) -> tuple[Metric, ...]:
         """The mean loss of a target and its perplexity, by modality too, and what the MLP measures of itself.
 
         Where experts choose among the tokens of a batch, that loss is named loss_topk: it is too good. With auxiliary
         routers the loss without later tokens stands before it.
         """
-        part, names = self.config.mlp, self.schema.modalities if self.schema.ranges else ()
+        part = self.config.mlp
         mean = functools.partial(MeanLoss, unit="targets", of="nats")
         routed = isinstance(part, RoutedPart)
         losses = [mean(sum="cross_entropy" if routed else None)]
         if isinstance(part, RoutedPart) and part.sees_later_tokens:
             losses = [mean(name="loss_topk", title="loss, seeing later tokens", sum="cross_entropy")]
             if part.generates:
-                losses = [mean(sum="causal"), *losses]
+                losses = [mean(sum="causal", weight="weight/causal"), *losses]
         by_modality = [
             dataclasses.replace(
                 loss,
@@ -132,7 +141,7 @@ class LlamaTask(TaskBase):
                 weight=f"weight/{name}",
             )
             for loss in losses
-            for name in (names if len(names) > 1 else ())
+            for name in self._names
         ]
         own = part.metrics(self.config.layers) if isinstance(part, RoutedPart) else ()
         return (*losses, *by_modality, *own)
