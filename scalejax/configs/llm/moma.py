@@ -63,6 +63,7 @@ def smoke() -> Experiment:
         data=TwoModalityData(length=128, batch_size=8, codes=16, image_share=(0.35, 0.45)),
         steps=4,
         phases=(dataclasses.replace(phase, steps=4),),
+        evaluation=dataclasses.replace(whole.evaluation, every=0),
         log_every=2,
     )
 

@@ -43,7 +43,7 @@ class DecoderBlock(nnx.Module):
         self.attention = config.self_attention.build(config, rngs, dtypes)
         self.mlp_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
         self.mlp = config.mlp.build(config, rngs, dtypes)
-        self.norm_place = config.norm.place
+        self.norm_place = getattr(config.norm, "place", "input")
 
     def __call__(
         self,

@@ -131,10 +131,7 @@ class RoutedMlp(Protocol):
 
 
 class NormPart(Protocol):
-    """Normalises the last axis; what attention and MLP read, or with place = "output" what they write."""
-
-    @property
-    def place(self) -> Literal["input", "output"]: ...
+    """Normalises the last axis: what attention and MLP read, or, with an attribute `place` of "output", what they write."""
 
     def build(
         self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes, *, layers: int | None
