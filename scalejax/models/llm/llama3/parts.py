@@ -131,7 +131,7 @@ class RoutedMlp(Protocol):
 
 
 class NormPart(Protocol):
-    """Normalises the last axis of what attention and MLP read; with an attribute `place` of "output" what they write."""
+    """Normalises the last axis of what attention and MLP read; with a `place` of "output" of what they write."""
 
     def build(
         self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes, *, layers: int | None
