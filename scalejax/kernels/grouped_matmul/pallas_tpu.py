@@ -225,9 +225,12 @@ class _RowsCall:
                 row = tile[visit] * row_tile + lax.broadcasted_iota(jnp.int32, (row_tile, column_tile), 0)
                 own = (row >= begins[here]) & (row < ends[here])
                 is_first = (visit == 0) | (tile[jnp.maximum(visit - 1, 0)] != tile[visit])
-                known = [total[...] for total in sums] + [old[...].astype(jnp.float32) for old in olds]
-                for out, value in zip(outs, finish(*known), strict=True):
-                    others = jnp.where(is_first, 0.0, out[...].astype(jnp.float32))
+                before = [old[...].astype(jnp.float32) for old in olds]
+                # What takes the place of `kept` keeps it for the groups to come: they may read it from there again.
+                first = [jnp.zeros(row.shape, jnp.float32)] * (results - len(kept)) + before
+                known = [*[total[...] for total in sums], *before]
+                for out, value, at_first in zip(outs, finish(*known), first, strict=True):
+                    others = jnp.where(is_first, at_first, out[...].astype(jnp.float32))
                     out[...] = jnp.where(own, value, others).astype(out.dtype)
 
         def of_rows(n: Number, visit: Number, k: Number, tile: Ref, *_: Ref) -> tuple[Number, ...]:
