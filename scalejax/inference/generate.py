@@ -225,7 +225,7 @@ class Engine:
         return shards * _bucket(-(-prompts // shards), 1)
 
     def _cache_bytes(self, rows: int, positions: int) -> int:
-        cache = jax.eval_shape(lambda: self._model(self.shape.params).cache(rows, positions))
+        cache = jax.eval_shape(lambda: self._model(self._shapes).cache(rows, positions))
         return sum(jax.tree.leaves(jax.tree.map(_device_bytes, cache, self._cache_shardings(cache))))
 
     def _cache_shardings(self, cache: "PyTree[jax.ShapeDtypeStruct]") -> "PyTree[NamedSharding]":
@@ -236,7 +236,7 @@ class Engine:
 
     @functools.cached_property
     def _cache_axes(self) -> "PyTree[LogicalAxes]":
-        return self._model(self.shape.params).cache_axes()
+        return self._model(self._shapes).cache_axes()
 
     # The programs.
 
@@ -253,7 +253,7 @@ class Engine:
 
     def _empty(self, rows: int, positions: int, prompts: int) -> _State:
         def empty() -> _State:
-            model = self._model(self.shape.params)
+            model = self._model(self._shapes)
             logits = jnp.zeros((rows, self.config.vocabulary or 0), nn.wide(model.compute_dtype))
             filling = jnp.arange(rows) >= prompts
             return _State(model.cache(rows, positions), logits, filling, jnp.zeros(rows, bool))
@@ -346,6 +346,10 @@ class Engine:
     @property
     def _gather(self) -> Gather:
         return QuantizedGather(packed_params.whole, self.formats) if self.formats else packed_params.whole
+
+    @property
+    def _shapes(self) -> Mapping[str, object]:
+        return {**self.shape.params, **self.shape.variables}
 
     def _model(self, params: Mapping[str, object]) -> LanguageModule:
         return cast(LanguageModule, self.shape.merge(params))

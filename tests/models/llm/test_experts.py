@@ -12,8 +12,13 @@ from llama_cases import F64, GQA, rows, tokens
 
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
+from scalejax.inference import generate, run_model
 from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
+from scalejax.nn import Dtypes
+from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
+from scalejax.train.checkpoints import trained
+from scalejax.train.state import ModelShape
 from scalejax.train.task import Batch, whole
 
 EXPERTS = Experts(count=4, router=TopK(k=2))
@@ -302,3 +307,26 @@ def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(tex
 def test_mistakes_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_bias_that_keeps_experts_even_is_used_in_generation_too(tmp_path):
+    """It is a variable and no parameter: greedy tokens are those of full passes with it."""
+    texts = small.write(tmp_path / "documents")
+    part = Experts(count=4, router=TopK(k=2, balance=0.0, bias_rate=0.1))
+    made = small.experiment(texts, model=dataclasses.replace(small.MODEL, mlp=part))
+    loop.train(made, workdir=tmp_path / "run")
+    opened = run_model.open_run(tmp_path / "run", made)
+    engine = generate.load(opened, make_mesh(MeshShape(fsdp=1), jax.devices()[:1]))
+    (found,) = engine.generate([[97, 98, 99]], max_tokens=4)
+    state = trained.open_run(tmp_path / "run")
+    assert np.asarray(state.variables["layers/mlp/bias"][...]).any()
+    model = opened.config.task(made.data.schema()).init(nnx.Rngs(0), Dtypes("float32"))
+    shape = ModelShape.of(model)
+    arrays = {path: jnp.asarray(x[...]) for path, x in (*state.params.items(), *state.variables.items())}
+    full = shape.merge(arrays)
+    ids = [97, 98, 99]
+    for _ in range(4):
+        tokens = jnp.asarray([ids])
+        logits = full(tokens, jnp.arange(len(ids))[None], jnp.ones_like(tokens))
+        ids.append(int(logits[0, -1].argmax()))
+    assert list(found.tokens) == ids[3:]
