@@ -15,7 +15,7 @@ rate toward the experts that had less than the mean (Wang et al., arXiv 2408.156
 
 `ExpertChoice`: every expert takes its k = floor(b / n) best of b tokens, at least 1, by sigmoid scores, which are also
 the weights (MoMa, arXiv 2407.21770). All experts do equal work, and a token may be seen by none. Who is taken depends
-on later tokens, so that losses are too good, and nothing can be generated.
+on later tokens, so that losses are too good, and nothing can be generated without an `AuxiliaryRouter`.
 
 On a mesh whose axis `expert` has W devices each of them holds n / W experts, and tokens travel (`parallel.expert`).
 
@@ -275,6 +275,9 @@ class Prepared:
 class ExpertLayers(nnx.Module):
     """The experts and routers of all layers; used one layer at a time."""
 
+    stages = (("gate", "up"), ("down",))
+    """See `llama3.parts`; the router, which is never quantized, is in none."""
+
     def __init__(self, part: Experts, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes):
         normal = StackedNormal(config, rngs, dtypes.params)
         self.router = normal((config.dim, part.count), ("embed", "router"))
@@ -292,9 +295,6 @@ class ExpertLayers(nnx.Module):
         self.hidden = config.ffn_dim
         self.layers = config.layers
         self.compute_dtype = dtypes.compute
-
-    stages = (("gate", "up"), ("down",))
-    """See `llama3.parts`; the router, which is never quantized, is in none."""
 
     def inputs(self, stage: int, x: jax.Array, expert: jax.Array) -> jax.Array:
         """What the matrices of a stage of an expert multiply, [B, S, ...], zeros where a token does not reach it."""

@@ -4,7 +4,8 @@
 
 A token of modality M goes to the group of M, known from its id; inside of the group every expert takes its
 k = floor(b_M / n_M) best of the b_M tokens of that modality, at least 1 where there is one, by sigmoid scores that are
-also the weights (`experts.ExpertChoice`). The mixed-modal form with one group of 8 is `Experts(count=8)`.
+also the weights (`experts.ExpertChoice`). The mixed-modal form, one group of 8 for all
+tokens, is `Experts(count=8, router=ExpertChoice(), execution="batched")`.
 
     LlamaConfig(..., mlp=ModalityExperts(groups=(("text", 4), ("image", 4))), norm=OutputRmsNorm())
 
@@ -89,10 +90,10 @@ class ModalityExperts:
         return Experts(count=count, router=self.router, execution=self.execution)
 
     def bound(self, schema: TokenSchema) -> "ModalityExperts":
-        """These groups with the capacities of the data, if they have none of their own.
+        """These groups with the capacities and ranges of the data, if they have none of their own.
 
         Raises:
-          UserError: the data has other modalities.
+          UserError: the data have other modalities or ranges, or rows with more tokens of one than there is room for.
         """
         names = tuple(name for name, _ in self.groups)
         if names != schema.modalities:

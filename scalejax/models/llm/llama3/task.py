@@ -70,11 +70,12 @@ class LlamaTask(TaskBase):
           the model computes in float64).
         """
         part = self.config.mlp
-        draws = isinstance(part, RoutedPart) and part.draws and keys is not None
-        own = keys.of_examples(len(batch["tokens"])) if draws and keys is not None else None
+        drawn_with = None
+        if keys is not None and isinstance(part, RoutedPart) and part.draws:
+            drawn_with = keys.of_examples(len(batch["tokens"]))
         rows = (batch["tokens"], batch["positions"], batch["segment_ids"], batch.fields.get("modality"))
         run = functools.partial(model.hidden_with_numbers, *rows, gather=gather)
-        x, head, numbers = run(own)
+        x, head, numbers = run(drawn_with)
         loss, sums = self._cross_entropy(x, head, batch)
         weight = batch["weights"].astype(loss.dtype).sum()
         if not isinstance(part, RoutedPart):
@@ -88,8 +89,8 @@ class LlamaTask(TaskBase):
                 x, head, _ = run(routing="causal")
                 causal, by_modality = self._cross_entropy(x, head, batch)
                 counted = weight
-            own = {name: by_modality[f"cross_entropy/{name}"] for name in self._names}
-            sums |= {f"causal/{name}": x for name, x in own.items()} | {"causal": causal, "weight/causal": counted}
+            sums |= {f"causal/{name}": by_modality[f"cross_entropy/{name}"] for name in self._names}
+            sums |= {"causal": causal, "weight/causal": counted}
         return Loss(loss + part.losses(numbers), weight, sums)
 
     def _cross_entropy(self, x: jax.Array, head: jax.Array, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
