@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from scalejax.data.images.tokenizer import InterleavedTokenizer
 from scalejax.data.images.two_modality import TwoModalityData
@@ -22,6 +23,7 @@ from scalejax.models.llm.architecture import LanguageConfig
 from scalejax.models.llm.mapping import Index
 from scalejax.models.llm.model_folder import COPIED, LanguageModel
 from scalejax.models.llm.special_tokens import SpecialTokens
+from scalejax.nn import counts
 from scalejax.train import phases
 from scalejax.train.checkpoints import trained
 from scalejax.train.checkpoints.array_store import AnyArray
@@ -122,9 +124,8 @@ def _text_of(data: object) -> TextData | TwoModalityData | None:
 
 def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
     """Parameters of a model, by path."""
-    entries, sizes = families.own_table(config)
-    shapes = {e.path: ((config.layers,) if e.stacked else ()) + e.shape(sizes) for e in entries}
-    return {path: jax.ShapeDtypeStruct(shape, np.float32) for path, shape in shapes.items()}
+    state = nnx.to_flat_state(nnx.state(counts.abstract(families.of(config).build, config)))
+    return {"/".join(map(str, p)): jax.ShapeDtypeStruct(v.get_value().shape, np.float32) for p, v in state}
 
 
 def _tokenizer_files(data: TextData | TwoModalityData) -> tuple[pathlib.Path, ...]:

@@ -16,8 +16,8 @@ from scalejax.errors import UserError
 from scalejax.train.checkpoints.array_store import Index, LazyArray
 from scalejax.train.checkpoints.trained import Trained
 
-_EXPERTS = re.compile(r"layers/mlp/(?:\w+/)?(gate|up|down)")
-_ROUTERS = re.compile(r"layers/mlp/(?:\w+/)?(router|auxiliary_in|auxiliary_out)")
+_EXPERTS = re.compile(r"layers/(?:some/|all/)?mlp/(?:\w+/)?(gate|up|down)")
+_ROUTERS = re.compile(r"layers/(?:some/|all/)?(?:mlp/)?(?:\w+/)?(router|auxiliary_in|auxiliary_out)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,8 @@ import dataclasses
 from scalejax import optim
 from scalejax.configs.llm import _common
 from scalejax.data.images.two_modality import TwoModalityData
-from scalejax.models.llm.experts import AuxiliaryRouter
+from scalejax.models.llm.auxiliary import AuxiliaryRouter
+from scalejax.models.llm.depth import MixtureOfDepths
 from scalejax.models.llm.llama3 import LlamaConfig
 from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.models.llm.moma import ModalityExperts, published
@@ -16,7 +17,7 @@ from scalejax.parallel.fsdp import Fsdp
 from scalejax.surgery.experts import AddAuxiliaryRouters
 from scalejax.train.experiment import Experiment, Phase
 
-_AUXILIARY = "layers/mlp/.*auxiliary_(in|out)"
+_AUXILIARY = "layers/.*auxiliary_(in|out)"
 
 
 def two_modality() -> Experiment:
@@ -78,13 +79,31 @@ def pretrain_1_4b() -> Experiment:
     return _pretrain("1.4B", rows=2048, steps=120_000, auxiliary=(10_000, 2000))
 
 
+def mod_smoke() -> Experiment:
+    """A few steps of a tiny MoMa with mixture-of-depths, and of its auxiliary routers."""
+    whole = smoke()
+    assert isinstance(whole.model, LlamaConfig)
+    (phase,) = whole.phases
+    model = dataclasses.replace(whole.model, layers=4, depth=MixtureOfDepths())
+    return _with_auxiliary_routers(
+        dataclasses.replace(whole, model=model), steps=phase.steps, optimizer=phase.changes["optimizer"]
+    )
+
+
+def pretrain_1_4b_mod() -> Experiment:
+    """MoMa 4t4i with mixture-of-depths of the 1.4B class (12 B parameters): set data as before. For accelerators."""
+    return _pretrain("1.4B", rows=2048, steps=120_000, auxiliary=(5000, 2000), depth=MixtureOfDepths())
+
+
 def _with_auxiliary_routers(experiment: Experiment, *, steps: int, optimizer: optim.Optimizer) -> Experiment:
     """A second phase that trains auxiliary routers alone; all else keeps its bits."""
+    assert isinstance(experiment.model, LlamaConfig)
     phase = Phase(
         name="auxiliary",
         steps=steps,
         changes={
             "model.mlp.router.auxiliary": AuxiliaryRouter(),
+            **({"model.depth.auxiliary": AuxiliaryRouter()} if experiment.model.depth is not None else {}),
             "trainable": _AUXILIARY,
             "optimizer": optimizer,
         },
@@ -93,14 +112,16 @@ def _with_auxiliary_routers(experiment: Experiment, *, steps: int, optimizer: op
     return dataclasses.replace(experiment, phases=(phase,))
 
 
-def _pretrain(size: str, *, rows: int, steps: int, auxiliary: tuple[int, int]) -> Experiment:
+def _pretrain(
+    size: str, *, rows: int, steps: int, auxiliary: tuple[int, int], depth: MixtureOfDepths | None = None
+) -> Experiment:
     """Tables 5 and 6 of the paper: rates fall from 1e-4 to 1e-6 in a line, after 4,000 steps of warm-up.
 
     The optimizer is not printed; AdamW with what is usual. Auxiliary routers keep the batch of the model, where Table 6
     has one of 4 M tokens.
     """
     whole = _common.experiment(
-        model=published(size),
+        model=published(size, depth=depth),
         data=TwoModalityData(length=4096, batch_size=rows, codes=8192, image_share=(0.45, 0.55), vocabulary=65_536),
         steps=steps,
         optimizer=_adamw(steps, 4_000),

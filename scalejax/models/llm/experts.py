@@ -36,6 +36,7 @@ from scalejax import nn
 from scalejax.errors import UserError
 from scalejax.kernels.grouped_matmul import grouped_gated_mlp
 from scalejax.kernels.grouped_matmul.api import Implementation
+from scalejax.models.llm.auxiliary import AuxiliaryRouter, compare, guess
 from scalejax.models.llm.expert_use import GUESSES, SUMS, ExpertGuesses, ExpertUse
 from scalejax.models.llm.llama3.parts import Numbers, Room, StackedNormal
 from scalejax.nn import routing
@@ -100,25 +101,6 @@ class TopK:
         """Experts that see a token."""
         del experts
         return self.k
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AuxiliaryRouter:
-    """Says of a token alone which experts would take it: those j with sigmoid(silu(x W_1) W_2)_j > 1/2.
-
-    It is trained by the binary cross-entropy of what experts do take, and nothing of that loss reaches the rest of the
-    model. With it experts that choose can be used without later tokens. How many take a token is open then, so places
-    are those of n experts a token, which a CPU computes all.
-
-    Attributes:
-      hidden: Columns of W_1; None = half the width of the model.
-    """
-
-    hidden: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.hidden is not None and (not isinstance(self.hidden, int) or self.hidden < 1):
-            raise ValueError(f"AuxiliaryRouter: hidden must be at least 1, or None; got {self.hidden!r}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,7 +270,7 @@ class ExpertLayers(nnx.Module):
             bias = jnp.zeros((config.layers, part.count), nn.wide(dtypes.compute))
             self.bias = nnx.Variable(bias, logical_axes=("layers", "router"))
         if isinstance(part.router, ExpertChoice) and part.router.auxiliary is not None:
-            hidden = part.router.auxiliary.hidden or max(1, config.dim // 2)
+            hidden = part.router.auxiliary.columns(config.dim)
             self.auxiliary_in = normal((config.dim, hidden), ("embed", "router"))
             self.auxiliary_out = normal((hidden, part.count), ("router", "router"))
         self.part = part
@@ -363,9 +345,7 @@ class ExpertLayers(nnx.Module):
 
     def _guess(self, x: jax.Array) -> jax.Array:
         """wide[B, S, n]: above 0 where the auxiliary router says that an expert would take a token."""
-        wide, x = nn.wide(self.compute_dtype), jax.lax.stop_gradient(x)
-        hidden = jax.nn.silu(nn.project(x, self.auxiliary_in[...].astype(self.compute_dtype)))
-        return nn.project(hidden.astype(wide), self.auxiliary_out[...].astype(wide))
+        return guess(x, self.auxiliary_in[...], self.auxiliary_out[...], self.compute_dtype)
 
     def with_numbers(self, x: jax.Array, prepared: Prepared, numbers: Numbers) -> tuple[jax.Array, Numbers]:
         """x [B, S, E] -> [B, S, E], and what this layer adds to the numbers.
@@ -383,7 +363,10 @@ class ExpertLayers(nnx.Module):
             scores = jax.nn.sigmoid(logits)
             y, asked, dropped = self._to_choosing(x, scores, real, router)
             numbers = self._add(numbers, logits, scores, real, asked, dropped)
-            return y, numbers if router.auxiliary is None else self._compare(numbers, x, real, asked)
+            if router.auxiliary is None:
+                return y, numbers
+            found = compare(self._guess(x), real, asked)
+            return y, numbers | {name: numbers[name] + value for name, value in found.items()}
         choice, logits = self._choose(x, real, router)
         y, placed = self._to_chosen(x, choice, router)
         chosen = choice.experts.reshape(*real.shape, router.k)
@@ -422,18 +405,6 @@ class ExpertLayers(nnx.Module):
         found = {name: numbers[name] + value for name, value in added.items()}
         found["load"] = numbers["load"] + jnp.where(here[:, :, None], load[:, None, :], 0)
         return {**numbers, **found, "layer": numbers["layer"] + 1}
-
-    def _compare(self, numbers: Numbers, x: jax.Array, real: jax.Array, asked: jax.Array) -> Numbers:
-        """Adds how the auxiliary router differs from what experts took, `asked` wide[B, S, n]."""
-        asked = jax.lax.stop_gradient(asked)
-        guess, tokens = self._guess(x), real.astype(asked.dtype)[..., None]
-        said = (guess > 0).astype(asked.dtype)
-        found = {
-            "auxiliary": (tokens * (jax.nn.softplus(guess) - asked * guess)).sum((1, 2)) / self.part.count,
-            "guessed": (tokens * said).sum((1, 2)),
-            "hits": (tokens * said * asked).sum((1, 2)),
-        }
-        return numbers | {name: numbers[name] + value for name, value in found.items()}
 
     def _logits(self, x: jax.Array) -> jax.Array:
         """wide[B, S, n]."""

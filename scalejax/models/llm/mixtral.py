@@ -148,6 +148,6 @@ MIXTRAL = Architecture(
     read_config=read_config,
     write_config=write_config,
     describe=describe,
-    has=lambda config: isinstance(config.mlp, Experts),
+    has=lambda config: isinstance(config.mlp, Experts) and config.depth is None,
     forms=FORMS,
 )

@@ -28,7 +28,9 @@ from scalejax.data.text.modalities import PADDING, ModalityMap
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm.architecture import Architecture
-from scalejax.models.llm.experts import AuxiliaryRouter, Execution, ExpertChoice, ExpertLayers, Experts, Prepared
+from scalejax.models.llm.auxiliary import AuxiliaryRouter
+from scalejax.models.llm.depth import MixtureOfDepths
+from scalejax.models.llm.experts import Execution, ExpertChoice, ExpertLayers, Experts, Prepared
 from scalejax.models.llm.llama3 import architecture as llama
 from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.model import Llama
@@ -292,25 +294,28 @@ VOCABULARY = 65_536
 """Ids of text and of 8,192 codes of images."""
 
 
-def published(size: str, mlp: MlpPart | None = None) -> LlamaConfig:
-    """A model of `TABLE_1` without mixture-of-depths.
+def published(size: str, mlp: MlpPart | None = None, *, depth: MixtureOfDepths | None = None) -> LlamaConfig:
+    """A model of `TABLE_1`.
 
     Args:
       size: "90M", "435M" or "1.4B".
       mlp: Experts; None = four of each modality.
+      depth: Mixture-of-depths, which have more layers; None = without.
     """
     row = TABLE_1[size]
+    layers, dim, ffn, heads = (row.layers, row.dim, row.ffn, row.heads) if depth is None else row.depth
     return LlamaConfig(
-        layers=row.layers,
-        dim=row.dim,
-        ffn_dim=2 * row.ffn // 3,
-        heads=row.heads,
-        kv_heads=row.heads,
+        layers=layers,
+        dim=dim,
+        ffn_dim=2 * ffn // 3,
+        heads=heads,
+        kv_heads=heads,
         vocabulary=VOCABULARY,
         rope_theta=10_000.0,
         max_positions=4096,
         mlp=mlp or ModalityExperts(groups=(("text", 4), ("image", 4))),
         norm=OutputRmsNorm(),
+        depth=depth,
     )
 
 
@@ -328,20 +333,23 @@ def _of_group(numbers: Numbers, name: str) -> Numbers:
 
 def _no_folder(*_: object) -> NoReturn:
     raise UserError(
-        "MoMa has no form in folders of Hugging Face, whose MoEs choose experts by token. Use the run folder as it is: "
-        "scalejax generate, eval and init take it."
+        "MoMa and mixture-of-depths have no form in folders of Hugging Face, whose MoEs choose experts by token. Use "
+        "the run folder as it is: scalejax generate, eval and init take it."
     )
 
 
 def _describe(config: LlamaConfig) -> dict[str, str]:
-    part = config.mlp
-    assert isinstance(part, ModalityExperts)
-    return {**llama.describe(config), "experts": ", ".join(f"{count} of {name}" for name, count in part.groups)}
+    lines, part = llama.describe(config), config.mlp
+    if isinstance(part, ModalityExperts):
+        lines |= {"experts": ", ".join(f"{count} of {name}" for name, count in part.groups)}
+    if isinstance(config.depth, MixtureOfDepths):
+        lines |= {"mixture-of-depths": f"every other layer sees {config.depth.capacity:.3g} of the tokens"}
+    return lines
 
 
 MOMA = Architecture(
     config=LlamaConfig,
-    parts=(*llama.LLAMA.parts, ModalityExperts, ExpertChoice, AuxiliaryRouter, OutputRmsNorm),
+    parts=(*llama.LLAMA.parts, Experts, ModalityExperts, ExpertChoice, AuxiliaryRouter, MixtureOfDepths, OutputRmsNorm),
     build=Llama,
     name="MoMa",
     model_type="moma",
@@ -352,5 +360,5 @@ MOMA = Architecture(
     read_config=_no_folder,
     write_config=_no_folder,
     describe=_describe,
-    has=lambda config: isinstance(config.mlp, ModalityExperts),
+    has=lambda config: isinstance(config.mlp, ModalityExperts) or config.depth is not None,
 )

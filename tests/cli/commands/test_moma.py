@@ -12,6 +12,7 @@ from scalejax.data.images.tokenizer import InterleavedTokenizer
 from scalejax.data.images.two_modality import CODEBOOK
 from scalejax.data.text.tokenizer import ByteTokenizer
 from scalejax.inference import text
+from scalejax.train.checkpoints.trained import open_run
 
 pytestmark = pytest.mark.slow
 
@@ -84,4 +85,24 @@ def test_images_of_a_model_of_text_are_refused_before_anything_is_generated(invo
 def test_what_has_no_folder_is_refused(invoke, run, tmp_path):
     done = invoke("convert", str(run), str(tmp_path / "theirs"))
     assert done.exit_code == 2
-    assert "MoMa has no form in folders of Hugging Face" in done.stderr
+    assert "have no form in folders of Hugging Face" in done.stderr
+
+
+def test_mixture_of_depths_trains_its_auxiliary_routers_alone_and_generates(invoke, language_run):
+    run = language_run("moma-mod-smoke")
+    last, before = (open_run(run, step).params for step in (None, 4))
+    for path, value in before.items():
+        np.testing.assert_array_equal(last[path][...], value[...], err_msg=path)
+    assert {"layers/auxiliary_in", "layers/some/mlp/text/auxiliary_in", "layers/all/mlp/image/auxiliary_out"} <= {
+        path for path in last if path not in before
+    }
+    summary = json.loads((run / "summary.json").read_text())
+    assert {"val_loss", "val_loss_topk", "val_auxiliary_loss/depth"} <= set(summary)
+    done = invoke("generate", str(run), "--prompt", "a\n<image>", "--max-tokens", "8", "--mesh", "fsdp=8")
+    assert done.exit_code == 0, done.stderr
+    done = invoke("eval", str(run))
+    assert done.exit_code == 0, done.stderr
+    assert "loss of auxiliary routers, depth" in done.stdout
+    done = invoke("convert", str(run), str(run.parent / "theirs"))
+    assert done.exit_code == 2
+    assert "mixture-of-depths have no form in folders" in done.stderr

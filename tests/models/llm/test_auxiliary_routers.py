@@ -12,7 +12,8 @@ from llama_cases import F64, GQA
 from scalejax.configs.llm import moma
 from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.tokens import TokenSchema
-from scalejax.models.llm.experts import AuxiliaryRouter, ExpertChoice, Experts, Prepared
+from scalejax.models.llm.auxiliary import AuxiliaryRouter
+from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared
 from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.models.llm.moma import ModalityExperts
 from scalejax.train import loop

@@ -4,7 +4,7 @@ from scalejax.models.llm.architecture import Architecture
 from scalejax.models.llm.llama3 import huggingface
 from scalejax.models.llm.llama3.config import LlamaConfig
 from scalejax.models.llm.llama3.model import Llama
-from scalejax.models.llm.llama3.parts import GatedMlp, GroupedQueryAttention, RmsNorm, RoutedPart
+from scalejax.models.llm.llama3.parts import GatedMlp, GroupedQueryAttention, RmsNorm
 from scalejax.models.llm.llama3.rope import RopeScaling
 
 
@@ -33,5 +33,5 @@ LLAMA = Architecture(
     read_config=huggingface.read_config,
     write_config=huggingface.write_config,
     describe=describe,
-    has=lambda config: not isinstance(config.mlp, RoutedPart),
+    has=lambda config: config.routed is None,
 )

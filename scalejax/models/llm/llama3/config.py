@@ -10,11 +10,13 @@ from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.models.llm.llama3 import model
 from scalejax.models.llm.llama3.parts import (
     AttentionPart,
+    DepthPart,
     GatedMlp,
     GroupedQueryAttention,
     MlpPart,
     NormPart,
     RmsNorm,
+    RoutedPart,
 )
 from scalejax.models.llm.llama3.rope import RopeScaling
 from scalejax.models.llm.llama3.task import LlamaTask
@@ -52,6 +54,7 @@ class LlamaConfig:
       mlp: What a block is made of, see `parts`: its MLP,
       norm: its norms, and that after the last block,
       self_attention: and its attention.
+      depth: Which layers see which tokens, such as `depth.MixtureOfDepths`; None = all see all.
     """
 
     layers: int
@@ -76,6 +79,7 @@ class LlamaConfig:
     mlp: MlpPart = GatedMlp()
     norm: NormPart = RmsNorm()
     self_attention: AttentionPart = GroupedQueryAttention()
+    depth: DepthPart | None = None
 
     def __post_init__(self) -> None:
         for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads", "max_positions", "loss_positions", "unroll"):
@@ -96,7 +100,7 @@ class LlamaConfig:
             if getattr(self, field) not in known:
                 names = ", ".join(map(str, known))
                 raise ValueError(f"LlamaConfig: {field} must be one of {names}; got {getattr(self, field)!r}.")
-        for field in ("mlp", "norm", "self_attention"):
+        for field in ("mlp", "norm", "self_attention", *(() if self.depth is None else ("depth",))):
             part = getattr(self, field)
             if isinstance(part, type) or not (dataclasses.is_dataclass(part) and hasattr(part, "build")):
                 raise ValueError(f"LlamaConfig: {field} must be a part (see llama3.parts); got {part!r}.")
@@ -112,6 +116,21 @@ class LlamaConfig:
             )
         if self.width < 2 or self.width % 2:
             raise ValueError(f"LlamaConfig: head_dim must be even, as rotary positions turn pairs; got {self.width}.")
+
+        if self.depth is not None:
+            self.depth.repeats(self.layers)
+
+    @property
+    def repeats(self) -> int:
+        """How often the repeated block stands, which is the leading axis of its parameters: L, or less with `depth`."""
+        return self.layers if self.depth is None else self.depth.repeats(self.layers)
+
+    @property
+    def routed(self) -> RoutedPart | None:
+        """What sends tokens to some of the parameters; None = every token meets all."""
+        if self.depth is not None:
+            return self.depth.routed(self.mlp)
+        return self.mlp if isinstance(self.mlp, RoutedPart) else None
 
     @property
     def width(self) -> int:

@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 
 from scalejax import nn
 from scalejax.models.llm.llama3 import rope
-from scalejax.models.llm.llama3.parts import CosSin, GatedMlp, Numbers, Room, RoutedMlp, RoutedPart
+from scalejax.models.llm.llama3.parts import CosSin, GatedMlp, Numbers, Room, RoutedMlp, RoutedMlpPart
 from scalejax.nn import counts
 from scalejax.nn.layers import Gather, apply_layers, scan_layers, split_params, whole
 from scalejax.numerics.quantized import weights
@@ -67,12 +67,29 @@ class DecoderBlock(nnx.Module):
         positions: jax.Array,
     ) -> tuple[jax.Array, Numbers]:
         """The same with what the MLP adds to `numbers`, see `parts.RoutedMlp`."""
-        mlp: Any = self.mlp
         h = self._attend(x, cos_sin, segment_ids, positions)
-        y, numbers = mlp.with_numbers(self._into(self.mlp_norm, h), prepared, numbers)
+        if not isinstance(self.mlp, RoutedMlp):
+            return self._feed(h), numbers
+        y, numbers = self.mlp.with_numbers(self._into(self.mlp_norm, h), prepared, numbers)
         return self._add(h, y, self.mlp_norm), numbers
 
-    def _feed(self, h: jax.Array, prepared: "PyTree[jax.Array]") -> jax.Array:
+    def numbers(self, rows: int) -> Numbers:
+        """Those before the first layer, see `parts.RoutedMlp`; {} where the MLP only computes."""
+        return self.mlp.numbers(rows) if isinstance(self.mlp, RoutedMlp) else {}
+
+    def prepare(
+        self,
+        real: jax.Array,
+        tokens: jax.Array,
+        modality: jax.Array | None = None,
+        keys: jax.Array | None = None,
+        *,
+        room: Room,
+    ) -> "PyTree[jax.Array]":
+        """What all layers want to know of the tokens, see `parts.RoutedMlp`; None where the MLP only computes."""
+        return self.mlp.prepare(real, tokens, modality, keys, room=room) if isinstance(self.mlp, RoutedMlp) else None
+
+    def _feed(self, h: jax.Array, prepared: "PyTree[jax.Array]" = None) -> jax.Array:
         mlp: Any = self.mlp
         read = self._into(self.mlp_norm, h)
         return self._add(h, mlp(read) if prepared is None else mlp.infer(read, prepared), self.mlp_norm)
@@ -88,6 +105,14 @@ class DecoderBlock(nnx.Module):
     def _add(self, x: jax.Array, y: jax.Array, norm: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """The residual stream with what attention or the MLP wrote."""
         return nn.constrain(x + (norm(y) if self.norm_place == "output" else y), _STREAM)
+
+    def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
+        """An empty one of all layers, see `parts.AttentionModule`."""
+        return self.attention.cache(rows, positions)
+
+    def cache_axes(self) -> "PyTree[LogicalAxes]":
+        """Names of the axes of its arrays, see `parallel.activations`."""
+        return self.attention.cache_axes()
 
     def extend(
         self,
@@ -145,7 +170,9 @@ class Llama(nnx.Module):
             raise ValueError("Llama: config.vocabulary is None; take `config.bound(schema)`, or set it.")
         std = config.init_scale
         self.embed = _Matrix(rngs, (config.vocabulary, config.dim), ("vocabulary", "embed"), std, dtypes.params)
-        self.layers = DecoderBlock(config, rngs, dtypes)
+        self.layers: DecoderBlock = (
+            DecoderBlock(config, rngs, dtypes) if config.depth is None else config.depth.build(config, rngs, dtypes)
+        )
         self.final_norm = config.norm.build(config, rngs, dtypes, layers=None)
         self.head = (
             None
@@ -170,8 +197,8 @@ class Llama(nnx.Module):
         Returns:
           compute_dtype[B, S, E], and [E, V] in the dtype of the parameters.
         """
-        part = self.config.mlp
-        routing = "causal" if isinstance(part, RoutedPart) and part.generates else "batch"
+        routed = self.config.routed
+        routing = "causal" if routed is not None and routed.generates else "batch"
         rows = (tokens, positions, segment_ids)
         return self.hidden_with_numbers(*rows, routing=routing, room="all", gather=gather)[:2]
 
@@ -202,31 +229,24 @@ class Llama(nnx.Module):
         beside = (self._cos_sin(positions), segment_ids, positions)
         c = self.config
         options: dict[str, Any] = {"remat": c.remat, "gather": gather, "stage_parts": c.stage_parts, "unroll": c.unroll}
+        data = None if keys is None else jax.random.key_data(keys)  # keys themselves do not go through a pipeline
+        prepared = self.layers.prepare(segment_ids != 0, tokens, modality, data, room=room)
         numbers: Numbers = {}
-        if isinstance(self.layers.mlp, RoutedMlp) and routing == "causal":
+        if routing == "causal":
 
-            def inferred(layer: DecoderBlock, x: jax.Array, beside: tuple[_Beside, "PyTree[jax.Array]"]) -> jax.Array:
-                return layer(x, *beside[0], beside[1])
+            def inferred(layer: DecoderBlock, x: jax.Array, beside: tuple["PyTree[jax.Array]", _Beside]) -> jax.Array:
+                return layer(x, *beside[1], beside[0])
 
-            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, room=room)
-            x = apply_layers(self.layers, inferred, x, (beside, prepared), **options)
-        elif isinstance(self.layers.mlp, RoutedMlp):
+            x = apply_layers(self.layers, inferred, x, (prepared, beside), **options)
+        else:
 
             def with_numbers(
                 layer: DecoderBlock, carry: tuple[jax.Array, Numbers], beside: tuple["PyTree[jax.Array]", _Beside]
             ) -> Any:
                 return layer.with_numbers(*carry, beside[0], *beside[1])
 
-            numbers = self.layers.mlp.numbers(tokens.shape[0])
-            data = None if keys is None else jax.random.key_data(keys)  # keys themselves do not go through a pipeline
-            prepared = self.layers.mlp.prepare(segment_ids != 0, tokens, modality, data, room=room)
+            numbers = self.layers.numbers(tokens.shape[0])
             x, numbers = apply_layers(self.layers, with_numbers, (x, numbers), (prepared, beside), **options)
-        else:
-
-            def body(layer: DecoderBlock, x: jax.Array, beside: _Beside) -> jax.Array:
-                return layer(x, *beside)
-
-            x = apply_layers(self.layers, body, x, beside, **options)
         return *self._finish(x, table, gather), numbers
 
     def __call__(
@@ -256,11 +276,11 @@ class Llama(nnx.Module):
 
     def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
         """An empty cache for `rows` sequences of at most `positions` tokens."""
-        return self.layers.attention.cache(rows, positions)
+        return self.layers.cache(rows, positions)
 
     def cache_axes(self) -> "PyTree[LogicalAxes]":
         """Names of the axes of a cache's arrays, see `parallel.activations`."""
-        return self.layers.attention.cache_axes()
+        return self.layers.cache_axes()
 
     def extend(
         self, tokens: jax.Array, counts: jax.Array, cache: "PyTree[jax.Array]", *, gather: Gather = whole
@@ -281,9 +301,7 @@ class Llama(nnx.Module):
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
 
-        prepared = None
-        if isinstance(self.layers.mlp, RoutedMlp):
-            prepared = self.layers.mlp.prepare(jnp.ones(tokens.shape, bool), tokens, room="all")
+        prepared = self.layers.prepare(offsets[None, :] < counts[:, None], tokens, room="all")
 
         # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
         def body(
@@ -291,7 +309,7 @@ class Llama(nnx.Module):
         ) -> tuple[tuple[jax.Array, "PyTree[jax.Array]"], None]:
             return block.extend(carry[0], cos_sin, carry[1], layer, prepared), None
 
-        numbers = jnp.arange(self.config.layers, dtype=jnp.int32)
+        numbers = jnp.arange(self.config.repeats, dtype=jnp.int32)
         (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers, gather=gather)
         last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # B S E -> B 1 E
         logits = self._logits(*self._finish(last, table, gather))[:, 0]
@@ -339,7 +357,13 @@ def count_macs(config: "LlamaConfig") -> tuple[int, int]:
     S * matrices + S * S * attention. Of an MLP that sends tokens to some of its matrices those count that a token
     meets, and neither places that stay empty nor tokens that find none.
     """
-    if isinstance(config.mlp, RoutedPart):
+    if config.depth is not None:
+        matrices, pairs = count_macs(dataclasses.replace(config, depth=None))
+        assert config.vocabulary is not None
+        head, layers = config.dim * config.vocabulary, config.layers
+        own, pairs = config.depth.macs(layers, (matrices - head) // layers, pairs // layers, config.dim)
+        return head + own, pairs
+    if isinstance(config.mlp, RoutedMlpPart):
         own, gated = config.mlp.macs(config), 3 * config.dim * config.ffn_dim
         matrices, pairs = count_macs(dataclasses.replace(config, mlp=GatedMlp()))
         return matrices + config.layers * (own - gated), pairs

@@ -55,7 +55,7 @@ class MlpPart(Protocol):
 
 @runtime_checkable
 class RoutedPart(Protocol):
-    """An `MlpPart` whose module is a `RoutedMlp`."""
+    """What sends tokens to some of its parameters, and finds something out of them besides."""
 
     @property
     def generates(self) -> bool:
@@ -72,10 +72,6 @@ class RoutedPart(Protocol):
         """Whether training wants keys."""
         ...
 
-    def macs(self, config: "LlamaConfig") -> int:
-        """Multiply-accumulates of a token in one layer, forward."""
-        ...
-
     def losses(self, numbers: Numbers) -> jax.Array:
         """wide[]: what is added to the sum of the losses of the targets."""
         ...
@@ -86,6 +82,46 @@ class RoutedPart(Protocol):
 
     def metrics(self, layers: int) -> tuple[Metric, ...]:
         """What is measured of a model of so many layers."""
+        ...
+
+
+@runtime_checkable
+class RoutedMlpPart(RoutedPart, MlpPart, Protocol):
+    """An `MlpPart` whose module is a `RoutedMlp`."""
+
+    def macs(self, config: "LlamaConfig") -> int:
+        """Multiply-accumulates of a token in one layer, forward."""
+        ...
+
+
+class DepthPart(Protocol):
+    """Says which layers see which tokens; the block that is repeated then holds several layers."""
+
+    def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Any:
+        """A module of all layers with the methods of `model.DecoderBlock`."""
+        ...
+
+    def repeats(self, layers: int) -> int:
+        """How often the block stands, in a model of so many layers."""
+        ...
+
+    def routed(self, mlp: MlpPart) -> RoutedPart:
+        """What a model with such an MLP finds out."""
+        ...
+
+    def check(self, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> None:
+        """Refuses meshes that it does not run on."""
+        ...
+
+    def macs(self, layers: int, layer: int, pairs: int, dim: int) -> tuple[int, int]:
+        """Multiply-accumulates of a token in `layers` layers, and of its attention to one position.
+
+        Args:
+          layers: L.
+          layer: Those of the matrices of a layer that sees all tokens.
+          pairs: And of its attention to one position.
+          dim: E.
+        """
         ...
 
 

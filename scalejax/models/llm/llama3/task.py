@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from scalejax import nn
 from scalejax.data.text.modalities import PADDING, ModalityMap
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.models.llm.llama3.model import Llama
-from scalejax.models.llm.llama3.parts import RoutedPart
 from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import Metric
@@ -53,6 +53,12 @@ class LlamaTask(TaskBase):
 
         return model_folder.as_trained(model_folder.open_folder(path))
 
+    def check(self, experiment: Any, mesh: Mesh, data: Any = None) -> None:
+        """As any task, and refuses a mesh that the model does not run on."""
+        super().check(experiment, mesh, data)
+        if self.config.depth is not None:
+            self.config.depth.check(mesh)
+
     def init(self, rngs: nnx.Rngs, dtypes: nn.Dtypes) -> Llama:
         """Builds the model."""
         return Llama(self.config, rngs, dtypes)
@@ -69,16 +75,16 @@ class LlamaTask(TaskBase):
           sum_bs w_bs CE_bs, to which experts add the losses of their router, and sum_bs w_bs, float32 (float64 where
           the model computes in float64).
         """
-        part = self.config.mlp
+        part = self.config.routed
         drawn_with = None
-        if keys is not None and isinstance(part, RoutedPart) and part.draws:
+        if keys is not None and part is not None and part.draws:
             drawn_with = keys.of_examples(len(batch["tokens"]))
         rows = (batch["tokens"], batch["positions"], batch["segment_ids"], batch.fields.get("modality"))
         run = functools.partial(model.hidden_with_numbers, *rows, gather=gather)
         x, head, numbers = run(drawn_with)
         loss, sums = self._cross_entropy(x, head, batch)
         weight = batch["weights"].astype(loss.dtype).sum()
-        if not isinstance(part, RoutedPart):
+        if part is None:
             return Loss(loss, weight, sums)
         sums = {"cross_entropy": loss, **sums, **part.sums(numbers)}
         if part.sees_later_tokens and part.generates:
@@ -125,11 +131,10 @@ class LlamaTask(TaskBase):
         Where experts choose among the tokens of a batch, that loss is named loss_topk: it is too good. With auxiliary
         routers the loss without later tokens stands before it.
         """
-        part = self.config.mlp
+        part = self.config.routed
         mean = functools.partial(MeanLoss, unit="targets", of="nats")
-        routed = isinstance(part, RoutedPart)
-        losses = [mean(sum="cross_entropy" if routed else None)]
-        if isinstance(part, RoutedPart) and part.sees_later_tokens:
+        losses = [mean(sum=None if part is None else "cross_entropy")]
+        if part is not None and part.sees_later_tokens:
             losses = [mean(name="loss_topk", title="loss, seeing later tokens", sum="cross_entropy")]
             if part.generates:
                 losses = [mean(sum="causal", weight="weight/causal"), *losses]
@@ -144,7 +149,7 @@ class LlamaTask(TaskBase):
             for loss in losses
             for name in self._names
         ]
-        own = part.metrics(self.config.layers) if isinstance(part, RoutedPart) else ()
+        own = () if part is None else part.metrics(self.config.layers)
         return (*losses, *by_modality, *own)
 
     def work(self, shapes: Mapping[str, tuple[int, ...]]) -> Work:
@@ -154,7 +159,7 @@ class LlamaTask(TaskBase):
 
     def advice(self) -> Mapping[tuple[str, ...], str]:
         """To generate with it, where it can."""
-        if isinstance(self.config.mlp, RoutedPart) and not self.config.mlp.generates:
+        if self.config.routed is not None and not self.config.routed.generates:
             return {}
         if len(self.schema.modalities) > 1:
             drawn = ("generate", "{run}", "--prompt", "\nsneaker\n<image>", "--images", "{run}/drawn")
