@@ -8,6 +8,8 @@ import small_language_run as small
 from llama_cases import GQA
 
 from scalejax.errors import UserError
+from scalejax.models.llm.auxiliary import AuxiliaryRouter
+from scalejax.models.llm.depth import MixtureOfDepths
 from scalejax.models.llm.experts import Experts, TopK
 from scalejax.models.llm.moma import ModalityExperts
 from scalejax.surgery.experts import AddAuxiliaryRouters, Upcycle
@@ -16,7 +18,7 @@ from scalejax.train.checkpoints.trained import Trained
 from scalejax.train.experiment import Phase
 
 
-def drawn(mlp, seed):
+def drawn(mlp, seed, **changes):
     """A model's parameters, as `Trained`."""
     from flax import nnx
 
@@ -24,7 +26,7 @@ def drawn(mlp, seed):
     from scalejax.nn import Dtypes
     from scalejax.train.state import ModelShape
 
-    model = Llama(dataclasses.replace(GQA, mlp=mlp), nnx.Rngs(seed), Dtypes("float32"))
+    model = Llama(dataclasses.replace(GQA, mlp=mlp, **changes), nnx.Rngs(seed), Dtypes("float32"))
     return Trained(
         params={path: np.asarray(x) for path, x in ModelShape.of(model).split(model).items()}, step=7, origin="a test"
     )
@@ -52,6 +54,19 @@ def test_one_expert_of_a_modality_becomes_several():
         assert gate.shape[1] == count
         for expert in range(count):
             np.testing.assert_array_equal(gate[:, expert], few.params[f"layers/mlp/{name}/gate"][:, 0])
+
+
+def test_a_mixture_of_depths_becomes_one_with_experts_and_with_auxiliary_routers():
+    depth = MixtureOfDepths()
+    before, fresh = (drawn(mlp, seed, depth=depth) for seed, mlp in enumerate((GQA.mlp, Experts(count=4))))
+    made = Upcycle().operate(before, fresh)
+    for layers in ("some", "all"):
+        copies, one = (run.params[f"layers/{layers}/mlp/up"][...] for run in (made, before))
+        np.testing.assert_array_equal(copies, np.broadcast_to(np.asarray(one)[:, None], copies.shape))
+    with_guesses = drawn(GQA.mlp, 2, depth=dataclasses.replace(depth, auxiliary=AuxiliaryRouter()))
+    made = AddAuxiliaryRouters().operate(before, with_guesses)
+    np.testing.assert_array_equal(made.params["layers/router"][...], before.params["layers/router"])
+    assert set(made.params) - set(before.params) == {"layers/auxiliary_in", "layers/auxiliary_out"}
 
 
 @pytest.mark.parametrize(
