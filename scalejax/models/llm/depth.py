@@ -281,7 +281,8 @@ class DepthPairs(nnx.Module):
         chosen, routes = self._guessed(x, prepared.real)
         taken = _placed(x, routes)
         inner = self._prepared(routes, prepared, None, x.shape[0])
-        y = self.some(taken, *_at_places((cos_sin, segment_ids, positions), routes), inner)
+        angles, segments, places = _at_places((cos_sin, segment_ids, positions), routes)
+        y = self.some(taken, angles, segments, places, inner)
         h = _back(x, y - taken, self._scores(x), chosen, routes)
         return self.all(h, cos_sin, segment_ids, positions, prepared.all)
 
