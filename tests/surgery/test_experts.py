@@ -7,6 +7,7 @@ import pytest
 import small_language_run as small
 from llama_cases import GQA
 
+from scalejax import optim
 from scalejax.errors import UserError
 from scalejax.models.llm.auxiliary import AuxiliaryRouter
 from scalejax.models.llm.depth import MixtureOfDepths
@@ -14,8 +15,8 @@ from scalejax.models.llm.experts import Experts, TopK
 from scalejax.models.llm.moma import ModalityExperts
 from scalejax.surgery.experts import AddAuxiliaryRouters, Upcycle
 from scalejax.train import loop, phases
-from scalejax.train.checkpoints.trained import Trained
-from scalejax.train.experiment import Phase
+from scalejax.train.checkpoints.trained import Trained, open_run
+from scalejax.train.experiment import Init, Phase
 
 
 def drawn(mlp, seed, **changes):
@@ -98,3 +99,19 @@ def test_a_llama_goes_on_as_a_mixtral_in_a_phase(tmp_path):
     assert "val_expert_load_max" in summary
     dense, last = phases.resolved(made)
     assert (dense.optimizer_from, last.optimizer_from) == (0, 2)
+
+
+@pytest.mark.slow
+def test_a_mixtral_begins_with_a_finished_llama(tmp_path):
+    texts = small.write(tmp_path / "documents")
+    llama = small.experiment(texts, steps=2)
+    loop.train(llama, workdir=tmp_path / "llama")
+    model = dataclasses.replace(llama.model, mlp=Experts(count=4, router=TopK(k=2)))
+    begun = Init(path=str(tmp_path / "llama"), surgery=Upcycle())
+    small_steps = optim.AdamW(learning_rate=optim.Constant(value=1e-7))
+    mixtral = dataclasses.replace(llama, model=model, init=begun, steps=1, optimizer=small_steps)
+    loop.train(mixtral, workdir=tmp_path / "mixtral")
+    dense, made = (open_run(tmp_path / name).params for name in ("llama", "mixtral"))
+    assert made["layers/mlp/gate"].shape[1] == 4
+    for expert in range(4):
+        np.testing.assert_allclose(made["layers/mlp/gate"][:, expert], dense["layers/mlp/gate"][...], atol=3e-7)
