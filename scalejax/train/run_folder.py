@@ -2,7 +2,7 @@
 
     experiment.json     what is run, as data                      metrics.jsonl   deterministic values, by step
     environment.json    versions, devices, flags, commit          timing.jsonl    seconds, by step
-    summary.json        the closing table as one flat object      report.html     all of it to look at
+    summary.json        the closing table as one object           report.html     all of it to look at
     checkpoints/        see `checkpoint`                          tensorboard/    events
     measures.json       what is measured: titles, units       evaluation/     what was scored, and pictures of it
     run.lock            held by the process that writes       codebook.npz    and what else its data want kept
@@ -165,7 +165,7 @@ class RunFolder:
         return distributed.on_primary(record)
 
     def write_summary(self, summary: Mapping[str, object]) -> None:
-        """Writes summary.json, one flat object.
+        """Writes summary.json, one object.
 
         Raises:
           UserError: The disk refuses.

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from scalejax.train.metrics import evaluation
-from scalejax.train.metrics.protocol import Collected, MetricBase, Value
+from scalejax.train.metrics.protocol import Collected, Grid, MetricBase, Value
 from scalejax.train.metrics.sums import Pair, Total, add, pair_zeros, ratio
 from scalejax.train.reports import figures
 
@@ -24,6 +24,7 @@ class UseSums(Generic[Total]):
 
     Attributes:
       load: [L, n], choices of each expert.
+      gates: [L, n], the weights of its results, and `gates_squared` their squares; of choices without a place too.
       tokens: [], tokens times layers.
       entropy: [], of the scores of tokens, in nats.
       dropped: [], choices that found no place.
@@ -32,6 +33,8 @@ class UseSums(Generic[Total]):
     """
 
     load: Total
+    gates: Total
+    gates_squared: Total
     tokens: Total
     entropy: Total
     dropped: Total
@@ -42,10 +45,13 @@ class UseSums(Generic[Total]):
 SUMS = tuple(field.name for field in dataclasses.fields(UseSums))
 """Names of these sums, which the loss has as "experts/NAME"."""
 
+OF_EXPERTS = ("load", "gates", "gates_squared")
+"""Those of each expert by itself."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertUse(MetricBase):
-    """Largest load, unused experts, entropy of the router, dropped choices.
+    """Largest load, unused experts, spread of gates, entropy of the router, dropped choices.
 
     Attributes:
       layers: L.
@@ -67,14 +73,28 @@ class ExpertUse(MetricBase):
                 name="expert_load_max", title="largest load of an expert", unit="1 = all alike; largest of all layers"
             ),
             Value(name="experts_unused", title="experts without a token", unit="of all layers", shown="table"),
+            Value(
+                name="gate_spread",
+                title="spread of gates in an expert",
+                unit="standard deviation over mean; mean of all experts",
+            ),
             Value(name="router_entropy", title="entropy of the router", unit="nats a token"),
             Value(name="dropped", title="dropped choices", unit="share", shown="table"),
             Value(name="tokens_unseen", title="tokens that no expert saw", unit="share", shown="table"),
             Value(name="tokens_seen_once", title="tokens that one expert saw", unit="share", shown="table"),
         )
 
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        of = f", {self.group}" if self.group else ""
+        return (
+            Grid(name=_name(self.group, "gate_mean"), title=f"mean gate of each expert{of}", rows="layer"),
+            Grid(name=_name(self.group, "gate_cv"), title=f"spread of its gates over their mean{of}", rows="layer"),
+        )
+
     def zeros(self) -> UseSums[Pair]:
-        return UseSums(pair_zeros(self.layers, self.experts), *(pair_zeros() for _ in SUMS[1:]))
+        shapes = {name: (self.layers, self.experts) for name in OF_EXPERTS}
+        return UseSums(**{name: pair_zeros(*shapes.get(name, ())) for name in SUMS})
 
     def update(self, sums: UseSums[Pair], loss: "Loss", batch: "Batch") -> UseSums[Pair]:
         del batch
@@ -87,12 +107,16 @@ class ExpertUse(MetricBase):
         values = {
             "expert_load_max": float((sums.load / np.maximum(mean, 1e-30)).max()) if tokens else float("nan"),
             "experts_unused": float((sums.load == 0).sum()),
+            "gate_spread": _mean_of_known(_gates(sums)[1]),
             "router_entropy": ratio(sums.entropy, tokens),
             "dropped": ratio(sums.dropped, tokens * self.k),
             "tokens_unseen": ratio(sums.unseen, tokens),
             "tokens_seen_once": ratio(sums.once, tokens),
         }
         return {_name(self.group, name): value for name, value in values.items()}
+
+    def tabulate(self, sums: UseSums[np.ndarray]) -> dict[str, np.ndarray]:
+        return {grid.name: found for grid, found in zip(self.grids, _gates(sums), strict=True)}
 
     def keep(self, folder: pathlib.Path, split: str, collected: Collected, sums: UseSums[np.ndarray]) -> None:
         del collected
@@ -107,6 +131,18 @@ class ExpertUse(MetricBase):
             svg=figures.grid(f"Load of experts{of}", load, "layer", "expert"),
         )
         evaluation.save_picture(folder, picture)
+
+
+def _gates(sums: UseSums[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean of the gates of each expert and their standard deviation over it, [L, n]; NaN without a token."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        mean = sums.gates / sums.load
+        return mean, np.sqrt(np.maximum(sums.gates_squared / sums.load - mean**2, 0)) / mean
+
+
+def _mean_of_known(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if known.size else float("nan")
 
 
 _NAMED = 12

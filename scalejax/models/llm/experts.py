@@ -37,7 +37,7 @@ from scalejax.errors import UserError
 from scalejax.kernels.grouped_matmul import grouped_gated_mlp
 from scalejax.kernels.grouped_matmul.api import Implementation
 from scalejax.models.llm.auxiliary import AuxiliaryRouter, compare, guess
-from scalejax.models.llm.expert_use import GUESSES, SUMS, ExpertGuesses, ExpertUse
+from scalejax.models.llm.expert_use import GUESSES, OF_EXPERTS, SUMS, ExpertGuesses, ExpertUse
 from scalejax.models.llm.llama3.parts import Numbers, Room, StackedNormal
 from scalejax.nn import routing
 from scalejax.parallel import expert
@@ -298,7 +298,7 @@ class ExpertLayers(nnx.Module):
             names += GUESSES
         return {
             **{name: jnp.zeros(rows, wide) for name in names},
-            "load": jnp.zeros((rows, self.layers, self.part.count), wide),
+            **{name: jnp.zeros((rows, self.layers, self.part.count), wide) for name in OF_EXPERTS},
             "layer": jnp.zeros(rows, jnp.int32),
         }
 
@@ -362,7 +362,7 @@ class ExpertLayers(nnx.Module):
                 logits += routing.logistic_noise(prepared.keys, numbers["layer"], logits)
             scores = jax.nn.sigmoid(logits)
             y, asked, dropped = self._to_choosing(x, scores, real, router)
-            numbers = self._add(numbers, logits, scores, real, asked, dropped)
+            numbers = self._add(numbers, logits, scores, real, asked, asked * scores, dropped)
             if router.auxiliary is None:
                 return y, numbers
             found = compare(self._guess(x), real, asked)
@@ -371,8 +371,11 @@ class ExpertLayers(nnx.Module):
         y, placed = self._to_chosen(x, choice, router)
         chosen = choice.experts.reshape(*real.shape, router.k)
         experts = jnp.arange(self.part.count, dtype=chosen.dtype)
-        asked = (chosen[..., None] == experts[None, None, None, :]).any(2).astype(choice.scores.dtype)  # B S n
-        return y, self._add(numbers, logits, choice.scores.reshape(asked.shape), real, asked, asked.sum(2) - placed)
+        took = chosen[..., None] == experts[None, None, None, :]  # B S k n
+        asked = took.any(2).astype(choice.scores.dtype)
+        gates = jnp.where(took, choice.gates.reshape(*chosen.shape, 1), 0).sum(2)
+        scores, dropped = choice.scores.reshape(asked.shape), asked.sum(2) - placed
+        return y, self._add(numbers, logits, scores, real, asked, gates, dropped)
 
     def _add(
         self,
@@ -381,12 +384,23 @@ class ExpertLayers(nnx.Module):
         scores: jax.Array,
         real: jax.Array,
         asked: jax.Array,
+        gates: jax.Array,
         dropped: jax.Array,
     ) -> Numbers:
-        """What this layer adds: logits, scores and `asked` (who was to see whom) [B, S, n], `dropped` wide[B, S]."""
-        wide, count = scores.dtype, self.part.count
-        tokens, load = real.astype(wide), asked.sum(1)
-        total, all_tokens = _over_batch(load.sum(0)), _over_batch(tokens.sum())
+        """What this layer adds.
+
+        Args:
+          numbers: Of the layers before.
+          logits, scores: wide[B, S, n].
+          real: bool[B, S].
+          asked: wide[B, S, n], 1 where an expert was to see a token.
+          gates: wide[B, S, n], the weight of its result there, 0 elsewhere.
+          dropped: wide[B, S], choices without a place.
+        """
+        wide, count, gates = scores.dtype, self.part.count, jax.lax.stop_gradient(gates)
+        tokens = real.astype(wide)
+        of_experts = dict(zip(OF_EXPERTS, (each.sum(1) for each in (asked, gates, gates**2)), strict=True))
+        total, all_tokens = _over_batch(of_experts["load"].sum(0)), _over_batch(tokens.sum())
         share = jax.lax.stop_gradient(total / jnp.maximum(all_tokens, 1))
         if isinstance(self.part.router, TopK) and self.part.router.bias_rate:
             self.bias[...] += self.part.router.bias_rate * jnp.sign(share.mean() - share)
@@ -403,7 +417,8 @@ class ExpertLayers(nnx.Module):
         }
         here = jnp.arange(self.layers, dtype=jnp.int32)[None, :] == numbers["layer"][:, None]
         found = {name: numbers[name] + value for name, value in added.items()}
-        found["load"] = numbers["load"] + jnp.where(here[:, :, None], load[:, None, :], 0)
+        for name, value in of_experts.items():
+            found[name] = numbers[name] + jnp.where(here[:, :, None], value[:, None, :], 0)
         return {**numbers, **found, "layer": numbers["layer"] + 1}
 
     def _logits(self, x: jax.Array) -> jax.Array:

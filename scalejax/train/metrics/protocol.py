@@ -48,12 +48,32 @@ class Value:
     shown: Literal["table and curve", "table", "records"] = "table and curve"
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """A table of numbers that a metric gives of a whole split.
+
+    Attributes:
+      name: Key in the summary, like that of a `Value`.
+      title: Above the table.
+      rows: What a row is one of.
+    """
+
+    name: str
+    title: str
+    rows: str
+
+
 class Metric(Protocol):
     """A metric; `MetricBase` has what most share."""
 
     @property
     def values(self) -> tuple[Value, ...]:
         """What it gives; the first is what it is for."""
+        ...
+
+    @property
+    def grids(self) -> tuple[Grid, ...]:
+        """What it gives besides of a split that ends a run."""
         ...
 
     @property
@@ -83,6 +103,10 @@ class Metric(Protocol):
         """Values of sums on the host (`sums.to_host`)."""
         ...
 
+    def tabulate(self, sums: Any) -> dict[str, np.ndarray]:
+        """The numbers of `grids`, [rows, columns] each, of sums on the host."""
+        ...
+
     def exact(self, collected: Collected, *, intervals: Literal["none", "bootstrap"]) -> dict[str, float]:
         """Values of collected outputs, with 95 % intervals as NAME_low and NAME_high if asked; {} where sums do."""
         ...
@@ -100,6 +124,10 @@ class MetricBase:
     """The parts of a `Metric` that most share."""
 
     @property
+    def grids(self) -> tuple[Grid, ...]:
+        return ()
+
+    @property
     def counts(self) -> tuple[str, str]:
         return ("weight", "examples")
 
@@ -110,6 +138,10 @@ class MetricBase:
     @property
     def lifetime(self) -> tuple[str, ...]:
         return ()
+
+    def tabulate(self, sums: Any) -> dict[str, np.ndarray]:
+        del sums
+        return {}
 
     def exact(self, collected: Collected, *, intervals: Literal["none", "bootstrap"]) -> dict[str, float]:
         del collected, intervals
@@ -129,25 +161,34 @@ class Described:
     Attributes:
       values: All values of all metrics.
       counts: Of the first metric, see `Metric.counts`.
+      grids: Of all metrics.
     """
 
     values: tuple[Value, ...]
     counts: tuple[str, str]
+    grids: tuple[Grid, ...] = ()
 
     @classmethod
     def of(cls, metrics: tuple[Metric, ...]) -> "Described":
         """What some metrics say of themselves."""
-        return cls(values=tuple(value for metric in metrics for value in metric.values), counts=metrics[0].counts)
+        values = tuple(value for metric in metrics for value in metric.values)
+        grids = tuple(grid for metric in metrics for grid in metric.grids)
+        return cls(values=values, counts=metrics[0].counts, grids=grids)
 
     def to_dict(self) -> dict[str, object]:
         """As JSON values."""
-        return {"values": [dataclasses.asdict(value) for value in self.values], "counts": list(self.counts)}
+        values, grids = ([dataclasses.asdict(one) for one in some] for some in (self.values, self.grids))
+        return {"values": values, "counts": list(self.counts), "grids": grids}
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Described":
         """The inverse of `to_dict`."""
         first, second = content["counts"]
-        return cls(values=tuple(Value(**value) for value in content["values"]), counts=(first, second))
+        return cls(
+            values=tuple(Value(**value) for value in content["values"]),
+            counts=(first, second),
+            grids=tuple(Grid(**grid) for grid in content.get("grids", ())),  # earlier versions wrote none
+        )
 
 
 def names_of(metrics: tuple[Metric, ...]) -> dict[str, Value]:

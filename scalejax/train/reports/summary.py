@@ -1,4 +1,4 @@
-"""`summary.json`: the closing table of a run as one flat JSON object, and how its numbers are written out.
+"""`summary.json`: the closing table of a run as one JSON object, and how its numbers are written out.
 
     recipe, date, device, mesh                        what ran, as texts
     dense_parameters, table_parameters, flops_per_example, tokens_per_example
@@ -10,6 +10,7 @@
     <split>_<metric>                                  quality; split is train, val, test or progressive
     <split>_<metric>_low, <split>_<metric>_high       95 % bootstrap interval
     <split>_<metric>_base                             what a trivial model has, where that depends on the data
+    <split>_<table>                                   lists of lists, such as gate_mean by layer and expert
     best_step, best_<split>_<metric>, <split>_<metric>_at_best      with `evaluation.final="best"`
 
 Which metrics there are the metrics of the run say (`measures.json` keeps it): those of a click model are logloss, ne,
@@ -23,11 +24,14 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 from scalejax.train.metrics.classification import Accuracy, MeanAuc
 from scalejax.train.metrics.click import ClickQuality
 from scalejax.train.metrics.loss import MeanLoss
 from scalejax.train.metrics.protocol import Described, Metric, Value
+
+Measured = TypeVar("Measured")
 
 _PREFIXES = {"validation": "val"}
 _SPLITS = {"test": "test", "val": "validation", "progressive": "progressive", "train": "train"}
@@ -38,8 +42,8 @@ def prefix(split: str) -> str:
     return _PREFIXES.get(split, split)
 
 
-def of_evaluation(split: str, values: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of one evaluation as fields of the summary."""
+def of_evaluation(split: str, values: Mapping[str, Measured]) -> dict[str, Measured]:
+    """The metrics of one evaluation, or its tables, as fields of the summary."""
     return {f"{prefix(split)}_{name}": value for name, value in values.items()}
 
 
@@ -90,7 +94,24 @@ def quality(summary: Mapping[str, object], described: Described | None = None) -
             if overflowed is not None:
                 rows.append(MetricRow("ids without room", f"{overflowed:,}", "", ""))
             sections.append(Section(_title(summary, start, split, ending, described), tuple(rows)))
+        for grid in described.grids:
+            table = summary.get(f"{start}_{grid.name}")
+            if isinstance(table, list):
+                rows = [MetricRow(f"{grid.rows} {i}", _cells(row), "", "") for i, row in enumerate(table)]
+                sections.append(Section(f"{split}, {grid.title}", tuple(rows)))
     return sections
+
+
+def _cells(row: Sequence[float | None]) -> str:
+    """The numbers of a row of a table, or where they go from and to if they are many."""
+    known = [value for value in row if value is not None and not math.isnan(value)]
+    if len(row) > _CELLS and known:
+        return f"{min(known):.2f} to {max(known):.2f}"
+    return " ".join("-" if value is None or math.isnan(value) else f"{value:.2f}" for value in row)
+
+
+_CELLS = 16
+"""More columns would not fit."""
 
 
 def known(records: Sequence[Mapping[str, object]], prefixes: tuple[str, ...] = ("",)) -> Described:

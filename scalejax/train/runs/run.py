@@ -483,7 +483,7 @@ class Run:
         """Scores the final split, with intervals, and adds up the run; returns what the summary says of it."""
         e, timer = self.experiment, self.records.timer
         split, step = e.evaluation.final_split, int(state.step)
-        closing: dict[str, float | None] = {"steps": step, "examples": host.examples, "weight": host.weight}
+        closing: dict[str, object] = {"steps": step, "examples": host.examples, "weight": host.weight}
         with timer.phase("evaluation"):
             scores = self._scores(state, split)
             values = scores.measure(intervals="bootstrap")
@@ -495,7 +495,7 @@ class Run:
             if distributed.is_primary():
                 for name, metric in self.program.metrics.items():
                     metric.keep(self.records.checkpoints.folder.parent, split, scores.collected, scores.sums[name])
-        closing |= summary.of_evaluation(split, values)
+        closing |= summary.of_evaluation(split, values | scores.tabulate())
         for name, metric in self.program.metrics.items():
             if name in host.progressive:
                 closing |= summary.of_evaluation("progressive", metric.compute(host.progressive[name]))
@@ -514,7 +514,7 @@ class Run:
     def score(self, state: TrainState, split: str) -> dict[str, float]:
         """Scores a split once more; writes nothing."""
         scores = self._scores(state, split)
-        return summary.of_evaluation(split, scores.measure(intervals="bootstrap"))
+        return summary.of_evaluation(split, scores.measure(intervals="bootstrap") | scores.tabulate())
 
     def _scores(self, state: TrainState, split: str) -> Scores:
         """Scores of a split; those of one state are computed once."""

@@ -48,6 +48,14 @@ class Scores:
             values |= exact or metric.compute(self.sums[name])
         return values | self.counted()
 
+    def tabulate(self) -> dict[str, list[list[float]]]:
+        """All tables of all metrics."""
+        return {
+            key: table.tolist()
+            for name, metric in self.metrics.items()
+            for key, table in metric.tabulate(self.sums[name]).items()
+        }
+
     def counted(self) -> dict[str, float]:
         """{"overflow_ids": ...}, or nothing where there are none by agreement."""
         return {} if self.overflow_ids is None else {"overflow_ids": self.overflow_ids}

@@ -1,6 +1,7 @@
 """Experts in a decoder: the layer equals loops, the losses of the router their formulas, and devices change nothing."""
 
 import dataclasses
+import io
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +10,18 @@ import pytest
 import small_language_run as small
 from flax import nnx
 from llama_cases import F64, GQA, rows, tokens
+from rich.console import Console
 
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.inference import generate, run_model
+from scalejax.models.llm.expert_use import SUMS, UseSums
 from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.nn import Dtypes
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.checkpoints import trained
+from scalejax.train.reports import console, report
 from scalejax.train.state import ModelShape
 from scalejax.train.task import Batch, whole
 
@@ -54,10 +58,10 @@ def silu(x):
 
 
 def literal(module, x, real, k, capacity):
-    """(y, [entropy], [load of experts], dropped) of a loop over tokens."""
+    """(y, [entropy], gates of each expert, dropped) of a loop over tokens."""
     router, gate, up, down = (np.asarray(p[...]) for p in (module.router, module.gate, module.up, module.down))
     x, real = np.asarray(x).reshape(-1, x.shape[-1]), np.asarray(real).reshape(-1)
-    y, entropy, load, dropped = np.zeros_like(x), 0.0, np.zeros(len(gate)), 0
+    y, entropy, gates, dropped = np.zeros_like(x), 0.0, [[] for _ in gate], 0
     left = np.full(len(gate), capacity)
     for t in np.flatnonzero(real):
         p = np.exp(x[t] @ router - (x[t] @ router).max())
@@ -65,13 +69,13 @@ def literal(module, x, real, k, capacity):
         entropy -= (p * np.log(p)).sum()
         chosen = np.argsort(-p, kind="stable")[:k]
         for e in chosen:
-            load[e] += 1
+            gates[e].append(p[e] / p[chosen].sum())
             if left[e] == 0:
                 dropped += 1
                 continue
             left[e] -= 1
-            y[t] += p[e] / p[chosen].sum() * ((silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e])
-    return y, entropy, load, dropped
+            y[t] += gates[e][-1] * ((silu(x[t] @ gate[e]) * (x[t] @ up[e])) @ down[e])
+    return y, entropy, gates, dropped
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
@@ -80,10 +84,15 @@ def test_a_layer_is_the_loop_over_its_tokens(stream, execution):
     module = layer(EXECUTIONS[execution])
     capacity = {"grouped": x.size, "batched, with drops": 8}.get(execution, 32)
     y, numbers = module.with_numbers(x, Prepared(real), module.numbers(2))
-    expected, entropy, load, dropped = literal(module, x, real, 2, capacity)
+    expected, entropy, gates, dropped = literal(module, x, real, 2, capacity)
     np.testing.assert_allclose(y.reshape(expected.shape), expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_allclose(numbers["entropy"].sum(), entropy, rtol=1e-10)
-    np.testing.assert_array_equal(numbers["load"].sum(0), [load, np.zeros(4)])
+    np.testing.assert_array_equal(numbers["load"].sum(0), [list(map(len, gates)), np.zeros(4)])
+    use = EXECUTIONS[execution].metrics(2)[0]
+    found = use.tabulate(UseSums(**{name: np.asarray(numbers[name].sum(0)) for name in SUMS}))
+    np.testing.assert_allclose(found["gate_mean"], [list(map(np.mean, gates)), [np.nan] * 4], rtol=1e-10)
+    spread = [np.std(each) / np.mean(each) for each in gates]
+    np.testing.assert_allclose(found["gate_cv"], [spread, [np.nan] * 4], rtol=1e-8)
     assert int(numbers["dropped"].sum()) == dropped
     assert (dropped > 0) == ("drops" in execution)
     assert numbers["tokens"].tolist() == [12, 15]
@@ -192,6 +201,9 @@ def test_experts_that_choose_are_the_loop_of_the_paper(stream, group, groups, ex
     expected, saw = chosen_by_loop(module, x, real, groups)
     np.testing.assert_allclose(y, expected, rtol=1e-10, atol=1e-12)
     np.testing.assert_array_equal(numbers["load"][:, 0], saw.sum(1))
+    scores = 1 / (1 + np.exp(-np.asarray(x) @ np.asarray(module.router[...])))
+    np.testing.assert_allclose(numbers["gates"][:, 0], (saw * scores).sum(1), rtol=1e-10)
+    np.testing.assert_allclose(numbers["gates_squared"][:, 0], (saw * scores**2).sum(1), rtol=1e-10)
     assert float(numbers["unseen"].sum()) == (saw.sum(2)[np.asarray(real)] == 0).sum() > 0
     assert not part.losses(numbers)
     assert not numbers["dropped"].any()
@@ -282,6 +294,16 @@ def test_a_run_in_two_halves_has_the_same_bits_and_says_how_experts_are_used(tex
     assert (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()[-1].count("expert_load_max")
     assert whole["val_experts_unused"] == 0
     assert 1 <= whole["val_expert_load_max"] < 4
+    spread = np.asarray(whole["val_gate_cv"])
+    assert spread.shape == np.shape(whole["val_gate_mean"]) == (small.MODEL.layers, 4)
+    np.testing.assert_allclose(spread.mean(), whole["val_gate_spread"])
+    table = Console(width=120, file=io.StringIO())
+    table.print(console.closing_table(whole, report.read_described(tmp_path / "whole")))
+    printed = table.file.getvalue()
+    assert "mean gate of each expert" in printed
+    assert " ".join(f"{value:.2f}" for value in spread[0]) in printed
+    page = (tmp_path / "whole" / "report.html").read_text()
+    assert " ".join(f"{value:.2f}" for value in spread[0]) in page
 
 
 @pytest.mark.parametrize(
