@@ -183,6 +183,23 @@ class Engine:
             )
         return self._forward(self.params, np.asarray(tokens, np.int32))
 
+    def score(self, params: Params, tokens: jax.Array, counts: jax.Array | None = None) -> jax.Array:
+        """The same inside a program, of its parameters: wide[B, S, V], or wide[B, V] after the first counts[b] tokens.
+
+        Args:
+          params: In the place of those of this.
+          tokens: int32[B, S].
+          counts: int32[B], at least 1; None = of all positions.
+
+        Raises:
+          UserError: the model cannot do without later tokens.
+        """
+        model = self._model(params)
+        if counts is not None:
+            return model.extend(tokens, counts, model.cache(*tokens.shape), gather=self._gather)[0]
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
+        return model(tokens, positions, jnp.ones_like(tokens), gather=self._gather)
+
     def check_fits(self, rows: int, positions: int) -> None:
         """Refuses a cache that cannot be beside the parameters, before anything is compiled.
 
@@ -265,9 +282,8 @@ class Engine:
     @functools.cached_property
     def _forward(self) -> Callable[[Params, jax.typing.ArrayLike], jax.Array]:
         def forward(params: Params, tokens: jax.Array) -> jax.Array:
-            positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
             with self._on_mesh():
-                return self._model(params)(tokens, positions, jnp.ones_like(tokens), gather=self._gather)
+                return self.score(params, tokens)
 
         return jax.jit(forward)
 

@@ -1,38 +1,28 @@
-"""A click model as a folder that jax and numpy alone can score with.
-
-`reload` is copied into the folder and says what is in it.
-"""
+"""A click model as a folder that jax and numpy alone can score with, see `inference.program_folder`."""
 
 import dataclasses
-import hashlib
-import json
 import pathlib
-import shutil
 from collections.abc import Sequence
 
 import jax
-import jax.core
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from scalejax.errors import UserError
-from scalejax.inference.recommendation import lowering, reload
+from scalejax.inference import program_folder, reload
+from scalejax.inference.recommendation import lowering
 from scalejax.inference.recommendation.click_model import Inputs, ServedModel, Table
 from scalejax.inference.recommendation.lowering import Arrays, Lowered
 from scalejax.kernels.block_quant import PackedRows
 from scalejax.kernels.block_quant.dense import Int8Weight
-from scalejax.models.llm import safetensors
-from scalejax.train import disk
 
-PLATFORMS = ("cpu", "cuda", "tpu")
 LARGEST_DIFFERENCE = 1e-6
 """Of a probability that is scored again; not where operators are int8: sums round otherwise, and a code may move."""
-PROGRAM = "model.stablehlo"
-SIGNATURE = "signature.json"
 
 
-def write(lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = PLATFORMS) -> dict[str, object]:
+def write(
+    lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = program_folder.PLATFORMS
+) -> dict[str, object]:
     """Writes a lowered model.
 
     Args:
@@ -46,31 +36,14 @@ def write(lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = 
     Raises:
       UserError: the folder is there already, or the disk refuses.
     """
-    if folder.exists():
-        raise UserError(f"OUT {folder} is there already. Give a new folder, or remove it.")
-    model = lowered.model
-    weights = flatten(lowered.arrays)
-    inputs = _abstract_inputs(model)
-    names = list(weights)
+    model, inputs = lowered.model, _abstract_inputs(lowered.model)
 
-    def score(*arguments: jax.Array) -> tuple[jax.Array, jax.Array]:
-        arrays = _unflatten(lowered.arrays, dict(zip(names, arguments, strict=False)))
-        given = dict(zip(inputs, arguments[len(names) :], strict=True))
-        logits = lowering.scores(model, arrays, _as_inputs(given))
+    def score(weights: dict[str, jax.Array], given: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        logits = lowering.scores(model, _unflatten(lowered.arrays, weights), _as_inputs(given))
         return logits, jax.nn.sigmoid(logits)
 
-    abstract = [jax.ShapeDtypeStruct(w.shape, w.dtype) for w in weights.values()]
-    exported = jax.export.export(jax.jit(score), platforms=list(platforms))(*abstract, *inputs.values())
-    with disk.explained(f"cannot make {folder}"):
-        folder.mkdir(parents=True)
-    written = tuple(safetensors.Written(n, np.dtype(w.dtype), tuple(w.shape)) for n, w in weights.items())
-    # In one file whatever its size: `reload` knows no index of several.
-    safetensors.write_folder(folder, written, lambda name: np.asarray(weights[name]), shard_bytes=2**62)
-    disk.write_atomically(folder / PROGRAM, bytes(exported.mlir_module_serialized))
-    with disk.explained(f"cannot write to {folder}"):
-        shutil.copyfile(reload.__file__, folder / "reload.py")
     schema = model.schema
-    signature = {
+    described = {
         "format": reload.FORMAT,
         "model": type(getattr(model.task, "model", model.task)).__name__,
         "step": model.step,
@@ -78,20 +51,10 @@ def write(lowered: Lowered, folder: pathlib.Path, *, platforms: Sequence[str] = 
         "dense": list(schema.dense),
         "features": {f.name: {"rows": f.rows, "length": f.length} for f in schema.categorical},
         "precisions": {"tables": lowered.precisions.tables, "operators": lowered.precisions.operators},
-        "weights": {name: _described(x) for name, x in weights.items()},
-        "inputs": {name: _described(x) for name, x in inputs.items()},
-        "outputs": {n: _described(x) for n, x in zip(("logits", "probabilities"), exported.out_avals, strict=True)},
-        "calling": {
-            "version": exported.calling_convention_version,
-            "platforms": list(exported.platforms),
-            "kept": list(exported.module_kept_var_idx),
-            "uses_global_constants": exported.uses_global_constants,
-        },
-        "jax": jax.__version__,
-        "sha256": {name: _digest(folder / name) for name in (safetensors.FILE, PROGRAM)},
     }
-    disk.write_atomically(folder / SIGNATURE, json.dumps(signature, indent=1) + "\n")  # last: a folder with it is whole
-    return signature
+    outputs = ("logits", "probabilities")
+    weights = flatten(lowered.arrays)
+    return program_folder.write(folder, score, weights, inputs, outputs, described=described, platforms=platforms)
 
 
 def flatten(arrays: Arrays) -> dict[str, jax.Array]:
@@ -148,18 +111,6 @@ def _as_inputs(given: dict[str, jax.Array]) -> Inputs:
     ids = {name.removeprefix("ids/"): x for name, x in given.items() if name.startswith("ids/")}
     lengths = {name.removeprefix("lengths/"): x for name, x in given.items() if name.startswith("lengths/")}
     return Inputs(ids, lengths, given["dense"])
-
-
-def _described(array: jax.Array | jax.ShapeDtypeStruct | jax.core.ShapedArray) -> dict[str, object]:
-    return {
-        "dtype": np.dtype(array.dtype).name,
-        "shape": [int(n) if isinstance(n, int | np.integer) else str(n) for n in array.shape],
-    }
-
-
-def _digest(path: pathlib.Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def difference(model: reload.Model, lowered: Lowered, inputs: Inputs) -> float:

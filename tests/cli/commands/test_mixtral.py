@@ -1,10 +1,12 @@
 """A run of `mixtral-smoke` on the command line: scored, continued, converted, quantized, and what is refused."""
 
 import json
+import re
 
 import numpy as np
 import pytest
 
+from scalejax.inference import reload
 from scalejax.models.llm import model_folder, safetensors
 
 pytestmark = pytest.mark.slow
@@ -85,10 +87,34 @@ def test_quantize_writes_what_generate_and_eval_read(invoke, run, tmp_path, layo
     assert model_folder.open_folder(tmp_path / "out").config.mlp.count == 4
 
 
-def test_export_says_what_writes_it(invoke, run, tmp_path):
-    done = invoke("export", str(run), str(tmp_path / "out"))
+def test_export_writes_what_scores_without_this_package(invoke, run, tmp_path):
+    done = invoke("quantize", str(run), str(tmp_path / "int8"), "--format", "int8:32")
+    assert done.exit_code == 0, done.stderr
+    tokens, found = [[100, 101, 102], [40]], {}
+    for name, folder in {"run": run, "int8": tmp_path / "int8"}.items():
+        out = tmp_path / f"{name}-out"
+        done = invoke("export", str(folder), str(out), "--length", "16", "--json", str(tmp_path / "found.json"))
+        assert done.exit_code == 0, done.stderr
+        assert "1 x 16 tokens" in done.stdout
+        assert json.loads((tmp_path / "found.json").read_text())["reloaded_difference"] < 1e-5
+        found[name] = reload.load(out)(tokens)["logits"]
+    assert 0 < np.abs(found["run"] - found["int8"]).max() < 0.1
+    sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("run-out", "int8-out")]
+    assert sizes[1] < 0.6 * sizes[0]  # weights stay packed
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--dense", "int8"), "--dense int8: .* has a language model, and this is of a click model"),
+        (("--logits", "first"), "--logits must be one of last, all; got 'first'"),
+        (("--length", "1000000"), "--length must be from 1 to"),
+    ],
+)
+def test_export_refuses_what_is_of_no_language_model(invoke, run, tmp_path, more, words):
+    done = invoke("export", str(run), str(tmp_path / "out"), *more)
     assert done.exit_code == 2
-    assert "a language model is written with `scalejax convert`" in done.stderr
+    assert re.search(words, done.stderr)
     assert not (tmp_path / "out").exists()
 
 

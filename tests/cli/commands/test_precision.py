@@ -12,7 +12,8 @@ from changes import changed
 
 from scalejax.data.examples.dedup import expand_batch
 from scalejax.errors import UserError
-from scalejax.inference.recommendation import reload, search
+from scalejax.inference import reload
+from scalejax.inference.recommendation import search
 from scalejax.train.metrics import evaluation
 
 
@@ -112,6 +113,7 @@ def test_a_search_is_saved_reported_and_exported(invoke, run, tmp_path):
         (("export", "{run}", "x", "--precision", "p", "--dense", "int8"), "leave --tables and --dense out"),
         (("export", "{run}", "x", "--precision", "p.json"), "--precision p.json: is no file of precisions"),
         (("export", "{run}", "x", "--step", "3"), "--step 3: "),
+        (("export", "{run}", "x", "--rows", "3"), "--rows 3: "),
     ],
 )
 def test_mistakes_are_one_message(invoke, run, tmp_path, monkeypatch, arguments, words):

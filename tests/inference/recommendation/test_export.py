@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from scalejax.errors import UserError
-from scalejax.inference.recommendation import calibration, click_model, export, lowering, precision, reload
+from scalejax.inference import reload
+from scalejax.inference.recommendation import calibration, click_model, export, lowering, precision
 from scalejax.models.llm import safetensors
 
 BARE = """

@@ -2,14 +2,17 @@
 
     import reload                                # this file, from the folder of the model or a copy
     model = reload.load("path/of/the/folder")
-    model(ids={"user": [17, 4], "pages": [[3, 9], []]}, dense=[[0.1, 2.0], [0.3, 1.0]])
+    model(ids={"user": [17, 4], "pages": [[3, 9], []]}, dense=[[0.1, 2.0], [0.3, 1.0]])     # a click model
+    model([[11, 52, 7], [3]])                                                               # a language model
 
-gives {"logits": float32[B, T], "probabilities": float32[B, T]} as NumPy arrays. `model.signature` is signature.json:
-the features, how many rows each has, the names of the numbers and of the labels.
+The first gives {"logits": float32[B, T], "probabilities": float32[B, T]} as NumPy arrays, the second the logits of what
+follows the last token of each text, float32[B, V], or every token, float32[B, S, V], as it was exported.
+`model.signature` is signature.json: of a click model the features, how many rows each has, the names of the numbers and
+of the labels; of a language model its vocabulary.
 
-    model.stablehlo     the program, a portable artifact of StableHLO bytecode, for any batch size
+    model.stablehlo     the program, a portable artifact of StableHLO bytecode
     model.safetensors   tables and parameters, arguments of the program
-    signature.json      its arguments in order, inputs, outputs, precisions, digests of the two files
+    signature.json      its arguments in order, inputs, outputs, digests of the two files
 
 A feature whose "shape" is ["batch", L] takes L ids an example, int[B, L], or int[B] where L is 1; one of shape ["ids"]
 takes a list of ids an example.
@@ -30,18 +33,76 @@ import numpy as np
 import numpy.typing as npt
 
 FORMAT = "scalejax click model 1"
+LANGUAGE_FORMAT = "scalejax language model 1"
 Ids = Sequence[npt.ArrayLike] | np.ndarray
-_DTYPES = {"F32": np.float32, "F16": np.float16, "U8": np.uint8, "I8": np.int8, "I32": np.int32}
+_DTYPES = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I32": np.int32,
+}
 
 
-class Model:
-    """A model that scores batches of any size; every new size is compiled once."""
+class _Program:
+    """What was exported, with its weights."""
 
     def __init__(self, signature: dict[str, Any], weights: Mapping[str, np.ndarray], program: bytes) -> None:
         self.signature = signature
         self._weights = [jnp.asarray(weights[name]) for name in signature["weights"]]
         exported = _exported(signature, program)
-        self._run = jax.jit(lambda weights, inputs: exported.call(*weights, *inputs))
+        self._call = jax.jit(lambda weights, inputs: exported.call(*weights, *inputs))
+
+    def _run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        found = self._call(self._weights, [inputs[name] for name in self.signature["inputs"]])
+        return {name: np.asarray(array) for name, array in zip(self.signature["outputs"], found, strict=True)}
+
+
+class LanguageModel(_Program):
+    """A model that scores texts, some at a time."""
+
+    def __call__(self, tokens: Sequence[npt.ArrayLike] | np.ndarray) -> dict[str, np.ndarray]:
+        """Scores B texts.
+
+        Args:
+          tokens: Ids of each text, at least one and at most as many as `signature["inputs"]["tokens"]` says.
+
+        Returns:
+          {"logits": float32[B, V]} of what follows the last token, or float32[B, S, V] of every token where all were
+          exported, S those of the longest text; of no meaning behind the end of a shorter one.
+
+        Raises:
+          ValueError: there is no text, or one is empty or too long, or an id is no integer or out of range.
+        """
+        rows, length = self.signature["inputs"]["tokens"]["shape"]
+        texts = [np.asarray(text) for text in tokens]
+        lengths = np.array([text.size for text in texts], np.int32)
+        if not texts or any(text.ndim != 1 for text in texts) or not 1 <= lengths.min() <= lengths.max() <= length:
+            raise ValueError(f"tokens: must be lists of 1 to {length} ids, a list for each text; got {lengths} ids.")
+        for number, text in enumerate(texts):
+            if not np.issubdtype(text.dtype, np.integer):
+                raise ValueError(f"tokens: text {number} must have ids that are integers; got {text.dtype}.")
+            if not 0 <= text.min() <= text.max() < self.signature["vocabulary"]:
+                raise ValueError(
+                    f"tokens: text {number} must have ids in [0, {self.signature['vocabulary']}); got {text.min()} to "
+                    f"{text.max()}."
+                )
+        spare = -len(texts) % rows
+        padded = np.zeros((len(texts) + spare, length), np.int32)
+        for row, text in zip(padded, texts, strict=False):
+            row[: text.size] = text
+        counts = np.pad(lengths, (0, spare), constant_values=1)
+        parts = [
+            self._run({"tokens": padded[start : start + rows], "lengths": counts[start : start + rows]})["logits"]
+            for start in range(0, len(padded), rows)
+        ]
+        logits = np.concatenate(parts)[: len(texts)]
+        return {"logits": logits[:, : lengths.max()] if logits.ndim == 3 else logits}
+
+
+class Model(_Program):
+    """A click model that scores batches of any size; every new size is compiled once."""
 
     def __call__(
         self, ids: Mapping[str, Ids], dense: Ids | None = None, lengths: Mapping[str, Ids] | None = None
@@ -57,9 +118,7 @@ class Model:
           ValueError: a feature is missing or unknown, an id is no integer or out of range, or shapes do not fit.
         """
         inputs = self._inputs(ids, dense, lengths or {})
-        arguments = [inputs[name] for name in self.signature["inputs"]]
-        logits, probabilities = self._run(self._weights, arguments)
-        return {"logits": np.asarray(logits), "probabilities": np.asarray(probabilities)}
+        return self._run(inputs)
 
     def _inputs(self, ids: Mapping[str, Ids], dense: Ids | None, lengths: Mapping[str, Ids]) -> dict[str, np.ndarray]:
         features: dict[str, dict[str, Any]] = self.signature["features"]
@@ -104,8 +163,8 @@ class Model:
         return found
 
 
-def load(folder: str | pathlib.Path) -> Model:
-    """Reads a folder that `scalejax export` wrote.
+def load(folder: str | pathlib.Path) -> Any:
+    """Reads a folder that `scalejax export` wrote: a `Model` of clicks, or a `LanguageModel`.
 
     Raises:
       ValueError: a file is not the one that was written, or of a newer format.
@@ -113,14 +172,16 @@ def load(folder: str | pathlib.Path) -> Model:
     """
     folder = pathlib.Path(folder)
     signature = json.loads((folder / "signature.json").read_text(encoding="utf-8"))
-    if signature.get("format") != FORMAT:
-        raise ValueError(f"{folder}: has the format {signature.get('format')!r}; this reads {FORMAT!r}.")
+    kind = {FORMAT: Model, LANGUAGE_FORMAT: LanguageModel}.get(signature.get("format"))
+    if kind is None:
+        known = f"{FORMAT!r} and {LANGUAGE_FORMAT!r}"
+        raise ValueError(f"{folder}: has the format {signature.get('format')!r}; this reads {known}.")
     data = {}
     for name, digest in signature["sha256"].items():
         data[name] = (folder / name).read_bytes()
         if hashlib.sha256(data[name]).hexdigest() != digest:
             raise ValueError(f"{folder / name}: is damaged or of another export. Copy the folder anew.")
-    return Model(signature, read_safetensors(data["model.safetensors"]), data["model.stablehlo"])
+    return kind(signature, read_safetensors(data["model.safetensors"]), data["model.stablehlo"])
 
 
 def read_safetensors(data: bytes) -> dict[str, np.ndarray]:
