@@ -427,7 +427,7 @@ def load(
     params |= loading.load(model.source, targets, loaded=loaded)
     if model.inputs:
         entries = {entry.path: entry for entry in family.entries(model.config)}
-        params = static_inputs.attach(params, entries, model.inputs, mesh)
+        params = static_inputs.attach(params, entries, family.sizes(model.config), model.inputs, mesh)
     return Engine(model.config, shape, params, mesh, choices, formats)
 
 

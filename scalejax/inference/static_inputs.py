@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
-from scalejax.models.llm.mapping import LAYER, Entry
+from scalejax.models.llm.mapping import Entry
 from scalejax.models.llm.packed import InputScale
 from scalejax.numerics.quantized import static
 from scalejax.numerics.quantized.rules import module_of
@@ -19,6 +19,7 @@ from scalejax.numerics.quantized.weights import StaticWeight
 def attach(
     params: Mapping[str, Any],
     entries: Mapping[str, Entry],
+    sizes: Mapping[str, int],
     inputs: Mapping[str, InputScale],
     mesh: Mesh,
 ) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def attach(
     Args:
       params: {path: array, or `PackedWeight`}; of layers, those of all layers.
       entries: The table of parameters, by path.
+      sizes: Of its axes.
       inputs: By the names of weights in the folder.
       mesh: On which all devices get the scales.
 
@@ -35,11 +37,9 @@ def attach(
     """
     made = dict(params)
     for path, entry in entries.items():
-        names = [entry.name]
-        if entry.stacked:
-            layers = jax.tree.leaves(params[path])[0].shape[0]
-            names = [entry.name.replace(LAYER, str(layer)) for layer in range(layers)]
-        found = [inputs.get(name) for name in names]
+        layers = jax.tree.leaves(params[path])[0].shape[:1] if entry.stacked else ()
+        experts = (sizes[entry.ours()[0]],) if entry.spread else ()
+        found = [inputs.get(name) for name, _, _ in entry.tensors(*(layers or (1,)), sizes)]
         formats: set[static.Format] = {own.format for own in found if own is not None}
         if len(formats) > 1:
             raise UserError(
@@ -47,8 +47,8 @@ def attach(
                 "all of them. Quantize the model with one format of activations for all layers."
             )
         if formats:
-            # 0 for layers whose inputs stay as they are.
+            # 0 for layers, and experts, whose inputs stay as they are.
             scales = np.asarray([0 if own is None else own.scale for own in found], np.float32)
-            placed = jax.device_put(scales if entry.stacked else scales[0], NamedSharding(mesh, P()))
+            placed = jax.device_put(scales.reshape(layers + experts), NamedSharding(mesh, P()))
             made[path] = StaticWeight(array=params[path], scale=placed, format=formats.pop(), path=module_of(path))
     return made

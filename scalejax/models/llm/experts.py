@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +34,14 @@ from flax import nnx
 
 from scalejax import nn
 from scalejax.errors import UserError
-from scalejax.kernels.grouped_matmul import grouped_gated_mlp
+from scalejax.kernels.grouped_matmul import grouped_gated_mlp, grouped_matmul
 from scalejax.kernels.grouped_matmul.api import Implementation
 from scalejax.models.llm.auxiliary import AuxiliaryRouter, compare, guess
 from scalejax.models.llm.expert_use import GUESSES, OF_EXPERTS, SUMS, ExpertGuesses, ExpertUse
 from scalejax.models.llm.llama3.parts import Numbers, Room, StackedNormal
 from scalejax.nn import routing
+from scalejax.numerics.quantized import static
+from scalejax.numerics.quantized.weights import StaticWeight
 from scalejax.parallel import expert
 from scalejax.parallel.activations import ACTIVATIONS
 from scalejax.parallel.kernel_sharding import shard_kernel
@@ -454,15 +456,19 @@ class ExpertLayers(nnx.Module):
         self, local: Callable[..., tuple[jax.Array, ...]], results: int, positions: str | None, *tokens: jax.Array
     ) -> tuple[jax.Array, ...]:
         """`local` on each device: of its rows of tokens [B, S, ...], its positions if named, and its experts."""
-        local = functools.partial(local, run=_Run(self.part, self.hidden, expert.cut_over(*tokens[0].shape[:2])))
-        weights = [p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down)]
+        weights: list[Any] = [p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down)]
+        inputs = tuple(w.format if isinstance(w, StaticWeight) else None for w in weights)
+        run = _Run(self.part, self.hidden, expert.cut_over(*tokens[0].shape[:2]), inputs)
+        local = functools.partial(local, run=run)
+        scales = [w.scale for w in weights if isinstance(w, StaticWeight)]
+        weights = [w.array if isinstance(w, StaticWeight) else w for w in weights] + scales
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.empty and mesh.size > 1:
             token = ("batch", positions, None)
             into, out = ("experts", None, "hidden"), ("experts", "hidden", None)
             local = shard_kernel(
                 local,
-                in_axes=(*len(tokens) * (token,), into, into, out),
+                in_axes=(*len(tokens) * (token,), into, into, out, *len(scales) * (("experts",),)),
                 out_axes=results * (token,),
                 rules=ACTIVATIONS,
             )
@@ -480,11 +486,14 @@ class _Run:
       part: What they are.
       hidden: F.
       cut: How tokens are cut.
+      inputs: Formats of what gate, up and down multiply where that has static scales, which follow those weights in
+        their order, wide[n] each.
     """
 
     part: Experts
     hidden: int
     cut: expert.Cut
+    inputs: tuple[static.Format | None, ...] = (None, None, None)
 
     @property
     def count(self) -> int:
@@ -526,7 +535,7 @@ def _chosen(
         routes = routing.routes_with_capacity(chosen, weighed, count=count, capacity=capacity)
         results = run.equally(routing.dispatch(flat, routes), weights)
     elif devices == 1:
-        routes, results = _grouped(flat, chosen, weighed, weights, run.part.implementation)
+        routes, results = _grouped(flat, chosen, weighed, weights, run)
     else:
         here = count // devices
         room = tokens * min(k, here)
@@ -538,7 +547,7 @@ def _chosen(
         rows, own = (
             expert.to_experts(a.reshape(devices, room, -1), devices)[0] for a in (routing.dispatch(flat, routes), own)
         )
-        inner, results = _grouped(rows, own, jnp.ones(own.shape, gates.dtype), weights, run.part.implementation)
+        inner, results = _grouped(rows, own, jnp.ones(own.shape, gates.dtype), weights, run)
         results = routing.combine(results, inner)[None]
         results = expert.from_experts(results, devices).reshape(devices * room, -1)
     y = run.whole(routing.combine(results, routes), weights).reshape(x.shape)
@@ -550,15 +559,48 @@ def _grouped(
     chosen: jax.Array,
     gates: jax.Array,
     weights: tuple[jax.Array, ...],
-    implementation: Implementation | None,
+    run: _Run,
 ) -> tuple[routing.Routes, jax.Array]:
     """Results [P, E] of tokens [T, E] that chose [T, k] of the experts that are here, and their places."""
     count = weights[0].shape[0]
     block = _block(chosen.size, count)
     routes, sizes = routing.routes_in_groups(chosen, gates, count=count, block=block)
-    gate, up, down = weights
-    placed = routing.dispatch(rows, routes)
-    return routes, grouped_gated_mlp(placed, gate, up, down, sizes, block=block, implementation=implementation)
+    gate, up, down, *scales = weights
+    placed, how = routing.dispatch(rows, routes), {"block": block, "implementation": run.part.implementation}
+    if not scales:
+        return routes, grouped_gated_mlp(placed, gate, up, down, sizes, **how)
+    left = iter(scales)
+    by_gate, by_up, by_down = (
+        functools.partial(
+            _static_product,
+            weight=weight,
+            sizes=sizes,
+            format=format,
+            scales=next(left) if format else None,
+            how=how,
+        )
+        for weight, format in zip((gate, up, down), run.inputs, strict=True)
+    )
+    return routes, by_down(jax.nn.silu(by_gate(placed)) * by_up(placed))
+
+
+def _static_product(
+    x: jax.Array,
+    weight: jax.Array,
+    sizes: jax.Array,
+    *,
+    format: static.Format | None,
+    scales: jax.Array | None,
+    how: dict[str, Any],
+) -> jax.Array:
+    """`grouped_matmul` of codes of x [P, ...] under the scale of each expert, wide[n], 0 = x stays as it is."""
+    if format is None or scales is None:
+        return grouped_matmul(x, weight, sizes, **how)
+    scale = jnp.repeat(scales, sizes, total_repeat_length=x.shape[0])[:, None]
+    given = scale > 0
+    scale = jnp.where(given, scale, 1)
+    codes = jnp.where(given, static.encode(x, scale, format), x)
+    return (grouped_matmul(codes, weight, sizes, **how) * scale).astype(x.dtype)
 
 
 def _choosing(

@@ -160,11 +160,10 @@ def open_folder(folder: pathlib.Path) -> LanguageModel:
         where = f"{folder / CONFIG}: quantization_config"
         found = packed.resolve(content["quantization_config"], tensors, names, _kind(content, folder), where)
         stored, more = found.tensors, more + found.remarks
-        in_expert = {name for name, t in mapping.tensors(entries, sizes, layers).items() if t.expert is not None}
-        inputs = {name: scale for name, scale in found.inputs.items() if name not in in_expert}
+        inputs = {name: scale for name, scale in found.inputs.items() if len(names.get(name, (0, 0))) == 2}
         if len(inputs) < len(found.inputs):
             count = len(found.inputs) - len(inputs)
-            more += (f"of these scales {count} are left out: what experts multiply stays as it is",)
+            more += (f"of these scales {count} are left out: they are of all experts together",)
     mapping.check(entries, sizes, config.layers, stored, str(folder))
     _check_token_ids(folder, config, tokens)
     return LanguageModel(

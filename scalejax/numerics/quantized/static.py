@@ -56,7 +56,7 @@ def encode(x: jax.Array, scale: jax.Array, format: Format) -> jax.Array:
 
     Args:
       x: float32, bfloat16 or float16 [..., n]; NVFP4 has its blocks along n, a multiple of 16.
-      scale: float32[], above 0.
+      scale: float32[], above 0; or with the axes of x, sizes of 1 where several share one.
       format: The format.
 
     Returns:
@@ -67,6 +67,8 @@ def encode(x: jax.Array, scale: jax.Array, format: Format) -> jax.Array:
     """
     bits.check_dtype(x.dtype)
     if format == "nvfp4":
+        if scale.ndim:
+            x, scale = (x.astype(jnp.float32) / scale).astype(x.dtype), jnp.float32(1)
         found = quantize.quantize(x, "nvfp4", axis=-1, tensor_scale=scale)
         return quantize.dequantize(dataclasses.replace(found, tensor_scale=jnp.float32(1)), x.dtype)
     units = x.astype(jnp.float32) / scale

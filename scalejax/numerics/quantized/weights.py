@@ -106,7 +106,7 @@ class StaticWeight(_Weight):
     """A matrix whose left operand is quantized under a scale that was found beforehand; not differentiated.
 
     Attributes:
-      scale: float32[]; 0 = the operand stays as it is.
+      scale: float32[], of the matrices of experts float32[n]; 0 = the operand stays as it is.
       format: Of the operand, see `numerics.quantized.static`.
     """
 

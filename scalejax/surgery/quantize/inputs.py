@@ -1,7 +1,8 @@
 """Static scales of activations: what the matrices of a language model multiply in calibration text.
 
-Each matrix has one scale. Text passes the layers with the weights as they have been quantized, and activations as they
-are. Scales are chosen as those of weights are (`calibration`), from the magnitudes of all tokens together:
+Each matrix has one scale, that of an expert from the tokens that the router sends to it (1 if there are none). Text
+passes the layers with the weights as they have been quantized, and activations as they are. Scales are chosen as those
+of weights are (`calibration`), from the magnitudes of all tokens together:
 
 max         of the largest
 percentile  of the smallest that at least p % do not exceed, to 2^-10 of it; or the largest where that is zero
@@ -105,14 +106,15 @@ class WithInputs:
         params = parameters(own, arrays, sizes)
         for stage, paths in enumerate(self._walk.stages):
             wanted = [w for w in own if w.inputs is not None and not set(paths).isdisjoint(paths_in_layer(w))]
-            scales: dict[static.Format, np.float32] = {}
+            scales: dict[tuple[static.Format, int | None], np.float32] = {}
             for weight in wanted:
                 assert weight.inputs is not None
-                if weight.inputs not in scales:
-                    inputs = functools.partial(self._walk.run, params, stage)
-                    scales[weight.inputs] = find_scale(inputs, self._walk.streams, weight.inputs, self.calibration)
+                key = weight.inputs, weight.tensor.expert
+                if key not in scales:
+                    inputs = functools.partial(self._walk.run, params, stage, expert=weight.tensor.expert)
+                    scales[key] = find_scale(inputs, self._walk.streams, weight.inputs, self.calibration)
                 found = self._results[weight.name]
-                self._results[weight.name] = dataclasses.replace(found, input_scale=scales[weight.inputs])
+                self._results[weight.name] = dataclasses.replace(found, input_scale=scales[key])
         return params
 
     @functools.cached_property
@@ -137,9 +139,11 @@ def find_scale(
     largest = np.float32(0)
     counts = np.zeros(1 << (31 - _BIN_BITS), np.int64)
     for x in streams:
-        found = np.abs(np.asarray(inputs(x), np.float32)).reshape(-1)
+        found = np.abs(np.asarray(inputs(x), np.float32))
         largest = np.maximum(largest, found.max())
         if calibration.method == "percentile":
+            rows = found.reshape(-1, found.shape[-1])
+            found = rows[rows.any(1)].reshape(-1)  # a token that does not reach an expert is all zeros
             counts += np.bincount(found.view(np.int32) >> _BIN_BITS, minlength=len(counts))
     if not np.isfinite(largest):
         raise UserError("calibration: the text gives activations that are not finite. Check the model.")

@@ -128,11 +128,6 @@ def make(
         if found is not None:
             layout.check(name, found, shape)
         met = inputs if found is not None and len(shape) == 2 and modules != ["embed"] else None
-        if met is not None and tensor.expert is not None:
-            raise UserError(
-                f"--activations {inputs}: what experts multiply has no static scale here; got {chosen} for {name}. "
-                'Leave experts as they are (--rule "layers/.*/mlp/.*=none"), or --activations out.'
-            )
         if met is not None:
             check_inputs(layout, name, met, shape)
         made.append(Weight(tensor, " and ".join(modules), shape, found, met))

@@ -118,10 +118,11 @@ def test_export_refuses_what_is_of_no_language_model(invoke, run, tmp_path, more
     assert not (tmp_path / "out").exists()
 
 
-def test_activations_of_experts_are_refused(invoke, run, tmp_path):
-    more = ("--format", "int8:row", "--activations", "int8")
-    done = invoke("quantize", str(run), str(tmp_path / "out"), *more)
-    assert done.exit_code == 2
-    (line,) = done.stderr.strip().splitlines()
-    assert "what experts multiply has no static scale here" in line
-    assert '--rule "layers/.*/mlp/.*=none"' in line
+def test_activations_of_experts_have_scales_of_each(invoke, run, tmp_path):
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 40)
+    more = ("--format", "int8:row", "--activations", "int8", "--text", str(tmp_path / "text.txt"), "--tokens", "600")
+    done = invoke("quantize", str(run), str(tmp_path / "out"), *more, "--layout", "compressed-tensors")
+    assert done.exit_code == 0, done.stderr
+    assert len(model_folder.open_folder(tmp_path / "out").inputs) == 2 * (4 + 3 * 4) + 1
+    found = compared(invoke, run, tmp_path / "out", tmp_path)
+    assert 0 < found["divergence"] < 0.1

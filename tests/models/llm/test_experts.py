@@ -5,6 +5,7 @@ import io
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import small_language_run as small
@@ -18,6 +19,8 @@ from scalejax.inference import generate, run_model
 from scalejax.models.llm.expert_use import SUMS, UseSums
 from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.nn import Dtypes
+from scalejax.numerics.quantized import static
+from scalejax.numerics.quantized.weights import StaticWeight
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.checkpoints import trained
@@ -46,9 +49,9 @@ def stream(x64):
     return jnp.asarray(rng.standard_normal((2, 16, GQA.dim))), jnp.asarray(real)
 
 
-def layer(part, number=1):
+def layer(part, number=1, dtypes=F64):
     """The module with the parameters of one layer, larger than they begin, so that experts differ."""
-    module = part.build(GQA, nnx.Rngs(0), F64)
+    module = part.build(GQA, nnx.Rngs(0), dtypes)
     graph, state = nnx.split(module)
     return nnx.merge(graph, jax.tree.map(lambda x: 20 * x[number], state))
 
@@ -109,6 +112,47 @@ def test_the_implementation_of_grouped_products_is_that_of_the_config(stream):
     assert "ragged_dot" in forms["ragged_dot"][0]
     assert "ragged_dot" not in forms["blocks"][0]
     np.testing.assert_allclose(forms["ragged_dot"][1], forms["blocks"][1], rtol=1e-10)
+
+
+@pytest.mark.parametrize("format", ["fp8_e4m3", "int8", "nvfp4"])
+def test_what_an_expert_multiplies_is_quantized_under_its_own_scale(stream, format):
+    """The numbers of a table that are nearest; of NVFP4 `static.encode` of one row at a time."""
+    x = stream[0].astype(jnp.float32)
+    module = layer(EXPERTS, dtypes=Dtypes())
+    shape = ModelShape.of(module)
+    params = shape.split(module)
+    largest = {"fp8_e4m3": 448.0, "int8": 127.0, "nvfp4": 2688.0}[format]
+    scales = {"gate": [1.5, 2, 3, 0], "up": [1.5, 2, 3, 0], "down": [40.0, 50, 60, 70]}
+    scales = {name: jnp.asarray(own, jnp.float32) / largest for name, own in scales.items()}
+    weights = {n: StaticWeight(array=params[n], scale=own, format=format, path=n) for n, own in scales.items()}
+
+    def quantized(row, scale):
+        if scale == 0:
+            return row
+        if format == "nvfp4":
+            return np.asarray(static.encode(jnp.asarray(row)[None], jnp.float32(scale), format)[0] * scale)
+        numbers = np.arange(-128, 128, dtype=np.float32)
+        if format == "fp8_e4m3":
+            numbers = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+            numbers = np.unique(numbers[np.isfinite(numbers)])
+        return numbers[np.searchsorted((numbers[1:] + numbers[:-1]) / 2, row / scale)] * scale
+
+    p = {name: np.asarray(value) for name, value in params.items()}
+    rows = np.asarray(x).reshape(-1, x.shape[-1])
+    expected = np.zeros_like(rows)
+    for t, row in enumerate(rows):
+        score = np.exp(row @ p["router"])
+        chosen = np.argsort(-score)[:2]
+        for e in chosen:
+            read = {name: quantized(row, float(scales[name][e])) for name in ("gate", "up")}
+            between = silu(read["gate"] @ p["gate"][e]) * (read["up"] @ p["up"][e])
+            made = quantized(between.astype(np.float32), float(scales["down"][e])) @ p["down"][e]
+            expected[t] += score[e] / score[chosen].sum() * made
+    found = np.asarray(shape.merge({**params, **weights})(x)).reshape(expected.shape)
+    plain = np.asarray(shape.merge(params)(x)).reshape(expected.shape)
+    wrong = np.abs(found - expected).max(1) > 1e-3 * np.abs(expected).max()
+    assert wrong.mean() < 0.05  # a sum that rounds otherwise may move a number to the next
+    assert np.abs(plain - expected).max() > 0.01 * np.abs(expected).max()
 
 
 def test_without_numbers_nothing_is_dropped(stream):

@@ -4,16 +4,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_cases import tokens
-from quantized_cases import MATRICES, SMALL, gaussian, write_model
+from quantized_cases import EXPERTS, MATRICES, SMALL, gaussian, read_weights, write_model
 
 from scalejax.errors import UserError
 from scalejax.models.llm import model_folder
 from scalejax.models.llm.packed_layouts.known import find_layout
+from scalejax.numerics.quantize import dequantize
 from scalejax.numerics.quantized import static
 from scalejax.surgery.quantize import inputs, quantization_plan
-from scalejax.surgery.quantize.activations import ErrorDiffusion
+from scalejax.surgery.quantize.activations import ErrorDiffusion, Walk, embedded, parameters
 from scalejax.surgery.quantize.calibration import FACTORS, Calibration
-from scalejax.surgery.quantize.checkpoint import DirectCast
+from scalejax.surgery.quantize.checkpoint import DirectCast, read_weight
 
 OWN = find_layout("scalejax")
 TEXT = tokens(SMALL, 6, 32)
@@ -49,6 +50,25 @@ def test_scales_of_the_first_matrices_are_those_of_the_text(theirs):
         for group in groups:
             assert len({found[f"layers/{layer}/{name}"].input_scale for name in group}) == 1
     assert len({result.input_scale for result in found.values()}) == 2 * 4
+
+
+def test_scales_of_an_expert_are_those_of_the_tokens_that_are_sent_to_it(tmp_path):
+    """`Walk.run` is compared with the formula by hand in test_activations."""
+    write_model(tmp_path / "theirs", EXPERTS)
+    model = model_folder.open_folder(tmp_path / "theirs")
+    plan = quantization_plan.make(model, "bdr_mx9", [("layers/./attention/.*|layers/1/.*", "none")], OWN, "int8")
+    made = inputs.WithInputs(model, plan, TEXT, DirectCast(model))
+    walk, own = Walk(model.config, TEXT), [weight for weight in plan if weight.layer == 0]
+    found = {w.name: made.quantize(w, OWN) for w in own if w.format is not None}
+    arrays = {w.name: read_weight(model, w) if w.format is None else dequantize(found[w.name].quantized) for w in own}
+    params = parameters(own, arrays, model.architecture.sizes(model.config))
+    streams = embedded(read_weights(tmp_path / "theirs")["model.embed_tokens.weight"], TEXT)
+    for expert in range(4):
+        for stage, names in ((2, (1, 3)), (3, (2,))):
+            largest = max(np.abs(walk.run(params, stage, x, expert=expert)).max() for x in streams)
+            for name in names:
+                scale = found[f"model.layers.0.block_sparse_moe.experts.{expert}.w{name}.weight"].input_scale
+                np.testing.assert_allclose(scale, largest / 127, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -89,6 +109,13 @@ def test_a_percentile_is_that_of_all_numbers(percentile):
     found = scale("int8", method="percentile", percentile=percentile) * 127
     want = np.sort(ALL)[int(np.ceil(percentile * len(ALL) / 100)) - 1]
     assert want * (1 - 1e-6) <= found <= want * (1 + 2**-10)
+
+
+def test_tokens_that_reach_no_expert_do_not_count():
+    reached = [np.concatenate([x, np.zeros_like(x)], axis=1) for x in STREAMS]
+    assert scale("int8", reached, method="percentile", percentile=90) == scale(
+        "int8", STREAMS, method="percentile", percentile=90
+    )
 
 
 def test_a_percentile_of_zeros_is_the_largest():

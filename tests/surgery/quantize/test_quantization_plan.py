@@ -87,9 +87,9 @@ def test_halves_of_one_tensor_take_one_format(mixtral):
         quantization_plan.make(mixtral, "mxfp4_e2m1", [("layers/0/mlp/gate", "none")], layout)
 
 
-def test_inputs_of_experts_have_no_static_scale(mixtral):
-    with pytest.raises(UserError, match=r"what experts multiply has no static scale here; got int8:32 for .*experts.0"):
-        quantization_plan.make(mixtral, "int8:32", [], OWN, "int8")
+def test_inputs_of_experts_have_static_scales(mixtral):
+    plan = quantization_plan.make(mixtral, "int8:32", [], OWN, "int8")
+    assert {w.tensor.expert for w in plan if w.inputs} == {None, *range(4)}
     plan = quantization_plan.make(mixtral, "int8:32", [("layers/.*/mlp/.*", "none")], OWN, "int8")
     assert {w.module.split("/")[2] for w in plan if w.inputs} == {"attention"}
 
