@@ -1,7 +1,7 @@
 """Batches of rows of tokens, by global example number; an example is one row."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from scalejax.data.reading import GlobalBatches, Streamed
 from scalejax.data.text.modalities import check_capacities
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
+from scalejax.errors import UserError
 
 
 class TokenExamples(Streamed[TokenBatch], Protocol):
@@ -40,6 +41,19 @@ class TokenDataSet(GlobalBatches[TokenBatch, TokenBatch]):
         """Vocabulary and length of rows."""
         return self.examples.schema
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is said when a run begins."""
+        return ()
+
+    def files(self) -> dict[str, bytes]:
+        """What a run folder is to hold of the data, by name."""
+        return {}
+
+    def pictures(self) -> Iterator[tuple[str, str, str, str]]:
+        """(split, name, caption, SVG) of pictures for the report."""
+        return iter(())
+
     def with_batch_size(self, batch_size: int) -> "TokenDataSet":
         """The same rows in batches of another size: a batch-size ramp goes on at its global example counter."""
         return TokenDataSet(self.examples, batch_size=batch_size, threads=self.threads)
@@ -60,6 +74,46 @@ class TokenDataSet(GlobalBatches[TokenBatch, TokenBatch]):
         batch = read(start, stop)
         check_capacities(batch, self.schema, first_row=start)
         return batch
+
+
+class Parts:
+    """What several sets, read as one, want to say and to keep.
+
+    Args:
+      names: Of the sets, for messages.
+      sets: Theirs.
+
+    Raises:
+      UserError: two want to keep different files under one name: the same ids mean different things in them.
+    """
+
+    def __init__(self, names: Sequence[str], sets: Sequence[TokenDataSet]) -> None:
+        self._sets, self._files = sets, dict[str, bytes]()
+        owners: dict[str, str] = {}
+        for name, part in zip(names, sets, strict=True):
+            for file, content in part.files().items():
+                if self._files.setdefault(file, content) != content:
+                    raise UserError(
+                        f"{name} has another {file} than {owners[file]}: the codes of their images mean different "
+                        "things. Give both the same images, codes, split and seed."
+                    )
+                owners.setdefault(file, name)
+
+    def remarks(self) -> tuple[str, ...]:
+        """Those of all, each once."""
+        return tuple(dict.fromkeys(remark for part in self._sets for remark in part.remarks))
+
+    def files(self) -> dict[str, bytes]:
+        """Those of all."""
+        return dict(self._files)
+
+    def pictures(self) -> Iterator[tuple[str, str, str, str]]:
+        """Those of all, of equal names the first."""
+        shown: set[tuple[str, str]] = set()
+        for split, name, caption, svg in (picture for part in self._sets for picture in part.pictures()):
+            if (split, name) not in shown:
+                shown.add((split, name))
+                yield split, name, caption, svg
 
 
 @dataclasses.dataclass(frozen=True)

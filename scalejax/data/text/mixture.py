@@ -2,15 +2,19 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 
+from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.corpus import Progress
-from scalejax.data.text.dataset import TokenDataSet, TokenExamples
+from scalejax.data.text.dataset import Parts, TokenDataSet, TokenExamples
 from scalejax.data.text.files import TextData
 from scalejax.data.text.interleave import Interleave
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
+
+Source = TextData | TwoModalityData
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,13 +29,14 @@ class MixtureData:
     Validation and test are those of the sources, one source after another.
 
     Attributes:
-      sources: (data, weight) pairs; equal in length and vocabulary. Their batch sizes and threads play no part.
+      sources: (data, weight) pairs; equal in length and vocabulary, and where they have images in modalities, the most
+        tokens of each in a row, and the codebook. Their batch sizes and threads play no part.
       schedule: (from_row, weights) pairs, ascending: weights of all sources from that row on.
       batch_size: Global batch size, in rows.
       threads: Reading threads.
     """
 
-    sources: tuple[tuple[TextData, float], ...]
+    sources: tuple[tuple[Source, float], ...]
     schedule: tuple[tuple[int, tuple[float, ...]], ...] = ()
     batch_size: int = 16
     threads: int = 2
@@ -47,9 +52,12 @@ class MixtureData:
         first, *others = (data.schema() for data, _ in self.sources)
         for number, schema in enumerate(others, start=1):
             if schema != first:
+                hint = "Set length and tokenizer alike (vocabulary may be set to the larger)."
+                if schema.capacities != first.capacities:
+                    hint = "Set length and image_share alike: the most tokens of each modality follow from them."
                 raise UserError(
                     f"data.sources[{number}] gives {schema}, data.sources[0] {first}; sources of a mixture must agree. "
-                    "Set length and tokenizer alike (vocabulary may be set to the larger)."
+                    f"{hint}"
                 )
         return first
 
@@ -64,12 +72,35 @@ class MixtureData:
         self.schema()
         order = Interleave([weight for _, weight in self.sources], self.schedule)
         weights = tuple(weight for _, weight in self.sources)
-        examples = Mixture([data.build(progress).examples for data, _ in self.sources], order, weights)
+        sets = [data.build(progress) for data, _ in self.sources]
+        parts = Parts([f"data.sources[{number}]" for number in range(len(sets))], sets)
+        examples = Mixture([found.examples for found in sets], order, weights)
         for number, source in enumerate(examples.sources):
             used = any(each[number] for each in (weights, *(later for _, later in self.schedule)))
             if used and source.num_examples("train") == 0:
                 raise UserError(f"data.sources[{number}] has no training rows but a weight; give it more text.")
-        return TokenDataSet(examples, batch_size=self.batch_size, threads=self.threads)
+        return MixtureDataSet(examples, parts, batch_size=self.batch_size, threads=self.threads)
+
+
+class MixtureDataSet(TokenDataSet):
+    """Batches of a mixture, which knows what its sources say."""
+
+    def __init__(self, examples: "Mixture", parts: Parts, *, batch_size: int, threads: int) -> None:
+        super().__init__(examples, batch_size=batch_size, threads=threads)
+        self._parts = parts
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """See `TokenDataSet`."""
+        return self._parts.remarks()
+
+    def files(self) -> dict[str, bytes]:
+        """See `TokenDataSet`."""
+        return self._parts.files()
+
+    def pictures(self) -> Iterator[tuple[str, str, str, str]]:
+        """See `TokenDataSet`."""
+        return self._parts.pictures()
 
 
 class Mixture:
@@ -92,7 +123,7 @@ class Mixture:
     def stream(self, start: int, stop: int) -> TokenBatch:
         """Rows [start, stop) of the mixture."""
         source, position = self._order.rows(start, stop)
-        batch = TokenBatch.empty(stop - start, self.schema.length)
+        batch = TokenBatch.empty(stop - start, self.schema.length, len(self.schema.modalities))
         for k in np.unique(source):
             here = np.flatnonzero(source == k)  # a stretch of the source's stream, in order
             first = int(position[here[0]])
@@ -101,7 +132,7 @@ class Mixture:
 
     def held(self, split: str, start: int, stop: int) -> TokenBatch:
         """Rows [start, stop) of a split, source after source."""
-        batch = TokenBatch.empty(stop - start, self.schema.length)
+        batch = TokenBatch.empty(stop - start, self.schema.length, len(self.schema.modalities))
         begin = 0
         for source in self.sources:
             end = begin + source.num_examples(split)

@@ -5,7 +5,7 @@ import hashlib
 from collections.abc import Iterator
 
 from scalejax.data.reading import check_start
-from scalejax.data.text.dataset import TokenDataSet
+from scalejax.data.text.dataset import Parts, TokenDataSet
 from scalejax.data.text.stages import Stage, StageData, StageSpan, plan
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
@@ -59,7 +59,17 @@ class StagedData:
                     f"data.stages.{number} has tokens of {', '.join(schema.modalities)}, data.stages.0 of "
                     f"{', '.join(first.modalities)}, or other ids of them. Give all stages the same."
                 )
-        return max(schemas, key=lambda schema: schema.length)
+        longest = max(schemas, key=lambda schema: schema.length)
+        for number, schema in enumerate(schemas):
+            for modality, name in enumerate(first.modalities):
+                if schema.capacity(modality) > longest.capacity(modality):
+                    raise UserError(
+                        f"data.stages.{number} has up to {schema.capacity(modality)} tokens of {name} in a row, and "
+                        f"data.stages.{schemas.index(longest)}, whose rows are the longest, up to "
+                        f"{longest.capacity(modality)}: a model has the places of the longest. Set image_share there "
+                        "so that it has room for as many."
+                    )
+        return longest
 
     def build(self) -> "StagedDataSet":
         """Opens the data of all stages.
@@ -87,6 +97,7 @@ class StagedDataSet:
 
     def __init__(self, spans: tuple[StageSpan, ...], sets: tuple[TokenDataSet, ...], schema: TokenSchema) -> None:
         self._spans, self._sets, self._schema = spans, sets, schema
+        self._parts = Parts([f"data.stages.{number}" for number in range(len(sets))], sets)
         self._begins = [0]
         for span in spans[:-1]:
             rows = (span.stop_step - span.first_step) * span.data.batch_size
@@ -96,6 +107,19 @@ class StagedDataSet:
     def schema(self) -> TokenSchema:
         """The vocabulary, and the longest rows."""
         return self._schema
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What is said when a run begins."""
+        return self._parts.remarks()
+
+    def files(self) -> dict[str, bytes]:
+        """What a run folder is to hold of the data."""
+        return self._parts.files()
+
+    def pictures(self) -> Iterator[tuple[str, str, str, str]]:
+        """Pictures for the report."""
+        return self._parts.pictures()
 
     def num_examples(self, split: str) -> int:
         """Rows in a split of the last stage."""

@@ -16,11 +16,12 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.files import TextData
 from scalejax.data.text.mixture import MixtureData
 from scalejax.errors import UserError
 
-StageData = TextData | MixtureData
+StageData = TextData | TwoModalityData | MixtureData
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,13 @@ class TokenSchema:
     capacities: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
     ranges: tuple[tuple[str, int, int], ...] = dataclasses.field(default=(), repr=False)
 
+    def __str__(self) -> str:
+        """All of it, for messages."""
+        parts = [f"vocabulary={self.vocabulary}", f"length={self.length}"]
+        if len(self.modalities) > 1:
+            parts += [f"modalities={self.modalities}", f"capacities={self.capacities}", f"ranges={self.ranges}"]
+        return f"TokenSchema({', '.join(parts)})"
+
     def capacity(self, modality: int) -> int:
         """Most tokens of a modality, by its number, that a row has."""
         return self.length if self.capacities is None else self.capacities[modality]

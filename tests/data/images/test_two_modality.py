@@ -14,6 +14,11 @@ from scalejax.data.images.codebook import PatchCodebook
 from scalejax.data.images.sources import Digits, ImageFolder
 from scalejax.data.images.two_modality import TwoModalityData, TwoModalityDataSet
 from scalejax.data.splits import Fractions
+from scalejax.data.text.files import TextData
+from scalejax.data.text.interleave import Interleave
+from scalejax.data.text.mixture import MixtureData
+from scalejax.data.text.staged import StagedData
+from scalejax.data.text.stages import Stage
 from scalejax.data.text.tokenizer import CharacterTokenizer
 from scalejax.data.text.tokens import TokenBatch
 from scalejax.errors import UserError
@@ -238,3 +243,74 @@ def test_digits_and_shakespeare_need_no_file(tmp_path: pathlib.Path) -> None:
     assert re.search(r"\n(zero|one|two|three|four|five|six|seven|eight|nine)\n", text)
     assert data.codebook.error(data.images["test"].pixels) < 400
     assert dataclasses.replace(config, batch_size=2).build().fingerprint() == data.fingerprint()
+
+
+def rows_of(data: Any, start: int, count: int, **where: int) -> list[TokenBatch]:
+    return list(itertools.islice(data.train_batches(start_example=start, **where), count))
+
+
+def test_a_mixture_of_images_among_text_goes_on_at_the_same_bits(folder: pathlib.Path) -> None:
+    sources = make(folder, caption="before"), make(folder, caption="after")
+    data = MixtureData(sources=tuple(zip(sources, (1.0, 2.0), strict=True)), batch_size=6)
+    assert data.schema() == sources[0].schema()
+    built = data.build()
+    whole = rows_of(built, 0, 8)
+    source, position = Interleave((1.0, 2.0)).rows(0, 48)
+    alone = [each.build().examples for each in sources]
+    for row, (k, j) in enumerate(zip(source.tolist(), position.tolist(), strict=True)):
+        for name, array in alone[k].stream(j, j + 1).arrays().items():
+            np.testing.assert_array_equal(whole[row // 6].arrays()[name][row % 6], array[0])
+    assert {name for batch in whole for name in batch.arrays()} >= {"modality"}
+    for process in range(2):
+        for batch, again in zip(
+            whole[3:], rows_of(data.build(), 18, 5, process_index=process, process_count=2), strict=True
+        ):
+            for name, array in again.arrays().items():
+                np.testing.assert_array_equal(array, batch.arrays()[name][3 * process : 3 * process + 3])
+    assert built.files() == sources[0].build().files()
+    assert [name for _, name, _, _ in built.pictures()] == ["reconstructions"]
+    assert len(built.remarks) == len(sources[0].build().remarks)
+    held = list(built.eval_batches("validation"))
+    assert all(batch.modality is not None for batch in held)
+
+
+def test_sources_of_a_mixture_that_differ_in_capacities_alone_are_named_with_both(folder: pathlib.Path) -> None:
+    wide = make(folder, image_share=(0.2, 0.8))
+    with pytest.raises(UserError, match=r"sources\[1\] .*capacities=\(102, 102\).*sources\[0\].*capacities=\(89, 89\)"):
+        MixtureData(sources=((make(folder), 1.0), (wide, 1.0))).schema()
+    with pytest.raises(UserError, match="image_share alike"):
+        MixtureData(sources=((make(folder), 1.0), (wide, 1.0))).build()
+    text = TextData(path=str(folder / "text.txt"), length=128, vocabulary=354, folder=str(folder / "kept"))
+    with pytest.raises(UserError, match="sources of a mixture must agree"):
+        MixtureData(sources=((make(folder), 1.0), (text, 1.0))).schema()
+
+
+def test_sources_with_other_codebooks_are_refused(folder: pathlib.Path) -> None:
+    with pytest.raises(UserError, match=r"data.sources\[1\] has another codebook.npz than data.sources\[0\]"):
+        MixtureData(sources=((make(folder), 1.0), (make(folder, seed=1), 1.0))).build()
+
+
+def test_stages_of_images_among_text_go_on_at_the_same_bits(folder: pathlib.Path) -> None:
+    short = make(folder)
+    stages = (
+        Stage(from_tokens=0, data=short),
+        Stage(from_tokens=128 * 12, data=dataclasses.replace(short, batch_size=4)),
+        Stage(from_tokens=128 * 20, data=dataclasses.replace(short, length=256, batch_size=2)),
+    )
+    data = StagedData(stages=stages)
+    assert data.schema() == stages[2].data.schema()
+    whole = rows_of(data.build(), 0, 8)
+    assert [batch.tokens.shape for batch in whole] == [(6, 128)] * 2 + [(4, 128)] * 2 + [(2, 256)] * 4
+    for step in range(1, 8):
+        seen = sum(map(len, whole[:step]))
+        for batch, again in zip(whole[step:], rows_of(data.build(), seen, 8 - step), strict=True):
+            for name, array in again.arrays().items():
+                np.testing.assert_array_equal(array, batch.arrays()[name])
+    assert data.build().files() == short.build().files()
+    wide = dataclasses.replace(short, image_share=(0.0, 1.0), length=192)
+    more = StagedData(stages=(Stage(from_tokens=0, data=wide), *stages[2:]))
+    with pytest.raises(UserError, match=r"stages.0 has up to 192 tokens of text .* data.stages.1, .* up to 179"):
+        more.schema()
+    text = TextData(path=str(folder / "text.txt"), vocabulary=354)
+    with pytest.raises(UserError, match=r"stages.1 has tokens of text, data.stages.0 of text, image"):
+        StagedData(stages=(stages[0], Stage(from_tokens=9999, data=text))).schema()
