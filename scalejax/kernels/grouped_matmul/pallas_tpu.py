@@ -19,7 +19,7 @@ Compiled for every chip and interpreted in the tests; it has not run on a TPU.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,62 +29,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from scalejax import compat
-from scalejax.kernels.grouped_matmul import reference, tiles
+from scalejax.kernels.grouped_matmul import tiles
+from scalejax.kernels.grouped_matmul.forms import Finish, Forms
 from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.types import Kernel, Number, Ref, Shapes
-
-_Pair = tuple[jax.Array, jax.Array]
-_Finish = Callable[..., tuple[jax.Array, ...]]
-"""float32 sums of a tile, and what was kept of it -> results."""
 
 
 def lacks(dtype: jax.typing.DTypeLike) -> str | None:
     """Which part of a case is missing here, or None."""
     return None if dtype in (jnp.float32, jnp.bfloat16) else f"computes in float32 and bfloat16; got {dtype}."
-
-
-def multiply(x: jax.Array, weights: jax.Array, sizes: jax.Array, *, interpret: Interpret = False) -> jax.Array:
-    """See `blocks.multiply`."""
-    call = _RowsCall("grouped_matmul", sizes, interpret)
-    return call((x,), (weights,), lambda y: (y,))[0]
-
-
-def gated(x: jax.Array, weights: _Pair, sizes: jax.Array, *, interpret: Interpret = False) -> jax.Array:
-    """See `blocks.gated`."""
-    call = _RowsCall("grouped_matmul_gated", sizes, interpret)
-    return call((x,), weights, lambda gate, up: (reference.between(gate, up),))[0]
-
-
-def gated_with_products(
-    x: jax.Array, weights: _Pair, sizes: jax.Array, *, interpret: Interpret = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `blocks.gated_with_products`."""
-    call = _RowsCall("grouped_matmul_gated", sizes, interpret)
-    hidden, gate, up = call((x,), weights, lambda gate, up: (reference.between(gate, up), gate, up))
-    return hidden, gate, up
-
-
-def gate_gradients(
-    g: jax.Array, down: jax.Array, products: _Pair, sizes: jax.Array, *, interpret: Interpret = False
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """See `blocks.gate_gradients`; the gradients take the place of the products in memory."""
-    call = _RowsCall("grouped_matmul_gate_gradients", sizes, interpret, contract=2)
-    hidden, to_gate, to_up = call(
-        (g,), (down,), lambda g, gate, up: reference.between_gradients(gate, up, g), kept=products
-    )
-    return hidden, to_gate, to_up
-
-
-def multiply_transposed(
-    grads: tuple[jax.Array, ...],
-    weights: tuple[jax.Array, ...],
-    sizes: jax.Array,
-    *,
-    interpret: Interpret = False,
-) -> jax.Array:
-    """See `blocks.multiply_transposed`."""
-    call = _RowsCall("grouped_matmul_transposed", sizes, interpret, contract=2)
-    return call(grads, weights, lambda *sums: (functools.reduce(jnp.add, sums),))[0]
 
 
 def weight_gradients(
@@ -165,20 +118,17 @@ class _RowsCall:
       contract: Axis of the weights that is summed over, 1 or 2.
     """
 
-    def __init__(self, name: str, sizes: jax.Array, interpret: Interpret, contract: int = 1):
+    def __init__(self, name: str, sizes: jax.Array, interpret: Interpret, contract: int):
         self.name, self.sizes, self.interpret, self.contract = name, sizes, interpret, contract
 
     def __call__(
         self,
         rows: tuple[jax.Array, ...],
         weights: tuple[jax.Array, ...],
-        finish: _Finish,
+        finish: Finish,
         kept: tuple[jax.Array, ...] = (),
     ) -> tuple[jax.Array, ...]:
-        """finish(*sums, *kept), where sum i is of weights i and of rows i, or of the only rows.
-
-        `kept` are as large as the results, whose last ones take their place.
-        """
+        """See `forms.RowsCall`."""
         said = _sizes()
         count, length = rows[0].shape
         width = weights[0].shape[3 - self.contract]
@@ -268,6 +218,11 @@ class _RowsCall:
                 interpret=self.interpret,
             )
         )
+
+
+_FORMS = Forms(_RowsCall)
+multiply, multiply_transposed = _FORMS.multiply, _FORMS.multiply_transposed
+gated, gated_with_products, gate_gradients = _FORMS.gated, _FORMS.gated_with_products, _FORMS.gate_gradients
 
 
 class _Visits:
