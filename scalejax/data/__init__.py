@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
     from scalejax.data.text.mixture import MixtureData as MixtureData
     from scalejax.data.text.modalities import ModalityMap as ModalityMap
+    from scalejax.data.text.shards import TokenShards as TokenShards
     from scalejax.data.text.staged import StagedData as StagedData
     from scalejax.data.text.stages import Stage as Stage
     from scalejax.data.text.tokenizer import ByteTokenizer as ByteTokenizer
@@ -92,6 +93,7 @@ _HOMES = {
     "TokenBatch": "text.tokens",
     "TokenDataSet": "text.dataset",
     "TokenSchema": "text.tokens",
+    "TokenShards": "text.shards",
     "TwoModalityData": "images.two_modality",
     "from_columns": "examples.memory",
 }

@@ -12,9 +12,9 @@ from flax import nnx
 
 from scalejax.data.images.tokenizer import InterleavedTokenizer
 from scalejax.data.images.two_modality import TwoModalityData
-from scalejax.data.text.files import TextData
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
-from scalejax.data.text.mixture import MixtureData
+from scalejax.data.text.mixture import MixtureData, Source
+from scalejax.data.text.shards import TokenShards
 from scalejax.data.text.staged import StagedData
 from scalejax.data.text.tokenizer import Bytes, Characters, Tokenizer
 from scalejax.errors import UserError
@@ -87,7 +87,13 @@ def open_run(
             f"{', '.join(entry.config.__name__ for entry in families.known())}."
         )
     config: LanguageConfig = model.bound(experiment.data.schema())
-    tokenizer = data.tokenizer.build()
+    if isinstance(data, TokenShards):  # whose tokens others made
+        given, tokenizer, special = None, None, SpecialTokens(eos=() if data.separator is None else (data.separator,))
+    else:
+        given, tokenizer = data.tokenizer, data.tokenizer.build()
+        special = SpecialTokens(bos=tokenizer.bos, eos=tuple(tokenizer.stop_ids), pad=tokenizer.pad)
+        if isinstance(data, TwoModalityData):
+            given = InterleavedTokenizer(text=data.tokenizer, codes=data.codes)
     found = trained.open_run(run_folder, step, average)
     params = trained.matched(found, _shapes(config), f"RUN_FOLDER {run_folder}")
     # Documents begin as the data says: that is part of what the model has learnt.
@@ -96,15 +102,13 @@ def open_run(
         path=run_folder,
         kind="run",
         config=config,
-        tokens=SpecialTokens(bos=tokenizer.bos, eos=tuple(tokenizer.stop_ids), pad=tokenizer.pad),
+        tokens=special,
         source=ParamsSource(params, found.origin),
-        tokenizer=InterleavedTokenizer(text=data.tokenizer, codes=data.codes)
-        if isinstance(data, TwoModalityData)
-        else data.tokenizer,
+        tokenizer=given,
         begins=begins,
         quantization=experiment.quantization,
         files=_tokenizer_files(data),
-        made=_tokenizer_made(tokenizer, begins),
+        made={} if tokenizer is None else _tokenizer_made(tokenizer, begins),
         shards=found.checkpoints,
         remarks=(
             f"{'step' if average == 1 else 'mean of steps'} {', '.join(f.name for f in found.checkpoints)} of the run",
@@ -113,13 +117,13 @@ def open_run(
     )
 
 
-def _text_of(data: object) -> TextData | TwoModalityData | None:
+def _text_of(data: object) -> Source | None:
     """Where the tokenizer of a run stands: all parts of its data have the same."""
     if isinstance(data, StagedData):
         return _text_of(data.stages[-1].data)
     if isinstance(data, MixtureData):
         return data.sources[0][0]
-    return data if isinstance(data, TextData | TwoModalityData) else None
+    return data if isinstance(data, Source) else None
 
 
 def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -128,8 +132,8 @@ def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return {"/".join(map(str, p)): jax.ShapeDtypeStruct(v.get_value().shape, np.float32) for p, v in state}
 
 
-def _tokenizer_files(data: TextData | TwoModalityData) -> tuple[pathlib.Path, ...]:
-    if not isinstance(data.tokenizer, HuggingFaceTokenizer):
+def _tokenizer_files(data: Source) -> tuple[pathlib.Path, ...]:
+    if isinstance(data, TokenShards) or not isinstance(data.tokenizer, HuggingFaceTokenizer):
         return ()
     path = pathlib.Path(data.tokenizer.path)
     folder = path if path.is_dir() else path.parent

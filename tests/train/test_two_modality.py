@@ -10,8 +10,12 @@ from scalejax.data.images.codebook import PatchCodebook
 from scalejax.data.images.sources import ImageFolder
 from scalejax.data.images.tokenizer import InterleavedTokenizer
 from scalejax.data.images.two_modality import CODEBOOK, TwoModalityData
+from scalejax.data.text.files import TextSplit
+from scalejax.data.text.mixture import MixtureData
+from scalejax.data.text.shards import TokenShards
 from scalejax.errors import UserError
 from scalejax.inference import run_model
+from scalejax.models.llm.moma import ModalityExperts
 from scalejax.train import loop
 from scalejax.train.metrics.evaluation import read_pictures
 from scalejax.train.run_folder import read_lines
@@ -78,3 +82,51 @@ def test_its_language_model_has_the_tokenizer_of_its_text(experiment, trained):
     model = run_model.open_run(trained[0], experiment)
     assert model.tokenizer == InterleavedTokenizer(text=experiment.data.tokenizer, codes=16)
     assert model.config.vocabulary == experiment.data.ids().vocabulary == 320 + 2 + 16
+
+
+def resumed(experiment, folder):
+    """Metrics of the last steps, of a run in one piece and of one that was interrupted."""
+    loop.train(experiment, workdir=folder / "whole")
+    loop.train(dataclasses.replace(experiment, steps=4), workdir=folder / "halves")
+    loop.train(experiment, workdir=folder / "halves", resume="must")
+    names = ("whole", "halves")
+    return [[r for r in read_lines(folder / name / "metrics.jsonl") if r["step"] > 4] for name in names]
+
+
+def test_a_run_on_a_mixture_keeps_the_codebook_and_goes_on_to_the_same_bits(experiment, tmp_path):
+    one = dataclasses.replace(experiment.data, caption="before")
+    data = MixtureData(sources=((one, 1.0), (dataclasses.replace(one, caption="after"), 1.0)), batch_size=8)
+    mixed = dataclasses.replace(experiment, data=data)
+    whole, again = resumed(mixed, tmp_path)
+    assert whole == again
+    digest = one.build().codebook.digest()
+    assert PatchCodebook.read(tmp_path / "whole" / CODEBOOK).digest() == digest
+    assert run_model.open_run(tmp_path / "whole", mixed).tokenizer == InterleavedTokenizer(text=one.tokenizer, codes=16)
+    assert len(read_pictures(tmp_path / "whole")) == 1
+
+
+def test_a_model_of_modalities_trains_on_tokens_of_ones_own(experiment, tmp_path):
+    random = np.random.default_rng(0)
+    parts = [
+        np.concatenate([random.integers(2, 60, 20), random.integers(60, 90, 9), random.integers(2, 60, 8), [1]])
+        for _ in range(400)
+    ]
+    (tmp_path / "shards").mkdir()
+    np.save(tmp_path / "shards" / "a.npy", np.concatenate(parts).astype(np.uint16))
+    data = TokenShards(
+        path=str(tmp_path / "shards"),
+        ranges=(("text", 0, 60), ("image", 60, 90)),
+        image_share=(0.1, 0.5),
+        separator=1,
+        length=64,
+        batch_size=8,
+        split=TextSplit(train=0.8, validation=0.2),
+        folder=str(tmp_path / "kept"),
+    )
+    mlp = ModalityExperts(groups=(("text", 2), ("image", 2)))
+    made = dataclasses.replace(experiment, data=data, model=dataclasses.replace(experiment.model, mlp=mlp))
+    whole, again = resumed(made, tmp_path)
+    assert whole == again
+    model = run_model.open_run(tmp_path / "whole", made)
+    assert model.tokenizer is None
+    assert (model.config.vocabulary, model.config.mlp.capacities, model.tokens.eos) == (90, (57, 32), (1,))

@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import hashlib
 import pathlib
-from typing import Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,11 +16,15 @@ from scalejax.data.text.corpus import Corpus, Marks, Progress, tokenised
 from scalejax.data.text.dataset import TokenDataSet
 from scalejax.data.text.fitted_rows import fitted
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
-from scalejax.data.text.packing import ConcatenatedRows, PackedRows, Pieces, Positions, Spans, fill
+from scalejax.data.text.modalities import PADDING
+from scalejax.data.text.packing import ConcatenatedRows, FittedRows, PackedRows, Pieces, Positions, Room, Spans, fill
 from scalejax.data.text.sources import SUFFIXES, find_texts
 from scalejax.data.text.tokenizer import ByteTokenizer, CharacterTokenizer, check_vocabulary
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError, check_at_least
+
+if TYPE_CHECKING:
+    from scalejax.data.text.shards import TokenShards
 
 TextOrder = Literal["shuffled", "file", "random-crops"]
 Packing = Literal["first-fit", "best-fit", "concatenate"]
@@ -174,11 +179,14 @@ class PackedText:
       corpus: Documents.
       schema: Of the rows.
       data: How they are split, packed and ordered.
+      room: What a row has room for, where tokens are of several modalities.
     """
 
-    def __init__(self, corpus: Corpus, schema: TokenSchema, data: TextData) -> None:
+    def __init__(
+        self, corpus: Corpus, schema: TokenSchema, data: "TextData | TokenShards", room: Room | None = None
+    ) -> None:
         self.schema = schema
-        self._corpus, self._data = corpus, data
+        self._corpus, self._data, self._room = corpus, data, room
         spans = data.split.spans(corpus)
         self._rows = {split: self._pack(split, spans[split]) for split in SPLITS}
         # The target of a crop's last position must be there as well.
@@ -203,11 +211,23 @@ class PackedText:
         if data.packing == "concatenate":
             return ConcatenatedRows(ordered(), self.schema.length)
         order = ("shuffled", data.seed) if shuffled else "file"
-        key = repr((self._corpus.digest, data.split, split, order))
-        folder = pathlib.Path(self._corpus.where).parent
+        parts = (self._corpus.digest, data.split, split, order)
+        if self._room is not None:
+            parts += (self.schema.capacities, self.schema.ranges)
         return fitted(
-            ordered, self.schema.length, data.packing, data.window, folder=folder, key=key, verify=data.verify
+            ordered,
+            self.schema.length,
+            data.packing,
+            data.window,
+            lay=None if self._room is None else self._lay,
+            folder=pathlib.Path(self._corpus.where).parent,
+            key=repr(parts),
+            verify=data.verify,
         )
+
+    def _lay(self, spans: Spans) -> Iterator[FittedRows]:
+        assert self._room is not None
+        return self._room.fit(self._corpus.tokens, spans, self._data.window)
 
     def num_examples(self, split: str) -> int:
         """Rows of a split."""
@@ -240,6 +260,8 @@ class PackedText:
         data = self._data
         packing = (data.packing,) if data.packing == "concatenate" else (data.packing, data.window)
         parts = (self._corpus.digest, self.schema, packing, data.positions, data.order, data.split, data.seed)
+        if self._room is not None:
+            parts += (self.schema.capacities, self.schema.ranges)
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _make_epoch_order(self, epoch: int) -> Permutation:
@@ -253,7 +275,10 @@ class PackedText:
         if (largest := int(batch.tokens.max(initial=0))) >= self._corpus.vocabulary:
             what = f"token {largest} is outside the vocabulary of {self._corpus.vocabulary}"
             raise damaged(pathlib.Path(self._corpus.where), what)
-        return batch
+        if self._room is None:
+            return batch
+        modality = np.where(batch.segment_ids != 0, self._room.of_ids[batch.tokens], PADDING).astype(np.int8)
+        return dataclasses.replace(batch, modality=modality)
 
     def _crops(self) -> ConcatenatedRows:
         rows = self._rows["train"]

@@ -5,7 +5,7 @@ A folder holds the arrays of `packing.FittedRows`: 13 bytes a piece and 8 a row 
 
 import hashlib
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -23,6 +23,7 @@ def fitted(
     packing: Literal["first-fit", "best-fit"],
     window: int,
     *,
+    lay: Callable[[Spans], Iterator[FittedRows]] | None = None,
     folder: pathlib.Path,
     key: str,
     verify: Verify = "checksums",
@@ -34,6 +35,7 @@ def fitted(
       length: Positions of a row.
       packing: How.
       window: Spans that may share rows.
+      lay: What lays spans in its own way, which `key` says; None = `packing.fit`.
       folder: Where rows are kept.
       key: Says which spans these are.
       verify: How what is kept there is checked (`kept_arrays.open_arrays`).
@@ -45,7 +47,7 @@ def fitted(
     def make(path: pathlib.Path) -> None:
         out = ArrayWriter(path, _DTYPES)
         out.append("offsets", [0])
-        for part in fit(spans(), length, packing, window):
+        for part in fit(spans(), length, packing, window) if lay is None else lay(spans()):
             out.append("offsets", part.offsets[1:] + out.sizes["begin"])
             for column in ("begin", "length", "more"):
                 out.append(column, getattr(part, column))

@@ -11,10 +11,11 @@ from scalejax.data.text.corpus import Progress
 from scalejax.data.text.dataset import Parts, TokenDataSet, TokenExamples
 from scalejax.data.text.files import TextData
 from scalejax.data.text.interleave import Interleave
+from scalejax.data.text.shards import TokenShards
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
 
-Source = TextData | TwoModalityData
+Source = TextData | TwoModalityData | TokenShards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

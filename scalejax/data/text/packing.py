@@ -11,6 +11,9 @@ of a span that lies in one row:
 The last two cut only spans longer than S: into pieces of S, each a row of its own, and the rest, which is fitted. They
 look at a window of spans at a time, so that a corpus of any size is packed in little memory.
 
+With a `Room` a row holds no more tokens of each modality than its capacities say: spans that hold more, or are longer
+than a row, are cut into pieces that do not, and a piece goes into the first row that has room for all of it.
+
 Every token of every span lies in exactly one row. Where a span is cut, the last token of the first piece keeps its
 target, which is the first token of the next; the pieces do not see each other, and each has a segment of its own.
 """
@@ -24,6 +27,7 @@ import numpy as np
 
 from scalejax.data.examples.jagged import lengths_to_offsets
 from scalejax.data.text.tokens import TokenBatch
+from scalejax.errors import UserError
 
 Positions = Literal["document", "row"]
 
@@ -267,6 +271,99 @@ def _fit_window(spans: Spans, length: int, packing: Literal["first-fit", "best-f
     counts = np.bincount(row, minlength=rows)
     more = offset + size < sizes[span]
     return FittedRows(lengths_to_offsets(counts), spans.begin[span] + offset, size.astype(np.int32), more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """What a row has room for where tokens are of several modalities.
+
+    Attributes:
+      of_ids: int8[V], the modality of each id.
+      capacities: Most tokens of each in a row.
+      length: Positions of a row.
+      names: Of the modalities. Runs of "image" are never cut.
+    """
+
+    of_ids: np.ndarray
+    capacities: tuple[int, ...]
+    length: int
+    names: tuple[str, ...]
+
+    def fit(self, tokens: np.ndarray, spans: Spans, window: int) -> Iterator[FittedRows]:
+        """As `fit`, of stretches of `tokens`.
+
+        Raises:
+          UserError: an image has more tokens than a row has room for.
+        """
+        limits = np.array([self.length, *self.capacities], np.int64)
+        for start in range(0, len(spans), window):
+            pieces: list[tuple[int, int, bool]] = []
+            counts: list[np.ndarray] = []
+            for begin, end in zip(
+                spans.begin[start : start + window].tolist(), spans.end[start : start + window].tolist(), strict=True
+            ):
+                of = self.of_ids[tokens[begin:end]]
+                edges = [0, *self._cuts(of, begin), end - begin]
+                for a, b in itertools.pairwise(edges):
+                    if a < b:
+                        pieces.append((begin + a, b - a, begin + b < end))
+                        counts.append(np.bincount(of[a:b], minlength=len(self.names)))
+            lengths = np.array([length for _, length, _ in pieces], np.int64)
+            sizes = np.column_stack([lengths, np.array(counts, np.int64).reshape(-1, len(self.names))])
+            bins = _first_fit_of_several(sizes, limits)
+            order = np.argsort(bins, kind="stable")
+            yield FittedRows(
+                lengths_to_offsets(np.bincount(bins, minlength=int(bins.max(initial=-1)) + 1)),
+                np.array([begin for begin, _, _ in pieces], np.int64)[order],
+                lengths[order].astype(np.int32),
+                np.array([more for _, _, more in pieces], bool)[order],
+            )
+
+    def _cuts(self, of: np.ndarray, begin: int) -> list[int]:
+        """Where a span is cut, whose tokens have modalities int8[n]."""
+        counts = np.bincount(of, minlength=len(self.names))
+        if of.size <= self.length and (counts <= self.capacities).all():
+            return []
+        starts = np.flatnonzero(np.diff(of, prepend=-1)).tolist()
+        cuts: list[int] = []
+        free, left = self.length, list(self.capacities)
+        for start, stop in itertools.pairwise([*starts, of.size]):
+            modality = int(of[start])
+            most = min(self.length, self.capacities[modality])
+            whole = self.names[modality] == "image"
+            if most == 0 or (whole and stop - start > most):
+                raise UserError(
+                    f"data.image_share: {stop - start} tokens of {self.names[modality]} follow one another from token "
+                    f"{begin + start} of the corpus on, and a row of {self.length} has room for {most}. Widen the "
+                    "bounds, or take longer rows."
+                )
+            at = start
+            while at < stop:
+                here = min(free, left[modality])
+                if here == 0 or (whole and here < stop - at):
+                    cuts.append(at)
+                    free, left = self.length, list(self.capacities)
+                    continue
+                taken = min(here, stop - at)
+                at, free = at + taken, free - taken
+                left[modality] -= taken
+        return cuts
+
+
+def _first_fit_of_several(sizes: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """Bin of each item, int64[M]: the first that has room for each of its sizes [M, K], none above limits [K]."""
+    room = np.empty((sizes.shape[0], limits.size), np.int64)
+    bins = np.empty(sizes.shape[0], np.int64)
+    opened = 0
+    for item, size in enumerate(sizes):
+        fits = (room[:opened] >= size).all(1)
+        chosen = int(fits.argmax()) if fits.any() else opened
+        if chosen == opened:
+            room[opened] = limits
+            opened += 1
+        room[chosen] -= size
+        bins[item] = chosen
+    return bins
 
 
 def first_fit(sizes: np.ndarray, capacity: int) -> np.ndarray:

@@ -63,12 +63,15 @@ class DocumentPiece:
     where: str
 
 
-def find_texts(path: str | Sequence[str] | None, suffixes: Sequence[str]) -> tuple[TextFile, ...]:
+def find_texts(
+    path: str | Sequence[str] | None, suffixes: Sequence[str], *, of: str = "text, JSONL or Parquet"
+) -> tuple[TextFile, ...]:
     """The files that a path stands for.
 
     Args:
       path: A file, a folder, several of them, or None for the standard library.
       suffixes: Endings of the names that are taken of a folder; a packing may follow them.
+      of: What files hold, for messages.
     Raises:
       UserError: a path is missing, or holds no such file.
     """
@@ -81,12 +84,12 @@ def find_texts(path: str | Sequence[str] | None, suffixes: Sequence[str]) -> tup
             found.append(TextFile(start, start.name))
             continue
         if not start.is_dir():
-            raise UserError(f"data.path: {start} does not exist. Name a file or a folder of text, JSONL or Parquet.")
+            raise UserError(f"data.path: {start} does not exist. Name a file or a folder of {of}.")
         inside = [file for file in start.rglob("*") if _wanted(file, start, suffixes)]
         if not inside:
             raise UserError(
-                f"data.path: the folder {start} holds no file whose name ends in {', '.join(suffixes)}. Name another "
-                "folder, or the endings in data.suffixes."
+                f"data.path: the folder {start} holds no file whose name ends in {', '.join(suffixes)}. Name a folder "
+                f"of {of}, or its files one by one."
             )
         names = {file: file.relative_to(start).as_posix() for file in inside}
         found += [TextFile(file, names[file]) for file in sorted(inside, key=names.__getitem__)]

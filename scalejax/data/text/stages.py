@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.files import TextData
 from scalejax.data.text.mixture import MixtureData
+from scalejax.data.text.shards import TokenShards
 from scalejax.errors import UserError
 
-StageData = TextData | TwoModalityData | MixtureData
+StageData = TextData | TwoModalityData | TokenShards | MixtureData
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -457,7 +457,9 @@ class ExpertLayers(nnx.Module):
     ) -> tuple[jax.Array, ...]:
         """`local` on each device: of its rows of tokens [B, S, ...], its positions if named, and its experts."""
         weights: list[Any] = [p[...].astype(self.compute_dtype) for p in (self.gate, self.up, self.down)]
-        inputs = tuple(w.format if isinstance(w, StaticWeight) else None for w in weights)
+        inputs: tuple[static.Format | None, ...] = tuple(
+            w.format if isinstance(w, StaticWeight) else None for w in weights
+        )
         run = _Run(self.part, self.hidden, expert.cut_over(*tokens[0].shape[:2]), inputs)
         local = functools.partial(local, run=run)
         scales = [w.scale for w in weights if isinstance(w, StaticWeight)]
@@ -566,7 +568,8 @@ def _grouped(
     block = _block(chosen.size, count)
     routes, sizes = routing.routes_in_groups(chosen, gates, count=count, block=block)
     gate, up, down, *scales = weights
-    placed, how = routing.dispatch(rows, routes), {"block": block, "implementation": run.part.implementation}
+    placed = routing.dispatch(rows, routes)
+    how: dict[str, Any] = {"block": block, "implementation": run.part.implementation}
     if not scales:
         return routes, grouped_gated_mlp(placed, gate, up, down, sizes, **how)
     left = iter(scales)

@@ -479,7 +479,7 @@ class Run:
         abstract = self.abstract_stored()
         checkpoints.save_delta(step, tree, rows, host.to_dict(), abstract_tree=abstract, updates=updates)
 
-    def close(self, state: TrainState, host: HostState) -> dict[str, float | None]:
+    def close(self, state: TrainState, host: HostState) -> dict[str, object]:
         """Scores the final split, with intervals, and adds up the run; returns what the summary says of it."""
         e, timer = self.experiment, self.records.timer
         split, step = e.evaluation.final_split, int(state.step)
@@ -511,7 +511,7 @@ class Run:
         tables = {} if self.tables is None else {"table_parameters": sum(t.rows * t.dim for t in self.tables.tables)}
         return {"dense_parameters": self.program.model.size, **tables, **self.program.task.describe(self.data)}
 
-    def score(self, state: TrainState, split: str) -> dict[str, float]:
+    def score(self, state: TrainState, split: str) -> dict[str, float | list[list[float]]]:
         """Scores a split once more; writes nothing."""
         scores = self._scores(state, split)
         return summary.of_evaluation(split, scores.measure(intervals="bootstrap") | scores.tabulate())
