@@ -82,7 +82,7 @@ def write(
     return program_folder.write(folder, score, weights, inputs, ("logits",), described=described, platforms=platforms)
 
 
-def difference(model: reload.LanguageModel, engine: Engine) -> float:
+def difference(model: reload.TextModel, engine: Engine) -> float:
     """Largest difference of a probability between a model that was loaded again and the one it was written from."""
     rows, length = model.signature["inputs"]["tokens"]["shape"]
     tokens = np.random.default_rng(0).integers(0, model.signature["vocabulary"], (rows, length), np.int32)

@@ -59,7 +59,7 @@ class _Program:
         return {name: np.asarray(array) for name, array in zip(self.signature["outputs"], found, strict=True)}
 
 
-class LanguageModel(_Program):
+class TextModel(_Program):
     """A model that scores texts, some at a time."""
 
     def __call__(self, tokens: Sequence[npt.ArrayLike] | np.ndarray) -> dict[str, np.ndarray]:
@@ -164,7 +164,7 @@ class Model(_Program):
 
 
 def load(folder: str | pathlib.Path) -> Any:
-    """Reads a folder that `scalejax export` wrote: a `Model` of clicks, or a `LanguageModel`.
+    """Reads a folder that `scalejax export` wrote: a `Model` of clicks, or a `TextModel`.
 
     Raises:
       ValueError: a file is not the one that was written, or of a newer format.
@@ -172,7 +172,7 @@ def load(folder: str | pathlib.Path) -> Any:
     """
     folder = pathlib.Path(folder)
     signature = json.loads((folder / "signature.json").read_text(encoding="utf-8"))
-    kind = {FORMAT: Model, LANGUAGE_FORMAT: LanguageModel}.get(signature.get("format"))
+    kind = {FORMAT: Model, LANGUAGE_FORMAT: TextModel}.get(signature.get("format"))
     if kind is None:
         known = f"{FORMAT!r} and {LANGUAGE_FORMAT!r}"
         raise ValueError(f"{folder}: has the format {signature.get('format')!r}; this reads {known}.")

@@ -12,8 +12,9 @@ from flax import nnx
 
 from scalejax.data.images.tokenizer import InterleavedTokenizer
 from scalejax.data.images.two_modality import TwoModalityData
+from scalejax.data.text.files import TextData
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
-from scalejax.data.text.mixture import MixtureData, Source
+from scalejax.data.text.mixture import MixtureData
 from scalejax.data.text.shards import TokenShards
 from scalejax.data.text.staged import StagedData
 from scalejax.data.text.tokenizer import Bytes, Characters, Tokenizer
@@ -33,6 +34,9 @@ _UNDER_RULES = (
     "trained under rules for number formats, which go with the run; its parameters are the master parameters, and a "
     "folder written from them computes without these formats"
 )
+
+
+_Source = TextData | TwoModalityData | TokenShards
 
 
 @dataclasses.dataclass
@@ -117,13 +121,13 @@ def open_run(
     )
 
 
-def _text_of(data: object) -> Source | None:
+def _text_of(data: object) -> _Source | None:
     """Where the tokenizer of a run stands: all parts of its data have the same."""
     if isinstance(data, StagedData):
         return _text_of(data.stages[-1].data)
     if isinstance(data, MixtureData):
-        return data.sources[0][0]
-    return data if isinstance(data, Source) else None
+        return _text_of(data.sources[0][0])
+    return data if isinstance(data, _Source) else None
 
 
 def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
@@ -132,7 +136,7 @@ def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
     return {"/".join(map(str, p)): jax.ShapeDtypeStruct(v.get_value().shape, np.float32) for p, v in state}
 
 
-def _tokenizer_files(data: Source) -> tuple[pathlib.Path, ...]:
+def _tokenizer_files(data: _Source) -> tuple[pathlib.Path, ...]:
     if isinstance(data, TokenShards) or not isinstance(data.tokenizer, HuggingFaceTokenizer):
         return ()
     path = pathlib.Path(data.tokenizer.path)

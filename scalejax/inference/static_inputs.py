@@ -39,7 +39,7 @@ def attach(
     for path, entry in entries.items():
         layers = jax.tree.leaves(params[path])[0].shape[:1] if entry.stacked else ()
         experts = (sizes[entry.ours()[0]],) if entry.spread else ()
-        found = [inputs.get(name) for name, _, _ in entry.tensors(*(layers or (1,)), sizes)]
+        found = [inputs.get(name) for name, _, _ in entry.tensors(layers[0] if layers else 1, sizes)]
         formats: set[static.Format] = {own.format for own in found if own is not None}
         if len(formats) > 1:
             raise UserError(

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -17,6 +17,34 @@ class TokenExamples(Streamed[TokenBatch], Protocol):
 
     @property
     def schema(self) -> TokenSchema: ...
+
+
+class TokenSource(Protocol):
+    """A config of rows of tokens: `TextData`, `TokenShards`, `data.images.TwoModalityData`."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def batch_size(self) -> int:
+        """Global batch size, in rows."""
+        ...
+
+    @property
+    def threads(self) -> int:
+        """Reading threads."""
+        ...
+
+    def schema(self) -> TokenSchema:
+        """What batches hold; reads no rows."""
+        ...
+
+    def build(self, progress: Callable[[int, int], None] | None = None) -> "TokenDataSet":
+        """Opens the rows.
+
+        Args:
+          progress: Called with (bytes of files read, bytes in all) while they are made.
+        """
+        ...
 
 
 class TokenDataSet(GlobalBatches[TokenBatch, TokenBatch]):

@@ -5,7 +5,7 @@ import functools
 import hashlib
 import pathlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -17,14 +17,20 @@ from scalejax.data.text.dataset import TokenDataSet
 from scalejax.data.text.fitted_rows import fitted
 from scalejax.data.text.huggingface_tokenizer import HuggingFaceTokenizer
 from scalejax.data.text.modalities import PADDING
-from scalejax.data.text.packing import ConcatenatedRows, FittedRows, PackedRows, Pieces, Positions, Room, Spans, fill
+from scalejax.data.text.packing import (
+    ConcatenatedRows,
+    FittedRows,
+    ModalityRoom,
+    PackedRows,
+    Pieces,
+    Positions,
+    Spans,
+    fill,
+)
 from scalejax.data.text.sources import SUFFIXES, find_texts
 from scalejax.data.text.tokenizer import ByteTokenizer, CharacterTokenizer, check_vocabulary
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError, check_at_least
-
-if TYPE_CHECKING:
-    from scalejax.data.text.shards import TokenShards
 
 TextOrder = Literal["shuffled", "file", "random-crops"]
 Packing = Literal["first-fit", "best-fit", "concatenate"]
@@ -172,6 +178,25 @@ class TextData:
             )
 
 
+class _HowPacked(Protocol):
+    """How documents are split, packed and ordered; see `TextData`."""
+
+    @property
+    def packing(self) -> Packing: ...
+    @property
+    def window(self) -> int: ...
+    @property
+    def positions(self) -> Positions: ...
+    @property
+    def order(self) -> TextOrder: ...
+    @property
+    def split(self) -> TextSplit: ...
+    @property
+    def verify(self) -> Verify: ...
+    @property
+    def seed(self) -> int: ...
+
+
 class PackedText:
     """Rows of a tokenised corpus; implements `TokenExamples`.
 
@@ -182,9 +207,7 @@ class PackedText:
       room: What a row has room for, where tokens are of several modalities.
     """
 
-    def __init__(
-        self, corpus: Corpus, schema: TokenSchema, data: "TextData | TokenShards", room: Room | None = None
-    ) -> None:
+    def __init__(self, corpus: Corpus, schema: TokenSchema, data: _HowPacked, room: ModalityRoom | None = None) -> None:
         self.schema = schema
         self._corpus, self._data, self._room = corpus, data, room
         spans = data.split.spans(corpus)

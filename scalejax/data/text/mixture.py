@@ -6,16 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.corpus import Progress
-from scalejax.data.text.dataset import Parts, TokenDataSet, TokenExamples
-from scalejax.data.text.files import TextData
+from scalejax.data.text.dataset import Parts, TokenDataSet, TokenExamples, TokenSource
 from scalejax.data.text.interleave import Interleave
-from scalejax.data.text.shards import TokenShards
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
-
-Source = TextData | TwoModalityData | TokenShards
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,7 +32,7 @@ class MixtureData:
       threads: Reading threads.
     """
 
-    sources: tuple[tuple[Source, float], ...]
+    sources: tuple[tuple[TokenSource, float], ...]
     schedule: tuple[tuple[int, tuple[float, ...]], ...] = ()
     batch_size: int = 16
     threads: int = 2

@@ -11,8 +11,8 @@ of a span that lies in one row:
 The last two cut only spans longer than S: into pieces of S, each a row of its own, and the rest, which is fitted. They
 look at a window of spans at a time, so that a corpus of any size is packed in little memory.
 
-With a `Room` a row holds no more tokens of each modality than its capacities say: spans that hold more, or are longer
-than a row, are cut into pieces that do not, and a piece goes into the first row that has room for all of it.
+With a `ModalityRoom` a row holds no more tokens of each modality than its capacities say: spans that hold more, or are
+longer than a row, are cut into pieces that do not, and a piece goes into the first row that has room for all of it.
 
 Every token of every span lies in exactly one row. Where a span is cut, the last token of the first piece keeps its
 target, which is the first token of the next; the pieces do not see each other, and each has a segment of its own.
@@ -274,7 +274,7 @@ def _fit_window(spans: Spans, length: int, packing: Literal["first-fit", "best-f
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class ModalityRoom:
     """What a row has room for where tokens are of several modalities.
 
     Attributes:

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import pathlib
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from scalejax.data.text.corpus import Corpus, Marks, Progress, cache_folder, ope
 from scalejax.data.text.dataset import TokenDataSet
 from scalejax.data.text.files import PackedText, TextSplit
 from scalejax.data.text.modalities import ModalityMap
-from scalejax.data.text.packing import Positions, Room
+from scalejax.data.text.packing import ModalityRoom, Positions
 from scalejax.data.text.sources import TextFile, find_texts
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError, check_at_least, check_one_of
@@ -135,7 +135,7 @@ class TokenShards:
         schema, found = self.schema(), self.modalities()
         corpus = self._corpus(found, progress)
         several = len(found.names) > 1
-        room = Room(found.of_ids, schema.capacities or (), self.length, found.names) if several else None
+        room = ModalityRoom(found.of_ids, schema.capacities or (), self.length, found.names) if several else None
         rows = PackedText(corpus, schema, self, room)
         return TokenDataSet(rows, batch_size=self.batch_size, threads=self.threads)
 
@@ -224,10 +224,9 @@ def _parquet(path: pathlib.Path, column: str) -> Iterator[np.ndarray]:
 
     try:
         file = pq.ParquetFile(path)
-        kinds = {field.name: field.type for field in file.schema_arrow}
+        kinds: dict[str, Any] = {field.name: field.type for field in file.schema_arrow}
         kind = kinds.get(column)
-        lists = isinstance(kind, pa.ListType | pa.LargeListType)
-        if not lists or not pa.types.is_integer(kind.value_type):
+        if not isinstance(kind, pa.ListType | pa.LargeListType) or not pa.types.is_integer(kind.value_type):
             has = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
             raise UserError(
                 f"{path}: wanted a column {column!r} of lists of whole numbers; the file has {has}. Set data.column."

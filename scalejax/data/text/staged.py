@@ -5,8 +5,8 @@ import hashlib
 from collections.abc import Iterator
 
 from scalejax.data.reading import check_start
-from scalejax.data.text.dataset import Parts, TokenDataSet
-from scalejax.data.text.stages import Stage, StageData, StageSpan, plan
+from scalejax.data.text.dataset import Parts, TokenDataSet, TokenSource
+from scalejax.data.text.stages import Stage, StageSpan, plan
 from scalejax.data.text.tokens import TokenBatch, TokenSchema
 from scalejax.errors import UserError
 
@@ -80,7 +80,7 @@ class StagedData:
         # Far enough for the last stage to have a step; where it ends is the run's business.
         longest = max((s.data.batch_size * s.data.schema().length for s in self.stages), default=0)
         spans = plan(self.stages, self.stages[-1].from_tokens + longest + 1 if self.stages else 0)
-        opened: dict[StageData, TokenDataSet] = {}
+        opened: dict[TokenSource, TokenDataSet] = {}
         for span in spans:
             opened.setdefault(span.data, span.data.build())
         return StagedDataSet(spans, tuple(opened[span.data] for span in spans), self.schema())

@@ -16,13 +16,8 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from scalejax.data.images.two_modality import TwoModalityData
-from scalejax.data.text.files import TextData
-from scalejax.data.text.mixture import MixtureData
-from scalejax.data.text.shards import TokenShards
+from scalejax.data.text.dataset import TokenSource
 from scalejax.errors import UserError
-
-StageData = TextData | TwoModalityData | TokenShards | MixtureData
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +30,7 @@ class Stage:
     """
 
     from_tokens: int
-    data: StageData
+    data: TokenSource
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +44,7 @@ class StageSpan:
       first_example: Where in the stream of `data` it begins.
     """
 
-    data: StageData
+    data: TokenSource
     first_step: int
     stop_step: int
     first_example: int
@@ -87,5 +82,5 @@ def plan(stages: Sequence[Stage], tokens: int) -> tuple[StageSpan, ...]:
     return tuple(spans)
 
 
-def _same_rows(a: StageData, b: StageData) -> bool:
+def _same_rows(a: TokenSource, b: TokenSource) -> bool:
     return dataclasses.replace(a, batch_size=b.batch_size, threads=b.threads) == b
