@@ -65,6 +65,7 @@ def test_logits_are_those_of_the_model(tmp_path, name, logits):
     assert export.difference(loaded, made) < 1e-6
 
 
+@pytest.mark.slow
 def test_it_runs_where_neither_scalejax_nor_flax_can_be_imported(tmp_path):
     export.write(engine(tmp_path, MIXTRAL), tmp_path / "out", rows=2, length=LENGTH)
     np.save(tmp_path / "tokens.npy", tokens(MIXTRAL, 2, LENGTH))
