@@ -226,7 +226,7 @@ def _parquet(path: pathlib.Path, column: str) -> Iterator[np.ndarray]:
         file = pq.ParquetFile(path)
         kinds: dict[str, Any] = {field.name: field.type for field in file.schema_arrow}
         kind = kinds.get(column)
-        if not isinstance(kind, pa.ListType | pa.LargeListType) or not pa.types.is_integer(kind.value_type):
+        if kind is None or not _is_list(kind) or not pa.types.is_integer(kind.value_type):
             has = ", ".join(f"{name!r} ({kind})" for name, kind in kinds.items())
             raise UserError(
                 f"{path}: wanted a column {column!r} of lists of whole numbers; the file has {has}. Set data.column."
@@ -241,6 +241,12 @@ def _parquet(path: pathlib.Path, column: str) -> Iterator[np.ndarray]:
             row += len(values)
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: cannot be read as Parquet ({error}). Write it again, or leave it out.") from error
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind))
 
 
 def _check_ids(document: np.ndarray, found: ModalityMap, where: str) -> None:
