@@ -11,8 +11,12 @@ import small_language_run as small
 from flax import nnx
 from llama_cases import GQA
 
+from scalejax.data.images.sources import ImageFolder
+from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.errors import UserError
 from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
+from scalejax.models.llm.llama3.parts import OutputRmsNorm
+from scalejax.models.llm.moma import ModalityExperts
 from scalejax.nn import Dtypes
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -22,6 +26,12 @@ from scalejax.train.metrics import sums as metric_sums
 
 COUNT = 8
 WIDE = 100.0  # a factor at which there is room for everything
+
+
+def moma(group, **changes):
+    return ModalityExperts(groups=(("text", 4), ("image", 4)), router=ExpertChoice(group=group, **changes))
+
+
 PARTS = {
     "dropless": Experts(count=COUNT, router=TopK(k=2, z=0.01)),
     "dropless, sigmoid": Experts(count=COUNT, router=TopK(k=3, scores="sigmoid")),
@@ -30,6 +40,9 @@ PARTS = {
     "bias": Experts(count=COUNT, router=TopK(k=2, balance=0.0, bias_rate=0.1)),
     "sequence": Experts(count=COUNT, router=ExpertChoice(group="sequence"), execution="sequential"),
     "global": Experts(count=COUNT, router=ExpertChoice(group="global"), execution="batched"),
+    "moma sequence": dataclasses.replace(moma("sequence"), execution="sequential"),
+    "moma global": moma("global"),
+    "moma noise": moma("global", noise="gumbel"),
 }
 EXPLICIT = Fsdp(sharding="FULL_SHARD", form="explicit")
 MESHES = {
@@ -57,11 +70,26 @@ MESHES = {
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
-    return small.write(tmp_path_factory.mktemp("texts") / "documents")
+    folder = tmp_path_factory.mktemp("texts")
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 28, 28)).astype(np.uint8)
+    np.savez(folder / "images.npz", images=pixels, labels=np.arange(40) % 3)
+    return small.write(folder / "documents")
 
 
 def bound(texts, part, shape, remat="full", **changes):
+    """A run whose data have images among their text where experts are grouped by modality."""
     model = dataclasses.replace(small.MODEL, mlp=part, stage_parts=1, remat=remat)
+    if isinstance(part, ModalityExperts):
+        model = dataclasses.replace(model, norm=OutputRmsNorm(), max_positions=128)
+        changes["data"] = TwoModalityData(
+            images=ImageFolder(path=str(texts.parent / "images.npz")),
+            codes=16,
+            path=str(texts),
+            length=128,
+            batch_size=8,
+            image_share=(0.35, 0.9),
+            folder=str(texts.parent / "kept"),
+        )
     return small.bind(texts, shape, model=model, **changes)
 
 
@@ -74,17 +102,26 @@ def trained(texts, part, shape, **changes):
 
 
 @pytest.fixture(scope="module")
-def on_one_device(texts):
-    """Of each part, made when it is first asked for."""
+def without_travel(texts):
+    """Of each part on one device, made when it is first asked for.
+
+    In the explicit form each device draws with its own key: what draws is made on as many devices with whole experts.
+    """
     found = {}
 
-    def get(name):
-        if name not in found:
+    def get(name, strategy, shape):
+        devices = shape.replica * shape.fsdp * shape.expert if draws(PARTS[name]) and strategy == EXPLICIT else 1
+        if (name, devices) not in found:
             with jax.enable_x64(True):
-                found[name] = trained(texts, PARTS[name], MeshShape(fsdp=1))
-        return found[name]
+                changes = {"strategy": EXPLICIT} if devices > 1 else {}
+                found[name, devices] = trained(texts, PARTS[name], MeshShape(fsdp=devices), **changes)
+        return found[name, devices]
 
     return get
+
+
+def draws(part):
+    return isinstance(part, ModalityExperts) and part.draws
 
 
 CASES = [
@@ -93,14 +130,27 @@ CASES = [
     *((name, "explicit tensor x 2") for name in ("room between two", "with a capacity", "global")),
     *((name, "context x 4") for name in ("sequence", "global")),
     *((name, "stage x 4") for name in ("sequence", "global")),
+    *(("moma global", mesh) for mesh in ("2", "4", "fsdp x 4", "implicit stage x 2")),
+    *((name, "explicit fsdp x 4") for name in PARTS if name.startswith("moma")),
+    *((name, "context x 4") for name in ("moma sequence", "moma global")),
+    *((name, "stage x 4") for name in PARTS if name.startswith("moma")),
+    ("moma noise", "implicit stage x 2"),
+    ("moma sequence", "tensor x 4"),
 ]
 
 
-@pytest.mark.default_cases("dropless-explicit fsdp x 4", "dropless-tensor x 4", "global-fsdp x 4", "sequence-stage x 4")
+@pytest.mark.default_cases(
+    "dropless-explicit fsdp x 4",
+    "dropless-tensor x 4",
+    "global-fsdp x 4",
+    "sequence-stage x 4",
+    "moma global-explicit fsdp x 4",
+    "moma noise-stage x 4",
+)
 @pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_devices_change_nothing_but_the_order_of_sums(texts, on_one_device, name, mesh):
+def test_devices_change_nothing_but_the_order_of_sums(texts, without_travel, name, mesh):
     strategy, shape = MESHES[mesh]
-    losses, params = on_one_device(name)
+    losses, params = without_travel(name, strategy, shape)
     with jax.enable_x64(True):
         found, got = trained(texts, PARTS[name], shape, strategy=strategy)
     np.testing.assert_allclose(found, losses, rtol=1e-12)
