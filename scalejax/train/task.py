@@ -275,6 +275,10 @@ class Task(Protocol):
         """What the summary of a run says of model and data besides the number of parameters."""
         ...
 
+    def identity(self) -> Mapping[str, str]:
+        """Settings by name that trained parameters go with although their shapes need not tell; others are refused."""
+        ...
+
     def train_batches(self, data: Any, mesh: Mesh, start_example: int) -> Iterator[object]:
         """This process's slice of each global batch, without end."""
         ...
@@ -356,6 +360,9 @@ class TaskBase:
 
     def describe(self, data: Any) -> Mapping[str, object]:
         del data
+        return {}
+
+    def identity(self) -> Mapping[str, str]:
         return {}
 
     def train_batches(self, data: Any, mesh: Mesh, start_example: int) -> Iterator[object]:

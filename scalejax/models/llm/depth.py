@@ -17,6 +17,7 @@ Axes: B rows, S positions, E model, L layers; G groups of N tokens each, of whic
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -127,6 +128,12 @@ class RoutedDepths:
     def draws(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
         return isinstance(self.mlp, RoutedPart) and self.mlp.draws
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """See `llama3.parts.RoutedPart`."""
+        inner = self.mlp.identity if isinstance(self.mlp, RoutedPart) else {}
+        return {"depth.group": self.part.group, **inner}
 
     def losses(self, numbers: Numbers) -> jax.Array:
         """See `llama3.parts.RoutedPart`: of the auxiliary routers and of the MLPs, each a mean over layers."""

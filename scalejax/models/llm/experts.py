@@ -25,7 +25,7 @@ Axes: B rows, S positions, T = B S tokens, E model, F hidden, n experts, L layer
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import jax
@@ -208,6 +208,12 @@ class Experts:
     def draws(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
         return isinstance(self.router, ExpertChoice) and self.router.noise == "gumbel"
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """See `llama3.parts.RoutedPart`."""
+        found = {"mlp.count": str(self.count), "mlp.router": type(self.router).__name__}
+        return found | ({"mlp.router.group": self.router.group} if isinstance(self.router, ExpertChoice) else {})
 
     @property
     def sees_later_tokens(self) -> bool:

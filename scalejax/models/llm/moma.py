@@ -17,6 +17,7 @@ Axes: B rows, S positions, E model, F hidden, n experts of a group, C places of 
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import NoReturn
 
 import jax
@@ -130,6 +131,12 @@ class ModalityExperts:
     def draws(self) -> bool:
         """See `llama3.parts.RoutedPart`."""
         return self.group(1).draws
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """See `llama3.parts.RoutedPart`."""
+        one = {name: value for name, value in self.group(1).identity.items() if name != "mlp.count"}
+        return {"mlp.groups": ", ".join(f"{count} of {name}" for name, count in self.groups), **one}
 
     @property
     def sees_later_tokens(self) -> bool:

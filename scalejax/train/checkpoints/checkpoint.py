@@ -638,12 +638,8 @@ class Checkpointer:
             raise self._damaged(step, damage) from damage
         manifest = links[-1]
         # A run without phases has no entry "phase", and must not go on from a checkpoint that has one.
-        differences = [
-            f"{name} is {manifests.excerpt(manifest.identity.get(name), wanted)} in the checkpoint and "
-            f"{manifests.excerpt(wanted, manifest.identity.get(name))} here"
-            for name, wanted in sorted({"phase": None, **identity}.items())
-            if manifest.identity.get(name) != wanted
-        ]
+        differences = manifests.differences(manifest.identity, {"phase": None, **identity})
+        changed = any(difference.startswith("model.") for difference in differences)
         fresh = _untracked_marks(manifest, manifests.named_leaves(abstract_tree))
         here = {name: manifests.describe(leaf) for name, leaf in fresh.items()}
         held = manifest.arrays | here
@@ -660,7 +656,8 @@ class Checkpointer:
             raise UserError(
                 f"checkpoint {self.folder / str(step)} is of another model or other data: {'; '.join(shown)}. Use the "
                 "recipe, the --set values and the data that the run began with (experiment.json in its folder), or "
-                "begin a new run in another --workdir."
+                f"begin a new run in another --workdir"
+                f"{', with init= and a surgery such as surgery.experts.Upcycle' if changed else ''}."
             )
         return links
 

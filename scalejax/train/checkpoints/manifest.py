@@ -310,6 +310,15 @@ def _short(description: ArrayRecord) -> str:
     return f"{description['dtype']}[{','.join(map(str, description['shape']))}]"
 
 
+def differences(there: Mapping[str, str], here: Mapping[str, str | None]) -> list[str]:
+    """What a checkpoint and a run do not share of what the run names, in words."""
+    return [
+        f"{name} is {excerpt(there.get(name), wanted)} in the checkpoint and {excerpt(wanted, there.get(name))} here"
+        for name, wanted in sorted(here.items())
+        if there.get(name) != wanted
+    ]
+
+
 def excerpt(text: str | None, other: str | None) -> str:
     """A text short enough for a message, around the place where it begins to differ from the other."""
     if text is None:

@@ -131,6 +131,7 @@ class Run:
         optimizer = type(e.optimizer).__name__ + (f" / {type(e.tables.optimizer).__name__}" if tables else "")
         scaled = " of a scaled loss" if e.gradients.loss_scaling else ""
         identity = {
+            **self.program.task.identity(),
             "model": f"{type(e.model).__name__} {self.program.model.digest()}",
             "optimizer": optimizer + scaled,
             "data": self.data.fingerprint(),
@@ -226,6 +227,11 @@ class Run:
         now |= run_state.resized(self.program, {name: tuple(x["shape"]) for name, x in earlier.items()})
         kept = {name: leaf for name, leaf in now.items() if stays(name)}
         differences = manifests.describe_mismatch(kept, {name: earlier[name] for name in kept if name in earlier})
+        if phase.surgery is None:
+            differences = [
+                *manifests.differences(before.program.task.identity(), self.program.task.identity()),
+                *differences,
+            ]
         if differences:
             raise UserError(
                 f"phases: {phase.name!r} has no surgery, and so it must have the model of the phase before, which it "
@@ -272,14 +278,13 @@ class Run:
           UserError: no such checkpoint, another model or other data, a damaged file.
         """
         found, program = trained.open_run(folder, step), self.program
-        for name in ("data", "id_maps"):
-            there, here = (texts.get(name, "") for texts in (found.identity, self.identity()))
-            if found.identity and there != here:
-                raise UserError(
-                    f"{found.origin} is of other data: {name} is {manifests.excerpt(there, here)} in the checkpoint "
-                    f"and {manifests.excerpt(here, there)} here. Use the recipe, the --set values and the data that "
-                    "the run began with (experiment.json in its folder)."
-                )
+        here = {name: self.identity().get(name) for name in ("data", "id_maps", *program.task.identity())}
+        different = manifests.differences(found.identity, here) if found.identity else []
+        if different:
+            raise UserError(
+                f"{found.origin} is of other data or another model: {'; '.join(different)}. Use the recipe, the --set "
+                "values and the data that the run began with (experiment.json in its folder)."
+            )
         state, model = program.abstract_state(), program.model
         # Rows of a batch of another size mean nothing here.
         zeros = {

@@ -150,6 +150,13 @@ def with_model(
     model = program.model
     if surgery is not None:
         source = surgery.operate(source, as_trained(program, tables, state))
+    else:
+        settings = {name: value for name, value in program.task.identity().items() if name in source.identity}
+        if different := manifests.differences(source.identity, settings):
+            raise UserError(
+                f"{where}: {source.origin} is of another model: {'; '.join(different)}. Set what it was trained with, "
+                "or give a surgery that makes the one of the other, as surgery.experts.Upcycle does with new routers."
+            )
     # Rows of the batch begin anew: they belong to examples.
     variables = {path: v for path, v in state.variables.items() if model.variable_specs[path] == P()}
     arrays = trained.matched(source, model.params | {path: model.variables[path] for path in variables}, where)

@@ -15,7 +15,7 @@ Axes: B rows, S positions, T keys, E model, H query heads, K key and value heads
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -70,6 +70,11 @@ class RoutedPart(Protocol):
     @property
     def draws(self) -> bool:
         """Whether training wants keys."""
+        ...
+
+    @property
+    def identity(self) -> Mapping[str, str]:
+        """Settings of the model by name with which trained parameters go: a run with others is refused to go on."""
         ...
 
     def losses(self, numbers: Numbers) -> jax.Array:

@@ -171,6 +171,11 @@ class LlamaTask(TaskBase):
         del data
         return {"flops_per_example": self.flops_per_example(), "tokens_per_example": self.tokens_per_example()}
 
+    def identity(self) -> Mapping[str, str]:
+        """How many experts there are, and among which tokens choices are made."""
+        part = self.config.routed
+        return {} if part is None else {f"model.{name}": value for name, value in part.identity.items()}
+
     def tokens_per_example(self) -> int:
         """Positions of the longest row."""
         return self.schema.length
