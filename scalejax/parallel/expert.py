@@ -10,15 +10,26 @@ arXiv 2006.16668):
 Both run inside a shard_map in which `expert` is manual. Each device sends (W - 1) / W of its n C places: of P places of
 width E and b bytes an element P E b (W - 1) / W bytes, and in a training step four times a layer, there and back,
 forward and backward.
+
+`Travel` sends what is there and no more, by `jax.lax.ragged_all_to_all`, which TPUs and GPUs have and CPUs have not: of
+T k choices those of experts elsewhere, b E bytes each. Where they arrive there is room for all that could come.
 """
 
+import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from scalejax import compat
+from scalejax.errors import UserError
 from scalejax.parallel.mesh import BATCH_AXES
 
 AXIS = "expert"
+
+RAGGED_PLATFORMS = ("tpu", "gpu")
+"""Where XLA has a ragged all-to-all."""
 
 
 def to_experts(places: jax.Array, devices: int) -> jax.Array:
@@ -41,6 +52,109 @@ def from_experts(places: jax.Array, devices: int) -> jax.Array:
     if devices == 1:
         return places
     return jax.lax.all_to_all(places, AXIS, split_axis=1, concat_axis=0, tiled=True)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """Arguments of `jax.lax.ragged_all_to_all`, int32[W] each; offsets of what is sent are those where it arrives."""
+
+    input_offsets: jax.Array
+    send_sizes: jax.Array
+    output_offsets: jax.Array
+    recv_sizes: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Travel:
+    """Rows on their way to the devices of their experts and back, as many as there are.
+
+    A device has its rows sorted by expert, and so by device. Where they arrive those of the first device of the axis
+    come first, each device's by expert.
+
+    Attributes:
+      there, back: The exchange each way.
+      sent, room: Rows of an array before and after the way there.
+      own: int32[room], which of the experts of this device a row is for; n / W behind the last row that arrives.
+    """
+
+    there: _Way
+    back: _Way
+    sent: int
+    room: int
+    own: jax.Array
+
+    @classmethod
+    def plan(cls, sizes: jax.Array, devices: int, *, sent: int, room: int) -> "Travel":
+        """Finds out what all devices send.
+
+        Args:
+          sizes: int32[n], rows of each expert on this device.
+          devices: W.
+          sent: Rows of the arrays that are sent, at least the sum of `sizes`.
+          room: Rows of the arrays that arrive, at least as many as could come.
+
+        Raises:
+          UserError: there is no such exchange on this platform.
+        """
+        if compat.platform() not in RAGGED_PLATFORMS:
+            raise UserError(
+                f"model.mlp.router.exchange='ragged' is for {' and '.join(RAGGED_PLATFORMS)}, and this is a "
+                f"{compat.platform()}, for which XLA has no ragged all-to-all. Leave it 'padded', which computes the "
+                "same and sends more."
+            )
+        here = sizes.shape[0] // devices
+        every = jax.lax.all_gather(sizes, AXIS).reshape(devices, devices, here)  # from, to, expert
+        rows, me = every.sum(2, dtype=every.dtype), jax.lax.axis_index(AXIS)
+        leave, arrive = jnp.cumsum(rows, 1) - rows, jnp.cumsum(rows, 0) - rows  # where they begin: from, to
+        ends = jnp.cumsum(every[:, me].reshape(-1))
+        group = jnp.searchsorted(ends, jnp.arange(room, dtype=ends.dtype), side="right", method="compare_all")
+        return cls(
+            there=_Way(leave[me], rows[me], arrive[me], rows[:, me]),
+            back=_Way(arrive[:, me], rows[:, me], leave[:, me], rows[me]),
+            sent=sent,
+            room=room,
+            own=jnp.where(group < ends.size, group % here, here).astype(jnp.int32),
+        )
+
+    def to_experts(self, rows: jax.Array) -> jax.Array:
+        """[sent, E] -> [room, E], zeros where nothing arrives."""
+        return _ragged(self.room, rows, self.there, self.back)
+
+    def from_experts(self, rows: jax.Array) -> jax.Array:
+        """The way back, [room, E] -> [sent, E]."""
+        return _ragged(self.sent, rows, self.back, self.there)
+
+
+# With a derivative of its own, which needs no exchange of offsets: it is the other way.
+@compat.custom_vjp(0)
+def _ragged(room: int, rows: jax.Array, way: _Way, back: _Way) -> jax.Array:
+    del back
+    return jax.lax.ragged_all_to_all(
+        rows,
+        jnp.zeros((room, *rows.shape[1:]), rows.dtype),
+        way.input_offsets,
+        way.send_sizes,
+        way.output_offsets,
+        way.recv_sizes,
+        axis_name=AXIS,
+    )
+
+
+def _ragged_forward(
+    room: int, rows: jax.Array, way: _Way, back: _Way
+) -> tuple[jax.Array, tuple[jax.Array, _Way, _Way]]:
+    return _ragged(room, rows, way, back), (jnp.zeros((rows.shape[0], 0), rows.dtype), way, back)
+
+
+def _ragged_backward(room: int, saved: tuple[jax.Array, _Way, _Way], g: jax.Array) -> tuple[jax.Array, _Way, _Way]:
+    del room
+    like, way, back = saved
+    nothing: _Way = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), way)
+    return _ragged(like.shape[0], g, back, way), nothing, nothing
+
+
+_ragged.defvjp(_ragged_forward, _ragged_backward)
 
 
 Cut = tuple[tuple[str, ...], tuple[str, ...]]

@@ -73,6 +73,8 @@ class TopK:
       pair_factor: Without a capacity, on a mesh with several devices on `expert`: between two of them there is room for
         this many times the mean number of choices, T k / W of a device with T tokens; what is beyond is dropped and
         counted. None = for all that there could be, W times as many, so that nothing is dropped.
+      exchange: Without a capacity, on such a mesh: "padded" sends all of that room; "ragged" as many tokens as there
+        are, on TPUs and GPUs.
     """
 
     k: int = 2
@@ -82,6 +84,7 @@ class TopK:
     bias_rate: float = 0.0
     capacity_factor: float | None = None
     pair_factor: float | None = None
+    exchange: Literal["padded", "ragged"] = "padded"
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
@@ -93,6 +96,15 @@ class TopK:
                 raise ValueError(f"TopK: {field} must be 0 or more, and finite; got {getattr(self, field)}.")
         _check_factor("TopK: capacity_factor", self.capacity_factor)
         _check_factor("TopK: pair_factor", self.pair_factor)
+        if self.exchange not in ("padded", "ragged"):
+            raise ValueError(f"TopK: exchange must be padded or ragged; got {self.exchange!r}.")
+        factors = {"capacity_factor": self.capacity_factor, "pair_factor": self.pair_factor}
+        given = next((f"{name}={factor}" for name, factor in factors.items() if factor is not None), None)
+        if self.exchange == "ragged" and given is not None:
+            raise ValueError(
+                f"TopK: exchange='ragged' sends every choice, and {given} is how many places there are. Leave the "
+                "factor out, or take exchange='padded'."
+            )
         if self.capacity_factor is not None and self.pair_factor is not None:
             raise ValueError(
                 f"TopK: capacity_factor={self.capacity_factor} already says how many places travel; leave "
@@ -546,20 +558,34 @@ def _chosen(
         routes, results = _grouped(flat, chosen, weighed, weights, run)
     else:
         here = count // devices
-        room = tokens * min(k, here)
-        if router.pair_factor is not None:
-            room = min(room, math.ceil(router.pair_factor * tokens * k / devices))
-        routes = routing.routes_with_capacity(chosen // here, weighed, count=devices, capacity=room)
-        own = chosen.at[routes.tokens, routes.choices].get(mode="fill", fill_value=count)
-        own = jnp.where(own < count, own % here, here)  # which of the experts of that device
-        rows, own = (
-            expert.to_experts(a.reshape(devices, room, -1), devices)[0] for a in (routing.dispatch(flat, routes), own)
-        )
-        inner, results = _grouped(rows, own, jnp.ones(own.shape, gates.dtype), weights, run)
-        results = routing.combine(results, inner)[None]
-        results = expert.from_experts(results, devices).reshape(devices * room, -1)
+        room = tokens * min(k, here)  # for what could come of one device
+        if router.exchange == "ragged":
+            routes, sizes = routing.routes_in_groups(chosen, weighed, count=count, block=1)
+            travel = expert.Travel.plan(sizes, devices, sent=routes.tokens.shape[0], room=devices * room)
+            arrived = travel.to_experts(routing.dispatch(flat, routes))
+            results = travel.from_experts(_each(arrived, travel.own[:, None], gates.dtype, weights, run))
+        else:
+            if router.pair_factor is not None:
+                room = min(room, math.ceil(router.pair_factor * tokens * k / devices))
+            routes = routing.routes_with_capacity(chosen // here, weighed, count=devices, capacity=room)
+            own = chosen.at[routes.tokens, routes.choices].get(mode="fill", fill_value=count)
+            own = jnp.where(own < count, own % here, here)  # which of the experts of that device
+            arrived, own = (
+                expert.to_experts(a.reshape(devices, room, -1), devices)[0]
+                for a in (routing.dispatch(flat, routes), own)
+            )
+            results = _each(arrived, own, gates.dtype, weights, run)[None]
+            results = expert.from_experts(results, devices).reshape(devices * room, -1)
     y = run.whole(routing.combine(results, routes), weights).reshape(x.shape)
     return y, routes.used.sum(1).astype(gates.dtype).reshape(*x.shape[:2], 1)
+
+
+def _each(
+    rows: jax.Array, own: jax.Array, wide: jax.typing.DTypeLike, weights: tuple[jax.Array, ...], run: _Run
+) -> jax.Array:
+    """What comes of rows [P, E] by one of the experts that are here each, `own` [P, 1]; zeros where it is beyond."""
+    routes, results = _grouped(rows, own, jnp.ones(own.shape, wide), weights, run)
+    return routing.combine(results, routes)
 
 
 def _grouped(

@@ -1,6 +1,7 @@
 """Experts on a mesh: training equals one device, tokens travel by all-to-alls of stated size, and experts stay."""
 
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 import pytest
 import small_language_run as small
 from flax import nnx
-from llama_cases import GQA
+from llama_cases import F64, GQA
 
+from scalejax import optim
 from scalejax.data.images.sources import ImageFolder
 from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.errors import UserError
@@ -18,6 +20,7 @@ from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.models.llm.moma import ModalityExperts
 from scalejax.nn import Dtypes
+from scalejax.parallel import expert
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan import explain_sharding
@@ -158,6 +161,43 @@ def test_devices_change_nothing_but_the_order_of_sums(texts, without_travel, nam
         np.testing.assert_allclose(got[path], value, rtol=1e-9, atol=1e-12, err_msg=path)
 
 
+RAGGED = Experts(count=COUNT, router=TopK(k=2, z=0.01, exchange="ragged"))
+
+
+def stand_in(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What jax says that `ragged_all_to_all` does, in terms of everything that all devices have."""
+    operands, begins, sizes, places = (
+        jax.lax.all_gather(a, axis_name) for a in (operand, input_offsets, send_sizes, output_offsets)
+    )
+    me, rows = jax.lax.axis_index(axis_name), jnp.arange(output.shape[0])
+    for source in range(len(sizes)):
+        number = rows - places[source, me]
+        arrives = (number >= 0) & (number < sizes[source, me])
+        row = operands[source].at[begins[source, me] + number].get(mode="fill", fill_value=jnp.nan)
+        output = jnp.where(arrives[:, None], row, output)
+    return jnp.where((recv_sizes == sizes[:, me]).all(), output, jnp.nan)
+
+
+@pytest.mark.default_cases("explicit fsdp x 4")
+@pytest.mark.parametrize("mesh", ["explicit fsdp x 4", "fsdp x 4", "explicit tensor x 2", "stage x 4"])
+def test_as_many_tokens_as_there_are_may_travel(texts, without_travel, monkeypatch, mesh):
+    strategy, shape = MESHES[mesh]
+    losses, params = without_travel("dropless", strategy, shape)
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", stand_in)
+    monkeypatch.setattr(expert, "RAGGED_PLATFORMS", ("cpu",))
+    with jax.enable_x64(True):
+        found, got = trained(texts, RAGGED, shape, strategy=strategy)
+    np.testing.assert_allclose(found, losses, rtol=1e-12)
+    for path, value in params.items():
+        np.testing.assert_allclose(got[path], value, rtol=1e-9, atol=1e-12, err_msg=path)
+
+
+def test_a_cpu_has_no_such_exchange(texts):
+    run = bound(texts, RAGGED, MeshShape(fsdp=1, expert=4))
+    with pytest.raises(UserError, match=r"exchange='ragged' is for tpu and gpu, .* Leave it 'padded'"):
+        run.program.train_step.lower(run.program.abstract_state(), run.program.abstract_batch())
+
+
 def test_experts_of_a_device_choose_others_there(texts):
     """The control: among the tokens of a device alone."""
     part = Experts(count=COUNT, router=ExpertChoice(group="device"), execution="batched")
@@ -184,6 +224,87 @@ def test_what_has_no_place_is_dropped_and_counted(texts, execution):
             values |= run.program.metrics[name].compute(metric_sums.to_host(sums))
     assert 0.3 < values["dropped"] < 0.7
     assert values["tokens_unseen"] + values["tokens_seen_once"] > 0.3
+
+
+@pytest.mark.parametrize("shape", [MeshShape(fsdp=1, expert=2), MeshShape(fsdp=2, expert=4)], ids=["2", "fsdp x 4"])
+def test_what_is_dropped_between_two_devices_comes_last_in_their_order(x64, shape):
+    """Of what a device sends to another the first choices stay, by row, position and rank; gradients are theirs."""
+    part = Experts(count=8, router=TopK(k=2, pair_factor=0.6))
+    graph, state = nnx.split(part.build(GQA, nnx.Rngs(0), F64))
+    state = jax.tree.map(lambda x: 20 * x[0], state)
+    prepared = Prepared(jnp.ones((8, 6), bool).at[3, 4:].set(False))
+    x = jax.random.normal(jax.random.key(0), (8, 6, GQA.dim))
+    devices, here = shape.fsdp * shape.expert, COUNT // shape.expert
+    tokens = x.shape[0] // devices * x.shape[1]
+    room = math.ceil(0.6 * tokens * 2 / shape.expert)
+
+    def chosen(state, x):
+        scores = jax.nn.softmax(x @ state["router"][...])
+        gates, experts = jax.lax.top_k(scores, 2)
+        return gates / gates.sum(2, keepdims=True), experts
+
+    kept = np.zeros((8, 6, 2), bool)
+    for rows in np.split(np.arange(8), devices):
+        sent = dict.fromkeys(range(shape.expert), 0)
+        for row, position, rank in np.ndindex(len(rows), 6, 2):
+            to = int(chosen(state, x)[1][rows[row], position, rank]) // here
+            if prepared.real[rows[row], position]:
+                kept[rows[row], position, rank] = sent[to] < room
+                sent[to] += 1
+
+    def literal(state, x):
+        gates, experts = chosen(state, x)
+        gate, up, down = (state[name][...] for name in ("gate", "up", "down"))
+        hidden = jax.nn.silu(jnp.einsum("bse,nef->bsnf", x, gate)) * jnp.einsum("bse,nef->bsnf", x, up)
+        made = jnp.einsum("bsnf,nfe->bsne", hidden, down)
+        return (jnp.where(kept, gates, 0)[..., None] * jnp.take_along_axis(made, experts[..., None], 2)).sum(2)
+
+    def ours(state, x):
+        module = nnx.merge(graph, state)
+        return module.with_numbers(x, prepared, module.numbers(8))
+
+    dropped = (2 * prepared.real - kept.sum(2)).sum(1)
+    assert 0 < dropped.sum() < 60
+    with jax.set_mesh(make_mesh(shape, jax.devices()[:devices])):
+        y, numbers = jax.jit(ours)(state, x)
+        found = jax.jit(jax.grad(lambda *given: (ours(*given)[0] ** 2).sum(), (0, 1)))(state, x)
+    np.testing.assert_allclose(y, literal(state, x), rtol=1e-11, atol=1e-12)
+    np.testing.assert_array_equal(numbers["dropped"], dropped)
+    wanted = jax.grad(lambda *given: (literal(*given) ** 2).sum(), (0, 1))(state, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-12), found, wanted)
+
+
+PART_CASES = {
+    "dropless": Experts(count=COUNT, router=TopK(k=2, balance=0.0, z=0.01)),
+    "sequence": PARTS["sequence"],
+    "global": PARTS["global"],
+    "device": Experts(count=COUNT, router=ExpertChoice(group="device"), execution="batched"),
+}
+
+
+@pytest.mark.default_cases("global")
+@pytest.mark.parametrize("name", PART_CASES)
+def test_a_group_is_within_a_part_of_the_batch(texts, name):
+    """Parts change who is chosen of a device or of all, as batches of that size would; not of a row, nor dropless."""
+
+    def begun(**changes):
+        run = bound(texts, PART_CASES[name], MeshShape(fsdp=1), precision=Precision(params="float64"), **changes)
+        return run, *run.begin()
+
+    with jax.enable_x64(True):
+        (whole,) = small.steps(*begun(), 1)[1]
+        (in_parts,) = small.steps(*begun(gradients__microbatch=4), 1)[1]
+        # Two batches of four rows, while nothing is learnt.
+        rate = optim.AdamW(learning_rate=optim.Constant(value=0.0))
+        run, state, host = begun(data__batch_size=4, optimizer=rate)
+        _, losses = small.steps(run, state, host, 2)
+        weights = [batch.weights.sum() for batch in itertools.islice(run.data.train_batches(start_example=0), 2)]
+    literal = np.average(losses, weights=weights)
+    np.testing.assert_allclose(in_parts, literal, rtol=1e-12)
+    if name in ("sequence", "dropless"):
+        np.testing.assert_allclose(in_parts, whole, rtol=1e-12)
+    else:
+        assert abs(in_parts - whole) > 1e-6
 
 
 def exchanged(texts, part, strategy, shape):
