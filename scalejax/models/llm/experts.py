@@ -201,10 +201,21 @@ class Experts:
         """Experts that see a token, in the mean."""
         return self.router.active(self.count)
 
-    @property
-    def capacity_factor(self) -> float | None:
-        """See `TopK`; None where experts choose, which then have as many places as they take."""
-        return self.router.capacity_factor if isinstance(self.router, TopK) else None
+    def capacity(self, length: int, shards: int) -> float | None:
+        """See `plan.arithmetic.decoders.ExpertPart`; where experts choose they have as many places as they take."""
+        del length
+        if self.router.capacity_factor is not None or isinstance(self.router, TopK):
+            return self.router.capacity_factor
+        # All that an expert takes of those of all devices may be of one.
+        return float(min(self.count, shards)) if self.router.group == "global" and shards > 1 else None
+
+    def exchange(self, devices: int) -> float:
+        """See `plan.arithmetic.decoders.ExpertPart`."""
+        router = self.router
+        if devices == 1 or isinstance(router, ExpertChoice) or router.exchange == "ragged":
+            return 1.0
+        all_there_could_be = devices * min(router.k, self.count // devices) / router.k
+        return min(all_there_could_be, router.pair_factor or all_there_could_be)
 
     @property
     def keeps_products(self) -> bool:

@@ -153,10 +153,16 @@ class ModalityExperts:
         """Experts that see a token, in the mean."""
         return 1
 
-    @property
-    def capacity_factor(self) -> float | None:
+    def capacity(self, length: int, shards: int) -> float | None:
+        """See `Experts`: a row has places for the most tokens of each modality."""
+        if self.capacities is None:
+            return None
+        of_groups = [self.group(count).capacity(length, shards) or 1.0 for _, count in self.groups]
+        return sum(size * factor for size, factor in zip(self.capacities, of_groups, strict=True)) / length
+
+    def exchange(self, devices: int) -> float:
         """See `Experts`."""
-        return None
+        return self.group(1).exchange(devices)
 
     @property
     def keeps_products(self) -> bool:

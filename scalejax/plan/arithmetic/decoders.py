@@ -34,9 +34,21 @@ class ExpertPart(Protocol):
         """Experts that see a token, in the mean."""
         ...
 
-    @property
-    def capacity_factor(self) -> float | None:
-        """Room of an expert over an even share of the tokens; None = for all that come."""
+    def capacity(self, length: int, shards: int) -> float | None:
+        """Room of an expert over an even share of the tokens, all of which is computed; None = for all that come.
+
+        Args:
+          length: Positions of a row.
+          shards: Devices among which the tokens of a batch are divided.
+        """
+        ...
+
+    def exchange(self, devices: int) -> float:
+        """Where there is room for all that come: places that travel between devices over what tokens choose.
+
+        Args:
+          devices: Over which the experts lie.
+        """
         ...
 
     @property
@@ -158,16 +170,19 @@ def training_of(
     model = experiment.model
     assert isinstance(model, DecoderConfig)
     sizes = {axis: count for axis, count in zip(AXES, mesh.resolve(devices), strict=True)}
-    experts, strategy, batch = _experts(model), experiment.strategy, experiment.data.batch_size
+    schema, strategy, batch = experiment.data.schema(), experiment.strategy, experiment.data.batch_size
+    bound = getattr(model, "bound", None)  # parts may want to know more of the data
+    experts = _experts(model if bound is None else bound(schema))
     master, compute = jnp.dtype(experiment.precision.params), jnp.dtype(compute_dtype)
     moved = jnp.dtype(strategy.param_dtype or (compute if strategy.form == "implicit" else master))
     rows = math.prod(sizes[axis] for axis in BATCH_AXES)
     return Training(
         batch=batch,
-        sequence=experiment.data.schema().length,
+        sequence=schema.length,
         mesh=mesh,
         remat=remats_of(model)[model.remat],
-        capacity_factor=None if experts is None else experts.capacity_factor,
+        capacity_factor=None if experts is None else experts.capacity(schema.length, rows * sizes["context"]),
+        exchange_factor=1.0 if experts is None else experts.exchange(sizes["expert"]),
         sharded_over=() if isinstance(strategy, Ddp) else strategy.axes(_abstract_mesh(sizes)),
         reshard="after_forward" if isinstance(strategy, Ddp) or strategy.after_forward == "drop" else "keep",
         parts=meshes.fewest_parts(batch // rows, min(batch // rows, most_rows(experiment))),

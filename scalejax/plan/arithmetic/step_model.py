@@ -17,7 +17,7 @@ Time is the sum of four parts, nothing overlapped:
 Experts: of T tokens on a device each takes k of n experts, which have room for C = ceil(f T k / n) of them, f the
 capacity factor. All n C places are computed, and exchanged between the devices of `expert`, full or not: n C / devices
 of them go to each, to the experts and back, forward, backward and where the forward pass is repeated. Without a
-capacity factor there are T k places. Model FLOPs, and so utilisation, count T k in any case.
+capacity factor there are T k places, and the exchange has so many times an exchange factor. Model FLOPs, and so utilisation, count T k in any case.
 
 Published runs lie nearer to this sum than to the largest of the parts, which `roofline` gives as a lower bound; a
 compiler that hides collectives behind products does better than the sum. Copies of offloaded activations to the host
@@ -79,6 +79,8 @@ class Training:
       remat: What is kept of a layer.
       capacity_factor: Of experts: they have room for so many times the tokens that each would get if all got equally
         many. None = for all that come.
+      exchange_factor: Of experts with room for all that come: places that travel over `expert`, over those that tokens
+        choose. A padded exchange has one size for every two devices; 1 = only what is chosen travels.
       sharded_over: Axes over which parameters, gradients and optimizer state are sharded, besides `tensor`, `stage`
         and, for experts, `expert`. Over the other batch axes they are replicated and gradients are summed.
       reshard: "after_forward" gathers a layer again for its backward pass; "keep" holds what was gathered.
@@ -106,6 +108,7 @@ class Training:
     mesh: MeshShape
     remat: Remat = REMATS["full"]
     capacity_factor: float | None = None
+    exchange_factor: float = 1.0
     sharded_over: tuple[str, ...] = ("fsdp",)
     reshard: Literal["after_forward", "keep"] = "after_forward"
     parts: int = 1
@@ -528,7 +531,8 @@ def _moved(cut: _Cut) -> list[Moved]:
     add("gradients of keys and values", "reduce-scatter", ("context",), pair, layers)
     # To the experts and back, forward and backward, and what of the forward pass the backward pass does not find.
     ways = 4 + (not t.remat.has("elementwise")) + (not t.remat.has("down"))
-    add("tokens of experts", "all-to-all", ("expert",), cut.placed * t.compute_bytes, ways * layers)
+    travel = cut.placed if t.capacity_factor is not None else math.ceil(t.exchange_factor * cut.placed)
+    add("tokens of experts", "all-to-all", ("expert",), travel * t.compute_bytes, ways * layers)
     add("activations of stages", "collective-permute", ("stage",), cut.tokens * cut.stream * 2, 2 * parts)
     return found
 

@@ -266,13 +266,12 @@ def _collective(kind: Kind, instruction: hlo.Instruction, execution: hlo.Executi
         members = math.prod(mesh.shape[a] for a in axes)
     else:
         members = max((len(group) for group in groups), default=1)
-    sent = (
-        instruction.operands[:1]
-        if kind == "ragged-all-to-all" or instruction.opcode == "send"
-        else instruction.operands
-    )
     by_name = execution.computation.by_name
-    payload = sum(by_name[name].bytes for name in sent if name in by_name)
+    sizes = [by_name[name].bytes for name in instruction.operands if name in by_name]
+    if kind == "ragged-all-to-all":
+        payload = min(sizes[:2], default=0)  # there is no more than what is sent of, nor than there is room for
+    else:
+        payload = sum(sizes[:1] if instruction.opcode == "send" else sizes)
     # Operands are what a device puts in, and the payload is what it takes out, which is larger.
     if kind == "all-gather":
         payload *= members
