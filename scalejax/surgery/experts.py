@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from scalejax.errors import UserError
+from scalejax.train.checkpoints import manifest as manifests
 from scalejax.train.checkpoints.array_store import Index, LazyArray
 from scalejax.train.checkpoints.trained import Trained
 
@@ -60,6 +61,11 @@ class AddAuxiliaryRouters:
         Raises:
           UserError: the models differ in more than these routers.
         """
+        others = manifests.differences(
+            trained.identity, {k: v for k, v in fresh.identity.items() if k in trained.identity}
+        )
+        if others:
+            raise UserError(f"surgery: {'; '.join(others)}. Set what it was trained with; Upcycle makes new routers.")
         made: dict[str, Any] = {}
         for path, new in fresh.params.items():
             old = trained.params.get(path)

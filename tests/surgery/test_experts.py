@@ -88,6 +88,15 @@ def test_what_is_no_copy_is_refused(before, after, surgery, message):
         surgery.operate(drawn(before, 0), drawn(after, 1))
 
 
+def test_auxiliary_routers_are_for_the_choice_that_was_trained():
+    trained, fresh = (
+        dataclasses.replace(drawn(ModalityExperts(), 0), identity={"model.mlp.router.group": group})
+        for group in ("device", "sequence")
+    )
+    with pytest.raises(UserError, match=r"router.group is 'device' in the checkpoint and 'sequence' here"):
+        AddAuxiliaryRouters().operate(trained, fresh)
+
+
 def test_a_llama_goes_on_as_a_mixtral_in_a_phase(tmp_path):
     """With the examples that follow, and an optimizer that begins anew."""
     texts = small.write(tmp_path / "documents")

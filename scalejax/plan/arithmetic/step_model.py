@@ -17,7 +17,8 @@ Time is the sum of four parts, nothing overlapped:
 Experts: of T tokens on a device each takes k of n experts, which have room for C = ceil(f T k / n) of them, f the
 capacity factor. All n C places are computed, and exchanged between the devices of `expert`, full or not: n C / devices
 of them go to each, to the experts and back, forward, backward and where the forward pass is repeated. Without a
-capacity factor there are T k places, and the exchange has so many times an exchange factor. Model FLOPs, and so utilisation, count T k in any case.
+capacity factor there are T k places, and the exchange has so many times an exchange factor. Model FLOPs, and so
+utilisation, count T k in any case.
 
 Published runs lie nearer to this sum than to the largest of the parts, which `roofline` gives as a lower bound; a
 compiler that hides collectives behind products does better than the sum. Copies of offloaded activations to the host

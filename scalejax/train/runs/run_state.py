@@ -227,6 +227,7 @@ def as_trained(program: Program, tables: AnyTables | None, state: TrainState) ->
         variables=lazy(state.variables),
         tables=rows,
         step=0,
+        identity=program.task.identity(),
         origin="the model as it is drawn",
     )
 
