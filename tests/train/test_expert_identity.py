@@ -7,6 +7,7 @@ import pytest
 import small_language_run as small
 
 from scalejax.errors import UserError
+from scalejax.models.llm.depth import MixtureOfDepths
 from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
 from scalejax.parallel.mesh import MeshShape
 from scalejax.surgery.experts import Upcycle
@@ -80,3 +81,8 @@ def test_a_phase_with_another_group_wants_a_surgery(experiment, tmp_path):
     phase = Phase(name="wide", steps=1, changes={"model.mlp": chosen("global")})
     with pytest.raises(UserError, match=r"'wide' has no surgery.*model.mlp.router.group is 'sequence'"):
         loop.train(dataclasses.replace(experiment, phases=(phase,)), workdir=tmp_path)
+
+
+def test_the_group_of_layers_that_choose_tokens_is_part_of_it_too():
+    model = dataclasses.replace(small.MODEL, mlp=chosen(), depth=MixtureOfDepths(group="device"))
+    assert dict(model.routed.identity) == {**chosen().identity, "depth.group": "device"}
