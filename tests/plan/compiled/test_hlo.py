@@ -102,6 +102,20 @@ ENTRY %main (a: bf16[5,70]) -> (bf16[5,70], s4[3]) {
     assert main.root.label == "f"
 
 
+def test_attributes_over_several_lines_end_neither_an_instruction_nor_a_computation():
+    text = """HloModule m
+ENTRY %main (a: f32[4]) -> f32[4] {
+  %k = f32[4]{0} custom-call(%a), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128}"
+}}, metadata={op_name="kernel"}
+  ROOT %t = f32[4]{0} negate(%k), metadata={op_name="f"}
+}
+"""
+    main = hlo.parse(text).computations["main"]
+    assert [i.opcode for i in main.instructions] == ["custom-call", "negate"]
+    assert [i.label for i in main.instructions] == ["kernel", "f"]
+
+
 def test_refuses_text_without_an_entry():
     with pytest.raises(ValueError, match="no ENTRY"):
         hlo.parse("module @jit_f {}")
