@@ -25,6 +25,7 @@ _NAMES = (
     "dlrm_step",
     "llama_step",
     "llama_decode",
+    "moma_step",
     "gcn_step",
     "embedding_update",
     "flash_attention",
