@@ -45,6 +45,8 @@ SEEDS, TUNING_SEEDS = (0, 1, 2), (100,)
 RATES = (5e-3, 1e-2, 2e-2)
 MODALITIES = ("image", "text")
 BASES = ("dense", "8x")
+CURVES = (*BASES, "4t4i")
+"""Models that run at every share."""
 
 MODELS: dict[str, dict[str, Any]] = {
     "dense": {"mlp": GatedMlp()},
@@ -55,8 +57,8 @@ MODELS: dict[str, dict[str, Any]] = {
 CHOSEN = {name: 4e-3 for name in MODELS}
 """Peak rates that `tune` chose."""
 
-T_95 = {2: 4.303, 3: 3.182, 4: 2.776}
-"""Two-sided 95 % of Student's t by degrees of freedom."""
+T_95 = 4.303
+"""Two-sided 95 % of Student's t with 2 degrees of freedom, of three seeds."""
 
 
 def experiment_of(model: str, steps: int, rate: float) -> Experiment:
@@ -123,9 +125,9 @@ def unigrams() -> dict[str, float]:
     batches = program.task.train_batches(data(), program.mesh, host.position)
     for _ in range(200):
         counts += _counts(next(batches), len(of_ids))
-    held_out = sum(
-        _counts(batch, len(of_ids)) for batch in program.task.eval_batches(data(), program.mesh, "validation")
-    )
+    held_out = np.zeros(len(of_ids))
+    for batch in program.task.eval_batches(data(), program.mesh, "validation"):
+        held_out += _counts(batch, len(of_ids))
     found = {}
     for number, name in enumerate(data().schema.modalities):
         own = of_ids == number
@@ -191,12 +193,12 @@ def _spent(curve: dict[float, float], target: float) -> tuple[float, bool]:
 
 def report(kept: Kept) -> bool:
     """Prints the tables; whether the order came out."""
-    found = collections.defaultdict(dict)
+    found: dict[float, dict[str, list[dict[str, float]]]] = collections.defaultdict(dict)
     flops = {model: flops_per_token(model) for model in MODELS}
     for model, count in flops.items():
         assert abs(count / flops["dense"] - 1) < 0.05, f"{model} has {count:,} FLOPs a token, dense {flops['dense']:,}"
     for share in reversed(SHARES):
-        for model in MODELS:
+        for model in MODELS if share == 1 else CURVES:
             found[share][model] = [kept.get(model, round(share * STEPS), CHOSEN[model], seed) for seed in SEEDS]
     final = found[1.0]
     print("| model | FLOPs a token over dense | rate | image loss | text loss | image minus dense | image minus 8x | "
@@ -216,16 +218,14 @@ def report(kept: Kept) -> bool:
     print("\n| model | loss | " + " | ".join(f"{share:g} of the steps" for share in SHARES) + " | "
           + " | ".join(f"eta over {base}, {of}" for base in BASES for of in ("FLOPs", "CPU s"))
           + " |\n" + "|---" * (2 + len(SHARES) + 2 * len(BASES)) + "|")  # fmt: skip
-    for model in MODELS:
+    seconds = {model: statistics.fmean(run["cpu_s_per_step"] for run in runs) for model, runs in final.items()}
+    for model in CURVES:
         for name in MODALITIES:
-            cells = [model, name, *(f"{statistics.fmean(r[name] for r in found[s][model]):.4f}" for s in SHARES)]
+            curves = {m: {s: statistics.fmean(run[name] for run in found[s][m]) for s in SHARES} for m in CURVES}
+            cells = [model, name, *(f"{curves[model][share]:.4f}" for share in SHARES)]
             for base in BASES:
-                for cost in (flops, {m: statistics.fmean(r["cpu_s_per_step"] for r in final[m]) for m in MODELS}):
-                    curves = [
-                        {cost[m] * share: statistics.fmean(run[name] for run in found[share][m]) for share in SHARES}
-                        for m in (base, model)
-                    ]
-                    sign, value = eta(*curves)
+                for cost in (flops, seconds):
+                    sign, value = eta(*({cost[m] * s: loss for s, loss in curves[m].items()} for m in (base, model)))
                     cells.append("" if model == base else f"{sign}{value:.2f}")
             print(f"| {' | '.join(cells)} |")
     image = {model: statistics.fmean(run["image"] for run in runs) for model, runs in final.items()}
@@ -233,7 +233,7 @@ def report(kept: Kept) -> bool:
 
 
 def _interval(values: list[float]) -> str:
-    error = T_95[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
+    error = T_95 * statistics.stdev(values) / math.sqrt(len(values))
     return f"{statistics.fmean(values):+.4f} ± {error:.4f}"
 
 
