@@ -54,6 +54,7 @@ run sparse_kernels 150 benchmarks/gpu_spmm.py --seconds 120 --json "$out/sparse_
 step flash_attention 150 bench flash_attention --against jax --json "$out/flash_attention.json"
 run fp8 120 benchmarks/gpu_fp8.py --json "$out/fp8.jsonl"
 step grouped_matmul 150 bench grouped_matmul --against dense --json "$out/grouped_matmul.json"
+step moma_step 200 bench moma_step --against dense --json "$out/moma_step.json"
 step llama_step_1b 200 bench llama_step --case 1b --json "$out/llama_step.json"
 step llama_decode_8b 150 bench llama_decode --case 8b --json "$out/llama_decode.json"
 step wukong_main_job 180 train wukong --workdir "$out/wukong" --resume never
