@@ -31,6 +31,7 @@ import numpy as np
 from scalejax import configs, optim
 from scalejax.bench import machine
 from scalejax.data.text.modalities import ModalityMap
+from scalejax.models.llm.depth import MixtureOfDepths
 from scalejax.models.llm.experts import ExpertChoice, Experts
 from scalejax.models.llm.llama3.parts import GatedMlp
 from scalejax.models.llm.moma import ModalityExperts
@@ -53,6 +54,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "8x": {"mlp": Experts(count=8, router=ExpertChoice(), execution="batched")},
     "1t1i": {"mlp": ModalityExperts(groups=(("text", 1), ("image", 1)))},
     "4t4i": {"mlp": ModalityExperts(groups=(("text", 4), ("image", 4)))},
+    "4t4i + MoD": {
+        "mlp": ModalityExperts(groups=(("text", 4), ("image", 4))),
+        "depth": MixtureOfDepths(capacity=0.25),
+        # Layers come in pairs, of which one counts a quarter: two pairs are 2.5 layers.
+        "layers": 4,
+        "ffn_dim": 192,
+    },
 }
 RATE = 2e-2
 """The peak rate that `tune` chose, one for all: for any one model two rates differ by the noise of single runs."""
