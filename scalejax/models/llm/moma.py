@@ -161,6 +161,13 @@ class ModalityExperts:
         return sum(size * factor for size, factor in zip(self.capacities, of_groups, strict=True)) / length
 
     def exchange(self, devices: int) -> float:
+    @property
+    def routers(self) -> int:
+        """Of a layer: a token passes that of its modality."""
+        return len(self.groups)
+
+    @property
+    def capacity_factor(self) -> float | None:
         """See `Experts`."""
         return self.group(1).exchange(devices)
 

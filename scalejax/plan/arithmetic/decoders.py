@@ -49,6 +49,14 @@ class ExpertPart(Protocol):
         Args:
           devices: Over which the experts lie.
         """
+    @property
+    def routers(self) -> int:
+        """Routers of a layer, of which a token passes one."""
+        ...
+
+    @property
+    def capacity_factor(self) -> float | None:
+        """Room of an expert over an even share of the tokens; None = for all that come."""
         ...
 
     @property
@@ -132,7 +140,11 @@ def find_decoder(experiment: "Experiment") -> Decoder | None:
         head_dim=bound.width,
         vocabulary=bound.vocabulary,
         tied=bound.tie_embeddings,
-        **({} if experts is None else {"experts": experts.count, "active_experts": experts.active}),
+        **(
+            {}
+            if experts is None
+            else {"experts": experts.count, "active_experts": experts.active, "routers": experts.routers}
+        ),
     )
     counted = bound.parameters(), bound.flops_per_token(1, "full")
     return decoder if counted == (decoder.parameters, decoder.model_flops_per_token(1, attention="full")) else None

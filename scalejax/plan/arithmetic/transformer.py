@@ -36,6 +36,7 @@ class Decoder:
       vocabulary: V.
       experts: MLPs of a layer; 1 = an ordinary one, without a router.
       active_experts: How many of them a token passes through.
+      routers: Groups of experts, each with a router of its own, of which a token passes one.
       tied: Whether the head is the embedding.
     """
 
@@ -48,6 +49,7 @@ class Decoder:
     vocabulary: int
     experts: int = 1
     active_experts: int = 1
+    routers: int = 1
     tied: bool = False
 
     def __post_init__(self) -> None:
@@ -91,10 +93,11 @@ class Decoder:
 
     def product_flops(self) -> dict[Product, int]:
         """Forward FLOPs of a token in each product of one layer, in the experts that it passes through."""
-        return {
-            name: 2 * count * self.active_experts // self.experts if name in IN_EXPERTS else 2 * count
-            for name, count in self.layer_parameters.items()
-        }
+        flops: dict[Product, int] = {name: 2 * count for name, count in self.layer_parameters.items()}
+        for name in IN_EXPERTS:
+            flops[name] = flops[name] * self.active_experts // self.experts
+        flops["router"] //= self.routers
+        return flops
 
     def attention_flops(self, sequence: int, attention: Pairs) -> int:
         """Forward FLOPs of a token in the scores and the mixing of values of one layer, the mean over a row."""

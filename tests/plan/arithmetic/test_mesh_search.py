@@ -13,6 +13,7 @@ from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
 from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
+from scalejax.models.llm.moma import ModalityExperts
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh, mesh_text
 from scalejax.parallel.rules import LLM
@@ -280,6 +281,7 @@ def test_the_recipe_of_mixtral_is_the_model_of_the_published_runs():
         (MIXTRAL, 2, 1.25),
         (Experts(count=4, router=TopK(k=3)), 3, None),
         (Experts(count=8, router=ExpertChoice(), execution="batched"), 1, None),
+        (ModalityExperts(groups=(("text", 4), ("image", 2))), 1, None),
     ],
 )
 def test_experts_are_read_into_the_terms_of_the_model(part, active, factor):
