@@ -23,6 +23,7 @@ import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -204,14 +205,14 @@ def _spent(curve: dict[float, float], target: float) -> tuple[float, bool]:
     raise AssertionError(f"{curve} does not reach {target}")
 
 
-def report(kept: Kept) -> bool:
-    """Prints the tables; whether the order came out."""
+def report(kept: Kept, models: Sequence[str], shares: Sequence[float]) -> bool:
+    """Prints the tables of these models, dense, 8x and 4t4i among them; whether the order came out."""
     found: dict[float, dict[str, list[dict[str, float]]]] = collections.defaultdict(dict)
-    flops = {model: flops_per_token(model) for model in MODELS}
+    flops = {model: flops_per_token(model) for model in models}
     for model, count in flops.items():
         assert abs(count / flops["dense"] - 1) < 0.05, f"{model} has {count:,} FLOPs a token, dense {flops['dense']:,}"
-    for share in reversed(SHARES):
-        for model in MODELS if share == 1 else CURVES:
+    for share in sorted(shares, reverse=True):
+        for model in models if share == 1 else CURVES:
             found[share][model] = [kept.get(model, round(share * STEPS), RATE, seed) for seed in SEEDS]
     final = found[1.0]
     print("| model | FLOPs a token over dense | image loss | text loss | image minus dense | image minus 8x | "
@@ -228,17 +229,17 @@ def report(kept: Kept) -> bool:
         cells.append(f"{statistics.fmean(run['cpu_s_per_step'] for run in runs):.4f}")
         cells.append(f"{1000 * statistics.median(run['wall_s_per_step'] for run in runs):.1f}")
         print(f"| {' | '.join(cells)} |")
-    print("\n| model | loss | " + " | ".join(f"{share:g} of the steps" for share in SHARES) + " | "
+    print("\n| model | loss | " + " | ".join(f"{share:g} of the steps" for share in shares) + " | "
           + " | ".join(f"eta over {base}, {of}" for base in BASES for of in ("FLOPs", "CPU s"))
-          + " |\n" + "|---" * (2 + len(SHARES) + 2 * len(BASES)) + "|")  # fmt: skip
+          + " |\n" + "|---" * (2 + len(shares) + 2 * len(BASES)) + "|")  # fmt: skip
     seconds = {model: statistics.fmean(run["cpu_s_per_step"] for run in runs) for model, runs in final.items()}
     for model in CURVES:
         for name in MODALITIES:
             curves = {
                 m: {share: statistics.fmean(run[name] for run in runs[m]) for share, runs in found.items() if m in runs}
-                for m in MODELS
+                for m in models
             }
-            cells = [model, name, *(f"{curves[model][share]:.4f}" for share in SHARES)]
+            cells = [model, name, *(f"{curves[model][share]:.4f}" for share in shares)]
             for base in BASES:
                 for cost in (flops, seconds):
                     sign, value = eta(*({cost[m] * s: loss for s, loss in curves[m].items()} for m in (base, model)))
@@ -257,13 +258,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("tune", "run"))
     parser.add_argument("--json", metavar="FILE", type=pathlib.Path, required=True)
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
+    parser.add_argument("--shares", nargs="+", type=float, choices=SHARES, default=SHARES)
     options = parser.parse_args()
+    if not {*BASES, *CURVES} <= {*options.models} or 1.0 not in options.shares:
+        parser.error(f"{', '.join((*BASES, *CURVES))} and the share 1 are needed, to compare with")
     kept = Kept(options.json)
     if options.what == "tune":
         tune(kept)
         return
     print(f"{machine.device_name(jax.devices()[0])}, {machine.today()}, commit {machine.commit()}\n")
-    if not report(kept):
+    if not report(kept, options.models, options.shares):
         raise SystemExit("The image loss of 4t4i is not below those of dense and 8x.")
 
 
