@@ -12,15 +12,17 @@ On a CPU float32, 16 rows of 128 tokens, 4 layers of width 128, hidden 384; on a
 arXiv 2407.21770, Table 1) in bfloat16, 6 rows of 4,096 tokens. The paper's own costs (Table 2) are throughputs of 0.94,
 0.91 and 0.83 of dense.
 
-Figures: `routing` (scores, and who takes whom), `gather` (the ways of tokens to their places and back) and `experts`
-are shares of a step: each piece of one layer is compiled alone, with its gradients, and its least time of five, times
-the layers, is divided by the least time of five steps. `empty_...` are shares of the places of experts that no token
-has, counted, with P percent of images in every row: `empty_P_in_0.1` where the bounds of the data are 0.1 around that
-share, `empty_P_in_any` where they are 0 and 1.
+Figures: `cpu_ratio` is the ratio of CPU seconds of the process, median over turns, which other programs on the machine
+disturb less than they do the clock. `routing` (scores, and who takes whom), `gather` (the ways of tokens to their places
+and back) and `experts` are shares of a step: each piece of one layer is compiled alone, with its gradients, and its
+least time of five, times the layers, is divided by the least time of five steps. `empty_...` are shares of the places of
+experts that no token has, counted, with P percent of images in every row: `empty_P_in_0.1` where the bounds of the data
+are 0.1 around that share, `empty_P_in_any` where they are 0 and 1.
 """
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 
 import jax
@@ -28,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from scalejax.bench import machine
-from scalejax.bench.harness import Contest, OutputsDiffer, best_seconds
+from scalejax.bench.harness import Contest, OutputsDiffer, Timed, best_seconds
 from scalejax.bench.token_step import TokenStep
 from scalejax.data.images.interleaved import capacities
 from scalejax.data.text.tokens import TokenSchema
@@ -83,7 +85,10 @@ def contest(case: str, against: str | None, size: Size) -> Contest:
     device, schema = jax.devices()[0], schema_of(size, (0.5, 0.5))
     model = dataclasses.replace(size.model, mlp=PARTS[case])
     ours = TokenStep(model, device, size.rows, schema)
-    peer = None if against is None else TokenStep(size.model, device, size.rows, schema)
+    timed = Timed(ours.steps, time.process_time)
+    timed_peer = None
+    if against is not None:
+        timed_peer = Timed(TokenStep(size.model, device, size.rows, schema).steps, time.process_time)
 
     def check() -> None:
         ours_, dense = (m.bound(schema).flops_per_token(size.length) for m in (model, size.model))
@@ -94,16 +99,16 @@ def contest(case: str, against: str | None, size: Size) -> Contest:
         step = best_seconds(lambda: ours.steps(1))
         seconds = {name: best_seconds(run) for name, run in pieces(case, size).items()}
         found = {name: size.model.layers * of_layer / step for name, of_layer in seconds.items()}
+        if timed_peer is not None and device.platform == "cpu":
+            found = {"cpu_ratio": timed_peer.seconds() / timed.seconds(), **found}
         for share in SHARES:
             for name, room in (("0.1", 0.1), ("any", 1.0)):
                 bounds = max(0.0, share - room), min(1.0, share + room)
                 found[f"empty_{100 * share:.0f}_in_{name}"] = empty_places(case, size, share, bounds)
         return found
 
-    device_name = machine.device_name(device)
-    return Contest(
-        ours.steps, size.rows * size.length, device_name, None if peer is None else peer.steps, check, figures=figures
-    )
+    tokens = size.rows * size.length
+    return Contest(timed, tokens, machine.device_name(device), timed_peer, check, figures=figures)
 
 
 def schema_of(size: Size, bounds: tuple[float, float]) -> TokenSchema:
