@@ -13,11 +13,11 @@ arXiv 2407.21770, Table 1) in bfloat16, 6 rows of 4,096 tokens. The paper's own 
 0.91 and 0.83 of dense.
 
 Figures: `cpu_ratio` is the ratio of CPU seconds of the process, median over turns, which other programs on the machine
-disturb less than they do the clock. `routing` (scores, and who takes whom), `gather` (the ways of tokens to their places
-and back) and `experts` are shares of a step: each piece of one layer is compiled alone, with its gradients, and its
-least time of five, times the layers, is divided by the least time of five steps. `empty_...` are shares of the places of
-experts that no token has, counted, with P percent of images in every row: `empty_P_in_0.1` where the bounds of the data
-are 0.1 around that share, `empty_P_in_any` where they are 0 and 1.
+disturb less than they do the clock. `routing` (scores, and who takes whom), `gather` (the ways of tokens to their
+places and back) and `experts` are shares of a step: each piece of one layer is compiled alone, with its gradients, and
+its least time of five, times the layers, is divided by the least time of five steps. `empty_...` are shares of the
+places of experts that no token has, counted, with P percent of images in every row: `empty_P_in_0.1` where the bounds
+of the data are 0.1 around that share, `empty_P_in_any` where they are 0 and 1.
 """
 
 import dataclasses
