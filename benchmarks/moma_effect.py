@@ -51,7 +51,7 @@ SEEDS, TUNING_SEEDS = (3, 4, 5), (100,)
 RATES = (5e-3, 1e-2)
 MODALITIES = ("image", "text")
 BASES = ("dense", "8x")
-CURVES = ("4t4i",)
+CURVES = (*BASES, "4t4i")
 """Models that run at every share, not only to the end."""
 
 MODELS: dict[str, dict[str, Any]] = {

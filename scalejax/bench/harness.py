@@ -183,14 +183,14 @@ class Timed:
         return statistics.median(seconds for count, seconds in self._turns if count == longest)
 
 
-def best_seconds(run: Callable[[], object]) -> float:
-    """The least of five runs, after one that is not timed."""
+def best_seconds(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """The least of five runs by a clock, after one that is not timed."""
     run()
     found = []
     for _ in range(5):
-        start = time.perf_counter()
+        start = clock()
         run()
-        found.append(time.perf_counter() - start)
+        found.append(clock() - start)
     return min(found)
 
 

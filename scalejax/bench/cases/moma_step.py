@@ -15,9 +15,9 @@ arXiv 2407.21770, Table 1) in bfloat16, 6 rows of 4,096 tokens. The paper's own 
 Figures: `cpu_ratio` is the ratio of CPU seconds of the process, median over turns, which other programs on the machine
 disturb less than they do the clock. `routing` (scores, and who takes whom), `gather` (the ways of tokens to their
 places and back) and `experts` are shares of a step: each piece of one layer is compiled alone, with its gradients, and
-its least time of five, times the layers, is divided by the least time of five steps. `empty_...` are shares of the
-places of experts that no token has, counted, with P percent of images in every row: `empty_P_in_0.1` where the bounds
-of the data are 0.1 around that share, `empty_P_in_any` where they are 0 and 1.
+its least time of five, times the layers, is divided by the least time of five steps (on a CPU, CPU seconds). What
+begins with `empty` are shares of the places of experts that no token has, counted, with P percent of images in every
+row: `empty_P_in_0.1` where the bounds of the data are 0.1 around that share, `empty_P_in_any` where they are 0 and 1.
 """
 
 import dataclasses
@@ -96,8 +96,9 @@ def contest(case: str, against: str | None, size: Size) -> Contest:
             raise OutputsDiffer(f"{case} has {ours_:,} FLOPs a token, the dense model {dense:,}")
 
     def figures() -> dict[str, float]:
-        step = best_seconds(lambda: ours.steps(1))
-        seconds = {name: best_seconds(run) for name, run in pieces(case, size).items()}
+        clock = time.process_time if device.platform == "cpu" else time.perf_counter
+        step = best_seconds(lambda: ours.steps(1), clock)
+        seconds = {name: best_seconds(run, clock) for name, run in pieces(case, size).items()}
         found = {name: size.model.layers * of_layer / step for name, of_layer in seconds.items()}
         if timed_peer is not None and device.platform == "cpu":
             found = {"cpu_ratio": timed_peer.seconds() / timed.seconds(), **found}
