@@ -201,6 +201,11 @@ class Experts:
         """Experts that see a token, in the mean."""
         return self.router.active(self.count)
 
+    @property
+    def routers(self) -> int:
+        """Of a layer."""
+        return 1
+
     def capacity(self, length: int, shards: int) -> float | None:
         """See `plan.arithmetic.decoders.ExpertPart`; where experts choose they have as many places as they take."""
         del length
@@ -216,15 +221,6 @@ class Experts:
             return 1.0
         all_there_could_be = devices * min(router.k, self.count // devices) / router.k
         return min(all_there_could_be, router.pair_factor or all_there_could_be)
-    @property
-    def routers(self) -> int:
-        """Of a layer."""
-        return 1
-
-    @property
-    def capacity_factor(self) -> float | None:
-        """See `TopK`; None where experts choose, which then have as many places as they take."""
-        return self.router.capacity_factor if isinstance(self.router, TopK) else None
 
     @property
     def keeps_products(self) -> bool:

@@ -153,6 +153,11 @@ class ModalityExperts:
         """Experts that see a token, in the mean."""
         return 1
 
+    @property
+    def routers(self) -> int:
+        """Of a layer: a token passes that of its modality."""
+        return len(self.groups)
+
     def capacity(self, length: int, shards: int) -> float | None:
         """See `Experts`: a row has places for the most tokens of each modality."""
         if self.capacities is None:
@@ -161,13 +166,6 @@ class ModalityExperts:
         return sum(size * factor for size, factor in zip(self.capacities, of_groups, strict=True)) / length
 
     def exchange(self, devices: int) -> float:
-    @property
-    def routers(self) -> int:
-        """Of a layer: a token passes that of its modality."""
-        return len(self.groups)
-
-    @property
-    def capacity_factor(self) -> float | None:
         """See `Experts`."""
         return self.group(1).exchange(devices)
 

@@ -34,6 +34,11 @@ class ExpertPart(Protocol):
         """Experts that see a token, in the mean."""
         ...
 
+    @property
+    def routers(self) -> int:
+        """Routers of a layer, of which a token passes one."""
+        ...
+
     def capacity(self, length: int, shards: int) -> float | None:
         """Room of an expert over an even share of the tokens, all of which is computed; None = for all that come.
 
@@ -49,14 +54,6 @@ class ExpertPart(Protocol):
         Args:
           devices: Over which the experts lie.
         """
-    @property
-    def routers(self) -> int:
-        """Routers of a layer, of which a token passes one."""
-        ...
-
-    @property
-    def capacity_factor(self) -> float | None:
-        """Room of an expert over an even share of the tokens; None = for all that come."""
         ...
 
     @property

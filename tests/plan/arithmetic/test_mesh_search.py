@@ -13,7 +13,6 @@ from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
 from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
-from scalejax.models.llm.moma import ModalityExperts
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape, make_mesh, mesh_text
 from scalejax.parallel.rules import LLM
@@ -275,13 +274,20 @@ def test_the_recipe_of_mixtral_is_the_model_of_the_published_runs():
     assert (found.batch, found.sequence, found.remat) == (1024, 4096, step_model.REMATS["full"])
 
 
+def test_experts_in_groups_have_a_router_each_and_the_places_of_the_data():
+    experiment = configs.load("moma-pretrain-1-4b")
+    decoder = decoders.decoder_of(experiment)
+    assert (decoder.experts, decoder.active_experts, decoder.routers) == (8, 1, 2)
+    training = decoders.training_of(experiment, MeshShape(fsdp=16, expert=4), 64, compute_dtype="bfloat16")
+    assert training.capacity_factor == 2 * 2252 / 4096  # 0.55 of 4,096 for either modality
+
+
 @pytest.mark.parametrize(
     ("part", "active", "factor"),
     [
         (MIXTRAL, 2, 1.25),
         (Experts(count=4, router=TopK(k=3)), 3, None),
         (Experts(count=8, router=ExpertChoice(), execution="batched"), 1, None),
-        (ModalityExperts(groups=(("text", 4), ("image", 2))), 1, None),
     ],
 )
 def test_experts_are_read_into_the_terms_of_the_model(part, active, factor):
