@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from llama_cases import F64, GQA
 
+from scalejax import optim
 from scalejax.configs.llm import moma
 from scalejax.data.images.two_modality import TwoModalityData
 from scalejax.data.text.tokens import TokenSchema
@@ -18,6 +19,7 @@ from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.models.llm.moma import ModalityExperts
 from scalejax.train import loop
 from scalejax.train.checkpoints.trained import open_run
+from scalejax.train.experiment import Checkpoints
 
 RANGES = (("text", 0, 50), ("image", 50, 90))
 SCHEMA = TokenSchema(vocabulary=90, length=16, modalities=("text", "image"), capacities=(12, 12), ranges=RANGES)
@@ -126,9 +128,10 @@ def test_a_second_phase_learns_who_is_taken_and_leaves_the_model_its_bits(tmp_pa
     whole = moma.smoke()
     (phase,) = whole.phases
     data = TwoModalityData(length=64, batch_size=8, codes=16, image_share=(0.4, 0.9), folder=str(tmp_path / "cache"))
-    longer = dataclasses.replace(
-        whole, data=data, steps=20, phases=(dataclasses.replace(phase, steps=150),), log_every=50
-    )
+    faster = phase.changes | {"optimizer": optim.AdamW(learning_rate=optim.Constant(value=1e-2))}
+    phase = dataclasses.replace(phase, steps=300, changes=faster)
+    saved = Checkpoints(every=0, every_seconds=0)  # at the end of each phase
+    longer = dataclasses.replace(whole, data=data, steps=20, phases=(phase,), log_every=100, checkpoints=saved)
     summary = loop.train(longer, workdir=tmp_path / "run")
     last, before = (open_run(tmp_path / "run", step).params for step in (None, 20))
     for path, value in before.items():
