@@ -1,7 +1,8 @@
 """Models with experts made of trained ones: upcycling, and auxiliary routers for what is trained.
 
 Upcycling copies each gated MLP into all experts of its place; routers are new (Komatsuzaki et al., arXiv 2212.05055).
-Of a Llama it makes a Mixtral, of MoMa with one expert a modality one with more (arXiv 2407.21770, section 2.5):
+Of a Llama it makes a Mixtral, of MoMa with one expert a modality one with more (arXiv 2407.21770, section 2.5), and of
+m experts a multiple of them:
 
     Phase(name="experts", steps=..., changes={"model": ..., "optimizer": ...}, surgery=Upcycle())
 """
@@ -18,7 +19,7 @@ from scalejax.train.checkpoints.array_store import Index, LazyArray
 from scalejax.train.checkpoints.trained import Trained
 
 _EXPERTS = re.compile(r"layers/(?:some/|all/)?mlp/(?:\w+/)?(gate|up|down)")
-_ROUTERS = re.compile(r"layers/(?:some/|all/)?(?:mlp/)?(?:\w+/)?(router|auxiliary_in|auxiliary_out)")
+_ROUTERS = re.compile(r"layers/(?:some/|all/)?mlp/(?:\w+/)?(router|auxiliary_in|auxiliary_out)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,15 +39,15 @@ class Upcycle:
                 made[path] = new
             elif old is not None and tuple(old.shape) == tuple(new.shape):
                 made[path] = old
-            elif old is not None and _EXPERTS.fullmatch(path) and _one_of(old.shape, new.shape):
+            elif old is not None and _EXPERTS.fullmatch(path) and _divides(tuple(old.shape), tuple(new.shape)):
                 made[path] = _copies(old, new)
             else:
                 raise _unlike(
                     path,
                     old,
                     new,
-                    "A Llama becomes a model of experts as wide as its MLP, and one expert of a "
-                    "modality becomes several; sizes and names of all else must be the same.",
+                    "A Llama becomes a model of experts as wide as its MLP, and every expert becomes equally many "
+                    "of a larger number; sizes and names of all else must be the same.",
                 )
         return dataclasses.replace(fresh, params=made)
 
@@ -84,17 +85,18 @@ class AddAuxiliaryRouters:
         return dataclasses.replace(fresh, params=made)
 
 
-def _one_of(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Whether [L, ...] or [L, 1, ...] can be copied to [L, n, ...]."""
-    return tuple(old) in ((new[0], *new[2:]), (new[0], 1, *new[2:]))
+def _divides(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Whether [L, ...], or [L, m, ...] with an m that divides n, can be copied to [L, n, ...]."""
+    one = (new[0], *new[2:])
+    return old == one or (len(old) == len(new) and (old[0], *old[2:]) == one and new[1] % old[1] == 0)
 
 
 def _copies(old: Any, new: Any) -> LazyArray:
     shape = tuple(new.shape)
 
     def read(index: Index) -> np.ndarray:
-        whole = old[...] if len(old.shape) == len(shape) else old[...][:, None]
-        return np.array(np.broadcast_to(whole, shape)[index])
+        whole = np.asarray(old[...] if len(old.shape) == len(shape) else old[...][:, None])
+        return np.repeat(whole, shape[1] // whole.shape[1], axis=1)[index]
 
     return LazyArray(shape, new.dtype, read)
 

@@ -64,10 +64,18 @@ def test_a_mixture_of_depths_becomes_one_with_experts_and_with_auxiliary_routers
     for layers in ("some", "all"):
         copies, one = (run.params[f"layers/{layers}/mlp/up"][...] for run in (made, before))
         np.testing.assert_array_equal(copies, np.broadcast_to(np.asarray(one)[:, None], copies.shape))
+    np.testing.assert_array_equal(made.params["layers/router"][...], before.params["layers/router"])
     with_guesses = drawn(GQA.mlp, 2, depth=dataclasses.replace(depth, auxiliary=AuxiliaryRouter()))
     made = AddAuxiliaryRouters().operate(before, with_guesses)
     np.testing.assert_array_equal(made.params["layers/router"][...], before.params["layers/router"])
     assert set(made.params) - set(before.params) == {"layers/auxiliary_in", "layers/auxiliary_out"}
+
+
+def test_every_expert_becomes_as_many_as_every_other():
+    few, fresh = drawn(Experts(count=2), 0), drawn(Experts(count=6), 1)
+    up = Upcycle().operate(few, fresh).params["layers/mlp/up"][...]
+    for expert in range(6):
+        np.testing.assert_array_equal(up[:, expert], few.params["layers/mlp/up"][:, expert // 3])
 
 
 @pytest.mark.parametrize(
@@ -75,9 +83,9 @@ def test_a_mixture_of_depths_becomes_one_with_experts_and_with_auxiliary_routers
     [
         (
             Experts(count=4),
-            Experts(count=8),
+            Experts(count=6),
             Upcycle(),
-            r"'layers/mlp/down' .* is \(\d+, 8, .*of the trained one \(\d+, 4, ",
+            r"'layers/mlp/down' .* is \(\d+, 6, .*of the trained one \(\d+, 4, ",
         ),
         (GQA.mlp, Experts(count=4), AddAuxiliaryRouters(), "Upcycle changes the number of experts"),
         (ModalityExperts(groups=(("text", 1),)), ModalityExperts(), Upcycle(), "of the trained one not there"),

@@ -1,6 +1,7 @@
 """A run on images among text: it keeps its codebook, shows what that draws, and goes on to the same bits."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -15,8 +16,12 @@ from scalejax.data.text.mixture import MixtureData
 from scalejax.data.text.shards import TokenShards
 from scalejax.errors import UserError
 from scalejax.inference import run_model
+from scalejax.models.llm.experts import ExpertChoice
 from scalejax.models.llm.moma import ModalityExperts
-from scalejax.train import loop
+from scalejax.surgery.experts import Upcycle
+from scalejax.train import loop, phases
+from scalejax.train.checkpoints.trained import open_run
+from scalejax.train.experiment import Checkpoints, Phase
 from scalejax.train.metrics.evaluation import read_pictures
 from scalejax.train.run_folder import read_lines
 
@@ -130,3 +135,24 @@ def test_a_model_of_modalities_trains_on_tokens_of_ones_own(experiment, tmp_path
     model = run_model.open_run(tmp_path / "whole", made)
     assert model.tokenizer is None
     assert (model.config.vocabulary, model.config.mlp.capacities, model.tokens.eos) == (90, (57, 32), (1,))
+
+
+def test_one_expert_a_modality_becomes_two_in_a_phase_and_noise_parts_them(experiment, tmp_path):
+    """Data go on where they were, the optimizer and its schedule begin anew, and no metric is told twice."""
+    one, two = (ModalityExperts(groups=(("text", n), ("image", n))) for n in (1, 2))
+    noisy = dataclasses.replace(two, router=ExpertChoice(noise="gumbel"))
+    phase = Phase(name="experts", steps=3, changes={"model.mlp": noisy}, surgery=Upcycle())
+    model = dataclasses.replace(experiment.model, mlp=one)
+    saved = Checkpoints(every=0, every_seconds=0)
+    made = dataclasses.replace(experiment, model=model, steps=4, phases=(phase,), checkpoints=saved)
+    summary = loop.train(made, workdir=tmp_path / "run")
+    assert (summary["steps"], summary["examples"]) == (7, 7 * 8)
+    assert [run.optimizer_from for run in phases.resolved(made)] == [0, 4]
+    before, last = (open_run(tmp_path / "run", step).params for step in (4, 7))
+    for name in ("text", "image"):
+        path = f"layers/mlp/{name}/up"
+        assert before[path].shape[1] == 1
+        assert (last[path][:, 0] != last[path][:, 1]).any()
+    measures = json.loads((tmp_path / "run" / "measures.json").read_text())
+    names = [value["name"] for value in measures["values"]]
+    assert len(names) == len(set(names))

@@ -58,8 +58,9 @@ class MixtureOfDepths:
     auxiliary: AuxiliaryRouter | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.capacity <= 1:
-            raise ValueError(f"MixtureOfDepths: capacity must be above 0 and at most 1; got {self.capacity}.")
+        number = isinstance(self.capacity, int | float) and not isinstance(self.capacity, bool)
+        if not number or not 0 < self.capacity <= 1:
+            raise ValueError(f"MixtureOfDepths: capacity must be above 0 and at most 1; got {self.capacity!r}.")
         if self.group not in ("sequence", "device"):
             raise ValueError(f"MixtureOfDepths: group must be sequence or device; got {self.group!r}.")
 
@@ -76,6 +77,11 @@ class MixtureOfDepths:
         if layers % 2:
             raise ValueError(f"MixtureOfDepths: layers come in pairs, so there must be an even number; got {layers}.")
         return layers // 2
+
+    def most(self, tokens: int) -> np.ndarray:
+        """int32[N + 1]: k of b tokens, for b from 0 to `tokens`; that of none is of no meaning."""
+        # 0.7 * 90 is a little below 63 in binary.
+        return np.maximum(np.floor(self.capacity * np.arange(tokens + 1) + 1e-9), 1).astype(np.int32)
 
     def routed(self, mlp: MlpPart) -> "RoutedDepths":
         """See `llama3.parts.DepthPart`."""
@@ -205,17 +211,16 @@ class DepthPairs(nnx.Module):
     """
 
     def __init__(self, part: MixtureOfDepths, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes):
-        half = dataclasses.replace(config, layers=part.repeats(config.layers), depth=None)
-        normal = StackedNormal(half, rngs, dtypes.params)
+        normal = StackedNormal(config, rngs, dtypes.params)
         self.router = normal((config.dim, 1), ("embed", "router"))
         if part.auxiliary is not None:
             hidden = part.auxiliary.columns(config.dim)
             self.auxiliary_in = normal((config.dim, hidden), ("embed", "router"))
             self.auxiliary_out = normal((hidden, 1), ("router", "router"))
-        self.some = DecoderBlock(half, rngs, dtypes)
-        self.all = DecoderBlock(half, rngs, dtypes)
+        self.some = DecoderBlock(config, rngs, dtypes)
+        self.all = DecoderBlock(config, rngs, dtypes)
         self.part = part
-        self.pairs = half.layers
+        self.pairs = config.repeats
         self.compute_dtype = dtypes.compute
 
     def numbers(self, rows: int) -> Numbers:
@@ -257,7 +262,7 @@ class DepthPairs(nnx.Module):
             (x, prepared.real, (cos_sin, _apart(segment_ids, groups), positions)),
         )
         scores = self._scores(packed)
-        limits = np.maximum(np.floor(self.part.capacity * np.arange(real.shape[1] + 1)), 1).astype(np.int32)
+        limits = self.part.most(real.shape[1])
         chosen = jax.vmap(lambda scores, real: _best(scores, real, limits))(scores, real)
         routes = jax.vmap(lambda chosen: routing.routes_of_some(chosen, size=int(limits[-1])))(chosen)
 
@@ -353,8 +358,8 @@ class DepthPairs(nnx.Module):
         if self.part.auxiliary is None:
             raise UserError(
                 "model.depth is MixtureOfDepths without an auxiliary router: which tokens a layer takes depends on "
-                "later ones, so that nothing can be generated. Train auxiliary routers in a phase of the run, as the "
-                "recipe moma-mod-smoke does (surgery.experts.AddAuxiliaryRouters)."
+                "later ones, so that nothing can be generated and no text scored. Train auxiliary "
+                "routers in a phase of the run, as moma-mod-smoke does (surgery.experts.AddAuxiliaryRouters)."
             )
         chosen = (self._guess(x)[..., 0] > 0) & real
         return chosen, jax.vmap(lambda chosen: routing.routes_of_some(chosen, size=x.shape[1]))(chosen)

@@ -303,7 +303,7 @@ class ExpertLayers(nnx.Module):
         self.up = normal((part.count, config.dim, config.ffn_dim), ("experts", "embed", "hidden"))
         self.down = normal.to_stream((part.count, config.ffn_dim, config.dim), ("experts", "hidden", "embed"))
         if isinstance(part.router, TopK) and part.router.bias_rate:
-            bias = jnp.zeros((config.layers, part.count), nn.wide(dtypes.compute))
+            bias = jnp.zeros((config.repeats, part.count), nn.wide(dtypes.compute))
             self.bias = nnx.Variable(bias, logical_axes=("layers", "router"))
         if isinstance(part.router, ExpertChoice) and part.router.auxiliary is not None:
             hidden = part.router.auxiliary.columns(config.dim)
@@ -311,7 +311,7 @@ class ExpertLayers(nnx.Module):
             self.auxiliary_out = normal((hidden, part.count), ("router", "router"))
         self.part = part
         self.hidden = config.ffn_dim
-        self.layers = config.layers
+        self.layers = config.repeats
         self.compute_dtype = dtypes.compute
 
     def inputs(self, stage: int, x: jax.Array, expert: jax.Array) -> jax.Array:
@@ -368,8 +368,8 @@ class ExpertLayers(nnx.Module):
         if router.auxiliary is None:
             raise UserError(
                 "model.mlp.router is ExpertChoice without an auxiliary router: which tokens an expert takes depends on "
-                "later ones, so that nothing can be generated. Train auxiliary routers in a phase of the run, as the "
-                "recipe moma does (surgery.experts.AddAuxiliaryRouters)."
+                "later ones, so that nothing can be generated and no text scored. Train auxiliary "
+                "routers in a phase of the run, as the recipe moma does (surgery.experts.AddAuxiliaryRouters)."
             )
         chosen = (self._guess(x) > 0) & real[..., None]
         numbers = jnp.arange(self.part.count, dtype=jnp.int32)[None, None, :]

@@ -311,11 +311,14 @@ def _short(description: ArrayRecord) -> str:
 
 
 def differences(there: Mapping[str, str], here: Mapping[str, str | None]) -> list[str]:
-    """What a checkpoint and a run do not share of what the run names, in words."""
+    """What a checkpoint and a run do not share of what the run names, in words.
+
+    Settings of the model, "model.NAME", that the checkpoint does not name are not compared: earlier ones name none.
+    """
     return [
         f"{name} is {excerpt(there.get(name), wanted)} in the checkpoint and {excerpt(wanted, there.get(name))} here"
         for name, wanted in sorted(here.items())
-        if there.get(name) != wanted
+        if there.get(name) != wanted and (name in there or not name.startswith("model."))
     ]
 
 

@@ -170,10 +170,10 @@ class Described:
 
     @classmethod
     def of(cls, metrics: tuple[Metric, ...]) -> "Described":
-        """What some metrics say of themselves."""
-        values = tuple(value for metric in metrics for value in metric.values)
-        grids = tuple(grid for metric in metrics for grid in metric.grids)
-        return cls(values=values, counts=metrics[0].counts, grids=grids)
+        """What some metrics say of themselves, each name once: phases may measure the same of different models."""
+        values = {value.name: value for metric in metrics for value in metric.values}
+        grids = {grid.name: grid for metric in metrics for grid in metric.grids}
+        return cls(values=tuple(values.values()), counts=metrics[0].counts, grids=tuple(grids.values()))
 
     def to_dict(self) -> dict[str, object]:
         """As JSON values."""

@@ -1,6 +1,7 @@
 """Mixture-of-depths: a layer sees its best tokens alone and in their places; the others go around it to the bit."""
 
 import dataclasses
+import fractions
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from scalejax.models.llm import families
 from scalejax.models.llm.auxiliary import AuxiliaryRouter
 from scalejax.models.llm.depth import MixtureOfDepths
 from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
+from scalejax.models.llm.llama3.model import Llama
 from scalejax.models.llm.llama3.parts import GatedMlp, OutputRmsNorm
 from scalejax.models.llm.moma import TABLE_1, ModalityExperts, published
+from scalejax.nn import Dtypes
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.train.experiment import Precision
@@ -74,7 +77,7 @@ def literal(module, x, segments, positions):
     """The same for one row, by the block on the tokens that are taken and nothing else."""
     scores = 1 / (1 + np.exp(-np.asarray(x) @ np.asarray(module.router[...])[:, 0]))
     real = np.flatnonzero(np.asarray(segments))
-    k = max(1, int(module.part.capacity * len(real))) if len(real) else 0
+    k = max(1, int(fractions.Fraction(str(module.part.capacity)) * len(real))) if len(real) else 0
     taken = np.sort(real[np.argsort(-scores[real], kind="stable")[:k]])
     own = [jnp.asarray(a)[None, taken] for a in (x, segments, positions)]
     y = np.array(x)
@@ -94,6 +97,23 @@ def test_a_layer_is_the_block_on_its_best_tokens_at_their_own_positions(rows, ca
         others = np.setdiff1d(np.arange(16), taken)
         np.testing.assert_array_equal(made[others], np.asarray(row[0])[others])
         assert (made[taken] != np.asarray(row[0])[taken]).any(1).all()
+
+
+def test_k_is_that_of_the_printed_capacity():
+    """0.7 * 90 and 0.57 * 100 are below 63 and 57 in binary."""
+    for capacity, tokens, k in ((0.7, 90, 63), (0.57, 100, 57), (0.25, 99, 24)):
+        assert MixtureOfDepths(capacity=capacity).most(tokens)[-1] == k
+
+
+def test_layers_begin_as_those_of_a_dense_model_of_as_many():
+    """What they write into the residual stream is smaller by the root of twice their number."""
+    made = dataclasses.replace(GQA, layers=8, dim=64, ffn_dim=256)
+    dense, depth = (
+        Llama(dataclasses.replace(made, depth=depth), nnx.Rngs(0), Dtypes()).layers
+        for depth in (None, MixtureOfDepths())
+    )
+    for block in (depth.some, depth.all):
+        np.testing.assert_allclose(block.mlp.down[...].std(), dense.mlp.down[...].std(), rtol=0.02)
 
 
 def test_at_a_capacity_of_1_it_is_the_gated_dense_layer(rows):
@@ -297,8 +317,8 @@ def test_what_cuts_rows_or_layers_is_refused(texts, shape, x64):
 
 
 def test_bad_settings_are_refused():
-    for capacity in (0, 1.5):
-        with pytest.raises(ValueError, match=f"capacity must be above 0 and at most 1; got {capacity}"):
+    for capacity in (0, 1.5, "0.25", True):
+        with pytest.raises(ValueError, match=f"capacity must be above 0 and at most 1; got {capacity!r}"):
             MixtureOfDepths(capacity=capacity)
     with pytest.raises(ValueError, match="group must be sequence or device"):
         MixtureOfDepths(group="global")
@@ -312,6 +332,8 @@ def test_without_auxiliary_routers_nothing_is_generated(texts_and_images):
     made, (tokens, *_) = model(MixtureOfDepths()), texts_and_images
     with pytest.raises(UserError, match="MixtureOfDepths without an auxiliary router"):
         made.extend(tokens, jnp.full(2, 16, jnp.int32), made.cache(2, 16))
+    with pytest.raises(UserError, match="no text scored"):
+        made(*texts_and_images)
     assert made.config.task(TEXT).advice() == {}
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.inference import generate, run_model
+from scalejax.models.llm.auxiliary import AuxiliaryRouter
 from scalejax.models.llm.expert_use import SUMS, UseSums
 from scalejax.models.llm.experts import ExpertChoice, Experts, Prepared, TopK
 from scalejax.nn import Dtypes
@@ -24,6 +25,7 @@ from scalejax.numerics.quantized.weights import StaticWeight
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train import loop
 from scalejax.train.checkpoints import trained
+from scalejax.train.metrics.protocol import names_of
 from scalejax.train.reports import console, report
 from scalejax.train.state import ModelShape
 from scalejax.train.task import Batch, whole
@@ -286,6 +288,35 @@ def batch_of(config=CONFIG):
     ids = tokens(config, 1, 16)
     arrays = {"tokens": ids, "targets": ids, "segment_ids": segments, "positions": positions}
     return Batch({**arrays, "weights": np.ones(ids.shape, np.float32)})
+
+
+SHORT = {
+    "top-k": EXPERTS,
+    **{
+        group: Experts(count=4, router=ExpertChoice(group=group), execution="batched")
+        for group in ("sequence", "device", "global")
+    },
+}
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_rows_that_fill_a_last_short_batch_change_nothing(x64, name):
+    """They are padding: no expert sees them, and they do not count where experts choose their share."""
+    bound = task(dataclasses.replace(CONFIG, mlp=SHORT[name]))
+    model = bound.init(nnx.Rngs(0), F64)
+    short = batch_of()
+    filled = Batch({name: np.pad(np.asarray(rows), ((0, 2), (0, 0))) for name, rows in short.fields.items()})
+    alone, padded = (bound.loss(model, batch, keys=None, gather=whole) for batch in (short, filled))
+    np.testing.assert_allclose(padded.sum, alone.sum, rtol=1e-12)
+    for name, value in alone.sums.items():
+        np.testing.assert_allclose(padded.sums[name], value, rtol=1e-12, err_msg=name)
+
+
+def test_the_best_checkpoint_is_that_of_the_loss_without_later_tokens_once_there_is_one():
+    choosing = ExpertChoice(), ExpertChoice(auxiliary=AuxiliaryRouter())
+    parts = [Experts(count=4, router=router, execution="batched") for router in choosing]
+    first = [next(iter(names_of(task(dataclasses.replace(CONFIG, mlp=part)).metrics()))) for part in (EXPERTS, *parts)]
+    assert first == ["loss", "loss_topk", "loss"]
 
 
 def test_the_loss_is_the_cross_entropy_and_the_losses_of_the_router(x64):

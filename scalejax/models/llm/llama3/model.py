@@ -39,9 +39,9 @@ class DecoderBlock(nnx.Module):
     """Attention, then the MLP, each after a norm and added to its input; all layers, used one at a time."""
 
     def __init__(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes):
-        self.attention_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
+        self.attention_norm = config.norm.build(config, rngs, dtypes, layers=config.repeats)
         self.attention = config.self_attention.build(config, rngs, dtypes)
-        self.mlp_norm = config.norm.build(config, rngs, dtypes, layers=config.layers)
+        self.mlp_norm = config.norm.build(config, rngs, dtypes, layers=config.repeats)
         self.mlp = config.mlp.build(config, rngs, dtypes)
         self.norm_place = getattr(config.norm, "place", "input")
 
@@ -196,11 +196,11 @@ class Llama(nnx.Module):
 
         Returns:
           compute_dtype[B, S, E], and [E, V] in the dtype of the parameters.
+
+        Raises:
+          UserError: the model cannot do without later tokens.
         """
-        routed = self.config.routed
-        routing = "causal" if routed is not None and routed.generates else "batch"
-        rows = (tokens, positions, segment_ids)
-        return self.hidden_with_numbers(*rows, routing=routing, room="all", gather=gather)[:2]
+        return self.hidden_with_numbers(tokens, positions, segment_ids, routing="causal", room="all", gather=gather)[:2]
 
     def hidden_with_numbers(
         self,

@@ -227,8 +227,8 @@ class StackedNormal:
 
     def __call__(self, shape: tuple[int, ...], axes: tuple[str, ...], *, shrink: float = 1.0) -> nnx.Param[jax.Array]:
         """A weight of this shape in each layer, times `shrink`."""
-        layers = self.config.layers
-        weight = self.config.init_scale * shrink * jax.random.normal(self.rngs.params(), (layers, *shape), self.dtype)
+        stack = (self.config.repeats, *shape)
+        weight = self.config.init_scale * shrink * jax.random.normal(self.rngs.params(), stack, self.dtype)
         return nnx.Param(weight, logical_axes=("layers", *axes))
 
     def to_stream(self, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[jax.Array]:
@@ -382,7 +382,7 @@ class AttentionLayers(nnx.Module):
     def cache(self, rows: int, positions: int) -> KVCache:
         """See `AttentionModule`."""
         c = self.config
-        shape = (c.layers, rows, positions, c.kv_heads, c.width)
+        shape = (c.repeats, rows, positions, c.kv_heads, c.width)
         # Two arrays: a cache is donated.
         return KVCache(
             jnp.zeros(shape, self.compute_dtype), jnp.zeros(shape, self.compute_dtype), jnp.zeros(rows, jnp.int32)
