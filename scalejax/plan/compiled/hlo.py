@@ -189,7 +189,7 @@ def parse(text: str | None) -> Module:
             if match and not line.startswith("HloModule"):
                 name, lines = match.group(2), []
                 entry = name if match.group(1) else entry
-        elif line.rstrip() == "}":
+        elif line.rstrip() == "}" or line.startswith("}, execution_thread="):  # of a SparseCore
             computations[name] = Computation(name, tuple(filter(None, map(_instruction, lines))))
             name = None
         elif lines and not line.startswith(" "):  # the metadata of a kernel are JSON over several lines
