@@ -147,12 +147,12 @@ def find_scale(
             counts += np.bincount(found.view(np.int32) >> _BIN_BITS, minlength=len(counts))
     if not np.isfinite(largest):
         raise UserError("calibration: the text gives activations that are not finite. Check the model.")
-    if calibration.method == "percentile":
+    if calibration.method == "percentile" and largest:
         rank = calibrations.rank(int(counts.sum()), calibration.percentile)
         bin = int(np.searchsorted(np.cumsum(counts), rank, side="right"))
         top = np.int32((bin + 1) << _BIN_BITS).view(np.float32)
         return static.scale_of(float(min(top, largest) if bin else largest), format)
-    if calibration.method == "max":
+    if calibration.method == "max" or not largest:
         return static.scale_of(float(largest), format)
     scales = np.asarray([static.scale_of(float(largest) * factor, format) for factor in calibrations.FACTORS])
     errors = sum(np.asarray(_errors(inputs(x), jnp.asarray(scales), format), np.float64) for x in streams)

@@ -118,6 +118,11 @@ def test_tokens_that_reach_no_expert_do_not_count():
     )
 
 
+@pytest.mark.parametrize("method", ["max", "percentile", "mse"])
+def test_the_scale_of_an_expert_that_no_token_reaches_is_1(method):
+    assert scale("int8", [np.zeros((2, 4, 16), np.float32)], method=method) == 1
+
+
 def test_a_percentile_of_zeros_is_the_largest():
     x = np.zeros((1, 10, 10), np.float32)
     x[0, 0, 0] = 5
