@@ -17,7 +17,6 @@ task counts (tokens, examples) a second. "done" has the closing summary. What is
 import contextlib
 import dataclasses
 import json
-import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -26,6 +25,7 @@ from typing import IO, Any
 import rich.progress
 from rich.console import Console
 
+from scalejax.train import disk
 from scalejax.train.reports import console as consoles
 from scalejax.train.reports import summary as summaries
 
@@ -144,8 +144,7 @@ class JsonLines(TextLines):
     """The same events as JSON objects, one a line."""
 
     def _say(self, event: Mapping[str, object], text: str) -> None:
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
-        super()._say(event, json.dumps(finite))
+        super()._say(event, json.dumps(disk.finite(event), allow_nan=False))
 
 
 def shown_on(console: Console | None) -> Progress:

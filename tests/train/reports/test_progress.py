@@ -39,7 +39,7 @@ def a_run(shown, clock):
         )
         shown.window(10, "", 0.6931, window)
         shown.evaluation(10, "validation", {"ne": 0.95, "examples": 64}, {"ne": 0.95})
-    shown.done({"test_ne": 0.97, "run_folder": "runs/a"})
+    shown.done({"test_ne": 0.97, "run_folder": "runs/a", "val_gate_cv": [[0.5, float("nan")], [float("inf"), 0.25]]})
 
 
 def test_a_pipe_gets_plain_lines(clock):
@@ -66,7 +66,8 @@ def test_a_program_gets_one_json_object_a_line(clock):
     assert (window["step"], window["steps"], window["loss"], window["ne"]) == (10, 40, 0.6931, 0.91)
     assert (window["examples_per_s"], window["eta_s"], window["auc"]) == (512.0, 6.0, None)
     assert evaluation == {"event": "evaluation", "step": 10, "split": "validation", "ne": 0.95, "examples": 64}
-    assert done == {"event": "done", "test_ne": 0.97, "run_folder": "runs/a"}
+    nested = [[0.5, None], [None, 0.25]]
+    assert done == {"event": "done", "test_ne": 0.97, "run_folder": "runs/a", "val_gate_cv": nested}
 
 
 def test_a_resumed_run_reckons_from_its_own_start(clock):
