@@ -114,6 +114,11 @@ def decoder_of(experiment: "Experiment") -> Decoder:
     """
     found = find_decoder(experiment)
     if found is None:
+        if (depth := getattr(experiment.model, "depth", None)) is not None:
+            raise UserError(
+                f"model.depth is {type(depth).__name__}, whose layers do not all see every token, and arithmetic plans "
+                "layers that do. Leave depth out, or take `scalejax plan` without --search, which compiles any model."
+            )
         raise UserError(
             "The model must be a decoder such as LlamaConfig, made of its own parts, to be planned by arithmetic; got "
             f"{type(experiment.model).__name__}. `scalejax plan` without --search compiles any model."

@@ -244,6 +244,11 @@ def test_a_model_that_is_no_decoder_is_refused_and_its_memory_not_estimated(mode
         search(odd, "v6e:4x4")
 
 
+def test_mixture_of_depths_is_refused_by_its_own_name():
+    with pytest.raises(UserError, match=r"^model.depth is MixtureOfDepths, .* Leave depth out"):
+        decoders.decoder_of(configs.load("moma-pretrain-1-4b-mod"))
+
+
 def test_an_experiment_is_read_into_the_terms_of_the_model():
     strategy = Fsdp(form="explicit", param_dtype="bfloat16", reduce_dtype="float32")
     experiment = _experiment(batch=64, gradients__microbatch=2, strategy=strategy)
