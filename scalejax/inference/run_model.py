@@ -122,12 +122,15 @@ def open_run(
 
 
 def _text_of(data: object) -> _Source | None:
-    """Where the tokenizer of a run stands: all parts of its data have the same."""
+    """Where the tokenizer of a run stands: all parts of its data that have one have the same."""
     if isinstance(data, StagedData):
-        return _text_of(data.stages[-1].data)
-    if isinstance(data, MixtureData):
-        return _text_of(data.sources[0][0])
-    return data if isinstance(data, _Source) else None
+        parts = [stage.data for stage in reversed(data.stages)]
+    elif isinstance(data, MixtureData):
+        parts = [part for part, _ in data.sources]
+    else:
+        return data if isinstance(data, _Source) else None
+    found = [text for part in parts if (text := _text_of(part)) is not None]
+    return min(found, key=lambda text: isinstance(text, TokenShards), default=None)  # the first of those with one
 
 
 def _shapes(config: LanguageConfig) -> dict[str, jax.ShapeDtypeStruct]:
