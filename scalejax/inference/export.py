@@ -18,8 +18,8 @@ from scalejax.models.llm import families
 
 Logits = Literal["last", "all"]
 
-LARGEST_DIFFERENCE = 1e-5
-"""Of a probability in float32 that is computed again: programs sum in other orders."""
+LARGEST_DIFFERENCE, LARGEST_DIFFERENCE_IN_16_BITS = 1e-5, 0.02
+"""Of a probability that is computed again, in float32 or not: programs sum in other orders, and round elsewhere."""
 
 # What a chip has kernels of its own for is not portable: whatever this is compiled for, it computes as on a CPU.
 _PORTABLE = jax.sharding.AbstractMesh(

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from llama_cases import GQA, MIXTRAL, model, tokens, write_checkpoint
 
+from scalejax.cli.commands import export as command
 from scalejax.errors import UserError
 from scalejax.inference import export, generate, reload
 from scalejax.models.llm import families, model_folder
@@ -86,10 +87,33 @@ def test_it_runs_where_neither_scalejax_nor_flax_can_be_imported(tmp_path):
 
 
 def test_narrow_weights_stay_narrow(tmp_path):
-    signature = export.write(engine(tmp_path, GQA, dtype="bfloat16"), tmp_path / "out", length=LENGTH)
+    made = engine(tmp_path, GQA, dtype="bfloat16")
+    signature = export.write(made, tmp_path / "out", length=LENGTH)
     assert {entry["dtype"] for entry in signature["weights"].values()} == {"bfloat16"}
-    found = reload.load(tmp_path / "out")(tokens(GQA, 1, LENGTH))["logits"]
+    loaded = reload.load(tmp_path / "out")
+    found = loaded(tokens(GQA, 1, LENGTH))["logits"]
     np.testing.assert_allclose(found, wanted(GQA, tokens(GQA, 1, LENGTH))[:, -1], atol=0.3)
+    assert export.difference(loaded, made) < export.LARGEST_DIFFERENCE_IN_16_BITS / 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "differs", "limit"), [("float32", 2e-5, "1e-05"), ("bfloat16", 0.03, "0.02"), ("float16", 0.03, "0.02")]
+)
+def test_what_is_read_back_wrong_is_refused_in_any_dtype(tmp_path, monkeypatch, dtype, differs, limit):
+    write_checkpoint(tmp_path / "theirs", GQA)
+    monkeypatch.setattr(export, "difference", lambda *_: differs)
+    monkeypatch.setattr(reload, "load", lambda _: None)
+    monkeypatch.setattr(export, "write", lambda *_, **__: {})
+    with pytest.raises(UserError, match=rf"differ from the model's by {differs:.1e}, more than {limit}\. Do not"):
+        command._export_language(
+            model_folder.open_folder(tmp_path / "theirs"),
+            tmp_path / "out",
+            rows=1,
+            length=LENGTH,
+            logits="last",
+            dtype=dtype,
+            json=None,
+        )
 
 
 MOMA = dataclasses.replace(

@@ -173,10 +173,12 @@ def _export_language(
     length = min(length, model.config.max_positions) if length == _LENGTH else length
     signature = exports.write(engine, out, rows=rows, length=length, logits=logits)  # pyright: ignore[reportArgumentType]
     back = exports.difference(reload.load(out), engine)
-    if not back <= (exports.LARGEST_DIFFERENCE if str(dtype or model.dtype) == "float32" else 1):
+    wide = str(dtype or model.dtype) == "float32"
+    limit = exports.LARGEST_DIFFERENCE if wide else exports.LARGEST_DIFFERENCE_IN_16_BITS
+    if not back <= limit:
         raise UserError(
             f"OUT {out}: reloaded, its probabilities differ from the model's by {back:.1e}, more than "
-            f"{exports.LARGEST_DIFFERENCE:g}. Do not serve it; look for logits that are not finite, or another version "
+            f"{limit:g}. Do not serve it; look for logits that are not finite, or another version "
             "of jax."
         )
     if json is not None:
