@@ -20,7 +20,7 @@ from scalejax.data.splits import SPLITS, Fractions
 from scalejax.data.text.corpus import Corpus, Marks, Progress, cache_folder, tokenised
 from scalejax.data.text.dataset import TokenDataSet
 from scalejax.data.text.files import AnyTokenizer
-from scalejax.data.text.modalities import InterleavedIds
+from scalejax.data.text.modalities import InterleavedIds, check_image_share
 from scalejax.data.text.packing import Positions
 from scalejax.data.text.sources import SUFFIXES, TextFile, find_texts
 from scalejax.data.text.tokenizer import ByteTokenizer
@@ -150,12 +150,7 @@ class TwoModalityData:
         check_at_least("data.codes", self.codes, 1)
         for name, choices in (("caption", ("before", "after", "either", "none")), ("image_marks", ("text", "image"))):
             check_one_of(f"data.{name}", getattr(self, name), choices)
-        low, high = self.image_share
-        if not 0 <= low <= high <= 1:
-            raise UserError(
-                f"data.image_share={self.image_share}: wanted two shares from 0 to 1, the lower one first, for example "
-                "(0.3, 0.7)."
-            )
+        check_image_share(self.image_share)
         if self.split.by != "position":
             raise UserError(
                 f'data.split.by={self.split.by!r}: text is cut by position here. Set data.split.by="position".'

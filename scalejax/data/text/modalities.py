@@ -134,6 +134,22 @@ class InterleavedIds:
         return ModalityMap(ranges=(("text", 0, edge), ("image", edge, self.vocabulary)))
 
 
+def check_image_share(share: object) -> None:
+    """Refuses what is no pair of bounds of the share of image tokens.
+
+    Raises:
+      UserError: it is no pair of numbers, or they are no shares in ascending order.
+    """
+    match share:
+        case [int() | float() as low, int() | float() as high] if 0 <= low <= high <= 1:
+            return
+        case _:
+            raise UserError(
+                f"data.image_share={share!r}: wanted two shares from 0 to 1, the lower one first, for example "
+                "(0.3, 0.7)."
+            )
+
+
 def check_capacities(batch: TokenBatch, schema: TokenSchema, *, first_row: int = 0) -> None:
     """Refuses rows that have more tokens of a modality than the static shapes of a step have places for.
 

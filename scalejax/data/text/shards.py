@@ -23,7 +23,7 @@ from scalejax.data.kept_arrays import ArrayWriter, Verify, kept
 from scalejax.data.text.corpus import Corpus, Marks, Progress, cache_folder, open_corpus
 from scalejax.data.text.dataset import TokenDataSet
 from scalejax.data.text.files import PackedText, TextSplit
-from scalejax.data.text.modalities import ModalityMap
+from scalejax.data.text.modalities import ModalityMap, check_image_share
 from scalejax.data.text.packing import ModalityRoom, Positions
 from scalejax.data.text.sources import TextFile, find_texts
 from scalejax.data.text.tokens import TokenSchema
@@ -42,7 +42,8 @@ class TokenShards:
       path: A file or a folder, or several.
       ranges: Of which modality an id is, (modality, first id, id behind the last); text alone is one range.
       image_share: Bounds of the share of tokens of the modality "image" in the positions of a row: of them at most so
-        many, and of every other modality at most what the lower bound leaves. So every row that is full keeps both.
+        many, and of the other modality at most what the lower bound leaves. So every row that is full keeps both. A
+        lower bound above 0 wants two modalities.
       separator: The id that ends a document in .npy files of one axis and in .bin files; it stays its last token.
       dtype: Of .bin files.
       column: Of Parquet files.
@@ -105,16 +106,17 @@ class TokenShards:
                 f"data.vocabulary={self.vocabulary} is too small: data.ranges has {found.vocabulary} ids ({found}). "
                 "Set it to as many or more, or leave it out."
             )
+        check_image_share(self.image_share)
         low, high = self.image_share
-        if not 0 <= low <= high <= 1:
-            raise UserError(
-                f"data.image_share={self.image_share}: wanted two shares from 0 to 1, the lower one first, for example "
-                "(0.3, 0.7)."
-            )
         if (low, high) != (0, 1) and "image" not in found.names:
             raise UserError(
                 f"data.image_share={self.image_share} is of the modality image, and data.ranges has "
                 f"{', '.join(found.names)}. Name one so, or leave image_share out."
+            )
+        if low > 0 and len(found.names) != 2:
+            raise UserError(
+                f"data.image_share={self.image_share}: a lower bound above 0 is kept in rows of two modalities, and "
+                f"data.ranges has {len(found.names)} ({', '.join(found.names)}). Set it to 0, or give two."
             )
         vocabulary = self.vocabulary or found.vocabulary
         if len(found.names) == 1:
@@ -172,12 +174,12 @@ class TokenShards:
     def _documents(self, file: TextFile) -> Iterator[np.ndarray]:
         """int[n] each."""
         path = file.path
+        if path.suffix == ".parquet":
+            yield from _parquet(path, self.column)
+            return
+        if path.suffix not in SUFFIXES:
+            raise UserError(f"{path}: wanted a file that ends in {', '.join(SUFFIXES)}. Unpack or rename it.")
         try:
-            if path.suffix == ".parquet":
-                yield from _parquet(path, self.column)
-                return
-            if path.suffix not in SUFFIXES:
-                raise UserError(f"{path}: wanted a file that ends in {', '.join(SUFFIXES)}. Unpack or rename it.")
             if path.suffix == ".npy":
                 ids = np.load(path, mmap_mode="r", allow_pickle=False)
             else:

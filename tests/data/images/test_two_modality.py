@@ -208,6 +208,7 @@ def test_characters_are_text_as_well(folder: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"image_share": None}, r"data\.image_share=None: wanted two shares"),
         ({"image_share": (0.7, 0.3)}, r"data\.image_share=\(0\.7, 0\.3\): wanted two shares"),
         ({"image_share": (0.0, 1.5)}, "wanted two shares"),
         ({"caption": "above"}, r"data\.caption must be one of before, after, either, none; got 'above'"),

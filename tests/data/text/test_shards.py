@@ -69,34 +69,43 @@ def test_every_token_of_every_document_is_in_one_row(tmp_path: pathlib.Path, kin
     built = make(tmp_path, order="file", window=7).build()
     rows = built.examples.stream(0, built.num_examples("train"))
     pieces = []
-    for row, segments in zip(rows.tokens, rows.segment_ids, strict=True):
-        pieces += [row[segments == number] for number in range(1, segments.max() + 1)]
-    # A piece that does not end its document is followed by the rest of it, in whichever row that is.
-    beginnings = {tuple(document[:8]): document for document in made}
-    assert len(beginnings) == len(made)
-    whole = sum(tuple(piece) in {tuple(document) for document in made} for piece in pieces)
+    for row, segments, positions in zip(rows.tokens, rows.segment_ids, rows.positions, strict=True):
+        for number in range(1, segments.max() + 1):
+            here = np.flatnonzero(segments == number)
+            np.testing.assert_array_equal(here, here[0] + np.arange(here.size))
+            np.testing.assert_array_equal(positions[here], np.arange(here.size))
+            pieces.append(row[here].tolist())
+    # A document is its pieces, one behind the other; each is taken once.
+    whole = sum(document.tolist() in pieces for document in made)
     assert whole > len(made) / 2
-    counted = np.bincount(np.concatenate(pieces), minlength=150)
-    np.testing.assert_array_equal(counted, np.bincount(np.concatenate(made), minlength=150))
+    for document in sorted(map(np.ndarray.tolist, made), key=len):
+        at = 0
+        while at < len(document):
+            fitting = [piece for piece in pieces if document[at : at + len(piece)] == piece]
+            assert fitting, (document, at)
+            pieces.remove(longest := max(fitting, key=len))
+            at += len(longest)
+    assert not pieces
 
 
-def test_rows_keep_the_bounds_and_images_are_whole(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("low", "most_text"), [(0.2, 40), (0.4, 30)])  # 2 images are 0.36 of a row
+def test_rows_keep_the_bounds_and_images_are_whole(tmp_path: pathlib.Path, low: float, most_text: int) -> None:
     write(tmp_path, documents(200))
-    data = make(tmp_path)
-    assert data.schema().capacities == (40, 30)
+    data = make(tmp_path, image_share=(low, 0.6))
+    assert data.schema().capacities == (most_text, 30)
     built = data.build()
     rows = built.examples.stream(0, built.num_examples("train"))
     assert rows.modality is not None
     known = rows.segment_ids != 0
     np.testing.assert_array_equal(rows.modality, np.where(known, rows.tokens >= 100, -1))
     of_text, of_images = ((rows.modality == number).sum(1) for number in (0, 1))
-    assert of_text.max() == 40
+    assert of_text.max() == most_text
     assert of_images.max() <= 30
     full = of_text + of_images == 50
-    assert full.mean() > 0.1
+    assert full.sum() >= 5
     assert known.mean() > 0.8
     share = of_images[full] / 50
-    assert 0.2 <= share.min() <= share.max() <= 0.6
+    assert low <= share.min() <= share.max() <= 0.6
     for row in rows.modality:
         runs = np.diff(np.flatnonzero(np.diff(row, prepend=-2, append=-2)))
         kinds = row[np.flatnonzero(np.diff(row, prepend=-2))]
@@ -136,9 +145,18 @@ def test_tokens_of_text_alone_are_packed_as_text(tmp_path: pathlib.Path) -> None
         ({"ranges": (("text", 0, 150),)}, "is of the modality image, and data.ranges has text"),
         ({"vocabulary": 100}, "data.vocabulary=100 is too small: data.ranges has 150 ids"),
         ({"ranges": (("text", 0, 100), ("image", 120, 150))}, r"0.parquet, document \d+: Token 1\d\d of row 0"),
-        ({"column": "ids"}, r"wanted a column 'ids' of lists of whole numbers; the file has 'tokens'"),
+        ({"column": "ids"}, r"^\S+0.parquet: wanted a column 'ids' of lists of whole numbers; the file has 'tokens'"),
         ({"image_share": (0.2, 0.16), "length": 50}, "wanted two shares"),
         ({"image_share": (0.0, 0.16)}, r"9 tokens of image follow one another .* a row of 50 has room for 8\. Widen"),
+        ({"image_share": None}, r"image_share=None: wanted two shares"),
+        ({"image_share": ("0.2", "0.6")}, r"image_share=\('0.2', '0.6'\): wanted two shares"),
+        ({"image_share": (0.2,)}, r"image_share=\(0.2,\): wanted two shares"),
+        ({"image_share": (float("nan"), 1.0)}, r"image_share=\(nan, 1.0\): wanted two shares"),
+        (
+            {"ranges": (("text", 0, 50), ("sound", 50, 100), ("image", 100, 150))},
+            r"image_share=\(0.2, 0.6\): a lower bound above 0 .* data.ranges has 3 \(text, sound, image\)",
+        ),
+        ({"ranges": (("image", 0, 150),)}, r"a lower bound above 0 .* data.ranges has 1 \(image\)"),
         ({"path": "/nowhere"}, r"/nowhere does not exist. Name a file or a folder of token ids"),
     ],
 )
@@ -146,6 +164,38 @@ def test_what_does_not_fit_is_refused(tmp_path: pathlib.Path, fields: dict[str, 
     write(tmp_path, documents())
     with pytest.raises(UserError, match=words):
         make(tmp_path, **fields).build()
+
+
+def test_a_file_that_cannot_be_read_is_said_once(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, documents())
+    path = tmp_path / "shards" / "0.parquet"
+    with pytest.raises(UserError) as wrong_column:
+        make(tmp_path, column="ids").build()
+    path.write_bytes(b"no table")
+    with pytest.raises(UserError) as unreadable:
+        make(tmp_path).build()
+    path.rename(tmp_path / "shards" / "0.txt")
+    with pytest.raises(UserError) as unknown:
+        make(tmp_path, path=str(tmp_path / "shards" / "0.txt")).build()
+    for error, words in (
+        (wrong_column, "wanted a column 'ids'"),
+        (unreadable, "cannot be read as Parquet"),
+        (unknown, "wanted a file that ends in"),
+    ):
+        said = str(error.value)
+        assert words in said
+        assert said.count(str(tmp_path)) == 1
+        assert "cannot be read as token ids" not in said
+
+
+def test_without_a_lower_bound_three_modalities_share_a_row(tmp_path: pathlib.Path) -> None:
+    write(tmp_path, documents())
+    ranges = (("text", 0, 50), ("sound", 50, 100), ("image", 100, 150))
+    data = make(tmp_path, ranges=ranges, image_share=(0.0, 0.6))
+    assert data.schema().capacities == (50, 50, 30)
+    rows = data.build().examples.stream(0, 20)
+    assert rows.modality is not None
+    assert 0 < (rows.modality == 2).sum(1).max() <= 30
 
 
 def test_files_that_are_no_tokens_are_refused(tmp_path: pathlib.Path) -> None:
