@@ -262,7 +262,7 @@ def test_only_models_that_can_are_said_to_generate():
 
 def test_nothing_is_generated_where_experts_choose(stream):
     module = layer(Experts(count=4, router=ExpertChoice(), execution="batched"))
-    with pytest.raises(UserError, match=r"nothing can be generated\. Train auxiliary routers"):
+    with pytest.raises(UserError, match=r"nothing can be generated and no text scored\. Train auxiliary routers"):
         module(stream[0])
 
 
