@@ -84,7 +84,7 @@ class HuggingFaceTokenizer:
             tokenizer,
             ids,
             stop_ids=beside.stop_ids(),
-            template=self.chat_template or beside.chat_template(),
+            template=ChatTemplate(self.chat_template, str(path)) if self.chat_template else beside.chat_template(),
             fingerprint=hashlib.sha256(repr((digest.hexdigest(), sorted(ids.items()))).encode()).hexdigest(),
             where=str(path),
         )
@@ -97,7 +97,7 @@ class HuggingFace:
       tokenizer: A `tokenizers.Tokenizer`, which is changed.
       ids: Ids of "bos", "eos" and "pad", as far as they are known.
       stop_ids: Further ids at which generation ends.
-      template: Jinja source of the chat template, or None.
+      template: The chat template, or None.
       fingerprint: Hex digest of the files.
       where: For messages.
     """
@@ -108,7 +108,7 @@ class HuggingFace:
         ids: Mapping[str, int],
         *,
         stop_ids: Sequence[int],
-        template: str | None,
+        template: ChatTemplate | None,
         fingerprint: str,
         where: str,
     ) -> None:
@@ -174,9 +174,7 @@ class HuggingFace:
                 "Use a checkpoint that is tuned for chat, or give HuggingFaceTokenizer(chat_template=...)."
             )
         names = {f"{role}_token": name for role, name in self._names.items()}
-        return ChatTemplate(self._template, self._where).render(
-            messages, reply=reply, variables=names | dict(variables or {})
-        )
+        return self._template.render(messages, reply=reply, variables=names | dict(variables or {}))
 
     def _cut(self, text: str) -> list[str]:
         utf8(text)  # the library would fail
@@ -257,21 +255,21 @@ class _Beside:
             )
         return ids
 
-    def chat_template(self) -> str | None:
+    def chat_template(self) -> ChatTemplate | None:
         file = self._folder / "chat_template.jinja"
         if file.is_file():
             try:
-                return file.read_text(encoding="utf-8")
+                return ChatTemplate(file.read_text(encoding="utf-8"), str(file))
             except (OSError, UnicodeDecodeError) as error:
                 raise UserError(f"{file}: cannot be read as UTF-8 text ({error}). Copy it again.") from error
         template = self._config.get("chat_template")
         if isinstance(template, list):  # several by name
             named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
             template = named.get("default")
+        file = self._folder / "tokenizer_config.json"
         if not isinstance(template, str | None):
-            file = self._folder / "tokenizer_config.json"
             raise UserError(f"{file}: chat_template must be text; got {template!r}. Copy it again.")
-        return template
+        return None if template is None else ChatTemplate(template, str(file))
 
     def _read(self, name: str) -> dict[str, Any]:
         file = self._folder / name
