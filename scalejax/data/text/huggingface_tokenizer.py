@@ -30,6 +30,7 @@ _RUNS = re.compile(r"\s+|\S+")
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib")
 # How checkpoints spell the end of a turn or of a text, where generation_config.json does not list it.
 _END_NAMES = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>", "<|endoftext|>", "<|im_end|>", "</s>")
+_LARGEST_ID = 2**31 - 2  # so that the number of ids is an int32 too
 _REPLACEMENT = "\ufffd"
 
 
@@ -76,6 +77,12 @@ class HuggingFaceTokenizer:
             ) from error
         if not tokenizer.get_vocab_size():
             raise UserError(f"{path}: has no token. Copy it again from its source.")
+        last, largest = max(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1])
+        if largest > _LARGEST_ID:
+            raise UserError(
+                f"{path}: the token {last!r} has id {largest}, but ids must be at most {_LARGEST_ID}, as they are "
+                "int32. Copy the file again from its source."
+            )
         beside = _Beside(path.parent)
         names = {role: getattr(self, role) or beside.token(f"{role}_token") for role in ("bos", "eos", "pad")}
         ids = {role: _token_id(tokenizer, role, name, path) for role, name in names.items() if name}
@@ -248,7 +255,7 @@ class _Beside:
         name = "generation_config.json"
         value = self._read(name).get("eos_token_id")
         ids = value if isinstance(value, list) else [] if value is None else [value]
-        if not all(isinstance(i, int) for i in ids):
+        if not all(type(i) is int and -1 <= i <= _LARGEST_ID for i in ids):  # older files say -1 where there is none
             raise UserError(
                 f"{self._folder / name}: eos_token_id must be a token id or a list of them; got {value!r}. Copy it "
                 "again from its source."

@@ -401,15 +401,16 @@ def _check_token_ids(folder: pathlib.Path, config: LanguageConfig, tokens: Speci
     content = _read_json(path)
     try:
         vocabulary = content["model"]["vocab"]
-        ids = map(int, vocabulary.values()) if isinstance(vocabulary, dict) else range(len(vocabulary))
-        largest = max([*ids, *(int(token["id"]) for token in content.get("added_tokens") or [])])
-    except (KeyError, TypeError, ValueError) as error:
+        own = vocabulary.items() if isinstance(vocabulary, dict) else ((v[0], i) for i, v in enumerate(vocabulary))
+        added = [(token.get("content"), token["id"]) for token in content.get("added_tokens") or []]
+        for token, i in (*own, *added):
+            if type(i) is not int or not 0 <= i < config.vocabulary:
+                raise UserError(
+                    f"{path}: the token {token!r} has id {i!r}, but the model's ids are 0 to {config.vocabulary - 1}. "
+                    "Take the tokenizer that belongs to the model."
+                )
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{path}: has no vocabulary that can be read ({error!r}). Copy the file anew.") from error
-    if largest >= config.vocabulary:
-        raise UserError(
-            f"{path}: has tokens up to {largest}, but the model's vocabulary ends at {config.vocabulary - 1}. Take the "
-            "tokenizer that belongs to the model."
-        )
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:

@@ -183,13 +183,25 @@ def test_a_process_that_fails_is_one_message(made, tmp_path, monkeypatch, progra
         made("a").render(MESSAGES)
 
 
-def test_an_answer_that_was_not_waited_for_is_nobody_else_s(made, monkeypatch):
+class Interrupted:
+    """A pipe from which Ctrl-C takes the first line's reader away."""
+
+    def __init__(self, pipe):
+        self.close, self._lines = pipe.close, [pipe.readline]
+
+    def readline(self, limit):
+        if self._lines:
+            self._line = self._lines.pop()
+            raise KeyboardInterrupt
+        return self._line(limit)
+
+
+def test_an_answer_that_was_not_waited_for_is_nobody_else_s(made):
     template = made("{{ messages[0].content }}")
     template.render(MESSAGES)
-    with monkeypatch.context() as patch:
-        patch.setattr(chat.threading.Timer, "cancel", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            template.render([{"role": "user", "content": "of before"}])
+    template._child._process.stdout = Interrupted(template._child._process.stdout)
+    with pytest.raises(KeyboardInterrupt):
+        template.render([{"role": "user", "content": "of before"}])
     assert template.render(MESSAGES) == "x"
 
 

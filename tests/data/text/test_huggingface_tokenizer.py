@@ -241,6 +241,16 @@ def test_files_that_are_no_tokenizer_are_refused_and_pickles_never_loaded(tmp_pa
     refused("d.json", None, "chat_template must be text; got 3")
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
     refused("d.json", None, r"generation_config.json: eos_token_id must be a token id .* got \['</s>'\]")
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 1099511627776}')
+    refused("d.json", None, r"generation_config.json: eos_token_id must be a token id .* got 1099511627776")
+
+
+@pytest.mark.parametrize("last", [2**31 - 1, 2**31, 2**32 - 1])
+def test_ids_beyond_int32_are_refused_when_the_file_is_opened(tmp_path: pathlib.Path, last: int) -> None:
+    model = {"type": "WordLevel", "vocab": {"a": 0, "b": last}, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model}))
+    with pytest.raises(UserError, match=rf"tokenizer\.json: the token 'b' has id {last}, but ids must be at most"):
+        HuggingFaceTokenizer(path=str(tmp_path)).build()
 
 
 def test_a_text_that_the_library_cannot_encode_is_refused() -> None:

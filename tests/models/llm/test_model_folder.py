@@ -226,13 +226,29 @@ def test_a_tied_head_may_be_repeated_but_not_differ(tmp_path):
     refuses(tmp_path / "theirs", "lm_head.weight differs from model.embed_tokens.weight")
 
 
-def test_a_tokenizer_that_is_larger_than_the_vocabulary_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"vocab": {"a": 0}, "added": 95}, None),
+        ({"vocab": {"a": 0}, "added": 96}, "the token '<end>' has id 96, but the model's ids are 0 to 95"),
+        ({"vocab": {"a": 0, "b": 2**31}}, f"the token 'b' has id {2**31}, but the model's ids are 0 to 95"),
+        ({"vocab": {"a": -1}}, "the token 'a' has id -1"),
+        ({"vocab": {"a": 1.5}}, "the token 'a' has id 1.5"),
+        ({"vocab": {"a": float("inf")}}, "the token 'a' has id inf"),
+        ({"vocab": [["a", 0.5]] * 96}, None),
+        ({"vocab": [["a", 0.5]] * 96 + [["b", 0.5]]}, "the token 'b' has id 96"),
+        ({"vocab": None}, "has no vocabulary that can be read"),
+    ],
+)
+def test_ids_of_a_tokenizer_outside_of_the_table_are_refused_with_their_token(tmp_path, content, words):
     write_checkpoint(tmp_path / "theirs", GQA)
+    added = [{"id": content["added"], "content": "<end>"}] if "added" in content else []
     path = tmp_path / "theirs" / "tokenizer.json"
-    path.write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 95}]}))
-    model_folder.open_folder(tmp_path / "theirs")
-    path.write_text(json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": 96}]}))
-    refuses(tmp_path / "theirs", "tokenizer.json: has tokens up to 96, but the model's vocabulary ends at 95")
+    path.write_text(json.dumps({"model": {"vocab": content["vocab"]}, "added_tokens": added}))
+    if words is None:
+        model_folder.open_folder(tmp_path / "theirs")
+    else:
+        refuses(tmp_path / "theirs", f"{path}: {words}")
 
 
 def test_ids_of_the_generation_config_are_compared_with_the_vocabulary(tmp_path):
