@@ -47,6 +47,14 @@ GREEDY = TokenSampling()
 """Always the most probable token."""
 
 
+def check_samples(samples: int, sampling: TokenSampling) -> None:
+    """Refuses several samples of a prompt that would all be the same."""
+    if samples > 1 and sampling.temperature == 0:
+        raise UserError(
+            f"samples must be 1 where the temperature is 0: all {samples} would be the same. Set a temperature."
+        )
+
+
 def keys(sampling: TokenSampling, prompts: jax.Array, samples: jax.Array) -> jax.Array:
     """One key a row, for prompts of these digests, uint32[B], and samples of these numbers, int32[B]."""
 

@@ -10,7 +10,7 @@ from scalejax.data.text.tokenizer import TextStream, Tokenizer, check_vocabulary
 from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.inference.generate import Continuation, Ended, Engine
-from scalejax.inference.sampling import GREEDY, TokenSampling
+from scalejax.inference.sampling import GREEDY, TokenSampling, check_samples
 from scalejax.models.llm.model_folder import LanguageModel
 
 _CONTEXT = 8  # tokens of a prompt on which the text of the next may depend
@@ -25,12 +25,14 @@ class Completion:
       text: The text after it, without what ended it.
       tokens: The new tokens; where a text of `stop` ended it, those of that text are among them.
       ended: "stop" or "length".
+      reused: Tokens of the prompt that the engine had read before, for another prompt.
     """
 
     prompt: str
     text: str
     tokens: tuple[int, ...]
     ended: Ended
+    reused: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,10 +74,7 @@ class Writer:
         Raises:
           UserError: as `Engine.generate`, or several samples are asked for that would all be the same.
         """
-        if samples > 1 and sampling.temperature == 0:
-            raise UserError(
-                f"samples must be 1 where the temperature is 0: all {samples} would be the same. Set a temperature."
-            )
+        check_samples(samples, sampling)
         encoded = {prompt: self.encode(prompt) for prompt in prompts}
         self.engine.check([encoded[prompt] for prompt in prompts], max_tokens)  # before any text is made
         asked = [(prompt, number) for prompt in prompts for number in range(samples)]

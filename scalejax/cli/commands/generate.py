@@ -1,15 +1,17 @@
 """`scalejax generate`: continue text with a language model."""
 
+import dataclasses
 import functools
 import json as jsons
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
+from scalejax.cli import chat as chats
 from scalejax.cli import environment, folders, options, output
 from scalejax.cli.commands.convert import Step, check_dtype
 from scalejax.errors import UserError, check_one_of
@@ -18,10 +20,13 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from scalejax.data.images.codebook import PatchCodebook
+    from scalejax.inference.generate import Engine
+    from scalejax.inference.sampling import TokenSampling
     from scalejax.inference.text import Completion, Writer
     from scalejax.models.llm.model_folder import LanguageModel
 
 _TOKENS = 128
+_Loaded = TypeVar("_Loaded", "Writer", "Engine")
 
 
 def generate(
@@ -40,6 +45,23 @@ def generate(
             "--prompt-file",
             metavar="FILE",
             help='A file that is one prompt, or FILE.jsonl: a string or {"prompt": ...} a line; may be repeated.',
+        ),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Talk with a model that has a chat template: a line is a message.")
+    ] = False,
+    messages: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            "--messages", metavar="FILE", help='Answer a conversation: JSON, [{"role": "user", "content": "..."}, ...].'
+        ),
+    ] = None,
+    token_ids: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--token-ids",
+            metavar="IDS",
+            help='Token ids to continue, "1 2 3" or "1,2,3"; may be repeated. Prints new ids, and needs no tokenizer.',
         ),
     ] = None,
     max_tokens: Annotated[
@@ -85,49 +107,157 @@ def generate(
     recipe: options.RecipeFile = None,
     cpu_devices: options.CpuDevices = None,
 ) -> None:
-    """Continue text with a language model.
+    """Continue text with a language model, or talk with it.
 
-    The text of a single prompt is printed as it comes.
+    The text of a single prompt is printed as it comes, and so are answers.
     """
     environment.prepare(cpu_devices=cpu_devices)
-    prompts = _prompts(prompt or [], prompt_file or [])
+    alone = {"--chat": chat, "--messages": messages, "--token-ids": token_ids}
+    others = {"--prompt": prompt, "--prompt-file": prompt_file, "--images": images}
+    _check_alone(alone, others | ({"--stop": stop} if token_ids else {"--samples": samples > 1}))
+    ids = [_ids(text) for text in token_ids or []]
+    conversation = None if messages is None else chats.read(messages)
+    prompts = [] if any(alone.values()) else _prompts(prompt or [], prompt_file or [])
     check_dtype(dtype)
     check_one_of("--weights", weights, ("packed", "decoded"))
+    from scalejax.inference import generate as generation
     from scalejax.inference.sampling import TokenSampling
+    from scalejax.inference.text import open_writer
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
     sampling = TokenSampling(temperature=temperature, top_p=top_p, seed=seed)
+    asked = _Asked(max_tokens, sampling, tuple(stop or ()), samples, batch_size)
     # Without a word, every device holds a part of each matrix.
     made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
     model = folders.open_model(folder, recipe=recipe, step=step)
+    load = functools.partial(_load, model, made, dtype, weights)
+    results: list[dict[str, object]]
+    if ids:
+        _check_ids(ids, model)
+        engine, loaded_s = load(generation.load)
+        results = _continue_ids(engine, ids, model.tokens.eos, asked, loaded_s)
+    elif prompts:
+        writer, loaded_s = load(open_writer)
+        codebook = _codebook(model, writer, images)
+        found = _continue_texts(writer, prompts, asked, loaded_s)
+        if codebook is not None:
+            _draw(codebook, writer, found, images)
+        results = [_as_json(c) for c in found]
+    else:
+        render = chats.renderer(model)
+        # What is wrong with messages is said before parameters are loaded.
+        text = None if conversation is None else render(conversation)
+        writer, _ = load(open_writer)
+        reply = functools.partial(_reply, writer, asked)
+        results = [_as_json(c) for c in (chats.converse(render, reply) if text is None else [reply(text)])]
+    if json is not None:
+        output.write_json(json, results)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Asked:
+    """What is asked for besides prompts, as the options say it."""
+
+    max_tokens: int | None
+    sampling: "TokenSampling"
+    stop: tuple[str, ...]
+    samples: int
+    batch_size: int
+
+    def new_tokens(self, engine: "Engine", longest: int) -> int:
+        """For prompts of up to `longest` tokens."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return max(1, min(_TOKENS, engine.config.max_positions - longest))
+
+
+def _check_alone(alone: Mapping[str, object], others: Mapping[str, object]) -> None:
+    """Refuses what does not go with one of the options that say what to do."""
+    given = [name for name, value in alone.items() if value]
+    wrong = [*given[1:], *(name for name, value in others.items() if value)]
+    if given and wrong:
+        raise UserError(f"{given[0]} does not go with {wrong[0]}. Leave one of them out.")
+
+
+def _continue_texts(writer: "Writer", prompts: Sequence[str], asked: _Asked, loaded_s: float) -> Sequence["Completion"]:
+    longest = max(len(writer.encode(prompt)) for prompt in prompts)
+    more = {
+        "max_tokens": asked.new_tokens(writer.engine, longest),
+        "sampling": asked.sampling,
+        "stop": asked.stop,
+    }
     begin = time.perf_counter()
-    writer = _load(model, made, dtype, weights)
-    loaded_s = time.perf_counter() - begin
-    codebook = _codebook(model, writer, images)
-    if max_tokens is None:
-        longest = max(len(writer.encode(prompt)) for prompt in prompts)
-        max_tokens = max(1, min(_TOKENS, writer.engine.config.max_positions - longest))
-    asked = {"max_tokens": max_tokens, "sampling": sampling, "stop": tuple(stop or ())}
-    begin = time.perf_counter()
-    if len(prompts) == 1 and samples == 1:
-        writer.engine.check([writer.encode(prompts[0])], max_tokens)  # before anything is shown
+    if len(prompts) == 1 and asked.samples == 1:
+        writer.engine.check([writer.encode(prompts[0])], more["max_tokens"])  # before anything is shown
         print(prompts[0], end="", flush=True)
-        found = [writer.stream(prompts[0], show=lambda piece: print(piece, end="", flush=True), **asked)]
+        found = [writer.stream(prompts[0], show=lambda piece: print(piece, end="", flush=True), **more)]
         print()
     else:
-        found = writer.complete(prompts, samples=samples, batch_size=batch_size, **asked)
-        _print_all(found, samples)
-    seconds = time.perf_counter() - begin
-    if codebook is not None:
-        _draw(codebook, writer, found, images)
-    tokens = sum(len(c.tokens) for c in found)
+        found = writer.complete(prompts, samples=asked.samples, batch_size=asked.batch_size, **more)
+        _print_all(found, asked.samples)
+    _say_speed(sum(len(c.tokens) for c in found), time.perf_counter() - begin, loaded_s)
+    return found
+
+
+def _continue_ids(
+    engine: "Engine", prompts: Sequence[Sequence[int]], stop: Sequence[int], asked: _Asked, loaded_s: float
+) -> list[dict[str, object]]:
+    """Prints the new ids of each prompt, a line each."""
+    from scalejax.inference.sampling import check_samples
+
+    check_samples(asked.samples, asked.sampling)
+    most = asked.new_tokens(engine, max(map(len, prompts)))
+    engine.check(prompts, most)
+    rows = [(prompt, sample) for prompt in prompts for sample in range(asked.samples)]
+    results: list[dict[str, object]] = []
+    begin, count = time.perf_counter(), 0
+    for start in range(0, len(rows), asked.batch_size):
+        part = rows[start : start + asked.batch_size]
+        found = engine.generate(
+            [prompt for prompt, _ in part],
+            max_tokens=most,
+            sampling=asked.sampling,
+            stop=stop,
+            samples=[sample for _, sample in part],
+        )
+        for (prompt, _), c in zip(part, found, strict=True):
+            print(*c.tokens, flush=True)
+            results.append({"prompt": list(prompt), "tokens": list(c.tokens), "ended": c.ended})
+            count += len(c.tokens)
+    _say_speed(count, time.perf_counter() - begin, loaded_s)
+    return results
+
+
+def _reply(writer: "Writer", asked: _Asked, prompt: str) -> "Completion":
+    most = asked.new_tokens(writer.engine, len(writer.encode(prompt)))
+    return chats.answer(writer, prompt, max_tokens=most, sampling=asked.sampling, stop=asked.stop)
+
+
+def _say_speed(tokens: int, seconds: float, loaded_s: float) -> None:
     print(
         f"{tokens:,} tokens in {seconds:.2f} s, compilation included ({tokens / seconds:.1f} tokens/s; loading took "
         f"{loaded_s:.1f} s).",
         file=sys.stderr,
     )
-    if json is not None:
-        output.write_json(json, [_as_json(c) for c in found])
+
+
+def _ids(text: str) -> list[int]:
+    words = text.replace(",", " ").split()
+    wrong = [word for word in words if not (word.isascii() and word.isdigit() and len(word) < 20)]
+    if wrong or not words:
+        raise UserError(
+            "--token-ids must be ids, separated by spaces or commas, such as '1 2 3'; got "
+            f"{(wrong or [text])[0][:60]!r}."
+        )
+    return [int(word) for word in words]
+
+
+def _check_ids(prompts: Sequence[Sequence[int]], model: "LanguageModel") -> None:
+    vocabulary = model.config.vocabulary
+    assert vocabulary is not None
+    for i in (i for prompt in prompts for i in prompt):
+        if i >= vocabulary:
+            raise UserError(f"--token-ids: {i} is no id of {model.path}, whose ids are 0 to {vocabulary - 1}.")
 
 
 def _codebook(model: "LanguageModel", writer: "Writer", folder: pathlib.Path | None) -> "PatchCodebook | None":
@@ -166,18 +296,21 @@ def _draw(
     print(f"{count} whole images in {folder}.", file=sys.stderr)
 
 
-def _load(model: "LanguageModel", mesh: "Mesh", dtype: str | None, weights: str) -> "Writer":
+def _load(
+    model: "LanguageModel", mesh: "Mesh", dtype: str | None, weights: str, opened: "Callable[..., _Loaded]"
+) -> "tuple[_Loaded, float]":
+    """What opens the model, and the seconds that it took."""
     import jax.numpy as jnp
     import rich.console
 
-    from scalejax.inference import text
     from scalejax.models.llm import model_folder
 
+    begin = time.perf_counter()
     total = model_folder.parameter_bytes(model, jnp.dtype(model.dtype if dtype is None else dtype))
     with output.transfer(rich.console.Console(stderr=True)) as progress:  # standard output is for the text
         task = progress.add_task(f"from {model.path}", total=total)
         loaded = functools.partial(progress.advance, task)
-        return text.open_writer(model, mesh, dtype=dtype, weights=weights, loaded=loaded)
+        return opened(model, mesh, dtype=dtype, weights=weights, loaded=loaded), time.perf_counter() - begin
 
 
 def _prompts(given: Sequence[str], files: Sequence[pathlib.Path]) -> list[str]:
@@ -194,7 +327,7 @@ def _prompts(given: Sequence[str], files: Sequence[pathlib.Path]) -> list[str]:
             if line.strip():
                 found.append(_prompt_of(line, f"--prompt-file {path}, line {number}"))
     if not found:
-        raise UserError("--prompt or --prompt-file must say what to continue. Add --prompt TEXT.")
+        raise UserError("--prompt or --prompt-file must say what to continue. Add --prompt TEXT, or talk with --chat.")
     return found
 
 

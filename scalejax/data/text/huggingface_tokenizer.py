@@ -159,6 +159,19 @@ class HuggingFace:
         """Hex digest of `tokenizer.json` and the ids of bos, eos and pad."""
         return self._fingerprint
 
+    def check_chat(self) -> ChatTemplate:
+        """The chat template.
+
+        Raises:
+          UserError: there is none.
+        """
+        if self._template is None:
+            raise UserError(
+                f"{self._where}: there is no chat template (tokenizer_config.json or chat_template.jinja beside it). "
+                "Use a checkpoint that is tuned for chat, or give HuggingFaceTokenizer(chat_template=...)."
+            )
+        return self._template
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, object]],
@@ -175,13 +188,9 @@ class HuggingFace:
         Raises:
           UserError: there is no template, or it refuses the messages.
         """
-        if self._template is None:
-            raise UserError(
-                f"{self._where}: there is no chat template (tokenizer_config.json or chat_template.jinja beside it). "
-                "Use a checkpoint that is tuned for chat, or give HuggingFaceTokenizer(chat_template=...)."
-            )
+        template = self.check_chat()
         names = {f"{role}_token": name for role, name in self._names.items()}
-        return self._template.render(messages, reply=reply, variables=names | dict(variables or {}))
+        return template.render(messages, reply=reply, variables=names | dict(variables or {}))
 
     def _cut(self, text: str) -> list[str]:
         utf8(text)  # the library would fail
