@@ -28,6 +28,7 @@ def attend(
     positions: "Int[Array, 'batch queries'] | None" = None,
     segment_ids: "Int[Array, 'batch queries'] | None" = None,
     query_offset: jax.Array | None = None,
+    window: int | None = None,
     implementation: Implementation | None = None,
     context_method: Method = "all_gather",
 ) -> "Float[Array, 'batch queries heads head_dim']":
@@ -42,6 +43,7 @@ def attend(
         their order, and positions are not looked at. None = a sequence is not cut.
       segment_ids: int32[B, S] where T = S: a query sees keys of its own segment. None = one segment.
       query_offset: int32[B], the position of each row's first query among the keys. None = 0.
+      window: A query sees itself and the window - 1 keys before it; None = all before it.
       implementation: See `kernels.flash_attention`.
       context_method: How keys and values reach the queries of other devices, see `parallel.context`.
 
@@ -60,7 +62,14 @@ def attend(
         if query_offset is not None:
             raise ValueError("attend: positions and query_offset exclude each other; got both. Add the offset.")
         return sharded_context_attention(
-            q, k, v, positions=positions, segment_ids=segment_ids, method=context_method, implementation=implementation
+            q,
+            k,
+            v,
+            positions=positions,
+            segment_ids=segment_ids,
+            method=context_method,
+            window=window,
+            implementation=implementation,
         )
     optional = {"segment_ids": segment_ids, "query_offset": query_offset}
     given = {name: array for name, array in optional.items() if array is not None}
@@ -73,7 +82,7 @@ def attend(
         query_offset: jax.Array | None = None,
     ) -> jax.Array:
         return flash_attention(
-            q, k, v, segment_ids=segment_ids, query_offset=query_offset, implementation=implementation
+            q, k, v, segment_ids=segment_ids, query_offset=query_offset, window=window, implementation=implementation
         )[0]
 
     if mesh.empty or mesh.size == 1:

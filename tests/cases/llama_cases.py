@@ -29,6 +29,7 @@ CASES = {
         GQA, tie_embeddings=True, rope_scaling=llama3.RopeScaling(factor=32.0, original_positions=64), norm_eps=1e-6
     ),
 }
+MISTRAL = dataclasses.replace(GQA, window=4)
 MIXTRAL = dataclasses.replace(GQA, mlp=Experts(count=4, router=TopK(k=2)))
 F32 = Dtypes()
 F64 = Dtypes(jnp.float64, jnp.float64)

@@ -13,6 +13,7 @@ from scalejax.errors import UserError
 from scalejax.models.llm.architecture import Architecture, Config, LanguageConfig
 from scalejax.models.llm.llama3.architecture import LLAMA
 from scalejax.models.llm.mapping import LAYER, Entry
+from scalejax.models.llm.mistral import MISTRAL
 from scalejax.models.llm.mixtral import MIXTRAL
 from scalejax.models.llm.moma import MOMA
 from scalejax.nn import counts
@@ -27,7 +28,7 @@ def register(entry: Architecture[Any]) -> None:
 
 def known() -> tuple[Architecture[Any], ...]:
     """All families."""
-    return LLAMA, MIXTRAL, MOMA, *_REGISTERED
+    return LLAMA, MISTRAL, MIXTRAL, MOMA, *_REGISTERED
 
 
 def find(config: Config) -> Architecture[Config] | None:

@@ -37,7 +37,7 @@ FUSED = (
 )
 """A tensor for all experts of a layer."""
 
-_FIXED = {"router_jitter_noise": 0.0, "sliding_window": None}
+_FIXED = {"router_jitter_noise": 0.0}
 
 
 def _parts(config: LlamaConfig) -> tuple[Experts, TopK]:
@@ -81,15 +81,10 @@ def sizes(config: LlamaConfig) -> dict[str, int]:
 
 
 def read_config(content: Mapping[str, object], where: str) -> tuple[LlamaConfig, SpecialTokens, tuple[str, ...]]:
-    """The architecture that a config.json describes, see `huggingface.read_config`.
-
-    A sliding window as long as the model's positions hides nothing and is taken for none.
-    """
-    window, positions = content.get("sliding_window"), content.get("max_position_embeddings")
-    longer = isinstance(window, int) and isinstance(positions, int) and window >= positions
+    """The architecture that a config.json describes, see `huggingface.read_config`."""
     for key, wanted in _FIXED.items():
         given = content.get(key, wanted)
-        if given not in (wanted, None) and not (key == "sliding_window" and longer):
+        if given not in (wanted, None):
             raise UserError(f"{where}: {key} is {given!r}, which is not known here; {wanted!r} is.")
     for key in ("num_local_experts", "num_experts_per_tok"):
         if not isinstance(content.get(key), int) or isinstance(content.get(key), bool):
@@ -98,7 +93,7 @@ def read_config(content: Mapping[str, object], where: str) -> tuple[LlamaConfig,
     if not isinstance(balance, int | float) or isinstance(balance, bool):
         raise UserError(f"{where}: router_aux_loss_coef must be a number; got {balance!r}.")
     own = (*_FIXED, "num_local_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
-    plain, tokens, unknown = huggingface.read_config(
+    plain, tokens, unknown = huggingface.read_windowed_config(
         {key: value for key, value in content.items() if key not in own}, where
     )
     count, k = content["num_local_experts"], content["num_experts_per_tok"]
@@ -114,10 +109,7 @@ def read_config(content: Mapping[str, object], where: str) -> tuple[LlamaConfig,
 def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict[str, object]:
     """The config.json of an architecture, see `huggingface.write_config`."""
     experts, router = _parts(config)
-    content = huggingface.write_config(config, tokens, dtype)
-    for key in ("attention_bias", "mlp_bias", "pretraining_tp"):
-        del content[key]
-    content |= {
+    content = huggingface.write_windowed_config(config, tokens, dtype) | {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
         "num_local_experts": experts.count,

@@ -142,6 +142,7 @@ def find_decoder(experiment: "Experiment") -> Decoder | None:
         head_dim=bound.width,
         vocabulary=bound.vocabulary,
         tied=bound.tie_embeddings,
+        window=getattr(bound, "window", None),
         **(
             {}
             if experts is None

@@ -461,7 +461,8 @@ class _Cut:
         """Of all devices: 2 products forward, again if "context" is not kept, 5 or 7 backward; whole blocks only."""
         t, d = self.training, self.decoder
         products = 2 + (0 if t.remat.has("context") else 2) + {"fused": 5, "split": 7}[t.attention_backward]
-        blocks = 1 + min(t.attention_block, t.sequence) / t.sequence  # along the diagonal they are half hidden
+        # Along the diagonal, and where a window begins, they are half hidden.
+        blocks = 1 + min(t.attention_block, t.sequence) / min(d.window or t.sequence, t.sequence)
         pair = d.attention_flops(t.sequence, "causal") // 2
         return int(t.batch * t.sequence * d.layers * products * pair * blocks)
 

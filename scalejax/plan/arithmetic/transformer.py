@@ -38,6 +38,7 @@ class Decoder:
       active_experts: How many of them a token passes through.
       routers: Groups of experts, each with a router of its own, of which a token passes one.
       tied: Whether the head is the embedding.
+      window: Tokens that a token sees, itself and those before it; None = all.
     """
 
     layers: int
@@ -51,11 +52,13 @@ class Decoder:
     active_experts: int = 1
     routers: int = 1
     tied: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            if field.name != "tied" and getattr(self, field.name) < 1:
-                raise ValueError(f"Decoder: {field.name} must be at least 1; got {getattr(self, field.name)}.")
+            value = getattr(self, field.name)
+            if field.name != "tied" and value is not None and value < 1:
+                raise ValueError(f"Decoder: {field.name} must be at least 1; got {value}.")
         if self.heads % self.kv_heads:
             raise ValueError(f"Decoder: kv_heads must divide heads; got {self.kv_heads} and {self.heads}.")
         if self.active_experts > self.experts:
@@ -102,7 +105,8 @@ class Decoder:
     def attention_flops(self, sequence: int, attention: Pairs) -> int:
         """Forward FLOPs of a token in the scores and the mixing of values of one layer, the mean over a row."""
         full = 4 * sequence * self.heads * self.head_dim
-        return full if attention == "full" else full // 2
+        seen = min(self.window or sequence, sequence)
+        return full if attention == "full" else full * seen * (2 * sequence - seen) // (2 * sequence**2)
 
     def head_flops(self) -> int:
         """Forward FLOPs of a token in the logits."""

@@ -15,6 +15,7 @@ from scalejax import nn
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm import llama3
+from scalejax.models.llm.depth import MixtureOfDepths
 from scalejax.models.llm.llama3 import rope
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.train.task import Batch, whole
@@ -240,6 +241,12 @@ def test_flops_count_six_a_multiply_accumulate():
     matrices = c.parameters() - head - (2 * c.layers + 1) * c.dim  # all but the embedding, a lookup, and the norms
     assert c.flops_per_token(8192, "full") == 6 * (matrices + 2 * c.layers * c.heads * 128 * 8192)
     assert c.flops_per_token(8192) == 6 * (matrices + c.layers * c.heads * 128 * 8192)
+    # Of S (S + 1) / 2 pairs S / 2 are left out, and of those in a window w / 2.
+    w = dataclasses.replace(c, window=1024)
+    pairs = np.minimum(np.arange(8192) + 1, 1024).sum() - 1024 / 2
+    assert w.flops_per_token(8192) == 6 * (matrices + 2 * c.layers * c.heads * 128 * pairs / 8192)
+    assert w.flops_per_token(8192, "full") == c.flops_per_token(8192, "full")
+    assert w.flops_per_token(1024) == c.flops_per_token(1024)
 
 
 @pytest.mark.parametrize(
@@ -251,6 +258,8 @@ def test_flops_count_six_a_multiply_accumulate():
         ({"head_dim": -2}, "head_dim must be a whole number of at least 1, or None; got -2"),
         ({"head_dim": 16.0}, "head_dim must be a whole number of at least 1, or None; got 16.0"),
         ({"vocabulary": 0}, "vocabulary must be a whole number of at least 1, or None; got 0"),
+        ({"window": 0}, "window must be a whole number of at least 1, or None; got 0"),
+        ({"window": 4, "depth": MixtureOfDepths()}, "window and depth exclude each other; got 4 and MixtureOfDepths"),
         ({"stage_parts": 0}, "stage_parts must be a whole number of at least 1, or None; got 0"),
         ({"tie_embeddings": "false"}, "tie_embeddings must be True or False; got 'false'"),
         ({"layers": 0}, "layers must be at least 1"),

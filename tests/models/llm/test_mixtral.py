@@ -16,6 +16,7 @@ from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.models.llm import families, mixtral, model_folder, safetensors
 from scalejax.models.llm.experts import ExpertChoice, Experts, TopK
+from scalejax.models.llm.special_tokens import SpecialTokens
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.train.task import Batch, whole
 
@@ -187,7 +188,8 @@ def test_tokens_are_those_of_full_passes(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"sliding_window": 128}, "sliding_window is 128"),
+        ({"sliding_window": 0}, "sliding_window must be at least 1, or null; got 0"),
+        ({"sliding_window": "128"}, "sliding_window must be a whole number; got '128'"),
         ({"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
         ({"num_local_experts": None}, "num_local_experts must be a whole number; got None"),
         ({"num_experts_per_tok": 5}, "router.k must be at most count; got 5 of 4 experts"),
@@ -202,9 +204,13 @@ def test_configs_that_are_another_model_are_refused(tmp_path, change, message):
         model_folder.open_folder(tmp_path / "theirs")
 
 
-def test_a_window_that_hides_nothing_is_none(tmp_path):
-    write(tmp_path / "theirs", "fused", sliding_window=MIXTRAL.max_positions)
-    assert model_folder.open_folder(tmp_path / "theirs").config.mlp.count == 4
+@pytest.mark.parametrize(("stated", "window"), [(128, 128), (MIXTRAL.max_positions, None), (None, None)])
+def test_a_window_is_read_unless_it_hides_nothing(tmp_path, stated, window):
+    write(tmp_path / "theirs", "fused", sliding_window=stated)
+    config = model_folder.open_folder(tmp_path / "theirs").config
+    assert (config.window, config.mlp.count) == (window, 4)
+    content = mixtral.write_config(config, SpecialTokens(), "float32")
+    assert (content["model_type"], content["sliding_window"]) == ("mixtral", window)
 
 
 def test_half_a_fused_tensor_is_refused(tmp_path):

@@ -57,9 +57,10 @@ def test_flops_of_a_token_are_those_of_published_logs_when_all_pairs_count(decod
 
 
 @pytest.mark.parametrize("attention", ["causal", "full"])
+@pytest.mark.parametrize("window", [None, 1024])
 @pytest.mark.parametrize("size", ["3.2-1b", "3.1-8b", "3.1-405b"])
-def test_our_model_counts_alike(size, attention):
-    config = llama3.SIZES[size]
+def test_our_model_counts_alike(size, window, attention):
+    config = dataclasses.replace(llama3.SIZES[size], window=window)
     decoder = Decoder(
         layers=config.layers,
         dim=config.dim,
@@ -69,6 +70,7 @@ def test_our_model_counts_alike(size, attention):
         head_dim=config.width,
         vocabulary=config.vocabulary,
         tied=config.tie_embeddings,
+        window=window,
     )
     assert decoder.parameters == config.parameters()
     assert decoder.model_flops_per_token(4096, attention=attention) == config.flops_per_token(4096, attention)

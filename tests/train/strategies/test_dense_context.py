@@ -83,6 +83,19 @@ def test_cut_sequences_change_nothing_but_the_order_of_sums(
         np.testing.assert_allclose(value, want_params[name], rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.default_cases("ring")
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_a_window_is_that_of_one_device(texts, x64, one_device, method):
+    model = dataclasses.replace(small.MODEL, window=5, context_method=method)
+    want_losses, want_evaluated, want_params = three_steps(bind(texts, MeshShape(fsdp=1), model=model))
+    losses, evaluated, params = three_steps(bind(texts, MeshShape(fsdp=1, context=2), model=model))
+    np.testing.assert_allclose(losses, want_losses, rtol=1e-12)
+    np.testing.assert_allclose(evaluated, want_evaluated, rtol=1e-12)
+    for name, value in params.items():
+        np.testing.assert_allclose(value, want_params[name], rtol=1e-9, atol=1e-12, err_msg=name)
+    assert abs(losses[0] / one_device[32][0][0] - 1) > 1e-6  # of the same parameters, all keys seen
+
+
 def test_a_batch_is_laid_out_for_balance_and_abstract_batches_say_so(texts, x64):
     run = bind(texts, FOUR, length=30)
     host = next(run.data.train_batches(start_example=0))

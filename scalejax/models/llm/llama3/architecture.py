@@ -12,11 +12,13 @@ def describe(config: LlamaConfig) -> dict[str, str]:
     """Lines of a table for a user."""
     c, scaling = config, config.rope_scaling
     stretched = "none" if scaling is None else f"by {scaling.factor:g} beyond {scaling.original_positions:,}"
+    window = {} if c.window is None else {"window": f"a token sees {c.window:,}, itself and those before it"}
     return {
         "layers, width, MLP": f"{c.layers}, {c.dim:,}, {c.ffn_dim:,}",
         "heads": f"{c.heads} of {c.width}, {c.kv_heads} of keys and values",
         "vocabulary": f"{c.vocabulary:,}, head {'tied' if c.tie_embeddings else 'of its own'}",
         "positions": f"up to {c.max_positions:,}, theta {c.rope_theta:g}, stretched: {stretched}",
+        **window,
     }
 
 
@@ -33,5 +35,5 @@ LLAMA = Architecture(
     read_config=huggingface.read_config,
     write_config=huggingface.write_config,
     describe=describe,
-    has=lambda config: config.routed is None,
+    has=lambda config: config.routed is None and config.window is None,
 )

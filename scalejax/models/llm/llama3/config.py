@@ -39,6 +39,7 @@ class LlamaConfig:
       rope_theta: Base of the rotary frequencies.
       rope_scaling: Stretch of long wavelengths (3.1 on); None = none.
       max_positions: Longest sequence that the model is meant for.
+      window: Tokens of its document that a token sees, itself and those before it; None = all.
       norm_eps: Added to the mean square in RMSNorm.
       tie_embeddings: Whether the output head is the embedding, transposed.
       init_scale: Standard deviation of the initial weights; matrices that write to the residual stream start smaller by
@@ -67,6 +68,7 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     max_positions: int = 8192
+    window: int | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False
     init_scale: float = 0.02
@@ -86,7 +88,7 @@ class LlamaConfig:
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"LlamaConfig: {field} must be at least 1; got {value}.")
-        for field in ("vocabulary", "head_dim", "stage_parts"):
+        for field in ("vocabulary", "head_dim", "stage_parts", "window"):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):
                 raise ValueError(f"LlamaConfig: {field} must be a whole number of at least 1, or None; got {value}.")
@@ -116,8 +118,12 @@ class LlamaConfig:
             )
         if self.width < 2 or self.width % 2:
             raise ValueError(f"LlamaConfig: head_dim must be even, as rotary positions turn pairs; got {self.width}.")
-
         if self.depth is not None:
+            if self.window is not None:
+                raise ValueError(
+                    f"LlamaConfig: window and depth exclude each other; got {self.window} and {self.depth}. Layers of "
+                    "mixture-of-depths see tokens that are no neighbours. Leave one out."
+                )
             self.depth.repeats(self.layers)
 
     @property
@@ -180,10 +186,14 @@ class LlamaConfig:
 
         Args:
           length: S, positions of a row, all of one document.
-          attention: "causal" counts the pairs that the mask keeps, as if they were half of S * S; "full" all of them.
+          attention: "causal" counts the pairs that the mask keeps, as if they were half of S * S, or w * S - w * w / 2
+            in a window of w; "full" all of them.
         """
         matrices, pairs = model.count_macs(self)
-        return 6 * (matrices + pairs * length // (2 if attention == "causal" else 1))
+        if attention == "full":
+            return 6 * (matrices + pairs * length)
+        seen = min(self.window or length, length)
+        return 6 * (matrices + pairs * seen * (2 * length - seen) // (2 * length))
 
 
 _SCALINGS = {"3": None, "3.1": RopeScaling(), "3.2": RopeScaling(factor=32.0)}

@@ -190,6 +190,31 @@ def write_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict
     return dict(sorted(made.items()))
 
 
+def read_windowed_config(
+    content: Mapping[str, object], where: str
+) -> tuple[LlamaConfig, SpecialTokens, tuple[str, ...]]:
+    """`read_config` of families whose config.json may name a `sliding_window`.
+
+    A window as long as the model's positions hides nothing and is taken for none.
+    """
+    config, tokens, unknown = read_config(
+        {key: value for key, value in content.items() if key != "sliding_window"}, where
+    )
+    window = None if content.get("sliding_window") is None else _integer(content, "sliding_window", where)
+    if window is not None and window < 1:
+        raise UserError(f"{where}: sliding_window must be at least 1, or null; got {window}.")
+    shorter = window is not None and window < config.max_positions
+    return dataclasses.replace(config, window=window if shorter else None), tokens, unknown
+
+
+def write_windowed_config(config: LlamaConfig, tokens: SpecialTokens, dtype: str) -> dict[str, object]:
+    """`write_config` of these families, whose configs have no fields for biases."""
+    content = write_config(config, tokens, dtype)
+    for key in ("attention_bias", "mlp_bias", "pretraining_tp"):
+        del content[key]
+    return content | {"sliding_window": config.window}
+
+
 _LLAMA3 = {
     "factor": "factor",
     "low_freq_factor": "low_frequency_factor",

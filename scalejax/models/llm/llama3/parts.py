@@ -319,7 +319,7 @@ class KVCache:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQueryAttention:
-    """Causal attention of `heads` heads, of which groups share each of `kv_heads` keys and values."""
+    """Causal attention of `heads` heads, of which groups share each of `kv_heads` keys and values, in the `window`."""
 
     def build(self, config: "LlamaConfig", rngs: nnx.Rngs, dtypes: nn.Dtypes) -> "AttentionLayers":
         """See `AttentionPart`."""
@@ -358,6 +358,7 @@ class AttentionLayers(nnx.Module):
             v,
             positions=positions,
             segment_ids=segment_ids,
+            window=self.config.window,
             implementation=self.config.attention,
             context_method=self.config.context_method,
         )
@@ -406,6 +407,11 @@ class AttentionLayers(nnx.Module):
         )
         cache = KVCache(keys, values, cache.lengths)
         mixed = nn.attend(
-            q, keys[layer], values[layer], query_offset=cache.lengths, implementation=self.config.attention
+            q,
+            keys[layer],
+            values[layer],
+            query_offset=cache.lengths,
+            window=self.config.window,
+            implementation=self.config.attention,
         )
         return self.combine(mixed), cache

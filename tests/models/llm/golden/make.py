@@ -1,6 +1,6 @@
-"""Makes logits.npz and mixtral.npz: what transformers computes for the small models of tests/cases/llama_cases.py.
+"""Makes logits.npz, mistral.npz and mixtral.npz: what transformers computes for small models.
 
-In float32; the losses of Mixtral's router besides.
+Those of tests/cases/llama_cases.py, in float32; the losses of Mixtral's router besides.
 
 Needs transformers and torch (benchmarks/peers.sh); run from the root of a checkout:
 
@@ -13,7 +13,7 @@ import tempfile
 import numpy as np
 import torch
 import transformers
-from llama_cases import CASES, MIXTRAL, scenarios, tensors, write_checkpoint
+from llama_cases import CASES, MISTRAL, MIXTRAL, scenarios, tensors, write_checkpoint
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from scalejax.models.llm.llama3 import huggingface
@@ -51,6 +51,19 @@ def mixtral(dtype=torch.float32, config=MIXTRAL):
         return transformers.MixtralForCausalLM.from_pretrained(folder, **options).eval()
 
 
+def mistral(dtype=torch.float32, config=MISTRAL, family=transformers.MistralForCausalLM):
+    """transformers' Mistral with the weights of ours, read from a folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(pathlib.Path(folder), config)
+        return family.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
+
+
+def windowed_logits(made, ids, positions):
+    """float32[B, S, V] of rows that are a document each; the window is transformers' own."""
+    with torch.no_grad():
+        return made(torch.from_numpy(ids).long(), position_ids=torch.from_numpy(positions.copy()).long()).logits.numpy()
+
+
 def balance(config, ids):
     """The balance loss of the first layer of a Mixtral, without its factor."""
     made = mixtral(config=config)
@@ -68,6 +81,14 @@ if __name__ == "__main__":
     path = pathlib.Path(__file__).parent / "logits.npz"
     np.savez_compressed(path, transformers=np.array(transformers.__version__), **found)
     print(f"{path}: {path.stat().st_size:,} bytes, transformers {transformers.__version__}")
+
+    made, found = mistral(), {}
+    for name in ("plain", "beyond 8192"):
+        ids, _, positions = scenarios(MISTRAL)[name]
+        found[name] = windowed_logits(made, ids, positions)
+    path = path.with_name("mistral.npz")
+    np.savez_compressed(path, transformers=np.array(transformers.__version__), **found)
+    print(f"{path}: {path.stat().st_size:,} bytes")
 
     made, found = mixtral(), {}
     for name, inputs in scenarios(MIXTRAL).items():
