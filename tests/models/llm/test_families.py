@@ -81,7 +81,8 @@ def test_a_registered_family_is_converted_read_and_generated_with(camel, tmp_pat
 
 def test_what_is_no_family_is_refused(camel):
     with pytest.raises(
-        UserError, match=r"LlamaForCausalLM of .*'llama', Mistral.*'mistral', Mixtral.*'mixtral', MoMa.*'moma', Camel.*'camel' is"
+        UserError,
+        match=r"LlamaForCausalLM of .*'llama', Mistral.*'mistral', Mixtral.*'mixtral', MoMa.*'moma', Camel.*'camel' is",
     ):
         families.of_folder({"model_type": "gemma"}, "config.json")
     with pytest.raises(UserError, match="tuple is no config of a language model that is known; LlamaConfig, Camel"):
