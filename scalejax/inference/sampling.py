@@ -22,11 +22,13 @@ class TokenSampling:
     Attributes:
       temperature: Logits are divided by it; 0 = the most probable token, always.
       top_p: Tokens are drawn from the smallest set, most probable first, whose probabilities add up to at least this.
+      top_k: Tokens are drawn from so many of the most probable; 0 = from all.
       seed: Seeds the draws, in [0, 2**32).
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
+    top_k: int = 0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -39,6 +41,8 @@ class TokenSampling:
                 f"top_p {self.top_p} changes nothing where the temperature is 0: the most probable token is always in. "
                 "Set a temperature (1 is as the model says), or leave top_p out."
             )
+        if self.top_k < 0:
+            raise UserError(f"top_k must be at least 0; got {self.top_k}. 40 is usual, 0 cuts nothing.")
         if not 0 <= self.seed < 2**32:
             raise UserError(f"seed must be at least 0 and less than 2**32; got {self.seed}.")
 

@@ -51,7 +51,7 @@ class Assignment:
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class MapRequest:
     """A table with an id map, and its features in a batch.
 
     Attributes:
@@ -73,13 +73,13 @@ class Request:
         return sum(feature.capacity for feature in self.features)
 
 
-def requests(sharded: ShardedTables, layout: tuple[FeatureLayout, ...]) -> tuple[Request, ...]:
+def requests(sharded: ShardedTables, layout: tuple[FeatureLayout, ...]) -> tuple[MapRequest, ...]:
     """The tables with a map that a batch looks up, in order."""
-    asked = [Request(table, tuple(f for f in layout if f.map == table.name)) for table in sharded.mapped_tables]
+    asked = [MapRequest(table, tuple(f for f in layout if f.map == table.name)) for table in sharded.mapped_tables]
     return tuple(request for request in asked if request.features)
 
 
-def rooms(sharded: ShardedTables, asked: Sequence[Request]) -> tuple[int, ...]:
+def rooms(sharded: ShardedTables, asked: Sequence[MapRequest]) -> tuple[int, ...]:
     """Slots per destination of each table: by the rules of the exchange of rows."""
     total, exchange, devices = sum(request.slots for request in asked), sharded.exchange, sharded.mesh.size
     if 4 * _WORDS * devices * total <= exchange.roomy_below_bytes:
@@ -112,7 +112,7 @@ def check_room(sharded: ShardedTables, packed: DeviceJagged) -> None:
                 )
 
 
-def _loads(request: Request, packed: DeviceJagged, shard: int, devices: int) -> np.ndarray:
+def _loads(request: MapRequest, packed: DeviceJagged, shard: int, devices: int) -> np.ndarray:
     assert packed.high is not None
     found = []
     for feature in request.features:
@@ -140,7 +140,7 @@ def assign(sharded: ShardedTables, maps: Maps, features: DeviceJagged, step: jax
     after: Maps = {}
     evicted: dict[str, jax.Array] = {}
 
-    def serve(request: Request, hi: jax.Array, lo: jax.Array, times: jax.Array, first: jax.Array | int) -> jax.Array:
+    def serve(request: MapRequest, hi: jax.Array, lo: jax.Array, times: jax.Array, first: jax.Array | int) -> jax.Array:
         name = request.table.name
         # `apply` wants at least one occurrence, also in slots that are no id.
         rows, after[name], gone = id_map.apply(
@@ -156,7 +156,7 @@ def assign(sharded: ShardedTables, maps: Maps, features: DeviceJagged, step: jax
 def find(sharded: ShardedTables, maps: Maps, features: DeviceJagged) -> tuple[jax.Array, jax.Array]:
     """As `assign`, but the maps stay as they are: ids without a row get row 0. (int32[1, C], faults int32[1, 2])."""
 
-    def serve(request: Request, hi: jax.Array, lo: jax.Array, times: jax.Array, first: jax.Array | int) -> jax.Array:
+    def serve(request: MapRequest, hi: jax.Array, lo: jax.Array, times: jax.Array, first: jax.Array | int) -> jax.Array:
         return id_map.find(request.config, maps[request.table.name], hi, lo, times > 0, first)
 
     values, lost = _through_maps(sharded, features, serve)
@@ -182,7 +182,7 @@ def expire(sharded: ShardedTables, maps: Maps, step: jax.Array) -> tuple[Maps, d
     return after, evicted
 
 
-Serve = Callable[[Request, jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
+Serve = Callable[[MapRequest, jax.Array, jax.Array, jax.Array, jax.Array | int], jax.Array]
 """(table, high words, low words, occurrences: 0 = no id, first bucket of this device) -> rows."""
 
 
@@ -223,7 +223,7 @@ def _through_maps(sharded: ShardedTables, features: DeviceJagged, serve: Serve) 
     return values[None], lost
 
 
-def _words(shard: DeviceJagged, request: Request) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _words(shard: DeviceJagged, request: MapRequest) -> tuple[jax.Array, jax.Array, jax.Array]:
     """High words, low words and occurrences of all slots of a table, uint32 each; unused slots occur 0 times."""
     assert shard.high is not None
     hi = [shard.high[feature.high_slots] for feature in request.features]
