@@ -1,7 +1,7 @@
 """Text continued with a language model and its tokenizer."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -79,11 +79,11 @@ class Writer:
         self.engine.check([encoded[prompt] for prompt in prompts], max_tokens)  # before any text is made
         asked = [(prompt, number) for prompt in prompts for number in range(samples)]
         found: list[Completion] = []
-        texts, ids = self._stops(stop)
+        texts, ids = self.split_stops(stop)
         for start in range(0, len(asked), batch_size):
             part = asked[start : start + batch_size]
             ids_of = [encoded[prompt] for prompt, _ in part]
-            watch = _Watch([self._stream_after(ids) for ids in ids_of], texts)
+            watch = _Watch([self.stream_after(ids) for ids in ids_of], texts)
             got = self.engine.generate(
                 ids_of,
                 max_tokens=max_tokens,
@@ -115,9 +115,9 @@ class Writer:
           sampling: How tokens are chosen.
           stop: As in `complete`.
         """
-        texts, stop_ids = self._stops(stop)
+        texts, stop_ids = self.split_stops(stop)
         ids = self.encode(prompt)
-        watch = _Watch([self._stream_after(ids)], texts, show)
+        watch = _Watch([self.stream_after(ids)], texts, show)
         (got,) = self.engine.generate([ids], max_tokens=max_tokens, sampling=sampling, stop=stop_ids, progress=watch)
         completion = self._completion(prompt, ids, got, texts)
         show(completion.text[watch.shown :])
@@ -128,27 +128,25 @@ class Writer:
         ids = self.tokenizer.encode(prompt, specials="parse").tolist()
         return ids if tuple(ids[: len(self.begin)]) == self.begin else [*self.begin, *ids]
 
-    def _stops(self, stop: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Texts at which to stop, and tokens."""
+    def split_stops(self, stop: Sequence[str]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Texts at which to stop, and tokens: names of special tokens are these."""
         if "" in stop:
             raise UserError("--stop must be a text of at least one character. Leave it out, or name one.")
         special = self.tokenizer.special_ids
         texts = tuple(text for text in stop if text not in special)
         return texts, (*self.stop_ids, *(special[text] for text in stop if text in special))
 
-    def _stream_after(self, ids: Sequence[int]) -> TextStream:
+    def stream_after(self, ids: Sequence[int]) -> TextStream:
         """For the tokens behind a prompt: what a token says may depend on the one before, as its space does."""
         stream = self.tokenizer.stream()
         stream.push(ids[-_CONTEXT:])
         return stream
 
     def _completion(self, prompt: str, ids: Sequence[int], got: Continuation, texts: tuple[str, ...]) -> Completion:
-        stream = self._stream_after(ids)
-        text = stream.push(got.tokens) + stream.finish()
-        at = _first(text, texts)
-        if at is None:
-            return Completion(prompt, text, got.tokens, got.ended)
-        return Completion(prompt, text[:at], got.tokens, "stop")
+        text = GrowingText(self.stream_after(ids), texts)
+        text.push(got.tokens)
+        text.finish()
+        return Completion(prompt, text.text[: text.end], got.tokens, got.ended if text.end is None else "stop")
 
 
 def open_writer(model: LanguageModel, mesh: Mesh, *, dtype: str | None = None, **more: Any) -> Writer:
@@ -177,35 +175,73 @@ def open_writer(model: LanguageModel, mesh: Mesh, *, dtype: str | None = None, *
     return Writer(engine, tokenizer, () if begin is None else (begin,), tuple(ends))
 
 
+class GrowingText:
+    """The text of one continuation as its tokens come, up to the first of the texts to stop at.
+
+    Args:
+      stream: Decodes the tokens.
+      stops: Texts to stop at.
+
+    Attributes:
+      text: What the tokens say so far; it grows no more once a text to stop at was met.
+      end: Where the first of these begins; None = none was met.
+      shown: Characters that `fresh` has given out.
+    """
+
+    def __init__(self, stream: TextStream, stops: Sequence[str] = ()) -> None:
+        self.text = ""
+        self.end: int | None = None
+        self._stream, self._stops = stream, tuple(stops)
+        # So many characters at the end may be the beginning of a text to stop at.
+        self._held = max((len(stop) - 1 for stop in self._stops), default=0)
+        self.shown = 0
+
+    def push(self, tokens: Iterable[int]) -> None:
+        """Takes new tokens."""
+        if self.end is None:
+            self._grow(self._stream.push(tokens))
+
+    def finish(self) -> None:
+        """No token comes any more: nothing is held back."""
+        if self.end is None:
+            self._grow(self._stream.finish())
+            self._held = 0
+
+    def fresh(self) -> str:
+        """What can be shown and was not: never half a character, nor the beginning of a text to stop at."""
+        safe = max(len(self.text) - self._held, self.shown) if self.end is None else self.end
+        piece = self.text[self.shown : safe]
+        self.shown = safe
+        return piece
+
+    def _grow(self, piece: str) -> None:
+        begin = max(len(self.text) - self._held, 0)
+        self.text += piece
+        self.end = _first(self.text, self._stops, begin) if piece else None
+
+
 class _Watch:
     """Sees tokens as they come: shows the text of the first row, and ends when every row has met a stop text."""
 
     def __init__(
         self, streams: Sequence[TextStream], texts: tuple[str, ...], show: Callable[[str], None] | None = None
     ) -> None:
-        self._streams = streams
+        self._rows = [GrowingText(stream, texts) for stream in streams]
         self._read = [0] * len(streams)
-        self._texts = [""] * len(streams)
-        self._stops, self._show = texts, show
-        # So many characters at the end may be the beginning of a text to stop at.
-        self._held = max((len(text) - 1 for text in texts), default=0)
+        self._show = show
         self.shown = 0
 
     def __call__(self, out: list[list[int]]) -> bool:
-        for row, tokens in enumerate(out):
-            if _first(self._texts[row], self._stops) is None:
-                self._texts[row] += self._streams[row].push(tokens[self._read[row] :])
-                self._read[row] = len(tokens)
-        ends = [_first(text, self._stops) for text in self._texts]
-        if self._show is not None:
-            safe = len(self._texts[0]) - self._held if ends[0] is None else ends[0]
-            if safe > self.shown:
-                self._show(self._texts[0][self.shown : safe])
-                self.shown = safe
-        return any(end is None for end in ends)
+        for number, (row, tokens) in enumerate(zip(self._rows, out, strict=True)):
+            row.push(tokens[self._read[number] :])
+            self._read[number] = len(tokens)
+        if self._show is not None and (piece := self._rows[0].fresh()):
+            self._show(piece)
+            self.shown += len(piece)
+        return any(row.end is None for row in self._rows)
 
 
-def _first(text: str, stops: tuple[str, ...]) -> int | None:
-    """Where the first of the stops begins."""
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
+def _first(text: str, stops: tuple[str, ...], begin: int) -> int | None:
+    """Where the first of the stops begins, of those that begin at `begin` or later."""
+    found = [at for at in (text.find(stop, begin) for stop in stops) if at >= 0]
     return min(found, default=None)

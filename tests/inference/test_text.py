@@ -70,6 +70,20 @@ def test_characters_of_several_bytes_are_shown_whole(writer):
     assert shown == ["é"]
 
 
+@pytest.mark.parametrize("stops", [("bab",), ("xx", "bab"), ("b", "bab")])
+def test_a_text_grows_to_the_first_stop_whatever_the_pieces(stops):
+    tokens = list("aabbabcbab".encode())
+    end = 3 if "b" not in stops else 2
+    for size in range(1, len(tokens) + 1):
+        growing, shown = text.GrowingText(ByteTokenizer().build().stream(), stops), ""
+        for start in range(0, len(tokens), size):
+            growing.push(tokens[start : start + size])
+            shown += growing.fresh()
+            assert "aabbabcbab"[:end].startswith(shown)
+        growing.finish()
+        assert (shown + growing.fresh(), growing.end) == ("aabbabcbab"[:end], end)
+
+
 class Says:
     """An engine that continues everything with the same tokens."""
 
@@ -115,7 +129,7 @@ def test_every_prompt_has_its_samples_in_order_whatever_the_batch(writer):
 def test_names_of_special_tokens_are_these_tokens_in_prompts_and_stops(writer):
     assert writer.encode("a<|eos|>") == [256, 97, 257]
     assert writer.encode("<|bos|>a") == [256, 97]  # not twice
-    assert writer._stops(["<|pad|>", "x"]) == (("x",), (2, 257, 258))  # 2 is what config.json names
+    assert writer.split_stops(["<|pad|>", "x"]) == (("x",), (2, 257, 258))  # 2 is what config.json names
 
 
 def test_what_begins_a_text_is_said_by_the_model(tmp_path):

@@ -1,0 +1,465 @@
+"""The routes: bodies in, answers out, whole or as server-sent events; every refusal has the form of OpenAI's."""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import functools
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from scalejax.errors import UserError
+from scalejax.inference import requests as engine
+from scalejax.inference.server import protocol
+from scalejax.inference.server.answers import Answer, PreparedPrompt, broken, dump
+from scalejax.inference.server.loop_thread import Fault, LoopThread, Overloaded, Ticket
+from scalejax.inference.server.metrics import CONTENT_TYPE, Metrics
+from scalejax.inference.server.protocol import ApiError, Asked
+from scalejax.inference.text import Writer
+
+LARGEST_BUFFER = 2**20
+"""Bytes of events that may wait for a client that does not read."""
+
+_BODY_S = 60  # in which a body must have come
+_RETRY_S = 1
+FAULT = "the model's device has failed; this server ends."
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What whoever serves decides.
+
+    Attributes:
+      name: Of the model.
+      slots: Of the loop: continuations at once.
+      max_queue: Requests that may wait.
+      max_queue_tokens: Tokens that their prompts may have together.
+      api_key: That requests must show; None = none.
+      metrics_prefix: Of the names of metrics.
+      longest: Tokens that a prompt and its continuation may have by what there is of KV; None = as the model's.
+    """
+
+    name: str
+    slots: int
+    max_queue: int
+    max_queue_tokens: int
+    api_key: str | None = None
+    metrics_prefix: str = "scalejax"
+    longest: int | None = None
+
+
+class Server:
+    """A model behind HTTP; `app` is the ASGI application.
+
+    Args:
+      writer: The model's tokenizer, and how prompts begin and end.
+      loop: Continues requests.
+      settings: See there.
+      failed: Called, in some thread, when the loop has failed.
+
+    Attributes:
+      draining: Whether new requests are refused.
+      jobs: Bodies that are being answered.
+      abort: Closes the connection with a client at once; whoever runs `app` sets it.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        loop: engine.Loop,
+        settings: ServerSettings,
+        *,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.writer, self.settings = writer, settings
+        self.longest = min(loop.max_positions, settings.longest or loop.max_positions)
+        self.metrics = Metrics(lambda: self.thread.stats, model=settings.name, prefix=settings.metrics_prefix)
+        self.thread = LoopThread(
+            loop,
+            slots=settings.slots,
+            max_queue=settings.max_queue,
+            max_queue_tokens=settings.max_queue_tokens,
+            begun=self.metrics.queued_s.observe,
+            failed=failed,
+        )
+        self.draining = False
+        self.jobs: set[Job] = set()
+        self.abort: Callable[[tuple[str, int]], None] = lambda _: None
+        self._created = int(time.time())
+        self.app = Starlette(
+            routes=[
+                Route("/health", self._health),
+                Route("/metrics", self._guarded(self._metrics)),
+                Route("/v1/models", self._guarded(self._models)),
+                Route("/v1/models/{model:path}", self._guarded(self._model)),
+                Route("/v1/completions", self._guarded(self._completions), methods=["POST"]),
+                Route("/v1/chat/completions", self._guarded(self._chat), methods=["POST"]),
+            ],
+            exception_handlers={HTTPException: _of_http, ApiError: _of_error, Exception: _of_bug},
+        )
+
+    def end_all(self, error: ApiError) -> None:
+        """Ends whatever is being answered with an error."""
+        for job in list(self.jobs):
+            job.fail(error)
+
+    # The routes.
+
+    async def _health(self, _: Request) -> Response:
+        if self.thread.fault is not None:
+            raise ApiError(FAULT, status=500, code="device_fault")
+        self._check_taking()
+        return _json({"status": "ok"})
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(self.metrics.text(), media_type=CONTENT_TYPE)
+
+    async def _models(self, _: Request) -> Response:
+        return _json({"object": "list", "data": [self._described()]})
+
+    async def _model(self, request: Request) -> Response:
+        if request.path_params["model"] != self.settings.name:
+            raise ApiError(f"only {self.settings.name!r} is served here.", status=404, code="model_not_found")
+        return _json(self._described())
+
+    async def _completions(self, request: Request) -> Response:
+        return await self._generate(request, protocol.read_completion)
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._generate(request, protocol.read_chat)
+
+    def _described(self) -> dict[str, Any]:
+        described = {"id": self.settings.name, "object": "model", "created": self._created, "owned_by": "scalejax"}
+        return {**described, "max_model_len": self.longest}
+
+    def _guarded(self, route: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        @functools.wraps(route)
+        async def guarded(request: Request) -> Response:
+            key = self.settings.api_key
+            given = request.headers.get("authorization", "")
+            if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+                raise ApiError(
+                    "the API key is missing or wrong: Authorization: Bearer KEY.", status=401, code="invalid_api_key"
+                )
+            return await route(request)
+
+        return guarded
+
+    def _check_taking(self) -> None:
+        if self.draining:
+            raise ApiError("this server is about to end and takes no more requests.", status=503, code="draining")
+
+    # From a body to its answer.
+
+    async def _generate(self, request: Request, read: Callable[[bytes, str], Asked]) -> Response:
+        since = time.monotonic()
+        self._check_taking()
+        asked = read(await _body(request), self.settings.name)
+        most = self.settings.max_queue + self.settings.slots
+        if len(asked.prompts) > most:
+            raise ApiError(f"prompt has {len(asked.prompts)} entries; at most {most} fit the queue.", param="prompt")
+        # A template or a tokenizer may take a while; others are answered meanwhile.
+        job = await asyncio.to_thread(self._job, asked, since, asyncio.get_running_loop(), request.client)
+        self._check_taking()
+        self.jobs.add(job)
+        try:
+            await self.thread.admit(job.ticket)
+        except BaseException as error:
+            self.jobs.discard(job)
+            if isinstance(error, UserError):
+                raise ApiError(str(error), param="messages" if asked.messages else "prompt") from error
+            if isinstance(error, Overloaded):
+                message = "too many requests wait already. Try again later."
+                raise ApiError(message, status=429, code="overloaded") from error
+            if isinstance(error, Fault):
+                raise ApiError(FAULT, status=500, code="device_fault") from error
+            raise
+        return Reply(job)
+
+    def _job(
+        self, asked: Asked, since: float, home: asyncio.AbstractEventLoop, client: tuple[str, int] | None
+    ) -> "Job":
+        writer = self.writer
+        try:
+            prompts = [self._prepared(prompt) for prompt in asked.prompts]
+            if asked.messages is not None:
+                prompts = [self._chat_prompt(asked)]
+        except UserError as error:
+            raise ApiError(str(error), param="messages" if asked.messages else "prompt") from error
+        texts, ids = writer.split_stops(asked.stop)
+        requests = [
+            engine.Request(
+                prompt=prompt.ids,
+                # Where the prompt leaves no room, the loop says so.
+                max_tokens=max(self.longest - len(prompt.ids), 1) if asked.max_tokens is None else asked.max_tokens,
+                sampling=asked.sampling,
+                samples=asked.n,
+                stop=ids,
+                logprobs=asked.logprobs,
+                prompt_logprobs=asked.logprobs if asked.echo else None,
+                watched=bool(texts),
+            )
+            for prompt in prompts
+        ]
+        answer = Answer(
+            asked,
+            prompts,
+            model=self.settings.name,
+            tokenizer=writer.tokenizer,
+            streams=(writer.stream_after(prompt.ids) for prompt in prompts for _ in range(asked.n)),
+            stops=texts,
+        )
+        return Job(self, asked, requests, answer, since, home, client)
+
+    def _prepared(self, prompt: str | tuple[int, ...]) -> PreparedPrompt:
+        if isinstance(prompt, str):
+            return PreparedPrompt(prompt, tuple(self.writer.encode(prompt)))
+        vocabulary = self.writer.tokenizer.vocabulary
+        for token in prompt:
+            if not 0 <= token < vocabulary:
+                raise UserError(f"prompt has token {protocol.show(token)}, but ids lie in 0 to {vocabulary - 1}.")
+        return PreparedPrompt(self.writer.tokenizer.decode(prompt, specials="show"), prompt)
+
+    def _chat_prompt(self, asked: Asked) -> PreparedPrompt:
+        render = getattr(self.writer.tokenizer, "render_chat", None)
+        if render is None:
+            raise UserError("this model's tokenizer has no chat template. Use /v1/completions.")
+        text = render(asked.messages)
+        # The template has written what begins a text.
+        return PreparedPrompt(text, tuple(self.writer.tokenizer.encode(text, specials="parse").tolist()))
+
+
+class Job:
+    """A body that is being answered; all methods run on the event loop.
+
+    Attributes:
+      asked: What the body asks for.
+      ticket: What the loop is asked for.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        asked: Asked,
+        requests: list[engine.Request],
+        answer: Answer,
+        since: float,
+        home: asyncio.AbstractEventLoop,
+        client: tuple[str, int] | None,
+    ) -> None:
+        self.asked = asked
+        self.ticket = Ticket(requests, self._take, self._fault, home, since)
+        self._server, self._answer, self._client, self._since = server, answer, client, since
+        self._events: collections.deque[bytes | None] = collections.deque()  # None = the end
+        self._waiting_bytes = 0
+        self._news = asyncio.Event()
+        self._error: ApiError | None = None
+        self._last: dict[int, float] = {}  # when a continuation had its last tokens
+        self._over = False
+
+    def fail(self, error: ApiError) -> None:
+        """Ends with an error, if it has not ended."""
+        if self._over:
+            return
+        self._error = error
+        self._put(dump(error.body))
+        self._end()
+
+    def close(self) -> None:
+        """Whatever happened to the client: nothing is generated for it any more."""
+        if not self._over:
+            self._end()
+        self._server.jobs.discard(self)
+
+    async def next_event(self) -> bytes | None:
+        """Of the stream; None = it is over."""
+        while not self._events:
+            self._news.clear()
+            await self._news.wait()
+        event = self._events.popleft()
+        self._waiting_bytes -= len(event or b"")
+        return event
+
+    async def whole(self) -> tuple[int, bytes]:
+        """Status and body of an answer that is no stream."""
+        while not self._over:
+            self._news.clear()
+            await self._news.wait()
+        if self._error is not None:
+            return self._error.status, dump(self._error.body)
+        return 200, dump(self._answer.whole())
+
+    def _take(self, place: int, chunk: engine.Chunk) -> None:
+        """Takes what a step brought."""
+        if self._over:
+            return
+        try:
+            self._add(place, chunk)
+        except Exception:
+            log.exception("an answer could not be made")
+            self.fail(ApiError("the answer could not be made.", status=500, code="internal_error"))
+
+    def _fault(self, _: Fault) -> None:
+        """The loop has failed."""
+        self.fail(ApiError(FAULT, status=500, code="device_fault"))
+
+    def _add(self, place: int, chunk: engine.Chunk) -> None:
+        choice = self._answer.take(place, chunk)
+        self._measure(choice.index, chunk)
+        if choice.ended is not None:
+            self._server.metrics.ended(choice.ended)
+            if choice.ended == "error" and not self.asked.stream:
+                return self.fail(broken(choice.message))
+        if self.asked.stream:
+            for event in self._answer.events(choice):
+                self._put(dump(event))
+        if self._over:  # its client does not read
+            return None
+        if choice.ended is not None and chunk.ended is None and self._answer.all_ended(place):
+            self._server.thread.cancel(self.ticket, place)
+        if self._answer.done:
+            for event in self._answer.last_events() if self.asked.stream else ():
+                self._put(dump(event))
+            self._put(b"[DONE]")
+            self._end()
+        return None
+
+    def _put(self, data: bytes) -> None:
+        if not self.asked.stream:
+            return
+        if self._waiting_bytes > LARGEST_BUFFER:
+            self._end()
+            if self._client is not None:
+                self._server.abort(self._client)
+            return
+        self._events.append(b"data: " + data + b"\n\n")
+        self._waiting_bytes += len(self._events[-1] or b"")
+        self._news.set()
+
+    def _end(self) -> None:
+        if self._over:
+            return
+        self._over = True
+        self._events.append(None)
+        self._news.set()
+        for choice in self._answer.choices:
+            if choice.ended is None:
+                self._server.metrics.ended("abort" if self._error is None else "error")
+        self._server.metrics.request_s.observe(time.monotonic() - self._since)
+        self._server.thread.cancel(self.ticket)
+
+    def _measure(self, index: int, chunk: engine.Chunk) -> None:
+        if not chunk.tokens:
+            return
+        now = time.monotonic()
+        before = self._last.get(index)
+        if before is None and not self._last:
+            self._server.metrics.first_token_s.observe(now - self._since)
+        elif before is not None:
+            for _ in chunk.tokens:
+                self._server.metrics.between_tokens_s.observe((now - before) / len(chunk.tokens))
+        self._last[index] = now
+
+
+class Reply(Response):
+    """Sends the answer of a job, and ends the job when its client is gone."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.ensure_future(_gone(receive))
+        sending = asyncio.ensure_future(self._stream(send) if self._job.asked.stream else self._whole(send))
+        try:
+            await asyncio.wait({gone, sending}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            self._job.close()
+            for task in (gone, sending):
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError, Exception):
+                    await task
+
+    async def _whole(self, send: Send) -> None:
+        status, body = await self._job.whole()
+        await _json(body, status)(_NO_SCOPE, _never, send)
+
+    async def _stream(self, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while (event := await self._job.next_event()) is not None:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+_NO_SCOPE: dict[str, Any] = {"type": "http"}
+
+
+async def _never() -> Any:
+    raise AssertionError("an answer reads nothing")
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _body(request: Request) -> bytes:
+    """What a client sends, up to the limit; of more, some is read so that the client hears why it is refused."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        # A page of another site can make a browser send a form, but not JSON without being asked first.
+        raise ApiError(
+            "the body must be JSON: Content-Type: application/json.", status=415, code="invalid_content_type"
+        )
+    found, size = bytearray(), 0
+    try:
+        async with asyncio.timeout(_BODY_S):
+            async for piece in request.stream():
+                size += len(piece)
+                if size <= protocol.LARGEST_BODY:
+                    found += piece
+                elif size > 16 * protocol.LARGEST_BODY:
+                    break
+    except TimeoutError as error:
+        raise ApiError(f"the body did not come within {_BODY_S} s.", status=408) from error
+    except ClientDisconnect as error:
+        raise ApiError("the body did not come whole.") from error
+    if size > protocol.LARGEST_BODY:
+        most = protocol.LARGEST_BODY >> 20
+        raise ApiError(f"the body is larger than {most} MiB. Send less.", status=413, code="body_too_large")
+    return bytes(found)
+
+
+def _json(data: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    body = data if isinstance(data, bytes) else dump(data)
+    return Response(body, status, headers, media_type="application/json")
+
+
+async def _of_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {429: {"Retry-After": str(_RETRY_S)}, 401: {"WWW-Authenticate": "Bearer"}}
+    return _json(error.body, error.status, headers.get(error.status))
+
+
+async def _of_http(_: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json(ApiError(str(error.detail), status=error.status_code).body, error.status_code, error.headers)
+
+
+async def _of_bug(_: Request, error: Exception) -> Response:
+    del error  # the server's log has it
+    return _json(ApiError("a failure of the server.", status=500, code="internal_error").body, 500)

@@ -1,0 +1,262 @@
+"""The thread that owns the loop of the engine: requests go in through an inbox, chunks come out on event loops.
+
+Between two steps the thread empties the inbox, in order; without anything to do it sleeps. What is admitted is decided
+there as well, where the numbers of the loop are exact, so an answer takes a step at most.
+"""
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from scalejax.errors import UserError
+from scalejax.inference.requests import Chunk, Loop, Request, Stats
+
+_BATCHES = 8  # results of steps that an event loop may be behind, before the thread waits for it ...
+_BEHIND_S = 1.0  # ... so long
+
+
+class Overloaded(Exception):
+    """The queue is full. The same request may be taken later."""
+
+
+class Fault(Exception):
+    """The loop has failed, and nothing will be served any more."""
+
+
+Deliver = Callable[[int, Chunk], None]
+"""Told the number of a request among those of its ticket, and what came."""
+
+
+@dataclasses.dataclass(eq=False)
+class Ticket:
+    """Requests that are taken or refused together.
+
+    Attributes:
+      requests: What is asked for.
+      deliver: Called on the event loop that admitted them.
+      fail: Likewise, once, if the loop fails.
+      home: That event loop.
+      since: When they came, by `time.monotonic`.
+      numbers: Of the loop, while they are in it.
+    """
+
+    requests: Sequence[Request]
+    deliver: Deliver
+    fail: Callable[[Fault], None]
+    home: asyncio.AbstractEventLoop
+    since: float
+    numbers: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Entry:
+    """A request in the loop."""
+
+    ticket: Ticket
+    place: int
+    left: int  # continuations that go on
+    begun: bool = False
+
+    @property
+    def request(self) -> Request:
+        return self.ticket.requests[self.place]
+
+
+class LoopThread:
+    """See the module.
+
+    Args:
+      loop: Owned from `start` on.
+      slots: Of the loop: continuations at once.
+      max_queue: Requests that may wait.
+      max_queue_tokens: Tokens that their prompts may have together.
+      begun: Told how many seconds a request waited, when it begins.
+      failed: Told when the loop fails; both are called in the thread.
+
+    Attributes:
+      stats: Of the loop after its last step.
+      fault: Why the loop failed; None = it did not.
+    """
+
+    def __init__(
+        self,
+        loop: Loop,
+        *,
+        slots: int,
+        max_queue: int,
+        max_queue_tokens: int,
+        begun: Callable[[float], None] = lambda _: None,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._loop = loop
+        self._slots, self._max_queue, self._max_queue_tokens = slots, max_queue, max_queue_tokens
+        self._begun, self._failed = begun, failed
+        self._wake = threading.Condition()
+        self._inbox: collections.deque[Callable[[], None]] = collections.deque()
+        self._stopping = False
+        self._entries: dict[int, _Entry] = {}  # in the order in which they were taken
+        self._room = threading.Semaphore(_BATCHES)
+        self._thread = threading.Thread(target=self._run, name="scalejax-loop", daemon=True)
+        self.stats: Stats = loop.stats
+        self.fault: BaseException | None = None
+
+    def start(self) -> None:
+        """Begins."""
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends the thread after its step; returns whether it did so in time."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._room.release()  # nobody may be there to take what it wants to hand out
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    async def admit(self, ticket: Ticket) -> None:
+        """Takes the requests of a ticket into the loop, all or none.
+
+        Raises:
+          UserError: one of them can never be served.
+          Overloaded: too much waits already.
+          Fault: nothing is served any more.
+        """
+        home = ticket.home
+        answer: asyncio.Future[None] = home.create_future()
+
+        def tell(error: Exception | None) -> None:
+            if not answer.done():
+                answer.set_result(None) if error is None else answer.set_exception(error)
+
+        def act() -> None:
+            error: Exception | None = Fault()  # of what is neither taken nor refused
+            try:
+                if self.fault is None:
+                    self._take(ticket)
+                    error = None
+            except (UserError, Overloaded) as refusal:
+                error = refusal
+            finally:
+                _call(home, tell, error)
+
+        self._post(act)
+        try:
+            await answer
+        except asyncio.CancelledError:
+            self.cancel(ticket)
+            raise
+
+    def cancel(self, ticket: Ticket, place: int | None = None) -> None:
+        """Ends the requests of a ticket, or one of them: it has its slots until the end of the step that runs."""
+        self._post(lambda: self._drop(ticket, place))
+
+    # In the thread.
+
+    def _run(self) -> None:
+        try:
+            while self._ready():
+                if self._loop.busy:
+                    self._hand_out(self._loop.step())
+                self.stats = self._loop.stats
+                self._tell_begun()
+        except BaseException as error:  # of a device, or a bug: whoever runs the server hears of it
+            with self._wake:
+                self.fault = error
+            self._fail()
+
+    def _ready(self) -> bool:
+        """Waits for something to do, and does what is in the inbox; returns whether to go on."""
+        with self._wake:
+            while not (self._inbox or self._stopping or self._loop.busy):
+                self._wake.wait()
+            count = len(self._inbox)
+        for _ in range(count):
+            self._inbox.popleft()()
+        return not self._stopping
+
+    def _post(self, act: Callable[[], None]) -> None:
+        with self._wake:
+            alive = self.fault is None
+            if alive:
+                self._inbox.append(act)
+                self._wake.notify()
+        if not alive:
+            act()
+
+    def _take(self, ticket: Ticket) -> None:
+        for request in ticket.requests:
+            self._loop.check(request)
+        waiting, tokens = self._queue()
+        more = sum(len(request.prompt) for request in ticket.requests)
+        waiting -= max(self._slots - self._loop.stats.running, 0)  # those begin with the next step
+        crowded = waiting + len(ticket.requests) > self._max_queue
+        if crowded or (waiting > 0 and tokens + more > self._max_queue_tokens):
+            raise Overloaded
+        for place, request in enumerate(ticket.requests):
+            number = self._loop.submit(request)
+            ticket.numbers.append(number)
+            self._entries[number] = _Entry(ticket, place, request.samples)
+
+    def _queue(self) -> tuple[int, int]:
+        """Requests that wait, and the tokens of their prompts: they are those that came last."""
+        waiting = self._loop.stats.waiting
+        entries = list(self._entries.values())
+        return waiting, sum(len(entry.request.prompt) for entry in entries[len(entries) - waiting :])
+
+    def _drop(self, ticket: Ticket, place: int | None = None) -> None:
+        for number in list(ticket.numbers):
+            entry = self._entries.get(number)
+            if self.fault is None and entry is not None and place in (None, entry.place):
+                self._forget(number)
+                self._loop.cancel(number)
+
+    def _forget(self, number: int) -> None:
+        self._entries.pop(number).ticket.numbers.remove(number)
+
+    def _tell_begun(self) -> None:
+        waiting = self.stats.waiting
+        for entry in list(self._entries.values())[: max(len(self._entries) - waiting, 0)]:
+            if not entry.begun:
+                entry.begun = True
+                self._begun(time.monotonic() - entry.ticket.since)
+
+    def _hand_out(self, chunks: Sequence[Chunk]) -> None:
+        found: dict[asyncio.AbstractEventLoop, list[Callable[[], None]]] = {}
+        for chunk in chunks:
+            entry = self._entries.get(chunk.request)
+            if entry is None:  # cancelled
+                continue
+            if not entry.begun:
+                entry.begun = True
+                self._begun(time.monotonic() - entry.ticket.since)
+            ticket, place = entry.ticket, entry.place
+            found.setdefault(ticket.home, []).append(lambda t=ticket, p=place, c=chunk: t.deliver(p, c))
+            entry.left -= chunk.ended is not None
+            if not entry.left:
+                self._forget(chunk.request)
+        for home, calls in found.items():
+            self._room.acquire(timeout=_BEHIND_S)
+            _call(home, self._deliver, calls)
+
+    def _deliver(self, calls: Sequence[Callable[[], None]]) -> None:
+        self._room.release()
+        for call in calls:
+            call()
+
+    def _fail(self) -> None:
+        tickets = {id(entry.ticket): entry.ticket for entry in self._entries.values()}
+        self._entries.clear()
+        for ticket in tickets.values():
+            _call(ticket.home, ticket.fail, Fault())
+        while self._inbox:  # nobody adds to it any more
+            self._inbox.popleft()()
+        self._failed()
+
+
+def _call(home: asyncio.AbstractEventLoop, function: Callable[..., None], *args: object) -> None:
+    with contextlib.suppress(RuntimeError):  # it is closed, and nobody listens
+        home.call_soon_threadsafe(function, *args)
