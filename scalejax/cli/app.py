@@ -20,6 +20,7 @@ from scalejax.cli.commands import (
     quantize,
     recipes,
     report,
+    serve,
     shard,
     train,
 )
@@ -60,6 +61,7 @@ app.command("recipes")(recipes.recipes)
 app.command("train")(train.train)
 app.command("eval")(eval.evaluate)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.command("convert")(convert.convert)
 app.command("quantize")(quantize.quantize)
 app.command("precision")(precision.find)

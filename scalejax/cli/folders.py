@@ -1,9 +1,11 @@
 """The folders that commands are given: runs by their record, language models of whichever form."""
 
+import functools
 import importlib.util
 import pathlib
 import shlex
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from scalejax import json_reading
 from scalejax.cli import output
@@ -11,8 +13,14 @@ from scalejax.configs import as_data
 from scalejax.errors import UserError
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from scalejax.inference.generate import Engine
+    from scalejax.inference.text import Writer
     from scalejax.models.llm.model_folder import LanguageModel
     from scalejax.train.experiment import Experiment
+
+Loaded = TypeVar("Loaded", "Writer", "Engine")
 
 
 def read_record(run_folder: pathlib.Path) -> as_data.Record:
@@ -82,3 +90,23 @@ def open_model(folder: pathlib.Path, *, recipe: str | None, step: int | None, av
     from scalejax.inference import run_model
 
     return run_model.open_run(folder, load_run(folder, recipe), step, average)
+
+
+def load(
+    opened: "Callable[..., Loaded]", model: "LanguageModel", mesh: "Mesh", *, dtype: str | None, weights: str
+) -> "Loaded":
+    """Puts a model on devices, by `generate.load` or `text.open_writer`, and shows how far it is.
+
+    Raises:
+      UserError: it does not fit the devices, or lacks what `opened` wants.
+    """
+    import jax.numpy as jnp
+    import rich.console
+
+    from scalejax.models.llm import model_folder
+
+    total = model_folder.parameter_bytes(model, jnp.dtype(model.dtype if dtype is None else dtype))
+    with output.transfer(rich.console.Console(stderr=True)) as progress:  # standard output is for the text
+        task = progress.add_task(f"from {model.path}", total=total)
+        loaded = functools.partial(progress.advance, task)
+        return opened(model, mesh, dtype=dtype, weights=weights, loaded=loaded)

@@ -6,7 +6,7 @@ import tomllib
 
 from packaging.requirements import Requirement
 
-EXTRAS = ("train", "llm", "plan", "tpu", "cuda", "notebooks", "trackers", "test")
+EXTRAS = ("train", "llm", "serve", "plan", "tpu", "cuda", "notebooks", "trackers", "test")
 
 
 def missing(extra: str) -> list[str]:

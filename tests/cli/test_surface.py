@@ -15,6 +15,7 @@ COMMANDS = (
     "train",
     "eval",
     "generate",
+    "serve",
     "convert",
     "quantize",
     "precision",

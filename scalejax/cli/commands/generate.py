@@ -7,7 +7,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from scalejax.models.llm.model_folder import LanguageModel
 
 _TOKENS = 128
-_Loaded = TypeVar("_Loaded", "Writer", "Engine")
 
 
 def generate(
@@ -297,20 +296,11 @@ def _draw(
 
 
 def _load(
-    model: "LanguageModel", mesh: "Mesh", dtype: str | None, weights: str, opened: "Callable[..., _Loaded]"
-) -> "tuple[_Loaded, float]":
+    model: "LanguageModel", mesh: "Mesh", dtype: str | None, weights: str, opened: "Callable[..., folders.Loaded]"
+) -> "tuple[folders.Loaded, float]":
     """What opens the model, and the seconds that it took."""
-    import jax.numpy as jnp
-    import rich.console
-
-    from scalejax.models.llm import model_folder
-
     begin = time.perf_counter()
-    total = model_folder.parameter_bytes(model, jnp.dtype(model.dtype if dtype is None else dtype))
-    with output.transfer(rich.console.Console(stderr=True)) as progress:  # standard output is for the text
-        task = progress.add_task(f"from {model.path}", total=total)
-        loaded = functools.partial(progress.advance, task)
-        return opened(model, mesh, dtype=dtype, weights=weights, loaded=loaded), time.perf_counter() - begin
+    return folders.load(opened, model, mesh, dtype=dtype, weights=weights), time.perf_counter() - begin
 
 
 def _prompts(given: Sequence[str], files: Sequence[pathlib.Path]) -> list[str]:

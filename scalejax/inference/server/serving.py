@@ -31,9 +31,11 @@ def bind(host: str, port: int) -> socket.socket:
         raise UserError(f"--port must be from 0 (any that is free) to 65535; got {port}.")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        with contextlib.ExitStack() as undo:
+            bound = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind(address)
+            undo.pop_all()
     except OSError as error:
         raise UserError(
             f"--host {host} --port {port}: cannot be listened at ({error.strerror or error}). Choose another port, or "

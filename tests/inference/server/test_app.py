@@ -5,13 +5,9 @@ import contextlib
 import json
 import time
 
-import pytest
-
-pytest.importorskip("starlette", reason="needs the extra serve")
-pytest.importorskip("prometheus_client", reason="needs the extra serve")
-
 import hypothesis
 import hypothesis.strategies as st
+import pytest
 from fake_loop import TEXT, FakeLoop, writer
 from starlette.testclient import TestClient
 

@@ -1,0 +1,128 @@
+"""`scalejax serve`: a language model behind HTTP, with OpenAI's protocol."""
+
+import importlib.util
+import pathlib
+import sys
+from typing import Annotated
+
+import typer
+
+from scalejax.cli import environment, folders, options
+from scalejax.cli.commands.convert import Step, check_dtype
+from scalejax.errors import UserError, check_at_least, check_one_of
+
+_THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
+
+
+def serve(
+    folder: Annotated[
+        pathlib.Path,
+        typer.Argument(
+            metavar="FOLDER", help="A folder that `scalejax train` wrote, a model folder, or one of Hugging Face."
+        ),
+    ],
+    host: Annotated[
+        str, typer.Option("--host", metavar="HOST", help="Address to listen at; 0.0.0.0: all of this machine.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", metavar="N", help="0: one that is free, which is printed.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            envvar="SCALEJAX_API_KEY",
+            show_envvar=False,
+            help="What requests must show as a bearer token. In SCALEJAX_API_KEY other users do not see it.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="Of the model. Default: that of the folder.")
+    ] = None,
+    slots: Annotated[int, typer.Option("--slots", metavar="N", min=1, help="Continuations at once.")] = 8,
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--kv-tokens", metavar="N", min=1, help="Tokens whose keys and values are kept. Default: by slots."
+        ),
+    ] = None,
+    page: Annotated[int, typer.Option("--page", metavar="N", help="Tokens of a page: 16, 32, 64 or 128.")] = 64,
+    kv_dtype: Annotated[
+        str, typer.Option("--kv-dtype", metavar="DTYPE", help="Of keys and values: int8, float8, or none: as products.")
+    ] = "none",
+    max_queue: Annotated[
+        int, typer.Option("--max-queue", metavar="N", min=1, help="Requests that may wait; beyond it status 429.")
+    ] = 256,
+    max_queue_tokens: Annotated[
+        int,
+        typer.Option("--max-queue-tokens", metavar="N", min=1, help="Tokens that their prompts may have together."),
+    ] = 262_144,
+    drain_seconds: Annotated[
+        float,
+        typer.Option("--drain-seconds", metavar="S", help="What runs may take so long to finish after SIGTERM."),
+    ] = 30.0,
+    metrics_prefix: Annotated[
+        str, typer.Option("--metrics-prefix", metavar="NAME", help="scalejax, or vllm for dashboards made for it.")
+    ] = "scalejax",
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16. Default: as stored.")
+    ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            "--weights",
+            metavar="HOW",
+            help="Quantized ones: packed (in memory, decoded as they are used) or decoded (when they are loaded).",
+        ),
+    ] = "packed",
+    mesh: options.MeshSizes = None,
+    step: Step = None,
+    recipe: options.RecipeFile = None,
+    cpu_devices: options.CpuDevices = None,
+) -> None:
+    """Serve a language model over HTTP, with OpenAI's protocol.
+
+    /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
+    """
+    for package in ("starlette", "uvicorn", "prometheus_client"):
+        if importlib.util.find_spec(package) is None:
+            raise UserError(f"serve needs {package}, which is not installed: pip install 'scalejax[serve]'.")
+    environment.prepare(cpu_devices=cpu_devices)
+    check_dtype(dtype)
+    check_one_of("--weights", weights, ("packed", "decoded"))
+    check_one_of("--page", page, (16, 32, 64, 128))
+    check_one_of("--kv-dtype", kv_dtype, ("none", "int8", "float8"))
+    check_one_of("--metrics-prefix", metrics_prefix, ("scalejax", "vllm"))
+    check_at_least("--drain-seconds", drain_seconds, 0)
+    if api_key == "":
+        raise UserError("--api-key is empty, which everybody knows. Give a key, or leave it out.")
+
+    from scalejax.inference.server import serving
+    from scalejax.inference import text
+    from scalejax.inference.server.app import ServerSettings
+    from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
+
+    kept = None if kv_dtype == "none" else kv_dtype
+    settings = ServerSettings(
+        name=name or folder.resolve().name,
+        slots=slots,
+        max_queue=max_queue,
+        max_queue_tokens=max_queue_tokens,
+        api_key=api_key,
+        metrics_prefix=metrics_prefix,
+        longest=kv_tokens,
+    )
+    if api_key is None and host not in _THIS_MACHINE:
+        print(f"Warning: whoever reaches {host} can use this server. Give --api-key.", file=sys.stderr)
+
+    def ready(address: str) -> None:
+        print(f"Serving {settings.name} at {address}/v1; Ctrl-C ends it.", flush=True)
+
+    with serving.bind(host, port) as bound:  # before the model is loaded: a port that is taken is said at once
+        made = make_mesh(MeshShape(fsdp=1, tensor=-1) if mesh is None else parse_mesh(mesh))
+        model = folders.open_model(folder, recipe=recipe, step=step)
+        writer = folders.load(text.open_writer, model, made, dtype=dtype, weights=weights)
+        from scalejax.inference.loop import make_loop
+
+        loop = make_loop(writer.engine, slots=slots, kv_tokens=kv_tokens, page=page, kv_dtype=kept)
+        status = serving.run(writer, loop, settings, bound=bound, drain_seconds=drain_seconds, ready=ready)
+    raise typer.Exit(status)

@@ -1,0 +1,248 @@
+"""A server that listens: streams, clients that leave or do not read, signals, faults, and many clients at once."""
+
+import asyncio
+import json
+import signal
+import socket
+import time
+import urllib.parse
+
+import httpx2 as httpx
+import pytest
+from fake_loop import TEXT
+from fake_server import running
+
+from scalejax.errors import UserError
+from scalejax.inference.server import serving
+
+HARMLESS = {"trust_env": False, "timeout": 60}
+
+
+@pytest.fixture(scope="module")
+def endless():
+    """A server whose model goes on for ever, a token each hundredth of a second."""
+    with running(loop={"endless": True, "delay": 0.01}) as (_, address):
+        yield address
+
+
+def ask(address, **body):
+    return httpx.post(f"{address}/v1/completions", json={"prompt": "a", "max_tokens": 9} | body, **HARMLESS)
+
+
+def stream(address, **body):
+    asked = {"prompt": "a", "max_tokens": 9, "stream": True} | body
+    return httpx.stream("POST", f"{address}/v1/completions", json=asked, **HARMLESS)
+
+
+def events(response):
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def metric(address, name, **labels):
+    labels = ",".join(f'{key}="{value}"' for key, value in sorted({"model_name": "tiny", **labels}.items()))
+    for line in httpx.get(f"{address}/metrics", **HARMLESS).text.splitlines():
+        if line.startswith(f"scalejax:{name}{{{labels}}} "):
+            return float(line.rpartition(" ")[2])
+    raise AssertionError(name)
+
+
+def wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.02)
+
+
+def wait_until_idle(address):
+    wait_for(lambda: metric(address, "num_requests_running") == 0)
+
+
+def test_tokens_come_as_they_are_made(endless):
+    times = []
+    with stream(endless, max_tokens=50) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        text = ""
+        for event in events(response):
+            times.append(time.monotonic())
+            text += "" if event == "[DONE]" else event["choices"][0]["text"]
+    assert text == (TEXT * 2)[:50]
+    assert event == "[DONE]"
+    assert times[-1] - times[0] > 0.3  # of 0.5 s
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_a_client_that_leaves_frees_its_slot(endless, streamed):
+    aborted = metric(endless, "request_success_total", finished_reason="abort")
+    address = urllib.parse.urlsplit(endless)
+    body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": streamed}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    with socket.create_connection((address.hostname, address.port)) as client:
+        client.sendall(head.encode() + b"\r\n\r\n" + body)
+        wait_for(lambda: metric(endless, "num_requests_running") == 1)
+    left = time.monotonic()
+    wait_until_idle(endless)
+    assert time.monotonic() - left < 5  # it would have gone on for 40 s
+    assert metric(endless, "request_success_total", finished_reason="abort") == aborted + 1
+
+
+def test_a_stop_text_frees_the_slot_too(endless):
+    before = metric(endless, "generation_tokens_total")
+    body = ask(endless, stop=["quick"], max_tokens=4000).json()
+    assert body["choices"][0]["text"] == "The "
+    wait_until_idle(endless)
+    assert metric(endless, "generation_tokens_total") - before < 30
+
+
+@pytest.mark.slow
+def test_a_client_that_does_not_read_is_ended_and_others_go_on():
+    with running(loop={"endless": True, "block": 32}, max_positions=10**7) as (_, url):
+        address = urllib.parse.urlsplit(url)
+        body = json.dumps({"prompt": "a", "max_tokens": 10**6, "stream": True, "logprobs": 5}).encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+        )
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((address.hostname, address.port))
+            client.sendall(head.encode() + b"\r\n\r\n" + body)
+            wait_for(lambda: metric(url, "num_requests_running") == 1)
+            assert ask(url).json()["choices"][0]["text"] == TEXT[:9]
+            wait_for(lambda: metric(url, "request_success_total", finished_reason="abort") == 1, 60)
+            wait_until_idle(url)
+            client.settimeout(10)
+            end = b""
+            try:
+                while piece := client.recv(2**16):
+                    end = (end + piece)[-100:]
+            except ConnectionResetError:
+                pass
+            assert b"[DONE]" not in end
+        assert ask(url).json()["choices"][0]["text"] == TEXT[:9]
+
+
+# Ends.
+
+
+def test_sigterm_lets_what_runs_finish_and_refuses_what_comes():
+    with running(loop={"endless": True, "delay": 0.02}, drain_seconds=2) as (child, url):
+        with stream(url, max_tokens=60) as short, stream(url, max_tokens=4000) as long:
+            first, second = events(short), events(long)
+            next(first), next(second)
+            child.send_signal(signal.SIGTERM)
+            wait_for(lambda: httpx.get(f"{url}/health", **HARMLESS).status_code == 503)
+            refused = ask(url)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            *_, last, done = first
+            assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+            *_, last = second
+            assert last["error"]["code"] == "draining"
+        assert child.wait(15) == 0
+
+
+@pytest.mark.slow
+def test_an_idle_server_ends_at_once_by_either_signal():
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with running() as (child, url), httpx.Client(**HARMLESS) as kept_alive:
+            assert kept_alive.get(f"{url}/health").json() == {"status": "ok"}
+            child.send_signal(number)
+            begin = time.monotonic()
+            assert child.wait(15) == 0
+            assert time.monotonic() - begin < 5
+
+
+def test_a_second_signal_ends_at_once():
+    with running(loop={"endless": True, "delay": 0.02}) as (child, url), stream(url, max_tokens=4000) as response:
+        next(events(response))
+        child.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{url}/health", **HARMLESS).status_code == 503)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(5) == 128 + signal.SIGTERM
+
+
+def test_a_fault_of_the_device_tells_everyone_and_ends_with_status_1():
+    with running(loop={"endless": True, "delay": 0.01}) as (child, url):
+        with stream(url, max_tokens=4000) as response:
+            own = events(response)
+            next(own)
+            broken = ask(url, prompt="crash")
+            assert (broken.status_code, broken.json()["error"]["code"]) == (500, "device_fault")
+            *_, last = own
+            assert last["error"]["code"] == "device_fault"
+        assert child.wait(15) == 1
+        assert "the device is gone" in child.stderr.read()
+
+
+def test_an_address_that_is_taken_is_refused():
+    taken = serving.bind("127.0.0.1", 0)
+    taken.listen()
+    with pytest.raises(UserError, match="Choose another port"):
+        serving.bind("127.0.0.1", taken.getsockname()[1])
+    taken.close()
+    with pytest.raises(UserError, match="from 0"):
+        serving.bind("127.0.0.1", 70_000)
+
+
+# Many clients.
+
+
+@pytest.mark.slow
+def test_200_streaming_clients_get_what_they_asked_for():
+    async def client(session, url, number, end):
+        done = 0
+        while time.monotonic() < end:
+            length = 5 + (number + done) % 30
+            asked = {"prompt": "a", "max_tokens": length, "stream": True}
+            async with session.stream("POST", f"{url}/v1/completions", json=asked) as response:
+                assert response.status_code == 200, await response.aread()
+                lines = [line async for line in response.aiter_lines() if line]
+            assert lines[-1] == "data: [DONE]"
+            pieces = [json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines[:-1]]
+            assert "".join(pieces) == TEXT[:length]
+            done += 1
+        return done
+
+    async def all_of_them(url):
+        limits = httpx.Limits(max_connections=200)
+        async with httpx.AsyncClient(limits=limits, **HARMLESS) as session:
+            end = time.monotonic() + 4
+            return await asyncio.gather(*(client(session, url, number, end) for number in range(200)))
+
+    with running(loop={"slots": 64, "delay": 0.002}) as (child, url):
+        done = asyncio.run(all_of_them(url))
+        assert min(done) >= 1
+        wait_until_idle(url)
+        assert metric(url, "request_success_total", finished_reason="length") == sum(done)
+        child.send_signal(signal.SIGTERM)
+        assert child.wait(15) == 0
+
+
+# The client of OpenAI.
+
+
+def test_the_client_of_openai_chats_streams_and_understands_refusals(endless):
+    openai = pytest.importorskip("openai", reason="needs openai's client, which is no dependency")
+    http = httpx.Client(trust_env=False)
+    with openai.OpenAI(base_url=f"{endless}/v1", api_key="none", max_retries=0, http_client=http) as client:
+        assert [model.id for model in client.models.list()] == ["tiny"]
+        messages = [{"role": "user", "content": "hi"}]
+        asked = {"model": "tiny", "messages": messages, "max_completion_tokens": 9}
+        whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2)
+        assert whole.choices[0].message.content == TEXT[:9]
+        assert [token.token for token in whole.choices[0].logprobs.content] == list(TEXT[:9])
+        assert whole.usage.completion_tokens == 9
+        turn = [*messages, whole.choices[0].message, {"role": "user", "content": "more"}]  # as it came
+        assert client.chat.completions.create(**asked | {"messages": turn}).choices[0].finish_reason == "length"
+        pieces = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        assert "".join(piece.choices[0].delta.content or "" for piece in pieces if piece.choices) == TEXT[:9]
+        assert pieces[-1].usage.completion_tokens == 9
+        text = client.completions.create(model="tiny", prompt=["a", "b"], max_tokens=4, echo=True, logprobs=1, n=2)
+        assert [choice.text for choice in text.choices] == [p + TEXT[s : s + 4] for p in "ab" for s in (0, 1)]
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(model="gpt-9", prompt="a")
+        with pytest.raises(openai.BadRequestError, match="logit_bias"):
+            client.chat.completions.create(**asked, logit_bias={"5": 1})
+        with pytest.raises(openai.APIError, match="not finite"):
+            list(client.completions.create(model="tiny", prompt="nan", max_tokens=9, stream=True))
