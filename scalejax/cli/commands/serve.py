@@ -101,7 +101,7 @@ def serve(
     from scalejax.inference.server.app import ServerSettings
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
-    kept = None if kv_dtype == "none" else kv_dtype
+    kept = "compute" if kv_dtype == "none" else kv_dtype
     settings = ServerSettings(
         name=name or folder.resolve().name,
         slots=slots,
@@ -111,10 +111,10 @@ def serve(
         metrics_prefix=metrics_prefix,
         longest=kv_tokens,
     )
-    if api_key is None and host not in _THIS_MACHINE:
-        print(f"Warning: whoever reaches {host} can use this server. Give --api-key.", file=sys.stderr)
 
     def ready(address: str) -> None:
+        if api_key is None and host not in _THIS_MACHINE:
+            print(f"Warning: whoever reaches {host} can use this server. Give --api-key.", file=sys.stderr)
         print(f"Serving {settings.name} at {address}/v1; Ctrl-C ends it.", flush=True)
 
     with serving.bind(host, port) as bound:  # before the model is loaded: a port that is taken is said at once

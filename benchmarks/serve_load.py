@@ -1,0 +1,184 @@
+"""Many streaming clients on one server over loopback: failures, memory that grows, refusals, compilations.
+
+    python benchmarks/serve_load.py FOLDER                            # 200 clients, two minutes; then a small queue
+    python benchmarks/serve_load.py FOLDER --clients 200 --seconds 120 --json load.json -- --slots 16
+
+Two servers are started, one after the other, with `scalejax serve FOLDER` and what stands behind `--`. On the first
+every client asks again and again for a stream of 4 to 64 tokens, with prompts of one of many lengths and several kinds
+of sampling; resident memory is read each second, and what counts is how it grows in the second half. The second has a
+queue of --max-queue requests: most are refused with 429, and what was taken must finish.
+
+Exits with 1 if a request failed, memory grew by more than 5 % in the second half, a program was compiled after the
+first second, or the small queue refused nothing.
+"""
+
+import argparse
+import asyncio
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import platform
+import random
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import httpx2 as httpx
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+GROWTH = 0.05
+WORDS = ("def", "return", "import", "class", "for", "in", "x", "self", "(", ")", ":", "=")
+
+
+@contextlib.contextmanager
+def server(command: Sequence[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process and its address; ends it by SIGTERM, which must give status 0."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": path}) as child:
+        try:
+            assert child.stdout is not None
+            line = next((line for line in child.stdout if "http://" in line), None)
+            if line is None:
+                sys.exit(f"{shlex.join(command)} did not serve")
+            address = "http://" + line.partition("http://")[2].split("/")[0].split(";")[0].strip()
+            yield child, address
+            child.send_signal(signal.SIGTERM)
+            if (status := child.wait(60)) != 0:
+                sys.exit(f"the server ended with status {status}")
+        finally:
+            if child.poll() is None:
+                child.kill()
+
+
+def resident_bytes(pid: int) -> int:
+    """Of a process, on Linux."""
+    text = pathlib.Path(f"/proc/{pid}/status").read_text()
+    return int(text.partition("VmRSS:")[2].split()[0]) * 1024
+
+
+async def metric(session: httpx.AsyncClient, address: str, name: str) -> float:
+    """One number of /metrics."""
+    text = (await session.get(f"{address}/metrics")).text
+    return next(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"scalejax:{name}{{"))
+
+
+async def client(
+    session: httpx.AsyncClient,
+    address: str,
+    number: int,
+    end: float,
+    counts: collections.Counter[str],
+    ttft: list[float],
+) -> None:
+    """Asks until `end`, one request after the other."""
+    rng = random.Random(number)
+    while time.monotonic() < end:
+        asked = {
+            "prompt": " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 20, 60)))),
+            "max_tokens": rng.randint(4, 64),
+            "temperature": rng.choice((0, 0.7, 1)),
+            "top_p": rng.choice((1, 0.9)),
+            "stop": rng.choice((None, None, ["return"])),
+            "stream": True,
+        }
+        begin, first, last = time.monotonic(), None, ""
+        try:
+            async with session.stream("POST", f"{address}/v1/completions", json=asked) as response:
+                if response.status_code == 429:
+                    counts["refused"] += 1
+                    await response.aread()
+                    await asyncio.sleep(0.1 * rng.random())
+                    continue
+                async for line in response.aiter_lines():
+                    if line:
+                        first, last = first or time.monotonic(), line
+                        counts["errors"] += line.startswith('data: {"error"')
+        except httpx.HTTPError as error:
+            counts[f"failed: {type(error).__name__}"] += 1
+            continue
+        whole = response.status_code == 200 and last == "data: [DONE]"
+        counts["finished" if whole else f"failed: status {response.status_code}"] += 1
+        if first is not None:
+            ttft.append(first - begin)
+
+
+async def load(child: subprocess.Popen[str], address: str, clients: int, seconds: float) -> dict[str, object]:
+    """Runs all clients; returns what was counted."""
+    counts: collections.Counter[str] = collections.Counter()
+    ttft: list[float] = []
+    memory: list[int] = []
+    limits = httpx.Limits(max_connections=clients + 2, max_keepalive_connections=clients + 2)
+    async with httpx.AsyncClient(limits=limits, timeout=120, trust_env=False) as session:
+        end = time.monotonic() + seconds
+        begin_tokens = await metric(session, address, "generation_tokens_total")
+        running = asyncio.gather(*(client(session, address, n, end, counts, ttft) for n in range(clients)))
+        await asyncio.sleep(1)
+        compiled = await metric(session, address, "compilations_total")
+        while time.monotonic() < end:
+            memory.append(resident_bytes(child.pid))
+            await asyncio.sleep(1)
+        await running
+        compiled = await metric(session, address, "compilations_total") - compiled
+        tokens = await metric(session, address, "generation_tokens_total") - begin_tokens
+    half = memory[len(memory) // 2 :]
+    ttft.sort()
+    return {
+        "clients": clients,
+        "seconds": seconds,
+        "finished": counts.pop("finished", 0),
+        "refused": counts.pop("refused", 0),
+        "failures": dict(+counts),
+        "tokens_per_s": tokens / seconds,
+        "first_event_p50_s": ttft[len(ttft) // 2] if ttft else None,
+        "first_event_p99_s": ttft[len(ttft) * 99 // 100] if ttft else None,
+        "rss_begin_mib": memory[0] / 2**20,
+        "rss_half_mib": half[0] / 2**20,
+        "rss_end_mib": half[-1] / 2**20,
+        "rss_growth_second_half": half[-1] / half[0] - 1,
+        "compilations": compiled,
+    }
+
+
+def main() -> None:
+    """Measures both servers and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", help="what is served")
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=120)
+    parser.add_argument("--max-queue", type=int, default=8, help="of the second server")
+    parser.add_argument("--overload-seconds", type=float, default=20)
+    parser.add_argument("--server", default=f"{sys.executable} -m scalejax serve", metavar="COMMAND")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE")
+    given = sys.argv[1:]
+    cut = given.index("--") if "--" in given else len(given)
+    arguments, more = parser.parse_args(given[:cut]), given[cut + 1 :]
+    base = [*shlex.split(arguments.server), arguments.folder, "--port", "0", *more]
+    found = {}
+    for name, queue, seconds in (
+        ("load", arguments.clients * 2, arguments.seconds),
+        ("small queue", arguments.max_queue, arguments.overload_seconds),
+    ):
+        with server([*base, "--max-queue", str(queue)]) as (child, address):
+            found[name] = asyncio.run(load(child, address, arguments.clients, seconds))
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} CPUs, {time.strftime('%Y-%m-%d')}\n")
+    print(f"| | {' | '.join(found)} |\n|---|{'---|' * len(found)}")
+    for row in found["load"]:
+        cells = [value[row] for value in found.values()]
+        print(f"| {row} | {' | '.join(f'{c:.4g}' if isinstance(c, float) else str(c) for c in cells)} |")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=2) + "\n")
+    wrong = [name for name, each in found.items() if each["failures"] or each["compilations"]]
+    wrong += ["memory grows"] if found["load"]["rss_growth_second_half"] > GROWTH else []
+    wrong += ["nothing was refused"] if not found["small queue"]["refused"] else []
+    wrong += ["the large queue refused"] if found["load"]["refused"] else []
+    if wrong:
+        sys.exit("wrong: " + ", ".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
