@@ -41,7 +41,8 @@ class _Row:
 class FakeLoop:
     """Continues every prompt with `text`, `block` tokens a step; sample s begins at its s-th character.
 
-    A prompt with the word "nan" has an error after `good` tokens, one with "crash" raises out of the step.
+    A prompt with the word "nan" has an error after `good` tokens, one with "crash" raises out of the step, and that of
+    one with "late" begins at the 10th.
     """
 
     max_positions = 4096
@@ -103,7 +104,8 @@ class FakeLoop:
             if b"crash" in self.said(request):
                 raise RuntimeError("the device is gone")
             self.counted["prompt_tokens"] += len(request.prompt)
-            self.running[number] = [_Row(request, self.text[s:] + self.text[:s]) for s in range(request.samples)]
+            starts = range(10, 11) if b"late" in self.said(request) else range(request.samples)
+            self.running[number] = [_Row(request, self.text[s:] + self.text[:s]) for s in starts]
         for number, rows in list(self.running.items()):
             for sample, row in enumerate(rows):
                 if not row.over:

@@ -180,6 +180,16 @@ def test_a_stop_text_ends_within_a_step_and_is_never_shown(serve, stream, stop, 
     assert loop.counted["generation_tokens"] <= found + 10
 
 
+def test_a_stop_text_ends_its_prompt_and_no_other(serve):
+    client = serve(loop := FakeLoop(endless=True, delay=0.001))
+    prompts = ["now", "late"]  # whose text begins behind its 10th character
+    body = complete(client, prompt=prompts, stop="quick", max_tokens=2000).json()
+    assert [choice["text"] for choice in body["choices"]] == ["The ", TEXT[10:] + "The "]
+    wait_for(lambda: not loop.busy)
+    assert loop.cancelled == [0, 1]
+    assert loop.counted["generation_tokens"] <= (9 + 10) + (35 + 9 + 10)
+
+
 def wait_for(condition, seconds=10):
     end = time.monotonic() + seconds
     while not condition():
@@ -379,18 +389,31 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=6,
 )
-NAMES = sorted({name for body, _ in (*WRONG, *WRONG_CHATS) for name in body} | {"model", "user"})
-
-
-@hypothesis.settings(max_examples=150)
-@hypothesis.given(
-    path=st.sampled_from(["/v1/completions", "/v1/chat/completions"]),
-    fields=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=3),
-    cut=st.none() | st.integers(0, 40),
+PATHS = {
+    "/v1/completions": ({"prompt": "a", "max_tokens": 1}, WRONG),
+    "/v1/chat/completions": (
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
+        WRONG_CHATS + WRONG[16:],
+    ),
+}
+BODIES = st.sampled_from(sorted(PATHS)).flatmap(
+    lambda path: st.tuples(
+        st.just(path),
+        st.dictionaries(
+            st.sampled_from(sorted({name for body, _ in PATHS[path][1] for name in body} | {"model", "user"})),
+            JSON,
+            min_size=1,
+            max_size=2,
+        ),
+    )
 )
-def test_no_body_ends_in_a_failure_of_the_server(lasting, path, fields, cut):
-    base = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
-    content = json.dumps(base | {"max_tokens": 1} | fields)[:cut].encode()
+
+
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(body=BODIES, cut=st.just(None) | st.integers(0, 40))
+def test_no_body_ends_in_a_failure_of_the_server(lasting, body, cut):
+    path, fields = body
+    content = json.dumps(PATHS[path][0] | fields)[:cut].encode()
     response = lasting.post(path, content=content, headers={"content-type": "application/json"})
     if response.status_code != 200:
         assert 400 <= response.status_code < 500, (response.status_code, content)
