@@ -72,7 +72,7 @@ def test_characters_of_several_bytes_are_shown_whole(writer):
 
 @pytest.mark.parametrize("stops", [("bab",), ("xx", "bab"), ("b", "bab")])
 def test_a_text_grows_to_the_first_stop_whatever_the_pieces(stops):
-    tokens = list("aabbabcbab".encode())
+    tokens = list(b"aabbabcbab")
     end = 3 if "b" not in stops else 2
     for size in range(1, len(tokens) + 1):
         growing, shown = text.GrowingText(ByteTokenizer().build().stream(), stops), ""

@@ -124,5 +124,7 @@ def serve(
         from scalejax.inference.loop import make_loop
 
         loop = make_loop(writer.engine, slots=slots, kv_tokens=kv_tokens, page=page, kv_dtype=kept)
+        print("Compiling what steps of every size need ...", file=sys.stderr, flush=True)
+        loop.warm_up()
         status = serving.run(writer, loop, settings, bound=bound, drain_seconds=drain_seconds, ready=ready)
     raise typer.Exit(status)

@@ -60,8 +60,6 @@ class Choice:
 
     def take(self, chunk: Chunk, leading: Sequence[_Place]) -> None:
         """Adds what came; `leading` are the tokens of the prompt, where they are shown with their logprobs."""
-        if self.ended is not None:
-            return
         if leading and not self._leading:
             self._leading = True
             self._places[:0] = leading
@@ -134,11 +132,16 @@ class Answer:
         """Whether every continuation has ended."""
         return all(choice.ended is not None for choice in self.choices)
 
-    def take(self, place: int, chunk: Chunk) -> Choice:
-        """Adds what came for the prompt at `place`; returns the continuation."""
+    def take(self, place: int, chunk: Chunk) -> Choice | None:
+        """Adds what came for the prompt at `place`; returns the continuation, or None if it had ended already.
+
+        One that has met a text to stop at goes on in the loop until it is cancelled.
+        """
         if chunk.prompt_logprobs is not None and not self._leading[place]:
             self._leading[place] = list(self._prompt_places(self._prompts[place], chunk.prompt_logprobs))
         choice = self.choices[place * self._asked.n + chunk.sample]
+        if choice.ended is not None:
+            return None
         choice.take(chunk, self._leading[place])
         return choice
 

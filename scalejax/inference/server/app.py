@@ -168,8 +168,12 @@ class Server:
         self._check_taking()
         asked = read(await _body(request), self.settings.name)
         most = self.settings.max_queue + self.settings.slots
-        if len(asked.prompts) > most:
-            raise ApiError(f"prompt has {len(asked.prompts)} entries; at most {most} fit the queue.", param="prompt")
+        if len(asked.prompts) > most or len(asked.prompts) * asked.n > max(most, protocol.MOST_SAMPLES):
+            raise ApiError(
+                f"prompt has {len(asked.prompts)} entries, continued {asked.n} times each: at most {most} entries and "
+                f"{max(most, protocol.MOST_SAMPLES)} continuations fit into one request. Send several.",
+                param="prompt",
+            )
         # A template or a tokenizer may take a while; others are answered meanwhile.
         job = await asyncio.to_thread(self._job, asked, since, asyncio.get_running_loop(), request.client)
         self._check_taking()
@@ -317,6 +321,8 @@ class Job:
 
     def _add(self, place: int, chunk: engine.Chunk) -> None:
         choice = self._answer.take(place, chunk)
+        if choice is None:
+            return None
         self._measure(choice.index, chunk)
         if choice.ended is not None:
             self._server.metrics.ended(choice.ended)

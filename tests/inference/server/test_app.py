@@ -190,6 +190,18 @@ def test_a_stop_text_ends_its_prompt_and_no_other(serve):
     assert loop.counted["generation_tokens"] <= (9 + 10) + (35 + 9 + 10)
 
 
+def test_a_continuation_that_has_ended_is_told_once_while_others_of_its_prompt_go_on(serve):
+    client = serve(loop := FakeLoop(endless=True))
+    # The text of the second sample begins with the second character.
+    got = events(complete(client, stop="The q", n=2, stream=True, max_tokens=200))
+    ends = [(choice["index"], choice["finish_reason"]) for event in got for choice in event["choices"]]
+    assert [end for end in ends if end[1]] == [(0, "stop"), (1, "stop")]
+    texts = ["".join(c["text"] for event in got for c in event["choices"] if c["index"] == i) for i in (0, 1)]
+    assert texts == ["", TEXT[1:]]
+    assert metrics(client)['scalejax:request_success_total{finished_reason="stop",model_name="tiny"}'] == 2
+    assert loop.cancelled == [0]
+
+
 def wait_for(condition, seconds=10):
     end = time.monotonic() + seconds
     while not condition():
@@ -282,6 +294,7 @@ WRONG = [
     ({"prompt": "a" * 4096}, "prompt"),
     ({"prompt": "\ud800"}, "prompt"),
     ({"prompt": ["a"] * 25}, "prompt"),
+    ({"prompt": ["a"] * 20, "n": 7}, "prompt"),
     ({"max_tokens": 4095}, "prompt"),
     ({"max_tokens": 10**30}, "prompt"),
     ({"max_tokens": -1}, "max_tokens"),
@@ -393,7 +406,7 @@ PATHS = {
     "/v1/completions": ({"prompt": "a", "max_tokens": 1}, WRONG),
     "/v1/chat/completions": (
         {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1},
-        WRONG_CHATS + WRONG[16:],
+        WRONG_CHATS + WRONG[17:],
     ),
 }
 BODIES = st.sampled_from(sorted(PATHS)).flatmap(
