@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -68,19 +69,17 @@ async def metric(session: httpx.AsyncClient, address: str, name: str) -> float:
 
 
 async def client(
-    session: httpx.AsyncClient,
-    address: str,
-    number: int,
-    end: float,
-    counts: collections.Counter[str],
-    ttft: list[float],
-) -> None:
-    """Asks until `end`, one request after the other."""
+    session: httpx.AsyncClient, address: str, number: int, end: float, longest: int, counts: collections.Counter[str]
+) -> list[float]:
+    """Asks until `end`, one request after the other; returns the seconds to each first event."""
+    ttft: list[float] = []
     rng = random.Random(number)
     while time.monotonic() < end:
+        most = rng.randint(4, min(64, longest // 2))
+        text = " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 20, 60))))
         asked = {
-            "prompt": " ".join(rng.choices(WORDS, k=rng.choice((1, 5, 20, 60)))),
-            "max_tokens": rng.randint(4, 64),
+            "prompt": text[: longest - most - 2],  # a token has a character at least
+            "max_tokens": most,
             "temperature": rng.choice((0, 0.7, 1)),
             "top_p": rng.choice((1, 0.9)),
             "stop": rng.choice((None, None, ["return"])),
@@ -105,28 +104,28 @@ async def client(
         counts["finished" if whole else f"failed: status {response.status_code}"] += 1
         if first is not None:
             ttft.append(first - begin)
+    return ttft
 
 
 async def load(child: subprocess.Popen[str], address: str, clients: int, seconds: float) -> dict[str, object]:
     """Runs all clients; returns what was counted."""
     counts: collections.Counter[str] = collections.Counter()
-    ttft: list[float] = []
     memory: list[int] = []
     limits = httpx.Limits(max_connections=clients + 2, max_keepalive_connections=clients + 2)
     async with httpx.AsyncClient(limits=limits, timeout=120, trust_env=False) as session:
+        longest = (await session.get(f"{address}/v1/models")).json()["data"][0]["max_model_len"]
         end = time.monotonic() + seconds
         begin_tokens = await metric(session, address, "generation_tokens_total")
-        running = asyncio.gather(*(client(session, address, n, end, counts, ttft) for n in range(clients)))
+        running = asyncio.gather(*(client(session, address, n, end, longest, counts) for n in range(clients)))
         await asyncio.sleep(1)
         compiled = await metric(session, address, "compilations_total")
         while time.monotonic() < end:
             memory.append(resident_bytes(child.pid))
             await asyncio.sleep(1)
-        await running
+        ttft = sorted(itertools.chain(*await running))
         compiled = await metric(session, address, "compilations_total") - compiled
         tokens = await metric(session, address, "generation_tokens_total") - begin_tokens
     half = memory[len(memory) // 2 :]
-    ttft.sort()
     return {
         "clients": clients,
         "seconds": seconds,
