@@ -155,7 +155,8 @@ def test_an_idle_server_ends_at_once_by_either_signal():
 
 def test_a_second_signal_ends_at_once():
     with running(loop={"endless": True, "delay": 0.02}) as (child, url), stream(url, max_tokens=4000) as response:
-        next(events(response))
+        own = events(response)  # which would close the stream if nobody held it
+        next(own)
         child.send_signal(signal.SIGTERM)
         wait_for(lambda: httpx.get(f"{url}/health", **HARMLESS).status_code == 503)
         child.send_signal(signal.SIGTERM)
