@@ -1,6 +1,8 @@
 """Sharding of activations: logical axis -> mesh axes, for the mesh at hand.
 
 batch    rows                      sequence   positions, inside attention
+decoded  rows of one token each, which `context` cuts too where it cuts the keys of all rows
+keys     positions of keys, where they are others than those of queries
 stream   positions, between blocks: also over `tensor`, which shards norms and residuals ("sequence parallelism",
          Korthikanti et al., 2022)
 heads, kv_heads, hidden, vocabulary   features, over `tensor`
@@ -18,7 +20,9 @@ from scalejax.parallel.rules import LogicalAxes, Rules
 ACTIVATIONS = Rules(
     axes=(
         ("batch", BATCH_AXES),
+        ("decoded", (*BATCH_AXES, "context")),
         ("sequence", ("context",)),
+        ("keys", ("context",)),
         ("stream", ("context", "tensor")),
         ("heads", ("tensor",)),
         ("kv_heads", ("tensor",)),

@@ -23,7 +23,9 @@ def shard_attention(
     given: dict[str, jax.Array],
     axes: dict[str, LogicalAxes],
     *,
+    rows: str = "batch",
     sequence: str | None = None,
+    keys: str | None = None,
 ) -> "Float[Array, 'batch positions heads head_dim']":
     """local(q, k, v, **given) on each device's rows and heads, under the mesh in force.
 
@@ -37,7 +39,9 @@ def shard_attention(
       v: [B, T, K, D].
       given: Further arrays by name.
       axes: Logical axes of each of them.
-      sequence: Logical axis of the positions of q, k, v and the result; None = each device has all.
+      rows: Logical axis of the rows of q and the result; those of k and v are "batch".
+      sequence: Logical axis of the positions of q and the result; None = each device has all.
+      keys: Logical axis of the positions of k and v; None = `sequence`.
     """
     b, positions, heads, width = q.shape
     groups = k.shape[2]
@@ -48,10 +52,11 @@ def shard_attention(
         rows = q.reshape(*q.shape[:2], -1, width)  # b S K/n G D -> b S H/n D
         return local(rows, k, v, **dict(zip(given, rest, strict=True))).reshape(q.shape)
 
-    by_group: LogicalAxes = ("batch", sequence, "kv_heads", None, None)
+    by_group: LogicalAxes = (rows, sequence, "kv_heads", None, None)
+    of_keys: LogicalAxes = ("batch", keys or sequence, "kv_heads", None)
     sharded = shard_kernel(
         run,
-        in_axes=(by_group, by_group[:-1], by_group[:-1], *(axes[name] for name in given)),
+        in_axes=(by_group, of_keys, of_keys, *(axes[name] for name in given)),
         out_axes=by_group,
         rules=ACTIVATIONS,
     )

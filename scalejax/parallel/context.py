@@ -62,7 +62,7 @@ _Result = tuple[jax.Array, jax.Array]
 _Sums = tuple[_Keys, jax.Array, list[jax.Array]]
 """Keys on their way, the gradient of the queries, and those of keys and values on their way."""
 
-_Move = Callable[[A], A]
+Move = Callable[[A], A]
 
 
 def chunk_order(ranks: int) -> tuple[int, ...]:
@@ -108,10 +108,11 @@ def unzigzag(x: Any, ranks: int, length: int, *, axis: int = 1) -> Any:
 
 def context_attention(
     q: "Float[Array, 'batch positions heads head_dim']",
-    k: "Float[Array, 'batch positions kv_heads head_dim']",
-    v: "Float[Array, 'batch positions kv_heads head_dim']",
+    k: "Float[Array, 'batch keys kv_heads head_dim']",
+    v: "Float[Array, 'batch keys kv_heads head_dim']",
     *,
     positions: "Int[Array, 'batch positions']",
+    key_positions: "Int[Array, 'batch keys'] | None" = None,
     segment_ids: "Int[Array, 'batch positions'] | None" = None,
     method: Method = "all_gather",
     axis: str = "context",
@@ -127,9 +128,10 @@ def context_attention(
 
     Args:
       q: float[B, s, H, D], the queries of this device; s is the same on all.
-      k: [B, s, K, D], the keys of the same positions; K divides H.
-      v: [B, s, K, D].
+      k: [B, t, K, D], the keys of this device; t is the same on all, K divides H.
+      v: [B, t, K, D].
       positions: int32[B, s], for the mask: they order the positions of a segment.
+      key_positions: int32[B, t], those of the keys; None = `positions`.
       segment_ids: int32[B, s]; a position sees those of equal id. None = all are of one.
       method: See the module.
       axis: The mesh axis over which the sequence is cut.
@@ -146,9 +148,11 @@ def context_attention(
       ValueError: there is no such method, or what `flash_attention` refuses.
     """
     check_method(method)
+    if key_positions is not None and segment_ids is not None:
+        raise ValueError("context_attention: key_positions and segment_ids exclude each other; got both. Drop one.")
     call = _Call(axis=axis, mask=mask, window=window, scale=scale, implementation=implementation, interpret=interpret)
     run = _ring if method == "ring" else _gathered
-    return run(call, q, k, v, positions, segment_ids)
+    return run(call, q, k, v, positions, positions if key_positions is None else key_positions, segment_ids)
 
 
 def sharded_context_attention(
@@ -263,11 +267,17 @@ class _Call:
 
 
 def _gathered(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: jax.Array | None
+    call: _Call,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    key_positions: jax.Array,
+    segments: jax.Array | None,
 ) -> _Result:
     keys = _gather(call.axis, k)
     values = _gather(call.axis, v)
-    key_positions, key_segments = jax.tree.map(functools.partial(_all, call.axis), (positions, segments))
+    key_positions, key_segments = jax.tree.map(functools.partial(_all, call.axis), (key_positions, segments))
     return flash_attention(q, keys, values, **call.options(positions, segments, key_positions, key_segments))
 
 
@@ -313,25 +323,31 @@ def _ranked(x: jax.Array, ranks: int) -> jax.Array:
 # gradients is exact.
 @compat.custom_vjp(0)
 def _ring(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, segments: jax.Array | None
+    call: _Call,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    positions: jax.Array,
+    key_positions: jax.Array,
+    segments: jax.Array | None,
 ) -> _Result:
     def attend(held: _Keys) -> _Result:
         keys, values, key_positions, key_segments = held
         out, lse = flash_attention(q, keys, values, **call.options(positions, segments, key_positions, key_segments))
         return out.astype(lse.dtype), lse
 
-    def step(carry: tuple[_Keys, _Result], move: _Move[_Keys]) -> tuple[_Keys, _Result]:
+    def step(carry: tuple[_Keys, _Result], move: Move[_Keys]) -> tuple[_Keys, _Result]:
         held, result = carry
         arriving = move(held)  # stated first: it has the time of what follows
-        return arriving, _merge(result, attend(held))
+        return arriving, merge(result, attend(held))
 
-    own = (k, v, positions, segments)
+    own = (k, v, key_positions, segments)
     ranks = lax.axis_size(call.axis)
-    move = functools.partial(_pass_on, call.axis, ranks)
+    move = functools.partial(pass_on, call.axis, ranks)
     arriving = move(own) if ranks > 1 else own
     result = attend(own)
     if ranks > 1:
-        _, result = _round(step, (arriving, result), ranks, move)
+        _, result = go_round(step, (arriving, result), ranks, move)
     out, lse = result
     return out.astype(q.dtype), lse
 
@@ -346,13 +362,14 @@ def _ring_forward(call: _Call, *args: "PyTree") -> tuple[_Result, tuple[jax.Arra
 def _ring_backward(
     call: _Call, saved: tuple[jax.Array, ...], cotangents: tuple[jax.Array | SymbolicZero, ...]
 ) -> tuple[jax.Array | None, ...]:
-    q, k, v, positions, segments, out, lse = saved
+    q, k, v, positions, key_positions, segments, out, lse = saved
     d_out, d_lse = (None if isinstance(x, SymbolicZero) else x for x in cotangents)
     if d_out is None:
         d_out = jnp.zeros_like(out)
     # Where both passes stand in one program, a compiler would find that the same keys and values go round twice, and
     # keep those of all devices from one pass to the other.
-    k, v, positions, segments, d_out = lax.optimization_barrier((k, v, positions, segments, d_out))
+    held = (k, v, positions, key_positions, segments, d_out)
+    k, v, positions, key_positions, segments, d_out = lax.optimization_barrier(held)
 
     def gradients(held: _Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
         keys, values, key_positions, key_segments = held
@@ -362,31 +379,31 @@ def _ring_backward(
         return d_q, d_k, d_v
 
     ranks = lax.axis_size(call.axis)
-    move = functools.partial(_pass_on, call.axis, ranks)
+    move = functools.partial(pass_on, call.axis, ranks)
 
-    def step(carry: _Sums, forward: _Move[_Keys]) -> _Sums:
+    def step(carry: _Sums, forward: Move[_Keys]) -> _Sums:
         held, d_q, sums = carry
         arriving = forward(held)
         d_q_part, *parts = gradients(held)
         # The sums leave after their keys and values did, and arrive while the next part is computed.
         return arriving, d_q + d_q_part, move(jax.tree.map(jnp.add, sums, parts))
 
-    own = (k, v, positions, segments)
+    own = (k, v, key_positions, segments)
     arriving = move(own) if ranks > 1 else own
     d_q, *parts = gradients(own)
     if ranks > 1:
         # What the own queries add to the own keys waits here; the sums of the others come round in n - 1 steps.
         zeros = jax.tree.map(jnp.zeros_like, parts)
-        _, d_q, sums = _round(step, (arriving, d_q, zeros), ranks, move)
+        _, d_q, sums = go_round(step, (arriving, d_q, zeros), ranks, move)
         parts = jax.tree.map(jnp.add, parts, sums)
-    return d_q.astype(q.dtype), parts[0].astype(k.dtype), parts[1].astype(v.dtype), None, None
+    return d_q.astype(q.dtype), parts[0].astype(k.dtype), parts[1].astype(v.dtype), None, None, None
 
 
 _ring.defvjp(_ring_forward, _ring_backward, symbolic_zeros=True)
 
 
-def _round(step: Callable[[Carry, _Move[A]], Carry], carry: Carry, ranks: int, move: _Move[A]) -> Carry:
-    """n - 1 steps, the last of which passes nothing on."""
+def go_round(step: Callable[[Carry, Move[A]], Carry], carry: Carry, ranks: int, move: Move[A]) -> Carry:
+    """n - 1 steps(carry, move), the last of which gets a `move` that passes nothing on."""
 
     def one(carry: Carry, _: None) -> tuple[Carry, None]:
         return step(carry, move), None
@@ -396,19 +413,22 @@ def _round(step: Callable[[Carry, _Move[A]], Carry], carry: Carry, ranks: int, m
     return step(carry, lambda held: held)
 
 
-def _pass_on(axis: str, ranks: int, tree: A) -> A:
-    """What the device before this one has."""
+def pass_on(axis: str, ranks: int, tree: A) -> A:
+    """What the device before this one has, of each array of a tree: one transfer each."""
     to_next = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
     return jax.tree.map(lambda x: lax.ppermute(x, axis, to_next), tree)
 
 
-def _merge(one: tuple[jax.Array, jax.Array], other: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) of two sets of keys -> that of both; a set of which a row sees nothing has lse -inf."""
+def merge(one: _Result, other: _Result) -> _Result:
+    """(out [B, S, H, D], lse [B, H, S]) of two sets of keys -> that of both, in their dtypes.
+
+    A set of which a row sees nothing has lse -inf and changes nothing.
+    """
     lse = jnp.logaddexp(one[1], other[1])
     # A row that sees nothing in either set would have -inf - -inf, which is NaN, where its weight is 0.
     shift = jnp.where(lse == -jnp.inf, 0, lse)
 
-    def weighted(part: tuple[jax.Array, jax.Array]) -> jax.Array:
+    def weighted(part: _Result) -> jax.Array:
         out, part_lse = part
         return out * jnp.exp(part_lse - shift).swapaxes(1, 2)[..., None]  # B H S -> B S H 1
 

@@ -128,8 +128,8 @@ def merged_without_weights(q, k, v, *, positions, segment_ids):
             kv_segment_ids=key_segments,
         )  # fmt: skip
         part = (out, lax.stop_gradient(lse))
-        total = part if total is None else context._merge(total, part)
-        held = context._pass_on("context", ranks, held)
+        total = part if total is None else context.merge(total, part)
+        held = context.pass_on("context", ranks, held)
     return total
 
 
