@@ -18,8 +18,8 @@ from scalejax.plan.compiled import collectives, hlo
 
 NO_QUERY, NO_KEY = inference.NO_QUERY, inference.NO_KEY
 PREFILLS = {"pass_kv": inference.sharded_pass_kv, "pass_q": inference.sharded_pass_q}
-ROWS = ((0, 21), (37, 1), (5, 7), (0, 0), (18, 3), (0, 1))
-"""(cached, new) tokens: a full prefill, T = 1, T < 2 N, an empty slot; no T but 0 divides by 2 N for N > 3."""
+ROWS = ((0, 21), (36, 1), (5, 7), (0, 0), (18, 3), (0, 1))
+"""(cached, new) tokens: a full prefill, T = 1, T < 2 N, an empty slot; 37 keys and 21 queries divide by no N but 1."""
 HEADS = {"mha": (2, 2), "gqa": (4, 2), "mqa": (2, 1)}
 TOLERANCE = {jnp.float32: 1e-5, jnp.bfloat16: 2e-2}
 
