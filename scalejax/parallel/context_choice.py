@@ -11,8 +11,8 @@ From T* on, keys and values travel behind the attention of T queries, whatever P
 message where m < 2 K / H, but their results come back in an all-to-all behind which nothing hides. Of a ragged batch T
 and P are the sums over its rows.
 
-Algorithm 5 is strict here, where the paper has >=: its own table has a row at equality (T = 3,200) in which pass-Q is 6 %
-faster. The a, b and c that the paper prints are not here: they choose pass-Q for every row of that table, up to 11 %
+Algorithm 5 is strict here, where the paper has >=: its own table has a row at equality (T = 3,200) in which pass-Q is
+6 % faster. The a, b and c that the paper prints are not here: they choose pass-Q for every row of that table, up to 11 %
 slower than pass-KV. `calibrate` fits them to what a machine does.
 """
 
@@ -59,7 +59,7 @@ class ContextCosts:
     @property
     def hidden_from(self) -> float:
         """T*: new tokens from which on pass-KV hides its transfers, for any P (equation 2)."""
-        return float(self._hidden_from)
+        return float(_hidden_from(_exact(self)))
 
     @property
     def queries_hidden_from(self) -> float:
@@ -70,13 +70,6 @@ class ContextCosts:
     def equal_messages_at(self) -> float:
         """Miss rate at which queries are as many bytes as keys and values (equation 1)."""
         return 2 * self.kv_heads / self.heads
-
-    @property
-    def _hidden_from(self) -> fractions.Fraction:
-        exact = _exact(self)
-        return exact["ranks"] * exact["flops_per_s"] * exact["kv_heads"] * exact["element_bytes"] / (
-            2 * exact["heads"] * exact["bytes_per_s"]
-        )  # fmt: skip
 
 
 def by_message(costs: ContextCosts, new: int, cached: int) -> Passed:
@@ -89,7 +82,7 @@ def by_message(costs: ContextCosts, new: int, cached: int) -> Passed:
     """
     exact = _exact(costs)
     miss_rate = _miss_rate(new, cached)
-    return _passed(new >= costs._hidden_from or miss_rate >= 2 * exact["kv_heads"] / exact["heads"])
+    return _passed(new >= _hidden_from(exact) or miss_rate >= 2 * exact["kv_heads"] / exact["heads"])
 
 
 def by_message_and_return(costs: ContextCosts, new: int, cached: int) -> Passed:
@@ -103,7 +96,7 @@ def by_message_and_return(costs: ContextCosts, new: int, cached: int) -> Passed:
     exact = _exact(costs)
     returned = 4 * new * exact["bytes_per_s"] / (exact["ranks"] * exact["flops_per_s"] * exact["element_bytes"])
     threshold = 2 * exact["kv_heads"] / exact["heads"] - returned
-    return _passed(new >= costs._hidden_from or _miss_rate(new, cached) > threshold)
+    return _passed(new >= _hidden_from(exact) or _miss_rate(new, cached) > threshold)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,8 +173,8 @@ class Calibration:
 def calibrate(measurements: Sequence[Measurement], pass_kv_from: float | None = None) -> Calibration:
     """Fits a, b and c by least squares, so that h is the logarithm of pass-Q's time over pass-KV's.
 
-    A row that hardly matters, where the two take the same time, so has an h near 0 and hardly moves the line, which a fit
-    of the decisions alone would not see.
+    Rows in which the two take the same time then hardly move the line; a fit of the decisions alone would not see that
+    they do not matter.
 
     Args:
       measurements: Of several T for one P, and several P for one T, on both sides of the crossover.
@@ -230,6 +223,11 @@ def _miss_rate(new: int, cached: int) -> fractions.Fraction:
     check_at_least("context_choice: new tokens", new, 1)
     check_at_least("context_choice: cached tokens", cached, 0)
     return fractions.Fraction(int(new), int(new) + int(cached))
+
+
+def _hidden_from(exact: dict[str, fractions.Fraction]) -> fractions.Fraction:
+    flops = exact["ranks"] * exact["flops_per_s"] * exact["kv_heads"] * exact["element_bytes"]
+    return flops / (2 * exact["heads"] * exact["bytes_per_s"])
 
 
 def _exact(costs: ContextCosts) -> dict[str, fractions.Fraction]:

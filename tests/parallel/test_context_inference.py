@@ -52,7 +52,7 @@ class Spread:
 
 
 def problem(ranks, heads=(4, 2), width=64, dtype=jnp.float32, rows=ROWS, seed=0, devices_of=None):
-    """(arguments of a prefill by name, where its queries lie, the same without any order: what dense attention takes)"""
+    """(arguments of a prefill by name, where its queries lie, what dense attention takes of the same tokens)"""
     rng = np.random.default_rng(seed)
     queries, kv_heads = heads
 
