@@ -12,8 +12,8 @@ message where m < 2 K / H, but their results come back in an all-to-all behind w
 and P are the sums over its rows.
 
 Algorithm 5 is strict here, where the paper has >=: its own table has a row at equality (T = 3,200) in which pass-Q is
-6 % faster. The a, b and c that the paper prints are not here: they choose pass-Q for every row of that table, up to 11 %
-slower than pass-KV. `calibrate` fits them to what a machine does.
+6 % faster. The a, b and c that the paper prints are not here: they choose pass-Q for every row of that table, where it
+is up to 11 % slower. `calibrate` fits them to what a machine does.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ from aot import cuda_topology
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.parallel import context
+from scalejax.parallel import context, context_inference
 from scalejax.parallel.mesh import MeshShape
 from scalejax.plan import topology
 from scalejax.plan.compiled import collectives, hlo
@@ -47,3 +47,43 @@ def test_a_tpu_sends_what_is_stated(method):
     else:
         # The compiler keeps nothing from the first time round to the second.
         assert sent == {"collective-permute": 2 * (pair + integers) + 2 * pair}
+
+
+@pytest.mark.parametrize("method", ["pass_kv", "pass_q", "decode"])
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1"])
+def test_transfers_of_a_prompt_run_beside_kernels(chip, method):
+    """Of each array n - 1, started before a kernel and awaited after it."""
+    mesh, _ = topology.make_mesh(topology.parse(chip), MeshShape(fsdp=1, context=RANKS))
+    new, cached, rows = (1, 8_192, 8) if method == "decode" else (4_096, S, B)
+    cut, by_row = NamedSharding(mesh, P(None, "context")), NamedSharding(mesh, P("context"))
+
+    def array(length, *rest, sharding=cut, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct((rows, length, *rest), dtype, sharding=sharding)
+
+    of_query = by_row if method == "decode" else cut
+    given = (
+        array(new, H, D, sharding=of_query), array(cached, K, D), array(cached, K, D),
+        array(new, sharding=of_query, dtype=jnp.int32), array(cached, dtype=jnp.int32),
+    )  # fmt: skip
+    attend = {
+        "pass_kv": context_inference.sharded_pass_kv,
+        "pass_q": context_inference.sharded_pass_q,
+        "decode": context_inference.sharded_decode,
+    }[method]
+
+    def run(q, k, v, query_positions, key_positions):
+        positions = {"query_positions": query_positions, "key_positions": key_positions}
+        return attend(q, k, v, **positions, implementation="pallas_tpu")
+
+    module = hlo.parse(cuda_topology.compile_for(mesh, run, *given).as_text())
+    order = module.computations[module.entry].instructions
+    kinds = [c.kind for c in collectives.of_module(module, mesh) for _ in range(c.count)]
+    travelling = 3 if method == "pass_kv" else 2
+    assert kinds.count("collective-permute") == travelling * (RANKS - 1)
+    assert len(kinds) - kinds.count("collective-permute") == (0 if method == "pass_kv" else 1)
+    place = {instruction.name: number for number, instruction in enumerate(order)}
+    kernels = [place[i.name] for i in order if '"tpu_custom_call"' in i.attributes]
+    assert len(kernels) == RANKS
+    pairs = [(place[i.operands[0]], place[i.name]) for i in order if i.opcode == "collective-permute-done"]
+    assert all(any(start < kernel < done for kernel in kernels) for start, done in pairs)
+    assert len(pairs) == travelling * (RANKS - 1)

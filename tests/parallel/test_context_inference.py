@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from scalejax.errors import UserError
 from scalejax.kernels.flash_attention import flash_attention
 from scalejax.parallel import context_inference as inference
-from scalejax.parallel.context import merge
+from scalejax.parallel.context import context_attention, merge
 from scalejax.parallel.mesh import MeshShape, make_mesh
 from scalejax.plan.compiled import collectives, hlo
 
@@ -326,6 +326,12 @@ def test_for_a_shard_map_of_ones_own():
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut, check_vma=False)
     assert_dense(jax.jit(sharded)(*arrays.values()), by_query, parts, 1e-5)
+
+
+def test_positions_of_keys_do_not_mix_with_segments():
+    x, ids = jnp.zeros((1, 2, 2, 8)), jnp.zeros((1, 2), jnp.int32)
+    with pytest.raises(ValueError, match="key_positions and segment_ids exclude each other; got both"):
+        context_attention(x, x, x, positions=ids, key_positions=ids, segment_ids=ids)
 
 
 def test_no_mesh_is_a_mistake_of_the_caller():
