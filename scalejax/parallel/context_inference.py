@@ -177,8 +177,12 @@ def pass_q_to(
 
     def part(held: _Queries, source: jax.Array) -> jax.Array:
         out, lse = attend(*held, source)
-        # Output and log-sum-exp in one array: they travel together.
-        return jnp.concatenate([out.astype(lse.dtype), lse.swapaxes(1, 2)[..., None]], axis=-1)  # B s H D + 1
+        # They travel together, laid end to end: D + 1 beside each other would fill two tiles of a TPU for D = 128.
+        return jnp.concatenate([out.astype(lse.dtype).reshape(-1), lse.reshape(-1)])
+
+    def apart(part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        batch, queries, heads, _ = q.shape
+        return part[: q.size].reshape(q.shape), part[q.size :].reshape(batch, heads, queries)
 
     def step(carry: _Parts, move: Move[_Queries]) -> _Parts:
         held, source, parts = carry
@@ -196,7 +200,7 @@ def pass_q_to(
         returned = lax.all_to_all(parts, axis, split_axis=0, concat_axis=0, tiled=True)
     else:
         returned = first[None]
-    out, _ = functools.reduce(merge, [(x[..., :-1], x[..., -1].swapaxes(1, 2)) for x in returned])
+    out, _ = functools.reduce(merge, [apart(part) for part in returned])
     return out.astype(q.dtype)
 
 
@@ -204,7 +208,7 @@ _Queries = tuple[jax.Array, jax.Array]
 """Queries and their positions, on their way."""
 
 _Parts = tuple[_Queries, jax.Array, jax.Array]
-"""Queries on their way, the index of their device, and float32[n, B, s, H, D + 1]: what is known of each device's."""
+"""Queries on their way, the index of their device, and float32[n, B s H (D + 1)]: what is known of each device's."""
 
 
 def sharded_pass_kv(
