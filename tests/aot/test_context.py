@@ -52,8 +52,8 @@ def test_a_tpu_sends_what_is_stated(method):
 @pytest.mark.parametrize("method", ["pass_kv", "pass_q", "decode"])
 @pytest.mark.parametrize("chip", ["v5e:2x2", "v5p:2x2x1"])
 def test_transfers_of_a_prompt_run_beside_kernels(chip, method):
-    """Of each array n - 1. Keys and values are on their way while a kernel runs; queries, which are fewer, while one does
-    or while results are put together, as the compiler finds best. It sends all positions at the start."""
+    """Of each array n - 1. Keys and values are on their way while a kernel runs; queries, which are fewer, while one
+    does or while results are put together, as the compiler finds best. It sends all positions at the start."""
     mesh, _ = topology.make_mesh(topology.parse(chip), MeshShape(fsdp=1, context=RANKS))
     new, cached, rows = (1, 8_192, 8) if method == "decode" else (4_096, S, B)
     cut, by_row = NamedSharding(mesh, P(None, "context")), NamedSharding(mesh, P("context"))

@@ -1,0 +1,153 @@
+"""Signature, checks and the choice of implementation.
+
+`implementation` names one of
+
+    reference    the definition, for tests
+    xla          the pages of each row gathered, then `flash_attention` in XLA
+    pallas_tpu   a kernel that reads the pages of the table alone (`pallas_tpu`)
+    pallas_gpu   likewise, in Triton (`pallas_gpu`)
+
+A name never falls back: what it lacks is an UnsupportedError that says so. None takes the kernel of the platform of the
+mesh in force, or else of jax's first device, where it has the case, and "xla" otherwise.
+"""
+
+import importlib
+import math
+from typing import TYPE_CHECKING, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from scalejax import compat
+from scalejax.errors import UnsupportedError
+from scalejax.kernels.paged_attention import reference
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float, Int
+
+    from scalejax.kernels.interpretation import Interpret
+
+Implementation = Literal["reference", "xla", "pallas_tpu", "pallas_gpu"]
+_IMPLEMENTATIONS = ("reference", "xla", "pallas_tpu", "pallas_gpu")
+_PREFERRED = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
+
+
+def paged_attention(
+    q: "Float[Array, 'batch heads head_dim']",
+    pages: "Float[Array, 'pages page_size key_value_heads head_dim']",
+    table: "Int[Array, 'batch width']",
+    key_positions: "Int[Array, 'pages page_size']",
+    query_positions: "Int[Array, 'batch']",
+    *,
+    used: "Int[Array, 'batch'] | None" = None,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    interpret: "Interpret" = False,
+) -> tuple["Float[Array, 'batch heads head_dim']", "Float[Array, 'batch heads']"]:
+    """out[b] = sum over visible keys j of softmax_j(scale * q[b] . k[j]) v[j], and the log-sum-exp of each head.
+
+    The keys of row b are those of the pages table[b]; a row sees those with a position at most its own and, with a
+    window, above query_position - window. A row that sees nothing has out 0 and lse -inf, so that parts of a sequence
+    merge by their lse. Query head h reads key/value head h // (H / K). Forward only.
+
+    Args:
+      q: float[B, H, D]: float32 or bfloat16; float16 and, but for kernels, float64 too.
+      pages: [P, page, 2 K, D] in the dtype of q: head 2 j has the keys of head j, head 2 j + 1 its values.
+      table: int32[B, W], pages of each row in any order; every entry is in [0, P).
+      key_positions: int32[P, page]; 2**31 - 1 where there is no key.
+      query_positions: int32[B]; -1 for a row that is padding.
+      used: int32[B], entries of the table that are the row's, the first ones; the others are not read. None = all, and
+        then an entry too many must name a page without keys.
+      window: Positions, >= 1: a query sees itself and the window - 1 keys before it.
+      scale: None = D ** -0.5.
+      implementation: None picks; a name never falls back.
+      interpret: For tests of Pallas kernels where their chip is not.
+
+    Returns:
+      (out [B, H, D] in the dtype of q, lse float32[B, H]); sums in float32 (float64 for float64).
+
+    Raises:
+      ValueError: an argument has a wrong rank, size, dtype or value.
+      UnsupportedError: the named implementation does not have the case.
+    """
+    op = "paged_attention"
+    _check(op, q, pages, table, key_positions, query_positions, used)
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1):
+        raise ValueError(f"{op}: window must be an int >= 1, a number of positions, or None; got {window!r}.")
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    if isinstance(scale, jax.Array) or not math.isfinite(scale):
+        raise ValueError(f"{op}: scale must be a finite number that is known while tracing; got {scale}.")
+    if implementation is not None and implementation not in _IMPLEMENTATIONS:
+        names = ", ".join(f'"{name}"' for name in _IMPLEMENTATIONS)
+        raise ValueError(f"{op}: implementation must be None or one of {names}; got {implementation!r}.")
+    if min(*q.shape, *pages.shape, *table.shape) == 0:
+        return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
+    table, key_positions, query_positions = (x.astype(jnp.int32) for x in (table, key_positions, query_positions))
+    used = jnp.full(q.shape[:1], table.shape[1], jnp.int32) if used is None else used.astype(jnp.int32)
+    name = _choose(op, implementation, q, pages)
+    if name in ("reference", "xla"):
+        return reference.attention(
+            q, pages, table, key_positions, query_positions, used, window, float(scale), implementation=name
+        )
+    backend = importlib.import_module(f"scalejax.kernels.paged_attention.{name}")
+    return backend.forward(
+        q, pages, table, key_positions, query_positions, used, window, float(scale), interpret=interpret
+    )
+
+
+def _choose(op: str, implementation: str | None, q: jax.Array, pages: jax.Array) -> str:
+    if implementation in ("reference", "xla"):
+        return implementation
+    name = implementation or _PREFERRED.get(compat.platform())
+    if name is None:
+        return "xla"
+    # Pallas takes longer to import than all the rest, and programs on a CPU never need it.
+    lacks = importlib.import_module(f"scalejax.kernels.paged_attention.{name}").lacks(q, pages)
+    if lacks and implementation is not None:
+        raise UnsupportedError(
+            f'{op}: implementation="{implementation}" {lacks} Take implementation=None, which is the fastest that has '
+            "the case."
+        )
+    return "xla" if lacks else name
+
+
+def _check(
+    op: str,
+    q: jax.Array,
+    pages: jax.Array,
+    table: jax.Array,
+    key_positions: jax.Array,
+    query_positions: jax.Array,
+    used: jax.Array | None,
+) -> None:
+    if q.ndim != 3 or pages.ndim != 4:
+        raise ValueError(
+            f"{op}: q must have shape (B, H, D) and pages (P, page, 2 K, D); got {tuple(q.shape)} and "
+            f"{tuple(pages.shape)}."
+        )
+    batch, heads, width = q.shape
+    if pages.shape[3] != width:
+        raise ValueError(f"{op}: pages must have the head dim of q, D = {width}; got {pages.shape[3]}.")
+    if pages.shape[2] % 2 or (pages.shape[2] and heads % (pages.shape[2] // 2)):
+        raise ValueError(
+            f"{op}: pages must have 2 K heads, keys and values in turn, where K divides H = {heads}; got "
+            f"{pages.shape[2]}."
+        )
+    if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
+        raise ValueError(f"{op}: q must be float32, bfloat16, float16 or float64; got {q.dtype}. Cast it.")
+    if pages.dtype != q.dtype:
+        raise ValueError(f"{op}: pages must have the dtype of q, {q.dtype}; got {pages.dtype}. Cast one of them.")
+    given = [
+        ("table", table, (batch, table.shape[-1] if table.ndim else 0)),
+        ("key_positions", key_positions, pages.shape[:2]),
+        ("query_positions", query_positions, (batch,)),
+    ] + ([] if used is None else [("used", used, (batch,))])
+    for name, array, shape in given:
+        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
+            raise ValueError(
+                f"{op}: {name} must be integers of shape {tuple(shape)}; got {array.dtype}{list(array.shape)}."
+            )
