@@ -38,7 +38,7 @@ from scalejax.bench import machine
 from scalejax.kernels.flash_attention import flash_attention
 from scalejax.parallel.context import merge
 from scalejax.parallel.context_choice import (
-    Calibration,
+    CalibratedChoice,
     ContextCosts,
     FittedChoice,
     Measurement,
@@ -75,7 +75,7 @@ class Results:
     """
 
     measurements: list[Measurement]
-    calibration: Calibration
+    calibration: CalibratedChoice
     zigzag_s: float
     neighbours_s: float
     whole_s: float
@@ -96,7 +96,7 @@ def seconds(runs: Sequence[Callable[[], Any]], turns: int) -> list[float]:
 
 
 def arguments(devices: np.ndarray, cached: int) -> dict[str, jax.Array]:
-    """Arrays of one row on the mesh in force: new token i and its key on `devices[i]`, cached ones dealt evenly."""
+    """Arrays of one row on the mesh in force: new token i and its key on `devices[i]`, cached ones spread evenly."""
     new = devices.size
     of_key = np.concatenate([np.arange(cached) % RANKS, devices])
 

@@ -16,7 +16,9 @@ implementation.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-_KERNELS = ("block_quant", "embedding_bag", "flash_attention", "grouped_matmul", "mx", "paged_attention", "sampled_spmm")
+_KERNELS = (
+    "block_quant", "embedding_bag", "flash_attention", "grouped_matmul", "mx", "paged_attention", "sampled_spmm",
+)  # fmt: skip
 
 __all__ = [*_KERNELS]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -154,7 +154,7 @@ class Measurement:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Calibration:
+class CalibratedChoice:
     """A fitted line and how well it decides what it was fitted to.
 
     Attributes:
@@ -170,7 +170,7 @@ class Calibration:
     lost: float
 
 
-def calibrate(measurements: Sequence[Measurement], pass_kv_from: float | None = None) -> Calibration:
+def calibrate(measurements: Sequence[Measurement], pass_kv_from: float | None = None) -> CalibratedChoice:
     """Fits a, b and c by least squares, so that h is the logarithm of pass-Q's time over pass-KV's.
 
     Rows in which the two take the same time then hardly move the line; a fit of the decisions alone would not see that
@@ -207,7 +207,7 @@ def calibrate(measurements: Sequence[Measurement], pass_kv_from: float | None = 
     )
     chosen = [choice.choose(m.new, m.cached) for m in measurements]
     taken = sum(m.pass_kv_s if c == "pass_kv" else m.pass_q_s for m, c in zip(measurements, chosen, strict=True))
-    return Calibration(
+    return CalibratedChoice(
         choice=choice,
         right=sum(m.faster == c for m, c in zip(measurements, chosen, strict=True)),
         measured=len(measurements),

@@ -19,6 +19,7 @@ from aot import (
     test_flash_attention,
     test_grouped_matmul,
     test_mx,
+    test_paged_attention,
     test_sampled_spmm,
 )
 from jax.sharding import NamedSharding, PartitionSpec
@@ -49,6 +50,11 @@ def embedding_bag(what):
 def flash_attention():
     form = next(iter(test_flash_attention.FORMS.values()))
     return test_flash_attention.compile_whole(hopper(), *test_flash_attention.program("pallas_gpu", **form))
+
+
+def paged_attention():
+    program = test_paged_attention.program("pallas_gpu", *test_paged_attention.FORMS["8B"])
+    return test_flash_attention.compile_whole(hopper(), *program)
 
 
 def compiled(function, *arguments):
@@ -111,6 +117,7 @@ CASES = {
     "sums and row-wise AdaGrad": lambda: embedding_bag("sums and row-wise adagrad"),
     "AdaGrad": lambda: embedding_bag("adagrad"),
     "flash attention": flash_attention,
+    "paged attention": paged_attention,
     "quantized lookup": quantized_bag,
     "MX quantize": quantize,
     "MX dequantize": dequantize,

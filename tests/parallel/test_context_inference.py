@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from scalejax.errors import UserError
 from scalejax.kernels.flash_attention import flash_attention
+from scalejax.kernels.paged_attention import paged_attention
 from scalejax.parallel import context_inference as inference
 from scalejax.parallel.context import context_attention, merge
 from scalejax.parallel.mesh import MeshShape, make_mesh
@@ -326,6 +327,50 @@ def test_for_a_shard_map_of_ones_own():
 
     sharded = jax.shard_map(local, mesh=mesh, in_specs=(cut,) * 5, out_specs=cut, check_vma=False)
     assert_dense(jax.jit(sharded)(*arrays.values()), by_query, parts, 1e-5)
+
+
+def test_a_decode_over_pages_of_each_device():
+    """With a kernel that gives a log-sum-exp, each device has a table of its own pages for all rows."""
+    ranks, page, kv_heads = 4, 16, 2
+    mesh = mesh_of(ranks)
+    arrays, by_query, (q, k, v) = problem(1, (4, kv_heads), rows=DECODED)
+    by_key = Spread([len(row) for row in k], ranks, np.random.default_rng(2))
+    room = -(-by_key.size // ranks // page) * page
+
+    def cut(rows, fill):
+        """[B, devices * room, ...]"""
+        held = by_key.put(rows, fill)
+        held = held.reshape(len(rows), ranks, -1, *held.shape[2:])
+        widths = [(0, 0), (0, 0), (0, room - held.shape[2]), *[(0, 0)] * (held.ndim - 3)]
+        return np.pad(held, widths, constant_values=fill).reshape(len(rows), ranks * room, *held.shape[3:])
+
+    pages = cut([interleaved(*pair) for pair in zip(k, v, strict=True)], 9.0)
+    positions = cut([np.arange(len(row)) for row in k], NO_KEY)
+
+    def local(q, query_positions, pages, positions):
+        table = jnp.arange(pages.shape[0] * room // page, dtype=jnp.int32).reshape(pages.shape[0], -1)
+        pages, positions = pages.reshape(-1, page, *pages.shape[2:]), positions.reshape(-1, page)
+
+        def attend(q, query_positions, source):
+            mine = jax.lax.dynamic_slice_in_dim(table, source * len(q), len(q))
+            out, lse = paged_attention(q[:, 0], pages, mine, positions, query_positions[:, 0])
+            return out[:, None], lse[..., None]
+
+        return inference.pass_q_to(attend, q, query_positions=query_positions)
+
+    by_row, by_token = P("context"), P(None, "context")
+    sharded = jax.shard_map(
+        local, mesh=mesh, in_specs=(by_row, by_row, by_token, by_token), out_specs=by_row, check_vma=False
+    )
+    got = jax.jit(sharded)(
+        arrays["q"], arrays["query_positions"], jnp.asarray(pages, jnp.float32), jnp.asarray(positions, jnp.int32)
+    )
+    assert_dense(got, by_query, (q, k, v), 1e-5)
+
+
+def interleaved(k, v):
+    """[T, K, D] twice -> [T, 2 K, D]: keys and values of each head in turn."""
+    return np.stack([k, v], axis=2).reshape(len(k), 2 * k.shape[1], k.shape[2])
 
 
 def test_positions_of_keys_do_not_mix_with_segments():

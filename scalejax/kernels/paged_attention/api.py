@@ -77,9 +77,7 @@ def paged_attention(
     _check(op, q, pages, table, key_positions, query_positions, used)
     if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1):
         raise ValueError(f"{op}: window must be an int >= 1, a number of positions, or None; got {window!r}.")
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    if isinstance(scale, jax.Array) or not math.isfinite(scale):
+    if isinstance(scale, jax.Array) or not (scale is None or math.isfinite(scale)):
         raise ValueError(f"{op}: scale must be a finite number that is known while tracing; got {scale}.")
     if implementation is not None and implementation not in _IMPLEMENTATIONS:
         names = ", ".join(f'"{name}"' for name in _IMPLEMENTATIONS)
@@ -88,15 +86,14 @@ def paged_attention(
         return jnp.zeros_like(q), jnp.full(q.shape[:2], -jnp.inf, jnp.float32)
     table, key_positions, query_positions = (x.astype(jnp.int32) for x in (table, key_positions, query_positions))
     used = jnp.full(q.shape[:1], table.shape[1], jnp.int32) if used is None else used.astype(jnp.int32)
+    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     name = _choose(op, implementation, q, pages)
     if name in ("reference", "xla"):
         return reference.attention(
-            q, pages, table, key_positions, query_positions, used, window, float(scale), implementation=name
+            q, pages, table, key_positions, query_positions, used, window, factor, implementation=name
         )
     backend = importlib.import_module(f"scalejax.kernels.paged_attention.{name}")
-    return backend.forward(
-        q, pages, table, key_positions, query_positions, used, window, float(scale), interpret=interpret
-    )
+    return backend.forward(q, pages, table, key_positions, query_positions, used, window, factor, interpret=interpret)
 
 
 def _choose(op: str, implementation: str | None, q: jax.Array, pages: jax.Array) -> str:

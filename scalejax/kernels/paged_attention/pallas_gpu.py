@@ -74,9 +74,7 @@ def forward(
         inside = None if columns == width else jnp.broadcast_to((column < width)[None, :], (page, columns))
 
         def tile(entry: jax.Array, of: jax.Array) -> jax.Array:
-            # 64 bits: a pool of pages has more elements than 32 hold.
-            rows = entry.astype(jnp.int64) * page + token if wide else entry * page + token
-            where = pages.at[rows[:, None], (of * width + column)[None, :]]
+            where = pages.at[(entry * page + token)[:, None], (of * width + column)[None, :]]
             return plgpu.load(where, mask=inside, other=None if inside is None else 0)
 
         def add(step: jax.Array, carry: _Softmax) -> _Softmax:
@@ -108,7 +106,6 @@ def forward(
         value = jnp.where(sees_any, (highest + jnp.log2(total)) / _LOG2_E, -jnp.inf)
         plgpu.store(lse.at[at], value, mask=number < share)
 
-    wide = pages.size >= 2**31
     operands = [q.reshape(batch * heads, width), pages.reshape(-1, both * width)]
     scores = batch * heads * table.shape[1] * page
     out, lse = pl.pallas_call(

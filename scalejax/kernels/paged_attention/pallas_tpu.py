@@ -34,6 +34,8 @@ def lacks(q: jax.Array, pages: jax.Array) -> str | None:
     """Which part of a case is missing here, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16; got {q.dtype}."
+    if q.shape[2] % _LANES:
+        return f"takes heads that {_LANES} divides, as memory is laid out, lest all pages be copied; got {q.shape[2]}."
     rows = pages.shape[1] * pages.shape[2]
     if rows % _LANES:
         return f"takes pages of tokens times 2 K that {_LANES} divides; got {pages.shape[1]} x {pages.shape[2]}."
@@ -56,7 +58,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, H, D] in the dtype of q, lse float32[B, H]); arguments as in `api.paged_attention`."""
     batch, heads, width = q.shape
-    count, page, both, _ = pages.shape
+    page, both = pages.shape[1:3]
     share = heads // (both // 2)
     rows = page * both
     sizes = blocks.of_device(blocks.TPU, compat.device_kind())
@@ -114,7 +116,7 @@ def forward(
             value = jnp.where(sees_any, highest[:, :1] + jnp.log(sums), -jnp.inf)
             lse[0, 0] = jnp.broadcast_to(value, (heads, _LANES))
 
-    def entry(number: int):  # noqa: ANN202
+    def entry(number: int) -> pl.BlockSpec:
         def index(row: Number, split: Number, step: Number, table: Ref, *_: Ref) -> tuple[Number, ...]:
             return table[row, (split * steps + step) * together + number], 0, 0, 0
 
