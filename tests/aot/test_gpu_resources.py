@@ -53,7 +53,7 @@ def flash_attention():
 
 
 def paged_attention():
-    program = test_paged_attention.program("pallas_gpu", *test_paged_attention.FORMS["8B"])
+    program = test_paged_attention.program("pallas_gpu")
     return test_flash_attention.compile_whole(hopper(), *program)
 
 

@@ -97,6 +97,44 @@ def test_kernels_are_dense_attention(implementation, heads, page, dtype, window)
     check(implementation, arrays, dense, tolerance, window=window, interpret=True)
 
 
+def heads_first(arrays):
+    """[P, page, 2 K, ...] -> [P, 2, K, page, ...] of pages and scales."""
+
+    def turned(x):
+        return jnp.moveaxis(x.reshape(*x.shape[:2], -1, 2, *x.shape[3:]), (3, 2), (1, 2))
+
+    return arrays | {name: turned(arrays[name]) for name in ("pages", "scales") if name in arrays}
+
+
+@pytest.mark.default_cases("xla-int8-True", "pallas_tpu-int8-True", "pallas_tpu-None-True", "pallas_tpu-float8-False",
+                           "pallas_gpu-int8-True", "pallas_gpu-float8-True")  # fmt: skip
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("stored", [None, "int8", "float8"])
+@pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+def test_pages_with_heads_first_and_in_8_bits(implementation, stored, turned):
+    """Dense attention of what the stored numbers stand for. Float8 has no scales where one is left to others."""
+    arrays, dense, used = problem(page=32)
+    if stored is not None:
+        page = arrays["pages"]
+        most = 127.0 if stored == "int8" else 448.0
+        scales = jnp.abs(page).max(axis=-1) / most if stored == "int8" else jnp.ones(page.shape[:-1])
+        code = page / scales[..., None]
+        arrays["pages"] = jnp.round(code).astype(jnp.int8) if stored == "int8" else code.astype(jnp.float8_e4m3fn)
+        if stored == "int8":
+            arrays["scales"] = scales
+        back = np.asarray(arrays["pages"].astype(jnp.float32) * scales[..., None], np.float64)
+        dense = []
+        for row, length in enumerate(LENGTHS):
+            kv = np.zeros((length, *page.shape[2:]))
+            for entry in np.asarray(arrays["table"][row, : used[row]]):
+                for place, position in enumerate(np.asarray(arrays["key_positions"][entry])):
+                    if position != NO_KEY:
+                        kv[position] = back[entry, place]
+            dense.append(kv.reshape(length, page.shape[2] // 2, 2, page.shape[3]))
+    interpret = {} if implementation == "xla" else {"interpret": True}
+    check(implementation, heads_first(arrays) if turned else arrays, dense, 2e-5, **interpret)
+
+
 @pytest.mark.parametrize("implementation", KERNELS)
 def test_splits_of_the_keys_change_nothing(implementation, monkeypatch):
     """Small blocks: steps of one page, and more splits than some rows have pages."""
@@ -150,7 +188,10 @@ def test_a_name_never_falls_back():
         paged_attention(**narrow, implementation="pallas_tpu")
     for name, message in (
         ("pallas_gpu", r'implementation="pallas_gpu" takes pages of 16, 32, 64 or 128 tokens; got 12\. Take'),
-        ("pallas_tpu", r'implementation="pallas_tpu" takes pages of tokens times 2 K that 128 divides; got 12 x 8'),
+        (
+            "pallas_tpu",
+            r'implementation="pallas_tpu" takes pages of at most 8,192 tokens times 2 K, which 128 divides; got 12 x',
+        ),
     ):
         with pytest.raises(UnsupportedError, match=message):
             paged_attention(**small, implementation=name)
@@ -159,7 +200,14 @@ def test_a_name_never_falls_back():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"pages": jnp.zeros((3, 16, 7, 128))}, r"pages must have 2 K heads, keys and values in turn, .* got 7"),
+        (
+            {"pages": jnp.zeros((3, 16, 7, 128))},
+            r"pages must have shape \(P, page, 2 K, D\) or \(P, 2, K, page, D\); got",
+        ),
+        ({"pages": jnp.zeros((3, 16, 6, 128))}, r"pages must have K heads that divide H = 8; got K = 3"),
+        ({"pages": jnp.zeros((3, 16, 8, 128), jnp.int8)}, r"scales must be given for pages of int8; got None"),
+        ({"pages": jnp.zeros((3, 16, 8, 128), jnp.int32)}, r"pages must have the dtype of q, float32, or be int8 or"),
+        ({"scales": jnp.zeros((3, 16, 8))}, r"scales must be float32 of shape \(\d+, 16, 8\); got float32\[3, 16, 8\]"),
         ({"pages": jnp.zeros((3, 16, 8, 32))}, "pages must have the head dim of q, D = 128; got 32"),
         ({"table": jnp.zeros((5, 2))}, r"table must be integers of shape \(5, 2\); got float32"),
         ({"query_positions": jnp.zeros((4,), jnp.int32)}, r"query_positions must be integers of shape \(5,\); got int"),

@@ -22,10 +22,11 @@ import numpy as np
 from scalejax import compat
 from scalejax.errors import UnsupportedError
 from scalejax.kernels.paged_attention import reference
+from scalejax.kernels.paged_attention.pages import Keys, Layout
 
 if TYPE_CHECKING:
     from jax import Array
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Int, Shaped
 
     from scalejax.kernels.interpretation import Interpret
 
@@ -36,12 +37,13 @@ _PREFERRED = {"tpu": "pallas_tpu", "gpu": "pallas_gpu"}
 
 def paged_attention(
     q: "Float[Array, 'batch heads head_dim']",
-    pages: "Float[Array, 'pages page_size key_value_heads head_dim']",
+    pages: "Shaped[Array, 'pages *page head_dim']",
     table: "Int[Array, 'batch width']",
     key_positions: "Int[Array, 'pages page_size']",
     query_positions: "Int[Array, 'batch']",
     *,
     used: "Int[Array, 'batch'] | None" = None,
+    scales: "Float[Array, 'pages *page'] | None" = None,
     window: int | None = None,
     scale: float | None = None,
     implementation: Implementation | None = None,
@@ -55,12 +57,15 @@ def paged_attention(
 
     Args:
       q: float[B, H, D]: float32 or bfloat16; float16 and, but for kernels, float64 too.
-      pages: [P, page, 2 K, D] in the dtype of q: head 2 j has the keys of head j, head 2 j + 1 its values.
+      pages: [P, page, 2 K, D], where head 2 j has the keys of head j and head 2 j + 1 its values; or
+        [P, 2, K, page, D], keys before values. In the dtype of q, int8 with scales, or float8_e4m3fn.
       table: int32[B, W], pages of each row in any order; every entry is in [0, P).
       key_positions: int32[P, page]; 2**31 - 1 where there is no key.
       query_positions: int32[B]; -1 for a row that is padding.
       used: int32[B], entries of the table that are the row's, the first ones; the others are not read. None = all, and
         then an entry too many must name a page without keys.
+      scales: float32 in the shape of pages without D: a key or a value is its numbers times its scale. None = 1. One
+        scale for all keys or all values of a layer can be left to q and out.
       window: Positions, >= 1: a query sees itself and the window - 1 keys before it.
       scale: None = D ** -0.5.
       implementation: None picks; a name never falls back.
@@ -74,7 +79,8 @@ def paged_attention(
       UnsupportedError: the named implementation does not have the case.
     """
     op = "paged_attention"
-    _check(op, q, pages, table, key_positions, query_positions, used)
+    layout = Layout.of(op, pages)
+    _check(op, q, pages, table, key_positions, query_positions, used, scales, layout)
     if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1):
         raise ValueError(f"{op}: window must be an int >= 1, a number of positions, or None; got {window!r}.")
     if isinstance(scale, jax.Array) or not (scale is None or math.isfinite(scale)):
@@ -87,23 +93,22 @@ def paged_attention(
     table, key_positions, query_positions = (x.astype(jnp.int32) for x in (table, key_positions, query_positions))
     used = jnp.full(q.shape[:1], table.shape[1], jnp.int32) if used is None else used.astype(jnp.int32)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    name = _choose(op, implementation, q, pages)
+    name = _choose(op, implementation, q, pages, layout)
+    keys = Keys(pages, layout, table, key_positions, used, scales)
     if name in ("reference", "xla"):
-        return reference.attention(
-            q, pages, table, key_positions, query_positions, used, window, factor, implementation=name
-        )
+        return reference.attention(q, keys, query_positions, window, factor, implementation=name)
     backend = importlib.import_module(f"scalejax.kernels.paged_attention.{name}")
-    return backend.forward(q, pages, table, key_positions, query_positions, used, window, factor, interpret=interpret)
+    return backend.forward(q, keys, query_positions, window, factor, interpret=interpret)
 
 
-def _choose(op: str, implementation: str | None, q: jax.Array, pages: jax.Array) -> str:
+def _choose(op: str, implementation: str | None, q: jax.Array, pages: jax.Array, layout: Layout) -> str:
     if implementation in ("reference", "xla"):
         return implementation
     name = implementation or _PREFERRED.get(compat.platform())
     if name is None:
         return "xla"
     # Pallas takes longer to import than all the rest, and programs on a CPU never need it.
-    lacks = importlib.import_module(f"scalejax.kernels.paged_attention.{name}").lacks(q, pages)
+    lacks = importlib.import_module(f"scalejax.kernels.paged_attention.{name}").lacks(q, pages, layout)
     if lacks and implementation is not None:
         raise UnsupportedError(
             f'{op}: implementation="{implementation}" {lacks} Take implementation=None, which is the fastest that has '
@@ -120,31 +125,34 @@ def _check(
     key_positions: jax.Array,
     query_positions: jax.Array,
     used: jax.Array | None,
+    scales: jax.Array | None,
+    layout: Layout,
 ) -> None:
-    if q.ndim != 3 or pages.ndim != 4:
-        raise ValueError(
-            f"{op}: q must have shape (B, H, D) and pages (P, page, 2 K, D); got {tuple(q.shape)} and "
-            f"{tuple(pages.shape)}."
-        )
+    if q.ndim != 3:
+        raise ValueError(f"{op}: q must have shape (B, H, D); got {tuple(q.shape)}.")
     batch, heads, width = q.shape
-    if pages.shape[3] != width:
-        raise ValueError(f"{op}: pages must have the head dim of q, D = {width}; got {pages.shape[3]}.")
-    if pages.shape[2] % 2 or (pages.shape[2] and heads % (pages.shape[2] // 2)):
-        raise ValueError(
-            f"{op}: pages must have 2 K heads, keys and values in turn, where K divides H = {heads}; got "
-            f"{pages.shape[2]}."
-        )
+    if pages.shape[-1] != width:
+        raise ValueError(f"{op}: pages must have the head dim of q, D = {width}; got {pages.shape[-1]}.")
+    if layout.kv_heads and heads % layout.kv_heads:
+        raise ValueError(f"{op}: pages must have K heads that divide H = {heads}; got K = {layout.kv_heads}.")
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64):
         raise ValueError(f"{op}: q must be float32, bfloat16, float16 or float64; got {q.dtype}. Cast it.")
-    if pages.dtype != q.dtype:
-        raise ValueError(f"{op}: pages must have the dtype of q, {q.dtype}; got {pages.dtype}. Cast one of them.")
+    if pages.dtype not in (q.dtype, jnp.int8, jnp.float8_e4m3fn):
+        raise ValueError(
+            f"{op}: pages must have the dtype of q, {q.dtype}, or be int8 or float8_e4m3fn; got {pages.dtype}. Cast "
+            "one of them."
+        )
+    if scales is None and pages.dtype == jnp.int8:
+        raise ValueError(f"{op}: scales must be given for pages of int8; got None.")
+    if scales is not None and (scales.shape != pages.shape[:-1] or scales.dtype != jnp.float32):
+        raise ValueError(
+            f"{op}: scales must be float32 of shape {tuple(pages.shape[:-1])}; got {scales.dtype}{list(scales.shape)}."
+        )
     given = [
         ("table", table, (batch, table.shape[-1] if table.ndim else 0)),
-        ("key_positions", key_positions, pages.shape[:2]),
+        ("key_positions", key_positions, (pages.shape[0], layout.page)),
         ("query_positions", query_positions, (batch,)),
     ] + ([] if used is None else [("used", used, (batch,))])
     for name, array, shape in given:
         if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.integer):
-            raise ValueError(
-                f"{op}: {name} must be integers of shape {tuple(shape)}; got {array.dtype}{list(array.shape)}."
-            )
+            raise ValueError(f"{op}: {name} must be integers of shape {shape}; got {array.dtype}{list(array.shape)}.")

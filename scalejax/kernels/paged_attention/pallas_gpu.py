@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from scalejax import compat
 from scalejax.kernels.paged_attention import blocks
+from scalejax.kernels.paged_attention.pages import Keys, Layout
 from scalejax.kernels.paged_attention.reference import merge_splits
 from scalejax.kernels.types import Ref
 
@@ -28,13 +29,13 @@ _Softmax = tuple[jax.Array, jax.Array, jax.Array]
 """Highest score, sum of weights and weighted sum so far of each query."""
 
 
-def lacks(q: jax.Array, pages: jax.Array) -> str | None:
+def lacks(q: jax.Array, pages: jax.Array, layout: Layout) -> str | None:
     """Which part of a case is missing here, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"computes in float32, bfloat16 and float16; got {q.dtype}."
     if q.shape[2] > 256:
         return f"holds heads of at most 256 values in registers; got {q.shape[2]}."
-    page = pages.shape[1]
+    page = layout.page
     if page < 16 or page > 128 or page & (page - 1):
         return f"takes pages of 16, 32, 64 or 128 tokens; got {page}."
     return None
@@ -42,11 +43,8 @@ def lacks(q: jax.Array, pages: jax.Array) -> str | None:
 
 def forward(
     q: jax.Array,
-    pages: jax.Array,
-    table: jax.Array,
-    key_positions: jax.Array,
+    keys: Keys,
     query_positions: jax.Array,
-    used: jax.Array,
     window: int | None,
     scale: float,
     *,
@@ -54,17 +52,17 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, H, D] in the dtype of q, lse float32[B, H]); arguments as in `api.paged_attention`."""
     batch, heads, width = q.shape
-    page, both = pages.shape[1:3]
-    kv_heads = both // 2
+    layout, page, kv_heads = keys.layout, keys.layout.page, keys.layout.kv_heads
     share = heads // kv_heads
     sizes = blocks.of_device(blocks.GPU, compat.device_kind())
-    splits = max(1, min(table.shape[1], sizes.programs // (batch * kv_heads)))
-    steps = pl.cdiv(table.shape[1], splits)
+    most = keys.table.shape[1]
+    splits = max(1, min(most, sizes.programs // (batch * kv_heads)))
+    steps = pl.cdiv(most, splits)
     columns = max(16, pl.next_power_of_2(width))
     queries = max(16, pl.next_power_of_2(share))
 
     def kernel(table: Ref, used: Ref, query_positions: Ref, places: Ref, q: Ref, pages: Ref, *results: Ref) -> None:
-        out, lse = results
+        scales, (out, lse) = (results[0], results[1:]) if keys.scales is not None else (None, results)
         row, head, split = (pl.program_id(axis) for axis in range(3))
         number, column, token = (lax.iota(jnp.int32, size) for size in (queries, columns, page))
         of_head = jnp.broadcast_to((number < share)[:, None] & (column < width)[None, :], (queries, columns))
@@ -73,24 +71,33 @@ def forward(
         position = query_positions[row]
         inside = None if columns == width else jnp.broadcast_to((column < width)[None, :], (page, columns))
 
-        def tile(entry: jax.Array, of: jax.Array) -> jax.Array:
-            where = pages.at[(entry * page + token)[:, None], (of * width + column)[None, :]]
-            return plgpu.load(where, mask=inside, other=None if inside is None else 0)
+        def load(entry: jax.Array, is_value: int) -> tuple[jax.Array, jax.Array | None]:
+            """[page, D] numbers of the head and [page] scales."""
+            rows = entry * layout.rows + layout.row(token, head, is_value)
+            found = plgpu.load(
+                pages.at[rows[:, None], column[None, :]], mask=inside, other=None if inside is None else 0
+            )
+            return found.astype(mine.dtype), None if scales is None else plgpu.load(scales.at[rows])
 
         def add(step: jax.Array, carry: _Softmax) -> _Softmax:
             highest, total, acc = carry
             entry = table[row, step]
-            keys, values = tile(entry, 2 * head), tile(entry, 2 * head + 1)
+            (k, of_key), (v, of_value) = load(entry, 0), load(entry, 1)
             place = plgpu.load(places.at[entry, token])
             seen = place <= position
             if window is not None:
                 seen = seen & (place > position - window)
-            scores = jnp.where(seen[None, :], _dot(mine, keys, (1, 1)) * (scale * _LOG2_E), -jnp.inf)
+            scores = _dot(mine, k, (1, 1)) * (scale * _LOG2_E)
+            if of_key is not None:
+                scores = scores * of_key[None, :]
+            scores = jnp.where(seen[None, :], scores, -jnp.inf)
             new = jnp.maximum(highest, scores.max(axis=1))
             shift = jnp.where(new == -jnp.inf, 0.0, new)
             weights, decay = jnp.exp2(scores - shift[:, None]), jnp.exp2(highest - shift)
-            acc = acc * decay[:, None] + _dot(weights.astype(values.dtype), values, (1, 0))
-            return new, total * decay + weights.sum(axis=1), acc
+            total = total * decay + weights.sum(axis=1)
+            if of_value is not None:
+                weights = weights * of_value[None, :]
+            return new, total, acc * decay[:, None] + _dot(weights.astype(v.dtype), v, (1, 0))
 
         start = (
             jnp.full((queries,), -jnp.inf, jnp.float32),
@@ -106,8 +113,10 @@ def forward(
         value = jnp.where(sees_any, (highest + jnp.log2(total)) / _LOG2_E, -jnp.inf)
         plgpu.store(lse.at[at], value, mask=number < share)
 
-    operands = [q.reshape(batch * heads, width), pages.reshape(-1, both * width)]
-    scores = batch * heads * table.shape[1] * page
+    operands = [q.reshape(batch * heads, width), keys.pages.reshape(-1, width)]
+    if keys.scales is not None:
+        operands.append(keys.scales.reshape(-1))
+    scores = batch * heads * most * page
     out, lse = pl.pallas_call(
         kernel,
         grid=(batch, kv_heads, splits),
@@ -119,11 +128,11 @@ def forward(
         cost_estimate=pl.CostEstimate(
             flops=4 * scores * width,
             transcendentals=scores,
-            bytes_accessed=batch * table.shape[1] * page * (both * width * pages.dtype.itemsize + 4),
+            bytes_accessed=batch * most * (layout.rows * width * keys.pages.dtype.itemsize + 4 * page),
         ),
         interpret=interpret,
         name="paged_attention",
-    )(table, jnp.minimum(used, table.shape[1]), query_positions, key_positions, *operands)
+    )(keys.table, jnp.minimum(keys.used, most), query_positions, keys.positions, *operands)
     out, lse = merge_splits(out.reshape(batch, splits, heads, width), lse.reshape(batch, splits, heads))
     return out.astype(q.dtype), lse
 

@@ -2,7 +2,8 @@
 
 A page [page, 2 K, D] is taken as rows [page * 2 K, D]: keys and values of all heads in turn. One product gives the
 scores of every query head with every row; of these a head keeps those with the keys of its own. The row after a key has
-its value, so that the weights, moved on by one, are multiplied with the same rows:
+its value, so that the weights, moved on by one, are multiplied with the same rows (by K * page in the order
+[2, K, page, D], where nothing else differs):
 
     rows      k0 v0 k1 v1 | k0 v0 k1 v1 | ...          scores   a  .  .  .  b  .  .  .      head 0, of k0
     (K = 2)   token 0       token 1                              .  .  c  .  .  .  d  .      head 1, of k1
@@ -24,33 +25,31 @@ from jax.experimental.pallas import tpu as pltpu
 from scalejax import compat
 from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.paged_attention import blocks
-from scalejax.kernels.paged_attention.reference import merge_splits, positions_of_rows
+from scalejax.kernels.paged_attention.pages import Keys, Layout
+from scalejax.kernels.paged_attention.reference import merge_splits
 from scalejax.kernels.types import Number, Ref
 
 _LANES = 128
 
 
-def lacks(q: jax.Array, pages: jax.Array) -> str | None:
+def lacks(q: jax.Array, pages: jax.Array, layout: Layout) -> str | None:
     """Which part of a case is missing here, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16; got {q.dtype}."
     if q.shape[2] % _LANES:
         return f"takes heads that {_LANES} divides, as memory is laid out, lest all pages be copied; got {q.shape[2]}."
-    rows = pages.shape[1] * pages.shape[2]
-    if rows % _LANES:
-        return f"takes pages of tokens times 2 K that {_LANES} divides; got {pages.shape[1]} x {pages.shape[2]}."
-    if rows > 8_192:
-        return f"holds pages of at most 8,192 tokens times 2 K; got {pages.shape[1]} x {pages.shape[2]}."
+    if layout.rows % _LANES or layout.rows > 8_192:
+        return (
+            f"takes pages of at most 8,192 tokens times 2 K, which {_LANES} divides; got {layout.page} x "
+            f"{2 * layout.kv_heads}."
+        )
     return None
 
 
 def forward(
     q: jax.Array,
-    pages: jax.Array,
-    table: jax.Array,
-    key_positions: jax.Array,
+    keys: Keys,
     query_positions: jax.Array,
-    used: jax.Array,
     window: int | None,
     scale: float,
     *,
@@ -58,24 +57,25 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [B, H, D] in the dtype of q, lse float32[B, H]); arguments as in `api.paged_attention`."""
     batch, heads, width = q.shape
-    page, both = pages.shape[1:3]
-    share = heads // (both // 2)
-    rows = page * both
+    layout, rows = keys.layout, keys.layout.rows
+    share = heads // layout.kv_heads
     sizes = blocks.of_device(blocks.TPU, compat.device_kind())
-    together = max(1, min(table.shape[1], sizes.rows // rows))
-    splits = max(1, min(sizes.splits, table.shape[1] // together))
-    steps = pl.cdiv(table.shape[1], together * splits)
+    most = keys.table.shape[1]
+    together = max(1, min(most, sizes.rows // rows))
+    splits = max(1, min(sizes.splits, most // together))
+    steps = pl.cdiv(most, together * splits)
     entries = together * splits * steps
 
     # Entries that a row does not use repeat its last one.
-    entry_of_step = jnp.minimum(jnp.arange(entries)[None], jnp.maximum(used, 1)[:, None] - 1)
-    table = jnp.take_along_axis(table, entry_of_step, axis=1)
-    # A row of a page is a key or a value: those of values are never seen.
-    places = positions_of_rows(key_positions, table, used)[..., None]
-    places = jnp.where(jnp.arange(both) % 2 == 0, places, jnp.iinfo(jnp.int32).max)
-    places = places.reshape(batch, splits * steps, 1, together * rows)
+    entry_of_step = jnp.minimum(jnp.arange(entries)[None], jnp.maximum(keys.used, 1)[:, None] - 1)
+    table = jnp.take_along_axis(keys.table, entry_of_step, axis=1)
+    of_rows = [layout.positions_of_rows(keys.positions_of(table))]
+    if keys.scales is not None:
+        of_rows.append(keys.scales[table])
+    of_rows = [x.reshape(batch, splits * steps, 1, together * rows) for x in of_rows]
 
     def kernel(table: Ref, query_positions: Ref, used: Ref, q: Ref, places: Ref, *refs: Ref) -> None:
+        scales, refs = (refs[0], refs[1:]) if keys.scales is not None else (None, refs)
         pages, (out, lse, highest, total, acc) = refs[:together], refs[together:]
         row, split, step = (pl.program_id(axis) for axis in range(3))
 
@@ -89,13 +89,15 @@ def forward(
         def _() -> None:
             queries = q[0]
             for number in range(together):
-                held = pages[number][0].reshape(rows, width)
+                held = pages[number][0].reshape(rows, width).astype(queries.dtype)
                 scores = _dot(queries, held, (1, 1)) * scale  # H rows
-                place = places[0, 0, :, number * rows : (number + 1) * rows]  # 1 rows
+                part = (0, 0, slice(None), slice(number * rows, (number + 1) * rows))
+                place = places[part]  # 1 rows
+                if scales is not None:
+                    scores = scores * scales[part]
                 head = lax.broadcasted_iota(jnp.int32, scores.shape, 0) // share
-                of_row = lax.rem(lax.broadcasted_iota(jnp.int32, scores.shape, 1), both) // 2
                 position = query_positions[row]
-                seen = (place <= position) & (head == of_row)
+                seen = (place <= position) & (head == layout.head(lax.broadcasted_iota(jnp.int32, scores.shape, 1)))
                 if window is not None:
                     seen = seen & (place > position - window)
                 scores = jnp.where(seen, scores, -jnp.inf)
@@ -105,8 +107,10 @@ def forward(
                 weights, decay = jnp.exp(scores - shift), jnp.exp(old - shift)
                 total[...] = jnp.broadcast_to(total[:, :1] * decay + weights.sum(axis=1, keepdims=True), total.shape)
                 highest[...] = jnp.broadcast_to(new, highest.shape)
-                moved = pltpu.roll(weights, 1, 1).astype(held.dtype)
-                acc[...] = acc[...] * decay + _dot(moved, held, (1, 0))
+                moved = pltpu.roll(weights, layout.to_value, 1)
+                if scales is not None:
+                    moved = moved * scales[part]
+                acc[...] = acc[...] * decay + _dot(moved.astype(held.dtype), held, (1, 0))
 
         @pl.when(step == steps - 1)
         def _() -> None:
@@ -118,9 +122,9 @@ def forward(
 
     def entry(number: int) -> pl.BlockSpec:
         def index(row: Number, split: Number, step: Number, table: Ref, *_: Ref) -> tuple[Number, ...]:
-            return table[row, (split * steps + step) * together + number], 0, 0, 0
+            return table[row, (split * steps + step) * together + number], *[0] * (keys.pages.ndim - 1)
 
-        return pl.BlockSpec((1, page, both, width), index)
+        return pl.BlockSpec((1, *keys.pages.shape[1:]), index)
 
     by_row = pl.BlockSpec((1, heads, width), lambda row, split, step, *_: (row, 0, 0))
     by_step = pl.BlockSpec((1, 1, 1, together * rows), lambda row, split, step, *_: (row, split * steps + step, 0, 0))
@@ -133,7 +137,7 @@ def forward(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(batch, splits, steps),
-            in_specs=[by_row, by_step, *(entry(number) for number in range(together))],
+            in_specs=[by_row, *[by_step] * len(of_rows), *(entry(number) for number in range(together))],
             out_specs=result,
             scratch_shapes=[
                 pltpu.VMEM((heads, _LANES), jnp.float32),
@@ -148,11 +152,11 @@ def forward(
         cost_estimate=pl.CostEstimate(
             flops=4 * scores * width,
             transcendentals=scores,
-            bytes_accessed=batch * entries * (rows * width * pages.dtype.itemsize + rows * 4),
+            bytes_accessed=batch * entries * rows * (width * keys.pages.dtype.itemsize + 4 * len(of_rows)),
         ),
         interpret=interpret,
         name="paged_attention",
-    )(table, query_positions, used, q, places, *[pages] * together)
+    )(table, query_positions, keys.used, q, *of_rows, *[keys.pages] * together)
     out, lse = merge_splits(out, lse[..., 0])
     return out.astype(q.dtype), lse
 

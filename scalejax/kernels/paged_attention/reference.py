@@ -4,44 +4,38 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from scalejax.kernels.flash_attention import flash_attention
+from scalejax.kernels.flash_attention.reference import sum_dtype
+from scalejax.kernels.paged_attention.pages import Keys
 
 
 def attention(
     q: jax.Array,
-    pages: jax.Array,
-    table: jax.Array,
-    key_positions: jax.Array,
+    keys: Keys,
     query_positions: jax.Array,
-    used: jax.Array,
     window: int | None,
     scale: float,
     *,
     implementation: Literal["reference", "xla"],
 ) -> tuple[jax.Array, jax.Array]:
     """As `api.paged_attention`, by the implementation of `flash_attention` of the same name."""
-    batch, _, width = q.shape
-    rows = pages[table]  # B W page 2K D
-    rows = rows.reshape(batch, -1, pages.shape[2] // 2, 2, width)  # B T K 2 D
+    k, v = keys.layout.apart(keys.pages[keys.table])
+    if keys.scales is not None:
+        of_key, of_value = keys.layout.apart(keys.scales[keys.table])
+        wide = sum_dtype(q.dtype)
+        k, v = k.astype(wide) * of_key[..., None], v.astype(wide) * of_value[..., None]
     out, lse = flash_attention(
         q[:, None],
-        rows[:, :, :, 0],
-        rows[:, :, :, 1],
+        k.astype(q.dtype),
+        v.astype(q.dtype),
         query_positions=query_positions[:, None],
-        key_positions=positions_of_rows(key_positions, table, used).reshape(batch, -1),
+        key_positions=keys.positions_of(keys.table).reshape(q.shape[0], -1),
         window=window,
         scale=scale,
         implementation=implementation,
     )
     return out[:, 0], lse[:, :, 0]
-
-
-def positions_of_rows(key_positions: jax.Array, table: jax.Array, used: jax.Array) -> jax.Array:
-    """int32[B, W, page]: positions of the keys of each row, hidden in entries that it does not use."""
-    of_row = np.arange(table.shape[1])[None] < used[:, None]
-    return jnp.where(of_row[..., None], key_positions[table], np.iinfo(np.int32).max)
 
 
 def merge_splits(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
