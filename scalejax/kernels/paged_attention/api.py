@@ -22,7 +22,7 @@ import numpy as np
 from scalejax import compat
 from scalejax.errors import UnsupportedError
 from scalejax.kernels.paged_attention import reference
-from scalejax.kernels.paged_attention.pages import Keys, Layout
+from scalejax.kernels.paged_attention.pages import PagedKeys, PageLayout
 
 if TYPE_CHECKING:
     from jax import Array
@@ -79,7 +79,7 @@ def paged_attention(
       UnsupportedError: the named implementation does not have the case.
     """
     op = "paged_attention"
-    layout = Layout.of(op, pages)
+    layout = PageLayout.of(op, pages)
     _check(op, q, pages, table, key_positions, query_positions, used, scales, layout)
     if window is not None and (isinstance(window, bool) or not isinstance(window, int | np.integer) or window < 1):
         raise ValueError(f"{op}: window must be an int >= 1, a number of positions, or None; got {window!r}.")
@@ -94,14 +94,14 @@ def paged_attention(
     used = jnp.full(q.shape[:1], table.shape[1], jnp.int32) if used is None else used.astype(jnp.int32)
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
     name = _choose(op, implementation, q, pages, layout)
-    keys = Keys(pages, layout, table, key_positions, used, scales)
+    keys = PagedKeys(pages, layout, table, key_positions, used, scales)
     if name in ("reference", "xla"):
         return reference.attention(q, keys, query_positions, window, factor, implementation=name)
     backend = importlib.import_module(f"scalejax.kernels.paged_attention.{name}")
     return backend.forward(q, keys, query_positions, window, factor, interpret=interpret)
 
 
-def _choose(op: str, implementation: str | None, q: jax.Array, pages: jax.Array, layout: Layout) -> str:
+def _choose(op: str, implementation: str | None, q: jax.Array, pages: jax.Array, layout: PageLayout) -> str:
     if implementation in ("reference", "xla"):
         return implementation
     name = implementation or _PREFERRED.get(compat.platform())
@@ -126,7 +126,7 @@ def _check(
     query_positions: jax.Array,
     used: jax.Array | None,
     scales: jax.Array | None,
-    layout: Layout,
+    layout: PageLayout,
 ) -> None:
     if q.ndim != 3:
         raise ValueError(f"{op}: q must have shape (B, H, D); got {tuple(q.shape)}.")

@@ -13,7 +13,7 @@ NO_KEY = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PageLayout:
     """How a page lies. Taken as rows of D numbers, a row is a key or a value of one head and token.
 
     Attributes:
@@ -27,7 +27,7 @@ class Layout:
     page: int
 
     @classmethod
-    def of(cls, op: str, pages: jax.Array) -> "Layout":
+    def of(cls, op: str, pages: jax.Array) -> "PageLayout":
         """That of pages of a shape.
 
         Raises:
@@ -81,7 +81,7 @@ class Layout:
         return keys, values
 
 
-class Keys(NamedTuple):
+class PagedKeys(NamedTuple):
     """Everything that queries may see; arguments of `api.paged_attention`, checked.
 
     Attributes:
@@ -94,7 +94,7 @@ class Keys(NamedTuple):
     """
 
     pages: jax.Array
-    layout: Layout
+    layout: PageLayout
     table: jax.Array
     positions: jax.Array
     used: jax.Array

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from scalejax import compat
 from scalejax.kernels.paged_attention import blocks
-from scalejax.kernels.paged_attention.pages import Keys, Layout
+from scalejax.kernels.paged_attention.pages import PagedKeys, PageLayout
 from scalejax.kernels.paged_attention.reference import merge_splits
 from scalejax.kernels.types import Ref
 
@@ -29,7 +29,7 @@ _Softmax = tuple[jax.Array, jax.Array, jax.Array]
 """Highest score, sum of weights and weighted sum so far of each query."""
 
 
-def lacks(q: jax.Array, pages: jax.Array, layout: Layout) -> str | None:
+def lacks(q: jax.Array, pages: jax.Array, layout: PageLayout) -> str | None:
     """Which part of a case is missing here, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         return f"computes in float32, bfloat16 and float16; got {q.dtype}."
@@ -43,7 +43,7 @@ def lacks(q: jax.Array, pages: jax.Array, layout: Layout) -> str | None:
 
 def forward(
     q: jax.Array,
-    keys: Keys,
+    keys: PagedKeys,
     query_positions: jax.Array,
     window: int | None,
     scale: float,

@@ -25,14 +25,14 @@ from jax.experimental.pallas import tpu as pltpu
 from scalejax import compat
 from scalejax.kernels.interpretation import Interpret
 from scalejax.kernels.paged_attention import blocks
-from scalejax.kernels.paged_attention.pages import Keys, Layout
+from scalejax.kernels.paged_attention.pages import PagedKeys, PageLayout
 from scalejax.kernels.paged_attention.reference import merge_splits
 from scalejax.kernels.types import Number, Ref
 
 _LANES = 128
 
 
-def lacks(q: jax.Array, pages: jax.Array, layout: Layout) -> str | None:
+def lacks(q: jax.Array, pages: jax.Array, layout: PageLayout) -> str | None:
     """Which part of a case is missing here, or None."""
     if q.dtype not in (jnp.float32, jnp.bfloat16):
         return f"computes in float32 and bfloat16; got {q.dtype}."
@@ -48,7 +48,7 @@ def lacks(q: jax.Array, pages: jax.Array, layout: Layout) -> str | None:
 
 def forward(
     q: jax.Array,
-    keys: Keys,
+    keys: PagedKeys,
     query_positions: jax.Array,
     window: int | None,
     scale: float,

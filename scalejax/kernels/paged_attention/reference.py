@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from scalejax.kernels.flash_attention import flash_attention
 from scalejax.kernels.flash_attention.reference import sum_dtype
-from scalejax.kernels.paged_attention.pages import Keys
+from scalejax.kernels.paged_attention.pages import PagedKeys
 
 
 def attention(
     q: jax.Array,
-    keys: Keys,
+    keys: PagedKeys,
     query_positions: jax.Array,
     window: int | None,
     scale: float,
