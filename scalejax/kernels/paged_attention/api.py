@@ -39,7 +39,7 @@ def paged_attention(
     q: "Float[Array, 'batch heads head_dim']",
     pages: "Shaped[Array, 'pages *page head_dim']",
     table: "Int[Array, 'batch width']",
-    key_positions: "Int[Array, 'pages page_size']",
+    key_positions: "Int[Array, 'positioned page_size']",
     query_positions: "Int[Array, 'batch']",
     *,
     used: "Int[Array, 'batch'] | None" = None,
@@ -60,7 +60,8 @@ def paged_attention(
       pages: [P, page, 2 K, D], where head 2 j has the keys of head j and head 2 j + 1 its values; or
         [P, 2, K, page, D], keys before values. In the dtype of q, int8 with scales, or float8_e4m3fn.
       table: int32[B, W], pages of each row in any order; every entry is in [0, P).
-      key_positions: int32[P, page]; 2**31 - 1 where there is no key.
+      key_positions: int32[P', page], where P' divides P and page p has those of p mod P', as layers behind one another
+        have the same; 2**31 - 1 where there is no key.
       query_positions: int32[B]; -1 for a row that is padding.
       used: int32[B], entries of the table that are the row's, the first ones; the others are not read. None = all, and
         then an entry too many must name a page without keys.
@@ -148,9 +149,13 @@ def _check(
         raise ValueError(
             f"{op}: scales must be float32 of shape {tuple(pages.shape[:-1])}; got {scales.dtype}{list(scales.shape)}."
         )
+    # Of a number of pages that divides theirs.
+    positioned = key_positions.shape[0] if key_positions.ndim == 2 else pages.shape[0]
+    if positioned == 0 or pages.shape[0] % positioned:
+        positioned = pages.shape[0]
     given = [
         ("table", table, (batch, table.shape[-1] if table.ndim else 0)),
-        ("key_positions", key_positions, (pages.shape[0], layout.page)),
+        ("key_positions", key_positions, (positioned, layout.page)),
         ("query_positions", query_positions, (batch,)),
     ] + ([] if used is None else [("used", used, (batch,))])
     for name, array, shape in given:

@@ -88,7 +88,7 @@ class PagedKeys(NamedTuple):
       pages: As there.
       layout: Of the pages.
       table: int32[B, W].
-      positions: int32[P, page].
+      positions: int32[P', page]; P' divides P.
       used: int32[B].
       scales: float32 in the shape of pages without D, or None.
     """
@@ -103,4 +103,4 @@ class PagedKeys(NamedTuple):
     def positions_of(self, table: jax.Array) -> jax.Array:
         """int32[B, W, page]: positions of the keys of each row, hidden in entries that it does not use."""
         of_row = np.arange(table.shape[1])[None] < self.used[:, None]
-        return jnp.where(of_row[..., None], self.positions[table], NO_KEY)
+        return jnp.where(of_row[..., None], self.positions[table % self.positions.shape[0]], NO_KEY)

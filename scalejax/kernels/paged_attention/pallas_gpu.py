@@ -83,7 +83,7 @@ def forward(
             highest, total, acc = carry
             entry = table[row, step]
             (k, of_key), (v, of_value) = load(entry, 0), load(entry, 1)
-            place = plgpu.load(places.at[entry, token])
+            place = plgpu.load(places.at[entry % keys.positions.shape[0], token])
             seen = place <= position
             if window is not None:
                 seen = seen & (place > position - window)
