@@ -1,9 +1,6 @@
-"""Continues token sequences with a language model: prompts are read in pieces, then one token a step is added.
+"""Continues token sequences with a language model on the devices of a mesh.
 
-Prompts of a batch may differ in length: each fills its row of the cache from the left, and what lies behind is never
-looked at. Shapes come in buckets (rows, length of a piece, length of the cache), so that two programs serve prompts of
-many lengths: one reads a piece, the other generates up to a number of tokens that is no part of its shape. Both take
-the cache over, and no second one is ever made.
+Prompts go through a loop with a cache of pages (`loop.Scheduler`), which the programs of `programs` read and fill.
 
 A run that was trained under rules for number formats is served under them: its products and rows are those of its
 evaluation. A folder with static scales of activations is served with activations that are quantized under these.
@@ -15,9 +12,8 @@ the batch axes.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -30,31 +26,21 @@ from jax.typing import DTypeLike
 from scalejax import nn, units
 from scalejax.errors import UserError, check_at_least
 from scalejax.inference import packed_params, static_inputs
-from scalejax.inference import sampling as samplings
+from scalejax.inference.loop import Scheduler, make_loop
+from scalejax.inference.programs import Programs
+from scalejax.inference.requests import Request
 from scalejax.inference.sampling import GREEDY, TokenSampling
 from scalejax.models.llm import loading
-from scalejax.models.llm.architecture import LanguageConfig, LanguageModule
+from scalejax.models.llm.architecture import LanguageConfig
 from scalejax.models.llm.model_folder import LanguageModel
 from scalejax.nn import counts
-from scalejax.nn.layers import Gather
 from scalejax.numerics.quantized.rules import QuantizationRule, assign
 from scalejax.numerics.quantized.weights import weights_of
 from scalejax.parallel import mesh as meshes
-from scalejax.parallel.activations import ACTIVATIONS
-from scalejax.parallel.compression.quantized_gather import QuantizedGather
-from scalejax.parallel.rules import LLM, LogicalAxes, Rules
+from scalejax.parallel.rules import LLM, Rules
 from scalejax.train.state import ModelShape, Params
 
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
-
-PIECE = 512
-"""Positions of a prompt that are read at once, at most."""
-
-_LEAST_PIECE = 32
-_LEAST_CACHE = 128
-_CACHE_STEP = 1024
-_BLOCK = 32  # tokens that one call of the decoding program can generate
+_PAGE = 64
 
 Ended = Literal["stop", "length"]
 Weights = Literal["packed", "decoded"]
@@ -67,28 +53,12 @@ class Continuation:
     Attributes:
       tokens: The new tokens, without the one that ended them.
       ended: "stop": by a stop token; "length": there were as many as asked for.
+      reused: Tokens of the prompt that were not read for it, as the cache had them.
     """
 
     tokens: tuple[int, ...]
     ended: Ended
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class _State:
-    """Between two steps.
-
-    Attributes:
-      cache: What was read, see `LanguageModule.cache`.
-      logits: Of each row's next token, wide[B, V].
-      done: bool[B], rows that have met a stop token or are only there to fill up.
-      broken: bool[B], rows whose token was chosen by logits that are not finite.
-    """
-
-    cache: "PyTree[jax.Array]"
-    logits: jax.Array
-    done: jax.Array
-    broken: jax.Array
+    reused: int = dataclasses.field(default=0, compare=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -121,21 +91,23 @@ class Engine:
         stop: Sequence[int] = (),
         samples: Sequence[int] | None = None,
         progress: Callable[[list[list[int]]], bool] | None = None,
+        loop: Scheduler | None = None,
     ) -> list[Continuation]:
         """Continues each prompt.
 
         Which tokens a prompt is continued with depends on it, the sampling and its sample number; on the rest of the
-        batch only so far as the size of a batch and its cache, which choose the programs, may change the last bit of
-        a logit.
+        batch only so far as the number of rows and the longest of them, which choose the programs, may change the last
+        bit of a logit.
 
         Args:
-          prompts: Token ids, at least one each.
+          prompts: Token ids, at least one each; equal ones share what is read of them.
           max_tokens: New tokens of each, at most.
           sampling: How they are chosen.
           stop: A row ends where one of these comes, which is not part of the result.
           samples: A number for each prompt; draws of different numbers are independent. None = 0 for all.
           progress: Told the new tokens of all rows so far, after each step; returns whether to go on. Without it steps
             run in blocks.
+          loop: Where they run, idle now; what it has of the prompts already is not read again. None = one of their own.
 
         Raises:
           UserError: a prompt is empty, holds an id outside the vocabulary, or is longer, with what is to come, than the
@@ -147,28 +119,48 @@ class Engine:
         numbers = [0] * len(prompts) if samples is None else list(samples)
         if len(numbers) != len(prompts):
             raise ValueError(f"generate: samples must have one number a prompt, {len(prompts)}; got {len(numbers)}.")
-        rows = self._rows(len(prompts))
-        longest = max(map(len, prompts))
-        piece = _bucket(min(longest, PIECE), _LEAST_PIECE)
-        pieces = -(-longest // piece)
-        positions = _cache_length(max(pieces * piece, longest + max_tokens))
-        self.check_fits(rows, positions)
-        state = self._read(prompts, rows, piece, pieces, positions)
-        spare = [0] * (rows - len(prompts))
-        digests = np.asarray([*map(samplings.digest, prompts), *spare], np.uint32)
-        keys = samplings.keys(sampling, jnp.asarray(digests), jnp.asarray([*numbers, *spare], jnp.int32))
-        stops = np.asarray(sorted(set(stop)), np.int32)
+        loop = loop or self._loop_for(prompts, max_tokens)
+        rows: dict[tuple[int, int], list[int]] = {}
+        of_prompt: dict[tuple[int, ...], list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            of_prompt.setdefault(tuple(prompt), []).append(row)
+        for prompt, its in of_prompt.items():
+            wanted: dict[int, list[int]] = {}
+            for row in its:
+                wanted.setdefault(numbers[row], []).append(row)
+            request = Request(
+                prompt=prompt, max_tokens=max_tokens, sampling=sampling, stop=tuple(stop), watched=progress is not None
+            )
+            request_number = loop.submit_samples(request, [*wanted])
+            rows |= {(request_number, sample): some for sample, some in wanted.items()}
         out: list[list[int]] = [[] for _ in prompts]
-        ended: list[Ended | None] = [None] * len(prompts)
-        for tokens in self._steps(state, keys, stops, sampling, max_tokens, 1 if progress else _BLOCK):
-            for row in range(len(prompts)):
-                if ended[row] is None:
-                    ended[row] = _take(out[row], tokens[row], stops)
-            if progress is not None and not progress(out):
-                break
-            if all(ended):
-                break
-        return [Continuation(tuple(new), end or "length") for new, end in zip(out, ended, strict=True)]
+        ended: list[Ended] = ["length"] * len(prompts)
+        reused = [0] * len(prompts)
+        try:
+            while loop.busy:
+                chunks = loop.step()
+                for chunk in chunks:
+                    for row in rows[chunk.request, chunk.sample]:
+                        out[row] += chunk.tokens
+                        reused[row] = chunk.reused
+                        if chunk.ended == "error":
+                            raise UserError(f"prompt {row + 1}: {chunk.message}")
+                        ended[row] = chunk.ended or ended[row]
+                if progress is not None and chunks and not progress(out):
+                    break
+        finally:
+            for request_number in {number for number, _ in rows}:
+                loop.cancel(request_number)
+        return [Continuation(tuple(new), end, had) for new, end, had in zip(out, ended, reused, strict=True)]
+
+    def _loop_for(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Scheduler:
+        """With slots and units for all prompts at once."""
+        groups = self.programs.groups
+        slots = groups * _bucket(-(-len(prompts) // groups))
+        lengths = sorted((len(prompt) + max_tokens for prompt in prompts), reverse=True)
+        # Each group has as many as the longest of a share of the rows need.
+        units = _bucket(sum(-(-length // _PAGE) for length in lengths[: slots // groups]))
+        return make_loop(self, slots=slots, kv_tokens=units * groups * _PAGE, page=_PAGE)
 
     def logits(self, tokens: np.ndarray) -> jax.Array:
         """Of the next token at every position: int32[B, S] -> wide[B, S, V]; each row is a document.
@@ -181,7 +173,7 @@ class Engine:
                 f"a row has {tokens.shape[1]:,} tokens, but the model is meant for at most "
                 f"{self.config.max_positions:,} positions. Cut the text into shorter rows."
             )
-        return self._forward(self.params, np.asarray(tokens, np.int32))
+        return self.programs.forward(self.params, np.asarray(tokens, np.int32))
 
     def score(self, params: Params, tokens: jax.Array, counts: jax.Array | None = None) -> jax.Array:
         """The same inside a program, of its parameters: wide[B, S, V], or wide[B, V] after the first counts[b] tokens.
@@ -194,29 +186,47 @@ class Engine:
         Raises:
           UserError: the model cannot do without later tokens.
         """
-        model = self._model(params)
+        model, gather = self.programs.model(params), self.programs.gather
         if counts is not None:
-            return model.extend(tokens, counts, model.cache(*tokens.shape), gather=self._gather)[0]
+            reading = nn.Reading.whole((tokens.shape[0], tokens.shape[1]), counts, _PAGE)
+            return model.extend(tokens, reading, model.cache(nn.PageShape(reading.table.size, _PAGE)), gather=gather)[0]
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-        return model(tokens, positions, jnp.ones_like(tokens), gather=self._gather)
+        return model(tokens, positions, jnp.ones_like(tokens), gather=gather)
 
-    def check_fits(self, rows: int, positions: int) -> None:
-        """Refuses a cache that cannot be beside the parameters, before anything is compiled.
+    @property
+    def programs(self) -> Programs:
+        """What runs on the devices."""
+        return self._programs
+
+    @functools.cached_property
+    def _programs(self) -> Programs:
+        return Programs(self.config, self.shape, self.mesh, self.choices, self.formats)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the parameters on each device."""
+        return sum(self.device_bytes(p, p.sharding) for p in jax.tree.leaves(self.params))
+
+    @staticmethod
+    def device_bytes(array: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> int:
+        """Of an array on each device."""
+        return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+    def check_memory(self, needed: int, what: str) -> None:
+        """Refuses what cannot be on a device, before anything is compiled.
 
         Raises:
           UserError: says what would be needed and what there is.
         """
-        held = sum(_device_bytes(p, p.sharding) for p in jax.tree.leaves(self.params))
-        needed = held + self._cache_bytes(rows, positions)
-        _check_memory(self.mesh, needed, f"the parameters and a cache of {rows} x {positions:,} positions")
+        _check_memory(self.mesh, needed, what)
 
-    def check(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> None:
+    def check(self, prompts: Sequence[Sequence[int]], max_tokens: int, *, least: int = 1) -> None:
         """Refuses prompts that `generate` would refuse, whatever the batch.
 
         Raises:
           UserError: names the first by its number, from 1.
         """
-        check_at_least("max_tokens", max_tokens, 1)
+        check_at_least("max_tokens", max_tokens, least)
         vocabulary = self.config.vocabulary
         assert vocabulary is not None
         for number, prompt in enumerate(prompts):
@@ -236,142 +246,6 @@ class Engine:
                     f"{len(prompt) + max_tokens:,}: the model is meant for at most {self.config.max_positions:,} "
                     "positions. Shorten the prompt, or ask for fewer tokens."
                 )
-
-    def _rows(self, prompts: int) -> int:
-        shards = math.prod(self.mesh.shape[axis] for axis in meshes.BATCH_AXES)
-        return shards * _bucket(-(-prompts // shards), 1)
-
-    def _cache_bytes(self, rows: int, positions: int) -> int:
-        cache = jax.eval_shape(lambda: self._model(self._shapes).cache(rows, positions))
-        return sum(jax.tree.leaves(jax.tree.map(_device_bytes, cache, self._cache_shardings(cache))))
-
-    def _cache_shardings(self, cache: "PyTree[jax.ShapeDtypeStruct]") -> "PyTree[NamedSharding]":
-        def sharding(array: jax.ShapeDtypeStruct, axes: LogicalAxes) -> NamedSharding:
-            return NamedSharding(self.mesh, ACTIVATIONS.spec(axes, array.shape, self.mesh))
-
-        return jax.tree.map(sharding, cache, self._cache_axes)
-
-    @functools.cached_property
-    def _cache_axes(self) -> "PyTree[LogicalAxes]":
-        return self._model(self._shapes).cache_axes()
-
-    # The programs.
-
-    def _read(self, prompts: Sequence[Sequence[int]], rows: int, piece: int, pieces: int, positions: int) -> _State:
-        lengths = np.asarray([*map(len, prompts), *[1] * (rows - len(prompts))], np.int32)
-        tokens = np.zeros((rows, pieces * piece), np.int32)
-        for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = np.asarray(prompt, np.int32)
-        state = self._empty(rows, positions, len(prompts))
-        for start in range(0, pieces * piece, piece):
-            counts = np.clip(lengths - start, 0, piece).astype(np.int32)
-            state = self._read_piece(self.params, tokens[:, start : start + piece], counts, state)
-        return state
-
-    def _empty(self, rows: int, positions: int, prompts: int) -> _State:
-        def empty() -> _State:
-            model = self._model(self._shapes)
-            logits = jnp.zeros((rows, self.config.vocabulary or 0), nn.wide(model.compute_dtype))
-            filling = jnp.arange(rows) >= prompts
-            return _State(model.cache(rows, positions), logits, filling, jnp.zeros(rows, bool))
-
-        whole = NamedSharding(self.mesh, P())
-        cache = self._cache_shardings(jax.eval_shape(empty).cache)
-        return jax.jit(empty, out_shardings=_State(cache, whole, whole, whole))()  # pyright: ignore[reportArgumentType]
-
-    @functools.cached_property
-    def _forward(self) -> Callable[[Params, jax.typing.ArrayLike], jax.Array]:
-        def forward(params: Params, tokens: jax.Array) -> jax.Array:
-            with self._on_mesh():
-                return self.score(params, tokens)
-
-        return jax.jit(forward)
-
-    @functools.cached_property
-    def _read_piece(self) -> Callable[[Params, np.ndarray, np.ndarray, _State], _State]:
-        def read(params: Params, tokens: jax.Array, counts: jax.Array, state: _State) -> _State:
-            with self._on_mesh():
-                logits, cache = self._model(params).extend(tokens, counts, state.cache, gather=self._gather)
-                # A prompt that ended in an earlier piece keeps the logits of its last token.
-                logits = jnp.where(counts[:, None] > 0, logits, state.logits)
-                return dataclasses.replace(state, cache=self._laid_out(cache), logits=logits)
-
-        return jax.jit(read, donate_argnums=3)
-
-    def _steps(
-        self, state: _State, keys: jax.Array, stops: np.ndarray, sampling: TokenSampling, max_tokens: int, block: int
-    ) -> Iterator[np.ndarray]:
-        """Blocks of new tokens, int32[B, n]."""
-        sampling = dataclasses.replace(sampling, seed=0)  # which the keys have: another seed is no other program
-        made = 0
-        while made < max_tokens:
-            limit = min(block, max_tokens - made)
-            state, tokens = self._decode(self.params, state, keys, stops, jnp.int32(made), jnp.int32(limit), sampling)
-            if (broken := np.flatnonzero(np.asarray(state.broken))).size:
-                raise UserError(
-                    f"prompt {broken[0] + 1}: the model's logits are not finite, so no token can be chosen. In float16 "
-                    "activations of many models overflow: choose --dtype bfloat16 or float32."
-                )
-            yield np.asarray(tokens)[:, :limit]
-            made += limit
-
-    @functools.cached_property
-    def _decode(self) -> Callable[..., tuple[_State, jax.Array]]:
-        def decode(
-            params: Params,
-            state: _State,
-            keys: jax.Array,
-            stops: jax.Array,
-            made: jax.Array,
-            limit: jax.Array,
-            sampling: TokenSampling,
-        ) -> tuple[_State, jax.Array]:
-            def unfinished(carry: tuple[jax.Array, _State, jax.Array]) -> jax.Array:
-                i, state, _ = carry
-                return (i < limit) & ~state.done.all()
-
-            def step(carry: tuple[jax.Array, _State, jax.Array]) -> tuple[jax.Array, _State, jax.Array]:
-                i, state, out = carry
-                with self._on_mesh():
-                    token = samplings.choose(self._allowed(state.logits), keys, made + i, sampling)
-                    # NaN and infinity each win a maximum. Rows that are done go on and may overflow, which is no error.
-                    broken = state.broken | (~state.done & ~jnp.isfinite(state.logits.max(-1)))
-                    out = out.at[:, i].set(token)
-                    done = state.done | (token[:, None] == stops[None, :]).any(-1)
-                    ones = jnp.ones_like(token)
-                    model = self._model(params)
-                    logits, cache = model.extend(token[:, None], ones, state.cache, gather=self._gather)
-                    return i + 1, _State(self._laid_out(cache), logits, done, broken), out
-
-            # As long as the longest block, whatever the limit is: one program serves every number of tokens.
-            out = jnp.zeros((state.done.shape[0], _BLOCK), jnp.int32)
-            _, state, out = jax.lax.while_loop(unfinished, step, (jnp.int32(0), state, out))
-            return state, out
-
-        return jax.jit(decode, static_argnums=6, donate_argnums=1)
-
-    def _laid_out(self, cache: "PyTree[jax.Array]") -> "PyTree[jax.Array]":
-        return jax.tree.map(nn.constrain, cache, self._cache_axes)
-
-    def _allowed(self, logits: jax.Array) -> jax.Array:
-        if self.choices is None:
-            return logits
-        ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
-        return jnp.where(ids < self.choices, logits, -jnp.inf)
-
-    @property
-    def _gather(self) -> Gather:
-        return QuantizedGather(packed_params.whole, self.formats) if self.formats else packed_params.whole
-
-    @property
-    def _shapes(self) -> Mapping[str, object]:
-        return {**self.shape.params, **self.shape.variables}
-
-    def _model(self, params: Mapping[str, object]) -> LanguageModule:
-        return cast(LanguageModule, self.shape.merge(params))
-
-    def _on_mesh(self) -> AbstractContextManager[object]:
-        return jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh)
 
 
 def load(
@@ -418,7 +292,7 @@ def load(
     for name, v in shape.variables.items():  # whole on every device, as in training
         targets[name] = jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, P()))
     packed = packed_params.choose_packed(model.source, targets) if weights == "packed" else {}
-    needed = sum(_device_bytes(p, p.sharding) for name, p in targets.items() if name not in packed)
+    needed = sum(Engine.device_bytes(p, p.sharding) for name, p in targets.items() if name not in packed)
     needed += sum(packed_params.nbytes(parts) for _, parts in packed.values())
     _check_memory(mesh, needed, "the parameters")
     params: dict[str, Any] = {}  # arrays, and weights in the place of some
@@ -431,10 +305,6 @@ def load(
     return Engine(model.config, shape, params, mesh, choices, formats)
 
 
-def _device_bytes(array: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> int:
-    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-
-
 def _check_memory(mesh: Mesh, needed: int, what: str) -> None:
     limit = meshes.device_memory_bytes(mesh)
     if limit is not None and needed > limit:
@@ -444,19 +314,6 @@ def _check_memory(mesh: Mesh, needed: int, what: str) -> None:
         )
 
 
-def _bucket(count: int, least: int) -> int:
+def _bucket(count: int) -> int:
     """The next power of two."""
-    return max(least, 1 << (count - 1).bit_length())
-
-
-def _cache_length(positions: int) -> int:
-    return _bucket(positions, _LEAST_CACHE) if positions <= _CACHE_STEP else -(-positions // _CACHE_STEP) * _CACHE_STEP
-
-
-def _take(out: list[int], new: np.ndarray, stops: np.ndarray) -> Ended | None:
-    """Appends tokens up to a stop token; says whether there was one."""
-    for token in new.tolist():
-        if token in stops:
-            return "stop"
-        out.append(token)
-    return None
+    return 1 << (count - 1).bit_length() if count > 1 else 1

@@ -58,6 +58,7 @@ class Chunk:
       prompt_logprobs: In the first chunk where they are asked for; None for the first token.
       ended: Why the continuation is over; None = it goes on.
       message: Of an error, such as logits that are not finite.
+      reused: Tokens of the prompt that were not read for it, as the cache had them.
     """
 
     request: int
@@ -67,6 +68,7 @@ class Chunk:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     ended: Literal["stop", "length", "error"] | None = None
     message: str = ""
+    reused: int = 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,9 +10,11 @@ from scalejax.data.text.tokenizer import TextStream, Tokenizer, check_vocabulary
 from scalejax.errors import UserError
 from scalejax.inference import generate
 from scalejax.inference.generate import Continuation, Ended, Engine
+from scalejax.inference.loop import Scheduler, make_loop
 from scalejax.inference.sampling import GREEDY, TokenSampling, check_samples
 from scalejax.models.llm.model_folder import LanguageModel
 
+_SESSION = 16_384  # tokens that the cache of a conversation has room for, at most
 _CONTEXT = 8  # tokens of a prompt on which the text of the next may depend
 
 
@@ -44,12 +46,20 @@ class Writer:
       tokenizer: Its tokenizer.
       begin: Tokens before each prompt.
       stop_ids: Tokens that end a text.
+      loop: Where single texts are continued, so that what was read of one is not read again of the next; None = each in
+        a cache of its own.
     """
 
     engine: Engine
     tokenizer: Tokenizer
     begin: tuple[int, ...]
     stop_ids: tuple[int, ...]
+    loop: Scheduler | None = None
+
+    def in_session(self) -> "Writer":
+        """This with a cache that outlives a text, for a conversation."""
+        tokens = min(self.engine.config.max_positions, _SESSION)
+        return dataclasses.replace(self, loop=make_loop(self.engine, slots=1, kv_tokens=tokens))
 
     def complete(
         self,
@@ -118,7 +128,9 @@ class Writer:
         texts, stop_ids = self.split_stops(stop)
         ids = self.encode(prompt)
         watch = _Watch([self.stream_after(ids)], texts, show)
-        (got,) = self.engine.generate([ids], max_tokens=max_tokens, sampling=sampling, stop=stop_ids, progress=watch)
+        (got,) = self.engine.generate(
+            [ids], max_tokens=max_tokens, sampling=sampling, stop=stop_ids, progress=watch, loop=self.loop
+        )
         completion = self._completion(prompt, ids, got, texts)
         show(completion.text[watch.shown :])
         return completion
@@ -146,7 +158,8 @@ class Writer:
         text = GrowingText(self.stream_after(ids), texts)
         text.push(got.tokens)
         text.finish()
-        return Completion(prompt, text.text[: text.end], got.tokens, got.ended if text.end is None else "stop")
+        ended = got.ended if text.end is None else "stop"
+        return Completion(prompt, text.text[: text.end], got.tokens, ended, got.reused)
 
 
 def open_writer(model: LanguageModel, mesh: Mesh, *, dtype: str | None = None, **more: Any) -> Writer:

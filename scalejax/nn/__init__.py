@@ -27,6 +27,9 @@ from scalejax.nn.norm import BatchNorm as BatchNorm
 from scalejax.nn.norm import LayerNorm as LayerNorm
 from scalejax.nn.norm import RMSNorm as RMSNorm
 from scalejax.nn.norm import rms_norm as rms_norm
+from scalejax.nn.pages import PagedCache as PagedCache
+from scalejax.nn.pages import PageShape as PageShape
+from scalejax.nn.pages import Reading as Reading
 from scalejax.nn.products import products as products
 from scalejax.numerics.dtypes import FLOAT32 as FLOAT32
 from scalejax.numerics.dtypes import Dtypes as Dtypes

@@ -27,7 +27,6 @@ def attend(
     *,
     positions: "Int[Array, 'batch queries'] | None" = None,
     segment_ids: "Int[Array, 'batch queries'] | None" = None,
-    query_offset: jax.Array | None = None,
     window: int | None = None,
     implementation: Implementation | None = None,
     context_method: Method = "all_gather",
@@ -42,7 +41,6 @@ def attend(
         `context` cuts the sequence they say what a token sees, in whatever order tokens lie; elsewhere tokens lie in
         their order, and positions are not looked at. None = a sequence is not cut.
       segment_ids: int32[B, S] where T = S: a query sees keys of its own segment. None = one segment.
-      query_offset: int32[B], the position of each row's first query among the keys. None = 0.
       window: A query sees itself and the window - 1 keys before it; None = all before it.
       implementation: See `kernels.flash_attention`.
       context_method: How keys and values reach the queries of other devices, see `parallel.context`.
@@ -59,8 +57,6 @@ def attend(
         )
     mesh = jax.sharding.get_abstract_mesh()
     if positions is not None and mesh.shape.get("context", 1) > 1:
-        if query_offset is not None:
-            raise ValueError("attend: positions and query_offset exclude each other; got both. Add the offset.")
         return sharded_context_attention(
             q,
             k,
@@ -71,20 +67,16 @@ def attend(
             window=window,
             implementation=implementation,
         )
-    optional = {"segment_ids": segment_ids, "query_offset": query_offset}
-    given = {name: array for name, array in optional.items() if array is not None}
+    given = {} if segment_ids is None else {"segment_ids": segment_ids}
 
     def local(
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
         segment_ids: jax.Array | None = None,
-        query_offset: jax.Array | None = None,
     ) -> jax.Array:
-        return flash_attention(
-            q, k, v, segment_ids=segment_ids, query_offset=query_offset, window=window, implementation=implementation
-        )[0]
+        return flash_attention(q, k, v, segment_ids=segment_ids, window=window, implementation=implementation)[0]
 
     if mesh.empty or mesh.size == 1:
         return local(q, k, v, **given)
-    return shard_attention(local, q, k, v, given, {"segment_ids": ("batch", None), "query_offset": ("batch",)})
+    return shard_attention(local, q, k, v, given, {"segment_ids": ("batch", None)})

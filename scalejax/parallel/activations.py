@@ -5,7 +5,8 @@ decoded  rows of one token each, which `context` cuts too where it cuts the keys
 keys     positions of keys, where they are others than those of queries
 stream   positions, between blocks: also over `tensor`, which shards norms and residuals ("sequence parallelism",
          Korthikanti et al., 2022)
-heads, kv_heads, hidden, vocabulary   features, over `tensor`
+heads, kv_heads, hidden, vocabulary   features, over `tensor`; kv_pairs: keys and values of a head side by side
+pages    of a cache: those of each device that has rows or positions of its own
 """
 
 import math
@@ -26,8 +27,10 @@ ACTIVATIONS = Rules(
         ("stream", ("context", "tensor")),
         ("heads", ("tensor",)),
         ("kv_heads", ("tensor",)),
+        ("kv_pairs", ("tensor",)),
         ("hidden", ("tensor",)),
         ("vocabulary", ("tensor",)),
+        ("pages", (*BATCH_AXES, "context")),
     )
 )
 

@@ -9,8 +9,10 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from scalejax.inference import generate
-from scalejax.inference.sampling import TokenSampling
+from scalejax import nn
+from scalejax.inference import generate, sampling
+from scalejax.inference.programs import DecodingState, Slots
+from scalejax.inference.sampling import RowSampling
 from scalejax.models.llm import llama3
 from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape
@@ -39,22 +41,26 @@ def compiled():
 
     placed = shape.shardings(mesh, LLM)
     params = {name: leaf(p.shape, p.dtype, placed[name]) for name, p in shape.params.items()}
-    cache = jax.eval_shape(lambda: shape.merge(shape.params).cache(1, POSITIONS))
-    spread = on._cache_shardings(cache).keys
-    keys = leaf(cache.keys.shape, cache.keys.dtype, spread)
-    state = generate._State(
-        dataclasses.replace(cache, keys=keys, values=keys, lengths=leaf((1,), jnp.int32)),
-        leaf((1, config.vocabulary), jnp.float32),
-        *[leaf((1,), bool)] * 2,
+    pages = nn.PageShape(POSITIONS // 64)
+    cache = on.programs.cache(pages)
+    spread = on.programs.cache_shardings(cache)
+    state = DecodingState(
+        jax.tree.map(lambda a, s: leaf(a.shape, a.dtype, s), cache, spread), leaf((1, config.vocabulary), jnp.float32)
     )
-    number = leaf((), jnp.int32)
-    draws = leaf((1,), jax.eval_shape(lambda: jax.random.key(0)).dtype)
-    sampling = TokenSampling(temperature=0.8)  # the sort of a vocabulary for top_p compiles for minutes
+    number, row = leaf((), jnp.int32), leaf((1,), jnp.int32)
+    table = leaf((1, pages.pages), jnp.int32)
+    # Without the sort of a vocabulary for top_p and top_k, which compiles for minutes.
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(sampling, "nucleus", lambda logits, top_p, top_k: logits)
+    how = jax.tree.map(lambda a: leaf(a.shape, a.dtype), RowSampling.greedy(1))
+    slots = Slots(how, row, row, leaf((1, 8), jnp.int32), table)
+    reading = nn.Reading(leaf((1, 512), jnp.int32), table, row)
     programs = {
-        "read": on._read_piece.lower(params, leaf((1, 512), jnp.int32), leaf((1,), jnp.int32), state),
-        "decode": on._decode.lower(params, state, draws, leaf((2,), jnp.int32), number, number, sampling),
+        "read": on.programs.read.lower(params, leaf((1, 512), jnp.int32), reading, row, state),
+        "decode": on.programs.decode.lower(params, state, slots, number, leaf((), bool)),
     }
-    cache_bytes = 2 * spread.shard_shape(keys.shape)[3] * 2 * POSITIONS * 128 * 2
+    monkeypatch.undo()
+    cache_bytes = 2 * spread.kv.shard_shape(cache.kv.shape)[3] * POSITIONS * 128 * 2
     with run.no_compile_cache():
         return {name: lowered.compile() for name, lowered in programs.items()}, cache_bytes
 
@@ -64,6 +70,7 @@ def test_the_tpu_compiler_takes_it_and_keeps_one_cache(compiled, program):
     programs, cache_bytes = compiled
     found = programs[program].memory_analysis()
     assert found.alias_size_in_bytes >= cache_bytes
+    assert ("paged_attention" in programs[program].as_text()) == (program == "decode")
     if program == "decode":
         assert found.temp_size_in_bytes < cache_bytes / 2
 

@@ -9,9 +9,11 @@ import pytest
 from flax import nnx
 from llama_cases import CASES, F32, GQA, model, tensors, tokens, write_checkpoint
 
+from scalejax import nn
 from scalejax.errors import UserError
-from scalejax.inference import generate
-from scalejax.inference.sampling import GREEDY, TokenSampling
+from scalejax.inference import generate, loop
+from scalejax.inference.programs import DecodingState, Slots
+from scalejax.inference.sampling import RowSampling, TokenSampling
 from scalejax.models.llm import llama3, model_folder
 from scalejax.numerics.quantize import cast
 from scalejax.numerics.quantized.rules import QuantizationRule
@@ -57,8 +59,8 @@ def test_greedy_tokens_are_those_of_full_forward_passes(tmp_path, want):
 
 
 def test_long_prompts_are_read_in_pieces(tmp_path, want, monkeypatch):
-    monkeypatch.setattr(generate, "PIECE", 8)
-    monkeypatch.setattr(generate, "_LEAST_PIECE", 8)
+    monkeypatch.setattr(loop, "PIECE", 8)
+    monkeypatch.setattr(loop, "LENGTHS", (4, 8))
     assert [c.tokens for c in engine(tmp_path).generate(PROMPTS, max_tokens=12)] == want
 
 
@@ -83,7 +85,7 @@ def test_what_was_trained_under_rules_is_served_under_them(tmp_path):
     plain, ids = engine(tmp_path), np.asarray([PROMPTS[2]], np.int32)
     axes = {"embed/weight": 1, "layers/mlp/down": 1, "head/weight": 0}
     by_hand = {path: cast(p, "bdr_mx4", axis=axes[path]) if path in axes else p for path, p in plain.params.items()}
-    want, without = (np.asarray(plain._forward(params, ids)) for params in (by_hand, plain.params))
+    want, without = (np.asarray(plain.programs.forward(params, ids)) for params in (by_hand, plain.params))
     on = under_rules(tmp_path, plain, module_path="embed|layers/mlp/down|head", weight_qtype="bdr_mx4")
     np.testing.assert_allclose(on.logits(ids), want, rtol=0, atol=1e-5 * np.abs(want).max())
     assert np.abs(want - without).max() > 0.01 * np.abs(want).max()
@@ -150,11 +152,11 @@ def test_progress_sees_each_token_and_can_end(tmp_path, want):
 def test_prompts_of_other_lengths_need_no_other_program(tmp_path):
     on = engine(tmp_path)
     on.generate([PROMPTS[0]], max_tokens=4, sampling=TokenSampling(temperature=1.0, seed=1))
-    sizes = on._read_piece._cache_size(), on._decode._cache_size()
+    compiled = on.programs.compiled()
     for length in (1, 5, 30):
         prompt = tokens(GQA, 1, 40)[0, :length].tolist()
         on.generate([prompt], max_tokens=20, sampling=TokenSampling(temperature=1.0, seed=length))
-    assert (on._read_piece._cache_size(), on._decode._cache_size()) == sizes == (1, 1)
+    assert on.programs.compiled() == compiled == 2
 
 
 def test_a_step_changes_the_cache_in_place():
@@ -162,14 +164,14 @@ def test_a_step_changes_the_cache_in_place():
     config = dataclasses.replace(GQA, layers=8)
     shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), F32)))
     on = generate.Engine(config, shape, {}, make_mesh(MeshShape(), jax.devices()[:1]))
-    cache = jax.eval_shape(lambda: shape.merge(shape.params).cache(1, 16_384))
-    flags = jax.ShapeDtypeStruct((1,), bool)
-    state = generate._State(cache, jax.ShapeDtypeStruct((1, 96), jnp.float32), flags, flags)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-    number = jax.ShapeDtypeStruct((), jnp.int32)
-    lowered = on._decode.lower(shape.params, state, keys, np.zeros(1, np.int32), number, number, GREEDY)
-    found = lowered.compile().memory_analysis()
-    size = 2 * cache.keys.size * 4
+    cache = on.programs.cache(nn.PageShape(256))
+    state = DecodingState(cache, jax.ShapeDtypeStruct((1, 96), jnp.float32))
+    row = np.zeros(1, np.int32)
+    slots = Slots(RowSampling.greedy(1), row, row, row[None], np.zeros((1, 256), np.int32))
+    found = (
+        on.programs.decode.lower(shape.params, state, slots, np.int32(1), np.bool_(False)).compile().memory_analysis()
+    )
+    size = cache.kv.size * 4
     assert found.alias_size_in_bytes >= size  # the cache that comes out is the one that went in
     assert found.temp_size_in_bytes < 0.3 * size
 
@@ -208,7 +210,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(tmp_path, monkey
     monkeypatch.setattr(generate.meshes, "device_memory_bytes", lambda mesh: 1000)
     with pytest.raises(UserError, match=r"the parameters need .* on each device, and it has 1000 B\. Spread the model"):
         engine(tmp_path)
-    with pytest.raises(UserError, match="and a cache of 1 x 128 positions need"):
+    with pytest.raises(UserError, match="and a cache of 64 tokens need"):
         on.generate([[1]], max_tokens=3)
 
 

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_cases import tokens
+from paged_cases import Rows
 from quantized_cases import EXPERTS, MATRICES, SMALL, quantize, write_model
 
 from scalejax.inference import generate
@@ -154,7 +155,8 @@ def test_a_layer_is_decoded_at_a_time(theirs, tmp_path):
     write_model(tmp_path / "theirs", config)
     quantize(tmp_path / "theirs", tmp_path / "out", "bdr_mx6")
     on = engine(tmp_path / "out")
-    state = on._empty(1, 128, 1)
-    found = on._read_piece.lower(on.params, ROWS[:1], np.full(1, 24, np.int32), state).compile().memory_analysis()
+    read, own = Rows(1, 128), on.programs
+    given = ROWS[:1], read.reading([24], 24), np.zeros(1, np.int32), own.empty(1, read.pages)
+    found = own.read.lower(on.params, *given).compile().memory_analysis()
     decoded = sum(p.size * 4 for name, p in on.shape.params.items() if name in packed(on))
     assert found.temp_size_in_bytes < 0.6 * decoded

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from llama_cases import CASES, GQA, model, scenarios, tensors, tokens
+from paged_cases import Rows
 
 from scalejax.inference import generate
 from scalejax.models.llm import model_folder, safetensors
@@ -65,15 +66,15 @@ def test_prefill_and_decode_agree_step_by_step(case):
     config = CASES[case]
     ids = tokens(config, 1, 12)
     made, llama = peer(config, tensors(config)), model(config)
-    extend = jax.jit(lambda m, *rest: m.extend(*rest))
-    got, cache = extend(llama, ids[:, :7], np.array([7], np.int32), llama.cache(1, 16))
+    extend, read = jax.jit(lambda m, *rest: m.extend(*rest)), Rows(1, 16)
+    got, cache = extend(llama, ids[:, :7], read.reading([7], 7), llama.cache(read.pages))
     with torch.no_grad():
         out = made(torch.from_numpy(ids[:, :7]).long(), use_cache=True)
         for at in range(7, 12):
             np.testing.assert_allclose(got, out.logits[:, -1].numpy(), atol=1e-4, rtol=0)
             token = ids[:, at : at + 1]
             out = made(torch.from_numpy(token).long(), past_key_values=out.past_key_values, use_cache=True)
-            got, cache = extend(llama, token, np.array([1], np.int32), cache)
+            got, cache = extend(llama, token, read.reading([1], 1), cache)
     np.testing.assert_allclose(got, out.logits[:, -1].numpy(), atol=1e-4, rtol=0)
 
 

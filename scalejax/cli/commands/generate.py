@@ -147,6 +147,7 @@ def generate(
         # What is wrong with messages is said before parameters are loaded.
         text = None if conversation is None else render(conversation)
         writer, _ = load(open_writer)
+        writer = writer.in_session()
         reply = functools.partial(_reply, writer, asked)
         results = [_as_json(c) for c in (chats.converse(render, reply) if text is None else [reply(text)])]
     if json is not None:

@@ -3,13 +3,16 @@
 import importlib.util
 import pathlib
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from scalejax.cli import environment, folders, options
 from scalejax.cli.commands.convert import Step, check_dtype
 from scalejax.errors import UserError, check_at_least, check_one_of
+
+if TYPE_CHECKING:
+    from scalejax.nn.pages import KvFormat
 
 _THIS_MACHINE = ("127.0.0.1", "localhost", "::1")
 
@@ -96,12 +99,12 @@ def serve(
     if api_key == "":
         raise UserError("--api-key is empty, which everybody knows. Give a key, or leave it out.")
 
-    from scalejax.inference.server import serving
     from scalejax.inference import text
+    from scalejax.inference.server import serving
     from scalejax.inference.server.app import ServerSettings
     from scalejax.parallel.mesh import MeshShape, make_mesh, parse_mesh
 
-    kept = "compute" if kv_dtype == "none" else kv_dtype
+    kept: KvFormat = "compute" if kv_dtype == "none" else cast("KvFormat", kv_dtype)
     settings = ServerSettings(
         name=name or folder.resolve().name,
         slots=slots,

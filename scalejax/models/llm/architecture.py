@@ -6,23 +6,19 @@ Face, and what config.json says. `families` finds it.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 import jax
 from flax import nnx
 from jax.typing import DTypeLike
 
+from scalejax import nn
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
 from scalejax.models.llm.mapping import Entry
 from scalejax.models.llm.special_tokens import SpecialTokens
 from scalejax.nn.layers import Gather, whole
 from scalejax.numerics.dtypes import Dtypes
-
-if TYPE_CHECKING:
-    from jaxtyping import PyTree
-
-    from scalejax.parallel.rules import LogicalAxes
 
 
 class LanguageConfig(Protocol):
@@ -53,6 +49,14 @@ class LanguageConfig(Protocol):
 Config = TypeVar("Config")
 
 
+class Cache(Protocol):
+    """What a model keeps of the tokens that it has read: a pytree whose arrays are in `nn.PagedCache`."""
+
+    def admit(self, reading: nn.Reading) -> tuple[Self, nn.Reading]:
+        """Stores the positions of tokens before layers store more of them, and says what their rows can see."""
+        ...
+
+
 class LanguageModule(Protocol):
     """A model that reads whole rows, or goes on with what it keeps of them in a cache.
 
@@ -74,18 +78,14 @@ class LanguageModule(Protocol):
         """Logits of all positions, wide[B, S, V]."""
         ...
 
-    def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
-        """An empty cache: a pytree of arrays."""
-        ...
-
-    def cache_axes(self) -> "PyTree[LogicalAxes]":
-        """Names of the axes of the cache's arrays, see `parallel.activations`, in a pytree like it."""
+    def cache(self, pages: nn.PageShape) -> "Cache":
+        """An empty cache."""
         ...
 
     def extend(
-        self, tokens: jax.Array, counts: jax.Array, cache: "PyTree[jax.Array]", *, gather: Gather = whole
-    ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
-        """Reads the next tokens of every row: logits after the last of them, wide[B, V], and the cache."""
+        self, tokens: jax.Array, reading: nn.Reading, cache: "Cache", *, gather: Gather = whole
+    ) -> tuple[jax.Array, "Cache"]:
+        """Reads the next tokens of rows: logits after the last of each, wide[R, V], and the cache."""
         ...
 
     @property

@@ -10,7 +10,7 @@ position and in its own document, and all others go around it:
 
 Who is taken depends on later tokens, so losses are too good, and nothing can be generated without an `AuxiliaryRouter`,
 which says of a token alone whether it would be taken. With a cache such a layer keeps the keys and values of those that
-it took, behind one another.
+it took, at the places that they have in all layers.
 
 Axes: B rows, S positions, E model, L layers; G groups of N tokens each, of which up to C are taken.
 """
@@ -192,16 +192,17 @@ class DepthCache:
     """What a model has read.
 
     Attributes:
-      some: Cache of the layers that take some tokens, behind one another; of those of layer l and row b there are
-      taken: int32[L / 2, B].
-      all: Cache of the layers that see all tokens.
-      lengths: int32[B], tokens of each row so far.
+      some: Of the layers that take some tokens; each knows the positions of its own.
+      all: Of the layers that see all tokens.
     """
 
-    some: "PyTree[jax.Array]"
-    taken: jax.Array
-    all: "PyTree[jax.Array]"
-    lengths: jax.Array
+    some: nn.PagedCache
+    all: nn.PagedCache
+
+    def admit(self, reading: nn.Reading) -> tuple["DepthCache", nn.Reading]:
+        """See `architecture.Cache`."""
+        every, reading = self.all.admit(reading)
+        return dataclasses.replace(self, all=every), reading
 
 
 class DepthPairs(nnx.Module):
@@ -290,7 +291,8 @@ class DepthPairs(nnx.Module):
         Raises:
           UserError: there is no auxiliary router.
         """
-        chosen, routes = self._guessed(x, prepared.real)
+        chosen = self._guessed(x, prepared.real)
+        routes = jax.vmap(lambda chosen: routing.routes_of_some(chosen, size=x.shape[1]))(chosen)
         taken = _placed(x, routes)
         inner = self._prepared(routes, prepared, None, x.shape[0])
         angles, segments, places = _at_places((cos_sin, segment_ids, positions), routes)
@@ -298,42 +300,36 @@ class DepthPairs(nnx.Module):
         h = _back(x, y - taken, self._scores(x), chosen, routes)
         return self.all(h, cos_sin, segment_ids, positions, prepared.all)
 
-    def cache(self, rows: int, positions: int) -> DepthCache:
-        """See `llama3.parts.AttentionModule`."""
-        taken = jnp.zeros((self.pairs, rows), jnp.int32)
-        some, every = (layer.cache(rows, positions) for layer in (self.some, self.all))
-        return DepthCache(some, taken, every, jnp.zeros(rows, jnp.int32))
-
-    def cache_axes(self) -> DepthCache:
-        """See `llama3.parts.AttentionModule`."""
-        taken: Any = (None, None)
-        lengths: Any = (None,)
-        return DepthCache(self.some.cache_axes(), taken, self.all.cache_axes(), lengths)
+    def cache(self, pages: nn.PageShape) -> DepthCache:
+        """See `DecoderBlock`."""
+        some, every = (layer.attention.cache(pages) for layer in (self.some, self.all))
+        return DepthCache(some.of_each_layer(), every)
 
     def extend(
-        self, x: jax.Array, cos_sin: CosSin, cache: DepthCache, layer: jax.Array, prepared: PreparedDepths
+        self,
+        x: jax.Array,
+        cos_sin: CosSin,
+        cache: DepthCache,
+        layer: jax.Array,
+        reading: nn.Reading,
+        prepared: PreparedDepths,
     ) -> tuple[jax.Array, DepthCache]:
         """See `DecoderBlock`.
 
         Raises:
           UserError: there is no auxiliary router.
         """
-        chosen, routes = self._guessed(x, prepared.real)
-        taken = _placed(x, routes)
-        inner = self._prepared(routes, prepared, None, x.shape[0])
-        own = dataclasses.replace(cache.some, lengths=cache.taken[layer])
-        y, own = self.some.extend(taken, _at_places(cos_sin, routes), own, layer, inner)
-        h = _back(x, y - taken, self._scores(x), chosen, routes)
+        # Tokens that are not taken are computed with the others, and nothing is kept of them.
+        chosen = self._guessed(x, prepared.real)
+        some = dataclasses.replace(reading, positions=jnp.where(chosen, reading.positions, -1))
+        inner = self.some.prepare(chosen, prepared.tokens, prepared.modality, room="all")
+        own, seeing = cache.some.admit(some, layer)
+        y, own = self.some.extend(x, cos_sin, own, layer, seeing, inner)
+        added = (self._scores(x)[..., None] * (y - x)).astype(x.dtype)
+        h = jnp.where(chosen[..., None], x + added, x)
 
-        whole = dataclasses.replace(cache.all, lengths=cache.lengths)
-        y, whole = self.all.extend(h, cos_sin, whole, layer, prepared.all)
-        taken_now = cache.taken.at[layer].add(chosen.sum(1, dtype=jnp.int32))
-        return y, dataclasses.replace(
-            cache,
-            some=dataclasses.replace(own, lengths=cache.some.lengths),
-            all=dataclasses.replace(whole, lengths=cache.all.lengths),
-            taken=taken_now,
-        )
+        y, every = self.all.extend(h, cos_sin, cache.all, layer, reading, prepared.all)
+        return y, DepthCache(own, every)
 
     def _groups(self, rows: int) -> int:
         """G, the rows themselves or the devices that the rows are cut over by the compiler."""
@@ -353,16 +349,15 @@ class DepthPairs(nnx.Module):
         """wide[..., N, 1]: above 0 where a token would be taken."""
         return guess(x, self.auxiliary_in[...], self.auxiliary_out[...], self.compute_dtype)
 
-    def _guessed(self, x: jax.Array, real: jax.Array) -> tuple[jax.Array, routing.Routes]:
-        """Whom the auxiliary router takes, bool[B, S], and their way to as many places as there are positions."""
+    def _guessed(self, x: jax.Array, real: jax.Array) -> jax.Array:
+        """Whom the auxiliary router takes, bool[B, S]."""
         if self.part.auxiliary is None:
             raise UserError(
                 "model.depth is MixtureOfDepths without an auxiliary router: which tokens a layer takes depends on "
                 "later ones, so that nothing can be generated and no text scored. Train auxiliary "
                 "routers in a phase of the run, as moma-mod-smoke does (surgery.experts.AddAuxiliaryRouters)."
             )
-        chosen = (self._guess(x)[..., 0] > 0) & real
-        return chosen, jax.vmap(lambda chosen: routing.routes_of_some(chosen, size=x.shape[1]))(chosen)
+        return (self._guess(x)[..., 0] > 0) & real
 
     def _prepared(
         self, routes: routing.Routes, prepared: PreparedDepths, keys: jax.Array | None, groups: int

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from llama_cases import F64, GQA
+from paged_cases import Rows
 
 from scalejax import optim
 from scalejax.configs.llm import moma
@@ -64,11 +65,11 @@ def test_with_auxiliary_routers_no_later_token_matters_and_without_them_some_do(
 def test_a_cache_gives_the_logits_of_the_whole_row(rows, name):
     made, (tokens, positions, segments) = model(PARTS[name]), rows
     whole = np.asarray(jax.jit(made.__call__)(tokens, positions, segments))
-    step = jax.jit(lambda ids, counts, cache: made.extend(ids, counts, cache))
-    cache = made.cache(2, 16)
-    _, cache = step(tokens[:, :8], jnp.full(2, 8, jnp.int32), cache)
+    step, read = jax.jit(made.extend), Rows(2, 16)
+    cache = made.cache(read.pages)
+    _, cache = step(tokens[:, :8], read.reading([8, 8], 8), cache)
     for at in range(8, 16):
-        logits, cache = step(tokens[:, at : at + 1], jnp.ones(2, jnp.int32), cache)
+        logits, cache = step(tokens[:, at : at + 1], read.reading([1, 1], 1), cache)
         np.testing.assert_allclose(logits, whole[:, at], rtol=1e-9, atol=1e-9)
 
 

@@ -11,6 +11,7 @@ import small_language_run as small
 from flax import nnx
 from jax.test_util import check_grads
 from llama_cases import F64, GQA
+from paged_cases import Rows
 
 from scalejax.data.text.tokens import TokenSchema
 from scalejax.errors import UserError
@@ -22,6 +23,7 @@ from scalejax.models.llm.llama3.model import Llama
 from scalejax.models.llm.llama3.parts import GatedMlp, OutputRmsNorm
 from scalejax.models.llm.moma import TABLE_1, ModalityExperts, published
 from scalejax.nn import Dtypes
+from scalejax.nn.pages import EMPTY
 from scalejax.parallel.fsdp import Fsdp
 from scalejax.parallel.mesh import MeshShape
 from scalejax.train.experiment import Precision
@@ -191,21 +193,22 @@ def test_a_cache_gives_the_logits_of_the_whole_row(texts_and_images, name):
     """Each layer has its own visibility: what a token finds there are the tokens that this layer took."""
     made, (tokens, positions, segments) = model(AUXILIARY, MLPS[name]), texts_and_images
     whole = np.asarray(jax.jit(made.__call__)(tokens, positions, segments))
-    step = jax.jit(lambda ids, counts, cache: made.extend(ids, counts, cache))
-    cache = made.cache(2, 16)
+    step, rows = jax.jit(made.extend), Rows(2, 16)
+    cache = made.cache(rows.pages)
     # A prompt of 5 and one of 8 tokens, each read with room to spare; the shorter one catches up.
-    logits, cache = step(tokens[:, :8], jnp.array([5, 8], jnp.int32), cache)
+    logits, cache = step(tokens[:, :8], rows.reading([5, 8], 8), cache)
     for row, at in ((0, 4), (1, 7)):
         np.testing.assert_allclose(logits[row], whole[row, at], rtol=1e-9, atol=1e-9)
     late = jnp.stack([tokens[0, 5:8], tokens[1, :3]])
-    _, cache = step(late, jnp.array([3, 0], jnp.int32), cache)
+    _, cache = step(late, rows.reading([3, 0], 3), cache)
     for at in range(8, 16):
-        logits, cache = step(tokens[:, at : at + 1], jnp.ones(2, jnp.int32), cache)
+        logits, cache = step(tokens[:, at : at + 1], rows.reading([1, 1], 1), cache)
         np.testing.assert_allclose(logits, whole[:, at], rtol=1e-9, atol=1e-9)
-    taken = np.asarray(cache.taken)
+    by_row = np.asarray(cache.some.positions)[:, rows.table].reshape(-1, 2, 16)
+    taken = (by_row < EMPTY).sum(-1)
     assert (taken > 0).any()
     assert (taken < 16).any()
-    np.testing.assert_array_equal(cache.lengths, [16, 16])
+    np.testing.assert_array_equal(np.asarray(cache.all.positions)[0, rows.table].reshape(2, 16), [range(16)] * 2)
 
 
 def test_auxiliary_routers_learn_who_was_taken_and_nothing_else_does(rows):
@@ -333,7 +336,7 @@ def test_bad_settings_are_refused():
 def test_without_auxiliary_routers_nothing_is_generated(texts_and_images):
     made, (tokens, *_) = model(MixtureOfDepths()), texts_and_images
     with pytest.raises(UserError, match="MixtureOfDepths without an auxiliary router"):
-        made.extend(tokens, jnp.full(2, 16, jnp.int32), made.cache(2, 16))
+        made.extend(tokens, Rows(2, 16).reading([16, 16], 16), made.cache(Rows(2, 16).pages))
     with pytest.raises(UserError, match="no text scored"):
         made(*texts_and_images)
     assert made.config.task(TEXT).advice() == {}

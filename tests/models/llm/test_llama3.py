@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from llama_cases import CASES, F32, F64, GQA, model, rows, scenarios, tokens
+from paged_cases import Rows
 
 from scalejax import nn
 from scalejax.data.text.tokens import TokenSchema
@@ -191,15 +192,14 @@ def test_prefill_and_decode_equal_the_full_forward_pass(case):
     ids = tokens(config, 3, length)
     llama = model(config)
     whole = jax.jit(lambda m: m(ids, np.broadcast_to(np.arange(length), (3, length)), np.ones_like(ids)))(llama)
-    extend = jax.jit(lambda m, *rest: m.extend(*rest))
+    extend, read = jax.jit(lambda m, *rest: m.extend(*rest)), Rows(3, 24)
     # What lies beyond a row's count is no part of it.
     prompt = np.where(np.arange(9) < counts[:, None], ids[:, :9], 3).astype(np.int32)
-    logits, cache = extend(llama, prompt, counts, llama.cache(3, 24))
-    np.testing.assert_array_equal(cache.lengths, counts)
+    logits, cache = extend(llama, prompt, read.reading(counts, 9), llama.cache(read.pages))
     at = counts.copy()
     for _ in range(5):
         np.testing.assert_allclose(logits, whole[np.arange(3), at - 1], atol=1e-4)
-        logits, cache = extend(llama, ids[np.arange(3), at][:, None], np.ones(3, np.int32), cache)
+        logits, cache = extend(llama, ids[np.arange(3), at][:, None], read.reading([1, 1, 1], 1), cache)
         at += 1
     np.testing.assert_allclose(logits, whole[np.arange(3), at - 1], atol=1e-4)
 
@@ -208,10 +208,11 @@ def test_a_prompt_may_be_read_in_pieces():
     ids = tokens(GQA, 2, 12)
     llama = model(GQA)
     extend = jax.jit(lambda m, *rest: m.extend(*rest))
-    once, _ = extend(llama, ids, np.full(2, 12, np.int32), llama.cache(2, 16))
-    cache = llama.cache(2, 16)
+    once, _ = extend(llama, ids, Rows(2, 16).reading([12, 12], 12), llama.cache(Rows(2, 16).pages))
+    read = Rows(2, 16)
+    cache = llama.cache(read.pages)
     for piece in np.split(ids, 3, axis=1):
-        logits, cache = extend(llama, piece, np.full(2, 4, np.int32), cache)
+        logits, cache = extend(llama, piece, read.reading([4, 4], 4), cache)
     np.testing.assert_allclose(logits, once, atol=1e-5)
 
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from llama_cases import F32, F64, GQA, rows, tokens
 from llama_cases import model as plain
+from paged_cases import Rows
 
 from scalejax import nn
 from scalejax.data.text.tokens import TokenSchema
@@ -113,10 +114,10 @@ def test_its_cache_gives_the_logits_of_the_whole_row():
     ids = tokens(OWN, 2, 9)
     along = np.broadcast_to(np.arange(9, dtype=np.int32), (2, 9))
     whole = jax.jit(lambda m: m(ids, along, np.ones_like(ids)))(model)
-    extend = jax.jit(lambda m, *rest: m.extend(*rest))
-    logits, cache = extend(model, ids[:, :6], np.full(2, 6, np.int32), model.cache(2, 12))
+    extend, read = jax.jit(lambda m, *rest: m.extend(*rest)), Rows(2, 12)
+    logits, cache = extend(model, ids[:, :6], read.reading([6, 6], 6), model.cache(read.pages))
     np.testing.assert_allclose(logits, whole[:, 5], atol=1e-5)
-    logits, _ = extend(model, ids[:, 6:], np.full(2, 3, np.int32), cache)
+    logits, _ = extend(model, ids[:, 6:], read.reading([3, 3], 3), cache)
     np.testing.assert_allclose(logits, whole[:, 8], atol=1e-5)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from llama_cases import F64, GQA, MISTRAL, model, rows, scenarios, tokens, write_checkpoint
+from paged_cases import Rows
 
 from scalejax import nn
 from scalejax.errors import UserError
@@ -67,11 +68,12 @@ def test_the_cache_gives_what_the_full_pass_gives():
     llama = model(MISTRAL)
     whole = run(llama, ids, np.broadcast_to(np.arange(length), ids.shape), np.ones_like(ids))
     extend = jax.jit(lambda m, *rest: m.extend(*rest))
-    cache, at = llama.cache(2, 24), np.zeros(2, np.int32)
+    read = Rows(2, 24)
+    cache, at = llama.cache(read.pages), np.zeros(2, np.int32)
     # Pieces longer than the window and shorter, rows of unequal progress, then one by one.
     for size, counts in ((6, (6, 2)), (3, (3, 3)), (1, (1, 1)), (1, (1, 1)), (1, (1, 0)), (1, (0, 1))):
         piece = ids[np.arange(2)[:, None], np.minimum(at[:, None] + np.arange(size), length - 1)]
-        logits, cache = extend(llama, piece, np.array(counts, np.int32), cache)
+        logits, cache = extend(llama, piece, read.reading(counts, size), cache)
         at += counts
         for row in np.flatnonzero(counts):
             np.testing.assert_allclose(logits[row], whole[row, at[row] - 1], atol=1e-4)

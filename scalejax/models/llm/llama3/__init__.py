@@ -9,7 +9,6 @@ from scalejax.models.llm.llama3.config import LlamaConfig as LlamaConfig
 from scalejax.models.llm.llama3.model import Llama as Llama
 from scalejax.models.llm.llama3.parts import GatedMlp as GatedMlp
 from scalejax.models.llm.llama3.parts import GroupedQueryAttention as GroupedQueryAttention
-from scalejax.models.llm.llama3.parts import KVCache as KVCache
 from scalejax.models.llm.llama3.parts import RmsNorm as RmsNorm
 from scalejax.models.llm.llama3.parts import StackedNormal as StackedNormal
 from scalejax.models.llm.llama3.rope import RopeScaling as RopeScaling

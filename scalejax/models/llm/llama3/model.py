@@ -22,6 +22,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from scalejax import nn
+from scalejax.models.llm.architecture import Cache
 from scalejax.models.llm.llama3 import rope
 from scalejax.models.llm.llama3.parts import CosSin, GatedMlp, Numbers, Room, RoutedMlp, RoutedMlpPart
 from scalejax.nn import counts
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
     from scalejax.models.llm.llama3.config import LlamaConfig
-    from scalejax.parallel.rules import LogicalAxes
 
 
 class DecoderBlock(nnx.Module):
@@ -106,24 +106,21 @@ class DecoderBlock(nnx.Module):
         """The residual stream with what attention or the MLP wrote."""
         return nn.constrain(x + (norm(y) if self.norm_place == "output" else y), _STREAM)
 
-    def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
+    def cache(self, pages: nn.PageShape) -> Cache:
         """An empty one of all layers, see `parts.AttentionModule`."""
-        return self.attention.cache(rows, positions)
-
-    def cache_axes(self) -> "PyTree[LogicalAxes]":
-        """Names of the axes of its arrays, see `parallel.activations`."""
-        return self.attention.cache_axes()
+        return self.attention.cache(pages)
 
     def extend(
         self,
         x: jax.Array,
         cos_sin: CosSin,
-        cache: "PyTree[jax.Array]",
+        cache: Any,
         layer: jax.Array,
+        reading: nn.Reading,
         prepared: "PyTree[jax.Array]" = None,
-    ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
+    ) -> tuple[jax.Array, Any]:
         """The same with a cache, see `parts.AttentionModule`."""
-        mixed, cache = self.attention.extend(self._into(self.attention_norm, x), cos_sin, cache, layer)
+        mixed, cache = self.attention.extend(self._into(self.attention_norm, x), cos_sin, cache, layer, reading)
         return self._feed(self._add(x, mixed, self.attention_norm), prepared), cache
 
     @property
@@ -274,46 +271,41 @@ class Llama(nnx.Module):
         beside = (self._cos_sin(positions), jnp.ones_like(positions), positions)
         return layer(x, *beside) if stage is None else layer.inputs(stage, x, *beside, *expert)
 
-    def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
-        """An empty cache for `rows` sequences of at most `positions` tokens."""
-        return self.layers.cache(rows, positions)
-
-    def cache_axes(self) -> "PyTree[LogicalAxes]":
-        """Names of the axes of a cache's arrays, see `parallel.activations`."""
-        return self.layers.cache_axes()
+    def cache(self, pages: nn.PageShape) -> Cache:
+        """An empty cache."""
+        return self.layers.cache(pages)
 
     def extend(
-        self, tokens: jax.Array, counts: jax.Array, cache: "PyTree[jax.Array]", *, gather: Gather = whole
-    ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
-        """Reads the next tokens of every row.
+        self, tokens: jax.Array, reading: nn.Reading, cache: Cache, *, gather: Gather = whole
+    ) -> tuple[jax.Array, Cache]:
+        """Reads tokens of rows, each behind those of its row that were read before.
 
         Args:
-          tokens: int32[B, S]; of row b the first counts[b] are read. There must be room for all S in the cache.
-          counts: int32[B] in [0, S].
+          tokens: int32[R, S].
+          reading: Which of them are tokens, and where they and those before them lie.
           cache: What was read before.
           gather: Fetches parameters, see `nn.layers`.
 
         Returns:
-          Logits after the last token read of each row, wide[B, V] (of no meaning where none is), and the cache.
+          Logits after the token `reading.last` of each row, wide[R, V] (of no meaning where none is), and the cache.
         """
-        offsets = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        cos_sin = self._cos_sin(cache.lengths[:, None] + offsets[None, :])
+        cos_sin = self._cos_sin(jnp.maximum(reading.positions, 0))
         table = gather({"embed/weight": self.embed.weight[...]})["embed/weight"]
         x = nn.constrain(table[tokens].astype(self.compute_dtype), _STREAM)
 
-        prepared = self.layers.prepare(offsets[None, :] < counts[:, None], tokens, room="all")
+        prepared = self.layers.prepare(reading.real, tokens, room="all")
+        cache, seeing = cache.admit(reading)
 
         # The cache is carried from layer to layer and not stacked from their results: it is changed in place.
         def body(
-            block: DecoderBlock, carry: tuple[jax.Array, "PyTree[jax.Array]"], layer: jax.Array
-        ) -> tuple[tuple[jax.Array, "PyTree[jax.Array]"], None]:
-            return block.extend(carry[0], cos_sin, carry[1], layer, prepared), None
+            block: DecoderBlock, carry: tuple[jax.Array, Cache], layer: jax.Array
+        ) -> tuple[tuple[jax.Array, Cache], None]:
+            return block.extend(carry[0], cos_sin, carry[1], layer, seeing, prepared), None
 
         numbers = jnp.arange(self.config.repeats, dtype=jnp.int32)
         (x, cache), _ = scan_layers(self.layers, body, (x, cache), numbers, gather=gather)
-        last = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)  # B S E -> B 1 E
-        logits = self._logits(*self._finish(last, table, gather))[:, 0]
-        return logits, dataclasses.replace(cache, lengths=cache.lengths + counts)
+        last = jnp.take_along_axis(x, reading.last[:, None, None], axis=1)  # R S E -> R 1 E
+        return self._logits(*self._finish(last, table, gather))[:, 0], cache
 
     def _finish(self, x: jax.Array, table: jax.Array, gather: Gather) -> tuple[jax.Array, jax.Array]:
         """The residual stream after the last norm, and the matrix of the head, which may be the turned `table`."""

@@ -19,7 +19,6 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from jaxtyping import PyTree
 
     from scalejax.models.llm.llama3.config import LlamaConfig
-    from scalejax.parallel.rules import LogicalAxes
 
 CosSin = tuple[jax.Array, jax.Array]
 """Cosines and sines of rotary angles, float32[B, S, D / 2] each."""
@@ -196,18 +194,14 @@ class AttentionModule(Protocol):
         """x compute_dtype[B, S, E], segment_ids and positions int32[B, S] -> [B, S, E]."""
         ...
 
-    def cache(self, rows: int, positions: int) -> "PyTree[jax.Array]":
-        """An empty one for `rows` sequences of at most `positions` tokens; it has `lengths`, int32[B]."""
-        ...
-
-    def cache_axes(self) -> "PyTree[LogicalAxes]":
-        """Names of the axes of its arrays, see `parallel.activations`."""
+    def cache(self, pages: nn.PageShape) -> nn.PagedCache:
+        """An empty one of this size."""
         ...
 
     def extend(
-        self, x: jax.Array, cos_sin: CosSin, cache: "PyTree[jax.Array]", layer: jax.Array
-    ) -> tuple[jax.Array, "PyTree[jax.Array]"]:
-        """Attends to what this layer has in the cache, after writing what it keeps of x behind it."""
+        self, x: jax.Array, cos_sin: CosSin, cache: nn.PagedCache, layer: jax.Array, reading: nn.Reading
+    ) -> tuple[jax.Array, nn.PagedCache]:
+        """Attends to what this layer has in the cache of the rows, after storing what it keeps of x."""
         ...
 
 
@@ -301,22 +295,6 @@ def _gated(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(nn.project(x, gate)) * nn.project(x, up)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class KVCache:
-    """Keys and values of what a model has read.
-
-    Attributes:
-      keys: compute_dtype[L, B, T, K, D], rotated.
-      values: compute_dtype[L, B, T, K, D].
-      lengths: int32[B], tokens of each row so far; what lies beyond is not looked at.
-    """
-
-    keys: jax.Array
-    values: jax.Array
-    lengths: jax.Array
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupedQueryAttention:
     """Causal attention of `heads` heads, of which groups share each of `kv_heads` keys and values, in the `window`."""
@@ -380,38 +358,19 @@ class AttentionLayers(nnx.Module):
         mixed = self.mix(x, cos_sin, segment_ids, positions)
         return mixed.reshape(*mixed.shape[:2], -1)
 
-    def cache(self, rows: int, positions: int) -> KVCache:
+    def cache(self, pages: nn.PageShape) -> nn.PagedCache:
         """See `AttentionModule`."""
         c = self.config
-        shape = (c.repeats, rows, positions, c.kv_heads, c.width)
-        # Two arrays: a cache is donated.
-        return KVCache(
-            jnp.zeros(shape, self.compute_dtype), jnp.zeros(shape, self.compute_dtype), jnp.zeros(rows, jnp.int32)
+        return nn.PagedCache.empty(
+            pages, layers=c.repeats, kv_heads=c.kv_heads, width=c.width, dtype=self.compute_dtype
         )
 
-    def cache_axes(self) -> "PyTree[LogicalAxes]":
-        """See `AttentionModule`."""
-        axes: Any = (None, "batch", None, "kv_heads", None)
-        lengths: Any = (None,)
-        return KVCache(axes, axes, lengths)
-
-    def extend(self, x: jax.Array, cos_sin: CosSin, cache: KVCache, layer: jax.Array) -> tuple[jax.Array, KVCache]:
+    def extend(
+        self, x: jax.Array, cos_sin: CosSin, cache: nn.PagedCache, layer: jax.Array, reading: nn.Reading
+    ) -> tuple[jax.Array, nn.PagedCache]:
         """See `AttentionModule`."""
         q, k, v = self.project(x, cos_sin)
-
-        rows = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-        places = (layer, rows, cache.lengths[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None, :])
-        keys, values = (
-            old.at[places].set(new.astype(old.dtype), unique_indices=True, mode="promise_in_bounds")
-            for old, new in ((cache.keys, k), (cache.values, v))
-        )
-        cache = KVCache(keys, values, cache.lengths)
-        mixed = nn.attend(
-            q,
-            keys[layer],
-            values[layer],
-            query_offset=cache.lengths,
-            window=self.config.window,
-            implementation=self.config.attention,
+        mixed, cache = cache.extend(
+            layer, q, k, v, reading, window=self.config.window, implementation=self.config.attention
         )
         return self.combine(mixed), cache

@@ -1,0 +1,564 @@
+"""Continues many sequences at once: which of them are read, generated for, or wait (continuous batching).
+
+A step is one piece of a prompt, of at most PIECE tokens of one or of several rows, and one block of tokens for all rows
+that are read: of one token where a prompt is being read or somebody looks at each token, else of up to BLOCK, and not
+past the next row to finish. Rows that have finished leave their slot, and those that wait enter. Where units run out
+the youngest is put back; it is read again later, with the tokens that it had.
+"""
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
+
+from scalejax import nn
+from scalejax.errors import UserError, check_at_least
+from scalejax.inference import programs, sampling
+from scalejax.inference.pages import Held, OutOfUnits, Pool
+from scalejax.inference.requests import Chunk, Request, Stats, TokenLogprobs
+from scalejax.models.llm.architecture import LanguageConfig
+from scalejax.nn.pages import KV_FORMATS, KvFormat
+from scalejax.parallel import mesh as meshes
+from scalejax.train.state import Params
+
+PIECE = 512
+"""Tokens that are read at once, at most."""
+
+LENGTHS = (32, 128, 512)
+"""Of a row of a piece."""
+
+PAGES = (16, 32, 64, 128)
+"""Places that a page may have."""
+
+CALIBRATION = 512
+"""Random tokens after which the scales of float8 are set."""
+
+_SPARE_MEMORY = 0.9
+"""Share of the memory beside the parameters that a cache may take where nobody says how long it is."""
+
+
+class LoadedModel(Protocol):
+    """What a loop wants of a model on devices; `generate.Engine` is one."""
+
+    @property
+    def config(self) -> LanguageConfig: ...
+
+    @property
+    def params(self) -> Params: ...
+
+    @property
+    def choices(self) -> int | None:
+        """Ids below this may be generated; None = all."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def programs(self) -> programs.Programs: ...
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the parameters on each device."""
+        ...
+
+    def check(self, prompts: Sequence[Sequence[int]], max_tokens: int, *, least: int = 1) -> None:
+        """Refuses prompts that are empty, too long or of other ids."""
+        ...
+
+    def device_bytes(self, array: jax.ShapeDtypeStruct, sharding: Sharding) -> int:
+        """Of an array on each device."""
+        ...
+
+    def check_memory(self, needed: int, what: str) -> None:
+        """Refuses what cannot be on a device."""
+        ...
+
+
+@dataclasses.dataclass(eq=False)
+class _Sequence:
+    """One continuation.
+
+    Attributes:
+      number: Of its request.
+      sample: Its number among those of the request.
+      request: What was asked for.
+      tokens: Those of the prompt and the new ones.
+      followers: Samples that go on from the same prompt as soon as it is read.
+      held: Its units.
+      slot: Where it runs; None = it waits.
+      reused: Tokens of the prompt that were not read for it.
+    """
+
+    number: int
+    sample: int
+    request: Request
+    tokens: list[int]
+    followers: list[int]
+    held: Held = dataclasses.field(default_factory=Held)
+    slot: int | None = None
+    reused: int = 0
+
+    @property
+    def made(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def is_read(self) -> bool:
+        return self.held.count == len(self.tokens)
+
+
+class Scheduler:
+    """A `requests.Loop` on the programs of an engine; it owns a cache."""
+
+    def __init__(self, engine: LoadedModel, *, slots: int, pages: nn.PageShape) -> None:
+        """Makes the cache.
+
+        Args:
+          engine: The model.
+          slots: Continuations that run at once, a multiple of the groups of devices.
+          pages: Size of the cache, those of all devices.
+        """
+        self.engine = engine
+        self.max_positions = engine.config.max_positions
+        self.vocabulary = engine.config.vocabulary or 0
+        own = self._programs = engine.programs
+        self._groups = own.groups
+        self._unit = pages.page
+        self._units = pages.pages // own.groups
+        identity = f"{engine.config!r} {pages.format}"
+        self._pools = [Pool(self._units, self._unit, identity) for _ in range(own.groups)]
+        self._state = own.empty(slots, pages)
+        if pages.format == "float8":
+            count = min(CALIBRATION, self.max_positions)
+            some = np.random.default_rng(0).integers(0, engine.choices or self.vocabulary, (1, count), np.int32)
+            self._state = own.calibrated(engine.params, self._state, some)
+        self._slots: list[_Sequence | None] = [None] * slots
+        self._rows = sampling.RowSampling.greedy(slots)
+        self._waiting: collections.deque[_Sequence] = collections.deque()
+        self._numbers = itertools.count()
+        self._queries = self._hits = self._read = self._generated = self._put_back = 0
+        self._warm = 0
+
+    # What whoever drives it calls.
+
+    def check(self, request: Request) -> None:
+        """See `requests.Loop`."""
+        least = 1 if request.prompt_logprobs is None else 0
+        self.engine.check([request.prompt], request.max_tokens, least=least)
+        check_at_least("samples", request.samples, 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(request, name)
+            if asked is not None and not 0 <= asked <= sampling.TOP:
+                raise UserError(f"{name} must be from 0 to {sampling.TOP}; got {asked}.")
+        needed = len(request.prompt) + request.max_tokens
+        if needed > self._units * self._unit:
+            raise UserError(
+                f"the prompt has {len(request.prompt):,} tokens, and {request.max_tokens:,} more make {needed:,}: the "
+                f"cache has room for {self._units * self._unit:,}. Shorten it, or ask for fewer tokens."
+            )
+
+    def submit(self, request: Request) -> int:
+        """See `requests.Loop`."""
+        self.check(request)
+        return self.submit_samples(request, range(request.samples))
+
+    def submit_samples(self, request: Request, numbers: Sequence[int]) -> int:
+        """The same for samples of these numbers, of a request that was checked."""
+        number = next(self._numbers)
+        first, *others = numbers
+        self._waiting.append(_Sequence(number, first, request, [*request.prompt], others))
+        return number
+
+    def cancel(self, number: int) -> None:
+        """See `requests.Loop`."""
+        self._waiting = collections.deque(one for one in self._waiting if one.number != number)
+        for one in self._running:
+            if one.number == number:
+                self._leave(one)
+
+    @property
+    def busy(self) -> bool:
+        """See `requests.Loop`."""
+        return bool(self._waiting) or any(one is not None for one in self._slots)
+
+    @property
+    def stats(self) -> Stats:
+        """See `requests.Loop`."""
+        return Stats(
+            running=len(self._running),
+            waiting=len(self._waiting),
+            kv_usage=sum(pool.held for pool in self._pools) / (self._units * self._groups),
+            prefix_queries=self._queries,
+            prefix_hits=self._hits,
+            prompt_tokens=self._read,
+            generation_tokens=self._generated,
+            preemptions=self._put_back,
+            compilations=self._programs.compiled() - self._warm,
+        )
+
+    def step(self) -> list[Chunk]:
+        """See `requests.Loop`."""
+        chunks = self._scored()
+        self._enter()
+        self._read_piece()
+        return chunks + self._generate()
+
+    def warm_up(self, progress: Callable[[int, int], None] = lambda done, of: None) -> None:
+        """Compiles every program that a step can want.
+
+        Args:
+          progress: Told after each how many there are of how many.
+        """
+        shapes = [(rows, length) for length in LENGTHS for rows in sorted({1, self._most_rows(length)})]
+        widths = [1 << i for i in range(_bucket(self._most_units).bit_length())]
+        total, done = len(widths) * (len(shapes) + 1) + 1, 0
+        nobody = np.full(len(self._slots), -1, np.int32)
+        for width in widths:
+            for each, length in shapes:
+                rows = each * self._groups
+                reading = _reading(
+                    np.full((rows, length), -1, np.int32), np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+                )
+                outside = np.full(rows, len(self._slots), np.int32)
+                self._state = self._programs.read(
+                    self.engine.params, np.zeros((rows, length), np.int32), reading, outside, self._state
+                )
+                progress(done := done + 1, total)
+            table = np.zeros((len(self._slots), width), np.int32)
+            slots = programs.Slots(self._rows, np.zeros_like(nobody), nobody, self._stops([]), table)
+            self._state, block = self._programs.decode(
+                self.engine.params, self._state, slots, np.int32(1), np.bool_(False)
+            )
+            jax.block_until_ready(block)
+            progress(done := done + 1, total)
+        self._fork([], 0)
+        nothing = np.full((self._groups, self._units), self._units, np.int32)
+        self._state = self._programs.clear(self._state, nothing)
+        progress(total, total)
+        self._warm = self._programs.compiled()
+
+    # A step.
+
+    @property
+    def _running(self) -> list[_Sequence]:
+        return [one for one in self._slots if one is not None]
+
+    @property
+    def _most_units(self) -> int:
+        return min(self._units, -(-self.max_positions // self._unit))
+
+    def _most_rows(self, length: int) -> int:
+        """Rows of a piece of this length in each group."""
+        return min(PIECE // length, len(self._slots) // self._groups)
+
+    def _group(self, slot: int) -> int:
+        return slot // (len(self._slots) // self._groups)
+
+    def _pool(self, one: _Sequence) -> Pool:
+        assert one.slot is not None
+        return self._pools[self._group(one.slot)]
+
+    def _scored(self) -> list[Chunk]:
+        """Log probabilities of prompts; requests that want no more are over."""
+        chunks = []
+        for one in [one for one in self._waiting if one.request.prompt_logprobs is not None]:
+            found = self._likelihoods(one.request.prompt, one.request.prompt_logprobs or 0)
+            over = one.request.max_tokens == 0
+            for sample in (one.sample, *one.followers):
+                ended = "length" if over else None
+                chunks.append(Chunk(one.number, sample, (), prompt_logprobs=found, ended=ended))
+            if over:
+                self._waiting.remove(one)
+            one.request = dataclasses.replace(one.request, prompt_logprobs=None)
+        return chunks
+
+    def _likelihoods(self, prompt: Sequence[int], top: int) -> tuple[TokenLogprobs | None, ...]:
+        length = _bucket(max(len(prompt), LENGTHS[0]))
+        tokens = np.zeros((1, length), np.int32)
+        tokens[0, : len(prompt)] = prompt
+        found = jax.tree.map(np.asarray, self._programs.likelihoods(self.engine.params, tokens))
+        return None, *(_told(found, (at,), token, top) for at, token in enumerate(prompt[1:]))
+
+    def _enter(self) -> None:
+        """Those that wait take slots, in their order, while there are units for what they have to read."""
+        while self._waiting:
+            free = [slot for slot, one in enumerate(self._slots) if one is None]
+            if not free:
+                return
+            one = self._waiting[0]
+            slot = max(free, key=lambda slot: (self._pools[self._group(slot)].usable, -slot))
+            pool = self._pools[self._group(slot)]
+            held = pool.find(one.tokens)
+            found = held.count
+            try:
+                pool.grow(held, len(one.tokens))
+            except OutOfUnits:
+                pool.release(held, one.tokens)
+                return
+            self._waiting.popleft()
+            self._queries += len(one.tokens)
+            self._hits += found
+            one.held, one.slot, one.reused = held, slot, min(found, len(one.request.prompt))
+            self._take_slot(one)
+
+    def _take_slot(self, one: _Sequence) -> None:
+        assert one.slot is not None
+        self._slots[one.slot] = one
+        self._rows.put(one.slot, one.request.sampling, sampling.digest(one.request.prompt), one.sample)
+
+    def _leave(self, one: _Sequence) -> None:
+        assert one.slot is not None
+        self._pool(one).release(one.held, one.tokens)
+        self._slots[one.slot] = None
+        self._rows.put(one.slot, sampling.GREEDY, 0, 0)
+        one.slot = None
+
+    def _read_piece(self) -> None:
+        """The oldest of those that are not read, with others that are as short."""
+        unread = sorted((one for one in self._running if not one.is_read), key=lambda one: one.number)
+        if not unread:
+            return
+
+        def left(one: _Sequence) -> int:
+            return min(PIECE, len(one.tokens) - one.held.count)
+
+        length = next(length for length in LENGTHS if left(unread[0]) <= length)
+        most, by_group = self._most_rows(length), [[] for _ in range(self._groups)]
+        for one in unread:
+            rows = by_group[self._group(one.slot or 0)]
+            if left(one) <= length and len(rows) < most:
+                rows.append(one)
+        each = most if any(len(rows) > 1 for rows in by_group) else 1
+        width = _bucket(max(-(-(one.held.count + left(one)) // self._unit) for rows in by_group for one in rows))
+        shape = (each * self._groups, length)
+        tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        table, last = np.zeros((shape[0], width), np.int32), np.zeros(shape[0], np.int32)
+        slots = np.full(shape[0], len(self._slots), np.int32)
+        for group, rows in enumerate(by_group):
+            for row, one in enumerate(rows, group * each):
+                begin, count = one.held.count, left(one)
+                tokens[row, :count] = one.tokens[begin : begin + count]
+                positions[row, :count] = np.arange(begin, begin + count)
+                self._put_units(table[row], one)
+                last[row], slots[row] = count - 1, one.slot
+        reading = _reading(positions, table, last)
+        self._state = self._programs.read(self.engine.params, tokens, reading, slots, self._state)
+        for one in itertools.chain(*by_group):
+            count = left(one)
+            self._read += count
+            self._pool(one).wrote(one.held, one.tokens, one.held.count + count)
+            if one.is_read and one.followers:
+                self._spread(one)
+
+    def _put_units(self, row: np.ndarray, one: _Sequence) -> None:
+        found = one.held.units[: row.size]
+        # Behind them one of its own: what another row has there may not be finite.
+        row[:] = found[0]
+        row[: len(found)] = found
+
+    def _spread(self, one: _Sequence) -> None:
+        """Further samples of a prompt that is read share its units; those that find no slot wait in front."""
+        assert one.slot is not None
+        group, pool = self._group(one.slot), self._pool(one)
+        free = [slot for slot, other in enumerate(self._slots) if other is None and self._group(slot) == group]
+        begun: list[tuple[_Sequence, tuple[int, int] | None]] = []
+        later = []
+        for sample in one.followers:
+            other = _Sequence(one.number, sample, one.request, [*one.tokens], [])
+            try:
+                if not free:
+                    raise OutOfUnits
+                other.held, copy = pool.share(one.held)
+            except OutOfUnits:
+                later.append(other)
+                continue
+            other.slot = free.pop(0)
+            self._queries += len(one.tokens)
+            self._hits += len(one.tokens)
+            other.reused = len(one.tokens)
+            self._take_slot(other)
+            begun.append((other, copy))
+        one.followers = []
+        self._waiting.extendleft(reversed(later))
+        if begun:
+            self._fork(begun, one.slot)
+
+    def _fork(self, begun: Sequence[tuple[_Sequence, tuple[int, int] | None]], slot: int) -> None:
+        count = len(self._slots)
+        slots = np.full((2, count), count, np.int32)
+        source = np.zeros((self._groups, count), np.int32)
+        target = np.full_like(source, self._units)
+        for at, (other, copy) in enumerate(begun):
+            assert other.slot is not None
+            slots[:, at] = slot, other.slot
+            if copy is not None:
+                group = self._group(other.slot)
+                source[group, at], target[group, at] = copy[0], copy[1]
+        slots[0] = np.minimum(slots[0], count - 1)
+        self._state = self._programs.fork(self._state, slots, source, target)
+
+    def _generate(self) -> list[Chunk]:
+        """A block of tokens for all that are read."""
+        ready = [one for one in self._running if one.is_read]
+        if not ready:
+            return []
+        one_by_one = len(ready) < len(self._running) or any(one.request.watched for one in ready)
+        limit = min(1 if one_by_one else programs.BLOCK, *(one.request.max_tokens - one.made for one in ready))
+        ready, limit = self._with_room(ready, limit)
+        if not ready:
+            return []
+        count = len(self._slots)
+        made, positions = np.zeros(count, np.int32), np.full(count, -1, np.int32)
+        table = np.zeros((count, _bucket(max(len(one.held.units) for one in ready))), np.int32)
+        for one in ready:
+            made[one.slot], positions[one.slot] = one.made, len(one.tokens)
+            self._put_units(table[one.slot], one)
+        told = any(one.request.logprobs is not None for one in ready)
+        slots = programs.Slots(self._rows, made, positions, self._stops(ready), table)
+        self._state, block = self._programs.decode(
+            self.engine.params, self._state, slots, np.int32(limit), np.bool_(told)
+        )
+        made_now, ended, tokens = int(block.count), np.asarray(block.ended), np.asarray(block.tokens)
+        likelihoods = jax.tree.map(np.asarray, block.likelihoods) if told else None
+        return [
+            self._took(one, tokens[one.slot, :made_now].tolist(), int(ended[one.slot]), likelihoods) for one in ready
+        ]
+
+    def _took(self, one: _Sequence, new: list[int], why: int, likelihoods: sampling.Likelihoods | None) -> Chunk:
+        """What a block brought to a sequence."""
+        if why:
+            new = new[:-1]
+        logprobs = ()
+        if one.request.logprobs is not None and likelihoods is not None:
+            top = one.request.logprobs
+            logprobs = tuple(_told(likelihoods, (one.slot or 0, at), token, top) for at, token in enumerate(new))
+        one.tokens += new
+        self._generated += len(new)
+        self._pool(one).wrote(one.held, one.tokens, len(one.tokens))
+        ended, message = None, ""
+        if why == programs.BROKEN:
+            ended, message = "error", NOT_FINITE
+        elif why == programs.STOPPED:
+            ended = "stop"
+        elif one.made == one.request.max_tokens:
+            ended = "length"
+        if why == programs.BROKEN:
+            self._clear(one)
+        if ended:
+            self._leave(one)
+        return Chunk(
+            one.number, one.sample, tuple(new), logprobs, ended=ended, message=message, reused=one.reused
+        )  # fmt: skip
+
+    def _clear(self, one: _Sequence) -> None:
+        """Keys and values that are not finite must not stay: products with them are not, even where they are hidden."""
+        assert one.slot is not None
+        gone = self._pool(one).discard(one.held)
+        units = np.full((self._groups, self._units), self._units, np.int32)
+        units[self._group(one.slot), : len(gone)] = gone
+        self._state = self._programs.clear(self._state, units)
+
+    def _with_room(self, ready: list[_Sequence], limit: int) -> tuple[list[_Sequence], int]:
+        """Units for so many more tokens of each, for one where there are not so many; else the youngest make room."""
+        while ready:
+            for count in sorted({limit, 1}, reverse=True):
+                try:
+                    for one in ready:
+                        self._pool(one).grow(one.held, len(one.tokens) + count)
+                except OutOfUnits:
+                    continue
+                return ready, count
+            # Of the group whose pool is short; it may be one that still reads its prompt.
+            short = next(one for one in ready if not self._has_room(one))
+            group = self._group(short.slot or 0)
+            youngest = max(
+                (one for one in self._running if self._group(one.slot or 0) == group),
+                key=lambda one: (one.number, one.sample),
+            )
+            self._leave(youngest)
+            self._put_back += 1
+            self._waiting.appendleft(youngest)
+            ready = [one for one in ready if one is not youngest]
+        return ready, limit
+
+    def _has_room(self, one: _Sequence) -> bool:
+        try:
+            self._pool(one).grow(one.held, len(one.tokens) + 1)
+        except OutOfUnits:
+            return False
+        return True
+
+    def _stops(self, ready: Sequence[_Sequence]) -> np.ndarray:
+        """int32[slots, n]."""
+        longest = max((len(one.request.stop) for one in ready), default=0)
+        stops = np.full((len(self._slots), max(8, _bucket(longest))), -1, np.int32)
+        for one in ready:
+            stops[one.slot, : len(one.request.stop)] = one.request.stop
+        return stops
+
+
+NOT_FINITE = (
+    "the model's logits are not finite, so no token can be chosen. In float16 activations of many models overflow: "
+    "choose --dtype bfloat16 or float32."
+)
+
+
+def make_loop(
+    engine: LoadedModel, *, slots: int = 8, kv_tokens: int | None = None, page: int = 64, kv_dtype: KvFormat = "compute"
+) -> Scheduler:
+    """A loop with a cache of its own.
+
+    Args:
+      engine: The model on its devices.
+      slots: Continuations that run at once; at least one for each group of devices with rows of its own.
+      kv_tokens: Tokens that the cache has room for, all devices together; None = as many as the slots can have, or as
+        the memory beside the parameters holds.
+      page: Places of a page: 16, 32, 64 or 128.
+      kv_dtype: How keys and values are stored, see `nn.pages`.
+
+    Raises:
+      UserError: an argument is out of range, or the cache does not fit the devices.
+    """
+    check_at_least("slots", slots, 1)
+    if page not in PAGES:
+        raise UserError(f"page must be {', '.join(map(str, PAGES))}; got {page}.")
+    if kv_dtype not in KV_FORMATS:
+        raise UserError(f"kv_dtype must be {', '.join(KV_FORMATS)}; got {kv_dtype}.")
+    groups = engine.programs.groups
+    slots = -(-slots // groups) * groups
+    each = -(-engine.config.max_positions // page)
+    wanted = slots * each if kv_tokens is None else groups * -(-kv_tokens // (page * groups))
+
+    def bytes_of(count: int) -> int:
+        cache = engine.programs.cache(nn.PageShape(count, page, kv_dtype))
+        shardings = engine.programs.cache_shardings(cache)
+        return sum(jax.tree.leaves(jax.tree.map(engine.device_bytes, cache, shardings)))
+
+    limit = meshes.device_memory_bytes(engine.mesh)
+    if kv_tokens is None and limit is not None:
+        room = int((limit - engine.held_bytes) * _SPARE_MEMORY)
+        wanted = max(groups, min(wanted, room // max(1, bytes_of(groups)) * groups))
+    pages = nn.PageShape(wanted, page, kv_dtype)
+    engine.check_memory(engine.held_bytes + bytes_of(wanted), f"the parameters and a cache of {wanted * page:,} tokens")
+    return Scheduler(engine, slots=slots, pages=pages)
+
+
+def _reading(positions: np.ndarray, table: np.ndarray, last: np.ndarray) -> nn.Reading:
+    return nn.Reading(*map(jnp.asarray, (positions, table, last)))
+
+
+def _told(found: sampling.Likelihoods, at: tuple[int, ...], token: int, top: int) -> TokenLogprobs:
+    pairs = zip(found.ids[at][:top].tolist(), found.values[at][:top].tolist(), strict=True)
+    return TokenLogprobs(token, float(found.chosen[at]), tuple(pairs))
+
+
+def _bucket(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length() if count > 1 else 1

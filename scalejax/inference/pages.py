@@ -1,0 +1,211 @@
+"""Which units of a cache hold which tokens: the host's side of `nn.pages`.
+
+A sequence holds units in the order of its tokens; all but the last are full. Units are counted by who holds them. A
+full unit can be found again by its tokens and those before it: the key of a unit is a hash of the key of the one before
+it and of its own tokens, and begins with the model and the format of the cache; tokens are compared on a hit. So
+sequences that begin alike share what was read of it. The last unit of a sequence that ended is found likewise, by one
+sequence that begins with all of its tokens, which then goes on in it. What nobody holds is kept until its unit is
+needed, the least recently used first.
+"""
+
+import collections
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass
+class _Unit:
+    """What is known of one.
+
+    Attributes:
+      holders: How many sequences hold it.
+      key: By which it is found; None = by none.
+      tokens: Those that are found by it.
+    """
+
+    holders: int = 0
+    key: bytes | None = None
+    tokens: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class Held:
+    """The units of a sequence.
+
+    Attributes:
+      units: In the order of its tokens.
+      count: Tokens in them.
+      keys: Of the full units.
+    """
+
+    units: list[int] = dataclasses.field(default_factory=list)
+    count: int = 0
+    keys: list[bytes] = dataclasses.field(default_factory=list)
+
+
+class OutOfUnits(Exception):
+    """All units are held."""
+
+
+class Pool:
+    """The units of one group of devices that share them."""
+
+    def __init__(self, units: int, size: int, identity: str = "") -> None:
+        """Starts with none in use.
+
+        Args:
+          units: Their number.
+          size: Tokens of one.
+          identity: Of the model and the format of the cache.
+        """
+        self.size = size
+        self._units = [_Unit() for _ in range(units)]
+        self._free = list(range(units))[::-1]
+        self._root = hashlib.blake2b(identity.encode(), digest_size=16).digest()
+        self._full: dict[bytes, int] = {}
+        self._open: dict[bytes, list[int]] = {}
+        self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+
+    @property
+    def usable(self) -> int:
+        """Units that no sequence holds."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def held(self) -> int:
+        """Units that sequences hold."""
+        return len(self._units) - self.usable
+
+    def find(self, tokens: Sequence[int]) -> Held:
+        """Takes the units that have the first tokens of a sequence already, all but at least one of these."""
+        held, before = Held(), self._root
+        while (end := held.count + self.size) < len(tokens):
+            part = tuple(tokens[held.count : end])
+            key = _key(before, part)
+            unit = self._full.get(key)
+            if unit is None or self._units[unit].tokens != part:
+                break
+            self._take(unit)
+            held.units.append(unit)
+            held.keys.append(key)
+            held.count, before = end, key
+        rest = tuple(tokens[held.count : -1])
+        opened = [(self._units[unit].tokens, unit) for unit in self._open.get(before, ())]
+        begun = [(part, unit) for part, unit in opened if rest[: len(part)] == part]
+        if begun:
+            part, unit = max(begun, key=lambda one: len(one[0]))
+            held.count += len(part)
+            self._take(unit)
+            self._forget(unit)
+            held.units.append(unit)
+        return held
+
+    def grow(self, held: Held, count: int) -> None:
+        """Gives a sequence units for so many tokens in all.
+
+        Raises:
+          OutOfUnits: there are not so many; it has those that it had.
+        """
+        more = -(-count // self.size) - len(held.units)
+        if more > self.usable:
+            raise OutOfUnits
+        held.units += [self._new() for _ in range(more)]
+
+    def wrote(self, held: Held, tokens: Sequence[int], count: int) -> None:
+        """Says that the first `count` tokens of a sequence are in its units: full ones can be found from now on."""
+        held.count = count
+        for number in range(len(held.keys), count // self.size):
+            part = tuple(tokens[number * self.size : (number + 1) * self.size])
+            key = _key(held.keys[-1] if held.keys else self._root, part)
+            held.keys.append(key)
+            if key not in self._full:  # else two sequences read the same at one time
+                unit = held.units[number]
+                self._full[key] = unit
+                self._units[unit].key, self._units[unit].tokens = key, part
+
+    def share(self, held: Held) -> tuple[Held, tuple[int, int] | None]:
+        """The units of a sequence for another one that goes on from the same tokens.
+
+        Returns:
+          What the other holds, and (unit, its copy) of a unit that is not full, which has to be copied now.
+
+        Raises:
+          OutOfUnits: there is none for the copy.
+        """
+        full = len(held.keys)
+        own = held.units[:full]
+        opened = held.count > full * self.size
+        copy = self._new() if opened and self.usable else None
+        if opened and copy is None:
+            raise OutOfUnits
+        for unit in own:
+            self._take(unit)
+        if copy is None:
+            return Held([*own], held.count, [*held.keys]), None
+        return Held([*own, copy], held.count, [*held.keys]), (held.units[full], copy)
+
+    def release(self, held: Held, tokens: Sequence[int]) -> None:
+        """Gives back the units of a sequence of these tokens; what it read can be found until its units are needed."""
+        full = len(held.keys)
+        # The end of a sequence goes first when units are needed: the beginnings are of use to more others.
+        for number in range(len(held.units) - 1, -1, -1):
+            unit = held.units[number]
+            state = self._units[unit]
+            if number == full and held.count > full * self.size:
+                before = held.keys[-1] if held.keys else self._root
+                state.key, state.tokens = before, tuple(tokens[full * self.size : held.count])
+                self._open.setdefault(before, []).append(unit)
+            state.holders -= 1
+            if state.holders == 0:
+                if state.key is None:
+                    self._free.append(unit)
+                else:
+                    self._idle[unit] = None
+        held.units, held.keys, held.count = [], [], 0
+
+    def discard(self, held: Held) -> list[int]:
+        """Gives back the units of a sequence whose content is of no use to anybody; returns those that nobody has."""
+        gone = []
+        for unit in held.units:
+            state = self._units[unit]
+            if state.key is not None:
+                self._forget(unit)
+            state.holders -= 1
+            if state.holders == 0:
+                self._free.append(unit)
+                gone.append(unit)
+        held.units, held.keys, held.count = [], [], 0
+        return gone
+
+    def _take(self, unit: int) -> None:
+        self._idle.pop(unit, None)
+        self._units[unit].holders += 1
+
+    def _new(self) -> int:
+        if self._free:
+            unit = self._free.pop()
+        else:
+            unit, _ = self._idle.popitem(last=False)
+            self._forget(unit)
+        self._units[unit].holders = 1
+        return unit
+
+    def _forget(self, unit: int) -> None:
+        """Lets a unit be found no longer."""
+        state = self._units[unit]
+        assert state.key is not None
+        if self._full.get(state.key) == unit and len(state.tokens) == self.size:
+            del self._full[state.key]
+        else:
+            others = self._open[state.key]
+            others.remove(unit)
+            if not others:
+                del self._open[state.key]
+        state.key, state.tokens = None, ()
+
+
+def _key(before: bytes, tokens: tuple[int, ...]) -> bytes:
+    return hashlib.blake2b(np.asarray(tokens, "<i4").tobytes(), key=before, digest_size=16).digest()

@@ -1,0 +1,449 @@
+"""Keys and values of what a model has read, in pages that sequences hold in any order.
+
+A *unit* is `page` consecutive tokens of a sequence, or N times as many where a mesh cuts sequences over N devices along
+`context`. It owns the page of the same number on each of these devices, so that one table, int32[rows, units], serves
+any number of devices. A token may lie at any place of its unit: each place stores the position of its token, and a
+query sees the places whose position is not after its own. An empty place has a position after all others.
+
+    write    the first token of a unit empties its pages; then tokens go to the places that the host chose
+    attend   the pages of a row are gathered by its table, and hidden by their positions
+
+On a CPU arrays of a cache lie as [layers, pages, 2, K, page, D], keys before values and heads before places: the
+products of one query a row with a page then need no transposition, which saves a quarter of attention. Elsewhere they
+lie as [layers, pages, page, 2 K, D], the key and the value of a head side by side, so that a token is one piece: the
+compiler of TPUs would turn the whole cache around for each token that it stores.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from scalejax import compat
+from scalejax.kernels.flash_attention import flash_attention
+from scalejax.kernels.flash_attention.api import Implementation
+from scalejax.kernels.paged_attention import paged_attention
+from scalejax.nn.linear import wide
+from scalejax.parallel.activations import ACTIVATIONS
+from scalejax.parallel.kernel_sharding import shard_kernel
+from scalejax.parallel.rules import LogicalAxes
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jaxtyping import Float
+
+EMPTY = int(np.iinfo(np.int32).max)
+"""Position of a place without a token: causality alone hides it."""
+
+KvFormat = Literal["compute", "int8", "float8"]
+"""How keys and values are stored: as computed, int8 with a scale for each token and head, or float8_e4m3fn with one
+scale for the keys and one for the values of each layer."""
+
+KV_FORMATS: tuple[KvFormat, ...] = ("compute", "int8", "float8")
+
+
+@dataclasses.dataclass(frozen=True)
+class PageShape:
+    """Size of a cache.
+
+    Attributes:
+      pages: Of all devices together.
+      page: Places of one.
+      format: How keys and values are stored.
+    """
+
+    pages: int
+    page: int = 64
+    format: KvFormat = "compute"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """The tokens that a program reads, and where they lie.
+
+    Attributes:
+      positions: int32[R, S], -1 = no token.
+      table: int32[R, W], the units of each row in the order of its tokens; what is behind them may be any.
+      last: int32[R], the column of the token whose logits are wanted.
+      seen: int32[R, W * page], positions of the places of each row; None before `admit`.
+    """
+
+    positions: jax.Array
+    table: jax.Array
+    last: jax.Array
+    seen: jax.Array | None = None
+
+    @classmethod
+    def whole(cls, shape: tuple[int, int], counts: jax.Array, page: int) -> Self:
+        """Of rows that are read from their beginning, row b its first counts[b] tokens, into a cache of their own."""
+        rows, length = shape
+        columns = jnp.arange(length, dtype=jnp.int32)[None, :]
+        units = -(-length // page)
+        table = jnp.arange(rows * units, dtype=jnp.int32).reshape(rows, units)
+        return cls(jnp.where(columns < counts[:, None], columns, -1), table, jnp.maximum(counts - 1, 0))
+
+    @property
+    def real(self) -> jax.Array:
+        """bool[R, S], whether there is a token."""
+        return self.positions >= 0
+
+    def pages_of(self, size: int) -> jax.Array:
+        """int32[R, S], the page of each token, for pages of this size; of no meaning where there is no token."""
+        return jnp.take_along_axis(self.table, jnp.maximum(self.positions, 0) // size, axis=1)
+
+
+class _HeadsFirst:
+    """Pages of [2, K, page, D]."""
+
+    axes: ClassVar[LogicalAxes] = (None, "kv_heads", None, None)
+
+    @staticmethod
+    def shape(page: int, kv_heads: int, width: int) -> tuple[int, ...]:
+        return 2, kv_heads, page, width
+
+    @staticmethod
+    def heads(kv: Any) -> int:
+        return kv.shape[3]
+
+    @staticmethod
+    def index(layer: jax.Array, page: jax.Array, place: jax.Array) -> tuple[Any, ...]:
+        return layer, page, slice(None), slice(None), place
+
+    @staticmethod
+    def together(k: jax.Array, v: jax.Array) -> jax.Array:
+        """[R, S, K, ...] each -> as `index` wants them."""
+        return jnp.stack([k, v], axis=2)
+
+    @staticmethod
+    def apart(found: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of gathered pages -> [R, W, K, page, ...] each."""
+        return found[:, :, 0], found[:, :, 1]
+
+
+class _TokensFirst:
+    """Pages of [page, 2 K, D]."""
+
+    axes: ClassVar[LogicalAxes] = (None, "kv_pairs", None)
+
+    @staticmethod
+    def shape(page: int, kv_heads: int, width: int) -> tuple[int, ...]:
+        return page, 2 * kv_heads, width
+
+    @staticmethod
+    def heads(kv: Any) -> int:
+        return kv.shape[3] // 2
+
+    @staticmethod
+    def index(layer: jax.Array, page: jax.Array, place: jax.Array) -> tuple[Any, ...]:
+        return layer, page, place
+
+    @staticmethod
+    def together(k: jax.Array, v: jax.Array) -> jax.Array:
+        """[R, S, K, ...] each -> as `index` wants them."""
+        both = jnp.stack([k, v], axis=3)
+        return both.reshape(*k.shape[:2], 2 * k.shape[2], *k.shape[3:])
+
+    @staticmethod
+    def apart(found: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of gathered pages -> [R, W, K, page, ...] each."""
+        return found[:, :, :, 0::2].swapaxes(2, 3), found[:, :, :, 1::2].swapaxes(2, 3)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of all layers.
+
+    Attributes:
+      kv: [layers, pages, 2, K, page, D], or [layers, pages, page, 2 K, D].
+      positions: int32[1, pages, page]; or int32[layers, ...] where layers keep tokens of their own.
+      scales: None for the format "compute"; "int8": float32 in the shape of kv without D; "float8": float32[layers, 2].
+    """
+
+    kv: jax.Array
+    positions: jax.Array
+    scales: jax.Array | None = None
+
+    @classmethod
+    def empty(cls, shape: PageShape, *, layers: int, kv_heads: int, width: int, dtype: DTypeLike) -> Self:
+        """One without tokens; scales of "float8" are 1 until `with_static_scales`."""
+        stored = {"compute": dtype, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}[shape.format]
+        order = _HeadsFirst if compat.platform() == "cpu" else _TokensFirst
+        kv = jnp.zeros((layers, shape.pages, *order.shape(shape.page, kv_heads, width)), stored)
+        positions = jnp.full((1, shape.pages, shape.page), EMPTY, jnp.int32)
+        scales = {"compute": None, "int8": kv.shape[:-1], "float8": (layers, 2)}[shape.format]
+        return cls(kv, positions, None if scales is None else jnp.ones(scales, jnp.float32))
+
+    def of_each_layer(self) -> Self:
+        """The same where layers keep tokens of their own."""
+        return dataclasses.replace(self, positions=jnp.repeat(self.positions, self.kv.shape[0], axis=0))
+
+    def axes(self) -> "PagedCache":
+        """Names of the axes of the arrays, see `parallel.activations`, in a pytree like this.
+
+        Heads that do not divide over the mesh in force are whole on every device.
+        """
+        order, over = self._order, jax.sharding.get_abstract_mesh().shape.get("tensor", 1)
+        of_page = tuple(name if order.heads(self.kv) % over == 0 else None for name in order.axes)
+        kv: Any = (None, "pages", *of_page)
+        scales: Any = None
+        if self.scales is not None:
+            scales = kv[:-1] if self.scales.ndim == self.kv.ndim - 1 else (None, None)
+        positions: Any = (None, "pages", None)
+        return PagedCache(kv, positions, scales)
+
+    def with_static_scales(self, read: "PagedCache") -> Self:
+        """This with scales for float8 after a cache, in the format "compute", of tokens like those to come.
+
+        The largest number of each layer comes to lie at a sixteenth of the largest of the format, whose smaller numbers
+        are as precise down to 1 / 1,800 of it; what is still larger becomes NaN and not something else.
+        """
+        if self.scales is None or self.scales.ndim != 2:
+            return self
+        layers = read.kv.shape[0]
+        pages = jnp.broadcast_to(jnp.arange(read.kv.shape[1])[None, :], (1, read.kv.shape[1]))
+        both = (read._order.apart(read.kv[layer, pages]) for layer in range(layers))
+        most = jnp.stack([jnp.stack([jnp.abs(x.astype(jnp.float32)).max() for x in pair]) for pair in both])
+        largest = float(jnp.finfo(jnp.float8_e4m3fn).max) / 16
+        return dataclasses.replace(self, scales=jnp.where(most > 0, most / largest, 1))
+
+    def admit(self, reading: Reading, layer: jax.Array | None = None) -> tuple[Self, Reading]:
+        """Stores the positions of tokens before their keys and values are, and finds those that rows can see.
+
+        Args:
+          reading: Of all layers, or of this one.
+          layer: int32[], where layers keep tokens of their own.
+        """
+        at = jnp.int32(0) if layer is None else layer
+        size = self.positions.shape[2]
+
+        def local(
+            stored: jax.Array, at: jax.Array, positions: jax.Array, table: jax.Array
+        ) -> tuple[jax.Array, jax.Array]:
+            own = Reading(positions, table, table[:, 0])
+            pages, nowhere = own.pages_of(size), stored.shape[1]
+            begun = own.real & (positions % size == 0)
+            stored = stored.at[at, jnp.where(begun, pages, nowhere)].set(EMPTY, mode="drop")
+            stored = stored.at[at, jnp.where(own.real, pages, nowhere), positions % size].set(positions, mode="drop")
+            seen = stored[at, table]
+            # What is behind the units of a row in its table may belong to another row.
+            own_units = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :, None]
+            seen = jnp.where(seen // size == own_units, seen, EMPTY)
+            return stored, seen.reshape(table.shape[0], -1)
+
+        by_page: LogicalAxes = (None, "pages", None)
+        rows: LogicalAxes = ("batch", None)
+        run = _on_devices(local, (by_page, (), rows, rows), (by_page, rows))
+        stored, seen = run(self.positions, at, reading.positions, reading.table)
+        return dataclasses.replace(self, positions=stored), dataclasses.replace(reading, seen=seen)
+
+    def extend(
+        self,
+        layer: jax.Array,
+        q: "Float[Array, 'rows tokens heads width']",
+        k: "Float[Array, 'rows tokens kv_heads width']",
+        v: "Float[Array, 'rows tokens kv_heads width']",
+        reading: Reading,
+        *,
+        window: int | None = None,
+        implementation: Implementation | None = None,
+    ) -> tuple["Float[Array, 'rows tokens heads width']", Self]:
+        """Stores keys and values of tokens, then attends to all that their rows can see.
+
+        Args:
+          layer: int32[].
+          q: Queries.
+          k: Keys.
+          v: Values.
+          reading: That `admit` gave back.
+          window: See `kernels.flash_attention`.
+          implementation: See there; of pieces of a text, as one token a row takes products of its own.
+
+        Returns:
+          Mixed values in the dtype of q (0 where there is no token), and the cache.
+        """
+        assert reading.seen is not None
+        rows, tokens, heads, width = q.shape
+        groups = k.shape[2]
+        share = heads // groups
+
+        def local(
+            kv: jax.Array,
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            layer: jax.Array,
+            positions: jax.Array,
+            table: jax.Array,
+            seen: jax.Array,
+            stored: jax.Array,
+            scales: jax.Array | None = None,
+        ) -> tuple[jax.Array, ...]:
+            own = Reading(positions, table, table[:, 0], seen)
+            cache = PagedCache(kv, stored, scales)._written(layer, k, v, own)
+            if tokens == 1 and compat.platform() != "cpu":
+                whole = q.reshape(q.shape[0], -1, width)
+                out = cache._decoded(layer, whole, positions[:, 0], table, stored, window).reshape(q.shape)
+            elif tokens == 1:
+                keys, values = cache._gathered(layer, table, q.dtype)
+                out = _one_each(q[:, 0], keys, values, positions[:, 0], seen, window)[:, None]
+            else:
+                keys, values = cache._gathered(layer, table, q.dtype)
+                whole = q.reshape(*q.shape[:2], -1, width)
+                out, _ = flash_attention(
+                    whole,
+                    *(x.swapaxes(2, 3).reshape(x.shape[0], -1, x.shape[2], width) for x in (keys, values)),
+                    query_positions=positions,
+                    key_positions=seen,
+                    window=window,
+                    implementation=implementation,
+                )
+                out = out.reshape(q.shape)
+            return (out, cache.kv) if cache.scales is None else (out, cache.kv, cache.scales)
+
+        by_head: LogicalAxes = ("batch", None, "kv_heads", None)
+        by_group: LogicalAxes = (*by_head, None)
+        by_row: LogicalAxes = ("batch", None)
+        axes: Any = self.axes()
+        own = () if self.scales is None else (axes.scales,)
+        run = _on_devices(
+            local,
+            (axes.kv, by_group, by_head, by_head, (), by_row, by_row, by_row, axes.positions, *own),
+            (by_group, axes.kv, *own),
+        )
+        q = q.reshape(rows, tokens, groups, share, width)
+        scales = () if self.scales is None else (self.scales,)
+        out, kv, *rest = run(
+            self.kv, q, k, v, layer, reading.positions, reading.table, reading.seen, self.positions, *scales
+        )  # fmt: skip
+        cache = dataclasses.replace(self, kv=kv, scales=rest[0] if rest else None)
+        return out.reshape(rows, tokens, heads, width), cache
+
+    def cleared(self, pages: jax.Array) -> Self:
+        """With zeros in pages, int32[groups, n]: what is not finite would reach other rows even where it is hidden."""
+
+        def local(pages: jax.Array, kv: jax.Array) -> jax.Array:
+            return kv.at[:, pages[0]].set(jnp.zeros((), kv.dtype), mode="drop")
+
+        axes: Any = self.axes()
+        return dataclasses.replace(self, kv=_on_devices(local, (("batch", None), axes.kv), axes.kv)(pages, self.kv))
+
+    def copied(self, source: jax.Array, target: jax.Array) -> Self:
+        """With pages of one number copied to those of another, int32[groups, n] each; numbers that are none do nothing.
+
+        Rows of `source` and `target` are those of the groups of devices that have rows of a batch of their own.
+        """
+
+        def local(source: jax.Array, target: jax.Array, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(a.at[:, target[0]].set(a[:, source[0]], mode="drop") for a in arrays)
+
+        axes: Any = self.axes()
+        names = ["kv", "positions", *(["scales"] if self._scales_of_tokens is not None else [])]
+        of = tuple(getattr(axes, name) for name in names)
+        rows: LogicalAxes = ("batch", None)
+        copied = _on_devices(local, (rows, rows, *of), of)(source, target, *(getattr(self, name) for name in names))
+        return dataclasses.replace(self, **dict(zip(names, copied, strict=True)))
+
+    def _written(self, layer: jax.Array, k: jax.Array, v: jax.Array, reading: Reading) -> Self:
+        """On one device."""
+        size = self.positions.shape[2]
+        page = jnp.where(reading.real, reading.pages_of(size), self.kv.shape[1])
+        place = reading.positions % size
+        order = self._order
+        at = order.index(layer, page, place)
+        scales = self.scales
+        if (of_tokens := self._scales_of_tokens) is not None:
+            new = order.together(k, v).astype(jnp.float32)
+            own = jnp.abs(new).max(-1) / 127
+            own = jnp.where(own > 0, own, 1)
+            new = jnp.round(new / own[..., None])
+            scales = of_tokens.at[at].set(own, mode="drop")
+        elif scales is not None:
+            new = order.together(*(x.astype(jnp.float32) / scales[layer, i] for i, x in enumerate((k, v))))
+        else:
+            new = order.together(k, v)
+        kv = self.kv.at[at].set(new.astype(self.kv.dtype), mode="drop")
+        return dataclasses.replace(self, kv=kv, scales=scales)
+
+    def _decoded(
+        self,
+        layer: jax.Array,
+        q: jax.Array,
+        positions: jax.Array,
+        table: jax.Array,
+        stored: jax.Array,
+        window: int | None,
+    ) -> jax.Array:
+        """On one device: attention of one query a row, q [R, H, D], by a kernel that reads the pages where they lie."""
+        layers, pages = self.kv.shape[:2]
+        # All layers behind one another, so that none is cut out.
+        flat = self.kv.reshape(layers * pages, *self.kv.shape[2:])
+        scales, of_values = None, None
+        if self._scales_of_tokens is not None:
+            scales = self._scales_of_tokens.reshape(flat.shape[:-1])
+        elif self.scales is not None:
+            of_values = self.scales[layer, 1]
+            q = (q * self.scales[layer, 0]).astype(q.dtype)
+        out, _ = paged_attention(
+            q,
+            flat,
+            table + layer * pages,
+            stored.reshape(-1, stored.shape[2]),
+            positions,
+            used=jnp.maximum(positions, -1) // stored.shape[2] + 1,
+            scales=scales,
+            window=window,
+        )
+        return out if of_values is None else (out * of_values).astype(q.dtype)
+
+    def _gathered(self, layer: jax.Array, table: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
+        """On one device: keys and values of the units of each row, [R, W, K, page, D]."""
+        found = self._order.apart(self.kv[layer, table])
+        if self.scales is None:
+            return found
+        if self._scales_of_tokens is not None:
+            scales = [scale[..., None] for scale in self._order.apart(self._scales_of_tokens[layer, table])]
+        else:
+            scales = [self.scales[layer, which] for which in range(2)]
+        keys, values = ((x.astype(jnp.float32) * scale).astype(dtype) for x, scale in zip(found, scales, strict=True))
+        return keys, values
+
+    @property
+    def _order(self) -> type[_HeadsFirst] | type[_TokensFirst]:
+        return _HeadsFirst if self.kv.ndim == 6 else _TokensFirst
+
+    @property
+    def _scales_of_tokens(self) -> jax.Array | None:
+        """Those of the format "int8"."""
+        return None if self.scales is None or self.scales.ndim == 2 else self.scales
+
+
+def _one_each(
+    q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, seen: jax.Array, window: int | None
+) -> jax.Array:
+    """Attention of one query a row: q [R, K, G, D], keys and values [R, W, K, page, D] -> [R, K, G, D]."""
+    rows, units, _, page, width = keys.shape
+    dtype = wide(q.dtype)
+    scores = jnp.einsum("rkgd,rwkpd->rwkgp", q, keys, preferred_element_type=dtype) * width**-0.5
+    visible = seen <= positions[:, None]
+    if window is not None:
+        visible &= positions[:, None] - seen < window
+    scores = jnp.where(visible.reshape(rows, units, 1, 1, page), scores, -jnp.inf)
+    highest = scores.max((1, 4), keepdims=True)
+    # A row without a token sees nothing: -inf - -inf would be NaN where its weights are 0.
+    weights = jnp.exp(scores - jnp.where(highest == -jnp.inf, 0, highest))
+    total = weights.sum((1, 4))[..., None]
+    mixed = jnp.einsum("rwkgp,rwkpd->rwkgd", weights.astype(values.dtype), values, preferred_element_type=dtype)
+    return (mixed.sum(1) / jnp.where(total > 0, total, 1)).astype(q.dtype)
+
+
+def _on_devices(function: Any, in_axes: tuple[LogicalAxes, ...], out_axes: tuple[LogicalAxes, ...]) -> Any:
+    """The function on each device's rows, pages and heads; itself where there is one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return function
+    return shard_kernel(function, in_axes=in_axes, out_axes=out_axes, rules=ACTIVATIONS)

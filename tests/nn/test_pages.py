@@ -1,0 +1,165 @@
+"""A cache of pages against dense attention over the whole row, whatever lies in other pages."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paged_cases import Rows
+
+from scalejax import compat, nn
+from scalejax.kernels.flash_attention import flash_attention
+from scalejax.nn.pages import EMPTY, KV_FORMATS
+from scalejax.parallel.mesh import MeshShape, make_mesh
+
+LENGTHS = (37, 9, 20)
+HEADS, GROUPS, WIDTH = 6, 2, 16
+
+
+def projections(dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((3, 40, HEADS, WIDTH), (3, 40, GROUPS, WIDTH), (3, 40, GROUPS, WIDTH))
+    return tuple(jax.random.normal(key, shape, dtype) for key, shape in zip(keys, shapes, strict=True))
+
+
+def empty(pages, layers=2):
+    return nn.PagedCache.empty(pages, layers=layers, kv_heads=GROUPS, width=WIDTH, dtype=jnp.float32)
+
+
+@jax.jit
+def extend(cache, q, k, v, reading):
+    """Both layers, the first with other keys."""
+    cache, reading = cache.admit(reading)
+    _, cache = cache.extend(jnp.int32(0), q, k + 1, v - 1, reading)
+    return cache.extend(jnp.int32(1), q, k, v, reading)
+
+
+def read_in_pieces(cache, rows, arrays, pieces):
+    """Outputs of every row, and the cache; pieces are (counts, width)."""
+    out, at = [[] for _ in LENGTHS], np.zeros(3, int)
+    for counts, width in pieces:
+        places = np.minimum(at[:, None] + np.arange(width), 39)
+        cut = [x[np.arange(3)[:, None], places] for x in arrays]
+        got, cache = extend(cache, *cut, rows.reading(counts, width))
+        for b, count in enumerate(counts):
+            out[b].append(np.asarray(got[b, :count]))
+        at += counts
+    assert tuple(at) == LENGTHS
+    return [np.concatenate(parts) for parts in out], cache
+
+
+PIECES = [((8, 8, 8), 8), ((16, 0, 9), 16), ((1, 1, 1), 1), ((11, 0, 1), 16), ((1, 0, 1), 1)]
+
+
+@pytest.mark.parametrize("page", [8, 16])
+def test_pieces_and_single_tokens_equal_dense_attention(page):
+    arrays = projections()
+    want, _ = flash_attention(*arrays)
+    # Rows begin where others have been, and what these left is not seen.
+    rows = Rows(3, 40, page)
+    before, _ = empty(rows.pages).admit(Rows(3, 40, page).reading((40, 40, 40), 40))
+    stale = dataclasses.replace(before, kv=before.kv + 7)
+    got, cache = read_in_pieces(stale, rows, arrays, PIECES)
+    for b, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(got[b], want[b, :length], atol=2e-6)
+    seen = np.asarray(cache.positions)[0, rows.table].reshape(3, -1)
+    for b, length in enumerate(LENGTHS):
+        assert seen[b, :length].tolist() == list(range(length))
+        begun = -(-length // page) * page
+        assert (seen[b, length:begun] == EMPTY).all()
+
+
+@pytest.mark.parametrize("kept", KV_FORMATS)
+def test_tokens_first_gives_the_same(kept, monkeypatch):
+    """What chips other than CPUs have: another order of the arrays, and the kernel's signature for single tokens."""
+    arrays, rows, other = projections(), Rows(3, 40, 8), Rows(3, 40, 8)
+    pages = dataclasses.replace(rows.pages, format=kept)
+    want, _ = read_in_pieces(empty(pages), rows, arrays, PIECES)
+    monkeypatch.setattr(compat, "platform", lambda: "other")
+    jax.clear_caches()
+    cache = empty(pages)
+    assert cache.kv.shape == (2, 15, 8, 2 * GROUPS, WIDTH)
+    got, _ = read_in_pieces(cache, other, arrays, PIECES)
+    jax.clear_caches()
+    for b in range(3):
+        np.testing.assert_allclose(got[b], want[b], atol=2e-6)
+
+
+def test_a_table_may_name_pages_of_others_behind_those_of_a_row():
+    """A wide table for a long row makes short rows name pages that are not theirs."""
+    arrays, rows = projections(), Rows(3, 40, 8)
+    want, _ = flash_attention(*arrays)
+    of_long = rows.table[0].copy()
+    rows.table[1, 2:] = of_long[:3]  # positions 0 to 23 of another row, as if they were 16 to 39 of this
+    rows.table[2, 3:] = of_long[1:3]
+    got, _ = read_in_pieces(empty(rows.pages), rows, arrays, PIECES)
+    for b, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(got[b], want[b, :length], atol=2e-6)
+
+
+@pytest.mark.parametrize("window", [1, 5, 17])
+def test_windows(window):
+    arrays, rows = projections(), Rows(3, 40, 8)
+    want, _ = flash_attention(*arrays, window=window)
+
+    @jax.jit
+    def step(cache, q, k, v, reading):
+        cache, reading = cache.admit(reading)
+        return cache.extend(jnp.int32(1), q, k, v, reading, window=window)
+
+    got, cache = step(empty(rows.pages), *(x[:, :24] for x in arrays), rows.reading((24, 24, 24), 24))
+    np.testing.assert_allclose(got, want[:, :24], atol=2e-6)
+    got, _ = step(cache, *(x[:, 24:25] for x in arrays), rows.reading((1, 1, 1), 1))
+    np.testing.assert_allclose(got, want[:, 24:25], atol=2e-6)
+
+
+@pytest.mark.parametrize("kept", KV_FORMATS)
+def test_stored_formats_are_as_near_as_their_steps(kept):
+    arrays, rows = projections(), Rows(3, 40, 8)
+    want, _ = flash_attention(*arrays)
+    pages = dataclasses.replace(rows.pages, format=kept)
+    plain, reading = empty(rows.pages).admit(Rows(3, 40, 8).reading((40, 40, 40), 40))
+    _, plain = plain.extend(jnp.int32(1), *arrays, reading)
+    cache = empty(pages).with_static_scales(plain)
+    got, cache = read_in_pieces(cache, rows, arrays, PIECES)
+    worst = max(np.abs(got[b] - want[b, :length]).max() for b, length in enumerate(LENGTHS))
+    # int8: 1 / 254 of the largest of a head; float8: 1 / 16 of each.
+    low, high = {"compute": (0, 2e-6), "int8": (1e-4, 0.03), "float8": (1e-3, 0.2)}[kept]
+    assert low <= worst <= high
+    assert cache.kv.dtype == {"compute": jnp.float32, "int8": jnp.int8, "float8": jnp.float8_e4m3fn}[kept]
+
+
+def test_what_float8_cannot_hold_is_not_something_else():
+    rows = Rows(1, 8, 8)
+    cache = empty(dataclasses.replace(rows.pages, format="float8"))
+    cache, reading = cache.admit(rows.reading([1], 1))
+    big = jnp.full((1, 1, GROUPS, WIDTH), 1e4)
+    out, _ = cache.extend(jnp.int32(0), jnp.ones((1, 1, HEADS, WIDTH)), big, big, reading)
+    assert np.isnan(out).all()
+
+
+def test_a_copy_of_a_page_is_one_and_a_cleared_page_is_zero():
+    arrays, rows = projections(), Rows(3, 40, 8)
+    _, cache = read_in_pieces(empty(rows.pages), rows, arrays, PIECES)
+    source, target, none = rows.table[0, 1], rows.table[1, 4], rows.pages.pages
+    copied = cache.copied(jnp.array([[source, 0]]), jnp.array([[target, none]]))
+    changed = [i for i in range(none) if (np.asarray(copied.kv[:, i]) != np.asarray(cache.kv[:, i])).any()]
+    assert changed == [target]
+    np.testing.assert_array_equal(copied.kv[:, target], cache.kv[:, source])
+    np.testing.assert_array_equal(copied.positions[:, target], cache.positions[:, source])
+    cleared = cache.cleared(jnp.array([[source, none]]))
+    assert not np.asarray(cleared.kv[:, source]).any()
+    np.testing.assert_array_equal(cleared.kv[:, target], cache.kv[:, target])
+
+
+@pytest.mark.parametrize("mesh", [{"tensor": 2}, pytest.param({"tensor": 4}, marks=pytest.mark.slow)])
+def test_a_mesh_changes_nothing(mesh):
+    """Heads over `tensor`, whole where they do not divide."""
+    arrays, rows = projections(), Rows(3, 40, 8)
+    want, _ = flash_attention(*arrays)
+    devices = make_mesh(MeshShape(fsdp=1, **mesh), jax.devices()[: mesh["tensor"]])
+    with jax.sharding.use_abstract_mesh(devices.abstract_mesh), jax.set_mesh(devices):
+        got, _ = read_in_pieces(empty(rows.pages), rows, arrays, [*PIECES[:2], ((13, 1, 3), 16)])
+    for b, length in enumerate(LENGTHS):
+        np.testing.assert_allclose(got[b], want[b, :length], atol=2e-6)
