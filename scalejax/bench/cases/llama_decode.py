@@ -1,15 +1,19 @@
-"""Generation of one text by a language model against transformers' greedy generation.
+"""Generation by a language model against transformers' greedy generation, and of requests that end at their own times.
 
-A unit is 64 tokens after a prompt of 32, the prompt read anew. Every token reads all parameters once, so the least time
+A unit of a batch is 64 tokens after prompts of 32, read anew. Every step reads all parameters once, so the least time
 is their bytes over the bandwidth of the memory; a copy, timed in the same run, says how much of that can be had.
 
-    tiny        2.9 M parameters in float32, on a CPU
-    8b          the 8B shape of Llama 3.1 in bfloat16; for accelerators
+    tiny, tiny-8, tiny-32   1, 8 or 32 texts of a model of 2.9 M parameters in float32, on a CPU
+    requests                64 requests of 4 to 200 tokens (geometric, mean 48) in 8 slots; peers take batches of 8 in
+                            the order in which they came, each as long as its longest: transformers, or this project
+                            ("static")
+    8b                      the 8B shape of Llama 3.1 in bfloat16; for accelerators
 """
 
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,14 +25,21 @@ from scalejax import nn
 from scalejax.bench import machine, peers, training_step
 from scalejax.bench.harness import Contest, OutputsDiffer, Unsuited, best_seconds, repeated
 from scalejax.inference.generate import Engine
+from scalejax.inference.loop import make_loop
+from scalejax.inference.requests import Request
 from scalejax.models.llm.llama3 import SIZES, Llama, LlamaConfig
 from scalejax.parallel import mesh as meshes
 from scalejax.train.state import ModelShape
 
-CASES = ("tiny", "8b")
-PEERS = ("transformers",)
+_BATCHES = {"tiny": 1, "tiny-8": 8, "tiny-32": 32, "8b": 1}
+CASES = ("tiny", "tiny-8", "tiny-32", "requests", "8b")
+PEERS = ("transformers", "static")
 
 PROMPT, TOKENS = 32, 64
+REQUESTS, SLOTS, MEAN = 64, 8, 48
+
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+"""Prompts, and how many new tokens of each -> these."""
 
 TINY = LlamaConfig(
     layers=6,
@@ -44,41 +55,79 @@ TINY = LlamaConfig(
 
 
 def prepare(case: str, against: str | None) -> Contest:
-    """The contest of a case; parameters and prompt are random.
+    """The contest of a case; parameters and prompts are random.
 
     Raises:
-      Unsuited: a case for accelerators on a CPU.
+      Unsuited: a case for accelerators on a CPU, or a peer that it does not have.
       UserError: a peer on an accelerator.
     """
     device = jax.devices()[0]
     if case == "8b" and device.platform == "cpu":
         raise Unsuited("--case 8b takes minutes on a CPU. Run it on an accelerator, or choose tiny.")
-    if against is not None:
+    if against == "static" and case != "requests":
+        raise Unsuited(f"--against static: {case} is a batch. Compare it with transformers, or time requests.")
+    if against == "transformers":
         training_step.check_peer_device(device)
-    config = TINY if case == "tiny" else dataclasses.replace(SIZES["3.1-8b"], max_positions=8192)
-    dtype = jnp.float32 if case == "tiny" else jnp.bfloat16
-    engine = _engine(config, device, dtype)
+    config = dataclasses.replace(SIZES["3.1-8b"], max_positions=8192) if case == "8b" else TINY
+    engine = _engine(config, device, jnp.bfloat16 if case == "8b" else jnp.float32)
     assert config.vocabulary is not None
-    prompt = np.random.default_rng(0).integers(0, config.vocabulary, PROMPT).tolist()
+    draw = np.random.default_rng(0)
+    count = _BATCHES.get(case, REQUESTS)
+    prompts = draw.integers(0, config.vocabulary, (count, PROMPT)).tolist()
+    lengths = [TOKENS] * count
+    if case == "requests":
+        lengths = np.clip(draw.geometric(1 / MEAN, count), 4, 200).tolist()
 
-    ours = Contest(
-        repeated(lambda: engine.generate([prompt], max_tokens=TOKENS)),
-        examples=TOKENS,
-        device=machine.device_name(device),
-        figures=functools.partial(_figures, engine, prompt),
-    )
+    def batches(generate: Generate) -> list[list[int]]:
+        return [
+            new[:length]
+            for start in range(0, count, SLOTS)
+            for new, length in zip(
+                generate(prompts[start : start + SLOTS], max(lengths[start : start + SLOTS])),
+                lengths[start : start + SLOTS],
+                strict=True,
+            )
+        ]
+
+    def whole(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        return [list(c.tokens) for c in engine.generate(prompts, max_tokens=tokens)]
+
+    def ours() -> list[list[int]]:
+        return _in_slots(engine, prompts, lengths) if case == "requests" else whole(prompts, TOKENS)
+
+    figures = functools.partial(_figures, engine, prompts) if case != "requests" else dict
+    contest = Contest(repeated(ours), examples=sum(lengths), device=machine.device_name(device), figures=figures)
     if against is None:
-        return ours
-    arrays = {name: np.array(value) for name, value in engine.params.items()}
-    theirs = peers.load("transformers_llama").Generation(config, arrays, threads=len(machine.usable_cpus()))
+        return contest
+    if against == "static":
+        generate = whole
+    else:
+        arrays = {name: np.array(value) for name, value in engine.params.items()}
+        module = peers.load("transformers_llama")
+        generate = module.Generation(config, arrays, threads=len(machine.usable_cpus())).generate
+
+    def theirs() -> list[list[int]]:
+        return batches(generate) if case == "requests" else generate(prompts, TOKENS)
 
     def check() -> None:
-        mine, other = engine.generate([prompt], max_tokens=TOKENS)[0].tokens, theirs.generate(prompt, TOKENS)
-        if list(mine) != other:
-            at = next(i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b)
-            raise OutputsDiffer(f"token {at + 1} of {TOKENS} differs: {mine[at]} here, {other[at]} in the peer")
+        for row, (mine, other) in enumerate(zip(ours(), theirs(), strict=True)):
+            if mine != other:
+                at = next(i for i, (a, b) in enumerate(zip(mine, other, strict=False)) if a != b)
+                raise OutputsDiffer(f"token {at + 1} of text {row + 1} differs: {mine[at]} here, {other[at]} there")
 
-    return dataclasses.replace(ours, peer=repeated(lambda: theirs.generate(prompt, TOKENS)), check=check)
+    return dataclasses.replace(contest, peer=repeated(theirs), check=check)
+
+
+def _in_slots(engine: Engine, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
+    """All requests through a loop of their own, which has read nothing yet."""
+    loop = make_loop(engine, slots=SLOTS, kv_tokens=SLOTS * TINY.max_positions)
+    for prompt, length in zip(prompts, lengths, strict=True):
+        loop.submit(Request(prompt=tuple(prompt), max_tokens=length))
+    found: list[list[int]] = [[] for _ in prompts]
+    while loop.busy:
+        for chunk in loop.step():
+            found[chunk.request] += chunk.tokens
+    return found
 
 
 def _engine(config: LlamaConfig, device: Any, dtype: jax.typing.DTypeLike) -> Engine:
@@ -91,13 +140,13 @@ def _engine(config: LlamaConfig, device: Any, dtype: jax.typing.DTypeLike) -> En
     return Engine(config, shape, params, mesh)
 
 
-def _figures(engine: Engine, prompt: list[int]) -> dict[str, float]:
-    """Milliseconds a token, the prompt taken out, and what part of the bandwidth of a copy that is."""
+def _figures(engine: Engine, prompts: list[list[int]]) -> dict[str, float]:
+    """Milliseconds a step, the prompts taken out, and what part of the bandwidth of a copy that is."""
     seconds = {}
     for tokens in (1, 1 + TOKENS):
-        engine.generate([prompt], max_tokens=tokens)
+        engine.generate(prompts, max_tokens=tokens)
         start = time.perf_counter()
-        engine.generate([prompt], max_tokens=tokens)
+        engine.generate(prompts, max_tokens=tokens)
         seconds[tokens] = time.perf_counter() - start
     each = (seconds[1 + TOKENS] - seconds[1]) / TOKENS
     count = sum(
@@ -105,7 +154,7 @@ def _figures(engine: Engine, prompt: list[int]) -> dict[str, float]:
     )
     rate = _copy_bytes_per_s()
     return {
-        "ms_a_token": each * 1e3,
+        "ms_a_step": each * 1e3,
         "read_gb_per_s": count / each / 1e9,
         "copy_gb_per_s": rate / 1e9,
         "share_of_copy": count / each / rate,

@@ -72,7 +72,7 @@ class TrainingStep:
 
 
 class Generation:
-    """Greedy continuation of one prompt.
+    """Greedy continuation of prompts of one length.
 
     Args:
       config: Architecture.
@@ -85,9 +85,9 @@ class Generation:
         self._model = build(config, parameters).eval()
 
     @torch.no_grad()
-    def generate(self, prompt: list[int], tokens: int) -> list[int]:
-        """The next `tokens` tokens."""
-        given = torch.tensor([prompt])
+    def generate(self, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        """The next `tokens` tokens of each."""
+        given = torch.tensor(prompts)
         out = self._model.generate(
             given,
             attention_mask=torch.ones_like(given),
@@ -97,7 +97,7 @@ class Generation:
             eos_token_id=None,
             pad_token_id=0,
         )
-        return out[0, len(prompt) :].tolist()
+        return out[:, given.shape[1] :].tolist()
 
 
 def build(config: LlamaConfig, parameters: Mapping[str, np.ndarray]) -> "transformers.LlamaForCausalLM":
