@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from scalejax import nn, units
 from scalejax.errors import UserError, check_at_least
 from scalejax.inference import packed_params, static_inputs
-from scalejax.inference.loop import Scheduler, make_loop
+from scalejax.inference.loop import Scheduler, bucket, make_loop
 from scalejax.inference.programs import Programs
 from scalejax.inference.requests import Request
 from scalejax.inference.sampling import GREEDY, TokenSampling
@@ -156,10 +156,10 @@ class Engine:
     def _loop_for(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Scheduler:
         """With slots and units for all prompts at once."""
         groups = self.programs.groups
-        slots = groups * _bucket(-(-len(prompts) // groups))
+        slots = groups * bucket(-(-len(prompts) // groups))
         lengths = sorted((len(prompt) + max_tokens for prompt in prompts), reverse=True)
         # Each group has as many as the longest of a share of the rows need.
-        units = _bucket(sum(-(-length // _PAGE) for length in lengths[: slots // groups]))
+        units = bucket(sum(-(-length // _PAGE) for length in lengths[: slots // groups]))
         return make_loop(self, slots=slots, kv_tokens=units * groups * _PAGE, page=_PAGE)
 
     def logits(self, tokens: np.ndarray) -> jax.Array:
@@ -312,8 +312,3 @@ def _check_memory(mesh: Mesh, needed: int, what: str) -> None:
             f"{what} need {units.size(needed)} on each device, and it has {units.size(limit)}. Spread the model over "
             "more devices (--mesh tensor=N), choose a narrower --dtype, or generate fewer rows or tokens at a time."
         )
-
-
-def _bucket(count: int) -> int:
-    """The next power of two."""
-    return 1 << (count - 1).bit_length() if count > 1 else 1

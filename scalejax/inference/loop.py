@@ -217,7 +217,7 @@ class Scheduler:
           progress: Told after each how many there are of how many.
         """
         shapes = [(rows, length) for length in LENGTHS for rows in sorted({1, self._most_rows(length)})]
-        widths = [1 << i for i in range(_bucket(self._most_units).bit_length())]
+        widths = [1 << i for i in range(bucket(self._most_units).bit_length())]
         total, done = len(widths) * (len(shapes) + 1) + 1, 0
         nobody = np.full(len(self._slots), -1, np.int32)
         for width in widths:
@@ -280,7 +280,7 @@ class Scheduler:
         return chunks
 
     def _likelihoods(self, prompt: Sequence[int], top: int) -> tuple[TokenLogprobs | None, ...]:
-        length = _bucket(max(len(prompt), LENGTHS[0]))
+        length = bucket(max(len(prompt), LENGTHS[0]))
         tokens = np.zeros((1, length), np.int32)
         tokens[0, : len(prompt)] = prompt
         found = jax.tree.map(np.asarray, self._programs.likelihoods(self.engine.params, tokens))
@@ -336,7 +336,7 @@ class Scheduler:
             if left(one) <= length and len(rows) < most:
                 rows.append(one)
         each = most if any(len(rows) > 1 for rows in by_group) else 1
-        width = _bucket(max(-(-(one.held.count + left(one)) // self._unit) for rows in by_group for one in rows))
+        width = bucket(max(-(-(one.held.count + left(one)) // self._unit) for rows in by_group for one in rows))
         shape = (each * self._groups, length)
         tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
         table, last = np.zeros((shape[0], width), np.int32), np.zeros(shape[0], np.int32)
@@ -416,7 +416,7 @@ class Scheduler:
             return []
         count = len(self._slots)
         made, positions = np.zeros(count, np.int32), np.full(count, -1, np.int32)
-        table = np.zeros((count, _bucket(max(len(one.held.units) for one in ready))), np.int32)
+        table = np.zeros((count, bucket(max(len(one.held.units) for one in ready))), np.int32)
         for one in ready:
             made[one.slot], positions[one.slot] = one.made, len(one.tokens)
             self._put_units(table[one.slot], one)
@@ -498,7 +498,7 @@ class Scheduler:
     def _stops(self, ready: Sequence[_Sequence]) -> np.ndarray:
         """int32[slots, n]."""
         longest = max((len(one.request.stop) for one in ready), default=0)
-        stops = np.full((len(self._slots), max(8, _bucket(longest))), -1, np.int32)
+        stops = np.full((len(self._slots), max(8, bucket(longest))), -1, np.int32)
         for one in ready:
             stops[one.slot, : len(one.request.stop)] = one.request.stop
         return stops
@@ -559,6 +559,6 @@ def _told(found: sampling.Likelihoods, at: tuple[int, ...], token: int, top: int
     return TokenLogprobs(token, float(found.chosen[at]), tuple(pairs))
 
 
-def _bucket(count: int) -> int:
+def bucket(count: int) -> int:
     """The next power of two."""
     return 1 << (count - 1).bit_length() if count > 1 else 1
