@@ -6,7 +6,7 @@ A run that was trained under rules for number formats is served under them: its 
 evaluation. A folder with static scales of activations is served with activations that are quantized under these.
 
 On a mesh, parameters lie as the rules say (heads, hidden features and vocabulary over `tensor`), rows of the batch over
-the batch axes.
+the batch axes, and tokens of a row over `context` (Yang et al. 2025, arXiv 2411.01783).
 """
 
 import dataclasses
@@ -156,11 +156,13 @@ class Engine:
     def _loop_for(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> Scheduler:
         """With slots and units for all prompts at once."""
         groups = self.programs.groups
+        ranks = self.programs.ranks
         slots = groups * bucket(-(-len(prompts) // groups))
         lengths = sorted((len(prompt) + max_tokens for prompt in prompts), reverse=True)
         # Each group has as many as the longest of a share of the rows need.
-        units = bucket(sum(-(-length // _PAGE) for length in lengths[: slots // groups]))
-        return make_loop(self, slots=slots, kv_tokens=units * groups * _PAGE, page=_PAGE)
+        unit = ranks * _PAGE
+        units = bucket(sum(-(-length // unit) for length in lengths[: slots // groups]))
+        return make_loop(self, slots=slots, kv_tokens=units * groups * unit, page=_PAGE)
 
     def logits(self, tokens: np.ndarray) -> jax.Array:
         """Of the next token at every position: int32[B, S] -> wide[B, S, V]; each row is a document.
@@ -187,11 +189,12 @@ class Engine:
           UserError: the model cannot do without later tokens.
         """
         model, gather = self.programs.model(params), self.programs.gather
-        if counts is not None:
+        if counts is not None and self.programs.ranks == 1:
             reading = nn.Reading.whole((tokens.shape[0], tokens.shape[1]), counts, _PAGE)
             return model.extend(tokens, reading, model.cache(nn.PageShape(reading.table.size, _PAGE)), gather=gather)[0]
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :], tokens.shape)
-        return model(tokens, positions, jnp.ones_like(tokens), gather=gather)
+        logits = model(tokens, positions, jnp.ones_like(tokens), gather=gather)
+        return logits if counts is None else jnp.take_along_axis(logits, counts[:, None, None] - 1, axis=1)[:, 0]
 
     @property
     def programs(self) -> Programs:
@@ -271,14 +274,13 @@ def load(
       loaded: Told the bytes of every tensor that is loaded.
 
     Raises:
-      UserError: it does not fit the devices, cannot be read, or the mesh cuts sequences or layers.
+      UserError: it does not fit the devices, cannot be read, or the mesh cuts layers.
     """
-    for axis in ("context", "stage"):
-        if mesh.shape[axis] > 1:
-            raise UserError(
-                f"mesh: generation spreads over tensor, fsdp, replica and expert, not over {axis}={mesh.shape[axis]}. "
-                f"Give these devices to tensor: --mesh tensor={mesh.shape[axis]}."
-            )
+    if (stages := mesh.shape["stage"]) > 1:
+        raise UserError(
+            f"mesh: generation spreads over tensor, context, fsdp, replica and expert, not over stage={stages}. Give "
+            f"these devices to tensor: --mesh tensor={stages}."
+        )
     dtype = model.dtype if dtype is None else dtype
     family = model.architecture
     abstract = counts.abstract(family.build, model.config, dtypes=nn.Dtypes(dtype, dtype))

@@ -8,6 +8,7 @@ the youngest is put back; it is read again later, with the tokens that it had.
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -17,21 +18,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from scalejax import nn
+from scalejax import chips, nn
 from scalejax.errors import UserError, check_at_least
 from scalejax.inference import programs, sampling
-from scalejax.inference.pages import Held, OutOfUnits, Pool
+from scalejax.inference.pages import Held, OutOfUnits, Places, Pool
 from scalejax.inference.requests import Chunk, Request, Stats, TokenLogprobs
 from scalejax.models.llm.architecture import LanguageConfig
 from scalejax.nn.pages import KV_FORMATS, KvFormat
+from scalejax.parallel import context_choice
 from scalejax.parallel import mesh as meshes
+from scalejax.parallel.context_choice import ContextCosts, Passed
 from scalejax.train.state import Params
 
 PIECE = 512
-"""Tokens that are read at once, at most."""
+"""Tokens that are read at once, at most, for each device along `context`."""
 
 LENGTHS = (32, 128, 512)
-"""Of a row of a piece."""
+"""Of a row of a piece, for each device along `context`."""
 
 PAGES = (16, 32, 64, 128)
 """Places that a page may have."""
@@ -41,6 +44,10 @@ CALIBRATION = 512
 
 _SPARE_MEMORY = 0.9
 """Share of the memory beside the parameters that a cache may take where nobody says how long it is."""
+
+
+Choose = Callable[[int, int], Passed]
+"""(new tokens, cached tokens) -> what goes round the devices along `context` when they are read."""
 
 
 class LoadedModel(Protocol):
@@ -117,21 +124,25 @@ class _Sequence:
 class Scheduler:
     """A `requests.Loop` on the programs of an engine; it owns a cache."""
 
-    def __init__(self, engine: LoadedModel, *, slots: int, pages: nn.PageShape) -> None:
+    def __init__(self, engine: LoadedModel, *, slots: int, pages: nn.PageShape, choose: Choose | None = None) -> None:
         """Makes the cache.
 
         Args:
           engine: The model.
-          slots: Continuations that run at once, a multiple of the groups of devices.
+          slots: Continuations that run at once, a multiple of the devices that have pages of their own.
           pages: Size of the cache, those of all devices.
+          choose: What goes round the devices along `context`; None = `default_choice`.
         """
         self.engine = engine
+        self._choose = choose or default_choice(engine)
         self.max_positions = engine.config.max_positions
         self.vocabulary = engine.config.vocabulary or 0
         own = self._programs = engine.programs
         self._groups = own.groups
-        self._unit = pages.page
-        self._units = pages.pages // own.groups
+        self._places = Places(pages.page, own.ranks)
+        self._unit = pages.page * own.ranks
+        self._units = pages.pages // (own.groups * own.ranks)
+        self._lengths = tuple(length * own.ranks for length in LENGTHS)
         identity = f"{engine.config!r} {pages.format}"
         self._pools = [Pool(self._units, self._unit, identity) for _ in range(own.groups)]
         self._state = own.empty(slots, pages)
@@ -216,15 +227,25 @@ class Scheduler:
         Args:
           progress: Told after each how many there are of how many.
         """
-        shapes = [(rows, length) for length in LENGTHS for rows in sorted({1, self._most_rows(length)})]
+        ways: tuple[Passed, ...] = ("pass_kv", "pass_q") if self._places.ranks > 1 else ("pass_kv",)
+        shapes = [
+            (rows, length, passed)
+            for length in self._lengths
+            for rows in sorted({1, self._most_rows(length)})
+            for passed in ways
+        ]
         widths = [1 << i for i in range(bucket(self._most_units).bit_length())]
         total, done = len(widths) * (len(shapes) + 1) + 1, 0
         nobody = np.full(len(self._slots), -1, np.int32)
         for width in widths:
-            for each, length in shapes:
+            for each, length, passed in shapes:
                 rows = each * self._groups
-                reading = _reading(
-                    np.full((rows, length), -1, np.int32), np.zeros((rows, width), np.int32), np.zeros(rows, np.int32)
+                reading = self._reading(
+                    np.full((rows, length), -1, np.int32),
+                    np.zeros((rows, width), np.int32),
+                    np.zeros(rows, np.int32),
+                    np.zeros((rows, length), np.int32),
+                    passed,
                 )
                 outside = np.full(rows, len(self._slots), np.int32)
                 self._state = self._programs.read(
@@ -232,7 +253,8 @@ class Scheduler:
                 )
                 progress(done := done + 1, total)
             table = np.zeros((len(self._slots), width), np.int32)
-            slots = programs.Slots(self._rows, np.zeros_like(nobody), nobody, self._stops([]), table)
+            none = np.zeros_like(nobody)
+            slots = programs.Slots(self._rows, none, nobody, self._stops([]), table, none)
             self._state, block = self._programs.decode(
                 self.engine.params, self._state, slots, np.int32(1), np.bool_(False)
             )
@@ -256,7 +278,7 @@ class Scheduler:
 
     def _most_rows(self, length: int) -> int:
         """Rows of a piece of this length in each group."""
-        return min(PIECE // length, len(self._slots) // self._groups)
+        return min(PIECE * self._places.ranks // length, len(self._slots) // self._groups)
 
     def _group(self, slot: int) -> int:
         return slot // (len(self._slots) // self._groups)
@@ -295,7 +317,8 @@ class Scheduler:
             one = self._waiting[0]
             slot = max(free, key=lambda slot: (self._pools[self._group(slot)].usable, -slot))
             pool = self._pools[self._group(slot)]
-            held = pool.find(one.tokens)
+            # Of the prompt alone, so that the bits of a continuation do not depend on its neighbours.
+            held = pool.find(one.tokens, sampling.digest(one.request.prompt) % self._places.ranks)
             found = held.count
             try:
                 pool.grow(held, len(one.tokens))
@@ -326,36 +349,60 @@ class Scheduler:
         if not unread:
             return
 
-        def left(one: _Sequence) -> int:
-            return min(PIECE, len(one.tokens) - one.held.count)
+        pieces = {id(one): self._next_places(one) for one in unread}
 
-        length = next(length for length in LENGTHS if left(unread[0]) <= length)
+        def fits(one: _Sequence, length: int) -> bool:
+            return self._places.width(pieces[id(one)]) <= length
+
+        length = next(length for length in self._lengths if fits(unread[0], length))
         most, by_group = self._most_rows(length), [[] for _ in range(self._groups)]
         for one in unread:
             rows = by_group[self._group(one.slot or 0)]
-            if left(one) <= length and len(rows) < most:
+            if fits(one, length) and len(rows) < most:
                 rows.append(one)
         each = most if any(len(rows) > 1 for rows in by_group) else 1
-        width = bucket(max(-(-(one.held.count + left(one)) // self._unit) for rows in by_group for one in rows))
+        width = bucket(
+            max(-(-(one.held.count + len(pieces[id(one)])) // self._unit) for rows in by_group for one in rows)
+        )
         shape = (each * self._groups, length)
-        tokens, positions = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        tokens, positions, places = (np.full(shape, fill, np.int32) for fill in (0, -1, 0))
         table, last = np.zeros((shape[0], width), np.int32), np.zeros(shape[0], np.int32)
         slots = np.full(shape[0], len(self._slots), np.int32)
         for group, rows in enumerate(by_group):
             for row, one in enumerate(rows, group * each):
-                begin, count = one.held.count, left(one)
-                tokens[row, :count] = one.tokens[begin : begin + count]
-                positions[row, :count] = np.arange(begin, begin + count)
+                begin, own = one.held.count, pieces[id(one)]
+                columns = self._places.columns(own, length)
+                tokens[row, columns] = one.tokens[begin : begin + len(own)]
+                positions[row, columns] = np.arange(begin, begin + len(own))
+                places[row, columns] = own
                 self._put_units(table[row], one)
-                last[row], slots[row] = count - 1, one.slot
-        reading = _reading(positions, table, last)
+                last[row], slots[row] = columns[-1], one.slot
+        read = [*itertools.chain(*by_group)]
+        passed = self._choose(sum(len(pieces[id(one)]) for one in read), sum(one.held.count for one in read))
+        reading = self._reading(positions, table, last, places, passed)
         self._state = self._programs.read(self.engine.params, tokens, reading, slots, self._state)
-        for one in itertools.chain(*by_group):
-            count = left(one)
+        for one in read:
+            count = len(pieces[id(one)])
             self._read += count
             self._pool(one).wrote(one.held, one.tokens, one.held.count + count)
             if one.is_read and one.followers:
                 self._spread(one)
+
+    def _next_places(self, one: _Sequence) -> np.ndarray:
+        """The places of what can be read of a sequence at once."""
+        most = self._lengths[-1]
+        count = min(most, len(one.tokens) - one.held.count)
+        places = self._places.next(one.held.count, count, one.held.rotation)
+        while self._places.width(places) > most:  # where a unit that is not full is filled first
+            count -= 1
+            places = self._places.next(one.held.count, count, one.held.rotation)
+        return places
+
+    def _reading(
+        self, positions: np.ndarray, table: np.ndarray, last: np.ndarray, places: np.ndarray, passed: Passed
+    ) -> nn.Reading:
+        chosen = jnp.asarray(places) if self._places.ranks > 1 else None
+        return nn.Reading(jnp.asarray(positions), jnp.asarray(table), jnp.asarray(last), chosen, passed=passed)
 
     def _put_units(self, row: np.ndarray, one: _Sequence) -> None:
         found = one.held.units[: row.size]
@@ -415,13 +462,13 @@ class Scheduler:
         if not ready:
             return []
         count = len(self._slots)
-        made, positions = np.zeros(count, np.int32), np.full(count, -1, np.int32)
+        made, positions, rotations = (np.full(count, fill, np.int32) for fill in (0, -1, 0))
         table = np.zeros((count, bucket(max(len(one.held.units) for one in ready))), np.int32)
         for one in ready:
-            made[one.slot], positions[one.slot] = one.made, len(one.tokens)
+            made[one.slot], positions[one.slot], rotations[one.slot] = one.made, len(one.tokens), one.held.rotation
             self._put_units(table[one.slot], one)
         told = any(one.request.logprobs is not None for one in ready)
-        slots = programs.Slots(self._rows, made, positions, self._stops(ready), table)
+        slots = programs.Slots(self._rows, made, positions, self._stops(ready), table, rotations)
         self._state, block = self._programs.decode(
             self.engine.params, self._state, slots, np.int32(limit), np.bool_(told)
         )
@@ -510,8 +557,32 @@ NOT_FINITE = (
 )
 
 
+def default_choice(engine: LoadedModel) -> Choose:
+    """Algorithm 5 of `context_choice` with the peaks of the chip; the smaller message where it is not known."""
+    config, device = engine.config, engine.mesh.devices.flat[0]
+    chip = chips.for_device_kind(device.device_kind)
+    if chip is None:
+        return functools.partial(context_choice.smaller_message, config.heads, config.kv_heads)
+    dtype = jnp.dtype(engine.programs.compute_dtype)
+    costs = ContextCosts(
+        ranks=engine.programs.ranks,
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        element_bytes=dtype.itemsize,
+        flops_per_s=chip.matmul_flops_per_s(str(dtype)),
+        bytes_per_s=chip.link_bytes_per_s,
+    )
+    return functools.partial(context_choice.by_message_and_return, costs)
+
+
 def make_loop(
-    engine: LoadedModel, *, slots: int = 8, kv_tokens: int | None = None, page: int = 64, kv_dtype: KvFormat = "compute"
+    engine: LoadedModel,
+    *,
+    slots: int = 8,
+    kv_tokens: int | None = None,
+    page: int = 64,
+    kv_dtype: KvFormat = "compute",
+    choose: Choose | None = None,
 ) -> Scheduler:
     """A loop with a cache of its own.
 
@@ -522,6 +593,8 @@ def make_loop(
         the memory beside the parameters holds.
       page: Places of a page: 16, 32, 64 or 128.
       kv_dtype: How keys and values are stored, see `nn.pages`.
+      choose: What goes round the devices along `context`, for instance a `context_choice.FittedChoice.choose`; None =
+        `default_choice`.
 
     Raises:
       UserError: an argument is out of range, or the cache does not fit the devices.
@@ -531,10 +604,11 @@ def make_loop(
         raise UserError(f"page must be {', '.join(map(str, PAGES))}; got {page}.")
     if kv_dtype not in KV_FORMATS:
         raise UserError(f"kv_dtype must be {', '.join(KV_FORMATS)}; got {kv_dtype}.")
-    groups = engine.programs.groups
-    slots = -(-slots // groups) * groups
-    each = -(-engine.config.max_positions // page)
-    wanted = slots * each if kv_tokens is None else groups * -(-kv_tokens // (page * groups))
+    # Each device has pages of its own, and each along `context` decodes for slots of its own.
+    devices = engine.programs.groups * engine.programs.ranks
+    slots = -(-slots // devices) * devices
+    each = -(-engine.config.max_positions // (page * engine.programs.ranks)) * engine.programs.ranks
+    wanted = slots * each if kv_tokens is None else devices * -(-kv_tokens // (page * devices))
 
     def bytes_of(count: int) -> int:
         cache = engine.programs.cache(nn.PageShape(count, page, kv_dtype))
@@ -544,14 +618,10 @@ def make_loop(
     limit = meshes.device_memory_bytes(engine.mesh)
     if kv_tokens is None and limit is not None:
         room = int((limit - engine.held_bytes) * _SPARE_MEMORY)
-        wanted = max(groups, min(wanted, room // max(1, bytes_of(groups)) * groups))
+        wanted = max(devices, min(wanted, room // max(1, bytes_of(devices)) * devices))
     pages = nn.PageShape(wanted, page, kv_dtype)
     engine.check_memory(engine.held_bytes + bytes_of(wanted), f"the parameters and a cache of {wanted * page:,} tokens")
-    return Scheduler(engine, slots=slots, pages=pages)
-
-
-def _reading(positions: np.ndarray, table: np.ndarray, last: np.ndarray) -> nn.Reading:
-    return nn.Reading(*map(jnp.asarray, (positions, table, last)))
+    return Scheduler(engine, slots=slots, pages=pages, choose=choose)
 
 
 def _told(found: sampling.Likelihoods, at: tuple[int, ...], token: int, top: int) -> TokenLogprobs:

@@ -6,6 +6,11 @@ it and of its own tokens, and begins with the model and the format of the cache;
 sequences that begin alike share what was read of it. The last unit of a sequence that ended is found likewise, by one
 sequence that begins with all of its tokens, which then goes on in it. What nobody holds is kept until its unit is
 needed, the least recently used first.
+
+Where `context` cuts sequences over N devices, a unit has a page of each. The c first tokens of a unit fill the pages as
+if they were handed out in turn, beginning with the device `rotation` of the sequence, so that fills are within one of
+each other whenever a sequence goes on. Which of the tokens that are read together go where is free beside that:
+ascending and then descending devices, so that all have the same work under a causal mask.
 """
 
 import collections
@@ -14,6 +19,8 @@ import hashlib
 from collections.abc import Sequence
 
 import numpy as np
+
+from scalejax.parallel.context_inference import zigzag_devices
 
 
 @dataclasses.dataclass
@@ -24,11 +31,13 @@ class _Unit:
       holders: How many sequences hold it.
       key: By which it is found; None = by none.
       tokens: Those that are found by it.
+      rotation: Of the sequence that began it, see the module.
     """
 
     holders: int = 0
     key: bytes | None = None
     tokens: tuple[int, ...] = ()
+    rotation: int = 0
 
 
 @dataclasses.dataclass
@@ -39,11 +48,13 @@ class Held:
       units: In the order of its tokens.
       count: Tokens in them.
       keys: Of the full units.
+      rotation: The device that has the first token of a unit, see the module.
     """
 
     units: list[int] = dataclasses.field(default_factory=list)
     count: int = 0
     keys: list[bytes] = dataclasses.field(default_factory=list)
+    rotation: int = 0
 
 
 class OutOfUnits(Exception):
@@ -79,9 +90,14 @@ class Pool:
         """Units that sequences hold."""
         return len(self._units) - self.usable
 
-    def find(self, tokens: Sequence[int]) -> Held:
-        """Takes the units that have the first tokens of a sequence already, all but at least one of these."""
-        held, before = Held(), self._root
+    def find(self, tokens: Sequence[int], rotation: int = 0) -> Held:
+        """Takes the units that have the first tokens of a sequence already, all but at least one of these.
+
+        Args:
+          tokens: Of the sequence.
+          rotation: Of it; that of what is found where its last unit is not full.
+        """
+        held, before = Held(rotation=rotation), self._root
         while (end := held.count + self.size) < len(tokens):
             part = tuple(tokens[held.count : end])
             key = _key(before, part)
@@ -98,6 +114,7 @@ class Pool:
         if begun:
             part, unit = max(begun, key=lambda one: len(one[0]))
             held.count += len(part)
+            held.rotation = self._units[unit].rotation
             self._take(unit)
             self._forget(unit)
             held.units.append(unit)
@@ -144,8 +161,8 @@ class Pool:
         for unit in own:
             self._take(unit)
         if copy is None:
-            return Held([*own], held.count, [*held.keys]), None
-        return Held([*own, copy], held.count, [*held.keys]), (held.units[full], copy)
+            return Held([*own], held.count, [*held.keys], held.rotation), None
+        return Held([*own, copy], held.count, [*held.keys], held.rotation), (held.units[full], copy)
 
     def release(self, held: Held, tokens: Sequence[int]) -> None:
         """Gives back the units of a sequence of these tokens; what it read can be found until its units are needed."""
@@ -157,6 +174,7 @@ class Pool:
             if number == full and held.count > full * self.size:
                 before = held.keys[-1] if held.keys else self._root
                 state.key, state.tokens = before, tuple(tokens[full * self.size : held.count])
+                state.rotation = held.rotation
                 self._open.setdefault(before, []).append(unit)
             state.holders -= 1
             if state.holders == 0:
@@ -209,3 +227,52 @@ class Pool:
 
 def _key(before: bytes, tokens: tuple[int, ...]) -> bytes:
     return hashlib.blake2b(np.asarray(tokens, "<i4").tobytes(), key=before, digest_size=16).digest()
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """How the tokens of a unit lie on the devices along `context`.
+
+    Attributes:
+      page: Places of each device in a unit.
+      ranks: N, the devices.
+    """
+
+    page: int
+    ranks: int
+
+    def fills(self, count: int, rotation: int) -> np.ndarray:
+        """int64[N], tokens that each device has of the first `count` of a unit."""
+        turn = (np.arange(self.ranks) - rotation) % self.ranks
+        return (count - turn + self.ranks - 1) // self.ranks
+
+    def next(self, begin: int, count: int, rotation: int) -> np.ndarray:
+        """int32[count], the places in their units of the tokens `begin` and on; device d has d * page and on."""
+        unit = self.page * self.ranks
+        found = []
+        while count:
+            first = begin % unit
+            last = min(first + count, unit)
+            had = self.fills(first, rotation)
+            devices = zigzag_devices((self.fills(last, rotation) - had).tolist())
+            found.append(devices * self.page + had[devices] + _rank_among_equals(devices, self.ranks))
+            begin, count = begin + last - first, count - (last - first)
+        return np.concatenate(found or [np.zeros(0)]).astype(np.int32)
+
+    def columns(self, places: np.ndarray, width: int) -> np.ndarray:
+        """int64[count], the columns of the tokens of a row of `width`, of which each device has those of its tokens."""
+        devices = places // self.page
+        return devices * (width // self.ranks) + _rank_among_equals(devices, self.ranks)
+
+    def width(self, places: np.ndarray) -> int:
+        """Columns that a row of these tokens needs."""
+        return self.ranks * int(np.bincount(places // self.page, minlength=1).max())
+
+
+def _rank_among_equals(devices: np.ndarray, ranks: int) -> np.ndarray:
+    """How many before each are equal to it."""
+    rank = np.zeros(len(devices), np.int64)
+    for device in range(ranks):
+        own = devices == device
+        rank[own] = np.arange(own.sum())
+    return rank

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from scalejax import nn
 from scalejax.inference import packed_params
+from scalejax.inference.pages import Places
 from scalejax.inference.sampling import TOP, Likelihoods, Row, RowSampling, choose
 from scalejax.models.llm.architecture import Cache, LanguageConfig, LanguageModule
 from scalejax.nn.layers import Gather
@@ -63,6 +65,7 @@ class Slots:
       positions: int32[B], of the next token; -1 = nobody is in this slot.
       stops: int32[B, n], ids that end a row; -1 = none.
       table: int32[B, W], units of each row.
+      rotations: int32[B], the device along `context` that has the first token of a unit, see `inference.pages`.
     """
 
     sampling: RowSampling
@@ -70,6 +73,7 @@ class Slots:
     positions: Row
     stops: Row
     table: Row
+    rotations: Row
 
 
 @jax.tree_util.register_dataclass
@@ -112,6 +116,11 @@ class Programs:
     def groups(self) -> int:
         """Groups of devices that have rows of a batch of their own."""
         return math.prod(self.mesh.shape[axis] for axis in meshes.BATCH_AXES)
+
+    @property
+    def ranks(self) -> int:
+        """Devices of a group that have tokens of a row of their own, along `context`."""
+        return self.mesh.shape["context"]
 
     @functools.cached_property
     def cache(self) -> Callable[[nn.PageShape], "PyTree[jax.ShapeDtypeStruct]"]:
@@ -185,6 +194,14 @@ class Programs:
         ) -> tuple[DecodingState, TokenBlock]:
             rows = slots.positions.shape[0]
             keys = slots.sampling.keys()
+            page = next(part.positions.shape[2] for part in jax.tree.leaves(state.cache, is_leaf=_is_cache))
+
+            def places(positions: jax.Array) -> jax.Array | None:
+                if self.ranks == 1:
+                    return None
+                offset = positions % (page * self.ranks)
+                device = (offset + jnp.asarray(slots.rotations)) % self.ranks
+                return (device * page + offset // self.ranks)[:, None]
 
             def unfinished(carry: tuple[DecodingState, TokenBlock]) -> jax.Array:
                 block = carry[1]
@@ -207,7 +224,9 @@ class Programs:
                     lambda: block.likelihoods,
                 )
                 positions = jnp.where(live & (ended == 0), slots.positions + i, -1)
-                reading = nn.Reading(positions[:, None], jnp.asarray(slots.table), jnp.zeros(rows, jnp.int32))
+                reading = nn.Reading(
+                    positions[:, None], jnp.asarray(slots.table), jnp.zeros(rows, jnp.int32), places(positions)
+                )
                 with self._on_mesh():
                     new, cache = self.model(params).extend(token[:, None], reading, state.cache, gather=self.gather)
                     state = DecodingState(
@@ -275,19 +294,26 @@ class Programs:
         return jax.jit(likelihoods)
 
     def calibrated(self, params: Params, state: DecodingState, tokens: "jax.typing.ArrayLike") -> DecodingState:
-        """A state whose cache has the scales of float8 that tokens, int32[1, S], ask for."""
-        tokens = jnp.asarray(tokens)
-        page = 64
+        """A state whose cache has the scales of float8 that tokens, int[1, S], ask for."""
+        count, page = np.shape(tokens)[1], 64
+        units = -(-count // (page * self.ranks))
+        own = Places(page, self.ranks)
+        places = own.next(0, count, 0)
+        columns = own.columns(places, width := own.width(places))
+        table = np.tile(np.arange(units, dtype=np.int32), (self.groups, 1))
+        row, positions, at = (np.full((self.groups, width), fill, np.int32) for fill in (0, -1, 0))
+        row[:, columns], positions[:, columns], at[:, columns] = tokens, np.arange(count), places
 
-        def read(params: Params, tokens: jax.Array) -> Cache:
+        def read(params: Params) -> Cache:
             with self._on_mesh():
                 model = self.model(params)
-                pages = nn.PageShape(self.groups * -(-tokens.shape[1] // page), page)
-                reading = nn.Reading.whole((1, tokens.shape[1]), jnp.full(1, tokens.shape[1], jnp.int32), page)
-                return model.extend(tokens, reading, model.cache(pages), gather=self.gather)[1]
+                last = jnp.zeros(self.groups, jnp.int32)
+                reading = nn.Reading(jnp.asarray(positions), jnp.asarray(table), last, jnp.asarray(at))
+                cache = model.cache(nn.PageShape(self.groups * self.ranks * units, page))
+                return model.extend(jnp.asarray(row), reading, cache, gather=self.gather)[1]
 
         with jax.set_mesh(self.mesh):
-            found = jax.jit(read)(params, tokens)
+            found = jax.jit(read)(params)
         whole = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(self.mesh, P())), found)
         paged = jax.tree.leaves(whole, is_leaf=_is_cache)
         leaves, structure = jax.tree.flatten(state.cache, is_leaf=_is_cache)
@@ -305,6 +331,11 @@ class Programs:
     def model(self, params: Mapping[str, object]) -> LanguageModule:
         """The model with these parameters."""
         return cast(LanguageModule, self.shape.merge(params))
+
+    @functools.cached_property
+    def compute_dtype(self) -> "jax.typing.DTypeLike":
+        """Of activations, and of the keys and values that go from device to device."""
+        return self.model(self._shapes).compute_dtype
 
     @property
     def gather(self) -> Gather:

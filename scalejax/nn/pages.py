@@ -6,7 +6,8 @@ any number of devices. A token may lie at any place of its unit: each place stor
 query sees the places whose position is not after its own. An empty place has a position after all others.
 
     write    the first token of a unit empties its pages; then tokens go to the places that the host chose
-    attend   the pages of a row are gathered by its table, and hidden by their positions
+    attend   the pages of a row are gathered by its table, and hidden by their positions; along `context` by pass-KV or
+             pass-Q (`parallel.context_inference`), and with one token a row by the decode of that module
 
 On a CPU arrays of a cache lie as [layers, pages, 2, K, page, D], keys before values and heads before places: the
 products of one query a row with a page then need no transposition, which saves a quarter of attention. Elsewhere they
@@ -15,6 +16,7 @@ compiler of TPUs would turn the whole cache around for each token that it stores
 """
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import jax
@@ -28,6 +30,8 @@ from scalejax.kernels.flash_attention.api import Implementation
 from scalejax.kernels.paged_attention import paged_attention
 from scalejax.nn.linear import wide
 from scalejax.parallel.activations import ACTIVATIONS
+from scalejax.parallel.context_choice import Passed
+from scalejax.parallel.context_inference import pass_kv, pass_q, pass_q_to
 from scalejax.parallel.kernel_sharding import shard_kernel
 from scalejax.parallel.rules import LogicalAxes
 
@@ -69,17 +73,26 @@ class Reading:
       positions: int32[R, S], -1 = no token.
       table: int32[R, W], the units of each row in the order of its tokens; what is behind them may be any.
       last: int32[R], the column of the token whose logits are wanted.
-      seen: int32[R, W * page], positions of the places of each row; None before `admit`.
+      places: int32[R, S], the place of each token in its unit, where `context` cuts rows over N devices: device d has
+        the places from d * page on, and of several tokens a row the columns from d * S / N on. None where it does not:
+        tokens then lie in their order.
+      seen: int32[R, N * W * page], positions of the places of each row; None before `admit`.
+      passed: What goes round the devices along `context` where rows have several tokens.
     """
 
     positions: jax.Array
     table: jax.Array
     last: jax.Array
+    places: jax.Array | None = None
     seen: jax.Array | None = None
+    passed: Passed = dataclasses.field(default="pass_kv", metadata={"static": True})
 
     @classmethod
     def whole(cls, shape: tuple[int, int], counts: jax.Array, page: int) -> Self:
-        """Of rows that are read from their beginning, row b its first counts[b] tokens, into a cache of their own."""
+        """Of rows that are read from their beginning, row b its first counts[b] tokens, into a cache of their own.
+
+        For meshes without `context`.
+        """
         rows, length = shape
         columns = jnp.arange(length, dtype=jnp.int32)[None, :]
         units = -(-length // page)
@@ -91,8 +104,8 @@ class Reading:
         """bool[R, S], whether there is a token."""
         return self.positions >= 0
 
-    def pages_of(self, size: int) -> jax.Array:
-        """int32[R, S], the page of each token, for pages of this size; of no meaning where there is no token."""
+    def units(self, size: int) -> jax.Array:
+        """int32[R, S], the unit of each token, for units of this size; of no meaning where there is no token."""
         return jnp.take_along_axis(self.table, jnp.maximum(self.positions, 0) // size, axis=1)
 
 
@@ -211,34 +224,51 @@ class PagedCache:
         largest = float(jnp.finfo(jnp.float8_e4m3fn).max) / 16
         return dataclasses.replace(self, scales=jnp.where(most > 0, most / largest, 1))
 
+    def emptied(self, reading: Reading) -> Self:
+        """Without the tokens that the units that begin with a token of `reading` had before."""
+        unit = self.positions.shape[2] * _ranks()
+
+        def local(stored: jax.Array, positions: jax.Array, table: jax.Array) -> jax.Array:
+            own = Reading(positions, table, table[:, 0])
+            begun = own.real & (positions % unit == 0)
+            return stored.at[:, jnp.where(begun, own.units(unit), stored.shape[1])].set(EMPTY, mode="drop")
+
+        run = _on_devices(lambda *args: (local(*args),), (_PAGES, _ROWS, _ROWS), (_PAGES,))
+        (positions,) = run(self.positions, reading.positions, reading.table)
+        return dataclasses.replace(self, positions=positions)
+
     def admit(self, reading: Reading, layer: jax.Array | None = None) -> tuple[Self, Reading]:
         """Stores the positions of tokens before their keys and values are, and finds those that rows can see.
 
         Args:
           reading: Of all layers, or of this one.
-          layer: int32[], where layers keep tokens of their own.
+          layer: int32[], where layers keep tokens of their own; their units were `emptied` for all layers before.
         """
         at = jnp.int32(0) if layer is None else layer
-        size = self.positions.shape[2]
+        page = self.positions.shape[2]
+        unit = page * _ranks()
 
         def local(
-            stored: jax.Array, at: jax.Array, positions: jax.Array, table: jax.Array
+            stored: jax.Array,
+            at: jax.Array,
+            positions: jax.Array,
+            places: jax.Array,
+            table: jax.Array,
+            _: jax.Array,
         ) -> tuple[jax.Array, jax.Array]:
-            own = Reading(positions, table, table[:, 0])
-            pages, nowhere = own.pages_of(size), stored.shape[1]
-            begun = own.real & (positions % size == 0)
-            stored = stored.at[at, jnp.where(begun, pages, nowhere)].set(EMPTY, mode="drop")
-            stored = stored.at[at, jnp.where(own.real, pages, nowhere), positions % size].set(positions, mode="drop")
+            pages, place = _local_places(Reading(positions, table, table[:, 0], places), page, stored.shape[1])
+            stored = stored.at[at, pages, place].set(positions, mode="drop")
             seen = stored[at, table]
             # What is behind the units of a row in its table may belong to another row.
             own_units = jnp.arange(table.shape[1], dtype=jnp.int32)[None, :, None]
-            seen = jnp.where(seen // size == own_units, seen, EMPTY)
+            seen = jnp.where(seen // unit == own_units, seen, EMPTY)
             return stored, seen.reshape(table.shape[0], -1)
 
-        by_page: LogicalAxes = (None, "pages", None)
-        rows: LogicalAxes = ("batch", None)
-        run = _on_devices(local, (by_page, (), rows, rows), (by_page, rows))
-        stored, seen = run(self.positions, at, reading.positions, reading.table)
+        cache = self.emptied(reading) if layer is None else self
+        run = _on_devices(local, (_PAGES, (), _ROWS, _ROWS, _ROWS, ("keys",)), (_PAGES, ("batch", "keys")))
+        # The last argument says that there are keys of each device, which no other has.
+        each = jnp.zeros(_ranks())
+        stored, seen = run(cache.positions, at, reading.positions, _places(reading, unit), reading.table, each)
         return dataclasses.replace(self, positions=stored), dataclasses.replace(reading, seen=seen)
 
     def extend(
@@ -270,6 +300,12 @@ class PagedCache:
         rows, tokens, heads, width = q.shape
         groups = k.shape[2]
         share = heads // groups
+        ranks = _ranks()
+        if ranks > 1 and (rows % _decoding_devices() if tokens == 1 else tokens % ranks):
+            raise ValueError(
+                f"PagedCache.extend: context={ranks} cuts rows of one token each, or the tokens of a row; got {rows} "
+                f"rows of {tokens}. Fill them up where they are made."
+            )
 
         def local(
             kv: jax.Array,
@@ -278,47 +314,51 @@ class PagedCache:
             v: jax.Array,
             layer: jax.Array,
             positions: jax.Array,
+            places: jax.Array,
             table: jax.Array,
             seen: jax.Array,
             stored: jax.Array,
             scales: jax.Array | None = None,
         ) -> tuple[jax.Array, ...]:
-            own = Reading(positions, table, table[:, 0], seen)
+            own = Reading(positions, table, table[:, 0], places, seen, reading.passed)
+            if tokens == 1 and ranks > 1:
+                # Each device has the new keys and values of some rows, and keeps those that lie with it of all.
+                k, v = (jax.lax.all_gather(x, "context", axis=0, tiled=True) for x in (k, v))
             cache = PagedCache(kv, stored, scales)._written(layer, k, v, own)
-            if tokens == 1 and compat.platform() != "cpu":
-                whole = q.reshape(q.shape[0], -1, width)
-                out = cache._decoded(layer, whole, positions[:, 0], table, stored, window).reshape(q.shape)
+            flat = q.reshape(*q.shape[:2], -1, width)
+            if tokens == 1 and ranks > 1:
+                out = cache._decoded_around(layer, flat, own, window)
+            elif tokens == 1 and compat.platform() != "cpu":
+                out, _ = cache._decoded(layer, flat[:, 0], positions[:, 0], table, window)
             elif tokens == 1:
                 keys, values = cache._gathered(layer, table, q.dtype)
-                out = _one_each(q[:, 0], keys, values, positions[:, 0], seen, window)[:, None]
+                out = _one_each(q[:, 0], keys, values, positions[:, 0], seen, window)
             else:
-                keys, values = cache._gathered(layer, table, q.dtype)
-                whole = q.reshape(*q.shape[:2], -1, width)
-                out, _ = flash_attention(
-                    whole,
-                    *(x.swapaxes(2, 3).reshape(x.shape[0], -1, x.shape[2], width) for x in (keys, values)),
-                    query_positions=positions,
-                    key_positions=seen,
-                    window=window,
-                    implementation=implementation,
+                keys, values = (
+                    x.swapaxes(2, 3).reshape(x.shape[0], -1, x.shape[2], width)
+                    for x in cache._gathered(layer, table, q.dtype)
                 )
-                out = out.reshape(q.shape)
+                out = _read(flat, keys, values, own, window, implementation)
+            out = out.reshape(q.shape)
             return (out, cache.kv) if cache.scales is None else (out, cache.kv, cache.scales)
 
-        by_head: LogicalAxes = ("batch", None, "kv_heads", None)
+        by_head: LogicalAxes = ("decoded", None, "kv_heads", None)
+        of_columns = _ROWS
+        if tokens > 1:
+            by_head, of_columns = ("batch", "sequence", "kv_heads", None), ("batch", "sequence")
         by_group: LogicalAxes = (*by_head, None)
-        by_row: LogicalAxes = ("batch", None)
         axes: Any = self.axes()
         own = () if self.scales is None else (axes.scales,)
         run = _on_devices(
             local,
-            (axes.kv, by_group, by_head, by_head, (), by_row, by_row, by_row, axes.positions, *own),
+            (axes.kv, by_group, by_head, by_head, (), of_columns, of_columns, _ROWS, ("batch", "keys"), _PAGES, *own),
             (by_group, axes.kv, *own),
         )
         q = q.reshape(rows, tokens, groups, share, width)
         scales = () if self.scales is None else (self.scales,)
+        places = _places(reading, ranks * self.positions.shape[2])
         out, kv, *rest = run(
-            self.kv, q, k, v, layer, reading.positions, reading.table, reading.seen, self.positions, *scales
+            self.kv, q, k, v, layer, reading.positions, places, reading.table, reading.seen, self.positions, *scales
         )  # fmt: skip
         cache = dataclasses.replace(self, kv=kv, scales=rest[0] if rest else None)
         return out.reshape(rows, tokens, heads, width), cache
@@ -350,9 +390,7 @@ class PagedCache:
 
     def _written(self, layer: jax.Array, k: jax.Array, v: jax.Array, reading: Reading) -> Self:
         """On one device."""
-        size = self.positions.shape[2]
-        page = jnp.where(reading.real, reading.pages_of(size), self.kv.shape[1])
-        place = reading.positions % size
+        page, place = _local_places(reading, self.positions.shape[2], self.kv.shape[1])
         order = self._order
         at = order.index(layer, page, place)
         scales = self.scales
@@ -370,16 +408,14 @@ class PagedCache:
         return dataclasses.replace(self, kv=kv, scales=scales)
 
     def _decoded(
-        self,
-        layer: jax.Array,
-        q: jax.Array,
-        positions: jax.Array,
-        table: jax.Array,
-        stored: jax.Array,
-        window: int | None,
-    ) -> jax.Array:
-        """On one device: attention of one query a row, q [R, H, D], by a kernel that reads the pages where they lie."""
-        layers, pages = self.kv.shape[:2]
+        self, layer: jax.Array, q: jax.Array, positions: jax.Array, table: jax.Array, window: int | None
+    ) -> tuple[jax.Array, jax.Array]:
+        """On one device: attention of one query a row, q [R, H, D], by a kernel that reads the pages where they lie.
+
+        Returns:
+          What the keys here give, [R, H, D], and its log-sum-exp float32[R, H].
+        """
+        layers, pages, page = *self.kv.shape[:2], self.positions.shape[2]
         # All layers behind one another, so that none is cut out.
         flat = self.kv.reshape(layers * pages, *self.kv.shape[2:])
         scales, of_values = None, None
@@ -388,17 +424,33 @@ class PagedCache:
         elif self.scales is not None:
             of_values = self.scales[layer, 1]
             q = (q * self.scales[layer, 0]).astype(q.dtype)
-        out, _ = paged_attention(
+        out, lse = paged_attention(
             q,
             flat,
             table + layer * pages,
-            stored.reshape(-1, stored.shape[2]),
+            self.positions.reshape(-1, page),
             positions,
-            used=jnp.maximum(positions, -1) // stored.shape[2] + 1,
+            used=jnp.maximum(positions, -1) // (page * _ranks()) + 1,
             scales=scales,
             window=window,
         )
-        return out if of_values is None else (out * of_values).astype(q.dtype)
+        return out if of_values is None else (out * of_values).astype(q.dtype), lse
+
+    def _decoded_around(self, layer: jax.Array, q: jax.Array, reading: Reading, window: int | None) -> jax.Array:
+        """On one device along `context`: the same of the rows of this device, q [R / N, 1, H, D], whose queries go
+        round.
+        """
+        rows = q.shape[0]
+
+        def of(source: jax.Array, x: jax.Array) -> jax.Array:
+            return jax.lax.dynamic_slice_in_dim(x, source * rows, rows)
+
+        def attend(q: jax.Array, positions: jax.Array, source: jax.Array) -> tuple[jax.Array, jax.Array]:
+            out, lse = self._decoded(layer, q[:, 0], positions[:, 0], of(source, reading.table), window)
+            return out[:, None], lse[..., None]
+
+        own = of(jax.lax.axis_index("context"), reading.positions)
+        return pass_q_to(attend, q, query_positions=own)
 
     def _gathered(self, layer: jax.Array, table: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
         """On one device: keys and values of the units of each row, [R, W, K, page, D]."""
@@ -422,6 +474,24 @@ class PagedCache:
         return None if self.scales is None or self.scales.ndim == 2 else self.scales
 
 
+def _read(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    reading: Reading,
+    window: int | None,
+    implementation: Implementation | None,
+) -> jax.Array:
+    """On one device: attention of tokens of rows, q [R, s, H, D], keys and values [R, t, K, D] -> [R, s, H, D]."""
+    assert reading.seen is not None
+    seen, options = reading.seen, {"window": window, "implementation": implementation}
+    if _ranks() == 1:
+        return flash_attention(q, keys, values, query_positions=reading.positions, key_positions=seen, **options)[0]
+    if reading.passed == "pass_kv":
+        return pass_kv(q, keys, values, query_positions=reading.positions, key_positions=seen, **options)
+    return pass_q(q, lambda _: (keys, values, seen), query_positions=reading.positions, **options)
+
+
 def _one_each(
     q: jax.Array, keys: jax.Array, values: jax.Array, positions: jax.Array, seen: jax.Array, window: int | None
 ) -> jax.Array:
@@ -439,6 +509,36 @@ def _one_each(
     total = weights.sum((1, 4))[..., None]
     mixed = jnp.einsum("rwkgp,rwkpd->rwkgd", weights.astype(values.dtype), values, preferred_element_type=dtype)
     return (mixed.sum(1) / jnp.where(total > 0, total, 1)).astype(q.dtype)
+
+
+_PAGES: LogicalAxes = (None, "pages", None)
+_ROWS: LogicalAxes = ("batch", None)
+
+
+def _ranks() -> int:
+    """N, the devices along `context`."""
+    return jax.sharding.get_abstract_mesh().shape.get("context", 1)
+
+
+def _decoding_devices() -> int:
+    """Devices over which rows of one token each are cut."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in ACTIVATIONS.mesh_axes("decoded"))
+
+
+def _places(reading: Reading, unit: int) -> jax.Array:
+    """int32[R, S], of each token in its unit."""
+    return reading.positions % unit if reading.places is None else jnp.asarray(reading.places)
+
+
+def _local_places(reading: Reading, page: int, pages: int) -> tuple[jax.Array, jax.Array]:
+    """On one device: the page of each token and its place there; page `pages`, which is none, for those elsewhere."""
+    assert reading.places is not None
+    ranks = _ranks()
+    here = reading.real
+    if ranks > 1:
+        here &= reading.places // page == jax.lax.axis_index("context")
+    return jnp.where(here, reading.units(page * ranks), pages), reading.places % page
 
 
 def _on_devices(function: Any, in_axes: tuple[LogicalAxes, ...], out_axes: tuple[LogicalAxes, ...]) -> Any:

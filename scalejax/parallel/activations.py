@@ -38,12 +38,14 @@ ACTIVATIONS = Rules(
 def constrain(x: jax.Array, axes: LogicalAxes, rules: Rules = ACTIVATIONS) -> jax.Array:
     """x, laid out by the names of its axes over the automatic axes of the ambient mesh; x itself where there is none.
 
-    A dimension that does not divide is left to the compiler.
+    A dimension that does not divide is left to the compiler. Rows of one position each are "decoded".
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
     free = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
+    if any(name in ("sequence", "stream") and size == 1 for name, size in zip(axes, x.shape, strict=True)):
+        axes = tuple("decoded" if name == "batch" else name for name in axes)
     entries: list[tuple[str, ...] | None] = []
     for name, size in zip(axes, x.shape, strict=True):
         wanted = tuple(axis for axis in rules.mesh_axes(name) if axis in free)

@@ -72,6 +72,18 @@ class ContextCosts:
         return 2 * self.kv_heads / self.heads
 
 
+def smaller_message(heads: int, kv_heads: int, new: int, cached: int) -> Passed:
+    """Equation 1 alone, where nothing is known of a machine: pass-KV if m >= 2 K / H.
+
+    Args:
+      heads: H, query heads of the model.
+      kv_heads: K, heads of keys and values.
+      new: T >= 1.
+      cached: P >= 0.
+    """
+    return _passed(_miss_rate(new, cached) >= fractions.Fraction(2 * kv_heads, heads))
+
+
 def by_message(costs: ContextCosts, new: int, cached: int) -> Passed:
     """Algorithm 1: the smaller message, if pass-KV does not hide its own.
 

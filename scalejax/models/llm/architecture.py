@@ -33,6 +33,16 @@ class LanguageConfig(Protocol):
     def vocabulary(self) -> int | None: ...
 
     @property
+    def heads(self) -> int:
+        """Of queries."""
+        ...
+
+    @property
+    def kv_heads(self) -> int:
+        """Of keys and values."""
+        ...
+
+    @property
     def max_positions(self) -> int:
         """Longest sequence that the model is meant for."""
         ...

@@ -201,8 +201,9 @@ class DepthCache:
 
     def admit(self, reading: nn.Reading) -> tuple["DepthCache", nn.Reading]:
         """See `architecture.Cache`."""
-        every, reading = self.all.admit(reading)
-        return dataclasses.replace(self, all=every), reading
+        every, seeing = self.all.admit(reading)
+        # A layer that does not take the first token of a unit must not find what its page had before.
+        return DepthCache(self.some.emptied(reading), every), seeing
 
 
 class DepthPairs(nnx.Module):
