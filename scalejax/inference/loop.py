@@ -401,8 +401,10 @@ class Scheduler:
     def _reading(
         self, positions: np.ndarray, table: np.ndarray, last: np.ndarray, places: np.ndarray, passed: Passed
     ) -> nn.Reading:
-        chosen = jnp.asarray(places) if self._places.ranks > 1 else None
-        return nn.Reading(jnp.asarray(positions), jnp.asarray(table), jnp.asarray(last), chosen, passed=passed)
+        reading = nn.Reading(jnp.asarray(positions), jnp.asarray(table), jnp.asarray(last))
+        if self._places.ranks == 1:
+            return reading
+        return dataclasses.replace(reading, places=jnp.asarray(places), passed=passed)
 
     def _put_units(self, row: np.ndarray, one: _Sequence) -> None:
         found = one.held.units[: row.size]

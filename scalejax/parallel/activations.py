@@ -45,7 +45,7 @@ def constrain(x: jax.Array, axes: LogicalAxes, rules: Rules = ACTIVATIONS) -> ja
         return x
     free = {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Auto}
     if any(name in ("sequence", "stream") and size == 1 for name, size in zip(axes, x.shape, strict=True)):
-        axes = tuple("decoded" if name == "batch" else name for name in axes)
+        axes = tuple({"batch": "decoded", "sequence": None, "stream": None}.get(name or "", name) for name in axes)
     entries: list[tuple[str, ...] | None] = []
     for name, size in zip(axes, x.shape, strict=True):
         wanted = tuple(axis for axis in rules.mesh_axes(name) if axis in free)

@@ -167,7 +167,7 @@ def test_a_step_changes_the_cache_in_place():
     cache = on.programs.cache(nn.PageShape(256))
     state = DecodingState(cache, jax.ShapeDtypeStruct((1, 96), jnp.float32))
     row = np.zeros(1, np.int32)
-    slots = Slots(RowSampling.greedy(1), row, row, row[None], np.zeros((1, 256), np.int32))
+    slots = Slots(RowSampling.greedy(1), row, row, row[None], np.zeros((1, 256), np.int32), row)
     found = (
         on.programs.decode.lower(shape.params, state, slots, np.int32(1), np.bool_(False)).compile().memory_analysis()
     )
@@ -233,10 +233,9 @@ def test_weights_that_a_narrower_dtype_cannot_hold_are_refused(tmp_path):
         engine(tmp_path, dtype="float16")
 
 
-@pytest.mark.parametrize("axis", ["context", "stage"])
-def test_meshes_that_cut_sequences_or_layers_are_refused(tmp_path, axis):
-    with pytest.raises(UserError, match=f"not over {axis}=2. Give these devices to tensor: --mesh tensor=2"):
-        engine(tmp_path, mesh={"fsdp": 1, axis: 2})
+def test_meshes_that_cut_layers_are_refused(tmp_path):
+    with pytest.raises(UserError, match=r"not over stage=2. Give these devices to tensor: --mesh tensor=2"):
+        engine(tmp_path, mesh={"fsdp": 1, "stage": 2})
 
 
 def test_no_prompts_give_no_continuations(tmp_path):

@@ -211,6 +211,21 @@ def test_a_cache_gives_the_logits_of_the_whole_row(texts_and_images, name):
     np.testing.assert_array_equal(np.asarray(cache.all.positions)[0, rows.table].reshape(2, 16), [range(16)] * 2)
 
 
+def test_what_a_unit_had_before_is_not_seen_by_layers_that_do_not_take_its_first_token(texts_and_images):
+    made, (tokens, *_) = model(AUXILIARY), texts_and_images
+    step, cache = jax.jit(made.extend), made.cache(Rows(2, 16).pages)
+    for ids in (tokens[::-1], (tokens + 7) % 50):
+        _, cache = step(ids, Rows(2, 16).reading([16, 16], 16), cache)
+    reading = Rows(2, 16).reading([13, 16], 16)
+    again, cache = step(tokens, reading, cache)
+    fresh, own = step(tokens, reading, made.cache(Rows(2, 16).pages))
+    # Where no layer takes what was not taken before either, the data would not show it.
+    firsts = np.asarray(own.some.positions)[:, Rows(2, 16).table][..., 0]
+    assert (firsts == EMPTY).any()
+    np.testing.assert_array_equal(again, fresh)
+    np.testing.assert_array_equal(cache.some.positions, own.some.positions)
+
+
 def test_auxiliary_routers_learn_who_was_taken_and_nothing_else_does(rows):
     x, segments, positions = rows
     module = pair(AUXILIARY)
