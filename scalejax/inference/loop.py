@@ -168,6 +168,8 @@ class Scheduler:
             asked = getattr(request, name)
             if asked is not None and not 0 <= asked <= sampling.TOP:
                 raise UserError(f"{name} must be from 0 to {sampling.TOP}; got {asked}.")
+        if request.prompt_logprobs is not None:
+            self._programs.check_likelihoods()
         needed = len(request.prompt) + request.max_tokens
         if needed > self._units * self._unit:
             raise UserError(

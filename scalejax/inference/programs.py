@@ -293,6 +293,15 @@ class Programs:
 
         return jax.jit(likelihoods)
 
+    def check_likelihoods(self) -> None:
+        """Refuses what `likelihoods` cannot do, before anything waits for it.
+
+        Raises:
+          UserError: the model cannot read whole rows on this mesh.
+        """
+        if "likelihoods" not in self.__dict__:
+            jax.eval_shape(self.forward, self.shape.params, jax.ShapeDtypeStruct((1, 32), jnp.int32))
+
     def calibrated(self, params: Params, state: DecodingState, tokens: "jax.typing.ArrayLike") -> DecodingState:
         """A state whose cache has the scales of float8 that tokens, int[1, S], ask for."""
         count, page = np.shape(tokens)[1], 64

@@ -337,7 +337,10 @@ def _ring(
         return out.astype(lse.dtype), lse
 
     def step(carry: tuple[_Keys, _Result], move: Move[_Keys]) -> tuple[_Keys, _Result]:
-        held, result = carry
+        # A compiler would else send all keys and values round before the first of them is attended to.
+        (k, v, key_positions, key_segments), result = carry
+        k, v, result = lax.optimization_barrier((k, v, result))
+        held = (k, v, key_positions, key_segments)
         arriving = move(held)  # stated first: it has the time of what follows
         return arriving, merge(result, attend(held))
 

@@ -1,68 +1,49 @@
-"""The two programs of generation, compiled for four TPU chips: layers as wide as those of 8B, spread over `tensor`."""
+"""The two programs of generation, compiled for four TPU chips: layers as wide as those of 8B."""
 
+import collections
 import dataclasses
 
-import jax
-import jax.numpy as jnp
 import pytest
-from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from scalejax import nn
-from scalejax.inference import generate, sampling
-from scalejax.inference.programs import DecodingState, Slots
-from scalejax.inference.sampling import RowSampling
+from scalejax.inference import sampling
+from scalejax.inference.ahead_of_time import AbstractEngine
 from scalejax.models.llm import llama3
-from scalejax.numerics.dtypes import Dtypes
 from scalejax.parallel.mesh import MeshShape
-from scalejax.parallel.rules import LLM
 from scalejax.plan import run, topology
-from scalejax.train.state import ModelShape
+from scalejax.plan.compiled import collectives, hlo
 
 pytestmark = pytest.mark.aot
 
 POSITIONS = 65_536
+LAYERS = 2
+
+
+def on_four_chips(**axes):
+    machine = topology.parse("v6e:2x2")
+    mesh, _ = topology.make_mesh(machine, MeshShape(fsdp=1, **axes))
+    config = dataclasses.replace(llama3.SIZES["3.1-8b"], layers=LAYERS)
+    return AbstractEngine.of(config, mesh, kv_tokens=POSITIONS)
+
+
+def compile_all(lowered):
+    with run.no_compile_cache():
+        return {name: program().compile() for name, program in lowered.items()}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_nucleus():
+    # The sort of a vocabulary for top_p and top_k compiles for minutes.
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(sampling, "nucleus", lambda logits, top_p, top_k: logits)
+    yield
+    monkeypatch.undo()
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """{program: compiled}, and the bytes of the cache on a chip."""
-    machine = topology.parse("v6e:2x2")
-    mesh, _ = topology.make_mesh(machine, MeshShape(fsdp=1, tensor=4))
-    config = dataclasses.replace(llama3.SIZES["3.1-8b"], layers=2)
-    half = Dtypes(jnp.bfloat16, jnp.bfloat16)
-    shape = ModelShape.of(nnx.eval_shape(lambda: llama3.Llama(config, nnx.Rngs(0), half)))
-    on = generate.Engine(config, shape, {}, mesh)
-    whole = NamedSharding(mesh, P())
-
-    def leaf(shape, dtype, sharding=whole):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-    placed = shape.shardings(mesh, LLM)
-    params = {name: leaf(p.shape, p.dtype, placed[name]) for name, p in shape.params.items()}
-    pages = nn.PageShape(POSITIONS // 64)
-    cache = on.programs.cache(pages)
-    spread = on.programs.cache_shardings(cache)
-    state = DecodingState(
-        jax.tree.map(lambda a, s: leaf(a.shape, a.dtype, s), cache, spread), leaf((1, config.vocabulary), jnp.float32)
-    )
-    number, row = leaf((), jnp.int32), leaf((1,), jnp.int32)
-    table = leaf((1, pages.pages), jnp.int32)
-    # Without the sort of a vocabulary for top_p and top_k, which compiles for minutes.
-    monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(sampling, "nucleus", lambda logits, top_p, top_k: logits)
-    how = jax.tree.map(lambda a: leaf(a.shape, a.dtype), RowSampling.greedy(1))
-    slots = Slots(how, row, row, leaf((1, 8), jnp.int32), table)
-    reading = nn.Reading(leaf((1, 512), jnp.int32), table, row)
-    programs = {
-        "read": on.programs.read.lower(params, leaf((1, 512), jnp.int32), reading, row, state),
-        "decode": on.programs.decode.lower(params, state, slots, number, leaf((), bool)),
-    }
-    monkeypatch.undo()
-    cache_bytes = 2 * spread.kv.shard_shape(cache.kv.shape)[3] * POSITIONS * 128 * 2
-    with run.no_compile_cache():
-        return {name: lowered.compile() for name, lowered in programs.items()}, cache_bytes
+    """{program: compiled} over `tensor`, and the bytes of the cache on a chip."""
+    engine = on_four_chips(tensor=4)
+    return compile_all({"read": lambda: engine.read(1, 512), "decode": lambda: engine.decode(1)}), engine.kv_bytes
 
 
 @pytest.mark.parametrize("program", ["read", "decode"])
@@ -81,3 +62,67 @@ def test_a_decoding_step_moves_activations_and_no_weights(compiled):
     for line in gathered:
         assert "bf16[4096,14336]" not in line
         assert f"{POSITIONS}" not in line.split("all-gather(")[0]
+
+
+@pytest.fixture(scope="module")
+def along_context():
+    """{program: compiled} over `context`, and the engine."""
+    engine = on_four_chips(context=4)
+    programs = {
+        "pass_kv": lambda: engine.read(1, TOKENS, "pass_kv"),
+        "pass_q": lambda: engine.read(1, TOKENS, "pass_q"),
+        "decode": lambda: engine.decode(SLOTS),
+    }
+    return compile_all(programs), engine
+
+
+RANKS, TOKENS, SLOTS = 4, 2048, 8
+KEYS = POSITIONS // RANKS * 8 * 128 * 2
+"""Bytes of all keys of a chip in a layer."""
+
+
+@pytest.mark.parametrize(
+    ("program", "travelling"),
+    [
+        ("pass_kv", {KEYS: 2, POSITIONS // RANKS * 4: 1}),
+        ("pass_q", {TOKENS // RANKS * 32 * 128 * 2: 1, TOKENS // RANKS * 4: 1}),
+        ("decode", {SLOTS // RANKS * 32 * 128 * 2: 1, SLOTS // RANKS * 4: 1}),
+    ],
+)
+def test_along_context_transfers_are_those_of_the_method_and_keys_stay(along_context, program, travelling):
+    """A layer sends each travelling array one time less than there are chips, beside what is computed; results of
+    queries come back at once. Positions, which are those of all layers, leave the loop over layers."""
+    programs, engine = along_context
+    module = hlo.parse(programs[program].as_text())
+    found = collectives.of_module(module, engine.engine.mesh)
+    sent = collections.Counter()
+    for c in found:
+        if c.kind == "collective-permute":
+            sent[c.bytes // c.count] += 1
+        elif c.kind == "all-to-all":
+            assert program != "pass_kv"
+            assert c.count == LAYERS
+        else:  # logits, ids, and new keys and values of a block
+            assert c.bytes // c.count <= SLOTS * 8 * 128 * 2
+    assert sent == {size: count * (RANKS - 1) for size, count in travelling.items()}
+    assert [c.kind for c in found].count("all-to-all") == (program != "pass_kv")
+    dones = [
+        (computation, i)
+        for computation in module.computations.values()
+        for i in computation.instructions
+        if i.opcode == "collective-permute-done" and i.arrays[0].dtype == "bf16"
+    ]
+    assert len(dones) == (RANKS - 1) * (2 if program == "pass_kv" else 1)
+    for computation, done in dones:
+        order = [i.name for i in computation.instructions]
+        between = computation.instructions[order.index(done.operands[0]) + 1 : order.index(done.name)]
+        assert any(i.opcode in ("custom-call", "fusion") for i in between), done.name
+
+
+def test_along_context_a_chip_has_a_share_of_the_cache(along_context):
+    programs, engine = along_context
+    whole = 2 * 8 * 128 * 2 * LAYERS * POSITIONS
+    positions = 4 * POSITIONS
+    assert engine.kv_bytes == (whole + positions) // 4
+    for program in programs.values():
+        assert program.memory_analysis().alias_size_in_bytes >= engine.kv_bytes

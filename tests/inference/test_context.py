@@ -4,18 +4,32 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from flax import nnx
 from llama_cases import GQA, tokens, write_checkpoint
 
-from scalejax.inference import generate, loop
+from scalejax import nn
+from scalejax.data.text.tokens import TokenSchema
+from scalejax.errors import UserError
+from scalejax.inference import generate, loop, programs
+from scalejax.inference.pages import Places
 from scalejax.inference.requests import Request
-from scalejax.inference.sampling import TokenSampling
+from scalejax.inference.sampling import RowSampling, TokenSampling
 from scalejax.models.llm import model_folder
+from scalejax.models.llm.auxiliary import AuxiliaryRouter
+from scalejax.models.llm.depth import MixtureOfDepths
+from scalejax.models.llm.experts import Experts, TopK
+from scalejax.models.llm.llama3.parts import OutputRmsNorm
 from scalejax.parallel.mesh import MeshShape, make_mesh
+from scalejax.parallel.rules import LLM
+from scalejax.train.state import ModelShape
 
 IDS = tokens(GQA, 1, 1200)[0].tolist()
 LONG = dataclasses.replace(GQA, max_positions=1024)
 PAGE = 16
+TEXT = TokenSchema(vocabulary=GQA.vocabulary, length=1024)
 
 MESHES = {
     "context=2": MeshShape(fsdp=1, context=2),
@@ -76,10 +90,139 @@ def chosen(passed):
 
 
 @pytest.mark.parametrize(
-    ("name", "passed"), [(name, None) for name in MESHES] + [("context=4", "pass_kv"), ("context=4", "pass_q")]
+    ("name", "passed"),
+    [
+        ("context=4", "pass_kv"),
+        ("context=4", "pass_q"),
+        ("context=2,tensor=2", None),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in MESHES if name != "context=2,tensor=2"),
+    ],
 )
 def test_tokens_are_those_of_one_device(folder, told, name, passed):
-    shape = MESHES[name]
-    engine = opened(folder, make_mesh(shape, jax.devices()[: math.prod(dataclasses.astuple(shape))]))
-    on = loop.make_loop(engine, slots=8, kv_tokens=256 * PAGE, page=PAGE, choose=chosen(passed))
+    on = loop.make_loop(opened(folder, on_mesh(name)), slots=8, kv_tokens=256 * PAGE, page=PAGE, choose=chosen(passed))
     assert script(on) == told
+
+
+def on_mesh(name):
+    shape = MESHES[name]
+    return make_mesh(shape, jax.devices()[: math.prod(dataclasses.astuple(shape))])
+
+
+def made(config, mesh, schema=TEXT):
+    """An engine of a model whose weights are larger than they begin, so that layers and routers differ."""
+    config = config.bound(schema)
+    module = config.task(schema).init(nnx.Rngs(0), nn.Dtypes(jnp.float32, jnp.float32))
+    shape = ModelShape.of(module)
+    params = {name: 4 * p for name, p in shape.split(module).items()}
+    return generate.Engine(config, shape, jax.device_put(params, shape.shardings(mesh, LLM)), mesh)
+
+
+AUXILIARY = MixtureOfDepths(capacity=0.5, auxiliary=AuxiliaryRouter())
+MODELS = {
+    "window": dataclasses.replace(LONG, window=37),
+    "depth": dataclasses.replace(LONG, layers=4, depth=AUXILIARY, norm=OutputRmsNorm()),
+    "experts": dataclasses.replace(LONG, mlp=Experts(count=4, router=TopK(k=2))),
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "kept", "passed"),
+    [
+        ("depth", "compute", "pass_q"),
+        ("window", "float8", "pass_kv"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("depth", "int8", "pass_kv"),
+                ("window", "compute", "pass_q"),
+                ("window", "int8", "pass_q"),
+                ("experts", "compute", "pass_kv"),
+                ("experts", "compute", "pass_q"),
+            )
+        ),
+    ],
+)
+def test_logits_of_windows_depths_experts_and_stored_formats_are_those_of_one_device(model, kept, passed):
+    found = []
+    for mesh in (make_mesh(MeshShape(fsdp=1), jax.devices()[:1]), on_mesh("context=4")):
+        engine = made(MODELS[model], mesh)
+        on = loop.make_loop(engine, slots=4, kv_tokens=32 * PAGE, page=PAGE, kv_dtype=kept, choose=chosen(passed))
+        logits = []
+        # A second request takes units that the first had.
+        for prompt in (IDS[:300], IDS[310:600], IDS[310:600] + IDS[:40]):
+            number = on.submit(Request(prompt=tuple(prompt), max_tokens=24))
+            tokens = finished(on)[number, 0]
+            logits.append(np.asarray(on._state.logits).max(0))
+            logits.append(tokens)
+        found.append(logits)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_fills_are_within_one_and_full_units_are_exact(ranks):
+    rng = np.random.default_rng(ranks)
+    places = Places(PAGE, ranks)
+    unit = PAGE * ranks
+    for _ in range(20):
+        rotation, count = int(rng.integers(ranks)), 0
+        taken = []
+        while count < 5 * unit:
+            more = int(rng.choice([1, 1, 2, 7, 40, 170]))
+            new = places.next(count, more, rotation)
+            if more == 1:  # what the decoding program computes
+                offset = count % unit
+                assert new[0] == (offset + rotation) % ranks * PAGE + offset // ranks
+            taken += new.tolist()
+            count += more
+            columns = places.columns(new, places.width(new))
+            assert len(set(columns.tolist())) == more
+            assert (columns // (places.width(new) // ranks) == new // PAGE).all()
+            last = np.asarray(taken[count // unit * unit :], int)
+            fills = np.bincount(last // PAGE, minlength=ranks)
+            assert fills.max() - fills.min() <= 1
+            assert (fills == places.fills(count % unit, rotation)).all()
+        for number in range(5):
+            assert sorted(taken[number * unit : (number + 1) * unit]) == [*range(unit)]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_causal_work_is_even_from_a_thousand_new_tokens_on_and_that_of_neighbours_is_not(ranks):
+    rng = np.random.default_rng(0)
+    places, most = Places(64, ranks), 0.0
+    for _ in range(50):
+        cached, new = int(rng.integers(0, 3000)), int(rng.integers(1000, 6000))
+        devices = places.next(cached, new, int(rng.integers(ranks))) // 64
+        seen = np.arange(cached + 1, cached + new + 1)
+        work = np.bincount(devices, weights=seen, minlength=ranks)
+        most = max(most, work.max() / work.min())
+    assert most <= 1.01
+    neighbours = np.arange(1, 64 * ranks * 100 + 1).reshape(ranks, -1).sum(1)
+    assert neighbours.max() / neighbours.min() == pytest.approx(2 * ranks - 1, rel=1e-3)
+
+
+def test_rows_that_do_not_divide_are_a_mistake_of_the_caller(folder):
+    engine = opened(folder, on_mesh("context=4"))
+    pages = nn.PageShape(16, PAGE)
+    state = engine.programs.empty(3, pages)
+    row = np.zeros(3, np.int32)
+    slots = programs.Slots(RowSampling.greedy(3), row, row - 1, np.full((3, 8), -1, np.int32), row[:, None], row)
+    with pytest.raises(ValueError, match="context=4 cuts rows of one token each, or the tokens of a row; got 3 rows"):
+        engine.programs.decode(engine.params, state, slots, np.int32(1), np.bool_(False))
+
+
+def test_scores_of_prompts_where_rows_cannot_be_cut_are_refused_at_once():
+    on = loop.make_loop(made(MODELS["depth"], on_mesh("context=2")), slots=2, kv_tokens=32 * PAGE, page=PAGE)
+    with pytest.raises(UserError, match="does not run on a mesh with context=2"):
+        on.submit(Request(prompt=tuple(IDS[:30]), max_tokens=3, prompt_logprobs=1))
+    on.submit(Request(prompt=tuple(IDS[:30]), max_tokens=3))
+    assert len(finished(on)[0, 0]) == 3
+
+
+def test_scores_of_prompts_are_those_of_one_device(folder, single):
+    found = []
+    for engine in (single, opened(folder, on_mesh("context=4"))):
+        on = loop.make_loop(engine, slots=4, kv_tokens=64 * PAGE, page=PAGE)
+        on.submit(Request(prompt=tuple(IDS[:77]), max_tokens=0, prompt_logprobs=0))
+        found.append([one.logprob for one in on.step()[0].prompt_logprobs[1:]])
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-4, atol=1e-4)

@@ -243,9 +243,6 @@ class DepthPairs(nnx.Module):
         room: Room,
     ) -> PreparedDepths:
         """See `llama3.parts.RoutedMlp`."""
-        mesh = jax.sharding.get_abstract_mesh()
-        if not mesh.empty:
-            self.part.check(mesh)
         return PreparedDepths(real, tokens, modality, keys, self.all.prepare(real, tokens, modality, keys, room=room))
 
     def with_numbers(
@@ -258,6 +255,7 @@ class DepthPairs(nnx.Module):
         positions: jax.Array,
     ) -> tuple[jax.Array, Numbers]:
         """See `DecoderBlock`."""
+        self._check_mesh()
         groups = self._groups(x.shape[0])
         packed, real, beside = jax.tree.map(
             lambda a: a.reshape(groups, -1, *a.shape[2:]),
@@ -290,8 +288,9 @@ class DepthPairs(nnx.Module):
         """See `DecoderBlock`; no token sees later ones.
 
         Raises:
-          UserError: there is no auxiliary router.
+          UserError: there is no auxiliary router, or the mesh cuts rows.
         """
+        self._check_mesh()
         chosen = self._guessed(x, prepared.real)
         routes = jax.vmap(lambda chosen: routing.routes_of_some(chosen, size=x.shape[1]))(chosen)
         taken = _placed(x, routes)
@@ -331,6 +330,12 @@ class DepthPairs(nnx.Module):
 
         y, every = self.all.extend(h, cos_sin, cache.all, layer, reading, prepared.all)
         return y, DepthCache(own, every)
+
+    def _check_mesh(self) -> None:
+        # Where pages of a cache are cut, each token is still asked for itself.
+        mesh = jax.sharding.get_abstract_mesh()
+        if not mesh.empty:
+            self.part.check(mesh)
 
     def _groups(self, rows: int) -> int:
         """G, the rows themselves or the devices that the rows are cut over by the compiler."""
