@@ -191,7 +191,8 @@ def test_causal_work_is_even_from_a_thousand_new_tokens_on_and_that_of_neighbour
     rng = np.random.default_rng(0)
     places, most = Places(64, ranks), 0.0
     for _ in range(50):
-        cached, new = int(rng.integers(0, 3000)), int(rng.integers(1000, 6000))
+        # With fewer tokens a device than 250, the one or two by which devices differ weigh more than that.
+        cached, new = int(rng.integers(0, 3000)), int(rng.integers(max(1000, 250 * ranks), 6000))
         devices = places.next(cached, new, int(rng.integers(ranks))) // 64
         seen = np.arange(cached + 1, cached + new + 1)
         work = np.bincount(devices, weights=seen, minlength=ranks)
