@@ -23,11 +23,13 @@ from scalejax.errors import UserError, check_at_least
 from scalejax.inference import programs, sampling
 from scalejax.inference.pages import Held, OutOfUnits, Places, Pool
 from scalejax.inference.requests import Chunk, Request, Stats, TokenLogprobs
+from scalejax.inference.steps import Steps
 from scalejax.models.llm.architecture import LanguageConfig
 from scalejax.nn.pages import KV_FORMATS, KvFormat
 from scalejax.parallel import context_choice
 from scalejax.parallel import mesh as meshes
 from scalejax.parallel.context_choice import ContextCosts, Passed
+from scalejax.train import distributed
 from scalejax.train.state import Params
 
 PIECE = 512
@@ -122,7 +124,14 @@ class _Sequence:
 
 
 class Scheduler:
-    """A `requests.Loop` on the programs of an engine; it owns a cache."""
+    """A `requests.Loop` on the programs of an engine; it owns a cache.
+
+    Attributes:
+      engine: The model.
+      max_positions: See `requests.Loop`.
+      vocabulary: See `requests.Loop`.
+      steps: What it does on devices. Of several processes each makes a loop, and one drives it, see `processes`.
+    """
 
     def __init__(self, engine: LoadedModel, *, slots: int, pages: nn.PageShape, choose: Choose | None = None) -> None:
         """Makes the cache.
@@ -145,11 +154,11 @@ class Scheduler:
         self._lengths = tuple(length * own.ranks for length in LENGTHS)
         identity = f"{engine.config!r} {pages.format}"
         self._pools = [Pool(self._units, self._unit, identity) for _ in range(own.groups)]
-        self._state = own.empty(slots, pages)
+        self.steps = Steps(own, engine.params, slots=slots, pages=pages)
         if pages.format == "float8":
             count = min(CALIBRATION, self.max_positions)
             some = np.random.default_rng(0).integers(0, engine.choices or self.vocabulary, (1, count), np.int32)
-            self._state = own.calibrated(engine.params, self._state, some)
+            self.steps.calibrate(some)
         self._slots: list[_Sequence | None] = [None] * slots
         self._rows = sampling.RowSampling.greedy(slots)
         self._waiting: collections.deque[_Sequence] = collections.deque()
@@ -230,7 +239,7 @@ class Scheduler:
           progress: Told after each how many there are of how many.
         """
         ways: tuple[Passed, ...] = ("pass_kv", "pass_q") if self._places.ranks > 1 else ("pass_kv",)
-        shapes = [
+        shapes: list[tuple[int, int, Passed]] = [
             (rows, length, passed)
             for length in self._lengths
             for rows in sorted({1, self._most_rows(length)})
@@ -242,29 +251,19 @@ class Scheduler:
         for width in widths:
             for each, length, passed in shapes:
                 rows = each * self._groups
-                reading = self._reading(
-                    np.full((rows, length), -1, np.int32),
-                    np.zeros((rows, width), np.int32),
-                    np.zeros(rows, np.int32),
-                    np.zeros((rows, length), np.int32),
-                    passed,
-                )
-                outside = np.full(rows, len(self._slots), np.int32)
-                self._state = self._programs.read(
-                    self.engine.params, np.zeros((rows, length), np.int32), reading, outside, self._state
-                )
+                tokens, last = np.zeros((rows, length), np.int32), np.zeros(rows, np.int32)
+                nothing, outside = np.full_like(tokens, -1), np.full_like(last, len(self._slots))
+                table = np.zeros((rows, width), np.int32)
+                self.steps.read(tokens, nothing, table, last, tokens, outside, passed)
                 progress(done := done + 1, total)
             table = np.zeros((len(self._slots), width), np.int32)
             none = np.zeros_like(nobody)
             slots = programs.Slots(self._rows, none, nobody, self._stops([]), table, none)
-            self._state, block = self._programs.decode(
-                self.engine.params, self._state, slots, np.int32(1), np.bool_(False)
-            )
-            jax.block_until_ready(block)
+            self.steps.decode(np.int32(1), np.bool_(False), *jax.tree.leaves(slots))
             progress(done := done + 1, total)
         self._fork([], 0)
         nothing = np.full((self._groups, self._units), self._units, np.int32)
-        self._state = self._programs.clear(self._state, nothing)
+        self.steps.clear(nothing)
         progress(total, total)
         self._warm = self._programs.compiled()
 
@@ -307,7 +306,7 @@ class Scheduler:
         length = bucket(max(len(prompt), LENGTHS[0]))
         tokens = np.zeros((1, length), np.int32)
         tokens[0, : len(prompt)] = prompt
-        found = jax.tree.map(np.asarray, self._programs.likelihoods(self.engine.params, tokens))
+        found = self.steps.likelihoods(tokens)
         return None, *(_told(found, (at,), token, top) for at, token in enumerate(prompt[1:]))
 
     def _enter(self) -> None:
@@ -381,8 +380,7 @@ class Scheduler:
                 last[row], slots[row] = columns[-1], one.slot
         read = [*itertools.chain(*by_group)]
         passed = self._choose(sum(len(pieces[id(one)]) for one in read), sum(one.held.count for one in read))
-        reading = self._reading(positions, table, last, places, passed)
-        self._state = self._programs.read(self.engine.params, tokens, reading, slots, self._state)
+        self.steps.read(tokens, positions, table, last, places, slots, passed)
         for one in read:
             count = len(pieces[id(one)])
             self._read += count
@@ -399,14 +397,6 @@ class Scheduler:
             count -= 1
             places = self._places.next(one.held.count, count, one.held.rotation)
         return places
-
-    def _reading(
-        self, positions: np.ndarray, table: np.ndarray, last: np.ndarray, places: np.ndarray, passed: Passed
-    ) -> nn.Reading:
-        reading = nn.Reading(jnp.asarray(positions), jnp.asarray(table), jnp.asarray(last))
-        if self._places.ranks == 1:
-            return reading
-        return dataclasses.replace(reading, places=jnp.asarray(places), passed=passed)
 
     def _put_units(self, row: np.ndarray, one: _Sequence) -> None:
         found = one.held.units[: row.size]
@@ -453,7 +443,7 @@ class Scheduler:
                 group = self._group(other.slot)
                 source[group, at], target[group, at] = copy[0], copy[1]
         slots[0] = np.minimum(slots[0], count - 1)
-        self._state = self._programs.fork(self._state, slots, source, target)
+        self.steps.fork(slots, source, target)
 
     def _generate(self) -> list[Chunk]:
         """A block of tokens for all that are read."""
@@ -473,11 +463,9 @@ class Scheduler:
             self._put_units(table[one.slot], one)
         told = any(one.request.logprobs is not None for one in ready)
         slots = programs.Slots(self._rows, made, positions, self._stops(ready), table, rotations)
-        self._state, block = self._programs.decode(
-            self.engine.params, self._state, slots, np.int32(limit), np.bool_(told)
-        )
+        block = self.steps.decode(np.int32(limit), np.bool_(told), *jax.tree.leaves(slots))
         made_now, ended, tokens = int(block.count), np.asarray(block.ended), np.asarray(block.tokens)
-        likelihoods = jax.tree.map(np.asarray, block.likelihoods) if told else None
+        likelihoods = block.likelihoods if told else None
         return [
             self._took(one, tokens[one.slot, :made_now].tolist(), int(ended[one.slot]), likelihoods) for one in ready
         ]
@@ -514,7 +502,7 @@ class Scheduler:
         gone = self._pool(one).discard(one.held)
         units = np.full((self._groups, self._units), self._units, np.int32)
         units[self._group(one.slot), : len(gone)] = gone
-        self._state = self._programs.clear(self._state, units)
+        self.steps.clear(units)
 
     def _with_room(self, ready: list[_Sequence], limit: int) -> tuple[list[_Sequence], int]:
         """Units for so many more tokens of each, for one where there are not so many; else the youngest make room."""
@@ -623,6 +611,7 @@ def make_loop(
     if kv_tokens is None and limit is not None:
         room = int((limit - engine.held_bytes) * _SPARE_MEMORY)
         wanted = max(devices, min(wanted, room // max(1, bytes_of(devices)) * devices))
+    wanted = distributed.broadcast(wanted)  # machines may have memory of different sizes
     pages = nn.PageShape(wanted, page, kv_dtype)
     engine.check_memory(engine.held_bytes + bytes_of(wanted), f"the parameters and a cache of {wanted * page:,} tokens")
     return Scheduler(engine, slots=slots, pages=pages, choose=choose)

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ from scalejax.train.state import ModelShape, Params
 
 if TYPE_CHECKING:
     from jaxtyping import PyTree
+
+Tree = TypeVar("Tree")
 
 BLOCK = 32
 """Tokens that one call of the decoding program can generate, at most."""
@@ -85,13 +87,13 @@ class TokenBlock:
       tokens: int32[B, BLOCK], of which the first `count` were generated.
       count: int32[].
       ended: int32[B]: 0, or STOPPED or BROKEN in the last of them.
-      likelihoods: Of the tokens, [B, BLOCK]; zeros where nobody asked.
+      likelihoods: Of the tokens, [B, BLOCK]; zeros, or None on the host, where nobody asked.
     """
 
     tokens: jax.Array
     count: jax.Array
     ended: jax.Array
-    likelihoods: Likelihoods
+    likelihoods: Likelihoods | None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,7 +180,8 @@ class Programs:
         ) -> DecodingState:
             with self._on_mesh():
                 logits, cache = self.model(params).extend(tokens, reading, state.cache, gather=self.gather)
-                return DecodingState(self._laid_out(cache), state.logits.at[slots].set(logits, mode="drop"))
+                logits = self._whole(state.logits.at[slots].set(logits, mode="drop"))
+                return DecodingState(self._laid_out(cache), logits)
 
         return jax.jit(read, donate_argnums=4)
 
@@ -242,7 +245,8 @@ class Programs:
                 jnp.zeros((rows, BLOCK, top), jnp.float32),
             )
             block = TokenBlock(jnp.zeros((rows, BLOCK), jnp.int32), jnp.int32(0), jnp.zeros(rows, jnp.int32), empty)
-            return jax.lax.while_loop(unfinished, step, (state, block))
+            state, block = jax.lax.while_loop(unfinished, step, (state, block))
+            return DecodingState(state.cache, self._whole(state.logits)), self._whole(block)
 
         return jax.jit(decode, donate_argnums=1)
 
@@ -256,9 +260,8 @@ class Programs:
         def fork(state: DecodingState, slots: jax.Array, source: jax.Array, target: jax.Array) -> DecodingState:
             with self._on_mesh():
                 cache = _on_caches(lambda part: part.copied(source, target), state.cache)
-            return DecodingState(
-                self._laid_out(cache), state.logits.at[slots[1]].set(state.logits[slots[0]], mode="drop")
-            )
+            logits = self._whole(state.logits.at[slots[1]].set(state.logits[slots[0]], mode="drop"))
+            return DecodingState(self._laid_out(cache), logits)
 
         return jax.jit(fork, donate_argnums=0)
 
@@ -289,7 +292,7 @@ class Programs:
         """(parameters, int32[1, S]) -> of each token but the first, [S - 1]."""
 
         def likelihoods(params: Params, tokens: jax.Array) -> Likelihoods:
-            return Likelihoods.of(self._allowed(self.forward(params, tokens)[0, :-1]), tokens[0, 1:])
+            return self._whole(Likelihoods.of(self._allowed(self.forward(params, tokens)[0, :-1]), tokens[0, 1:]))
 
         return jax.jit(likelihoods)
 
@@ -323,7 +326,7 @@ class Programs:
 
         with jax.set_mesh(self.mesh):
             found = jax.jit(read)(params)
-        whole = jax.tree.map(lambda a: jax.device_put(a, NamedSharding(self.mesh, P())), found)
+        whole = jax.jit(lambda found: found, out_shardings=NamedSharding(self.mesh, P()))(found)
         paged = jax.tree.leaves(whole, is_leaf=_is_cache)
         leaves, structure = jax.tree.flatten(state.cache, is_leaf=_is_cache)
         scaled = [part.with_static_scales(other) for part, other in zip(leaves, paged, strict=True)]
@@ -357,6 +360,10 @@ class Programs:
 
     def _laid_out(self, cache: Any) -> Any:
         return _on_caches(lambda part: jax.tree.map(nn.constrain, part, part.axes()), cache)
+
+    def _whole(self, tree: Tree) -> Tree:
+        """The same on every device, so that each process has all of it."""
+        return jax.lax.with_sharding_constraint(tree, NamedSharding(self.mesh, P()))
 
     def _allowed(self, logits: jax.Array) -> jax.Array:
         if self.choices is None:

@@ -152,7 +152,7 @@ def test_logits_of_windows_depths_experts_and_stored_formats_are_those_of_one_de
         for prompt in (IDS[:300], IDS[310:600], IDS[310:600] + IDS[:40]):
             number = on.submit(Request(prompt=tuple(prompt), max_tokens=24))
             tokens = finished(on)[number, 0]
-            logits.append(np.asarray(on._state.logits).max(0))
+            logits.append(np.asarray(on.steps.state.logits).max(0))
             logits.append(tokens)
         found.append(logits)
     for one, other in zip(*found, strict=True):

@@ -94,7 +94,7 @@ def test_logits_are_to_the_bit_those_of_a_run_alone(engine):
     """In the same buckets: the neighbours, the slot and the pages are others."""
 
     def logits(on, place):
-        state = on._state.logits
+        state = on.steps.state.logits
         return np.asarray(state[place])
 
     def alone():
@@ -276,7 +276,7 @@ def test_stored_formats_give_nearly_the_same_distribution(engine, kept):
     for on in (plain, other):
         on.submit(Request(prompt=tuple(IDS[:200]), max_tokens=1, logprobs=20))
         run(on)
-        found.append(np.asarray(jax.nn.log_softmax(on._state.logits[0])))
+        found.append(np.asarray(jax.nn.log_softmax(on.steps.state.logits[0])))
     divergence = float((np.exp(found[0]) * (found[0] - found[1])).sum())
     assert 0 < divergence < 0.01
 
@@ -338,6 +338,6 @@ def test_a_cache_is_as_long_as_the_memory_allows(engine, monkeypatch):
     on = loop.make_loop(engine, slots=8)
     each = 2 * GQA.layers * GQA.kv_heads * GQA.width * 4 + 4
     assert on._units == int(200_000 * 0.9) // (64 * each)
-    assert isinstance(on._state.cache, nn.PagedCache)
+    assert isinstance(on.steps.state.cache, nn.PagedCache)
     with pytest.raises(UserError, match=r"a cache of 8,192 tokens need .* on each device"):
         loop.make_loop(engine, kv_tokens=8192)
