@@ -12,6 +12,7 @@ and the network joins slices. A row of a table is fetched as whole lanes of 128 
 GPU: a host is an NVLink domain; each GPU has its share of the network. HBM is read in bursts of 64 bytes.
 """
 
+import dataclasses
 import math
 import re
 
@@ -25,6 +26,58 @@ _TPU_ROW_BYTES = 512
 _GPU_BURST_BYTES = 64
 
 
+@dataclasses.dataclass(frozen=True)
+class Gpus:
+    """Hosts with GPUs of one kind.
+
+    Attributes:
+      chip: Each of them.
+      hosts: How many.
+      in_host: GPUs of a host.
+    """
+
+    chip: Chip
+    hosts: int
+    in_host: int
+
+    @property
+    def name(self) -> str:
+        """As it is written."""
+        return f"{self.chip.name}:{self.hosts}x{self.in_host}"
+
+    @property
+    def devices(self) -> int:
+        """GPUs of all hosts."""
+        return self.hosts * self.in_host
+
+
+def find_gpus(name: str) -> Gpus | None:
+    """The GPUs of a name; None = it names none.
+
+    Raises:
+      UserError: there would be none.
+    """
+    gpu = re.fullmatch(r"\s*([A-Za-z0-9-]+):(\d+)x(\d+)\s*", name)
+    if gpu is None or gpu.group(1).lower() not in chips.GPUS:
+        return None
+    found = Gpus(chips.GPUS[gpu.group(1).lower()], int(gpu.group(2)), int(gpu.group(3)))
+    if not found.devices:
+        raise UserError(f"topology: hosts and GPUs of a host must be at least 1; got {name!r}. Try h100:2x8.")
+    return found
+
+
+def parse_tpus(name: str) -> tpus.Topology:
+    """The TPUs of a name.
+
+    Raises:
+      UserError: it names none; the message says how GPUs are named, too.
+    """
+    try:
+        return tpus.parse(name)
+    except UserError as error:
+        raise UserError(f"{error} GPUs: {', '.join(f'{known}:2x8' for known in chips.GPUS)} (hosts x GPUs).") from None
+
+
 def topology(name: str, *, reserved_bytes: int = 0) -> HostTopology:
     """The machine of a name.
 
@@ -34,26 +87,21 @@ def topology(name: str, *, reserved_bytes: int = 0) -> HostTopology:
     Raises:
       UserError: no such machine, or nothing left for tables.
     """
-    gpu = re.fullmatch(r"\s*([A-Za-z0-9-]+):(\d+)x(\d+)\s*", name)
-    if gpu is not None and gpu.group(1).lower() in chips.GPUS:
-        chip, hosts, in_host = chips.GPUS[gpu.group(1).lower()], int(gpu.group(2)), int(gpu.group(3))
-        if hosts < 1 or in_host < 1:
-            raise UserError(f"topology: hosts and GPUs of a host must be at least 1; got {name!r}. Try h100:2x8.")
+    gpus = find_gpus(name)
+    if gpus is not None:
+        chip = gpus.chip
         return HostTopology(
-            devices=hosts * in_host,
-            devices_per_host=in_host,
+            devices=gpus.devices,
+            devices_per_host=gpus.in_host,
             memory_bytes=_left(chip.usable_hbm_bytes, reserved_bytes, name),
             memory_bandwidth=chip.hbm_bytes_per_s,
             intra_host_bandwidth=chip.link_bytes_per_s,
             inter_host_bandwidth=chip.dcn_bytes_per_s,
             row_granule_bytes=_GPU_BURST_BYTES,
-            name=f"{chip.name}:{hosts}x{in_host}",
+            name=gpus.name,
             source="data-sheet peaks",
         )
-    try:
-        found = tpus.parse(name)
-    except UserError as error:
-        raise UserError(f"{error} GPUs: {', '.join(f'{known}:2x8' for known in chips.GPUS)} (hosts x GPUs).") from None
+    found = parse_tpus(name)
     chip, shape = found.chip, found.shape
     in_slice = found.devices // found.slices
     links = _exchange_bytes_per_s(chip, shape) / chip.devices_per_chip

@@ -1,6 +1,6 @@
 """A plan as tables on a terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.markup import escape
@@ -9,6 +9,7 @@ from rich.table import Table
 from scalejax.parallel.mesh import mesh_text
 from scalejax.plan.arithmetic.mesh_search import Candidate, SearchResult
 from scalejax.plan.run import PlanResult
+from scalejax.plan.serving import ServingPlan, ServingTime
 from scalejax.units import duration, size
 
 if TYPE_CHECKING:
@@ -19,10 +20,12 @@ _MOST = 8
 _TERMS = {"compute": "matrix products", "hbm": "memory", "ici": "links between chips", "dcn": "network between slices"}
 
 
-def render(result: PlanResult | SearchResult, console: "Console") -> None:
+def render(result: PlanResult | SearchResult | ServingPlan, console: "Console") -> None:
     """Prints a plan or a search as tables."""
     if isinstance(result, SearchResult):
         _render_search(result, console)
+    elif isinstance(result, ServingPlan):
+        _render_serving(result, console)
     else:
         _render_plan(result, console)
 
@@ -34,9 +37,8 @@ def _render_plan(result: PlanResult, console: "Console") -> None:
     console.print(f"[bold]{machine.name}[/bold]: {machine.chips} chips, {machine.devices} devices, mesh {mesh}")
     for warning in result.warnings:
         console.print(f"[yellow]Warning:[/yellow] {escape(warning)}")
-    console.print(_memory(result))
-    verdict = "[green]fits[/green]" if room.fits else "[red]does not fit[/red]"
-    console.print(f"{verdict}: {size(room.total_bytes)} of {size(room.hbm_bytes)} a chip")
+    console.print(_memory("Memory of a chip", room.bytes_per_chip, room.hbm_bytes))
+    console.print(f"{_verdict(room.fits)}: {size(room.total_bytes)} of {size(room.hbm_bytes)} a chip")
     if room.message:
         console.print(f"The compiler: {room.message}", markup=False)
     if result.roofline is not None:
@@ -111,13 +113,74 @@ def _dropped(result: SearchResult) -> Table:
     return table
 
 
-def _memory(result: PlanResult) -> Table:
-    table = Table(title="Memory of a chip", title_justify="left")
+def _render_serving(result: ServingPlan, console: "Console") -> None:
+    """Prints what a served model needs, how much more would fit, and the least times."""
+    mesh = ", ".join(f"{axis}={size}" for axis, size in result.mesh.items()) or "one device"
+    console.print(f"[bold]{result.machine}[/bold]: mesh {mesh}; {result.parameters:,} parameters")
+    for warning in result.warnings:
+        console.print(f"[yellow]Warning:[/yellow] {escape(warning)}")
+    console.print(_memory("Memory of a device", result.memory, result.usable_bytes))
+    sequences = f"{result.slots:,} of {result.context:,} tokens"
+    console.print(
+        f"{_verdict(result.fits)}: {size(result.total_bytes)} of {size(result.usable_bytes)} a device, with {sequences}"
+    )
+    console.print(
+        f"keys and values of a token: {result.kv_bytes_a_token:,} bytes, of which a device has "
+        f"{result.kv_bytes_on_device:,.6g}"
+    )
+    console.print(
+        f"at most {result.greatest_context:,} tokens in one sequence alone, or {result.greatest_slots:,} sequences of "
+        f"{result.context:,}"
+    )
+    console.print(_serving_times(result))
+    console.print(
+        f"a prompt of {result.context:,} tokens: at least {duration(result.prefill.seconds)}, "
+        f"{result.context / result.prefill.seconds:,.0f} tokens a second"
+    )
+    console.print(
+        f"a token of each of {sequences}: at least {duration(result.decode.seconds)}, "
+        f"{result.tokens_per_s:,.0f} tokens a second"
+    )
+    if result.hidden_from is not None:
+        console.print(
+            f"pieces of {result.piece:,} tokens, {100 * result.prefill.pass_q:.3g} % of them by pass-Q; pass-KV hides "
+            f"its transfers from {result.hidden_from:,.0f} new tokens on (equation 2)"
+        )
+
+
+def _serving_times(result: ServingPlan) -> Table:
+    table = Table(title="Least time", title_justify="left")
+    table.add_column("resource")
+    for name in ("a prompt", "a token"):
+        table.add_column(name, justify="right")
+    named = {
+        "matrix products": "product_s",
+        "attention": "attention_s",
+        "memory": "hbm_s",
+        "sums over tensor": "tensor_s",
+        "transfers over context": "context_s",
+        "... of which nothing hides": "exposed_s",
+    }
+
+    def shown(time: ServingTime, field: str) -> str:
+        return duration(value) if (value := getattr(time, field)) else "0"
+
+    for name, field in named.items():
+        table.add_row(name, shown(result.prefill, field), shown(result.decode, field))
+    return table
+
+
+def _verdict(fits: bool) -> str:
+    return "[green]fits[/green]" if fits else "[red]does not fit[/red]"
+
+
+def _memory(title: str, kinds: Mapping[str, int], total: int) -> Table:
+    table = Table(title=title, title_justify="left")
     table.add_column("kind")
     table.add_column("bytes", justify="right")
     table.add_column("share of HBM")
-    for kind, count in result.memory.bytes_per_chip.items():
-        share = count / result.memory.hbm_bytes
+    for kind, count in kinds.items():
+        share = count / total
         filled = min(_BAR, round(share * _BAR))
         table.add_row(kind, size(count), f"{'█' * filled}{'·' * (_BAR - filled)} {100 * share:.2f} %")
     return table

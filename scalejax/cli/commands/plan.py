@@ -1,18 +1,34 @@
-"""`scalejax plan`: compile a recipe for a machine that is not here."""
+"""`scalejax plan`: compile a recipe for a machine that is not here, or plan how a language model is served there."""
 
-from typing import Annotated
+import pathlib
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from scalejax.cli import environment, options, output
-from scalejax.errors import UserError
+from scalejax.cli import environment, folders, options, output
+from scalejax.cli.commands.convert import check_dtype
+from scalejax.errors import UserError, check_one_of
+
+if TYPE_CHECKING:
+    from scalejax.plan.serving import ServingPlan
 
 
 def plan(
-    recipe: options.Recipe,
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE",
+            help="A name from `scalejax recipes`, module:function, or a file of yours as path.py:function; with "
+            "--serve also a folder of a language model.",
+        ),
+    ],
     topology: Annotated[
         str,
-        typer.Option("--topology", metavar="CHIP:AxB[xC]", help="The machine, e.g. v5e:2x2, v5p:2x2x1, v6e:4x4."),
+        typer.Option(
+            "--topology",
+            metavar="CHIP:AxB[xC]",
+            help="The machine, e.g. v5e:2x2, v5p:2x2x1, v6e:4x4; with --serve also h100:2x8 (hosts x GPUs).",
+        ),
     ],
     mesh: options.MeshSizes = None,
     search: Annotated[
@@ -22,14 +38,71 @@ def plan(
     phase: Annotated[
         str | None, typer.Option("--phase", metavar="NAME", help="A phase of the recipe. Default: what precedes them.")
     ] = None,
+    serve: Annotated[
+        bool,
+        typer.Option("--serve", help="A language model behind `scalejax serve`, by arithmetic: what fits, how fast."),
+    ] = False,
+    slots: Annotated[
+        int | None, typer.Option("--slots", metavar="N", min=1, help="With --serve: sequences at once. Default: 8.")
+    ] = None,
+    context_length: Annotated[
+        int | None,
+        typer.Option(
+            "--context-length",
+            metavar="N",
+            min=1,
+            help="With --serve: tokens of each sequence. Default: as many as the model is meant for.",
+        ),
+    ] = None,
+    page: Annotated[
+        int | None,
+        typer.Option("--page", metavar="N", help="With --serve: tokens of a page, 16, 32, 64 or 128. Default: 64."),
+    ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-dtype", metavar="DTYPE", help="With --serve: of keys and values, int8, float8 or none (the default)."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="DTYPE",
+            help="With --serve: float32, bfloat16 or float16. Default: as stored; bfloat16 of a recipe.",
+        ),
+    ] = None,
     sets: options.Sets = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Compile a recipe for a TPU topology that is not here.
+    """Compile a recipe for a TPU topology that is not here, or plan how a language model is served.
 
     Prints whether it fits, bytes per chip by kind, FLOPs, every collective with its bytes, and the predicted step. With
     --search, meshes and rematerialisation policies are judged by arithmetic, and the best few are compiled and ranked.
+    With --serve nothing is compiled: bytes of parameters, keys and values, the greatest context and number of slots,
+    and the least time of a prompt and of a token.
     """
+    own = {
+        "--slots": slots,
+        "--context-length": context_length,
+        "--page": page,
+        "--kv-dtype": kv_dtype,
+        "--dtype": dtype,
+    }
+    if serve:
+        others = {"--search": search or None, "--phase": phase}
+        if given := [name for name, value in others.items() if value is not None]:
+            raise UserError(
+                f"--serve plans a model that is served, {given[0]} one that is trained. Leave one of them out."
+            )
+        environment.prepare()
+        found = _serving(
+            recipe, topology, mesh, sets or [], slots or 8, context_length, page or 64, kv_dtype or "none", dtype
+        )
+        _show(found, json)
+        return
+    if given := [name for name, value in own.items() if value is not None]:
+        raise UserError(f"{given[0]} is of a model that is served. Add --serve, or leave {given[0]} out.")
     named = [one for one in sets or [] if one.strip().startswith("placement.mesh")]
     if search and (mesh is not None or named):
         given = f"--mesh {mesh}" if mesh is not None else f"--set {named[0]}"
@@ -41,7 +114,6 @@ def plan(
 
     experiment = configs.load(recipe, sets or [])
     import scalejax.plan
-    from scalejax.plan import render
     from scalejax.train import phases
 
     resolved = {one.name: one.experiment for one in phases.resolved(experiment)}
@@ -63,6 +135,62 @@ def plan(
         result = scalejax.plan.search(experiment, topology, progress=lambda line: typer.echo(line, err=True))
     else:
         result = scalejax.plan.plan(experiment, topology, experiment.placement.mesh if named else mesh)
+    _show(result, json)
+
+
+def _show(result: Any, json: pathlib.Path | None) -> None:
+    from scalejax.plan import render
+
     render.render(result, output.console())
     if json is not None:
         output.write_json(json, result.to_json())
+
+
+def _serving(
+    recipe: str,
+    topology: str,
+    mesh: str | None,
+    sets: list[str],
+    slots: int,
+    context_length: int | None,
+    page: int,
+    kv_dtype: str,
+    dtype: str | None,
+) -> "ServingPlan":
+    check_dtype(dtype)
+    check_one_of("--page", page, (16, 32, 64, 128))
+    check_one_of("--kv-dtype", kv_dtype, ("none", "int8", "float8"))
+    from scalejax.inference import abstract_model
+    from scalejax.inference.loop import PIECE
+    from scalejax.plan import serving
+
+    machine = serving.parse_machine(topology)
+    config, stored = _language_model(recipe, sets)
+    found = serving.serving_mesh(machine, mesh, config.kv_heads)
+    arrays = abstract_model.arrays_of(
+        config, found, dtype=dtype or stored, page=page, kv_dtype="compute" if kv_dtype == "none" else kv_dtype
+    )
+    model = serving.ServedModel(config, *arrays, page)
+    length = config.max_positions if context_length is None else context_length
+    return serving.plan_serving(model, machine, found, slots=slots, context=length, piece=PIECE)
+
+
+def _language_model(recipe: str, sets: list[str]) -> tuple[Any, Any]:
+    """The architecture of a recipe or of a folder, and the dtype of its parameters."""
+    if pathlib.Path(recipe).is_dir():
+        if sets:
+            raise UserError(f"--set {sets[0]}: {recipe} is a folder, whose model is what it is. Leave --set out.")
+        model = folders.open_model(pathlib.Path(recipe), recipe=None, step=None)
+        return model.config, model.dtype
+    from scalejax import configs
+    from scalejax.models.llm import families
+    from scalejax.train import phases
+
+    experiment = phases.resolved(configs.load(recipe, sets))[-1].experiment  # what a run ends with
+    config: Any = experiment.model
+    if families.find(config) is None:
+        raise UserError(
+            f"--serve plans language models, and {recipe} has {type(config).__name__}. Leave --serve out, or name a "
+            "recipe or a folder of a language model."
+        )
+    return config.bound(experiment.data.schema()), "bfloat16"

@@ -132,7 +132,7 @@ def find_decoder(experiment: "Experiment") -> Decoder | None:
     if not isinstance(model, DecoderConfig):
         return None
     bound: Any = dataclasses.replace(model, vocabulary=model.vocabulary or experiment.data.schema().vocabulary)  # pyright: ignore[reportArgumentType, reportCallIssue]
-    experts = _experts(model)
+    experts = experts_of(model)
     decoder = Decoder(
         layers=bound.layers,
         dim=bound.dim,
@@ -159,14 +159,15 @@ def remats_of(model: object) -> dict[str, Remat]:
     "dots" is jax's `dots_with_no_batch_dims_saveable`: where experts are a batch dimension of one product, nothing of
     them is kept.
     """
-    experts = _experts(model)
+    experts = experts_of(model)
     if experts is None or experts.keeps_products:
         return REMATS
     dots = REMATS["dots"]
     return {**REMATS, "dots": Remat(kept=tuple(name for name in dots.kept if name not in ("gate_up", "down")))}
 
 
-def _experts(model: object) -> ExpertPart | None:
+def experts_of(model: object) -> ExpertPart | None:
+    """The experts of the configuration of a model; None = it has none."""
     part = getattr(model, "mlp", None)
     return part if isinstance(part, ExpertPart) else None
 
@@ -187,7 +188,7 @@ def training_of(
     sizes = {axis: count for axis, count in zip(AXES, mesh.resolve(devices), strict=True)}
     schema, strategy, batch = experiment.data.schema(), experiment.strategy, experiment.data.batch_size
     bound = getattr(model, "bound", None)  # parts may want to know more of the data
-    experts = _experts(model if bound is None else bound(schema))
+    experts = experts_of(model if bound is None else bound(schema))
     master, compute = jnp.dtype(experiment.precision.params), jnp.dtype(compute_dtype)
     moved = jnp.dtype(strategy.param_dtype or (compute if strategy.form == "implicit" else master))
     rows = math.prod(sizes[axis] for axis in BATCH_AXES)

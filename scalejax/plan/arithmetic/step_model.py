@@ -265,7 +265,7 @@ def estimate(
         raise UserError(f"estimate: {'; '.join(reasons)}. Change the mesh or the model.")
     cut = _Cut.of(decoder, training, machine.devices)
     layout = layout or lay_out(machine, training.mesh)[0]
-    seconds = functools.partial(_seconds, machine, layout)
+    seconds = functools.partial(moved_seconds, machine, layout)
     moved = tuple(
         dataclasses.replace(m, seconds=seconds(m)) for m in _moved(cut) if m.count and m.payload_bytes and m.axes
     )
@@ -539,7 +539,8 @@ def _moved(cut: _Cut) -> list[Moved]:
     return found
 
 
-def _seconds(machine: Topology, layout: DeviceLayout, moved: Moved) -> float:
+def moved_seconds(machine: Topology, layout: DeviceLayout, moved: Moved) -> float:
+    """Seconds of collectives on the links of a slice and on the network between slices."""
     groups = _groups(layout, moved.axes)
     collective = collectives.Collective(
         kind=moved.kind,
