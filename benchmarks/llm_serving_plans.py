@@ -20,7 +20,7 @@ from scalejax.inference.loop import PIECE
 from scalejax.models.llm.llama3.config import SIZES
 from scalejax.plan import serving
 from scalejax.plan.planner_machines import Gpus
-from scalejax.plan.serving import Machine, ServedModel, ServingPlan
+from scalejax.plan.serving import Machine, PlannedModel, ServingPlan
 from scalejax.units import duration, size
 
 COMMAND = "python benchmarks/llm_serving_plans.py > benchmarks/results/llm_serving_plans.md"
@@ -39,7 +39,7 @@ REACHED = 502 / 800
 
 
 @functools.cache
-def model_of(name: str, machine: Machine, mesh: str, *, float8_mlp: bool = False) -> ServedModel:
+def model_of(name: str, machine: Machine, mesh: str, *, float8_mlp: bool = False) -> PlannedModel:
     """A size of Llama 3 in bfloat16, the matrices of its MLPs in a byte where asked for."""
     config = SIZES[MODELS[name]]
     laid_out = serving.serving_mesh(machine, mesh, config.kv_heads)
@@ -50,7 +50,7 @@ def model_of(name: str, machine: Machine, mesh: str, *, float8_mlp: bool = False
             for path, p in shape.params.items()
         }
         shape = dataclasses.replace(shape, params=params)
-    return ServedModel(config, shape, cache, 64)
+    return PlannedModel(config, shape, cache, 64)
 
 
 def planned(name: str, machine: Machine, mesh: str, context: int, slots: int, piece: int, **how: bool) -> ServingPlan:
@@ -63,6 +63,10 @@ def planned(name: str, machine: Machine, mesh: str, context: int, slots: int, pi
 def _table(header: str, rows: list[list[str]]) -> str:
     lines = [f"| {header} |", "|" + "---|" * (header.count("|") + 1), *(f"| {' | '.join(row)} |" for row in rows)]
     return "\n".join(lines)
+
+
+def _marked(mesh: str, found: ServingPlan) -> str:
+    return f"{mesh} *" if any("splits a physical axis" in warning for warning in found.warnings) else mesh
 
 
 def room() -> str:
@@ -78,7 +82,7 @@ def room() -> str:
                     [
                         name,
                         topology,
-                        mesh,
+                        _marked(mesh, first),
                         size(first.memory["parameters"]),
                         f"{first.kv_bytes_on_device:,.6g}",
                         f"{first.greatest_context:,}" if first.greatest_context else "none: the parameters do not fit",
@@ -102,14 +106,14 @@ def times() -> str:
                 for label, length in LENGTHS.items():
                     one, many = (planned(name, machine, mesh, length, slots, PIECE) for slots in (1, SLOTS))
                     if not one.fits:
-                        rows.append([name, topology, mesh, label, "does not fit", *[""] * 6])
+                        rows.append([name, topology, _marked(mesh, one), label, "does not fit", *[""] * 6])
                         continue
                     read = one.prefill
                     rows.append(
                         [
                             name,
                             topology,
-                            mesh,
+                            _marked(mesh, one),
                             label,
                             duration(read.seconds),
                             duration(read.product_s + read.attention_s),
@@ -171,8 +175,8 @@ def beside_the_paper() -> str:
                 ]
             )
     header = (
-        "tokens | hosts x GPUs | published | least, data sheet of the H100 | least, its own peaks | at the share that it "
-        "reached | off | transfers over context, not hidden | memory of a GPU"
+        "tokens | hosts x GPUs | published | least, by the data sheet of the H100 | least, by the paper's peaks | at "
+        "the share reached | off | transfers over context, not hidden | memory of a GPU"
     )
     return _table(header, rows)
 
@@ -190,47 +194,58 @@ def tokens_beside_the_paper() -> str:
 def main() -> None:
     """Prints all of it."""
     whole = planned("405B", _gpus(16, paper=False), "context=16,tensor=8", 2**17, 1, PIECE)
+    longer = planned("8B", serving.parse_machine("v5p:4x4x4"), "context=8,tensor=8", 2**17, 1, 4 * PIECE)
+    left = planned("405B", serving.parse_machine("v5p:4x4x4"), "context=8,tensor=8", 2**17, 1, PIECE)
+    from_tokens = {
+        name: planned(name, serving.parse_machine("v5p:4x4x4"), "context=8,tensor=8", 2**17, 1, PIECE).hidden_from or 0
+        for name in MODELS
+    }
+    hidden = " and ".join(f"{tokens / 8:,.0f} for {name}" for name, tokens in from_tokens.items())
     print(f"""# Serving Llama 3, by arithmetic
 
-`scalejax.plan.serving` (`scalejax plan MODEL --serve`) for the 8B and 405B of Llama 3.1 in bfloat16. Nothing ran here: peaks
-of data sheets, nothing that starts costs anything, so every time is a lower bound. 128k is 131,072 tokens, 1M 1,048,576.
-The models are meant for 131,072 positions: a server refuses a longer prompt, and 1M is what a model stretched that far
-would take.
+`scalejax.plan.serving` (`scalejax plan MODEL --serve`) for the 8B and 405B of Llama 3.1 in bfloat16, 2026-11-26.
+Nothing ran here: peaks of data sheets, and the start of a transfer or of a kernel costs nothing, so every time is a
+lower bound. 128k is 131,072 tokens, 1M 1,048,576. The models are meant for 131,072 positions: a server refuses a longer
+prompt, and 1M is what a model that is stretched so far would take.
 
 `{COMMAND}`
 
 ## What fits
 
-Prompts are read in pieces of {PIECE} tokens on each chip along `context`, as `scalejax serve` does. Heads of keys and values
-(8) that do not divide over `tensor` are whole on every chip of it, so a token takes more bytes at tensor=16 than at
-tensor=8 with twice the chips along `context`.
+Prompts are read in pieces of {PIECE} tokens on each chip along `context`, as `scalejax serve` does. The 8 heads of keys
+and values do not divide over tensor=16: they are whole on every chip of it, and so is attention.
 
 {room()}
 
-Every chip along `context` has the parameters of its place along `tensor` whole: 405B does not fit at tensor=4 and below,
-and at tensor=8 leaves a chip of v5p 1.2 GiB.
+Every chip along `context` has the parameters of its place along `tensor`: 405B does not fit with tensor=4 or less, and
+with tensor=8 it leaves {size(left.usable_bytes - left.memory["parameters"])} of a chip of v5p.
+A mesh with * splits an axis of the torus, so that some neighbours are more than one link apart; that is not in the
+times.
 
 ## Least times
 
 {times()}
 
-Where pieces are shorter than T*, from which on pass-KV hides its transfers, Algorithm 5 sends queries round instead, and
-results come back in an all-to-all behind which nothing hides.
+From T* new tokens on pass-KV hides its transfers: {hidden}
+for each chip along `context` (v5p). Where pieces are shorter, Algorithm 5 sends queries round instead as soon as there
+are enough cached tokens, and their results come back in an all-to-all behind which nothing hides. With pieces of
+{4 * PIECE:,} tokens on each chip, 128k of 8B over context=8,tensor=8 take {duration(longer.prefill.seconds)}.
 
 ## Beside the paper
 
-Yang et al. 2025 (arXiv 2411.01783) measured prefill of 405B with the matrices of MLPs in FP8 on hosts of 8 H100 with 96 GB at
-2.4 TB/s and 500 W, whose peak they give as 800 TFLOP/s; tensor parallel in a host, `context` over hosts at 400 Gb/s a GPU. They
-reach {100 * REACHED:.0f} % of that peak with 1M tokens on 128 GPUs; that one share makes the column before the last but two. Products
-in FP8 count at the rate of bfloat16 here, prompts are read in one piece as there.
+Yang et al. 2025 (arXiv 2411.01783; tables 6 and 7, figure 8) measured prefill of 405B with the MLPs in FP8 on hosts of
+8 H100 with 96 GB at 2.4 TB/s and 500 W, whose peak they give as 800 TFLOP/s: `tensor` in a host, `context` over hosts
+at 400 Gb/s a GPU, in one piece. They reach {100 * REACHED:.0f} % of that peak with 1M tokens on 128 GPUs, and that one
+share makes the column "at the share reached": its last row is fitted, the others are not. Products in FP8 count at the
+rate of bfloat16.
 
 {beside_the_paper()}
 
 The H100 of the data sheet has 80 GB: with all parameters in bfloat16 it does not hold 405B at tensor=8
 ({size(whole.memory["parameters"])} of {size(whole.usable_bytes)}).
 
-A token with 128,000 before it, batch 1 (tables 6 and 7; what the paper measured includes the start of several transfers and
-kernels a layer, which are most of the difference):
+A token with 128,000 before it, batch 1 (tables 6 and 7). Published times grow with hosts, the bound does not: what each
+transfer and kernel takes to start is not in it, so it does not say whether `context` is of use to a decoder.
 
 {tokens_beside_the_paper()}""")
 

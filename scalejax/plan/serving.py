@@ -3,7 +3,7 @@
     machine = parse_machine("v5p:4x4x4")
     mesh = serving_mesh(machine, "context=8,tensor=8", config.kv_heads)
     arrays = abstract_model.arrays_of(config, mesh, dtype="bfloat16", page=64, kv_dtype="compute")
-    model = ServedModel(config, *arrays, 64)
+    model = PlannedModel(config, *arrays, 64)
     found = plan_serving(model, machine, mesh, slots=8, context=131_072, piece=512)
     found.greatest_context, found.prefill.seconds, found.decode.seconds
 
@@ -80,7 +80,7 @@ class ServedConfig(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class ServedModel:
+class PlannedModel:
     """A language model and a cache of its own.
 
     Attributes:
@@ -240,7 +240,7 @@ def serving_mesh(machine: Machine, text: str | None, kv_heads: int) -> AbstractM
 
 
 def plan_serving(
-    model: ServedModel, machine: Machine, mesh: AbstractMesh, *, slots: int, context: int, piece: int
+    model: PlannedModel, machine: Machine, mesh: AbstractMesh, *, slots: int, context: int, piece: int
 ) -> ServingPlan:
     """What a model needs on a machine.
 
@@ -292,7 +292,7 @@ def plan_serving(
     )
 
 
-def _warnings(model: ServedModel, machine: Machine, mesh: AbstractMesh, own: "_Share", context: int) -> list[str]:
+def _warnings(model: PlannedModel, machine: Machine, mesh: AbstractMesh, own: "_Share", context: int) -> list[str]:
     found = lay_out(machine, MeshShape(**dict(mesh.shape)))[1] if isinstance(machine, Topology) else []
     if context > model.config.max_positions:
         found.append(
@@ -358,7 +358,7 @@ class _Share:
     logits_bytes: int
 
     @classmethod
-    def of(cls, model: ServedModel, mesh: AbstractMesh) -> "_Share":
+    def of(cls, model: PlannedModel, mesh: AbstractMesh) -> "_Share":
         ranks, tensor, c = mesh.shape["context"], mesh.shape["tensor"], model.config
         params, axes = {**model.shape.params, **model.shape.variables}, model.shape.logical_axes
         local = {name: _local(LLM, axes[name], array, mesh) for name, array in params.items()}

@@ -34,3 +34,8 @@ def test_the_table_of_plans_in_the_documents_is_that_of_the_stored_plans():
     )
     assert len(list(PLANS.glob("*.json"))) == len(arguments) > 0
     assert _output("plan_table.py", *arguments).strip() == table.strip()
+
+
+@pytest.mark.slow
+def test_the_plans_of_serving_are_those_of_the_arithmetic():
+    assert _output("llm_serving_plans.py") == (ROOT / "benchmarks" / "results" / "llm_serving_plans.md").read_text()

@@ -1,7 +1,7 @@
 """`scalejax plan`: compile a recipe for a machine that is not here, or plan how a language model is served there."""
 
 import pathlib
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -10,6 +10,7 @@ from scalejax.cli.commands.convert import check_dtype
 from scalejax.errors import UserError, check_one_of
 
 if TYPE_CHECKING:
+    from scalejax.nn.pages import KvFormat
     from scalejax.plan.serving import ServingPlan
 
 
@@ -75,7 +76,7 @@ def plan(
     sets: options.Sets = None,
     json: options.JsonFile = None,
 ) -> None:
-    """Compile a recipe for a TPU topology that is not here, or plan how a language model is served.
+    """Compile a recipe for absent TPUs, or plan how it is served.
 
     Prints whether it fits, bytes per chip by kind, FLOPs, every collective with its bytes, and the predicted step. With
     --search, meshes and rematerialisation policies are judged by arithmetic, and the best few are compiled and ranked.
@@ -89,21 +90,31 @@ def plan(
         "--kv-dtype": kv_dtype,
         "--dtype": dtype,
     }
+    named = [one for one in sets or [] if one.strip().startswith("placement.mesh")]
     if serve:
         others = {"--search": search or None, "--phase": phase}
         if given := [name for name, value in others.items() if value is not None]:
             raise UserError(
                 f"--serve plans a model that is served, {given[0]} one that is trained. Leave one of them out."
             )
+        if named:
+            raise UserError(f"--serve takes the mesh by --mesh; got --set {named[0]}. Leave it out.")
         environment.prepare()
         found = _serving(
-            recipe, topology, mesh, sets or [], slots or 8, context_length, page or 64, kv_dtype or "none", dtype
+            recipe,
+            topology,
+            mesh,
+            sets or [],
+            slots=8 if slots is None else slots,
+            context_length=context_length,
+            page=64 if page is None else page,
+            kv_dtype="none" if kv_dtype is None else kv_dtype,
+            dtype=dtype,
         )
         _show(found, json)
         return
     if given := [name for name, value in own.items() if value is not None]:
         raise UserError(f"{given[0]} is of a model that is served. Add --serve, or leave {given[0]} out.")
-    named = [one for one in sets or [] if one.strip().startswith("placement.mesh")]
     if search and (mesh is not None or named):
         given = f"--mesh {mesh}" if mesh is not None else f"--set {named[0]}"
         raise UserError(f"--search finds the mesh; got {given} too. Leave one of them out.")
@@ -151,6 +162,7 @@ def _serving(
     topology: str,
     mesh: str | None,
     sets: list[str],
+    *,
     slots: int,
     context_length: int | None,
     page: int,
@@ -167,10 +179,9 @@ def _serving(
     machine = serving.parse_machine(topology)
     config, stored = _language_model(recipe, sets)
     found = serving.serving_mesh(machine, mesh, config.kv_heads)
-    arrays = abstract_model.arrays_of(
-        config, found, dtype=dtype or stored, page=page, kv_dtype="compute" if kv_dtype == "none" else kv_dtype
-    )
-    model = serving.ServedModel(config, *arrays, page)
+    kept: KvFormat = "compute" if kv_dtype == "none" else cast("KvFormat", kv_dtype)
+    arrays = abstract_model.arrays_of(config, found, dtype=dtype or stored, page=page, kv_dtype=kept)
+    model = serving.PlannedModel(config, *arrays, page)
     length = config.max_positions if context_length is None else context_length
     return serving.plan_serving(model, machine, found, slots=slots, context=length, piece=PIECE)
 
