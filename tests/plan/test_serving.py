@@ -290,6 +290,11 @@ def test_devices_of_a_chip_share_its_memory_and_rates():
     assert found.decode.hbm_s == pytest.approx((weights + 4096 * 131_072 / 8) / (chips.TPU7X.hbm_bytes_per_s / 2))
 
 
+def test_heads_that_are_narrower_than_the_matrix_unit_leave_part_of_it_idle():
+    found = planned(SMALL, "v6e:1x1", context=1024).prefill
+    assert found.attention_s == pytest.approx(4 * 32 * 4096 * 1024 * 1025 / 2 / (chips.V6E.bf16_flops_per_s / 2))
+
+
 def test_a_plan_is_plain_values():
     found = planned(SMALL, "v5p:2x2x1", context=2**18)
     assert any("131,072 positions" in w for w in found.warnings)
