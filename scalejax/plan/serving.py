@@ -23,8 +23,8 @@ element, F FLOP/s and B bytes/s of a device:
 A prompt is read in pieces, each max(products + attention, memory) + tensor + what is not hidden; Algorithm 5 of
 `parallel.context_choice` says for each what goes round. A token of B rows is the same with T = B and pass-Q, whose new
 keys and values go to all devices of `context`. Rates are peaks of data sheets (of attention the part that a head fills
-of a matrix unit), and the start of a transfer or of a kernel costs nothing: times are lower bounds, and those of a token
-lie far below what is measured where few bytes travel often.
+of a matrix unit), and the start of a transfer or of a kernel costs nothing: times are lower bounds, and those of a
+token lie far below what is measured where few bytes travel often.
 """
 
 import dataclasses
