@@ -53,12 +53,13 @@ class Followers:
             connection.close()
 
 
-def call_others(host: str) -> Followers:
-    """Connects process 0 with all others; they call `called` at the same time.
+def call_others() -> Followers:
+    """Connects process 0 with all others, which call `called` at the same time.
 
-    Args:
-      host: Address of process 0 that the others reach.
+    Raises:
+      TemporaryFailure: they do not come.
     """
+    host = peers.job.address
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     token = secrets.token_bytes(_TOKEN_BYTES)
     found: list[socket.socket] = []
@@ -85,10 +86,10 @@ def call_others(host: str) -> Followers:
     return Followers(found)
 
 
-def called(host: str) -> socket.socket:
+def called() -> socket.socket:
     """The connection of another process to process 0, see `call_others`."""
     port, token = distributed.broadcast(None)
-    connection = socket.create_connection((host, port), timeout=_JOIN_S)
+    connection = socket.create_connection((peers.job.address, port), timeout=_JOIN_S)
     connection.sendall(bytes.fromhex(token))
     connection.settimeout(None)
     return connection

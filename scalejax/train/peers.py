@@ -66,12 +66,14 @@ class Peers:
       process: Number of this one.
       count: Of all.
       again: The command that goes on, for the line with which a process ends.
+      loses: What is lost where one is gone, for the same line.
       asked: Called, at process 0, when another process asks to end.
       token: What those of this job know, once jax has connected them; process 0 makes it.
     """
 
     def __init__(self) -> None:
         self.process, self.count, self.again = 0, 1, ""
+        self.loses = "What was trained since the newest checkpoint is lost."
         self.asked: Callable[[], object] = _nothing
         self.token: int | None = None
         self._connections: dict[int, socket.socket] = {}
@@ -89,6 +91,13 @@ class Peers:
     def is_primary(self) -> bool:
         """Whether this is process 0."""
         return self.process == 0
+
+    @property
+    def address(self) -> str:
+        """Of process 0, as the others reach it."""
+        for connection in self._connections.values():
+            return (connection.getsockname() if self.is_primary else connection.getpeername())[0]
+        return "127.0.0.1"
 
     def watch(
         self, connections: dict[int, socket.socket], process: int, count: int, timeout_s: float = TIMEOUT_S
@@ -261,7 +270,7 @@ class Peers:
             return
         now = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=ago_s)
         why = _WHY[kind].format(who=who, since=now.isoformat(timespec="seconds"), value=value)
-        lost = "" if kind == _LEFT else " What was trained since the newest checkpoint is lost."
+        lost = f" {self.loses}" if self.loses and kind != _LEFT else ""
         again = f" Go on with: {self.again}" if self.again else " Start all processes again with the same commands."
         status, again = (min(value, 255), "") if kind == _ENDED else (os.EX_TEMPFAIL, again)
         self._end(kind, who, value, f"Error: {why}.{lost}{again}", status)
